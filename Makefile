@@ -1,0 +1,37 @@
+# Everything a fresh machine needs: each target sets up .venv by itself.
+PYTHON ?= python3
+PY := .venv/bin/python
+# On a machine without an accelerator: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+.PHONY: help venv demo test test-all bench lint clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+venv: .venv/.ready   ## the virtual environment .venv with everything pinned
+
+.venv/.ready: requirements.txt requirements-test.txt
+	$(PYTHON) -m venv .venv 1>&2
+	$(PY) -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements-test.txt 1>&2
+	touch $@
+
+demo: .venv/.ready   ## train on synthetic volumes, register held-out pairs, write Logs/demo/report.html (minutes)
+	$(PY) Scripts/demo.py
+
+test: .venv/.ready lint   ## the default tests (minutes on 2 cores)
+	$(PY) -m pytest -q -m "not slow and not gpu" tests
+
+test-all: .venv/.ready lint   ## all tests, also slow ones; those for a GPU skip themselves where there is none
+	$(PY) -m pytest -q tests
+
+bench: .venv/.ready   ## benchmarks: operations, and the share of a step that is not the network
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt 1>&2
+	$(PY) tests/bench/bench_ops.py
+	$(PY) tests/bench/bench_step.py
+
+lint: .venv/.ready
+	$(PY) -m ruff check --quiet .
+
+clean:           ## remove the virtual environment and the demo's outputs
+	rm -rf .venv Logs/demo
