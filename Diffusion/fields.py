@@ -1,0 +1,157 @@
+"""Displacement fields: warp, compose, self-compose, invert, Jacobian, change of grid. Pure functions, 2D and 3D.
+
+Conventions, used everywhere in the project:
+  image  (B, C, *spatial), spatial = (D, H, W) or (H, W)
+  field  (B, N, *spatial), N = len(spatial): displacement in voxels of the grid it lives on; channel 0 moves along
+         the first spatial axis (D in 3D)
+  warp(image, field)(x) = image(x + field(x))
+Fields are float32 throughout, also under autocast: half precision cannot resolve a tenth of a voxel at x = 100.
+"""
+import torch
+import torch.nn.functional as F
+
+
+def side_lengths(size, device=None):
+    """Image sides in voxels as a (1, N, 1, ..., 1) tensor, to turn a field into fractions of the image side."""
+    return torch.tensor(size, dtype=torch.float32, device=device).view(1, -1, *[1] * len(size))
+
+
+def identity(size, device="cpu"):
+    """Voxel coordinates of every voxel: (1, N, *size) float32."""
+    axes = [torch.arange(int(n), dtype=torch.float32, device=device) for n in size]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"))[None]
+
+
+def _identity_norm(size, image_size, origin, device):
+    """The identity in grid_sample's units (voxel 0 at -1, voxel n - 1 at +1): one broadcastable tensor per axis."""
+    axes = []
+    for i, (n, image_n) in enumerate(zip(size, image_size)):
+        voxels = torch.arange(n, dtype=torch.float32, device=device) + origin[i]
+        norm = voxels * (2.0 / (image_n - 1)) - 1.0 if image_n > 1 else torch.zeros_like(voxels)
+        axes.append(norm.view(1, *[n if k == i else 1 for k in range(len(size))]))
+    return axes
+
+
+def warp(image, field, mode="bilinear", padding="zeros", origin=None):
+    """warped(x) = image(x + field(x)).
+
+    This is the one place that knows the layout of grid_sample: last axis first (x, y, z), coordinates in -1 .. 1.
+
+    image: (B, C, *spatial_image). field: (B, N, *spatial) in voxels; the two grids share their spacing, sizes may differ.
+    mode: "bilinear" (linear along each axis) for images and fields, "nearest" for labels.
+    padding: value outside the image, "zeros" or "border" (that of the nearest voxel).
+    origin: N integers, the voxel of the image where the field's grid starts; default the first.
+    Returns: (B, C, *spatial) float32.
+    Raises ValueError if the number of channels of the field is not the number of spatial axes of the image.
+    """
+    image_size, size = tuple(image.shape[2:]), tuple(field.shape[2:])
+    if not field.shape[1] == len(size) == len(image_size):
+        raise ValueError(f"a field of shape {tuple(field.shape)} cannot warp an image of shape {tuple(image.shape)}")
+    base = _identity_norm(size, image_size, tuple(origin or [0] * len(size)), field.device)
+    with torch.autocast(image.device.type, enabled=False):
+        axes = [torch.add(base[i], field[:, i].float(), alpha=2.0 / max(image_size[i] - 1, 1))
+                for i in reversed(range(len(size)))]
+        return F.grid_sample(image.float(), torch.stack(axes, dim=1).movedim(1, -1), mode=mode, padding_mode=padding,
+                             align_corners=True)
+
+
+def compose(first, then):
+    """Field that applies `first`, then `then`.
+
+    compose(f, g)(x) = g(x) + f(x + g(x)), so warp(warp(I, f), g) == warp(I, compose(f, g)) up to interpolation.
+
+    first, then: (B, N, *spatial) displacement in voxels, same shape.
+    Returns: (B, N, *spatial) displacement in voxels.
+    Raises ValueError if the shapes differ.
+    """
+    if first.shape != then.shape:
+        raise ValueError(f"cannot compose fields of shapes {tuple(first.shape)} and {tuple(then.shape)}")
+    return then + warp(first, then, padding="border")
+
+
+def self_compose(field, counts, region=None):
+    """A field composed with itself: n = 0 gives the identity, 1 the field, 2 compose(field, field), and so on.
+
+    Composition is associative, so the powers field^1, 2, 4, 8, ... serve all samples of the batch and each takes those
+    that its count has a bit for: log2(n) squarings instead of n - 1 compositions, and fewer interpolations to smear it.
+    The bits are applied to points moving through the powers, which only `region` needs.
+
+    field: (B, N, *spatial) displacement in voxels. counts: B integers >= 0.
+    region: N slices (non-negative start, step 1) of the grid where the result is wanted; default all of it.
+    Returns: (B, N, *region) displacement in voxels.
+    """
+    region = region or [slice(0, n) for n in field.shape[2:]]
+    counts = torch.as_tensor(counts, dtype=torch.long)
+    if len(counts) != len(field) or bool((counts < 0).any()):
+        raise ValueError(f"one count >= 0 is needed for each of the {len(field)} fields, got {counts.tolist()}")
+    result = torch.zeros_like(field[(..., *region)])
+    origin = [r.start or 0 for r in region]
+    power, rows = field, torch.arange(len(field))
+    for bit in range(int(counts.max()).bit_length()):
+        if bit:
+            keep = (counts[rows] >> bit) > 0
+            rows = rows[keep]
+            power = power if bool(keep.all()) else power[keep.to(field.device)]
+            power = compose(power, power)
+        chosen = ((counts[rows] >> bit) & 1).bool()
+        if bool(chosen.any()):
+            at = rows[chosen].to(field.device)
+            moved = result[at]
+            result[at] = moved + warp(power[chosen.to(field.device)], moved, padding="border", origin=origin)
+    return result
+
+
+def invert(field, iterations=20):
+    """Inverse field by fixed-point iteration: compose(field, inverse) is zero up to interpolation.
+
+    Converges where the field's derivatives stay below one (no folding); each round shrinks the error by that factor.
+    field: (B, N, *spatial) displacement in voxels. Returns the same shape.
+    """
+    inverse = torch.zeros_like(field)
+    for _ in range(iterations):
+        inverse = -warp(field, inverse, padding="border")
+    return inverse
+
+
+def resize_field(field, size):
+    """The same deformation on a grid with another number of voxels over the same extent (corner to corner).
+
+    field: (B, N, *spatial) in voxels of its grid. Returns (B, N, *size) in voxels of the new grid.
+    """
+    old = field.shape[2:]
+    if tuple(old) == tuple(size):
+        return field
+    mode = "trilinear" if len(size) == 3 else "bilinear"
+    rescaled = field.float() * side_lengths([(new - 1) / max(n - 1, 1) for new, n in zip(size, old)], field.device)
+    with torch.autocast(field.device.type, enabled=False):
+        return F.interpolate(rescaled, size=tuple(size), mode=mode, align_corners=True)
+
+
+def jacobian_determinant(field):
+    """Determinant of the derivative of x -> x + field(x); <= 0 where the deformation folds.
+
+    Central differences inside, one-sided at the border, so it is exact for affine maps.
+    field: (B, N, *spatial) displacement in voxels. Returns: (B, *spatial).
+    """
+    dims = field.shape[1]
+    rows = [torch.gradient(field[:, i].float(), dim=tuple(range(1, dims + 1))) for i in range(dims)]
+    j = [[rows[i][k] + (1.0 if i == k else 0.0) for k in range(dims)] for i in range(dims)]
+    if dims == 2:
+        return j[0][0] * j[1][1] - j[0][1] * j[1][0]
+    return (j[0][0] * (j[1][1] * j[2][2] - j[1][2] * j[2][1])
+            - j[0][1] * (j[1][0] * j[2][2] - j[1][2] * j[2][0])
+            + j[0][2] * (j[1][0] * j[2][1] - j[1][1] * j[2][0]))
+
+
+def affine_field(matrix, size):
+    """Displacement of an affine map about the centre of the grid: x -> c + A (x - c) + b.
+
+    matrix: (B, N, N + 1), A in the first N columns, shift b in voxels in the last. size: N voxels per side.
+    Returns: (B, N, *size) displacement in voxels.
+    """
+    dims = len(size)
+    centre = side_lengths([(n - 1) / 2 for n in size], matrix.device)
+    centred = (identity(size, matrix.device) - centre).flatten(2)
+    change = matrix[:, :, :dims].float() - torch.eye(dims, device=matrix.device)
+    with torch.autocast(matrix.device.type, enabled=False):
+        return (change @ centred + matrix[:, :, dims:].float()).view(len(matrix), dims, *size)
