@@ -1,0 +1,54 @@
+"""Scores of a registration: Dice, HD95, folding, SDlogJ. Plain numpy-style functions on single cases."""
+import numpy as np
+import torch
+from scipy.ndimage import binary_erosion, distance_transform_edt
+
+from Diffusion.fields import jacobian_determinant
+
+
+def dice(first, second, labels):
+    """Dice overlap 2 |A and B| / (|A| + |B|) of each label; NaN where a label is in neither image.
+
+    first, second: integer arrays or tensors of one shape. labels: the label values. Returns: list of floats.
+    """
+    if tuple(first.shape) != tuple(second.shape):
+        raise ValueError(f"label images of different shapes: {tuple(first.shape)} and {tuple(second.shape)}")
+    scores = []
+    for label in labels:
+        a, b = first == label, second == label
+        size = int(a.sum()) + int(b.sum())
+        scores.append(2.0 * int((a & b).sum()) / size if size else float("nan"))
+    return scores
+
+
+def hd95(first, second, labels, spacing_mm):
+    """95th percentile of the symmetric surface distances of each label, in mm; NaN where one image lacks the label.
+
+    first, second: integer numpy arrays of one shape. spacing_mm: voxel size per axis. Returns: list of floats.
+    """
+    scores = []
+    for label in labels:
+        a, b = first == label, second == label
+        if not a.any() or not b.any():
+            scores.append(float("nan"))
+            continue
+        surface_a, surface_b = a & ~binary_erosion(a), b & ~binary_erosion(b)
+        to_b = distance_transform_edt(~surface_b, sampling=spacing_mm)[surface_a]
+        to_a = distance_transform_edt(~surface_a, sampling=spacing_mm)[surface_b]
+        scores.append(float(np.percentile(np.concatenate([to_a, to_b]), 95)))
+    return scores
+
+
+def folding_percent(field):
+    """Percentage of voxels whose Jacobian determinant is <= 0. field: (B, N, *spatial) in voxels. Returns a float."""
+    return 100.0 * float((jacobian_determinant(field) <= 0).float().mean())
+
+
+def sdlogj(field):
+    """Standard deviation of log(clip(det + 3, 1e-9, 1e9)), two voxels cropped on every side: Learn2Reg's convention.
+
+    field: (B, N, *spatial) in voxels. Returns a float.
+    """
+    inner = (slice(None), *[slice(2, -2)] * (field.dim() - 2))
+    determinant = jacobian_determinant(field)[inner]
+    return float(torch.log((determinant + 3.0).clamp(1e-9, 1e9)).std(unbiased=False))

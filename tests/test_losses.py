@@ -1,0 +1,226 @@
+"""Losses against analytic values, known-bad fields and their gradients."""
+import math
+
+import pytest
+import torch
+
+from Diffusion.fields import affine_field, identity, invert, jacobian_determinant, side_lengths
+from Diffusion.losses import folding, info_nce, recovery_terms, regularity, roughness
+
+
+@pytest.fixture(params=[(24, 33), (16, 21, 26)], ids=["2d", "3d"])
+def size(request):
+    return request.param
+
+
+def smooth_field(size, amplitude, batch=2):
+    """Half a wave along every axis, zero at the border, so that nothing moves out of the grid."""
+    bump = torch.ones(size)
+    for axis, n in enumerate(size):
+        wave = torch.sin(math.pi * torch.arange(n) / (n - 1))
+        bump = bump * wave.view([n if i == axis else 1 for i in range(len(size))])
+    directions = torch.randn(batch, len(size), *[1] * len(size), generator=torch.Generator().manual_seed(1))
+    return amplitude * directions / directions.norm(dim=1, keepdim=True) * bump
+
+
+def constant_field(values, size):
+    return torch.tensor(values).view(1, -1, *[1] * len(size)).expand(1, -1, *size).contiguous()
+
+
+def stretch(size, axis, rate):
+    matrix = torch.eye(len(size), len(size) + 1)[None].clone()
+    matrix[0, axis, axis] = 1.0 + rate
+    return affine_field(matrix, size)
+
+
+def folded_bump(size):
+    """A field that falls by more than one voxel per voxel around the centre: it folds there and nowhere else."""
+    centred = identity(size) - torch.tensor([(n - 1) / 2 for n in size]).view(1, -1, *[1] * len(size))
+    return -2.5 * centred * torch.exp(-centred.square().sum(1, keepdim=True) / 8.0)
+
+
+def share_of_one(true):
+    """What a zero prediction gets: one, less where the field is so small that the term is damped."""
+    squared = (true / side_lengths(true.shape[2:])).square().sum(1)
+    return (squared / (squared + 1e-7)).flatten(1).mean(1)
+
+
+def test_perfect_prediction(size):
+    true = smooth_field(size, 2.0)
+    dist, ang = recovery_terms(invert(true), true)
+    assert dist.shape == ang.shape == (2,)
+    assert (ang < -0.999).all()
+    assert (dist < 0.01).all() and (dist >= 0).all()
+
+
+def test_zero_prediction(size):
+    true = smooth_field(size, 2.0)
+    dist, ang = recovery_terms(torch.zeros_like(true), true)
+    assert torch.allclose(dist, share_of_one(true), rtol=1e-4)
+    assert torch.equal(ang, torch.zeros(2))
+    everywhere = constant_field([2.0] * len(size), size)
+    assert float(recovery_terms(torch.zeros_like(everywhere), everywhere)[0]) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_opposite_prediction(size):
+    true = smooth_field(size, 2.0)
+    dist, ang = recovery_terms(-invert(true), true)
+    assert (ang > 0.999).all()
+    assert torch.allclose(dist, 4 * share_of_one(true), rtol=0.02)
+
+
+def test_recovery_of_constant_fields_is_analytic(size):
+    label, pred = [1.0, -2.0, 0.5][:len(size)], [0.5, 1.5, -1.0][:len(size)]
+    dist, ang = recovery_terms(constant_field(pred, size), constant_field(label, size))
+    a, b = ([value / n for value, n in zip(values, size)] for values in (label, pred))
+    squared = sum(x * x for x in a)
+    assert float(dist) == pytest.approx(sum((x + y) ** 2 for x, y in zip(a, b)) / (squared + 1e-7), rel=1e-4)
+    cosine = sum(x * y for x, y in zip(a, b)) / math.sqrt(squared * sum(y * y for y in b))
+    assert float(ang) == pytest.approx(cosine, abs=1e-5)
+
+
+def test_recovery_does_not_count_negligible_voxels(size):
+    true = constant_field([1.0] * len(size), size)
+    true[:, :, size[0] // 2:] = 0.0
+    # The prediction is wrong in the half that does not count.
+    pred = torch.where(true == 0, 1.0, -1.0)
+    pred[:, :, size[0] // 2 - 1: size[0] // 2 + 2] = -1.0
+    assert float(recovery_terms(pred, true)[1]) == pytest.approx(-1.0, abs=1e-4)
+    nothing = torch.zeros_like(true)
+    dist, ang = recovery_terms(pred, nothing)
+    assert float(ang) == 0.0 and torch.isfinite(dist).all()
+    assert [float(term) for term in recovery_terms(nothing, nothing)] == [0.0, 0.0]
+
+
+def test_recovery_is_per_sample(size):
+    true = smooth_field(size, 2.0)
+    pred = torch.cat([invert(true)[:1], torch.zeros_like(true[:1])])
+    dist, ang = recovery_terms(pred, true)
+    assert dist[0] < 0.01 < 0.5 < dist[1]
+    assert ang[0] < -0.999 and ang[1] == 0.0
+
+
+def test_recovery_gradient_at_zero_prediction_is_finite_and_points_to_the_answer(size):
+    true = smooth_field(size, 2.0)
+    for term in (0, 1):
+        pred = torch.zeros_like(true, requires_grad=True)
+        gradient, = torch.autograd.grad(recovery_terms(pred, true)[term].sum(), pred)
+        assert torch.isfinite(gradient).all()
+        assert (gradient * -true).sum() < 0
+
+
+def test_recovery_is_float32_under_autocast(size):
+    true = smooth_field(size, 2.0)
+    pred = invert(true).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        under = recovery_terms(pred, true)
+    assert [term.dtype for term in under] == [torch.float32] * 2
+    assert all(torch.equal(a, b) for a, b in zip(under, recovery_terms(pred, true)))
+
+
+def test_identity_and_shift_cost_nothing(size):
+    for field in (torch.zeros(1, len(size), *size), constant_field([3.0] * len(size), size)):
+        assert float(roughness(field)) == float(folding(field)) == float(regularity(field)) == 0.0
+
+
+def test_roughness_of_a_stretch_is_analytic(size):
+    dims = len(size)
+    for axis in range(dims):
+        field = stretch(size, axis, 0.3)
+        assert float(roughness(field)) == pytest.approx(0.3 / dims ** 2, rel=1e-4)
+        assert float(roughness(field, waiver=0.1)) == pytest.approx(0.2 / dims ** 2, rel=1e-4)
+        assert float(roughness(field, waiver=0.31)) == 0.0
+        assert float(folding(field)) == 0.0
+        assert float(regularity(field, waiver=0.1)) == pytest.approx(0.2 / dims ** 2, rel=1e-4)
+        assert float(roughness(-field)) == pytest.approx(float(roughness(field)), rel=1e-5)
+
+
+def test_reflection_folds_everywhere(size):
+    for axis in range(len(size)):
+        field = stretch(size, axis, -2.0)
+        assert float(folding(field)) == pytest.approx(1.0, abs=1e-5)
+        difference = regularity(field, waiver=5.0, folding_weight=0.5)
+        assert float(difference) == pytest.approx(0.5, abs=1e-5)
+        assert float(regularity(field)) > 1.0
+
+
+def test_local_folding_is_penalised_and_its_gradient_undoes_it(size):
+    field = folded_bump(size).requires_grad_()
+    folded = jacobian_determinant(field) < 0
+    assert 0 < folded.sum() < folded.numel() // 4
+    losses = []
+    for _ in range(8):
+        loss = folding(field)
+        gradient, = torch.autograd.grad(loss, field)
+        losses.append(float(loss.detach()))
+        field = (field - 0.1 * gradient / gradient.abs().max()).detach().requires_grad_()
+    assert losses[0] > 0
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_regularity_is_float32_under_autocast(size):
+    field = folded_bump(size)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = regularity(field.bfloat16())
+    assert under.dtype == torch.float32
+    assert float(under) == float(regularity(field.bfloat16()))
+
+
+def unit_vectors(n, width=16):
+    vectors = torch.randn(n, width, generator=torch.Generator().manual_seed(n))
+    return vectors / vectors.norm(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("negatives", [1, 5])
+@pytest.mark.parametrize("temperature", [0.1, 1.0])
+def test_info_nce_of_orthogonal_vectors_is_analytic(negatives, temperature):
+    axes = torch.eye(2 + negatives)
+    allowed = torch.ones(2, negatives, dtype=torch.bool)
+    loss = info_nce(axes[:2], axes[:2], axes[2:], allowed, temperature)
+    assert float(loss) == pytest.approx(math.log(1 + negatives * math.exp(-1 / temperature)), abs=2e-6)
+    unrelated = info_nce(axes[:2], axes[:2].flip(0), axes[2:], allowed, temperature)
+    assert float(unrelated) == pytest.approx(math.log(1 + negatives), rel=1e-5)
+
+
+def test_info_nce_without_negatives_is_zero_with_finite_gradient():
+    for queue in (unit_vectors(6), torch.zeros(0, 16)):
+        anchors, positives = unit_vectors(3).requires_grad_(), unit_vectors(3).flip(0).clone().requires_grad_()
+        loss = info_nce(anchors, positives, queue, torch.zeros(3, len(queue), dtype=torch.bool), 0.1)
+        assert float(loss.detach()) == 0.0
+        assert all(torch.isfinite(g).all() for g in torch.autograd.grad(loss, (anchors, positives)))
+
+
+def test_info_nce_mask_removes_the_negative():
+    anchors, positives, queue = unit_vectors(3), unit_vectors(4)[:3], unit_vectors(6)
+    allowed = torch.ones(3, 6, dtype=torch.bool)
+    allowed[:, [1, 4]] = False
+    kept = info_nce(anchors, positives, queue[[0, 2, 3, 5]], torch.ones(3, 4, dtype=torch.bool), 0.2)
+    masked = info_nce(anchors, positives, queue, allowed, 0.2)
+    assert float(masked) == pytest.approx(float(kept), rel=1e-6)
+    assert float(info_nce(anchors, positives, queue, torch.ones_like(allowed), 0.2)) > float(masked)
+
+
+def test_info_nce_mask_is_per_sample_and_order_does_not_matter():
+    anchors, positives, queue = unit_vectors(3), unit_vectors(4)[:3], unit_vectors(6)
+    allowed = torch.rand(3, 6, generator=torch.Generator().manual_seed(2)) < 0.5
+    allowed[1] = False
+    loss = info_nce(anchors, positives, queue, allowed, 0.2)
+    rows = [info_nce(anchors[i:i + 1], positives[i:i + 1], queue, allowed[i:i + 1], 0.2) for i in range(3)]
+    assert float(rows[1]) == 0.0 < float(rows[0])
+    assert float(loss) == pytest.approx(float(sum(rows)) / 3, rel=1e-6)
+    order = torch.tensor([3, 0, 5, 1, 2, 4])
+    shuffled = info_nce(anchors, positives, queue[order], allowed[:, order], 0.2)
+    assert float(shuffled) == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_info_nce_gradient_pulls_the_positive_and_pushes_the_allowed_negative():
+    anchors, positives = unit_vectors(3).requires_grad_(), unit_vectors(4)[:3]
+    queue = unit_vectors(6).requires_grad_()
+    allowed = torch.ones(3, 6, dtype=torch.bool)
+    allowed[:, 2] = False
+    loss = info_nce(anchors, positives, queue, allowed, 0.2)
+    of_anchors, of_queue = torch.autograd.grad(loss, (anchors, queue))
+    assert torch.isfinite(of_anchors).all() and torch.isfinite(of_queue).all()
+    assert (of_anchors * positives).sum() < 0
+    assert not of_queue[2].any() and of_queue[1].any()

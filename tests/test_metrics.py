@@ -1,0 +1,112 @@
+"""Scores on shapes whose answer is known."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from Diffusion.fields import affine_field
+from Diffusion.metrics import dice, folding_percent, hd95, sdlogj
+
+SIZE = (15, 18, 21)
+
+
+def cube(start, side, label=1, size=SIZE):
+    image = np.zeros(size, dtype=np.int16)
+    image[tuple(slice(s, s + side) for s in start)] = label
+    return image
+
+
+def linear_field(diagonal, size):
+    matrix = torch.eye(len(size), len(size) + 1)[None].clone()
+    matrix[0, range(len(size)), range(len(size))] = torch.tensor(diagonal)
+    return affine_field(matrix, size)
+
+
+def test_dice_is_analytic():
+    first, second = cube((4, 4, 4), 6), cube((4, 4, 6), 6)
+    first[0, 0, 0] = second[0, 0, 0] = 2
+    second[0, 0, 1] = 2
+    assert dice(first, second, [1, 2]) == pytest.approx([4 / 6, 2 / 3])
+    assert dice(first, first, [0, 1, 2]) == [1.0, 1.0, 1.0]
+    assert dice(torch.from_numpy(first), torch.from_numpy(second), [2, 1]) == pytest.approx([2 / 3, 4 / 6])
+
+
+def test_dice_of_absent_labels():
+    first, second = cube((4, 4, 4), 6), cube((4, 4, 4), 6, label=2)
+    scores = dice(first, second, [1, 2, 3])
+    assert scores[:2] == [0.0, 0.0]
+    assert math.isnan(scores[2])
+
+
+def test_dice_of_different_shapes_raises():
+    with pytest.raises(ValueError, match="different shapes"):
+        dice(np.zeros((3, 4)), np.zeros((4, 3)), [1])
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_hd95_of_a_shifted_cube_is_the_shift_in_mm(axis):
+    spacing = (0.5, 1.0, 3.0)
+    first, second = cube((4, 4, 4), 6), np.roll(cube((4, 4, 4), 6), 2, axis)
+    # The two faces across the shift are 72 of the 152 surface voxels, so the 95th percentile lies on them.
+    assert hd95(first, second, [1], spacing) == pytest.approx([2 * spacing[axis]])
+    assert hd95(first, first, [1], spacing) == [0.0]
+
+
+def test_hd95_ignores_a_few_outliers_and_is_symmetric():
+    first, second = cube((4, 4, 4), 6), cube((4, 4, 4), 6)
+    second[0, 0, 0] = 1
+    assert hd95(first, second, [1], (1, 1, 1)) == hd95(second, first, [1], (1, 1, 1)) == [0.0]
+    one, other = np.zeros(SIZE, dtype=int), np.zeros(SIZE, dtype=int)
+    one[2, 3, 4], other[5, 7, 4] = 1, 1
+    assert hd95(one, other, [1], (1.0, 1.0, 1.0)) == pytest.approx([5.0])
+    assert hd95(one, other, [1], (2.0, 0.25, 1.0)) == pytest.approx([math.hypot(6.0, 1.0)])
+
+
+def test_hd95_sees_a_surface_at_the_border_and_works_in_2d():
+    first, second = np.zeros((9, 12), dtype=int), np.zeros((9, 12), dtype=int)
+    first[:, :4], second[:, :6] = 1, 1
+    assert hd95(first, second, [1], (1.0, 0.5)) == pytest.approx([1.0])
+
+
+def test_hd95_of_absent_labels_is_nan():
+    first, second = cube((4, 4, 4), 6), cube((4, 4, 4), 6, label=2)
+    assert all(math.isnan(score) for score in hd95(first, second, [1, 2, 3], (1, 1, 1)))
+
+
+@pytest.mark.parametrize("size", [(18, 21), SIZE])
+def test_identity_neither_folds_nor_varies(size):
+    field = torch.zeros(1, len(size), *size)
+    assert folding_percent(field) == 0.0
+    assert sdlogj(field) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [(18, 21), SIZE])
+def test_reflection_folds_everywhere(size):
+    field = linear_field([-1.0] + [1.0] * (len(size) - 1), size)
+    assert folding_percent(field) == 100.0
+    # The determinant is the same everywhere, so its logarithm does not vary.
+    assert sdlogj(field) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_folding_percent_counts_voxels_and_a_determinant_of_zero():
+    field = torch.zeros(1, 2, 20, 30)
+    field[:, 0] = -torch.arange(20.0).view(20, 1)
+    assert folding_percent(field) == 100.0
+    field = torch.zeros(1, 2, 20, 30)
+    # Rows 5 .. 14 run backwards; the central differences at the two turning points are half-way, at zero and above.
+    field[:, 0, 5:15] = -2.0 * torch.arange(10.0).view(10, 1)
+    field[:, 0, 15:] = -18.0
+    assert folding_percent(field) == pytest.approx(100 * 10 / 20)
+
+
+def test_sdlogj_is_analytic_and_crops_two_voxels():
+    field = torch.zeros(1, 2, 24, 30)
+    rows = torch.arange(24.0)
+    # Determinant 1 in the upper half and 1.5 in the lower one, 1.25 on the row between them.
+    field[:, 0] = (0.5 * (rows - 12).clamp(min=0)).view(24, 1)
+    inner = np.log(np.array([1.0] * 10 + [1.25] + [1.5] * 9) + 3.0)
+    assert sdlogj(field) == pytest.approx(inner.std(), rel=1e-4)
+    border = field.clone()
+    border[:, 0, 0], border[:, 1, :, -1] = 0.7, -0.4
+    assert sdlogj(border) == pytest.approx(inner.std(), rel=1e-4)
