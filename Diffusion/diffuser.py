@@ -1,0 +1,118 @@
+"""DeformDDPM: the random deformations that mode 1 has to undo."""
+import math
+
+import torch
+import torch.nn.functional as F
+
+from Diffusion.fields import compose, resize_field, self_compose, warp
+from Runtime.draws import generator, normal, uniform
+
+
+def image_count(t):
+    """How often the velocity is composed with itself to deform the image at time t: 1 .. 200."""
+    return min(max(math.floor(2 * t ** 1.3 / 3), 1), 200)
+
+
+def label_count(t):
+    """How many of these compositions the network is asked to undo at time t; 0 at t = 0."""
+    return math.floor(t ** 0.6 + 1e-9)  # 32 ** 0.6 is 7.999999999999999 in floating point
+
+
+def draw_velocity(keys, purpose, dims, grids, v_scale):
+    """Random velocity fields on the finest control grid: Gaussian noise at several resolutions, coarse is stronger.
+
+    The grid spans about twice the image (`middle` is the part on it), so that deformations reach beyond the border.
+
+    keys: B tuples (seed, epoch, sample). grids: control points per side, ascending, the last a multiple of 4.
+    v_scale: standard deviation of the finest grid's noise as a fraction of the image side.
+    Returns: (B, dims, *[finest] * dims) in spacings of the finest grid.
+    """
+    finest = grids[-1]
+    mode = "trilinear" if dims == 3 else "bilinear"
+    velocity = 0.0
+    for grid in grids:
+        noise = normal(keys, f"{purpose} {grid}", dims, *[grid] * dims) * (finest / grid)
+        velocity = velocity + F.interpolate(noise, size=[finest] * dims, mode=mode, align_corners=True)
+    return velocity * (v_scale * (finest // 2 - 1))
+
+
+def typical_displacement(cfg, t):
+    """Size of what a network predicts at time t, as a fraction of the image side: the label field's standard deviation.
+
+    At the index that means registration: the image field's at the last time, the largest deformation seen in mode 1.
+    """
+    grids = cfg["diffusion.grids"]
+    # Linear upsampling leaves about half of the standard deviation between the control points.
+    velocity = 0.5 * cfg["diffusion.v_scale"] * math.hypot(*(grids[-1] / grid for grid in grids))
+    return velocity * (image_count(t - 1) if t == cfg["diffusion.timesteps"] else max(label_count(t), 1))
+
+
+def middle(grid, dims):
+    """The part of a control grid of `grid` points per side that lies on the image, corner to corner."""
+    return [slice(grid // 4, grid // 4 + grid // 2)] * dims
+
+
+class DeformDDPM:
+    """The forward process: image x0 and time t to deformed image x_t and the field that must be undone."""
+
+    def __init__(self, cfg):
+        self.dims = cfg["model.dims"]
+        self.timesteps = cfg["diffusion.timesteps"]
+        self.grids = cfg["diffusion.grids"]
+        self.v_scale = cfg["diffusion.v_scale"]
+        self.noise_ratio = cfg["diffusion.noise_ratio"]
+
+    def draw_times(self, keys):
+        """One t in 1 .. timesteps - 1 for each key: list of ints. At t = 0 there would be nothing to undo."""
+        return [1 + int(u * (self.timesteps - 1)) for u in uniform(keys, "time")]
+
+    @torch.no_grad()
+    def draw_fields(self, size, times, keys, device):
+        """Fields that deform images of `size` at the given times.
+
+        Returns: image field and label field, (B, N, *size) in voxels. The label field is the velocity composed with
+        itself label_count(t) times, the image field image_count(t) times after a second small draw has joined it.
+        """
+        velocity = draw_velocity(keys, "velocity", self.dims, self.grids, self.v_scale).to(device)
+        extra = draw_velocity(keys, "velocity noise", self.dims, self.grids, self.v_scale).to(device)
+        on_image = middle(self.grids[-1], self.dims)
+        label = self_compose(velocity, [label_count(t) for t in times], on_image)
+        image = self_compose(compose(velocity, self.noise_ratio * extra), [image_count(t) for t in times], on_image)
+        return resize_field(image, size), resize_field(label, size)
+
+    @torch.no_grad()
+    def diffuse(self, x0, times, keys):
+        """Deform images: x_t = warp(x0, image field).
+
+        x0: (B, 1, *spatial). times: B ints. keys: B tuples (seed, epoch, sample).
+        Returns: x_t like x0, and the true field (B, N, *spatial) in voxels of which a perfect prediction p satisfies
+        warp(p, true) = -true.
+        """
+        image_field, true_field = self.draw_fields(x0.shape[2:], times, keys, x0.device)
+        return warp(x0, image_field), true_field
+
+
+def make_condition(target, kind, keys=None):
+    """What the network is shown of a target: values x mask and mask as two channels.
+
+    kind "volume": all of it. "slice": k whole planes, orthogonal to the axes, at random places; k is log-uniform from 1
+    to all planes of all axes, so that easy cases teach first and the full volume is the limit. "none": None.
+    target: (B, 1, *spatial). keys: B tuples (seed, epoch, sample), for "slice". Returns: (B, 2, *spatial) or None.
+    """
+    if kind == "none":
+        return None
+    if kind == "volume":
+        return torch.cat([target, torch.ones_like(target)], dim=1)
+    size = target.shape[2:]
+    planes = sum(size)
+    masks = torch.zeros(target.shape)
+    for mask, key in zip(masks[:, 0], keys):
+        draws = generator(key[0], "slices", *key[1:])
+        count = min(int(planes ** torch.rand((), generator=draws).item()), planes)
+        for plane in torch.randperm(planes, generator=draws)[:count].tolist():
+            axis = 0
+            while plane >= size[axis]:
+                plane, axis = plane - size[axis], axis + 1
+            mask.select(axis, plane).fill_(1.0)
+    masks = masks.to(target.device)
+    return torch.cat([target * masks, masks], dim=1)

@@ -1,0 +1,28 @@
+"""Randomness without state: every draw is a function of (seed, purpose, counters), and of nothing that ran before.
+
+A run resumed at any step, or spread over another number of processes, therefore sees the same numbers, and a
+checkpoint needs no generator state. Numbers are drawn on the CPU, so that they are the same on every device.
+"""
+import hashlib
+
+import torch
+
+
+def generator(seed, purpose, *counters):
+    """A CPU generator keyed by a hash of its arguments.
+
+    seed: int. purpose: str naming what is drawn, so that two uses never share numbers.
+    counters: ints, e.g. epoch and global sample index.
+    """
+    key = hashlib.blake2b(repr((int(seed), purpose, *map(int, counters))).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key, "little") & (2 ** 63 - 1))
+
+
+def uniform(keys, purpose, *shape):
+    """Numbers in [0, 1) for each sample of a batch: (B, *shape). keys: list of B (seed, epoch, sample index)."""
+    return torch.stack([torch.rand(shape, generator=generator(key[0], purpose, *key[1:])) for key in keys])
+
+
+def normal(keys, purpose, *shape):
+    """Standard normal numbers for each sample of a batch: (B, *shape). keys: list of B (seed, epoch, sample index)."""
+    return torch.stack([torch.randn(shape, generator=generator(key[0], purpose, *key[1:])) for key in keys])
