@@ -1,0 +1,414 @@
+"""Networks: OM_net and two older ones kept for comparison, and the registry.
+
+Every network is called as net(image, t, condition) and returns one displacement field in voxels, float32:
+  image (B, 1, *spatial), any size; t (B,) long, 0 .. timesteps - 1 for diffusion, timesteps for registration;
+  condition (B, 2, *spatial) values x mask and mask, or None; keep (B,) bool, False drops a sample's condition.
+net(image, t, condition, embed=True) returns two unit vectors (B, E) instead: of the image and of the condition.
+Shape comments give 128^3 with the channels of config_om.yaml.
+"""
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from Diffusion.diffuser import typical_displacement
+from Diffusion.fields import compose, side_lengths, warp
+from Runtime.errors import InputError
+
+MODES = {2: "bilinear", 3: "trilinear"}
+
+
+def conv(dims, inputs, outputs, kernel=3, stride=1, dilation=1):
+    layer = nn.Conv3d if dims == 3 else nn.Conv2d
+    return layer(inputs, outputs, kernel, stride, padding=dilation * (kernel // 2), dilation=dilation)
+
+
+def group_norm(channels):
+    """Groups of 8 channels: no statistics over the batch, so the result does not depend on who else is in it."""
+    return nn.GroupNorm(max(channels // 8, 1), channels)
+
+
+def start_at_zero(layer):
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def sinusoids(positions, width, longest):
+    """Sines and cosines of geometrically spaced wavelengths up to `longest`: (..., width) for any shape (...)."""
+    rates = torch.exp(-math.log(longest) * torch.arange(width // 2, device=positions.device) / max(width // 2 - 1, 1))
+    angles = positions.float()[..., None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class TimeEmbedding(nn.Module):
+    """Time index to a vector: sinusoids, then two layers. Registration's index gets a learned vector of its own."""
+
+    def __init__(self, timesteps, width):
+        super().__init__()
+        self.timesteps, self.width = timesteps, width
+        self.registration = nn.Parameter(torch.randn(width) * 0.5)
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+
+    def forward(self, t):
+        waves = sinusoids(t, self.width, 4.0 * self.timesteps)
+        return self.layers(torch.where((t == self.timesteps)[:, None], self.registration, waves))
+
+
+class FieldScale(nn.Module):
+    """Outputs of order one to a field in voxels: times the displacement that is typical of each time, and the side.
+
+    What mode 1 has to undo grows a hundredfold from t = 1 to the last t; without this the network would have to learn
+    that factor first, and every step of registration would upset the smallest t.
+    """
+
+    def __init__(self, cfg):
+        super().__init__()
+        times = range(cfg["diffusion.timesteps"] + 1)
+        self.register_buffer("typical", torch.tensor([typical_displacement(cfg, t) for t in times]), persistent=False)
+
+    def forward(self, output, t, size):
+        scale = self.typical[t].view(-1, 1) * side_lengths(size, output.device).view(1, -1)
+        return output * scale.view(*scale.shape, *[1] * len(size))
+
+
+class ConvBlock(nn.Module):
+    """Convolution, group norm, scale and shift by time, activation."""
+
+    def __init__(self, dims, inputs, outputs, time_width=0, stride=1, dilation=1):
+        super().__init__()
+        self.conv = conv(dims, inputs, outputs, stride=stride, dilation=dilation)
+        self.norm = group_norm(outputs)
+        self.by_time = start_at_zero(nn.Linear(time_width, 2 * outputs)) if time_width else None
+
+    def forward(self, x, time=None):
+        x = self.norm(self.conv(x))
+        if self.by_time is not None:
+            shape = (len(x), -1, *[1] * (x.dim() - 2))
+            scale, shift = self.by_time(time).to(x.dtype).view(shape).chunk(2, dim=1)
+            x = torch.addcmul(x + shift, x, scale)
+        return F.leaky_relu(x, 0.2)
+
+
+class UpsampleConv(nn.Module):
+    """Linear upsampling and a convolution. (ConvTranspose3d leaves checkerboards and leaked memory on one driver.)
+
+    Channels are reduced first, by a 1x1 convolution at the low resolution: it commutes with the interpolation and is
+    scale^dims cheaper there.
+    """
+
+    def __init__(self, dims, inputs, outputs):
+        super().__init__()
+        self.mode = MODES[dims]
+        self.reduce = conv(dims, inputs, outputs, kernel=1)
+        self.conv = conv(dims, outputs, outputs)
+
+    def forward(self, x, size):
+        x = F.interpolate(self.reduce(x), size=size, mode=self.mode, align_corners=False)
+        return self.conv(x)
+
+
+class TransposedConv(nn.Module):
+    """The older upsampling by a transposed convolution whose kernel equals its stride."""
+
+    def __init__(self, dims, inputs, outputs, factor=2):
+        super().__init__()
+        layer = nn.ConvTranspose3d if dims == 3 else nn.ConvTranspose2d
+        self.up = layer(inputs, outputs, kernel_size=factor, stride=factor)
+
+    def forward(self, x, size):
+        return self.up(x)
+
+
+class Encoder(nn.Module):
+    """Features at full, half, quarter, ... resolution, one block of two convolutions each (one at full resolution)."""
+
+    def __init__(self, dims, inputs, channels, time_width, use_checkpoint):
+        super().__init__()
+        self.use_checkpoint = use_checkpoint
+        self.first = ConvBlock(dims, inputs, channels[0], time_width)
+        self.down = nn.ModuleList(ConvBlock(dims, a, b, time_width, stride=2) for a, b in zip(channels, channels[1:]))
+        self.same = nn.ModuleList(ConvBlock(dims, b, b, time_width) for b in channels[1:])
+
+    def level(self, index, x, time):
+        if index == 0:
+            return self.first(x, time)
+        return self.same[index - 1](self.down[index - 1](x, time), time)
+
+    def forward(self, x, time=None):
+        features = []
+        for index in range(len(self.down) + 1):
+            # The three finest levels hold nearly all of the activations.
+            if self.use_checkpoint and index < 3 and torch.is_grad_enabled():
+                x = checkpoint(self.level, index, x, time, use_reentrant=False)
+            else:
+                x = self.level(index, x, time)
+            features.append(x)  # (B, 16, 128^3) (B, 32, 64^3) (B, 64, 32^3) (B, 128, 16^3) (B, 256, 8^3)
+        return features
+
+
+class AttentionBlock(nn.Module):
+    """Transformer block over all tokens it is given; two sets of tokens in one sequence attend to each other."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = start_at_zero(nn.Linear(width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), start_at_zero(nn.Linear(4 * width, width)))
+
+    def forward(self, x):
+        b, n, width = x.shape                                                      # (B, 1024, width)
+        q, k, v = self.qkv(self.norm1(x)).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v)                            # (B, heads, 1024, width / heads)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, n, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class MutualAttention(nn.Module):
+    """Image tokens and condition tokens in one sequence of transformer blocks, at the bottleneck."""
+
+    def __init__(self, dims, channels, width, depth, heads, time_width):
+        super().__init__()
+        self.width = width
+        self.enter = nn.Linear(channels, width)
+        self.kind = nn.Parameter(torch.randn(2, width) * 0.02)
+        self.by_time = nn.Linear(time_width, width)
+        self.blocks = nn.ModuleList(AttentionBlock(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.leave = start_at_zero(nn.Linear(width, channels))
+
+    def tokens(self, features, kind):
+        """Features (B, C, *size) to tokens (B, prod(size), width) that know their place and whose they are."""
+        axes = [torch.arange(n, device=features.device) for n in features.shape[2:]]
+        places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)         # (512, 3)
+        part = 2 * (self.width // (2 * len(axes)))
+        place = sinusoids(places, part, 100.0).flatten(1)
+        place = F.pad(place, (0, self.width - place.shape[1]))
+        return self.enter(features.flatten(2).transpose(1, 2)) + self.kind[kind] + place
+
+    def forward(self, features, condition, time):
+        """Returns the features with what the tokens found out added to them."""
+        tokens = self.tokens(features, 0)                                          # (B, 512, width)
+        count = tokens.shape[1]
+        if condition is not None:
+            tokens = torch.cat([tokens, self.tokens(condition, 1)], dim=1)         # (B, 1024, width)
+        tokens = tokens + self.by_time(time)[:, None]
+        for block in self.blocks:
+            tokens = block(tokens)
+        found = self.leave(self.norm(tokens[:, :count]))
+        return features + found.transpose(1, 2).reshape(features.shape)
+
+    def pooled(self, features, kind):
+        """Mean token of one image or condition on its own: (B, width)."""
+        tokens = self.tokens(features, kind)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.norm(tokens).mean(1)
+
+
+def recurse(one_pass, image, rec_num, detach):
+    """Run a network `rec_num` times with the same weights and compose the answers.
+
+    Pass k sees the original image warped by the field so far: field = pass_k + warp(field, pass_k). With `detach` the
+    earlier passes run without gradient.
+    """
+    field = None
+    for index in range(rec_num):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (index == rec_num - 1 or not detach)):
+            if field is None:
+                field = one_pass(image)
+            else:
+                field = compose(first=field, then=one_pass(warp(image, field)))
+    return field
+
+
+def pad_to_multiple(x, multiple):
+    """Zeros at the end of each spatial axis, so that the sides can be halved often enough."""
+    padding = [(-n) % multiple for n in x.shape[2:]]
+    if not any(padding):
+        return x
+    return F.pad(x, [p for n in reversed(padding) for p in (0, n)])
+
+
+def crop(field, size):
+    return field[(..., *[slice(0, n) for n in size])]
+
+
+class OM_net(nn.Module):
+    """The recursive network: one encoder for image and condition, mutual attention, one decoder that both join.
+
+    The image enters the encoder as a condition that is fully known: values and a mask of ones. With the same weights
+    for both, equal anatomy has equal features from the first step on, and only their places have to be compared.
+    """
+
+    transposed = False
+
+    def __init__(self, cfg):
+        super().__init__()
+        dims, channels = cfg["model.dims"], cfg["model.channels"]
+        width, time_width = cfg["model.attention_width"], 4 * channels[0]
+        self.rec_num, self.detach = cfg["model.rec_num"], cfg["model.detach_recovery"]
+        self.stride, self.dims = cfg["model.field_stride"], dims
+        self.conditioned = cfg["model.condition_type"] != "none"
+        self.multiple = 2 ** (len(channels) - 1)
+        self.time = TimeEmbedding(cfg["diffusion.timesteps"], time_width)
+        self.field_scale = FieldScale(cfg)
+        self.encoder = Encoder(dims, 2, channels, time_width, cfg["model.use_checkpoint"])
+        self.attention = MutualAttention(dims, channels[-1], width, cfg["model.attention_depth"],
+                                         cfg["model.attention_heads"], time_width)
+        self.embedding = nn.Linear(width, cfg["contrastive.embedding"])
+        joined = 3 if self.conditioned else 2
+        levels = range(len(channels) - 2, -1 if self.stride == 1 else 0, -1)       # 3, 2, 1, 0
+        up = TransposedConv if self.transposed else UpsampleConv
+        self.up = nn.ModuleList(up(dims, channels[i + 1], channels[i]) for i in levels)
+        self.join = nn.ModuleList(ConvBlock(dims, joined * channels[i], channels[i], time_width) for i in levels)
+        self.fine = start_at_zero(conv(dims, channels[levels[-1]], dims))
+        factor = self.multiple // self.stride
+        self.coarse = (TransposedConv(dims, channels[-1], dims, factor) if self.transposed
+                       else UpsampleConv(dims, channels[-1], dims))
+        start_at_zero(self.coarse.up if self.transposed else self.coarse.conv)
+
+    def encode_image(self, image, time):
+        image = pad_to_multiple(image, self.multiple)
+        return self.encoder(torch.cat([image, torch.ones_like(image)], dim=1), time)
+
+    def encode_condition(self, condition, keep, time):
+        """Features of the condition at every level; zero for the samples whose condition is dropped."""
+        if not self.conditioned or condition is None:
+            return None
+        features = self.encoder(pad_to_multiple(condition, self.multiple), time)
+        if keep is None:
+            return features
+        keep = keep.view(-1, *[1] * (self.dims + 1))
+        return [torch.where(keep, f, torch.zeros((), dtype=f.dtype, device=f.device)) for f in features]
+
+    def one_pass(self, image, time, condition):
+        features = self.encode_image(image, time)
+        if self.conditioned and condition is None:
+            condition = [torch.zeros_like(f) for f in features]
+        x = self.attention(features[-1], condition[-1] if self.conditioned else None, time)      # (B, 256, 8^3)
+        size = [n // self.stride for n in pad_to_multiple(image, self.multiple).shape[2:]]
+        coarse = self.coarse(x, size)                                              # (B, 3, 128^3)
+        for step, (up, join) in enumerate(zip(self.up, self.join)):
+            skip = features[-2 - step]
+            x = up(x, skip.shape[2:])                                              # 16^3 32^3 64^3 128^3
+            parts = [x, skip, condition[-2 - step]] if self.conditioned else [x, skip]
+            x = join(torch.cat(parts, dim=1), time)
+        field = self.fine(x).float() + coarse.float()                              # (B, 3, 128^3)
+        if self.stride > 1:
+            # Both heads speak in voxels of the full grid; only the sampling is coarser.
+            field = F.interpolate(field, scale_factor=self.stride, mode=MODES[self.dims], align_corners=False)
+        return crop(field, image.shape[2:])
+
+    def forward(self, image, t, condition=None, keep=None, embed=False):
+        time = self.time(t)
+        encoded = self.encode_condition(condition, keep, time)
+        if embed:
+            features = self.encode_image(image, time)
+            own = self.attention.pooled(features[-1], 0)
+            other = self.attention.pooled(encoded[-1], 1) if encoded is not None else own
+            return [F.normalize(self.embedding(pooled).float(), dim=1) for pooled in (own, other)]
+        def one_pass(x):
+            return self.field_scale(self.one_pass(x, time, encoded), t, image.shape[2:])
+        return recurse(one_pass, image, self.rec_num, self.detach)
+
+
+class RecMulModMutAttnNet(OM_net):
+    """OM_net with the older decoder of transposed convolutions; for comparison and for the leak diagnostics."""
+
+    transposed = True
+
+
+class AtrousBlock(nn.Module):
+    """Residual block of two dilated convolutions: a wide view without losing resolution."""
+
+    def __init__(self, dims, channels, time_width, dilation):
+        super().__init__()
+        self.first = ConvBlock(dims, channels, channels, time_width, dilation=dilation)
+        self.second = ConvBlock(dims, channels, channels, time_width, dilation=1)
+
+    def forward(self, x, time):
+        return x + self.second(self.first(x, time), time)
+
+
+class RecResACNet(nn.Module):
+    """The plain recursive atrous network of the earlier method: no attention, the condition is just more channels."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        dims, widths = cfg["model.dims"], (10, 20, 40)
+        time_width = 64
+        self.dims = dims
+        self.rec_num, self.detach = cfg["model.rec_num"], cfg["model.detach_recovery"]
+        self.conditioned = cfg["model.condition_type"] != "none"
+        self.time = TimeEmbedding(cfg["diffusion.timesteps"], time_width)
+        self.field_scale = FieldScale(cfg)
+        inputs = 3 if self.conditioned else 1
+        self.down = nn.ModuleList(ConvBlock(dims, a, b, time_width, stride=s)
+                                  for a, b, s in zip((inputs, *widths), widths, (1, 2, 2)))
+        self.atrous = nn.ModuleList(AtrousBlock(dims, w, time_width, d) for w in widths for d in (2, 4))
+        self.up = nn.ModuleList(UpsampleConv(dims, a, b) for a, b in ((40, 20), (20, 10)))
+        self.join = nn.ModuleList(ConvBlock(dims, 2 * w, w, time_width) for w in (20, 10))
+        self.out = start_at_zero(conv(dims, 10, dims))
+        self.embedding = nn.Linear(widths[-1], cfg["contrastive.embedding"])
+
+    def features(self, image, condition, time):
+        x, found = image if condition is None else torch.cat([image, condition], dim=1), []
+        for level, down in enumerate(self.down):
+            x = down(x, time)
+            for block in self.atrous[2 * level:2 * level + 2]:
+                x = block(x, time)
+            found.append(x)                                  # (B, 10, 128^3) (B, 20, 64^3) (B, 40, 32^3)
+        return found
+
+    def one_pass(self, image, time, condition):
+        *skips, x = self.features(pad_to_multiple(image, 4), condition, time)
+        for up, join, skip in zip(self.up, self.join, reversed(skips)):
+            x = join(torch.cat([up(x, skip.shape[2:]), skip], dim=1), time)
+        return crop(self.out(x).float(), image.shape[2:])
+
+    def forward(self, image, t, condition=None, keep=None, embed=False):
+        time = self.time(t)
+        if self.conditioned:
+            empty = image.new_zeros(len(image), 2, *image.shape[2:])
+            condition = empty if condition is None else condition
+            if keep is not None:
+                condition = torch.where(keep.view(-1, *[1] * (self.dims + 1)), condition, empty)
+            condition = pad_to_multiple(condition, 4)
+        if embed:
+            own = self.features(pad_to_multiple(image, 4), torch.zeros_like(condition) if self.conditioned else None,
+                                time)[-1]
+            other = self.features(torch.zeros_like(pad_to_multiple(image, 4)), condition, time)[-1] \
+                if self.conditioned else own
+            return [F.normalize(self.embedding(f.flatten(2).mean(2)).float(), dim=1) for f in (own, other)]
+        def one_pass(x):
+            return self.field_scale(self.one_pass(x, time, condition), t, image.shape[2:])
+        return recurse(one_pass, image, self.rec_num, self.detach)
+
+
+NETWORKS = {"om_net": OM_net, "recresacnet": RecResACNet, "recmulmodmutattnnet": RecMulModMutAttnNet}
+
+
+def network_class(name):
+    """The class that model.name names. Raises InputError, listing the known names, for another."""
+    if name not in NETWORKS:
+        raise InputError(f"model.name: there is no network '{name}'; known are {', '.join(NETWORKS)}.")
+    return NETWORKS[name]
+
+
+def build_network(cfg, device="cpu"):
+    """The network of a config on `device`, with weights drawn from run.seed.
+
+    Training, registration and augmentation all come through here. Raises InputError for an unknown name.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(cfg["run.seed"])
+        network = network_class(cfg["model.name"])(cfg)
+    if cfg["run.channels_last"]:
+        memory_format = torch.channels_last_3d if cfg["model.dims"] == 3 else torch.channels_last
+        network = network.to(memory_format=memory_format)
+    return network.to(device)

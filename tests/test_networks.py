@@ -1,0 +1,168 @@
+"""Networks: shapes, sizes, recursion, condition, and what training relies on."""
+import pytest
+import torch
+
+from Diffusion.fields import compose, warp
+from Diffusion.networks import NETWORKS, FieldScale, UpsampleConv, build_network, network_class, recurse
+from Runtime.checkpoint import weights_sha256
+from Runtime.config import load_config
+from Runtime.errors import InputError
+from tests.tiny import ROOT, config
+
+SIZES = {2: (18, 25), 3: (18, 13, 21)}  # nothing here divides by anything
+
+
+def tiny(name="om_net", dims=3, **changes):
+    cfg = config(model__name=name, model__dims=dims, **changes)
+    return build_network(cfg), cfg
+
+
+def inputs(dims, batch=2):
+    torch.manual_seed(0)
+    image = torch.rand(batch, 1, *SIZES[dims])
+    return image, torch.arange(batch) * 40, torch.rand(batch, 2, *SIZES[dims])
+
+
+def wake(net):
+    """Random numbers into what starts at zero, so that outputs depend on everything."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.05)
+    return net
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_any_size_gives_a_field_of_that_size_that_starts_at_zero(name, dims, stride):
+    net, _ = tiny(name, dims, model__field_stride=stride)
+    image, t, condition = inputs(dims)
+    field = net(image, t, condition)
+    assert field.shape == (2, dims, *SIZES[dims]) and field.dtype == torch.float32
+    assert field.abs().max() == 0
+    assert wake(net)(image, t, condition).abs().max() > 0
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_field_depends_on_image_time_condition_and_keep(name):
+    net, _ = tiny(name)
+    wake(net)
+    image, t, condition = inputs(3)
+    field = net(image, t, condition)
+    assert not torch.equal(field, net(image.flip(2), t, condition))
+    assert not torch.equal(field, net(image, t + 1, condition))
+    assert not torch.equal(field, net(image, t, condition.flip(2)))
+    dropped = net(image, t, condition, torch.tensor([True, False]))
+    assert torch.equal(dropped[0], field[0]) and not torch.equal(dropped[1], field[1])
+    assert torch.allclose(dropped[1], net(image, t)[1], atol=1e-6), "a dropped condition is no condition"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_sample_does_not_depend_on_the_rest_of_its_batch(name):
+    net, _ = tiny(name)
+    wake(net)
+    image, t, condition = inputs(3)
+    assert torch.allclose(net(image, t, condition)[:1], net(image[:1], t[:1], condition[:1]), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_embeddings_are_unit_vectors_of_their_own_input(name):
+    net, cfg = tiny(name)
+    wake(net)
+    image, t, condition = inputs(3)
+    of_image, of_condition = net(image, t, condition, embed=True)
+    assert of_image.shape == of_condition.shape == (2, cfg["contrastive.embedding"])
+    assert torch.allclose(of_image.norm(dim=1), torch.ones(2), atol=1e-5)
+    other_image, same_condition = net(image.flip(2), t, condition, embed=True)
+    assert torch.equal(same_condition, of_condition), "the condition's embedding must not see the image"
+    assert not torch.equal(other_image, of_image)
+
+
+def test_recursion_warps_the_original_and_composes():
+    torch.manual_seed(0)
+    image, seen = torch.rand(1, 1, 8, 9, 10), []
+    answers = [torch.randn(1, 3, 8, 9, 10) * 0.3 for _ in range(3)]
+
+    def one_pass(x):
+        seen.append(x)
+        return answers[len(seen) - 1]
+
+    field = recurse(one_pass, image, 3, detach=False)
+    first = compose(answers[0], answers[1])
+    assert torch.equal(seen[0], image)
+    assert torch.equal(seen[1], warp(image, answers[0]))
+    assert torch.equal(seen[2], warp(image, first))
+    assert torch.equal(field, compose(first, answers[2]))
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_detached_recursion_keeps_the_value_and_only_the_last_gradient(detach):
+    weight, image = torch.tensor(0.2, requires_grad=True), torch.rand(1, 1, 8, 9, 10)
+    passes = []
+
+    def one_pass(x):
+        passes.append(weight * torch.ones(1, 3, 8, 9, 10))
+        return passes[-1]
+
+    field = recurse(one_pass, image, 2, detach)
+    assert torch.allclose(field, torch.full_like(field, 0.4))
+    assert [p.requires_grad for p in passes] == [not detach, True]
+
+
+def test_checkpointing_changes_neither_field_nor_gradients():
+    plain, _ = tiny(model__use_checkpoint="false")
+    saving, _ = tiny(model__use_checkpoint="true")
+    image, t, condition = inputs(3)
+    gradients = []
+    for net in (wake(plain), wake(saving)):
+        net(image, t, condition).square().sum().backward()
+        gradients.append({n: p.grad for n, p in net.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.allclose(gradients[0][n], gradients[1][n], rtol=1e-4, atol=1e-5) for n in gradients[0])
+
+
+def test_no_statistics_over_the_batch_anywhere():
+    for name in NETWORKS:
+        net, _ = tiny(name)
+        assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in net.modules())
+
+
+def test_transposed_convolutions_only_in_the_older_decoder():
+    kinds = {name: any("ConvTranspose" in type(m).__name__ for m in tiny(name)[0].modules()) for name in NETWORKS}
+    assert kinds == {"om_net": False, "recresacnet": False, "recmulmodmutattnnet": True}
+
+
+def test_production_network_as_specified():
+    cfg = load_config(ROOT / "Config/config_om.yaml")
+    with torch.device("meta"):
+        net = network_class("om_net")(cfg)
+    assert len([m for m in net.modules() if isinstance(m, UpsampleConv)]) == 5
+    assert [block.conv.out_channels for block in (net.encoder.first, *net.encoder.down)] == [16, 32, 64, 128, 256]
+    assert net.coarse.reduce.in_channels == 256 and net.coarse.conv.out_channels == 3
+    assert 216e6 <= sum(p.numel() for p in net.parameters()) <= 264e6
+
+
+def test_weights_depend_on_the_seed_alone():
+    torch.manual_seed(5)
+    first, _ = tiny()
+    torch.rand(3)
+    state = torch.get_rng_state()
+    second, _ = tiny()
+    assert weights_sha256(first.state_dict()) == weights_sha256(second.state_dict())
+    assert torch.equal(state, torch.get_rng_state()), "building a network must not touch torch's generator"
+    assert weights_sha256(tiny(run__seed=1)[0].state_dict()) != weights_sha256(first.state_dict())
+
+
+def test_field_scale_grows_with_time_and_with_the_side():
+    scale = FieldScale(config())
+    ones = torch.ones(3, 3, 8, 16, 32)
+    field = scale(ones, torch.tensor([1, 79, 80]), (8, 16, 32))
+    assert torch.allclose(field[:, 1], 2 * field[:, 0]) and torch.allclose(field[:, 2], 4 * field[:, 0])
+    assert torch.allclose(field[1], 13 * field[0]) and torch.allclose(field[2], 195 * field[0])
+
+
+def test_unknown_network_lists_the_known_ones():
+    with pytest.raises(InputError, match="nothing.*om_net, recresacnet, recmulmodmutattnnet"):
+        network_class("nothing")
