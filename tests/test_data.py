@@ -1,0 +1,174 @@
+"""Order, draws, data sets, augmentation: all functions of keys, none of what ran before."""
+import numpy as np
+import pytest
+import torch
+
+from Dataloader.augment import augment, random_affine
+from Dataloader.dataset import make_loader, read_datasets, read_image, read_labels
+from Dataloader.sampler import batches, epoch_order, epoch_pairs
+from Dataloader.synthetic import make_subject
+from Dataloader.volume_io import write_volume
+from Diffusion.diffuser import make_condition
+from Runtime.draws import generator, normal, uniform
+from Runtime.errors import InputError
+from tests.tiny import config, make_data
+
+KEYS = [(0, 3, position) for position in range(4)]
+
+
+def test_draws_depend_on_their_key_alone():
+    torch.manual_seed(1)
+    first = torch.rand(5, generator=generator(0, "x", 1, 2))
+    torch.manual_seed(2)
+    assert torch.equal(first, torch.rand(5, generator=generator(0, "x", 1, 2)))
+    others = [generator(1, "x", 1, 2), generator(0, "y", 1, 2), generator(0, "x", 2, 1), generator(0, "x", 1),
+              generator(0, "x", 12)]
+    assert all(not torch.equal(first, torch.rand(5, generator=other)) for other in others)
+
+
+def test_draws_of_a_sample_do_not_depend_on_its_batch():
+    assert torch.equal(uniform(KEYS, "a", 3)[2], uniform(KEYS[2:3], "a", 3)[0])
+    assert torch.equal(normal(KEYS, "a", 3)[1:], normal(KEYS[1:], "a", 3))
+    assert normal([(0, 0, i) for i in range(4000)], "n").std().item() == pytest.approx(1.0, abs=0.05)
+
+
+def test_epoch_order_is_a_shuffle_per_repeat_and_differs_by_epoch():
+    order = epoch_order(0, 5, 10, repeats=3)
+    assert all(sorted(order[i:i + 10]) == list(range(10)) for i in (0, 10, 20))
+    assert order == epoch_order(0, 5, 10, 3) and order[:10] != order[10:20]
+    assert order != epoch_order(0, 6, 10, 3) and order != epoch_order(1, 5, 10, 3)
+
+
+def test_random_pairs_are_of_different_volumes_and_listed_ones_are_shuffled():
+    pairs = epoch_pairs(0, 0, 5, 400)
+    assert all(moving != fixed for moving, fixed in pairs) and len(set(pairs)) == 20
+    listed = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0)]
+    assert sorted(epoch_pairs(0, 0, 5, 99, listed)) == listed
+    assert epoch_pairs(0, 0, 5, 99, listed) != epoch_pairs(0, 1, 5, 99, listed)
+
+
+def test_batches_from_any_step_are_the_tail_and_the_last_is_filled_from_the_front():
+    order = [4, 2, 0, 1, 3]
+    whole = batches(order, 2)
+    assert whole == [[(0, 4), (1, 2)], [(2, 0), (3, 1)], [(4, 3), (5, 4)]]
+    assert batches(order, 2, first_step=2) == whole[2:]
+
+
+def test_loader_with_workers_delivers_what_the_one_without_does(tmp_path):
+    make_data(tmp_path, 8)
+    lists = batches(epoch_order(0, 0, 6), 2)
+    found = []
+    for workers in (0, 2):
+        cfg = config(tmp_path, data__in_memory="false", data__num_workers=workers)
+        dataset = read_datasets(cfg)[0]
+        assert dataset.images is None
+        found.append(list(make_loader(dataset, lists, cfg)))
+    assert len(found[0]) == len(found[1]) == 3
+    assert all(torch.equal(a, b) for left, right in zip(*found) for a, b in zip(left, right))
+    in_memory = read_datasets(config(tmp_path))[0]
+    assert torch.equal(in_memory[0, 3][0], dataset[0, 3][0])
+
+
+def test_volumes_of_different_sizes_orientations_and_spacings_land_on_one_grid(tmp_path):
+    """The same anatomy stored flipped, permuted and shifted in space reads as the same array."""
+    image = make_subject(0, (20, 24, 28))["image"]
+    affine = np.diag([1.0, 1.0, 1.0, 1.0])
+    write_volume(tmp_path / "plain_1.nii.gz", image, affine)
+    flipped = affine.copy()
+    flipped[0] = [-1, 0, 0, 19]
+    write_volume(tmp_path / "flipped_2.nii.gz", image[::-1], flipped)
+    permuted = affine[:, [2, 0, 1, 3]]
+    write_volume(tmp_path / "permuted_3.nii", image.transpose(2, 0, 1), permuted)
+    padded = np.pad(image, ((2, 2), (4, 4), (0, 0)))
+    write_volume(tmp_path / "larger_4.nii.gz", padded, affine)
+    size = (16, 16, 24)
+    read = [read_image(path, size, 1.0) for path in sorted(tmp_path.glob("*_?.nii*"), key=lambda p: p.name.split("_")[1])]
+    assert all(volume.shape == (1, *size) and volume.dtype == torch.float32 for volume in read)
+    assert torch.equal(read[0], read[1]) and torch.equal(read[0], read[2])
+    # More background moves the percentiles a little, not the anatomy.
+    assert (read[0] - read[3]).abs().max() < 0.1
+    scaled = read_image(tmp_path / "plain_1.nii.gz", (14, 14, 14), 0.0)
+    assert scaled.shape == (1, 14, 14, 14) and scaled[0, :2].max() == 0, "a field of view of 20 x 24 x 28 fits within 14^3"
+
+
+def test_label_values_survive_the_grid(tmp_path):
+    label = make_subject(0, (20, 24, 28))["label"]
+    write_volume(tmp_path / "label.nii.gz", label.astype(np.uint8), np.diag([1.3, 0.9, 1.0, 1.0]))
+    read = read_labels(tmp_path / "label.nii.gz", (24, 24, 24), 1.0)
+    assert read.dtype == torch.int16 and set(read.unique().tolist()) == set(np.unique(label).tolist())
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda path: path.unlink(), "missing"),
+    (lambda path: path.write_bytes(path.read_bytes()[:500]), "truncated"),
+    (lambda path: write_volume(path, np.ones((8, 8, 8, 2), np.float32), np.eye(4)), "split"),
+    (lambda path: write_volume(path, np.full((8, 8, 8), np.nan, np.float32), np.eye(4)), "NaN"),
+    (lambda path: write_volume(path, np.ones((8, 8, 8), np.float32), np.eye(4)), "empty"),
+])
+def test_a_bad_volume_is_found_before_training_and_named(tmp_path, damage, words):
+    make_data(tmp_path)
+    damage(tmp_path / "data/imagesTr/subject_0003.nii.gz")
+    with pytest.raises(InputError, match=f"subject_0003.*{words}|{words}.*subject_0003"):
+        read_datasets(config(tmp_path))
+
+
+def test_a_missing_label_is_named(tmp_path):
+    make_data(tmp_path)
+    (tmp_path / "data/labelsTr/subject_0006.nii.gz").unlink()
+    with pytest.raises(InputError, match="labelsTr/subject_0006"):
+        read_datasets(config(tmp_path))
+
+
+@pytest.mark.parametrize("size", [(18, 22), (12, 16, 20)])
+def test_slices_are_whole_planes_and_any_number_of_them(size):
+    target = torch.rand(200, 1, *size) + 0.5
+    keys = [(0, 0, i) for i in range(200)]
+    condition = make_condition(target, "slice", keys)
+    values, masks = condition[:, :1], condition[:, 1:]
+    assert torch.equal(values, target * masks) and set(masks.unique().tolist()) == {0.0, 1.0}
+    counts = []
+    for mask in masks[:, 0]:
+        planes = [mask.select(axis, i).all() for axis in range(len(size)) for i in range(size[axis])]
+        drawn = torch.zeros(size)
+        for number, full in enumerate(planes):
+            if full:
+                axis = next(a for a in range(len(size)) if number < sum(size[:a + 1]))
+                drawn.select(axis, number - sum(size[:axis])).fill_(1)
+        assert torch.equal(drawn, mask), "a mask is made of whole planes"
+        counts.append(int(sum(planes)))
+    assert min(counts) == 1 and max(counts) > sum(size) // 2
+    assert np.median(counts) < sum(size) ** 0.5 * 2, "few slices are as likely as many, on a log scale"
+    assert torch.equal(make_condition(target[7:8], "slice", keys[7:8]), condition[7:8])
+
+
+def test_other_conditions():
+    target = torch.rand(2, 1, 6, 7, 8)
+    assert make_condition(target, "none") is None
+    whole = make_condition(target, "volume")
+    assert torch.equal(whole[:, :1], target) and (whole[:, 1:] == 1).all()
+
+
+def test_augmentation_off_is_the_identity_and_on_is_keyed():
+    images = torch.rand(4, 1, 12, 14, 16)
+    off = config(augment__rotation=0, augment__scaling=0, augment__shift=0, augment__flip=0, augment__gamma=0)
+    assert augment(images, KEYS, off) is images
+    on = config(augment__rotation=10, augment__scaling=0.1, augment__shift=0.05, augment__gamma=0.3, augment__noise=0.01)
+    once = augment(images, KEYS, on)
+    assert torch.equal(once, augment(images, KEYS, on)) and not torch.allclose(once, images, atol=0.01)
+    assert torch.allclose(once[1:2], augment(images[1:2], KEYS[1:2], on), atol=1e-6)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_random_affine_stays_within_its_limits(dims):
+    cfg = config(augment__rotation=0, augment__scaling=0.2, augment__shift=0.1, augment__flip=0.5)
+    keys = [(0, 0, i) for i in range(300)]
+    matrix = random_affine(keys, dims, [20, 30, 40][:dims], cfg)
+    linear, shift = matrix[:, :, :dims], matrix[:, :, dims]
+    diagonal = torch.diagonal(linear, dim1=1, dim2=2)
+    assert torch.equal(torch.diag_embed(diagonal), linear)
+    assert diagonal.abs().max() <= 1.2 + 1e-5 and diagonal.abs().min() >= 1 / 1.2 - 1e-5
+    assert (shift.abs() <= torch.tensor([2.0, 3.0, 4.0][:dims]) + 1e-5).all()
+    assert 100 < (diagonal[:, 0] < 0).sum() < 200 and (diagonal[:, 1:] > 0).all(), "only the first axis is mirrored"
+    turned = random_affine(keys, dims, [20, 30, 40][:dims], config(augment__rotation=30, augment__scaling=0,
+                                                                   augment__shift=0))[:, :, :dims]
+    assert torch.allclose(turned @ turned.mT, torch.eye(dims).expand(300, -1, -1), atol=1e-5)

@@ -1,0 +1,407 @@
+import gzip
+import itertools
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK as sitk
+
+from Dataloader.volume_io import (
+    grid_transform,
+    normalise,
+    read_header,
+    read_label,
+    read_volume,
+    to_canonical,
+    to_grid,
+    write_volume,
+)
+from Runtime.errors import InputError
+
+DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+LPS = np.diag([-1.0, -1.0, 1.0])
+
+
+def rotation(degrees):
+    a, b, c = np.deg2rad(degrees)
+    about_x = np.array([[1, 0, 0], [0, np.cos(a), -np.sin(a)], [0, np.sin(a), np.cos(a)]])
+    about_y = np.array([[np.cos(b), 0, np.sin(b)], [0, 1, 0], [-np.sin(b), 0, np.cos(b)]])
+    return np.array([[np.cos(c), -np.sin(c), 0], [np.sin(c), np.cos(c), 0], [0, 0, 1]]) @ about_y @ about_x
+
+
+def make_affine(axes=(0, 1, 2), signs=(1, 1, 1), spacing=(1, 1, 1), degrees=(0, 0, 0), origin=(5, -7, 3)):
+    affine = np.eye(4)
+    affine[:3, :3] = rotation(degrees) @ np.eye(3)[:, list(axes)] @ np.diag(np.multiply(signs, spacing))
+    affine[:3, 3] = origin
+    return affine
+
+
+OBLIQUE = make_affine((2, 0, 1), (-1, 1, -1), (0.9, 1.6, 1.2), (12, -8, 15))
+HEADERS = [((20, 26, 31), make_affine()), ((20, 26, 31), make_affine(signs=(-1, -1, 1), spacing=(0.8, 0.8, 2))),
+           ((31, 18, 24), make_affine((1, 2, 0), (1, -1, 1), (1.5, 1, 0.7))), ((24, 18, 29), OBLIQUE)]
+
+
+def blob(shape, centre, width=2.5):
+    grid = np.indices(shape) - np.reshape(centre, (-1,) + (1,) * len(shape))
+    return np.exp(-(grid ** 2).sum(0) / (2 * width ** 2)).astype(np.float32)
+
+
+def centre_mm(array, affine):
+    index = [(array * grid).sum() / array.sum() for grid in np.indices(array.shape)]
+    return affine @ np.array(index + [0] * (3 - array.ndim) + [1])
+
+
+def noise(shape=(6, 7, 8), dtype=np.float32):
+    return (100 * np.random.default_rng(0).random(shape)).astype(dtype)
+
+
+def save(path, array, affine=None):
+    nibabel.save(nibabel.Nifti1Image(array, np.eye(4) if affine is None else affine), path)
+    return path
+
+
+def refused(name, reason):
+    return pytest.raises(InputError, match=f"{name}: .*{reason}")
+
+
+@pytest.mark.parametrize("shape, affine", HEADERS)
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_write_then_read(tmp_path, shape, affine, suffix):
+    array = noise(shape)
+    path = tmp_path / "new" / f"v{suffix}"
+    write_volume(path, array, affine)
+    back, back_affine = read_volume(path)
+    assert np.array_equal(back, array) and back.dtype == np.float32 and back.flags.c_contiguous
+    assert back_affine.dtype == np.float64
+    np.testing.assert_allclose(back_affine, affine, atol=1e-5)
+    header_shape, header_affine = read_header(path)
+    assert header_shape == shape and np.array_equal(header_affine, back_affine)
+    header = nibabel.load(path).header
+    assert (int(header["qform_code"]), int(header["sform_code"])) == (1, 1)
+    np.testing.assert_allclose(header.get_qform(), affine, atol=1e-4)
+    assert header.get_xyzt_units()[0] == "mm"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "int64", "float32", "float64", "bool", "float16"])
+def test_write_keeps_dtype(tmp_path, dtype):
+    array = (noise() > 50).astype(dtype)
+    write_volume(tmp_path / "v.nii.gz", array, np.eye(4))
+    image = nibabel.load(tmp_path / "v.nii.gz")
+    assert image.get_data_dtype() == {"bool": "uint8", "float16": "float32"}.get(dtype, dtype)
+    assert np.array_equal(np.asanyarray(image.dataobj), array)
+
+
+def test_write_keeps_header_fields(tmp_path):
+    source = nibabel.Nifti1Image(noise(dtype=np.int16), np.eye(4))
+    source.header["descrip"] = b"scanner seven"
+    source.set_sform(np.eye(4), 4)
+    source.set_qform(np.eye(4), 0)
+    write_volume(tmp_path / "v.nii.gz", noise((9, 5, 4)), OBLIQUE, source.header)
+    header = nibabel.load(tmp_path / "v.nii.gz").header
+    assert header["descrip"].item() == b"scanner seven"
+    assert (int(header["sform_code"]), int(header["qform_code"])) == (4, 1)
+    assert header.get_data_shape() == (9, 5, 4) and header.get_data_dtype() == np.float32
+    np.testing.assert_allclose(header.get_sform(), OBLIQUE, atol=1e-5)
+    assert source.header.get_data_shape() == (6, 7, 8) and source.header.get_data_dtype() == np.int16
+
+
+def test_write_replaces_and_leaves_the_old_file_on_failure(tmp_path):
+    path = tmp_path / "v.nii.gz"
+    write_volume(path, noise(), np.eye(4))
+    before = path.read_bytes()
+    with pytest.raises(nibabel.spatialimages.HeaderDataError):
+        write_volume(path, np.zeros((3, 3, 3), "datetime64[s]"), np.eye(4))
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    write_volume(path, noise((3, 4, 5)), np.eye(4))
+    assert read_header(path)[0] == (3, 4, 5)
+
+
+def test_write_refuses_other_suffixes(tmp_path):
+    with refused("v.mha", "ends in .nii"):
+        write_volume(tmp_path / "v.mha", noise(), np.eye(4))
+
+
+@pytest.mark.parametrize("shape", [(9, 7), (9, 7, 1), (9, 7, 1, 1)])
+def test_2d_files(tmp_path, shape):
+    path = save(tmp_path / "v.nii.gz", noise(shape))
+    array, affine = read_volume(path, dims=2)
+    assert np.array_equal(array, noise(shape).reshape(9, 7)) and affine.shape == (4, 4)
+    write_volume(path, array, affine)
+    assert nibabel.load(path).shape == (9, 7, 1)
+    assert read_header(path, dims=2)[0] == (9, 7)
+
+
+def test_2d_file_without_a_third_axis_gets_the_normal(tmp_path):
+    affine = make_affine(signs=(-1, 1, 1))
+    affine[:3, 2] = 0
+    image = nibabel.Nifti1Image(noise((9, 7)), None)
+    image.header.set_sform(affine, 1)
+    nibabel.save(image, tmp_path / "v.nii")
+    np.testing.assert_allclose(read_volume(tmp_path / "v.nii", dims=2)[1][:3, 2], [0, 0, -1])
+
+
+def test_trailing_axis_of_one_is_dropped_in_3d(tmp_path):
+    path = save(tmp_path / "v.nii", noise((5, 6, 7, 1, 1)))
+    assert read_volume(path)[0].shape == (5, 6, 7) and read_header(path)[0] == (5, 6, 7)
+
+
+def test_scaled_integers_are_read_scaled(tmp_path):
+    image = nibabel.Nifti1Image(noise(dtype=np.int16), np.eye(4))
+    image.header.set_slope_inter(0.5, 10)
+    nibabel.save(image, tmp_path / "v.nii.gz")
+    assert np.array_equal(read_volume(tmp_path / "v.nii.gz")[0], noise(dtype=np.int16) * np.float32(0.5) + 10)
+
+
+@pytest.mark.parametrize("read", [read_volume, read_label, read_header])
+def test_missing(tmp_path, read):
+    with refused("gone.nii.gz", "no such file"):
+        read(tmp_path / "gone.nii.gz")
+
+
+@pytest.mark.parametrize("read", [read_volume, read_label, read_header])
+@pytest.mark.parametrize("name", ["v.nii", "v.nii.gz", "v.png"])
+@pytest.mark.parametrize("content", [b"", b"hello, not a volume", bytes(range(256)) * 4])
+def test_not_nifti(tmp_path, read, name, content):
+    (tmp_path / name).write_bytes(content)
+    with refused(name, "not a readable NIfTI"):
+        read(tmp_path / name)
+
+
+def test_other_image_format(tmp_path):
+    nibabel.save(nibabel.MGHImage(noise(), np.eye(4)), tmp_path / "v.mgz")
+    with refused("v.mgz", "not single-file NIfTI"):
+        read_volume(tmp_path / "v.mgz")
+
+
+@pytest.mark.parametrize("read", [read_volume, read_label])
+@pytest.mark.parametrize("keep", [0.05, 0.3, 0.6, 0.95, 0.999])
+def test_truncated_gz(tmp_path, read, keep):
+    path = save(tmp_path / "v.nii.gz", noise((20, 20, 20), np.int16))
+    content = path.read_bytes()
+    path.write_bytes(content[:int(len(content) * keep)])
+    with refused("v.nii.gz", "(truncated|not a readable)"):
+        read(path)
+
+
+@pytest.mark.parametrize("read", [read_volume, read_label, read_header])
+@pytest.mark.parametrize("keep", [200, 348, 352, 1000, -1])
+def test_truncated_uncompressed(tmp_path, read, keep):
+    path = save(tmp_path / "v.nii", noise((20, 20, 20), np.int16))
+    path.write_bytes(path.read_bytes()[:keep])
+    with refused("v.nii", "(truncated|not a readable)"):
+        read(path)
+
+
+def test_complete_gz_of_a_truncated_volume(tmp_path):
+    path = save(tmp_path / "v.nii", noise((20, 20, 20)))
+    (tmp_path / "w.nii.gz").write_bytes(gzip.compress(path.read_bytes()[:-4]))
+    with refused("w.nii.gz", "truncated, 32348 of 32352 bytes"):
+        read_volume(tmp_path / "w.nii.gz")
+
+
+@pytest.mark.parametrize("where", [0.3, 0.6, 0.9])
+def test_flipped_bits_in_gz(tmp_path, where):
+    path = save(tmp_path / "v.nii.gz", noise((20, 20, 20)))
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * where)] ^= 0xFF
+    path.write_bytes(content)
+    with refused("v.nii.gz", "truncated or corrupt"):
+        read_volume(path)
+
+
+@pytest.mark.parametrize("read", [read_volume, read_label, read_header])
+@pytest.mark.parametrize("shape, dims, reason", [
+    ((5, 6, 7, 4), 3, "not 3D; split it"), ((5, 6, 7), 2, "not 2D; split it"), ((5, 6), 3, "not 3D; check"),
+    ((5, 6, 1), 3, "not 3D; check")])
+def test_wrong_dimensionality(tmp_path, read, shape, dims, reason):
+    path = save(tmp_path / "v.nii.gz", noise(shape, np.int16))
+    with pytest.raises(InputError) as caught:
+        read(path, dims)
+    assert f"v.nii.gz: shape {shape} is {reason}" in str(caught.value)
+
+
+@pytest.mark.parametrize("read, value", [(read_volume, np.nan), (read_volume, -np.inf), (read_volume, 1e300),
+                                         (read_label, np.nan), (read_label, np.inf)])
+def test_not_finite_as_float32(tmp_path, read, value):
+    array = noise(dtype=np.float64)
+    array[1, 2, 3:6] = value
+    with refused("v.nii.gz", "3 of 336 voxels are NaN or infinite"):
+        read(save(tmp_path / "v.nii.gz", array))
+
+
+def test_constant_volume(tmp_path):
+    path = save(tmp_path / "v.nii.gz", np.full((4, 5, 6), 7, np.int16))
+    with refused("v.nii.gz", "every voxel is 7"):
+        read_volume(path)
+    assert np.array_equal(read_label(path)[0], np.full((4, 5, 6), 7))
+
+
+def test_complex_voxels(tmp_path):
+    with refused("v.nii", "complex64 are not one real number"):
+        read_volume(save(tmp_path / "v.nii", noise().astype(np.complex64)))
+
+
+@pytest.mark.parametrize("read", [read_volume, read_label, read_header])
+@pytest.mark.parametrize("column", [(0, 0, 0), (0, 1, 0), (np.nan, 0, 1)])
+def test_singular_affine(tmp_path, read, column):
+    affine = np.eye(4)
+    affine[:3, 2] = column
+    image = nibabel.Nifti1Image(noise(dtype=np.int16), None)
+    image.header.set_sform(affine, 1)
+    nibabel.save(image, tmp_path / "v.nii.gz")
+    with refused("v.nii.gz", "is singular"):
+        read(tmp_path / "v.nii.gz")
+
+
+def test_labels(tmp_path):
+    array = noise().round()
+    label, _ = read_label(save(tmp_path / "v.nii.gz", array))
+    assert label.dtype == np.int16 and np.array_equal(label, array)
+    array[0, 0, :2] += 0.5
+    with refused("v.nii.gz", "2 label voxels are not whole numbers"):
+        read_label(save(tmp_path / "v.nii.gz", array))
+    with refused("v.nii.gz", "do not fit int16"):
+        read_label(save(tmp_path / "v.nii.gz", array.round() + 40000))
+
+
+@pytest.mark.parametrize("scale, shift", [(1, 0), (1e6, -3e5), (1e-4, 5)])
+def test_normalise(scale, shift):
+    array = np.linspace(0, 1, 2001).reshape(3, 23, 29)
+    result = normalise(array * scale + shift)
+    assert result.dtype == np.float32 and result.min() == 0 and result.max() == 1
+    np.testing.assert_allclose(result, np.clip((array - 0.005) / 0.99, 0, 1), atol=1e-5)
+
+
+def test_normalise_sparse_and_constant():
+    array = np.zeros((20, 20, 20), np.float32)
+    assert not normalise(array + 3).any()
+    array[3, 4, 5], array[3, 4, 6] = 8, 2
+    assert normalise(array)[3, 4, 5] == 1 and normalise(array)[3, 4, 6] == 0.25
+
+
+@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("signs", [(1, 1, 1), (-1, 1, -1), (-1, -1, -1)])
+@pytest.mark.parametrize("shape", [(5, 6, 7), (5, 6)])
+def test_canonical_orientation(shape, axes, signs):
+    array, dims = noise(shape), len(shape)
+    affine = make_affine(axes, signs, (0.9, 1.6, 1.2), (12, -8, 15))
+    result, new_affine = to_canonical(array, affine)
+    world = np.abs(new_affine[:3, :dims]).argmax(0)
+    assert np.all(np.diff(world) > 0) and new_affine[world, range(dims)].min() > 0
+    assert np.array_equal(new_affine[:, dims:3], affine[:, dims:3])
+    assert result.size == array.size and result.flags.c_contiguous
+    for index in np.ndindex(result.shape):
+        source = np.linalg.solve(affine, new_affine @ (*index, *[0] * (3 - dims), 1))[:dims]
+        np.testing.assert_allclose(source, np.round(source), atol=1e-9)
+        assert array[tuple(np.round(source).astype(int))] == result[index]
+
+
+@pytest.mark.parametrize("shape, size", [((20, 21, 22), (16, 16, 16)), ((9, 10, 11), 16), ((9, 20, 15), (16, 12, 15)),
+                                         ((9, 20), (16, 12))])
+@pytest.mark.parametrize("order", [0, 1])
+def test_grid_of_the_same_spacing_is_an_exact_crop_or_pad(shape, size, order):
+    array = noise(shape)
+    affine = make_affine(spacing=(0.15, 0.150001, 0.15))
+    result, new_affine = to_grid(array, affine, size, 0.15, order)
+    assert result.shape == tuple(np.broadcast_to(size, len(shape)))
+    move = np.linalg.solve(affine, new_affine)
+    np.testing.assert_allclose(move[:3, :3], np.eye(3), atol=1e-12)
+    offset = move[:len(shape), 3]
+    np.testing.assert_allclose(offset, np.round(offset), atol=1e-9)
+    assert np.all(np.abs(offset - (np.array(shape) - result.shape) / 2) <= 0.5 + 1e-9)
+    for index in np.ndindex(result.shape):
+        source = tuple(np.round(index + offset).astype(int))
+        inside = min(source) >= 0 and all(s < n for s, n in zip(source, shape))
+        assert result[index] == (array[source] if inside else 0)
+
+
+def test_spacing_zero_fits_the_whole_field_of_view():
+    affine = make_affine(spacing=(1, 2, 0.5))
+    scale, offset, new_affine = grid_transform((32, 32, 32), affine, 32, 0)
+    np.testing.assert_allclose(np.linalg.norm(new_affine[:3, :3], axis=0), 2)
+    np.testing.assert_allclose(scale, [2, 1, 4])
+    centre = (31 / 2, 31 / 2, 31 / 2, 1)
+    np.testing.assert_allclose(new_affine @ centre, affine @ centre)
+    np.testing.assert_allclose(scale * np.array(centre[:3]) + offset, centre[:3])
+
+
+def test_spacing_zero_on_a_matching_grid_is_a_copy():
+    array = noise((32, 20, 31))
+    result, new_affine = to_grid(array, make_affine(), (32, 20, 31), 0)
+    assert np.array_equal(result, array) and np.array_equal(new_affine, make_affine())
+
+
+@pytest.mark.parametrize("shape, affine", HEADERS)
+@pytest.mark.parametrize("size, spacing_mm", [(32, 0), ((30, 36, 40), 1.1), (24, 2.0), ((40, 44, 48), 0.8)])
+def test_world_coordinates_are_preserved(shape, affine, size, spacing_mm):
+    array = blob(shape, np.array(shape) / 2 + [1.3, -0.8, 0.6], width=2)
+    result, new_affine = to_grid(array, affine, size, spacing_mm)
+    assert result.dtype == np.float32 and nibabel.aff2axcodes(new_affine) == ("R", "A", "S")
+    assert np.abs(centre_mm(result, new_affine) - centre_mm(array, affine)).max() < 0.1 * 0.7
+
+
+@pytest.mark.parametrize("axes, signs", [((0, 1, 2), (-1, 1, 1)), ((1, 0, 2), (1, -1, 1)), ((0, 2, 1), (1, -1, 1))])
+def test_world_coordinates_are_preserved_in_2d(axes, signs):
+    affine = make_affine(axes, signs, (0.8, 1.5, 1))
+    array = blob((40, 28), (22, 12), width=3)
+    result, new_affine = to_grid(array, affine, (40, 36), 1.2)
+    assert np.abs(centre_mm(result, new_affine) - centre_mm(array, affine)).max() < 0.08
+
+
+def to_itk(array, affine):
+    image = sitk.GetImageFromArray(np.ascontiguousarray(array.T))
+    spacing = np.linalg.norm(affine[:3, :3], axis=0)
+    image.SetSpacing(spacing.tolist())
+    image.SetDirection((LPS @ affine[:3, :3] / spacing).ravel().tolist())
+    image.SetOrigin((LPS @ affine[:3, 3]).tolist())
+    return image
+
+
+@pytest.mark.parametrize("size, spacing_mm", [((30, 26, 34), 1.1), ((40, 40, 40), 0.8), ((24, 32, 28), 0)])
+def test_grid_agrees_with_itk(tmp_path, size, spacing_mm):
+    shape = (24, 18, 29)
+    array = sum(blob(shape, centre, 3) for centre in ([9, 7, 10], [15, 10, 20], [12, 9, 14]))
+    write_volume(tmp_path / "v.nii.gz", array, OBLIQUE)
+    result, new_affine = to_grid(*read_volume(tmp_path / "v.nii.gz"), size, spacing_mm)
+    reference = to_itk(np.zeros(size, np.float32), new_affine)
+    image = sitk.ReadImage(str(tmp_path / "v.nii.gz"))
+    theirs = sitk.GetArrayFromImage(sitk.Resample(image, reference, sitk.Transform(), sitk.sitkLinear, 0.0)).T
+    inner = np.zeros(shape, np.float32)
+    inner[1:-1, 1:-1, 1:-1] = 1
+    interior = to_grid(inner, OBLIQUE, size, spacing_mm)[0] > 0.999
+    assert interior.sum() > 2000 and result[interior].std() > 0.1
+    assert np.abs(result - theirs)[interior].max() < 1e-4
+
+
+def test_labels_stay_labels_on_a_new_grid():
+    label = np.zeros((20, 24, 28), np.int16)
+    label[5:15, 6:18, 7:21] = 300
+    label[8:12, 8:12, 8:12] = 7
+    result, _ = to_grid(label, OBLIQUE, 40, 0.9, order=0)
+    assert result.dtype == np.int16 and set(np.unique(result)) == {0, 7, 300}
+    volume = (result > 0).sum() * 0.9 ** 3
+    assert volume == pytest.approx((label > 0).sum() * abs(np.linalg.det(OBLIQUE)), rel=0.05)
+    full, _ = to_grid(np.full((8, 8, 8), 3, np.int16), make_affine(), 20, 0.4, order=0)
+    assert np.all(full == 3)
+
+
+def test_shrinking_smooths_images_first():
+    array = np.zeros((48, 48, 48), np.float32)
+    array[::2] = 1
+    shrunk, _ = to_grid(array, make_affine(), 12, 4.0)
+    assert 0.3 < shrunk[2:-2].min() and shrunk[2:-2].max() < 0.7
+
+
+@pytest.mark.skipif(not (DATA / "mouse").is_dir(), reason="needs the mouse volumes")
+def test_real_volume_on_a_small_grid():
+    name = "FVB_NCrl_in_vivo_1.nii.gz"
+    array, affine = read_volume(DATA / "mouse" / "imagesTr" / name)
+    label, label_affine = read_label(DATA / "mouse" / "labelsTr" / name)
+    small, small_affine = to_grid(array, affine, (56, 64, 40), 0.3)
+    small_label, small_label_affine = to_grid(label, label_affine, (56, 64, 40), 0.3, order=0)
+    np.testing.assert_allclose(small_affine, small_label_affine, atol=1e-4)
+    before, after = centre_mm((label > 0) * 1.0, label_affine), centre_mm((small_label > 0) * 1.0, small_label_affine)
+    assert np.abs(before - after).max() < 0.1 * 0.3
+    assert np.corrcoef(small.ravel(), small_label.ravel() > 0)[0, 1] > 0.3
