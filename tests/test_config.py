@@ -1,0 +1,119 @@
+"""Configuration: every key explained, checked and converted; every error one sentence with the nearest key."""
+import re
+
+import pytest
+import yaml
+
+from Runtime.config import KEYS, flatten, load_config, save_config, unflatten
+from Runtime.errors import InputError
+from tests.tiny import ROOT
+
+OM = ROOT / "Config/config_om.yaml"
+
+
+@pytest.mark.parametrize("name", ["config_om", "config_hippocampus", "config_demo"])
+def test_shipped_configs_load(name):
+    cfg = load_config(ROOT / f"Config/{name}.yaml")
+    assert list(cfg) == list(KEYS)
+
+
+def test_recorded_values_of_the_production_config():
+    cfg = load_config(OM)
+    expected = {"data.name": "all", "data.img_size": [128] * 3, "data.batchsize": 2, "diffusion.timesteps": 80,
+                "optim.lr": 1e-5, "model.condition_type": "slice", "run.device": "auto", "registration.gate": -0.7,
+                "diffusion.grids": [8, 16, 32, 64], "diffusion.v_scale": 4e-5, "diffusion.noise_ratio": 0.08,
+                "loss.regul": 10.0, "contrastive.clip_norm": 1e-3, "registration.clip_norm": 0.1,
+                "data.diff_reg_batch_ratio": 2, "model.rec_num": 2}
+    assert {key: cfg[key] for key in expected} == expected
+
+
+def test_every_key_is_explained_with_default_unit_and_allowed_values():
+    section, explained = None, {}
+    for line in OM.read_text().splitlines():
+        if match := re.match(r"(\w+):", line):
+            section = match[1]
+        elif match := re.match(r"  (\w+): (.*?)\s+# (.*)", line):
+            explained[f"{section}.{match[1]}"] = (match[2], match[3].split(" | "))
+    assert set(explained) == set(KEYS)
+    for key, (value, fields) in explained.items():
+        assert len(fields) == 4 and all(fields), f"{key}: a comment gives default | unit | allowed | meaning"
+        default, given = yaml.safe_load(fields[0]), yaml.safe_load(value)
+        same = float(default) == float(given) if KEYS[key][0] in ("int", "float") else default == given
+        assert same or key == "run.amp", f"{key} is {given}, its comment says {default}"
+        choices = KEYS[key][1] if KEYS[key][0] == "str" and len(KEYS[key]) > 1 else ()
+        assert all(word in fields[2] for word in choices), f"{key}: the comment misses an allowed value"
+
+
+@pytest.mark.parametrize("override, value", [
+    ("optim.lr=1e-5", 1e-5), ("optim.lr='1e-5'", 1e-5), ("optim.lr=1", 1.0), ("data.batchsize=4", 4),
+    ("data.batchsize=4.0", 4), ("run.amp=off", "off"), ("data.train_ids=1-60", "1-60"), ("data.train_ids=7", "7"),
+    ("data.train_ids=", ""), ("data.img_size=96", [96, 96, 96]), ("data.img_size=[64, 80, 96]", [64, 80, 96]),
+    ("data.root=/a=b", "/a=b"), ("registration.squared=false", False),
+])
+def test_overrides_are_converted(override, value):
+    found = load_config(OM, [override])[override.partition("=")[0]]
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("override, words", [
+    ("data.batchsise=4", ["data.batchsise", "data.batchsize"]),
+    ("batchsize=4", ["batchsize", "data.batchsize"]),
+    ("optim.lr", ["key=value"]),
+    ("optim.lr=fast", ["optim.lr", "number", "fast"]),
+    ("optim.lr=nan", ["optim.lr", "nan"]),
+    ("optim.lr=.inf", ["optim.lr", "inf"]),
+    ("optim.lr=0", ["optim.lr", "at least"]),
+    ("optim.lr=true", ["optim.lr", "True"]),
+    ("data.batchsize=2.5", ["data.batchsize", "whole number", "2.5"]),
+    ("data.batchsize=0", ["data.batchsize", "at least 1"]),
+    ("model.dims=4", ["model.dims", "between 2 and 3"]),
+    ("model.use_checkpoint=1", ["model.use_checkpoint", "true or false"]),
+    ("model.condition_type=slices", ["model.condition_type", "none, slice, volume"]),
+    ("model.channels=16", ["model.channels", "list"]),
+    ("model.channels=[16]", ["model.channels", "two levels"]),
+    ("model.channels=[16, x]", ["model.channels", "'x'"]),
+    ("model.attention_heads=7", ["model.attention_width", "model.attention_heads"]),
+    ("diffusion.grids=[8, 4]", ["diffusion.grids", "ascend"]),
+    ("diffusion.grids=[8, 30]", ["diffusion.grids", "multiple of 4"]),
+    ("data.img_size=32", ["diffusion.grids", "64"]),
+    ("data.img_size=[128, 128]", ["data.img_size", "model.dims"]),
+    ("registration.window=8", ["registration.window", "odd"]),
+])
+def test_bad_values_are_one_sentence(override, words):
+    with pytest.raises(InputError) as error:
+        load_config(OM, [override])
+    message = str(error.value)
+    assert all(word in message for word in words) and "\n" not in message, message
+
+
+@pytest.mark.parametrize("content, words", [
+    ("model: [", ["not valid YAML", "line 1"]),
+    ("- 3", ["mapping"]),
+    ("", ["mapping"]),
+    ("model: 3", ["unknown key model", "did you mean"]),
+    ("a: !!python/object/apply:os.getcwd []", ["not valid YAML"]),
+])
+def test_bad_files_are_one_sentence(tmp_path, content, words):
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    with pytest.raises(InputError) as error:
+        load_config(path)
+    assert "bad.yaml" in str(error.value) and all(word in str(error.value) for word in words), error.value
+
+
+def test_missing_file_and_missing_key_are_named(tmp_path):
+    with pytest.raises(InputError, match="nowhere.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+    nested = yaml.safe_load(OM.read_text())
+    del nested["optim"]["lr"]
+    path = tmp_path / "short.yaml"
+    path.write_text(yaml.safe_dump(nested))
+    with pytest.raises(InputError, match=r"short.yaml.*optim\.lr is missing"):
+        load_config(path)
+
+
+def test_saved_config_reads_back_the_same(tmp_path):
+    cfg = load_config(OM, ["run.amp=off", "data.train_ids=1-60", "optim.lr=1e-7"])
+    save_config(cfg, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == cfg
+    assert flatten(unflatten(cfg), "x") == cfg

@@ -1,0 +1,36 @@
+"""A training small enough for tests: 16^3 synthetic volumes, a few thousand weights, milliseconds per step."""
+from pathlib import Path
+
+from Dataloader.synthetic import write_dataset
+from Runtime.config import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = str(ROOT / "Config/config_demo.yaml")
+SETTINGS = {
+    "model.channels": "[8, 8, 16]", "model.attention_width": 16, "model.attention_depth": 1, "model.attention_heads": 2,
+    "model.field_stride": 1, "diffusion.grids": "[4, 8]", "contrastive.embedding": 8, "contrastive.queue": 8,
+    "registration.window": 5, "registration.scales": 2, "registration.gate": 2, "data.train_ids": "0-5",
+    "data.val_ids": "6-7", "data.img_size": 16, "data.batchsize": 2, "data.diff_reg_batch_ratio": 2, "data.repeats": 2,
+    "data.expect_samples": 6, "run.epochs": 2, "run.checkpoint_steps": 2, "run.val_pairs": 2, "run.device": "cpu",
+}
+
+
+def settings(folder, **changes):
+    """Overrides of a tiny run inside `folder`; changes are written with a double underscore for the dot."""
+    values = {**SETTINGS, "data.root": folder / "data", "run.models": folder / "Models", "run.logs": folder / "Logs"}
+    values.update({key.replace("__", "."): value for key, value in changes.items()})
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def arguments(folder, *more, **changes):
+    """Command line of a tiny training run inside `folder`."""
+    return ["--config", CONFIG, *more, *[word for item in settings(folder, **changes) for word in ("--set", item)]]
+
+
+def config(folder=Path("."), **changes):
+    return load_config(CONFIG, settings(folder, **changes))
+
+
+def make_data(folder, count=8, size=16, dims=3):
+    write_dataset(folder / "data", range(count), size, dims=dims)
+    return folder
