@@ -1,0 +1,400 @@
+"""Checkpoints: a checkpoint exists only once it has been read back.
+
+A run folder `<root>/<data>_<net>` holds epoch checkpoints, `tmp/` with those written within an epoch, and
+`manifest.json`, which names every checkpoint with its size and SHA-256. A state is a plain dict:
+{"format": 1, "model", "optimizer", "epoch" (to continue in), "step_in_epoch" (steps done in it), "step" (of the
+run), "config" (flat, dotted keys), ...}. One process writes a run folder; any number may read it.
+"""
+import datetime
+import errno
+import hashlib
+import itertools
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+import struct
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from Runtime.errors import InputError
+
+FORMAT = 1
+REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")
+# What reading a damaged or foreign file was seen to raise: flipped bits in the pickle reach all of these.
+UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
+              OverflowError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile)
+
+
+def _stderr(message):
+    print(message, file=sys.stderr, flush=True)
+
+
+def run_folder(root, data_name, net_name, fresh=False):
+    """Folder of the run, created with its `tmp/`: the newest generation of `<root>/<data>_<net>`, `...-2`, `...-3`.
+
+    fresh: make the next generation instead of continuing the newest one. Returns: Path.
+    """
+    root, name = Path(root), f"{data_name}_{net_name}"
+    found = [re.fullmatch(re.escape(name) + r"(?:-([1-9]\d*))?", path.name) for path in root.glob("*")]
+    highest = max([int(match[1] or 1) for match in found if match], default=0)
+    generation = highest + 1 if fresh else max(highest, 1)
+    run = root / (name if generation == 1 else f"{name}-{generation}")
+    (run / "tmp").mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def epoch_name(epoch, data_name, net_name):
+    """Path of an epoch checkpoint, relative to the run folder."""
+    return f"{epoch:06d}_{data_name}_{net_name}.pth"
+
+
+def step_name(epoch, step_in_epoch, data_name, net_name):
+    """Path of a checkpoint within an epoch, relative to the run folder."""
+    return f"tmp/{epoch:06d}_step{step_in_epoch:04d}_{data_name}_{net_name}.pth"
+
+
+def save(run, relative, state, metrics=None, best=None):
+    """Write `state` to `run/relative`, read it back, then name it in the manifest. Returns its manifest entry.
+
+    metrics: {name: number or None} of this checkpoint, NaN becomes null. best: (metric name, value), higher is better:
+    the checkpoint becomes the manifest's best unless that has the same metric and as high a value. At any moment of a
+    crash the old file or the new one is in the manifest.
+    Raises OSError naming the file and the free space when it cannot be written or reads back differently
+    (the earlier checkpoints are untouched), TypeError for a value torch.load(weights_only=True) would refuse.
+    """
+    if missing := [key for key in REQUIRED if key not in state]:
+        raise ValueError(f"the state to save in {relative} lacks {', '.join(missing)}")
+    run, target = Path(run), Path(run) / relative
+    plain = _plain(state, "state")
+    if metrics is not None:
+        metrics = {name: None if value is None or not math.isfinite(value) else float(value)
+                   for name, value in metrics.items()}
+    best = None if best is None else {"checkpoint": relative, "metric": best[0], "value": float(best[1])}
+    partial = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write_and_read_back(partial, plain)
+        entry = _entry(partial, plain, metrics)
+        manifest = _manifest(run, _stderr)
+        if best and manifest["best"] and manifest["best"]["metric"] == best["metric"]:
+            best = best if best["value"] > manifest["best"]["value"] else None
+        # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
+        _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
+        _replace(partial, target)
+        manifest["checkpoints"][relative] = entry
+        _write_manifest(run, manifest | {"best": best or manifest["best"]})
+    except (OSError, RuntimeError) as error:
+        _raise_write_failure(error, target)
+    finally:
+        if partial.exists():
+            partial.unlink()
+    return entry
+
+
+def clean_leftovers(run):
+    """Remove `*.tmp-<pid>` files whose process is dead on this host, or that are a day old. Returns their paths."""
+    removed = []
+    for path in Path(run).rglob("*.tmp-*"):
+        pid = path.name.rpartition(".tmp-")[2]
+        try:
+            if pid.isdecimal() and len(pid) < 10 and (_is_dead(int(pid)) or time.time() - path.stat().st_mtime > 86400):
+                path.unlink()
+                removed.append(path)
+        except FileNotFoundError:
+            continue  # its owner finished in the meantime
+    return removed
+
+
+def verify(run, relative):
+    """None when the file matches the manifest (size, SHA-256) and loads; otherwise a phrase saying what is wrong."""
+    path = Path(run) / relative
+    if not path.is_file():
+        return "missing"
+    try:
+        entry = _read_manifest(Path(run))["checkpoints"].get(relative)
+    except UNREADABLE as error:
+        return f"the manifest {_reason(error)}"
+    return _mismatch(path, entry) if entry else "not in the manifest"
+
+
+def newest(run, warn=_stderr):
+    """Relative path of the newest checkpoint by (epoch, step) that verifies; None in a run folder without any.
+
+    Each rejected file is reported through warn(message). A lost manifest is rebuilt from the files that load.
+    Raises InputError when there are checkpoints and none verifies: a run never silently starts over.
+    """
+    run = Path(run)
+    entries = _manifest(run, warn)["checkpoints"]
+    unlisted = sorted(set(_checkpoint_files(run)) - set(entries))
+    for relative in unlisted:
+        warn(f"{run / relative} is skipped: not in the manifest")
+    for relative in _newest_first(entries):
+        problem = _mismatch(run / relative, entries[relative])
+        if problem is None:
+            return relative
+        warn(f"{run / relative} is skipped: {problem}")
+    if entries or unlisted:
+        raise InputError(f"no checkpoint in {run} can be used: start over in a new folder with --fresh, or restore "
+                         "one of its files.")
+    return None
+
+
+def load(path, map_location="cpu"):
+    """State dict of the checkpoint at `path`. Raises InputError naming a file that is damaged, foreign or too new."""
+    try:
+        state = torch.load(path, weights_only=True, map_location=map_location)
+    except UNREADABLE as error:
+        raise InputError(f"{path} {_reason(error)}: restore the file or take another checkpoint.") from error
+    found = state.get("format") if isinstance(state, dict) else None
+    if not isinstance(found, int) or not isinstance(state.get("model"), dict):
+        raise InputError(f"{path} is not a checkpoint of this project: it has no format number or no model.")
+    if found > FORMAT:
+        raise InputError(f"{path} has format {found} and this code reads up to {FORMAT}: update the code.")
+    return state
+
+
+def check_compatible(state, cfg, path, model_keys):
+    """Compare the config in `state` with `cfg` (both flat, dotted keys).
+
+    Raises InputError naming the first of `model_keys` that differs. Returns a sentence for each other changed key.
+    """
+    config = state.get("config")
+    if not isinstance(config, dict):
+        raise InputError(f"{path} holds no config: start a new run with --fresh, or take its weights by --init-from.")
+    # Through JSON, because a tuple that was saved and the list from a YAML file are the same setting.
+    old, new = json.loads(json.dumps(config)), json.loads(json.dumps(dict(cfg)))
+    changed = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in {**old, **new}
+               if key not in old or key not in new or old[key] != new[key]}
+    model_keys = list(model_keys)
+    for key in sorted(model_keys, key=lambda key: key != "model.name"):
+        if key in changed:
+            what = "is a checkpoint of another network" if key == "model.name" else "does not match the config"
+            raise InputError(f"{path} {what} ({key} is {changed[key][0]} in the checkpoint and {changed[key][1]} in "
+                             "the config): start a new run with --fresh, or use the config it was trained with.")
+    return [f"{key}: {before} -> {after}" for key, (before, after) in changed.items() if key not in model_keys]
+
+
+def load_weights(model, state, path):
+    """Copy the weights of `state` into `model`, strictly. Raises InputError naming the first tensor that differs."""
+    own, theirs = model.state_dict(), state["model"]
+    missing = [f"{name} is missing" for name in own if name not in theirs]
+    unexpected = [f"{name} is unexpected" for name in theirs if name not in own]
+    shapes = [f"{name} is {tuple(theirs[name].shape)} in the file and {tuple(own[name].shape)} in the network"
+              for name in own if name in theirs and own[name].shape != theirs[name].shape]
+    if wrong := missing + unexpected + shapes:
+        raise InputError(f"the weights in {path} do not fit the network ({wrong[0]}; "
+                         f"{len(missing)} missing, {len(unexpected)} unexpected, {len(shapes)} mis-shaped): use the "
+                         "config it was trained with.")
+    model.load_state_dict(theirs, strict=True)
+
+
+def weights_sha256(state_dict):
+    """Hex SHA-256 over sorted names, dtypes, shapes and raw bytes: the same on every device and in any order."""
+    digest = hashlib.sha256()
+    for name in sorted(state_dict):
+        tensor = state_dict[name]
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(_raw(tensor).numpy())
+    return digest.hexdigest()
+
+
+def prune(run, keep_last, keep_every, keep_tmp):
+    """Remove old checkpoints; returns their relative paths.
+
+    Kept: the newest `keep_last` epoch checkpoints, each whose epoch is divisible by `keep_every` (0: none), the
+    best one, the newest `keep_tmp` within an epoch, and always at least one that verifies. Epochs are those of the
+    states, not of the file names.
+    """
+    run = Path(run)
+    manifest = _manifest(run, _stderr)
+    entries, best = manifest["checkpoints"], manifest["best"] or {}
+    ordered = _newest_first(entries)
+    epochs = [name for name in ordered if not name.startswith("tmp/")]
+    steps = [name for name in ordered if name.startswith("tmp/")]
+    keep = {*epochs[:max(keep_last, 0)], *steps[:max(keep_tmp, 0)], best.get("checkpoint")}
+    if keep_every > 0:
+        keep.update(name for name in epochs if entries[name]["epoch"] % keep_every == 0)
+    if keep.issuperset(ordered):
+        return []
+    # The kept ones first: usually the newest verifies at once and nothing else has to be read.
+    intact = next((name for name in sorted(ordered, key=lambda name: name not in keep)
+                   if _mismatch(run / name, entries[name]) is None), None)
+    removed = [name for name in ordered if intact and name not in keep | {intact}]
+    manifest["checkpoints"] = {name: entry for name, entry in entries.items() if name not in removed}
+    _write_manifest(run, manifest)
+    for name in removed:
+        (run / name).unlink(missing_ok=True)
+    return removed
+
+
+def _plain(value, where):
+    """`value` with every tensor on the CPU and only types that torch.load(weights_only=True) accepts."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        kind = list if isinstance(value, list) else tuple
+        return kind(_plain(item, f"{where}.{index}") for index, item in enumerate(value))
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"{where} is a {type(value).__name__}: a checkpoint holds tensors and plain Python values only")
+
+
+def _leaves(value, where):
+    """(dotted name, comparable bytes) of every tensor and plain value, so that NaN equals NaN."""
+    if isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(item, f"{where}.{key}")
+    elif isinstance(value, torch.Tensor):
+        yield where, (value.dtype, value.shape, memoryview(_raw(value).numpy()))
+    else:
+        yield where, repr(value)
+
+
+def _raw(tensor):
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _write_and_read_back(path, plain):
+    with open(path, "wb") as handle:
+        torch.save(plain, handle)
+        handle.flush()
+        os.fsync(handle.fileno())
+    read = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    for saved, found in itertools.zip_longest(_leaves(plain, "state"), _leaves(read, "state")):
+        if saved != found:
+            raise OSError(errno.EIO, f"{(saved or found)[0]} reads back differently")
+
+
+def _replace(partial, path):
+    os.replace(partial, path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name itself is durable only after this
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _raise_write_failure(error, target):
+    """An OSError with the free space; torch.save hides the writer's OSError in the context of a RuntimeError."""
+    cause = error
+    while not isinstance(cause, OSError):
+        if cause is None:
+            raise error
+        cause = cause.__cause__ or cause.__context__
+    folder = next(parent for parent in target.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free / 2**30
+    message = f"{target} could not be written ({cause.strerror or cause}; {free:.2f} GiB free)"
+    raise OSError(cause.errno, message) from error
+
+
+def _is_dead(pid):
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno == errno.ESRCH
+    return False
+
+
+def _sha256(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while chunk := handle.read(8 * 2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _entry(path, state, metrics):
+    info = path.stat()
+    written = datetime.datetime.fromtimestamp(info.st_mtime, datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"epoch": state["epoch"], "step": state["step"], "sha256": _sha256(path), "bytes": info.st_size,
+            "weights_sha256": weights_sha256(state["model"]), "written": written, "metrics": metrics}
+
+
+def _mismatch(path, entry):
+    try:
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return f"{'truncated' if size < entry['bytes'] else 'too long'}: {size} of {entry['bytes']} bytes"
+        if _sha256(path) != entry["sha256"]:
+            return "SHA-256 differs"
+        torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except FileNotFoundError:
+        return "missing"
+    except UNREADABLE as error:
+        return _reason(error)
+    return None
+
+
+def _reason(error):
+    if isinstance(error, InputError):
+        return str(error)
+    text = getattr(error, "strerror", None) or str(error).split("\n")[0].split(". ")[0] or "it ends too early"
+    return f"cannot be read: {type(error).__name__}: {text}"
+
+
+def _newest_first(entries):
+    return sorted(entries, reverse=True, key=lambda name: (entries[name]["epoch"], entries[name]["step"],
+                                                           not name.startswith("tmp/"), name))
+
+
+def _checkpoint_files(run):
+    return sorted(path.relative_to(run).as_posix() for pattern in ("*.pth", "tmp/*.pth") for path in run.glob(pattern))
+
+
+def _read_manifest(run):
+    """The manifest, with a save that was killed after its rename counted in."""
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    entries, best, pending = manifest["checkpoints"], manifest["best"], manifest.get("pending")
+    _newest_first(entries)  # an entry without epoch or step makes the manifest unreadable here, not later
+    if pending and _mismatch(run / pending["checkpoint"], pending["entry"]) is None:
+        entries[pending["checkpoint"]] = pending["entry"]
+        best = pending["best"] or best
+    return {"checkpoints": entries, "best": best}
+
+
+def _manifest(run, warn):
+    """The manifest, rebuilt from the files that load when it is lost."""
+    try:
+        return _read_manifest(run)
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = _reason(error)
+    manifest, files = {"checkpoints": {}, "best": None}, _checkpoint_files(run)
+    if not files:
+        return manifest
+    warn(f"{run / 'manifest.json'} {reason}; it is rebuilt from the files that load, without their metrics")
+    for relative in files:
+        try:
+            with zipfile.ZipFile(run / relative) as archive:  # torch.load does not look at the CRCs
+                if damaged := archive.testzip():
+                    raise InputError(f"CRC of {damaged} differs")
+            manifest["checkpoints"][relative] = _entry(run / relative, load(run / relative), None)
+        except UNREADABLE as error:
+            warn(f"{run / relative} is skipped: {_reason(error)}")
+    if manifest["checkpoints"]:
+        _write_manifest(run, manifest)
+    return manifest
+
+
+def _write_manifest(run, manifest):
+    path = run / "manifest.json"
+    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(partial, "w", encoding="utf-8") as handle:
+            json.dump(manifest, handle, indent=2, allow_nan=False)
+            handle.flush()
+            os.fsync(handle.fileno())
+        _replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
