@@ -1,0 +1,56 @@
+"""Devices by one set of names: CPU, CUDA (also ROCm), XPU."""
+import contextlib
+import os
+
+import torch
+
+from Runtime.errors import InputError
+
+
+def pick_device(name):
+    """The device for run.device: "auto" takes the accelerator torch sees, else the CPU.
+
+    With several devices on a node, LOCAL_RANK chooses. Raises InputError if the named one is not there.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if name == "cpu" or (name == "auto" and found is None):
+        return torch.device("cpu")
+    if found is None or (name != "auto" and found.type != name):
+        seen = found.type if found else "none"
+        raise InputError(f"run.device: {name} is asked for, but torch {torch.__version__} sees no such device (it sees: "
+                         f"{seen}); install the matching torch build or set run.device to auto.")
+    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
+
+
+def autocast(device, amp):
+    """The autocast context of the network's forward pass: bf16 where run.amp says so."""
+    if amp == "off":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def prepare_device(device, threads):
+    """Settings of the process before the first tensor: threads, and float32 products that are float32.
+
+    TF32 keeps ten bits of the mantissa, which is too few for correlations and for fields.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+
+
+def synchronize(device):
+    """Wait for the device, so that a clock measures its work; nothing to do on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def describe(device):
+    """One phrase for the log: what it is and how much memory it has."""
+    if device.type == "cpu":
+        return f"cpu, {torch.get_num_threads()} threads"
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return f"{device}, {properties.name}, {properties.total_memory / 2 ** 30:.0f} GiB"

@@ -1,0 +1,49 @@
+"""What exactly ran: each launch leaves its config, code version, local changes and package versions in the run folder."""
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from Runtime.config import save_config
+
+
+def git(*arguments):
+    """Output of a git command in the code's folder, or None where this is no git checkout."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
+                              timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def save_launch(run, cfg, step):
+    """Write <run>/launches/<n>/: config.yaml, launch.json and, where files differ from the commit, changes.diff.
+
+    step: the step at which this launch starts. Returns the folder.
+    """
+    launches = Path(run) / "launches"
+    number = max([int(f.name) for f in launches.glob("*") if re.fullmatch(r"\d+", f.name)], default=-1) + 1
+    folder = launches / f"{number:04d}"
+    folder.mkdir(parents=True)
+    save_config(cfg, folder / "config.yaml")
+    names = [re.split(r"[^\w.-]", r)[0] for r in importlib.metadata.requires("torch") or []]
+    packages = ["torch", "numpy", "nibabel", "pyyaml", "tensorboard", "tqdm", "scipy", "matplotlib", *names]
+    versions = {}
+    for name in dict.fromkeys(packages):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
+    launch = {"started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "step": step,
+              "command": [sys.executable, *sys.argv], "host": platform.node(), "commit": commit and commit.strip(),
+              "changed": bool(changes), "seed": cfg["run.seed"], "python": platform.python_version(),
+              "packages": versions}
+    (folder / "launch.json").write_text(json.dumps(launch, indent=1) + "\n")
+    if changes:
+        (folder / "changes.diff").write_text(changes)
+    return folder
