@@ -1,0 +1,197 @@
+"""Speed and accuracy of the operations that were written for speed, each against the plain way of doing it.
+
+    python tests/bench/bench_ops.py [--size 128] [--repeats 3] [--threads 2]
+
+Prints one table, then one JSON object as the last line. Ours and the reference take turns within one run, because the
+speed of a shared machine drifts; the times are medians.
+"""
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from Diffusion.diffuser import draw_velocity, image_count, middle  # noqa: E402
+from Diffusion.fields import compose, identity, resize_field, self_compose, warp  # noqa: E402
+from Diffusion.losses import local_correlation, mslncc  # noqa: E402
+
+GRIDS, V_SCALE, TIME = [8, 16, 32, 64], 4e-5, 79
+WINDOW, EPS = 9, 1e-5
+HEADINGS = ["operation", "ours ms", "reference ms", "ratio", "error", "target"]
+
+
+def processor():
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def in_turns(label, ours, reference, repeats, reference_repeats=None):
+    """Median milliseconds of two functions that take turns, and the last answer of each: ours, reference."""
+    functions, counts = (ours, reference), (repeats, reference_repeats or repeats)
+    times, answers = ([], []), [None, None]
+    for turn in tqdm(range(repeats), desc=label, file=sys.stderr, leave=False):
+        for i in (0, 1):
+            if turn < counts[i]:
+                start = time.perf_counter()
+                answers[i] = functions[i]()
+                times[i].append(1000 * (time.perf_counter() - start))
+    return statistics.median(times[0]), statistics.median(times[1]), *answers
+
+
+def relative(x, exact):
+    return float((x - exact).norm() / exact.norm())
+
+
+def step_by_step(velocity, count, region):
+    result = velocity
+    for _ in range(count - 1):
+        result = compose(result, velocity)
+    return result[(..., *region)]
+
+
+def trajectories(velocity, count, region):
+    """Exact displacement of the points of the region: x <- x + v(x), read from the velocity itself at every step."""
+    moved = torch.zeros_like(velocity[(..., *region)])
+    origin = [r.start for r in region]
+    for _ in tqdm(range(count), desc="trajectories", file=sys.stderr, leave=False):
+        moved = moved + warp(velocity, moved, padding="border", origin=origin)
+    return moved
+
+
+def bench_self_compose(size, repeats):
+    velocity = draw_velocity([(0, 0, 0), (0, 0, 1)], "velocity", 3, GRIDS, V_SCALE)
+    region, count, out = middle(GRIDS[-1], 3), image_count(TIME), [size] * 3
+
+    def ours():
+        return resize_field(self_compose(velocity, [count, count], region), out)
+
+    def plain():
+        return resize_field(step_by_step(velocity, count, region), out)
+
+    ours(), resize_field(step_by_step(velocity, 2, region), out)
+    ms, plain_ms, field, plain_field = in_turns("self_compose", ours, plain, repeats)
+    exact = resize_field(trajectories(velocity, count, region), out)
+    errors = relative(field, exact), relative(plain_field, exact)
+    row = [f"self_compose n={count} batch 2, against step by step", ms, plain_ms, f"{plain_ms / ms:.1f}x faster",
+           f"{errors[0]:.4f} / {errors[1]:.4f}", ">= 15x, error ratio < 1"]
+    return row, {"self_compose_speedup": plain_ms / ms, "self_compose_error_ratio": errors[0] / errors[1]}
+
+
+def similar_images(size):
+    """Two images in 0 .. 1, (1, 1, size, size, size): smooth with noise, and the same with more of it."""
+    numbers = torch.Generator().manual_seed(0)
+    coarse = torch.rand(1, 1, *[max(size // 8, 2)] * 3, generator=numbers)
+    smooth = F.interpolate(coarse, size=[size] * 3, mode="trilinear", align_corners=True)
+    first = (0.9 * smooth + 0.1 * torch.rand(smooth.shape, generator=numbers)).clamp(0, 1)
+    return first, first + 0.2 * torch.rand(smooth.shape, generator=numbers)
+
+
+def dense_correlation(a, b):
+    """Squared local correlation as several packages write it: five convolutions with a cube of ones."""
+    ones = torch.ones(1, 1, WINDOW, WINDOW, WINDOW)
+    count = WINDOW ** 3
+    sum_a, sum_b, aa, bb, ab = (F.conv3d(x, ones, padding=WINDOW // 2) / count for x in (a, b, a * a, b * b, a * b))
+    variances = (aa - sum_a * sum_a).clamp(min=0) * (bb - sum_b * sum_b).clamp(min=0)
+    return ((ab - sum_a * sum_b) ** 2 / (variances + EPS ** 2)).mean()
+
+
+def with_backward(function, a, b):
+    """A function of nothing: value of function(a, b), after its gradient in the first image has been taken."""
+    def run():
+        image = a.clone().requires_grad_()
+        value = function(image, b)
+        value.backward()
+        return float(value.detach())
+    return run
+
+
+def bench_correlation(size, repeats, name, reference, target):
+    """MSLNCC, three scales, against a reference at the full scale alone; the values are compared at that scale."""
+    a, b = similar_images(size)
+    with torch.no_grad():
+        value = float(local_correlation(a, b, WINDOW))
+    ours = with_backward(lambda x, y: mslncc(x, y, WINDOW, scales=3), a, b)
+    ours(), with_backward(reference, *similar_images(16))()
+    ms, other_ms, _, other = in_turns(f"mslncc, {name}", ours, with_backward(reference, a, b), max(repeats, 5), 1)
+    return [f"mslncc 3 scales fwd+bwd, against {name} at 1 scale", ms, other_ms, f"{other_ms / ms:.1f}x faster",
+            f"{abs(value - other):.1e}", f">= {target}x, error < 1e-4"], other_ms / ms
+
+
+def monai_correlation():
+    """MONAI's loss as a similarity, or None. It is the negative of the squared correlation; its variances are sums."""
+    try:
+        from monai.losses import LocalNormalizedCrossCorrelationLoss
+    except ImportError:
+        return None
+    loss = LocalNormalizedCrossCorrelationLoss(spatial_dims=3, kernel_size=WINDOW)
+    return lambda a, b: -loss(a, b)
+
+
+def bench_warp(size, channels, target, repeats):
+    numbers = torch.Generator().manual_seed(1)
+    image = torch.rand(1, channels, *[size] * 3, generator=numbers)
+    coarse = 4 * torch.randn(1, 3, 8, 8, 8, generator=numbers)
+    field = F.interpolate(coarse, size=[size] * 3, mode="trilinear", align_corners=True)
+    points = identity([size] * 3) + field
+    grid = (points * (2 / (size - 1)) - 1).movedim(1, -1).flip(-1).contiguous()
+
+    def ours():
+        return warp(image, field)
+
+    def bare():
+        return F.grid_sample(image, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
+
+    ours(), bare()
+    ms, bare_ms, warped, sampled = in_turns(f"warp {channels}", ours, bare, max(repeats, 9))
+    error = float((warped - sampled).abs().max())
+    return [f"warp {channels} channel(s), against bare grid_sample", ms, bare_ms, f"{ms / bare_ms:.2f} of its time",
+            f"{error:.1e}", f"<= {target}"], ms / bare_ms
+
+
+def print_table(rows):
+    cells = [HEADINGS] + [[f"{cell:.1f}" if isinstance(cell, float) else cell for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADINGS))]
+    for row in cells:
+        print("  ".join(cell.rjust(w) if i in (1, 2) else cell.ljust(w)
+                        for i, (cell, w) in enumerate(zip(row, widths))).rstrip())
+    print("error: fields, relative to exact particle trajectories (ours / step by step); "
+          "correlation, difference of the values at one scale; warp, largest difference")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Time the fast operations against the plain ones.")
+    parser.add_argument("--size", type=int, default=128, help="image side in voxels (default 128)")
+    parser.add_argument("--repeats", type=int, default=3, help="timings of the slow operations (default 3)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"{processor()}, {args.threads} threads, torch {torch.__version__}, image {args.size}^3, float32, "
+          f"load at start {os.getloadavg()[0]:.1f} (other work on the machine spoils the figures)")
+    row, results = bench_self_compose(args.size, args.repeats)
+    rows = [row]
+    for key, name, reference, target in [("mslncc_vs_dense", "dense convolutions", dense_correlation, 30),
+                                         ("mslncc_vs_monai", "MONAI", monai_correlation(), 20)]:
+        results[key] = None
+        if reference:
+            row, results[key] = bench_correlation(args.size, args.repeats, name, reference, target)
+            rows.append(row)
+    for key, channels, target in [("warp_vs_grid_sample", 3, 1.4), ("warp1_vs_grid_sample", 1, 1.8)]:
+        row, results[key] = bench_warp(args.size, channels, target, args.repeats)
+        rows.append(row)
+    print_table(rows)
+    print(json.dumps({key: value if value is None else round(value, 4) for key, value in results.items()}))
+
+
+if __name__ == "__main__":
+    main()

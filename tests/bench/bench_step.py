@@ -1,0 +1,110 @@
+"""Which share of a three-mode training step is not the network.
+
+    python tests/bench/bench_step.py [--steps 40]
+
+A step is everything between two batches of the hippocampus config: loading, deforming, losses, clipping, optimizer, with
+mode 3 in every step. The network's own time is forward and backward of the same three calls on ready inputs, with a given
+gradient instead of a loss. Both are measured in turns in one process; first steps, which compile, are left out. Real
+volumes are read from ../shared/data/hippocampus where that is present, else synthetic ones of the same size stand in.
+"""
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+import OM_train_3modes as om  # noqa: E402
+from Dataloader.synthetic import write_dataset  # noqa: E402
+from Diffusion.diffuser import make_condition  # noqa: E402
+from Runtime.config import load_config  # noqa: E402
+from Runtime.device import describe, synchronize  # noqa: E402
+from Runtime.report import text_table  # noqa: E402
+
+WARM_UP = 5
+
+
+def configuration(folder):
+    """The hippocampus config with mode 3 always on, and its data."""
+    overrides = ["registration.gate=2", "data.repeats=100"]
+    real = ROOT.parent / "shared/data/hippocampus"
+    if real.is_dir():
+        return load_config(ROOT / "Config/config_hippocampus.yaml", [*overrides, f"data.root={real}"])
+    write_dataset(Path(folder) / "data", range(38), (36, 50, 36))
+    overrides += [f"data.root={folder}/data", "data.train_ids=0-37", "data.val_ids="]
+    return load_config(ROOT / "Config/config_hippocampus.yaml", overrides)
+
+
+def network_alone(net, batch, moving, fixed, cfg, device):
+    """Seconds of forward and backward of the three calls of a step: [diffusion, contrastive, registration]."""
+    time_index = torch.full((len(moving),), cfg["diffusion.timesteps"], device=device)
+    whole = make_condition(fixed, "volume")
+    calls = [lambda: [net(batch["xt"], batch["t"], batch["condition"], batch["keep"])],
+             lambda: net(batch["xt"], batch["t"], batch["condition"], embed=True),
+             lambda: [net(moving, time_index, whole)]]
+    seconds = []
+    for call in calls:
+        net.zero_grad(set_to_none=True)
+        synchronize(device)
+        started = time.perf_counter()
+        with om.autocast(device, cfg["run.amp"]):
+            outputs = call()
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def measure(cfg, steps):
+    """Seconds of each whole step and of its network alone."""
+    device = om.pick_device(cfg["run.device"])
+    om.prepare_device(device, cfg["run.threads"])
+    dataset, _, listed = om.read_datasets(cfg)
+    net, ddpm, queue = om.build_network(cfg, device), om.DeformDDPM(cfg), om.new_queue(cfg, device)
+    optimizer, progress = torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True), om.new_progress()
+    loaders = iter(zip(*om.epoch_loaders(cfg, dataset, listed, 0, 0)))
+    whole, network = [], []
+    for number in tqdm(range(WARM_UP + steps), "steps", file=sys.stderr, leave=False):
+        started = time.perf_counter()
+        volumes, pairs = next(loaders)
+        om.train_step(net, optimizer, ddpm, queue, progress, volumes, pairs, cfg, device)
+        synchronize(device)
+        taken = time.perf_counter() - started
+        keys = [(cfg["run.seed"], 0, p) for p in volumes[1].tolist()]
+        batch = om.deform_batch(volumes[0].to(device), keys, ddpm, cfg)
+        alone = network_alone(net, batch, pairs[0][0::2].to(device), pairs[0][1::2].to(device), cfg, device)
+        if number >= WARM_UP:
+            whole.append(taken)
+            network.append(alone)
+    return device, whole, network
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Share of a three-mode training step that is not the network.")
+    parser.add_argument("--steps", type=int, default=40, help="steps to measure (default 40)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = configuration(folder)
+        device, whole, network = measure(cfg, args.steps)
+    step = statistics.median(whole)
+    parts = [statistics.median(part) for part in zip(*network)]
+    alone = statistics.median(sum(row) for row in network)
+    print(f"hippocampus config, {args.steps} steps, batch {cfg['data.batchsize']}, {describe(device)}, torch {torch.__version__}"
+          f"\nmedians; loading, augmentation, deformation, losses, clipping and optimizer count as overhead\n")
+    rows = [["network, mode 1 (diffusion)", parts[0] * 1e3], ["network, mode 2 (contrastive)", parts[1] * 1e3],
+            ["network, mode 3 (registration)", parts[2] * 1e3], ["network alone, all three", alone * 1e3],
+            ["whole step", step * 1e3], ["overhead", (step - alone) * 1e3]]
+    print(text_table(["part", "ms"], rows, [None, ".1f"]))
+    print(f"\nwhole step / network = {step / alone:.2f} (target: at most 1.3)\n")
+    print(json.dumps({"step_s": round(step, 5), "network_s": round(alone, 5), "overhead_ratio": round(step / alone, 4)}))
+
+
+if __name__ == "__main__":
+    main()
