@@ -30,7 +30,7 @@ bench: .venv/.ready   ## benchmarks: operations, and the share of a step that is
 	$(PY) tests/bench/bench_ops.py
 	$(PY) tests/bench/bench_step.py
 
-lint: .venv/.ready
+lint: .venv/.ready   ## style of the code
 	$(PY) -m ruff check --quiet .
 
 clean:           ## remove the virtual environment and the demo's outputs

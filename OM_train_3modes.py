@@ -22,7 +22,7 @@ from Dataloader.sampler import batches, epoch_order, epoch_pairs
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import warp
 from Diffusion.losses import info_nce, mslncc, recovery_terms, regularity
-from Diffusion.metrics import dice, folding_percent
+from Diffusion.metrics import average, dice_before_after, folding_percent
 from Diffusion.networks import build_network, network_class
 from Runtime import checkpoint
 from Runtime.config import MODEL_KEYS, load_config
@@ -105,14 +105,14 @@ def step_registration(net, moving, fixed, cfg):
     return loss, {"regist": loss, "imgsim": imgsim, "imgmse": imgmse, "ddf": ddf}
 
 
-def update(loss, net, optimizer, clip_norm=None):
-    """Backward, clip, step. Returns False, and changes nothing, where the loss is not finite."""
+def update(loss, net, optimizer, clip_norm=math.inf):
+    """Backward, clip, step. Returns False, and changes no weight, where the loss or a gradient is not finite."""
     if not math.isfinite(loss.item()):
         return False
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    if clip_norm:
-        torch.nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
+    if not math.isfinite(torch.nn.utils.clip_grad_norm_(net.parameters(), clip_norm).item()):
+        return False
     optimizer.step()
     return True
 
@@ -158,7 +158,7 @@ def averages(sums):
 
 
 def show(value):
-    return "-" if value is None else f"{value:.4f}"
+    return "-" if value is None else f"{value:.3g}"
 
 
 def save_state(run, relative, net, optimizer, queue, progress, cfg, metrics=None, best=None):
@@ -213,26 +213,12 @@ def validate(net, ddpm, dataset, cfg, device):
         paths = [dataset.items[index]["label"] for index in pair]
         if all(paths):
             labels = [read_labels(path, *grid)[None] for path in paths]
-            score["val_dice_before"], score["val_dice"], _ = score_labels(*labels, field.cpu())
+            score["val_dice_before"], score["val_dice"], _ = dice_before_after(*labels, field.cpu())
         scores.append(score)
         picture = picture or [volume[0, 0].cpu() for volume in (moving, fixed, warped)] + [field[0].cpu()]
     net.train()
     mean = {name: average([s[name] for s in scores]) for name in scores[0]}
     return {"val_ang": average(cosines), **mean}, picture
-
-
-def score_labels(moving_label, fixed_label, field):
-    """Mean Dice over the fixed volume's labels before and after, and the warped label (nearest neighbour)."""
-    warped_label = warp(moving_label, field, mode="nearest")
-    labels = sorted(set(fixed_label.unique().tolist()) - {0})
-    return (average(dice(moving_label, fixed_label, labels)), average(dice(warped_label, fixed_label, labels)),
-            warped_label)
-
-
-def average(values):
-    """Mean of the finite ones; None if there are none."""
-    finite = [v for v in values if v is not None and math.isfinite(v)]
-    return sum(finite) / len(finite) if finite else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,9 +271,9 @@ def train_step(net, optimizer, ddpm, queue, progress, volumes, pairs, cfg, devic
 
     gate_open = ang < cfg["registration.gate"]
     if gate_open:
-        both = pairs[0].to(device)
+        # Negative positions: the draws of mode 3 must not be those of mode 1.
         pair_keys = [(seed, epoch, -1 - position) for position in pairs[1].tolist()]
-        both = augment(both, pair_keys, cfg)
+        both = augment(pairs[0].to(device), pair_keys, cfg)
         loss, terms = step_registration(net, both[0::2], both[1::2], cfg)
         finite.append(update(loss, net, optimizer, cfg["registration.clip_norm"]))
         if finite[-1]:
@@ -312,20 +298,19 @@ def train(cfg, args):
     net = build_network(cfg, device)
     optimizer = torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True)
     ddpm, queue = DeformDDPM(cfg), new_queue(cfg, device)
+    if args.init_from:
+        start = checkpoint.load(args.init_from)
+        checkpoint.check_compatible(start, cfg, args.init_from, MODEL_KEYS)
+        checkpoint.load_weights(net, start, args.init_from)
+        print(f"weights from {args.init_from}")
 
     run = checkpoint.run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], args.fresh)
     checkpoint.clean_leftovers(run)
     progress = restore_state(run, net, optimizer, queue, cfg, device)
-    if progress is None:
-        progress = new_progress()
-        if args.init_from:
-            start = checkpoint.load(args.init_from)
-            checkpoint.check_compatible(start, cfg, args.init_from, MODEL_KEYS)
-            checkpoint.load_weights(net, start, args.init_from)
-            print(f"weights from {args.init_from}")
-    elif args.init_from:
-        raise InputError(f"--init-from: {run} has checkpoints already and would be continued; add --fresh to start a new "
-                         f"run from {args.init_from}.")
+    if progress is not None and args.init_from:
+        raise InputError(f"--init-from: {run} has checkpoints already and would be continued; add --fresh to start a "
+                         f"new run from {args.init_from}.")
+    progress = progress or new_progress()
 
     steps = epoch_length(cfg, len(dataset), listed)[0]
     save_launch(run, cfg, progress["step"])
@@ -338,8 +323,10 @@ def train(cfg, args):
     while progress["epoch"] < cfg["run.epochs"]:
         epoch, first_step, started = progress["epoch"], progress["step_in_epoch"], time.time()
         loaders = epoch_loaders(cfg, dataset, listed, epoch, first_step)
+        terminal = sys.stderr.isatty()
         bar = tqdm(zip(*loaders), total=steps, initial=first_step, unit="step", dynamic_ncols=True,
-                   desc=f"epoch {epoch + 1}/{cfg['run.epochs']}", mininterval=1.0)
+                   desc=f"epoch {epoch + 1}/{cfg['run.epochs']}", mininterval=1.0 if terminal else 30.0)
+        below = tqdm(bar_format="{desc}", position=1, leave=False, dynamic_ncols=True, disable=not terminal)
         for volumes, pairs in bar:
             for group in optimizer.param_groups:
                 group["lr"] = cfg["optim.lr"] * min((progress["step"] + 1) / max(cfg["optim.warmup_steps"], 1), 1.0)
@@ -348,10 +335,10 @@ def train(cfg, args):
             progress["step_in_epoch"] += 1
             done_here += 1
             log.write(json.dumps({**line, "time": time.time()}) + "\n")
-            show_progress(bar, progress, cfg, steps, first_step, time.time() - started)
+            show_progress(bar, below, progress, cfg, steps, first_step, time.time() - started)
             if progress["nonfinite_in_a_row"] >= cfg["run.max_nonfinite"]:
-                raise InputError(f"{run}: the loss was not finite in {cfg['run.max_nonfinite']} steps in a row, the last "
-                                 f"one {progress['step']}; look at the data or lower optim.lr.")
+                raise InputError(f"{run}: the loss was not finite in {cfg['run.max_nonfinite']} steps in a row, the "
+                                 f"last one {progress['step']}; look at the data or lower optim.lr.")
             restart = args.max_steps_before_restart and done_here >= args.max_steps_before_restart
             every = cfg["run.checkpoint_steps"]
             if progress["step_in_epoch"] < steps and (restart or (every and progress["step_in_epoch"] % every == 0)):
@@ -359,23 +346,26 @@ def train(cfg, args):
                 save_state(run, name, net, optimizer, queue, progress, cfg)
             if restart and progress["step_in_epoch"] < steps:
                 return PLANNED_RESTART
+        below.close()
         bar.close()
         finish_epoch(run, net, optimizer, ddpm, queue, progress, held_out, cfg, device, log, board, started)
         if restart:
             return PLANNED_RESTART
 
-    print(f"done: {cfg['run.epochs']} epochs, {progress['step']} steps, weights {checkpoint.weights_sha256(net.state_dict())}")
+    print(f"done: {cfg['run.epochs']} epochs, {progress['step']} steps, weights "
+          f"{checkpoint.weights_sha256(net.state_dict())}")
     return DONE
 
 
-def show_progress(bar, progress, cfg, steps, first_step, seconds):
-    """The nine averages, samples per second and the time left of the whole run behind the bar."""
+def show_progress(bar, below, progress, cfg, steps, first_step, seconds):
+    """Samples per second and time left of the run behind the bar, the nine averages below it (in a log, behind)."""
     here = progress["step_in_epoch"] - first_step
     left = (cfg["run.epochs"] - progress["epoch"]) * steps - progress["step_in_epoch"]
     hours, minutes = divmod(int(left * seconds / here) // 60, 60)
-    shown = " ".join(f"{name} {show(value)}" for name, value in averages(progress["sums"]).items())
-    bar.set_postfix_str(f"{shown} | {here * cfg['data.batchsize'] / seconds:.2f} samples/s, {hours}:{minutes:02d} h left",
-                        refresh=False)
+    shown = "  ".join(f"{name} {show(value)}" for name, value in averages(progress["sums"]).items())
+    rate = f"{here * cfg['data.batchsize'] / seconds:.2f} samples/s, {hours}:{minutes:02d} h left"
+    bar.set_postfix_str(f"{rate} | {shown}" if below.disable else rate, refresh=False)
+    below.set_description_str(shown)
 
 
 def finish_epoch(run, net, optimizer, ddpm, queue, progress, held_out, cfg, device, log, board, started):
@@ -389,7 +379,8 @@ def finish_epoch(run, net, optimizer, ddpm, queue, progress, held_out, cfg, devi
              "nonfinite": sums["nonfinite"], **scores}
     tqdm.write(f"epoch {epoch + 1}: " + " ".join(f"{name} {show(value)}" for name, value in entry.items())
                + f" (gate {cfg['registration.gate']}, {time.time() - started:.0f} s)")
-    log.write(json.dumps({"event": "epoch", "epoch": epoch, "step": progress["step"], **entry, "time": time.time()}) + "\n")
+    line = {"event": "epoch", "epoch": epoch, "step": progress["step"], **entry, "time": time.time()}
+    log.write(json.dumps(line) + "\n")
     for name, value in entry.items():
         if value is not None:
             board.add_scalar(("validation/" if name.startswith("val_") else "train/") + name, value, progress["step"])
@@ -423,12 +414,12 @@ def dry_run(cfg):
                  "registration": count_costs(lambda: step_registration(net, moving, fixed, cfg)[0], net)}
     parameters, fixed_bytes = sum(p.numel() for p in net.parameters()), weights_and_optimizer_bytes(net)
     memory = fixed_bytes + max(kept for _, kept in costs.values())
-    print(f"{cfg['model.name']}: {parameters / 1e6:.1f} M parameters, {'x'.join(map(str, size))} voxels, batch {batchsize}, "
-          f"{cfg['diffusion.timesteps']} timesteps, condition {word}")
+    print(f"{cfg['model.name']}: {parameters / 1e6:.1f} M parameters, {'x'.join(map(str, size))} voxels, "
+          f"batch {batchsize}, {cfg['diffusion.timesteps']} timesteps, condition {word}")
     for mode, (flops, kept) in costs.items():
         print(f"{mode:>13}: {flops / 1e12:8.3f} Tflop, activations {kept / 2 ** 30:6.2f} GiB")
-    print(f"memory per step about {memory / 2 ** 30:.1f} GiB: {fixed_bytes / 2 ** 30:.1f} for weights, gradients and Adam, "
-          f"the rest for the activations of the largest mode")
+    print(f"memory per step about {memory / 2 ** 30:.1f} GiB: {fixed_bytes / 2 ** 30:.1f} for weights, gradients and "
+          f"Adam, the rest for the activations of the largest mode")
     print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; effective batch {batchsize}")
     print(json.dumps({"parameters": parameters, "step_flops": sum(flops for flops, _ in costs.values()),
                       "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": batchsize}))

@@ -8,7 +8,7 @@ from Runtime.draws import normal, uniform
 
 
 def random_affine(keys, dims, size, cfg):
-    """Affine matrices about the image centre in voxels, (B, dims, dims + 1): rotation, scaling, shift, flip by config."""
+    """Affine matrices about the image centre, (B, dims, dims + 1) in voxels: rotation, scaling, shift, flip."""
     numbers = uniform(keys, "affine", 3 * 3 + 1) * 2 - 1
     angles = numbers[:, :3] * math.radians(cfg["augment.rotation"])
     scales = torch.exp(numbers[:, 3:3 + dims] * math.log1p(cfg["augment.scaling"]))

@@ -66,8 +66,9 @@ def read_datasets(cfg, headers_only=False):
     train = read_datalist(root, dims, cfg["data.train_ids"])
     val = read_datalist(root, dims, cfg["data.val_ids"]) if cfg["data.val_ids"] else []
     if len(train) < cfg["data.expect_samples"]:
-        raise InputError(f"{root}: {len(train)} training volumes, but data.expect_samples says {cfg['data.expect_samples']}"
-                         f"; restore the missing files, or lower the key if the smaller set is meant.")
+        raise InputError(f"{root}: {len(train)} training volumes, but data.expect_samples says "
+                         f"{cfg['data.expect_samples']}; restore the missing files, or lower the key if the smaller "
+                         f"set is meant.")
     shared = sorted({item["id"] for item in train} & {item["id"] for item in val})
     if shared:
         raise InputError(f"data.val_ids: {shared[0]} is in the training set too; held-out volumes must be held out, so "

@@ -118,7 +118,7 @@ def local_correlation(image, target, window=9, squared=True, eps=1e-5):
     """Mean local normalised cross-correlation over cubes of `window` voxels (zeros outside the image).
 
     image, target: (B, C, *spatial), intensities of order one. window: odd, voxels. eps: a variance that counts as none.
-    Returns a scalar: squared, 0 .. 1; signed, -1 .. 1; 1 is perfect. (Avants et al., Med Image Anal 2008, squared form.)
+    Returns a scalar: squared, 0 .. 1; signed, -1 .. 1; 1 is perfect. (Avants et al., Med Image Anal 2008.)
     """
     with torch.autocast(image.device.type, enabled=False):
         return _LocalCorrelation.apply(image.float(), target.float(), window, squared, eps)

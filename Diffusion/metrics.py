@@ -1,9 +1,11 @@
-"""Scores of a registration: Dice, HD95, folding, SDlogJ. Plain numpy-style functions on single cases."""
+"""Scores of a registration: Dice, HD95, folding, SDlogJ. Plain functions on single cases."""
+import math
+
 import numpy as np
 import torch
 from scipy.ndimage import binary_erosion, distance_transform_edt
 
-from Diffusion.fields import jacobian_determinant
+from Diffusion.fields import jacobian_determinant, warp
 
 
 def dice(first, second, labels):
@@ -19,6 +21,24 @@ def dice(first, second, labels):
         size = int(a.sum()) + int(b.sum())
         scores.append(2.0 * int((a & b).sum()) / size if size else float("nan"))
     return scores
+
+
+def dice_before_after(moving_label, fixed_label, field):
+    """Mean Dice over the fixed image's labels without and with a field.
+
+    moving_label, fixed_label: (1, 1, *spatial). field: (1, N, *spatial) in voxels; labels are warped nearest neighbour.
+    Returns: Dice before, Dice after, warped label (1, 1, *spatial).
+    """
+    warped_label = warp(moving_label, field, mode="nearest")
+    labels = sorted(set(fixed_label.unique().tolist()) - {0})
+    return (average(dice(moving_label, fixed_label, labels)), average(dice(warped_label, fixed_label, labels)),
+            warped_label)
+
+
+def average(values):
+    """Mean of the finite values; None if there are none."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
 
 
 def hd95(first, second, labels, spacing_mm):

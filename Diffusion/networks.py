@@ -67,7 +67,7 @@ class FieldScale(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         times = range(cfg["diffusion.timesteps"] + 1)
-        self.register_buffer("typical", torch.tensor([typical_displacement(cfg, t) for t in times]), persistent=False)
+        self.register_buffer("typical", torch.tensor([typical_displacement(cfg, t) for t in times]))
 
     def forward(self, output, t, size):
         scale = self.typical[t].view(-1, 1) * side_lengths(size, output.device).view(1, -1)

@@ -17,8 +17,8 @@ def pick_device(name):
         return torch.device("cpu")
     if found is None or (name != "auto" and found.type != name):
         seen = found.type if found else "none"
-        raise InputError(f"run.device: {name} is asked for, but torch {torch.__version__} sees no such device (it sees: "
-                         f"{seen}); install the matching torch build or set run.device to auto.")
+        raise InputError(f"run.device: {name} is asked for, but torch {torch.__version__} sees no such device (it "
+                         f"sees: {seen}); install the matching torch build or set run.device to auto.")
     return torch.device(found.type, int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
 
 

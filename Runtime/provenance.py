@@ -1,4 +1,4 @@
-"""What exactly ran: each launch leaves its config, code version, local changes and package versions in the run folder."""
+"""What exactly ran: each launch leaves its config, commit, local changes and versions in the run folder."""
 import datetime
 import importlib.metadata
 import json
@@ -14,8 +14,8 @@ from Runtime.config import save_config
 def git(*arguments):
     """Output of a git command in the code's folder, or None where this is no git checkout."""
     try:
-        return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
-                              timeout=30).stdout
+        return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True,
+                              check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
         return None
 

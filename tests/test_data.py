@@ -82,13 +82,14 @@ def test_volumes_of_different_sizes_orientations_and_spacings_land_on_one_grid(t
     padded = np.pad(image, ((2, 2), (4, 4), (0, 0)))
     write_volume(tmp_path / "larger_4.nii.gz", padded, affine)
     size = (16, 16, 24)
-    read = [read_image(path, size, 1.0) for path in sorted(tmp_path.glob("*_?.nii*"), key=lambda p: p.name.split("_")[1])]
+    paths = sorted(tmp_path.glob("*_?.nii*"), key=lambda path: path.name.split("_")[1])
+    read = [read_image(path, size, 1.0) for path in paths]
     assert all(volume.shape == (1, *size) and volume.dtype == torch.float32 for volume in read)
     assert torch.equal(read[0], read[1]) and torch.equal(read[0], read[2])
     # More background moves the percentiles a little, not the anatomy.
     assert (read[0] - read[3]).abs().max() < 0.1
     scaled = read_image(tmp_path / "plain_1.nii.gz", (14, 14, 14), 0.0)
-    assert scaled.shape == (1, 14, 14, 14) and scaled[0, :2].max() == 0, "a field of view of 20 x 24 x 28 fits within 14^3"
+    assert scaled.shape == (1, 14, 14, 14) and scaled[0, :2].max() == 0, "20 x 24 x 28 mm fit within 14^3 voxels"
 
 
 def test_label_values_survive_the_grid(tmp_path):
@@ -152,7 +153,8 @@ def test_augmentation_off_is_the_identity_and_on_is_keyed():
     images = torch.rand(4, 1, 12, 14, 16)
     off = config(augment__rotation=0, augment__scaling=0, augment__shift=0, augment__flip=0, augment__gamma=0)
     assert augment(images, KEYS, off) is images
-    on = config(augment__rotation=10, augment__scaling=0.1, augment__shift=0.05, augment__gamma=0.3, augment__noise=0.01)
+    on = config(augment__rotation=10, augment__scaling=0.1, augment__shift=0.05, augment__gamma=0.3,
+                augment__noise=0.01)
     once = augment(images, KEYS, on)
     assert torch.equal(once, augment(images, KEYS, on)) and not torch.allclose(once, images, atol=0.01)
     assert torch.allclose(once[1:2], augment(images[1:2], KEYS[1:2], on), atol=1e-6)

@@ -2,10 +2,10 @@
 
     python tests/bench/bench_step.py [--steps 40]
 
-A step is everything between two batches of the hippocampus config: loading, deforming, losses, clipping, optimizer, with
-mode 3 in every step. The network's own time is forward and backward of the same three calls on ready inputs, with a given
-gradient instead of a loss. Both are measured in turns in one process; first steps, which compile, are left out. Real
-volumes are read from ../shared/data/hippocampus where that is present, else synthetic ones of the same size stand in.
+A step is everything between two batches of the hippocampus config: loading, deforming, losses, clipping, optimizer,
+with mode 3 in every step. The network's own time is forward and backward of the same three calls on ready inputs, with
+a given gradient instead of a loss. Both are measured in turns in one process; first steps, which compile, are left out.
+Real volumes come from ../shared/data/hippocampus where that is present, else synthetic ones of that size stand in.
 """
 import argparse
 import json
@@ -96,14 +96,16 @@ def main():
     step = statistics.median(whole)
     parts = [statistics.median(part) for part in zip(*network)]
     alone = statistics.median(sum(row) for row in network)
-    print(f"hippocampus config, {args.steps} steps, batch {cfg['data.batchsize']}, {describe(device)}, torch {torch.__version__}"
-          f"\nmedians; loading, augmentation, deformation, losses, clipping and optimizer count as overhead\n")
+    print(f"hippocampus config, {args.steps} steps, batch {cfg['data.batchsize']}, {describe(device)}, torch "
+          f"{torch.__version__}\nmedians; loading, augmentation, deformation, losses, clipping and optimizer count as "
+          f"overhead\n")
     rows = [["network, mode 1 (diffusion)", parts[0] * 1e3], ["network, mode 2 (contrastive)", parts[1] * 1e3],
             ["network, mode 3 (registration)", parts[2] * 1e3], ["network alone, all three", alone * 1e3],
             ["whole step", step * 1e3], ["overhead", (step - alone) * 1e3]]
     print(text_table(["part", "ms"], rows, [None, ".1f"]))
     print(f"\nwhole step / network = {step / alone:.2f} (target: at most 1.3)\n")
-    print(json.dumps({"step_s": round(step, 5), "network_s": round(alone, 5), "overhead_ratio": round(step / alone, 4)}))
+    result = {"step_s": step, "network_s": alone, "overhead_ratio": step / alone}
+    print(json.dumps({name: round(value, 5) for name, value in result.items()}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,27 @@
+"""The demo, whole, with a training too short to learn anything."""
+import json
+import subprocess
+import sys
+
+from tests.tiny import ROOT
+
+TINY = ["model.channels=[8, 8, 16]", "model.attention_width=16", "model.attention_depth=1", "model.attention_heads=2",
+        "diffusion.grids=[4, 8]", "registration.window=5", "registration.scales=2", "data.img_size=16",
+        "data.repeats=1", "data.batchsize=8", "run.epochs=2", "run.val_pairs=2"]
+
+
+def test_demo_ends_in_json_and_a_report(tmp_path):
+    command = [sys.executable, str(ROOT / "Scripts/demo.py"), *[w for item in TINY for w in ("--set", item)]]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.strip().splitlines()
+    result = json.loads(lines[-1])
+    assert set(result) == {"dice_before", "dice_after", "folding_percent", "seconds"}
+    assert 0.3 < result["dice_before"] < 0.8 and result["seconds"] > 0
+    report = tmp_path / "Logs/demo/report.html"
+    assert str(report) in run.stdout
+    page = report.read_text()
+    assert page.count("data:image/png;base64,") == 4 and "subject_5000 to subject_5001" in page
+    assert "http://" not in page and "https://" not in page
+    again = subprocess.run([*command, "--set", "data.expect_samples=99"], cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 43 and "data.expect_samples" in again.stderr and "Traceback" not in again.stderr

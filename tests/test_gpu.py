@@ -1,0 +1,33 @@
+"""What differs on an accelerator; skipped where there is none."""
+import pytest
+import torch
+
+import OM_train_3modes as om
+from Diffusion.fields import self_compose, warp
+from Diffusion.losses import mslncc
+from Runtime import checkpoint
+from tests.tiny import arguments, make_data
+
+device = torch.accelerator.current_accelerator(check_available=True)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device is None, reason="this machine has no accelerator")]
+
+
+def test_fields_and_losses_agree_with_the_cpu():
+    om.prepare_device(torch.device(device.type, 0), 0)
+    torch.manual_seed(0)
+    image, field = torch.rand(1, 2, 20, 24, 28), torch.randn(1, 3, 20, 24, 28)
+    assert torch.allclose(warp(image.to(device), field.to(device)).cpu(), warp(image, field), atol=1e-4)
+    small = 0.05 * field
+    assert torch.allclose(self_compose(small.to(device), [13]).cpu(), self_compose(small, [13]), atol=1e-3)
+    other = image + 0.1 * torch.rand_like(image)
+    assert mslncc(image.to(device), other.to(device), scales=2).item() == pytest.approx(
+        mslncc(image, other, scales=2).item(), abs=1e-4)
+
+
+def test_a_checkpoint_written_on_the_accelerator_continues_on_the_cpu(tmp_path):
+    make_data(tmp_path)
+    assert om.main(arguments(tmp_path, run__epochs=1, run__device=device.type)) == 0
+    assert om.main(arguments(tmp_path, run__epochs=2, run__device="cpu")) == 0
+    run = tmp_path / "Models/demo_om_net"
+    state = checkpoint.load(run / checkpoint.newest(run))
+    assert state["step"] == 12 and all(tensor.device.type == "cpu" for tensor in state["model"].values())

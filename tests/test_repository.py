@@ -1,0 +1,42 @@
+"""Promises about the repository itself."""
+import re
+import subprocess
+
+import pytest
+
+from tests.tiny import ROOT
+
+FOLDERS = ["", "Diffusion", "Dataloader", "Runtime", "Scripts"]
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
+
+
+def lines(path):
+    return len(path.read_text().splitlines())
+
+
+def test_the_training_script_and_the_runtime_stay_readable():
+    assert lines(ROOT / "OM_train_3modes.py") <= 450
+    assert sum(lines(path) for path in (ROOT / "Runtime").glob("*.py")) <= 2000
+
+
+@pytest.mark.parametrize("pattern", [r"weights_only=False", r"strict=False", r"yaml\.load\(", r"os\._exit", r"except:",
+                                     r"except Exception", r"manual_seed_all", r"\bTODO\b"])
+def test_what_has_hidden_errors_before_stays_out(pattern):
+    assert len(SOURCES) > 20
+    found = [path.name for path in SOURCES if re.search(pattern, path.read_text())]
+    assert not found
+
+
+def test_every_file_the_readme_points_to_exists():
+    text = (ROOT / "README.md").read_text()
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+    named = re.findall(r"`((?:Config|Diffusion|Dataloader|Runtime|Scripts|tests)/[\w./]+)`", text)
+    assert links and named
+    assert not [name for name in links + named if not (ROOT / name).exists()]
+
+
+def test_make_help_lists_every_target():
+    printed = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert {"venv", "demo", "test", "test-all", "bench"} <= set(targets)
+    assert all(f"make {target}" in printed for target in targets)
