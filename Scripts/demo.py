@@ -84,10 +84,12 @@ def write_report(cases, history, cfg, seconds):
     rows = [[c["pair"], c["before"], c["after"], c["after"] - c["before"], c["folding"], c["seconds"]] for c in cases]
     rows.append(["mean", before, after, after - before, folding, average([c["seconds"] for c in cases])])
     formats = [None, ".3f", ".3f", "+.3f", ".3f", ".2f"]
+    figures = [report.registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
+               for case, word in ((worst, "the worst pair"), (best, "the best pair"))]
     pictures = "".join(report.figure_html(
-        report.registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})"),
-        caption=f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} after.")
-        for case, word in ((worst, "the worst pair"), (best, "the best pair")))
+        figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} after.")
+        for figure, case in zip(figures, (worst, best)))
+    (FOLDER / "registration.png").write_bytes(report.figure_png(figures[1]))
     copies = deformed_copies(cases[0], cfg)
     drawn = report.gallery_figure([("original", *[cases[0][k][0] for k in ("volumes", "labels")], None)]
                                   + [(f"t = {t}", image, label, field) for t, image, label, field in copies])

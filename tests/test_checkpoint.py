@@ -373,6 +373,15 @@ def test_written_on_an_accelerator_reads_on_the_cpu(run):
     assert entry["weights_sha256"] == checkpoint.weights_sha256(moved) == checkpoint.weights_sha256(state["model"])
 
 
+def test_the_best_is_the_highest_of_its_metric_and_a_new_metric_starts_over(run):
+    found = []
+    for epoch, best in enumerate([("dice", 0.5), ("dice", 0.7), ("dice", 0.6), None, ("imgsim", 0.1)], 1):
+        save_epochs(run, epoch, best=best)
+        found.append(json.loads((run / "manifest.json").read_text())["best"])
+    assert [entry["checkpoint"] for entry in found] == [name(1), name(2), name(2), name(2), name(5)]
+    assert [entry["value"] for entry in found] == [0.5, 0.7, 0.7, 0.7, 0.1]
+
+
 def test_prune_keeps_what_it_must(run):
     save_epochs(run, 1, 2)
     save_epochs(run, 3, best=("dice", 0.8))

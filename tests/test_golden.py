@@ -12,12 +12,24 @@ import pytest
 import OM_train_3modes as om
 from tests.tiny import arguments, make_data
 
-GOLDEN = {}
+GOLDEN = {
+    "total": 0.000116507,
+    "ang": 0.117053,
+    "dist": 1.04565,
+    "regul": 0.000236776,
+    "contrastive": 0.687476,
+    "regist": -0.00212251,
+    "imgsim": -0.725472,
+    "imgmse": 0.01637,
+    "ddf": 0.00479911,
+    "val_ang": 0.111558,
+    "val_imgsim": 0.875615,
+}
 
 
 def averages_of_six_steps(folder):
     make_data(folder)
-    assert om.main(arguments(folder, run__epochs=1, run__amp="off", loss__imgmse=0.1)) == 0
+    assert om.main(arguments(folder, run__epochs=1, run__amp="off", optim__lr=1e-3, loss__waiver=0)) == 0
     lines = [json.loads(line) for line in (folder / "Models/demo_om_net/rank0.jsonl").read_text().splitlines()]
     epoch = next(line for line in lines if line["event"] == "epoch")
     return {name: epoch[name] for name in [*om.AVERAGES, "val_ang", "val_imgsim"]}
@@ -26,7 +38,7 @@ def averages_of_six_steps(folder):
 def test_six_steps_give_the_golden_averages(tmp_path):
     found = averages_of_six_steps(tmp_path)
     # Another processor rounds differently; a change of the method is larger than this.
-    assert found == {name: pytest.approx(value, rel=2e-3, abs=2e-5) for name, value in GOLDEN.items()}
+    assert found == {name: pytest.approx(value, rel=1e-2, abs=1e-6) for name, value in GOLDEN.items()}
 
 
 if __name__ == "__main__":
