@@ -326,7 +326,7 @@ def train(cfg, args):
         terminal = sys.stderr.isatty()
         bar = tqdm(zip(*loaders), total=steps, initial=first_step, unit="step", dynamic_ncols=True,
                    desc=f"epoch {epoch + 1}/{cfg['run.epochs']}", mininterval=1.0 if terminal else 30.0)
-        below = tqdm(bar_format="{desc}", position=1, leave=False, dynamic_ncols=True, disable=not terminal)
+        below = tqdm(bar_format="{desc}", position=1, dynamic_ncols=True, disable=not terminal)
         for volumes, pairs in bar:
             for group in optimizer.param_groups:
                 group["lr"] = cfg["optim.lr"] * min((progress["step"] + 1) / max(cfg["optim.warmup_steps"], 1), 1.0)
@@ -346,8 +346,8 @@ def train(cfg, args):
                 save_state(run, name, net, optimizer, queue, progress, cfg)
             if restart and progress["step_in_epoch"] < steps:
                 return PLANNED_RESTART
-        below.close()
         bar.close()
+        below.close()
         finish_epoch(run, net, optimizer, ddpm, queue, progress, held_out, cfg, device, log, board, started)
         if restart:
             return PLANNED_RESTART
