@@ -318,7 +318,7 @@ def train(cfg, args):
           f"{describe(device)}")
     log = open(run / "rank0.jsonl", "a", buffering=1)
     board = SummaryWriter(f"{cfg['run.logs']}/{run.name}", purge_step=progress["step"])
-    done_here = 0
+    done_here, restart = 0, False
 
     while progress["epoch"] < cfg["run.epochs"]:
         epoch, first_step, started = progress["epoch"], progress["step_in_epoch"], time.time()

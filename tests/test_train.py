@@ -278,3 +278,9 @@ def test_production_config_has_its_recorded_size(capsys):
     costs = json.loads(output.strip().splitlines()[-1])
     assert 216e6 <= costs["parameters"] <= 264e6
     assert "128x128x128" in output and "batch 2" in output and "80 timesteps" in output
+
+
+def test_a_checkpoint_beyond_the_end_of_a_shortened_epoch_goes_on_with_the_next(data, tmp_path):
+    assert run_here(data, tmp_path, "--max-steps-before-restart", "5", run__epochs=2) == 42
+    assert run_here(data, tmp_path, run__epochs=2, data__repeats=1) == 0
+    assert [line["epoch"] for line in log_lines(tmp_path, "step")] == [0] * 5 + [1] * 3
