@@ -127,6 +127,7 @@ def new_progress():
 
 
 def new_sums():
+    """Sums of an epoch: each average's total and count, steps, steps with an open gate, non-finite losses."""
     return {**{name: 0.0 for name in AVERAGES}, "steps": 0, "open": 0, "nonfinite": 0,
             "counts": {name: 0 for name in AVERAGES}}
 
@@ -147,6 +148,7 @@ def push(queue, embeddings, subjects):
 
 
 def add_terms(sums, terms):
+    """Add a mode's terms to the epoch's sums; called only where that mode took a step."""
     for name, value in terms.items():
         sums[name] += float(value.detach())
         sums["counts"][name] += 1
@@ -158,10 +160,12 @@ def averages(sums):
 
 
 def show(value):
+    """A number for a person; "-" for a mode that has not run."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def save_state(run, relative, net, optimizer, queue, progress, cfg, metrics=None, best=None):
+    """Write one checkpoint, verified, and remove those that the config does not keep."""
     state = {"format": 1, "model": net.state_dict(), "optimizer": optimizer.state_dict(), "queue": queue,
              "config": cfg, **progress}
     checkpoint.save(run, relative, state, metrics=metrics, best=best)
@@ -290,6 +294,7 @@ def train_step(net, optimizer, ddpm, queue, progress, volumes, pairs, cfg, devic
 
 
 def train(cfg, args):
+    """Set up, continue or start, and train to the last epoch. Returns the exit code."""
     device = pick_device(cfg["run.device"])
     prepare_device(device, cfg["run.threads"])
     if args.dry_run:
