@@ -200,10 +200,11 @@ def validate(net, ddpm, dataset, cfg, device):
     """
     net.eval()
     cosines, scores, picture = [], [], None
-    for t in sorted({max(cfg["diffusion.timesteps"] * share // 4, 1) for share in (1, 2, 3)}):
-        for index in range(min(len(dataset), cfg["run.val_pairs"])):
+    times = sorted({max(cfg["diffusion.timesteps"] * share // 4, 1) for share in (1, 2, 3)})
+    for index in range(min(len(dataset), cfg["run.val_pairs"])):
+        x0 = dataset[0, index][0][None].to(device)
+        for t in times:
             keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
-            x0 = dataset[0, index][0][None].to(device)
             xt, true_field = ddpm.diffuse(x0, [t], keys)
             with autocast(device, cfg["run.amp"]):
                 pred = net(xt, torch.tensor([t], device=device), make_condition(x0, cfg["model.condition_type"], keys))

@@ -4,7 +4,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from Diffusion.fields import compose, resize_field, self_compose, warp
+from Diffusion.fields import LINEAR, compose, resize_field, self_compose, warp
 from Runtime.draws import generator, normal, uniform
 
 
@@ -28,11 +28,10 @@ def draw_velocity(keys, purpose, dims, grids, v_scale):
     Returns: (B, dims, *[finest] * dims) in spacings of the finest grid.
     """
     finest = grids[-1]
-    mode = "trilinear" if dims == 3 else "bilinear"
     velocity = 0.0
     for grid in grids:
         noise = normal(keys, f"{purpose} {grid}", dims, *[grid] * dims) * (finest / grid)
-        velocity = velocity + F.interpolate(noise, size=[finest] * dims, mode=mode, align_corners=True)
+        velocity = velocity + F.interpolate(noise, size=[finest] * dims, mode=LINEAR[dims], align_corners=True)
     return velocity * (v_scale * (finest // 2 - 1))
 
 

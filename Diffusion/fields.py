@@ -10,6 +10,8 @@ Fields are float32 throughout, also under autocast: half precision cannot resolv
 import torch
 import torch.nn.functional as F
 
+LINEAR = {2: "bilinear", 3: "trilinear"}  # F.interpolate's names of linear interpolation in N dimensions
+
 
 def side_lengths(size, device=None):
     """Image sides in voxels as a (1, N, 1, ..., 1) tensor, to turn a field into fractions of the image side."""
@@ -121,10 +123,9 @@ def resize_field(field, size):
     old = field.shape[2:]
     if tuple(old) == tuple(size):
         return field
-    mode = "trilinear" if len(size) == 3 else "bilinear"
     rescaled = field.float() * side_lengths([(new - 1) / max(n - 1, 1) for new, n in zip(size, old)], field.device)
     with torch.autocast(field.device.type, enabled=False):
-        return F.interpolate(rescaled, size=tuple(size), mode=mode, align_corners=True)
+        return F.interpolate(rescaled, size=tuple(size), mode=LINEAR[len(size)], align_corners=True)
 
 
 def jacobian_determinant(field):

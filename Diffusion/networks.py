@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from Diffusion.diffuser import typical_displacement
-from Diffusion.fields import compose, side_lengths, warp
+from Diffusion.fields import LINEAR, compose, side_lengths, warp
 from Runtime.errors import InputError
-
-MODES = {2: "bilinear", 3: "trilinear"}
 
 
 def conv(dims, inputs, outputs, kernel=3, stride=1, dilation=1):
@@ -101,7 +99,7 @@ class UpsampleConv(nn.Module):
 
     def __init__(self, dims, inputs, outputs):
         super().__init__()
-        self.mode = MODES[dims]
+        self.mode = LINEAR[dims]
         self.reduce = conv(dims, inputs, outputs, kernel=1)
         self.conv = conv(dims, outputs, outputs)
 
@@ -291,8 +289,7 @@ class OM_net(nn.Module):
         if self.conditioned and condition is None:
             condition = [torch.zeros_like(f) for f in features]
         x = self.attention(features[-1], condition[-1] if self.conditioned else None, time)      # (B, 256, 8^3)
-        size = [n // self.stride for n in pad_to_multiple(image, self.multiple).shape[2:]]
-        coarse = self.coarse(x, size)                                              # (B, 3, 128^3)
+        coarse = self.coarse(x, features[self.stride - 1].shape[2:])             # (B, 3, 128^3)
         for step, (up, join) in enumerate(zip(self.up, self.join)):
             skip = features[-2 - step]
             x = up(x, skip.shape[2:])                                              # 16^3 32^3 64^3 128^3
@@ -301,7 +298,7 @@ class OM_net(nn.Module):
         field = self.fine(x).float() + coarse.float()                              # (B, 3, 128^3)
         if self.stride > 1:
             # Both heads speak in voxels of the full grid; only the sampling is coarser.
-            field = F.interpolate(field, scale_factor=self.stride, mode=MODES[self.dims], align_corners=False)
+            field = F.interpolate(field, scale_factor=self.stride, mode=LINEAR[self.dims], align_corners=False)
         return crop(field, image.shape[2:])
 
     def forward(self, image, t, condition=None, keep=None, embed=False):

@@ -3,7 +3,6 @@ import base64
 import io
 import os
 import platform
-import subprocess
 import textwrap
 from datetime import datetime
 from html import escape
@@ -18,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from Diffusion.fields import jacobian_determinant
 from Runtime.errors import InputError
+from Runtime.provenance import git
 
 COLUMNS = [("moving", ""), ("fixed", ""), ("warped", "moving(x + field(x))"), ("before", "|fixed \u2212 moving|"),
            ("after", "|fixed \u2212 warped|"), ("grid", "x + field(x)"), ("Jacobian", "determinant")]
@@ -230,12 +230,8 @@ def write_page(path, title, lead, sections):
 
 
 def _origin():
-    try:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).resolve().parent, text=True,
-                             capture_output=True, timeout=10)
-        commit = [f"commit {git.stdout.strip()}"] * (git.returncode == 0)
-    except (OSError, subprocess.TimeoutExpired):
-        commit = []
+    commit = git("rev-parse", "--short", "HEAD")
+    commit = [f"commit {commit.strip()}"] if commit else []
     return " \u00b7 ".join([f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", *commit,
                             f"Python {platform.python_version()}", f"PyTorch {torch.__version__}", platform.node()])
 

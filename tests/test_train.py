@@ -105,7 +105,7 @@ def test_all_modes_move_the_weights(data):
     net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.new_queue(cfg, "cpu")
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     dataset, _, listed = om.read_datasets(cfg)
-    progress, hashes = om.new_progress(), [checkpoint.weights_sha256(net.state_dict())]
+    hashes = [checkpoint.weights_sha256(net.state_dict())]
     volumes, pairs = next(zip(*om.epoch_loaders(cfg, dataset, listed, 0, 0)))
     keys = [(0, 0, p) for p in volumes[1].tolist()]
     batch = om.deform_batch(volumes[0], keys, ddpm, cfg)
@@ -117,7 +117,6 @@ def test_all_modes_move_the_weights(data):
         assert om.update(loss(), net, optimizer)
         hashes.append(checkpoint.weights_sha256(net.state_dict()))
     assert len(set(hashes)) == 4
-    assert progress["step"] == 0
 
 
 def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(data, tmp_path, capsys):
