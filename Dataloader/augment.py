@@ -3,8 +3,8 @@ import math
 
 import torch
 
+from Diffusion.draws import normal, uniform
 from Diffusion.fields import affine_field, warp
-from Runtime.draws import normal, uniform
 
 
 def random_affine(keys, dims, size, cfg):

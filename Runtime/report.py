@@ -1,31 +1,20 @@
-"""Pictures, tables and pages of results: the one module that writes HTML. A page is one file and works offline."""
+"""Tables and pages of results: the one module that writes HTML. A page is one file and works offline."""
 import base64
 import io
 import os
 import platform
-import textwrap
 from datetime import datetime
 from html import escape
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import colormaps
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
-from Diffusion.fields import jacobian_determinant
 from Runtime.errors import InputError
 from Runtime.provenance import git
 
-COLUMNS = [("moving", ""), ("fixed", ""), ("warped", "moving(x + field(x))"), ("before", "|fixed \u2212 moving|"),
-           ("after", "|fixed \u2212 warped|"), ("grid", "x + field(x)"), ("Jacobian", "determinant")]
-FIXED_LINE, MOVING_LINE, FOLDED, NOT_FINITE = "#ff9e1b", "#19b5e0", "#00b83a", "#808080"
-CELL, GAP, LEFT, BOTTOM = 1.6, 0.12, 0.7, 0.75  # inches
-PLANES = {2: [(0, 1)], 3: [(1, 2), (0, 2), (0, 1)]}  # the two axes of each slice, right and up
 NUMBER = (int, float, np.number)
-GRID_LINES, SCREEN_DPI, FILE_DPI = 24, 92, 150
+SCREEN_DPI, FILE_DPI = 92, 150
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2126; --quiet: #5a646e; --rule: #dde1e5; --paper: #fff; --tint: #f5f6f8; }
@@ -49,101 +38,6 @@ th { vertical-align: bottom; border-bottom: 2px solid var(--quiet); }  tr > :fir
 .num { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 footer p { margin: 3rem 0 2rem; border-top: 1px solid var(--rule); padding-top: .75rem; max-width: none; }
 """
-
-
-def middle_slices(volume):
-    """The slices through the middle voxel, index n // 2, one per axis in 3D: (H, W), (D, W), (D, H); in 2D the image.
-
-    volume: (D, H, W) or (H, W), array or tensor. Returns: list of 2D float32 arrays.
-    They are shown transposed with the origin below: the first axis of a slice goes right, the second up.
-    Raises InputError for any other number of axes.
-    """
-    volume = _array(volume)
-    if volume.ndim not in (2, 3):
-        raise InputError(f"A volume to show has shape {volume.shape}; give (D, H, W) or (H, W).")
-    return [volume] if volume.ndim == 2 else [np.take(volume, n // 2, axis) for axis, n in enumerate(volume.shape)]
-
-
-def registration_figure(moving, fixed, warped, field, labels=None, title=""):
-    """Picture of one registration: the images, differences, deformed grid and Jacobian determinant, by middle slices.
-
-    moving, fixed, warped: (D, H, W) or (H, W), arrays or tensors on the fixed grid. field: (N, *spatial), displacement
-    in voxels. labels: (moving_label, fixed_label, warped_label) of the same shape, 0 = background, drawn as outlines.
-    The least determinant and the percentage of voxels where it is <= 0 are those of the whole volume.
-    Returns: a matplotlib Figure, for `figure_png` or `figure_html`.
-    Raises InputError if shapes do not fit together.
-    """
-    images, field = [_array(image) for image in (moving, fixed, warped)], _array(field)
-    labels = [] if labels is None else [_array(label) for label in labels]
-    _check_shapes(images, field, labels)
-    determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
-    facts = f"min determinant {determinant.min():.3g}, folded {100 * (determinant <= 0).mean():.4g} % of voxels"
-    figure, axes = _layout(images[1].shape, [*textwrap.wrap(title, 115), facts])
-    columns = [middle_slices(image) for image in images]
-    columns += [[np.abs(a - b) for a, b in zip(columns[1], columns[other])] for other in (0, 2)]
-    own, largest = _limits(columns[0]), _limits(columns[3] + columns[4])[1]
-    limits = [own, _limits(columns[1]), own, (0, largest), (0, largest)]
-    for column, slices in enumerate(columns):
-        for ax, image in zip(axes[:, column], slices):
-            shown = _show(ax, image, "gray" if column < 3 else "magma", *limits[column])
-    _bar(figure, shown, axes[-1, 3:5], "absolute difference", MaxNLocator(5))
-    if labels:
-        _draw_outlines(figure, axes, [middle_slices(label) for label in labels])
-    _draw_grids(axes[:, 5], field)
-    _draw_determinant(figure, axes[:, 6], middle_slices(determinant))
-    return figure
-
-
-def gallery_figure(copies):
-    """Several versions of one image side by side, with outlines of their labels and the deformed grid below each.
-
-    copies: list of (title, image, label, field or None); image and label (D, H, W) or (H, W), arrays or tensors of one
-    shape, of which the slice through the middle of the last axis is shown; field (N, *spatial) in voxels.
-    Returns: a matplotlib Figure.
-    """
-    figure = Figure(figsize=(CELL * 1.25 * len(copies), CELL * 2.8), layout="constrained")
-    axes = figure.subplots(2, len(copies), squeeze=False)
-    high = _limits([middle_slices(image)[-1] for _, image, _, _ in copies])[1]
-    for (top, bottom), (title, image, label, field) in zip(axes.T, copies):
-        _show(top, middle_slices(image)[-1], "gray", 0, high)
-        top.set_title(title, fontsize=10)
-        plane = middle_slices(label)[-1]
-        for value in np.unique(plane[plane != 0]):
-            top.contour((plane == value).T, levels=[0.5], colors=[FIXED_LINE], linewidths=0.9)
-        field = np.zeros((np.ndim(image), *np.shape(image)), np.float32) if field is None else _array(field)
-        # Only the last slice's plane: both of its axes move within it.
-        planes = [np.take(part, part.shape[-1] // 2, -1) for part in field[:2]] if len(field) == 3 else list(field)
-        _draw_grids([bottom], np.stack(planes))
-    return figure
-
-
-def curves_figure(history, panels):
-    """Curves over the epochs, one panel below the other, linear axes. None, missing and non-finite values are gaps.
-
-    history: one dict per epoch, e.g. {"epoch": 3, "ang": -0.1, "dist": None}. panels: list of (title, [keys]).
-    Returns: a matplotlib Figure.
-    Raises InputError without panels or if an entry of the history has no epoch.
-    """
-    if not panels or any(entry.get("epoch") is None for entry in history):
-        raise InputError("Curves need at least one panel, and an 'epoch' in every entry of the history.")
-    heights = [max(1.9, 0.45 + 0.23 * len(keys)) for _, keys in panels]
-    figure = Figure(figsize=(9.2, sum(heights) + 0.5), layout="constrained")
-    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for ax, (title, keys) in zip(axes, panels):
-        for number, key in enumerate(keys):
-            values = np.array([entry.get(key) for entry in history], dtype=float)
-            values[~np.isfinite(values)] = np.nan
-            label = key.replace("$", r"\$") + (" (no values)" if np.isnan(values).all() else "")
-            ax.plot([entry["epoch"] for entry in history], values, label=label, color=f"C{number % 10}", linewidth=1.4,
-                    linestyle=("-", "--", ":")[number // 10 % 3], marker="o", markersize=2.5)
-        ax.set_title(title, loc="left", fontsize=10.5, fontweight="bold", parse_math=False)
-        ax.grid(color="#e3e6e9", linewidth=0.8)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.ticklabel_format(axis="y", useOffset=False)
-        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
-    axes[-1].set_xlabel("epoch")
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure
 
 
 def figure_png(figure):
@@ -234,118 +128,6 @@ def _origin():
     commit = [f"commit {commit.strip()}"] if commit else []
     return " \u00b7 ".join([f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", *commit,
                             f"Python {platform.python_version()}", f"PyTorch {torch.__version__}", platform.node()])
-
-
-def _array(volume):
-    """A new float32 array, so that differences of unsigned integers cannot wrap around."""
-    volume = volume.detach().cpu().float().numpy() if isinstance(volume, torch.Tensor) else volume
-    return np.array(volume, np.float32, order="C")
-
-
-def _check_shapes(images, field, labels):
-    shape = images[1].shape
-    names = [name + kind for kind in ("", " label") for name in ("moving", "fixed", "warped")]
-    for name, volume in zip(names, [*images, *labels]):
-        if volume.shape != shape:
-            raise InputError(f"The {name} has shape {volume.shape}, not {shape}; resample it to the fixed grid.")
-    if len(labels) not in (0, 3):
-        raise InputError(f"There are {len(labels)} labels; give those of moving, fixed and warped.")
-    if len(shape) not in (2, 3) or min(shape) < 2 or field.shape != (len(shape), *shape):
-        raise InputError(f"A field of shape {field.shape} does not fit images of shape {shape}; give (N, *spatial).")
-
-
-def _limits(slices):
-    """Percentiles 0.5 and 99.5 of the finite values; the second always exceeds the first."""
-    values = np.concatenate([image[np.isfinite(image)] for image in slices])
-    low, high = map(float, np.percentile(values, (0.5, 99.5))) if values.size else (0.0, 0.0)
-    return low, high if high > low else low + max(1.0, abs(low) * 1e-3)
-
-
-def _layout(shape, heading):
-    """The figure with its texts, and the axes as an array (rows, columns). Voxels are equally large in all rows."""
-    planes, names = PLANES[len(shape)], "DHW"[-len(shape):]
-    # A row needs room for its label, and a long thin image must not make a page of its own.
-    heights = [min(max(CELL * shape[b] / max(shape[a] for a, _ in planes), 0.6), 2.5 * CELL) for _, b in planes]
-    top = 0.65 + 0.2 * len(heading)
-    width, height = LEFT + len(COLUMNS) * (CELL + GAP), top + sum(heights) + GAP * (len(heights) - 1) + BOTTOM
-    figure = Figure(figsize=(width, height))
-    figure.suptitle("\n".join(heading), x=LEFT / width, y=1 - 0.12 / height, ha="left", va="top", fontsize=11,
-                    linespacing=1.3, parse_math=False)
-    axes = np.empty((len(heights), len(COLUMNS)), dtype=object)
-    for column, (name, formula) in enumerate(COLUMNS):
-        left, bottom = LEFT + column * (CELL + GAP), height - top
-        centre = (left + CELL / 2) / width
-        figure.text(centre, (bottom + 0.24) / height, name, ha="center", fontsize=10, fontweight="bold")
-        figure.text(centre, (bottom + 0.08) / height, formula, ha="center", fontsize=8.5, color="#555")
-        for row, size in enumerate(heights):
-            bottom -= size + GAP * (row > 0)
-            axes[row, column] = figure.add_axes([left / width, bottom / height, CELL / width, size / height])
-            if column == 0:
-                at = f"{names[row]} = {shape[row] // 2}\n" * (len(shape) == 3)
-                text = at + "{} \u2192\n{} \u2191".format(*(names[axis] for axis in planes[row]))
-                figure.text(0.12 / width, (bottom + size / 2) / height, text, va="center", fontsize=8.5, color="#333")
-    return figure, axes
-
-
-def _show(ax, image, cmap, low, high):
-    ax.set_axis_off()
-    return ax.imshow(image.T, cmap=cmap, vmin=low, vmax=high, origin="lower", interpolation="nearest")
-
-
-def _draw_outlines(figure, axes, labels):
-    """The fixed label's outlines over all three images, the moving one's and the warped one's over their own."""
-    for column, own in enumerate(labels):
-        for slices, color in [(labels[1], FIXED_LINE)] + [(own, MOVING_LINE)] * (column != 1):
-            for ax, label in zip(axes[:, column], slices):
-                limits = ax.axis()
-                # One voxel of background around it closes the outline of a structure that touches the border.
-                padded = np.pad(label, 1)
-                for value in np.unique(label[label != 0]):
-                    ax.contour(*(np.arange(n) - 1 for n in padded.shape), (padded == value).T, levels=[0.5],
-                               colors=[color], linewidths=0.9)
-                ax.axis(limits)
-    lines = [Line2D([], [], color=color) for color in (FIXED_LINE, MOVING_LINE)]
-    place = (LEFT / figure.get_figwidth(), 0.35 / figure.get_figheight())
-    figure.legend(lines, ["fixed label", "moving / warped label"], loc="lower left", bbox_to_anchor=place, ncols=2,
-                  frameon=False, fontsize=9, borderaxespad=0, borderpad=0)
-
-
-def _bar(figure, image, axes, text, ticks):
-    """A horizontal colour bar below the columns of `axes`."""
-    left, right = axes[0].get_position(original=True).x0, axes[-1].get_position(original=True).x1
-    height, margin = figure.get_figheight(), 0.1 / figure.get_figwidth()
-    place = [left + margin, (BOTTOM - 0.22) / height, right - left - 2 * margin, 0.1 / height]
-    bar = figure.colorbar(image, cax=figure.add_axes(place), orientation="horizontal", ticks=ticks)
-    bar.ax.tick_params(labelsize=8, length=2, pad=2)
-    bar.outline.set_visible(False)
-    bar.set_label(text, fontsize=8.5, labelpad=2, color="#333")
-    return bar
-
-
-def _draw_grids(axes, field):
-    """Every few grid lines of the slice, moved by the part of the field that lies in its plane."""
-    step = max(1, round(max(field.shape[1:]) / GRID_LINES))
-    parts = [middle_slices(part) for part in field]
-    for row, (ax, (a, b)) in enumerate(zip(axes, PLANES[len(field)])):
-        index = np.indices(parts[a][row].shape)
-        right, up = index[0] + parts[a][row], index[1] + parts[b][row]
-        i, j = [slice((n - 1) % step // 2, None, step) for n in right.shape]
-        ax.plot(right[i].T, up[i].T, right[:, j], up[:, j], color="#26323d", linewidth=0.6)
-        across, high = right.shape
-        ax.set(xlim=(-0.5, across - 0.5), ylim=(-0.5, high - 0.5), aspect="equal", xticks=[], yticks=[])
-        ax.spines[:].set_color("#c4cad0")
-
-
-def _draw_determinant(figure, axes, slices):
-    values = np.concatenate([image[np.isfinite(image)] for image in slices])
-    # Up to 0 .. 2, less for gentle fields, which would be blank otherwise; never narrower than 0.9 .. 1.1.
-    half = float(np.clip(np.abs(values - 1.0).max(initial=0.0), 0.1, 1.0))
-    cmap = colormaps["RdBu_r"].with_extremes(under=FOLDED, bad=NOT_FINITE)
-    for ax, image in zip(axes, slices):
-        inside = np.where(image <= 0, -1.0, np.clip(image.astype(np.float64), 1 - half, 1 + half))
-        shown = _show(ax, inside, cmap, 1 - half, 1 + half)
-    bar = _bar(figure, shown, axes[-1:], "green: folded (\u2264 0)", [1 - half, 1, 1 + half])
-    bar.ax.set_xticklabels([f"{1 - half:.2g}", "1", "\u2265 2" if (values > 2).any() else f"{1 + half:.3g}"])
 
 
 def _text(value, form=None):

@@ -1,0 +1,176 @@
+"""Pictures show what they claim."""
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from PIL import Image
+
+from Dataloader.synthetic import random_field, template
+from Diffusion.fields import identity, warp
+from Diffusion.figures import (
+    FIXED_LINE,
+    FOLDED,
+    MOVING_LINE,
+    curves_figure,
+    gallery_figure,
+    middle_slices,
+    registration_figure,
+)
+from Runtime.errors import InputError
+from Runtime.report import figure_png
+
+
+def pair(size):
+    """A template, its deformed copy, a warped image that is nearly there, the field and the three labels."""
+    image, label = template(size, len(size))
+    field = torch.from_numpy(random_field(1, size, dims=len(size)))
+    moving, moving_label = (torch.from_numpy(a.astype(np.float32)) for a in (image, label))
+    fixed, warped = (warp(moving[None, None], f * field[None])[0, 0] for f in (1.0, 0.9))
+    labels = [warp(moving_label[None, None], f * field[None], mode="nearest")[0, 0] for f in (0.0, 1.0, 0.9)]
+    return moving, fixed, warped, field, labels
+
+
+def reflection(size):
+    """x -> (n - 1) - x along the first axis: determinant -1 everywhere."""
+    field = torch.zeros(len(size), *size)
+    field[0] = size[0] - 1 - 2 * identity(size)[0, 0]
+    return field
+
+
+def pixels(png):
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+
+
+def share(image, color):
+    """Share of the pixels that have exactly the colour "#rrggbb"."""
+    return (image == [int(color[i:i + 2], 16) for i in (1, 3, 5)]).all(axis=-1).mean()
+
+
+def test_middle_slices_in_3d_and_2d():
+    volume = np.arange(4 * 5 * 6).reshape(4, 5, 6)
+    slices = middle_slices(torch.from_numpy(volume))
+    for got, expected in zip(slices, (volume[2], volume[:, 2], volume[:, :, 3]), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(middle_slices(volume[0])[0], volume[0])
+    with pytest.raises(InputError, match="shape"):
+        middle_slices(np.zeros(3))
+
+
+@pytest.mark.parametrize("size", [(20, 28, 24), (24, 36)])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_registration_figure_draws_every_panel(size, labelled):
+    moving, fixed, warped, field, labels = pair(size)
+    figure = registration_figure(moving, fixed, warped, field, labels if labelled else None, title="a $_1 to b $_2")
+    rows = 3 if len(size) == 3 else 1
+    assert len(figure.axes) == 7 * rows + 2
+    assert figure.get_suptitle().startswith("a $_1 to b $_2\nmin determinant 0.")
+    assert "folded 0 %" in figure.get_suptitle()
+    outlined = [{to_hex(color) for part in ax.collections for color in part.get_edgecolor()}
+                for ax in figure.axes[:7 * rows]]
+    both = {FIXED_LINE, MOVING_LINE} if labelled else set()
+    expected = [both, both & {FIXED_LINE}, both, set(), set(), set(), set()]
+    assert outlined == [colors for colors in expected for _ in range(rows)]
+    png = figure_png(figure)
+    assert b"matplotlib" not in png
+    image = pixels(png)
+    assert image.std() > 20
+    width, height = (figure.get_size_inches() * figure.dpi).astype(int)
+    scale = image.shape[0] / height
+    for ax in figure.axes:
+        box = ax.get_window_extent()
+        part = image[int((height - box.y1) * scale) + 2:int((height - box.y0) * scale) - 2,
+                     int(box.x0 * scale) + 2:int(box.x1 * scale) - 2]
+        assert part.std() > 5, ax.get_position()
+
+
+def test_slices_are_shown_first_axis_right_second_axis_up():
+    moving, fixed, warped, field, _ = pair((20, 28, 24))
+    figure = registration_figure(moving, fixed, warped, field)
+    shown = [ax.images[0] for ax in figure.axes[:3]]
+    for image, expected in zip(shown, middle_slices(moving), strict=True):
+        np.testing.assert_array_equal(image.get_array(), expected.T)
+        assert image.origin == "lower"
+
+
+def test_differences_share_one_scale_and_do_not_wrap_around():
+    moving, fixed, warped = (np.full((8, 10), value, np.uint8) for value in (9, 4, 5))
+    figure = registration_figure(moving, fixed, warped, np.zeros((2, 8, 10)))
+    before, after = (figure.axes[column].images[0] for column in (3, 4))
+    assert before.get_clim() == after.get_clim()
+    assert (before.get_array() == 5).all() and (after.get_array() == 1).all()
+
+
+def test_grid_is_drawn_where_the_field_points():
+    size = (12, 16)
+    field = torch.zeros(2, *size)
+    field[0], field[1] = 2.0, -1.0
+    ax = registration_figure(*[np.zeros(size)] * 3, field).axes[5]
+    x, y = (np.concatenate([line.get_data()[i] for line in ax.lines]) for i in (0, 1))
+    assert (x.min(), x.max(), y.min(), y.max()) == (2, 13, -1, 14)
+    assert len(ax.lines) == sum(size)
+
+
+@pytest.mark.parametrize("size", [(8, 10, 12), (8, 10)])
+def test_folding_of_a_reflection_is_in_the_title_and_in_the_picture(size):
+    field = reflection(size)
+    images = [np.random.default_rng(i).random(size) for i in range(3)]
+    figure = registration_figure(*images, field)
+    assert figure.get_suptitle() == "min determinant -1, folded 100 % of voxels"
+    half = field.clone()
+    half[..., size[-1] // 2:] = 0
+    percent = float(re.search(r"folded ([\d.]+) %", registration_figure(*images, half).get_suptitle())[1])
+    assert percent == 50
+    assert share(pixels(figure_png(figure)), FOLDED) > 0.02
+    assert share(pixels(figure_png(registration_figure(*images, 0 * field))), FOLDED) == 0
+
+
+@pytest.mark.parametrize("wrong", ["moving", "field", "labels", "count"])
+def test_shapes_that_do_not_fit_are_named(wrong):
+    size = (8, 10, 12)
+    volume = np.zeros(size)
+    moving = np.zeros((8, 10, 11)) if wrong == "moving" else volume
+    field = np.zeros((2, *size)) if wrong == "field" else np.zeros((3, *size))
+    labels = {"labels": [volume, volume, volume[1:]], "count": [volume]}.get(wrong)
+    message = {"moving": "moving has shape", "field": "field of shape", "labels": "warped label", "count": "1 labels"}
+    with pytest.raises(InputError, match=message[wrong]):
+        registration_figure(moving, volume, volume, field, labels)
+
+
+def test_curves_have_gaps_where_values_are_missing():
+    history = [{"epoch": 1, "a": 1.0, "b": None}, {"epoch": 2, "b": 2.0}, {"epoch": 3, "a": float("nan"), "b": 1.0},
+               {"epoch": 4, "a": 4, "b": float("inf")}]
+    figure = curves_figure(history, [("first", ["a", "b"]), ("second", ["c"])])
+    first, second = figure.axes
+    a, b = (line.get_ydata() for line in first.lines)
+    np.testing.assert_array_equal(a, [1, np.nan, np.nan, 4])
+    np.testing.assert_array_equal(b, [np.nan, 2, 1, np.nan])
+    np.testing.assert_array_equal(first.lines[0].get_xdata(), [1, 2, 3, 4])
+    assert [text.get_text() for text in second.get_legend().get_texts()] == ["c (no values)"]
+    assert second.get_xlabel() == "epoch" and first.get_yscale() == "linear"
+    assert pixels(figure_png(figure)).std() > 5
+    for ax in figure.axes:
+        assert ax.get_legend().get_window_extent().x0 > ax.get_window_extent().x1
+
+
+def test_curves_refuse_what_they_cannot_draw_and_take_an_empty_history():
+    with pytest.raises(InputError, match="panel"):
+        curves_figure([{"epoch": 1}], [])
+    with pytest.raises(InputError, match="epoch"):
+        curves_figure([{"a": 1}], [("a", ["a"])])
+    assert pixels(figure_png(curves_figure([], [("a", ["a"])]))).std() > 1
+
+
+@pytest.mark.parametrize("size", [(16, 20, 24), (16, 20)])
+def test_gallery_shows_image_outlines_and_grid_of_each_copy(size):
+    _, fixed, _, field, labels = pair(size)
+    figure = gallery_figure([("original", fixed, labels[1], None), ("copy", fixed, labels[1], field)])
+    assert [ax.get_title() for ax in figure.axes] == ["original", "copy", "", ""]
+    np.testing.assert_array_equal(figure.axes[1].images[0].get_array(), middle_slices(fixed)[-1].T)
+    assert all(ax.collections for ax in figure.axes[:2])
+    still, moved = (np.concatenate([line.get_xdata() for line in ax.lines]) for ax in figure.axes[2:])
+    assert (still == np.round(still)).all() and not (moved == np.round(moved)).all()
+    assert len(still) == len(moved)
