@@ -3,8 +3,9 @@
 A run folder `<root>/<data>_<net>` holds epoch checkpoints, `tmp/` with those written within an epoch, and
 `manifest.json`, which names every checkpoint with its size and SHA-256. A state is a plain dict:
 {"format": 1, "model", "optimizer", "epoch" (to continue in), "step_in_epoch" (steps done in it), "step" (of the
-run), "config" (flat, dotted keys), ...}. One process writes a run folder; any number may read it.
+run), "config" (flat, dotted keys), ...}. One process writes a run folder, its threads in turn; any number may read it.
 """
+import concurrent.futures
 import datetime
 import errno
 import hashlib
@@ -13,10 +14,10 @@ import json
 import math
 import os
 import pickle
-import re
 import shutil
 import struct
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -31,24 +32,12 @@ REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "c
 # What reading a damaged or foreign file was seen to raise: flipped bits in the pickle reach all of these.
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
               OverflowError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile)
+BACKGROUND = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+TURN = threading.RLock()  # two threads that rewrote the manifest at once would lose an entry
 
 
 def _stderr(message):
     print(message, file=sys.stderr, flush=True)
-
-
-def run_folder(root, data_name, net_name, fresh=False):
-    """Folder of the run, created with its `tmp/`: the newest generation of `<root>/<data>_<net>`, `...-2`, `...-3`.
-
-    fresh: make the next generation instead of continuing the newest one. Returns: Path.
-    """
-    root, name = Path(root), f"{data_name}_{net_name}"
-    found = [re.fullmatch(re.escape(name) + r"(?:-([1-9]\d*))?", path.name) for path in root.glob("*")]
-    highest = max([int(match[1] or 1) for match in found if match], default=0)
-    generation = highest + 1 if fresh else max(highest, 1)
-    run = root / (name if generation == 1 else f"{name}-{generation}")
-    (run / "tmp").mkdir(parents=True, exist_ok=True)
-    return run
 
 
 def epoch_name(epoch, data_name, net_name):
@@ -64,39 +53,47 @@ def step_name(epoch, step_in_epoch, data_name, net_name):
 def save(run, relative, state, metrics=None, best=None):
     """Write `state` to `run/relative`, read it back, then name it in the manifest. Returns its manifest entry.
 
-    metrics: {name: number or None} of this checkpoint, NaN becomes null. best: (metric name, value), higher is better:
-    the checkpoint becomes the manifest's best unless that has the same metric and as high a value. At any moment of a
-    crash the old file or the new one is in the manifest.
-    Raises OSError naming the file and the free space when it cannot be written or reads back differently
-    (the earlier checkpoints are untouched), TypeError for a value torch.load(weights_only=True) would refuse.
+    metrics: {name: number or None}, NaN becomes null. best: (metric name, value), higher is better: it becomes the
+    manifest's best unless that has the same metric and as high a value. A crash leaves the old file or the new one.
+    Raises OSError naming the file and the free space when it cannot be written or reads back differently (the earlier
+    ones stay), ValueError for a missing key or weights not finite, TypeError for what torch.load would refuse.
     """
-    if missing := [key for key in REQUIRED if key not in state]:
-        raise ValueError(f"the state to save in {relative} lacks {', '.join(missing)}")
+    plain = _savable(state, relative, copy=False)
     run, target = Path(run), Path(run) / relative
-    plain = _plain(state, "state")
-    if metrics is not None:
-        metrics = {name: None if value is None or not math.isfinite(value) else float(value)
-                   for name, value in metrics.items()}
+    metrics = metrics and {name: None if value is None or not math.isfinite(value) else float(value)
+                           for name, value in metrics.items()}
     best = None if best is None else {"checkpoint": relative, "metric": best[0], "value": float(best[1])}
     partial = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _write_and_read_back(partial, plain)
-        entry = _entry(partial, plain, metrics)
-        manifest = _manifest(run, _stderr)
-        if best and manifest["best"] and manifest["best"]["metric"] == best["metric"]:
-            best = best if best["value"] > manifest["best"]["value"] else None
-        # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
-        _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
-        _replace(partial, target)
-        manifest["checkpoints"][relative] = entry
-        _write_manifest(run, manifest | {"best": best or manifest["best"]})
-    except (OSError, RuntimeError) as error:
-        _raise_write_failure(error, target)
-    finally:
-        if partial.exists():
-            partial.unlink()
+    with TURN:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _write_and_read_back(partial, plain)
+            entry = _entry(partial, plain, metrics)
+            manifest = _manifest(run, _stderr)
+            if best and manifest["best"] and manifest["best"]["metric"] == best["metric"]:
+                best = best if best["value"] > manifest["best"]["value"] else None
+            # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
+            _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
+            _replace(partial, target)
+            manifest["checkpoints"][relative] = entry
+            _write_manifest(run, manifest | {"best": best or manifest["best"]})
+        except (OSError, RuntimeError) as error:
+            _raise_write_failure(error, target)
+        finally:
+            if partial.exists():
+                partial.unlink()
     return entry
+
+
+def save_in_background(run, relative, state, metrics=None, best=None, keep=None):
+    """`save` in a thread, of a copy of `state` made in CPU memory at once. Returns a Future of what `save` does.
+
+    keep: (keep_last, keep_every, keep_tmp) to `prune` with afterwards; where the disk is full also first, for a second
+    try. Raises at once for a state that `save` refuses. A second call queues behind the first: wait for the former
+    future before calling again, or two copies are in memory. Python does not end before all is written.
+    """
+    plain = _savable(state, relative, copy=True)
+    return BACKGROUND.submit(_save_and_prune, run, relative, plain, metrics and dict(metrics), best, keep)
 
 
 def clean_leftovers(run):
@@ -128,7 +125,8 @@ def verify(run, relative):
 def newest(run, warn=_stderr):
     """Relative path of the newest checkpoint by (epoch, step) that verifies; None in a run folder without any.
 
-    Each rejected file is reported through warn(message). A lost manifest is rebuilt from the files that load.
+    Each rejected file is reported through warn(message); a doubtful one (`step_back`) is taken only where no other
+    verifies. A lost manifest is rebuilt from the files that load.
     Raises InputError when there are checkpoints and none verifies: a run never silently starts over.
     """
     run = Path(run)
@@ -136,15 +134,36 @@ def newest(run, warn=_stderr):
     unlisted = sorted(set(_checkpoint_files(run)) - set(entries))
     for relative in unlisted:
         warn(f"{run / relative} is skipped: not in the manifest")
-    for relative in _newest_first(entries):
-        problem = _mismatch(run / relative, entries[relative])
-        if problem is None:
+    doubtful = {relative: entry["doubtful"] for relative, entry in entries.items() if "doubtful" in entry}
+    for relative, reason in doubtful.items():
+        warn(f"{run / relative} is doubtful and comes last: {reason}")
+    for relative in sorted(_newest_first(entries), key=lambda name: name in doubtful):
+        if (problem := _mismatch(run / relative, entries[relative])) is None:
+            if relative in doubtful:
+                warn(f"{run / relative} is taken although it is doubtful: no other checkpoint verifies")
             return relative
         warn(f"{run / relative} is skipped: {problem}")
     if entries or unlisted:
         raise InputError(f"no checkpoint in {run} can be used: start over in a new folder with --fresh, or restore "
                          "one of its files.")
     return None
+
+
+def step_back(run, reason, warn=_stderr):
+    """Mark the newest checkpoint that verifies as doubtful, until it is saved again: `newest` takes the one before.
+
+    Returns that one's relative path; None, and nothing is marked, where no earlier one verifies and is not doubtful.
+    """
+    run = Path(run)
+    with TURN:
+        manifest = _manifest(run, warn)
+        entries = {name: entry for name, entry in manifest["checkpoints"].items() if "doubtful" not in entry}
+        sound = (name for name in _newest_first(entries) if _mismatch(run / name, entries[name]) is None)
+        doubted, before = next(sound, None), next(sound, None)
+        if before:
+            entries[doubted]["doubtful"] = reason
+            _write_manifest(run, manifest)
+    return before
 
 
 def load(path, map_location="cpu"):
@@ -206,44 +225,69 @@ def weights_sha256(state_dict):
     return digest.hexdigest()
 
 
-def prune(run, keep_last, keep_every, keep_tmp):
+def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
     """Remove old checkpoints; returns their relative paths.
 
     Kept: the newest `keep_last` epoch checkpoints, each whose epoch is divisible by `keep_every` (0: none), the
-    best one, the newest `keep_tmp` within an epoch, and always at least one that verifies. Epochs are those of the
-    states, not of the file names.
+    best one, the newest `keep_tmp` within an epoch, and always at least one that verifies (a doubtful one if no other
+    does). Epochs are those of the states, not of the file names. trusted: names just read back, not to be read again.
     """
     run = Path(run)
-    manifest = _manifest(run, _stderr)
-    entries, best = manifest["checkpoints"], manifest["best"] or {}
-    ordered = _newest_first(entries)
-    epochs = [name for name in ordered if not name.startswith("tmp/")]
-    steps = [name for name in ordered if name.startswith("tmp/")]
-    keep = {*epochs[:max(keep_last, 0)], *steps[:max(keep_tmp, 0)], best.get("checkpoint")}
-    if keep_every > 0:
-        keep.update(name for name in epochs if entries[name]["epoch"] % keep_every == 0)
-    if keep.issuperset(ordered):
-        return []
-    # The kept ones first: usually the newest verifies at once and nothing else has to be read.
-    intact = next((name for name in sorted(ordered, key=lambda name: name not in keep)
-                   if _mismatch(run / name, entries[name]) is None), None)
-    removed = [name for name in ordered if intact and name not in keep | {intact}]
-    manifest["checkpoints"] = {name: entry for name, entry in entries.items() if name not in removed}
-    _write_manifest(run, manifest)
-    for name in removed:
-        (run / name).unlink(missing_ok=True)
+    with TURN:
+        manifest = _manifest(run, _stderr)
+        entries, best = manifest["checkpoints"], manifest["best"] or {}
+        ordered = _newest_first(entries)
+        epochs = [name for name in ordered if not name.startswith("tmp/")]
+        steps = [name for name in ordered if name.startswith("tmp/")]
+        keep = {*epochs[:max(keep_last, 0)], *steps[:max(keep_tmp, 0)], best.get("checkpoint")}
+        if keep_every > 0:
+            keep.update(name for name in epochs if entries[name]["epoch"] % keep_every == 0)
+        if keep.issuperset(ordered):
+            return []
+        # The kept ones first: usually the newest verifies at once and nothing else has to be read.
+        likely = sorted(ordered, key=lambda name: ("doubtful" in entries[name], name not in keep, name not in trusted))
+        intact = next((name for name in likely if name in trusted or not _mismatch(run / name, entries[name])), None)
+        removed = [name for name in ordered if intact and name not in keep | {intact}]
+        for name in removed:  # before the manifest is written, which on a full disk needs their room
+            (run / name).unlink(missing_ok=True)
+        _write_manifest(run, manifest | {"checkpoints": {key: entries[key] for key in entries if key not in removed}})
     return removed
 
 
-def _plain(value, where):
+def _save_and_prune(run, relative, plain, metrics, best, keep):
+    try:
+        entry = save(run, relative, plain, metrics, best)
+    except OSError as error:
+        if keep is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        prune(run, *keep)
+        entry = save(run, relative, plain, metrics, best)
+    try:
+        if keep is not None:
+            prune(run, *keep, trusted=(relative,))
+    except OSError as error:  # the checkpoint itself is safe
+        _stderr(f"{run} could not be pruned: {error}")
+    return entry
+
+
+def _savable(state, relative, copy):
+    if missing := [key for key in REQUIRED if key not in state]:
+        raise ValueError(f"the state to save in {relative} lacks {', '.join(missing)}")
+    plain = _plain(state, "state", copy)
+    if bad := [name for name, tensor in plain["model"].items() if not torch.isfinite(tensor).all()]:
+        raise ValueError(f"the weights to save in {relative} are not finite: {bad[0]}")
+    return plain
+
+
+def _plain(value, where, copy):
     """`value` with every tensor on the CPU and only types that torch.load(weights_only=True) accepts."""
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
+        return value.detach().to("cpu", copy=copy)
     if isinstance(value, dict):
-        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {key: _plain(item, f"{where}.{key}", copy) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         kind = list if isinstance(value, list) else tuple
-        return kind(_plain(item, f"{where}.{index}") for index, item in enumerate(value))
+        return kind(_plain(item, f"{where}.{index}", copy) for index, item in enumerate(value))
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or type(value) in (bool, int, float, str):
@@ -252,14 +296,14 @@ def _plain(value, where):
 
 
 def _leaves(value, where):
-    """(dotted name, comparable bytes) of every tensor and plain value, so that NaN equals NaN."""
+    """(dotted name, description, raw bytes) of every tensor and plain value, so that NaN equals NaN."""
     if isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(item, f"{where}.{key}")
     elif isinstance(value, torch.Tensor):
-        yield where, (value.dtype, value.shape, memoryview(_raw(value).numpy()))
+        yield where, (value.dtype, value.shape), _raw(value)
     else:
-        yield where, repr(value)
+        yield where, repr(value), torch.empty(0)
 
 
 def _raw(tensor):
@@ -272,8 +316,8 @@ def _write_and_read_back(path, plain):
         handle.flush()
         os.fsync(handle.fileno())
     read = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    for saved, found in itertools.zip_longest(_leaves(plain, "state"), _leaves(read, "state")):
-        if saved != found:
+    for saved, found in itertools.zip_longest(_leaves(plain, "state"), _leaves(read, "state"), fillvalue=()):
+        if saved[:2] != found[:2] or not torch.equal(saved[2], found[2]):  # which releases the GIL for training
             raise OSError(errno.EIO, f"{(saved or found)[0]} reads back differently")
 
 
@@ -294,9 +338,8 @@ def _raise_write_failure(error, target):
             raise error
         cause = cause.__cause__ or cause.__context__
     folder = next(parent for parent in target.absolute().parents if parent.is_dir())
-    free = shutil.disk_usage(folder).free / 2**30
-    message = f"{target} could not be written ({cause.strerror or cause}; {free:.2f} GiB free)"
-    raise OSError(cause.errno, message) from error
+    free = f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free"
+    raise OSError(cause.errno, f"{target} could not be written ({cause.strerror or cause}; {free})") from error
 
 
 def _is_dead(pid):
@@ -308,11 +351,8 @@ def _is_dead(pid):
 
 
 def _sha256(path):
-    digest = hashlib.sha256()
     with open(path, "rb") as handle:
-        while chunk := handle.read(8 * 2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _entry(path, state, metrics):

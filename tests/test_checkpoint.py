@@ -1,5 +1,7 @@
 """Runtime/checkpoint.py on real files and real processes: nothing that was not read back counts."""
+import errno
 import json
+import math
 import os
 import random
 import re
@@ -14,6 +16,7 @@ import torch
 
 from Runtime import checkpoint
 from Runtime.errors import InputError
+from Runtime.folder import run_folder
 
 CONFIG = {"model.name": "om_net", "model.channels": [8, 16], "lr": 1e-5}
 SAVE_LOOP = """
@@ -40,7 +43,10 @@ if sys.argv[3] == "full disk":
 else:
     sys.addaudithook(flip_one_bit_before_the_first_read)
 try:
-    checkpoint.save(sys.argv[1], name(int(sys.argv[2])), state)
+    if sys.argv[4] == "save":
+        checkpoint.save(sys.argv[1], name(int(sys.argv[2])), state)
+    else:
+        checkpoint.save_in_background(sys.argv[1], name(int(sys.argv[2])), state, keep=(1, 0, 0)).result()
 except OSError as error:
     print(error)
 """
@@ -75,6 +81,48 @@ while status and last < 100:
     print(last, int(os.WIFSIGNALED(status)), step, best, len(said), flush=True)
 """
 
+# As SAVE_LOOP, in the background; the tensors change in place as soon as the call is back.
+BACKGROUND_LOOP = """
+import sys
+from test_checkpoint import checkpoint, name, small_state
+run, step = sys.argv[1], int(sys.argv[2])
+state = small_state(step, 700_000)
+while True:
+    step += 1
+    state |= {"step": step, "step_in_epoch": step}
+    state["model"]["w"].fill_(step)
+    relative = checkpoint.step_name(1, step, "all", "net") if step % 3 else name(1)
+    print("saving", step, flush=True)
+    future = checkpoint.save_in_background(run, relative, state, keep=(1, 0, 2))
+    state["model"]["w"].fill_(-1)
+    future.result()
+    print("saved", step, flush=True)
+"""
+# A folder of four megabytes and checkpoints of 1.2: the fourth has no room. Prints what happened in each act.
+FULL_DISK = """
+import json, subprocess, sys
+from test_checkpoint import Path, checkpoint, name, small_state
+run = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", run], check=True)
+def attempt(epoch, keep, size=300_000):
+    state = small_state(epoch, size) | {"epoch": epoch}
+    error = checkpoint.save_in_background(run, name(epoch), state, keep=keep).exception()
+    left = sorted(path.name for path in run.glob("*.pth*"))
+    verified = [checkpoint.verify(run, name) for name in left]
+    said = error and [error.errno, str(error)]
+    print(json.dumps([said, [int(file[:6]) for file in left], verified, checkpoint.newest(run)]), flush=True)
+for epoch, keep in ((1, None), (2, None), (3, None), (4, None), (4, (3, 0, 0)), (4, (2, 0, 0))):
+    attempt(epoch, keep)
+attempt(5, (2, 0, 0))
+with open(run / "filler", "wb", buffering=0) as handle:
+    try:
+        while True:
+            handle.write(bytes(4096))
+    except OSError:
+        pass
+attempt(6, (1, 0, 0), size=200_000)
+"""
+
 
 def small_state(step, size):
     return {"format": 1, "model": {"w": torch.full((size,), float(step))}, "optimizer": {}, "epoch": 1,
@@ -83,15 +131,15 @@ def small_state(step, size):
 
 def make_state(epoch=1, step=10, step_in_epoch=0, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(5, 7, generator=generator)
-    weight[0, 0] = float("nan")
-    model = {"b.weight": weight, "a.half": torch.randn(33, generator=generator).bfloat16(),
-             "count": torch.tensor(3), "empty": torch.empty(0, 4), "flag": torch.tensor([True, False]),
+    model = {"b.weight": torch.randn(5, 7, generator=generator),
+             "a.half": torch.randn(33, generator=generator).bfloat16(), "count": torch.tensor(3),
+             "empty": torch.empty(0, 4), "flag": torch.tensor([True, False]),
              "channels_last": torch.randn(1, 2, 3, 4, generator=generator).to(memory_format=torch.channels_last)}
     layer = torch.nn.Linear(3, 2)
     adam = torch.optim.Adam(layer.parameters(), lr=1e-5)
     layer(torch.randn(4, 3, generator=generator)).square().sum().backward()
     adam.step()
+    adam.state[layer.weight]["exp_avg"][0, 0] = float("nan")  # only weights must be finite
     return {"format": 1, "model": model, "optimizer": adam.state_dict(), "epoch": epoch, "step_in_epoch": step_in_epoch,
             "step": step, "config": dict(CONFIG), "sums": {"total": float("nan"), "ang": 0.1}}
 
@@ -121,16 +169,16 @@ def same_bits(first, second):
     return first.dtype == second.dtype and first.shape == second.shape and torch.equal(first_bytes, second_bytes)
 
 
-def child(code, *arguments):
+def child(code, *arguments, prefix=()):
     tests = Path(__file__).resolve().parent
     env = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE,
+    return subprocess.Popen([*prefix, sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True, env=env)
 
 
 @pytest.fixture
 def run(tmp_path):
-    return checkpoint.run_folder(tmp_path / "Models", "all", "net")
+    return run_folder(tmp_path / "Models", "all", "net")
 
 
 def test_names_and_generations(tmp_path):
@@ -139,11 +187,11 @@ def test_names_and_generations(tmp_path):
     root = tmp_path / "deep" / "Models"
     for net, fresh, folder in (("net", True, "all_net"), ("net", False, "all_net"), ("net_big", False, "all_net_big"),
                                ("net", True, "all_net-2"), ("net", True, "all_net-3"), ("net", False, "all_net-3")):
-        assert checkpoint.run_folder(root, "all", net, fresh) == root / folder and (root / folder / "tmp").is_dir()
+        assert run_folder(root, "all", net, fresh) == root / folder and (root / folder / "tmp").is_dir()
     for folder in ("all_net-10", "all_net-old"):
         (root / folder).mkdir()
-    assert checkpoint.run_folder(root, "all", "net") == root / "all_net-10"
-    assert checkpoint.run_folder(root, "all", "net", fresh=True) == root / "all_net-11"
+    assert run_folder(root, "all", "net") == root / "all_net-10"
+    assert run_folder(root, "all", "net", fresh=True) == root / "all_net-11"
     assert (root / "all_net-11" / "tmp").is_dir()
 
 
@@ -155,6 +203,7 @@ def test_round_trip_is_bitwise(run):
     for key, tensor in state["model"].items():
         assert same_bits(tensor, loaded["model"][key]), key
     assert same_bits(state["optimizer"]["state"][0]["exp_avg"], loaded["optimizer"]["state"][0]["exp_avg"])
+    assert loaded["optimizer"]["state"][0]["exp_avg"][0, 0].isnan() and math.isnan(loaded["sums"]["total"])
     torch.optim.Adam(torch.nn.Linear(3, 2).parameters()).load_state_dict(loaded["optimizer"])
     assert loaded["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
     assert (loaded["epoch"], loaded["step"], loaded["config"]) == (1, 10, CONFIG)
@@ -250,17 +299,107 @@ def test_lost_manifest_is_rebuilt_from_the_files_that_load(run, content):
     assert {*after, name(5)} == set(json.loads((run / "manifest.json").read_text())["checkpoints"])
 
 
-@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("epoch, how", [(1, "save"), (2, "save"), (2, "save_in_background")])
 @pytest.mark.parametrize("fault, expected", [
     ("full disk", "File too large; .* GiB free"), ("bad disk", r"state\.model\.w reads back differently")])
-def test_failed_write_leaves_the_previous_checkpoint(run, epoch, fault, expected):
+def test_failed_write_leaves_the_previous_checkpoint(run, epoch, how, fault, expected):
     save_epochs(run, 1)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    process = child(SAVE_ONCE, run, epoch, fault)
+    process = child(SAVE_ONCE, run, epoch, fault, how)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 0 and re.search(expected, output) and str(run / name(epoch)) in output, output
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert checkpoint.newest(run) == name(1)
+
+
+def test_save_in_the_background_holds_the_values_of_the_call(run):
+    state, futures, metrics = make_state(), [], {"dice": 0.0}
+    momentum = state["optimizer"]["state"][0]["exp_avg_sq"]
+    for epoch in (1, 2, 3):
+        state.update(epoch=epoch, step=10 * epoch)
+        for tensor in (state["model"]["b.weight"], state["model"]["channels_last"], momentum):
+            tensor.fill_(epoch)
+        metrics["dice"] = state["sums"]["ang"] = epoch / 10
+        futures.append(checkpoint.save_in_background(run, name(epoch), state, metrics, best=("dice", epoch / 10)))
+    for tensor in (state["model"]["b.weight"], state["model"]["channels_last"], momentum):
+        tensor.fill_(-1)
+    metrics["dice"] = state["sums"]["ang"] = -1.0
+    manifest = {name(epoch): future.result(timeout=60) for epoch, future in enumerate(futures, 1)}
+    assert json.loads((run / "manifest.json").read_text()) == {
+        "checkpoints": manifest, "best": {"checkpoint": name(3), "metric": "dice", "value": 0.3}}
+    for epoch in (1, 2, 3):
+        loaded = checkpoint.load(run / name(epoch))
+        saved = [loaded["model"]["b.weight"], loaded["model"]["channels_last"],
+                 loaded["optimizer"]["state"][0]["exp_avg_sq"]]
+        assert all(torch.equal(tensor, torch.full_like(tensor, epoch)) for tensor in saved)
+        assert loaded["sums"]["ang"] == manifest[name(epoch)]["metrics"]["dice"] == epoch / 10
+        assert checkpoint.verify(run, name(epoch)) is None
+    last = checkpoint.save_in_background(run, name(4), make_state(4, 40), keep=(2, 0, 0))
+    assert last.result(timeout=60)["epoch"] == 4
+    assert sorted(path.name for path in run.glob("*.pth*")) == [name(3), name(4)]
+
+
+def test_saves_in_the_background_and_in_the_foreground_take_turns(run):
+    futures = []
+    for epoch in range(1, 40, 2):
+        futures.append(checkpoint.save_in_background(run, name(epoch), make_state(epoch, epoch)))
+        save_epochs(run, epoch + 1)
+    assert all(future.result(timeout=60) for future in futures)
+    assert set(json.loads((run / "manifest.json").read_text())["checkpoints"]) == {name(n) for n in range(1, 41)}
+
+
+def test_weights_that_are_not_finite_are_refused(run):
+    save_epochs(run, 1)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for value in (float("nan"), float("inf"), -float("inf")):
+        state = make_state(2, 20)
+        state["model"]["a.half"][-1] = state["model"]["channels_last"][0, 1, 2, 3] = value
+        for save in (checkpoint.save, checkpoint.save_in_background):
+            with pytest.raises(ValueError, match=r"the weights .*000002_all_net\.pth are not finite: a\.half$"):
+                save(run, name(2), state)
+    with pytest.raises(TypeError, match="state.extra is a PosixPath"):
+        checkpoint.save_in_background(run, name(2), make_state() | {"extra": Path("x")})
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_full_disk_in_the_background_spares_the_earlier_and_pruning_makes_room(tmp_path):
+    (tmp_path / "probe").mkdir()
+    private = ["unshare", "--map-root-user", "--mount"]  # the mount goes with the process
+    probe = subprocess.run([*private, "mount", "-t", "tmpfs", "tmpfs", tmp_path / "probe"], capture_output=True)
+    if probe.returncode:
+        pytest.skip("no right to mount a small file system")
+    (tmp_path / "run").mkdir()
+    process = child(FULL_DISK, tmp_path / "run", prefix=private)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    acts = [json.loads(line) for line in output.splitlines()]
+    expected = [1], [1, 2], [1, 2, 3], [1, 2, 3], [1, 2, 3], [3, 4], [4, 5], [6]
+    for (_, left, verified, newest), kept in zip(acts, expected, strict=True):
+        assert left == kept and newest == name(kept[-1]) and verified == [None] * len(kept), output
+    refused = [bool(error) for error, *_ in acts]
+    assert refused == [False, False, False, True, True, False, False, False], output
+    for error, *_ in acts[3:5]:
+        assert error[0] == errno.ENOSPC and "could not be written (No space left on device; 0.00 GiB" in error[1]
+        assert str(tmp_path / "run" / name(4)) in error[1]
+
+
+def test_kill_during_saves_in_the_background_leaves_a_good_checkpoint(run):
+    rng, done = random.Random(5), 0
+    for _ in range(5):
+        process = child(BACKGROUND_LOOP, run, done)
+        output = [process.stdout.readline() for _ in range(2)]
+        time.sleep(rng.uniform(0, 0.25))
+        process.send_signal(signal.SIGKILL)
+        output = "".join(output) + process.communicate(timeout=60)[0]
+        assert process.returncode == -signal.SIGKILL, output
+        last = {event: int(re.findall(rf"{event} (\d+)\n", output)[-1]) for event in ("saving", "saved")}
+        said = []
+        state = checkpoint.load(run / checkpoint.newest(run, said.append))
+        assert said == [] and state["step"] in (last["saved"], last["saving"]), output
+        assert torch.equal(state["model"]["w"], torch.full((700_000,), float(state["step"])))
+        checkpoint.clean_leftovers(run)
+        assert not list(run.rglob("*.tmp-*")) and len(list(run.rglob("*.pth"))) <= 4
+        done = state["step"]
 
 
 @pytest.mark.parametrize("naming", ["new", "same"])
@@ -406,3 +545,60 @@ def test_prune_never_removes_the_only_good_one(run):
     flip_epoch(run, 2)
     assert checkpoint.prune(run, keep_last=0, keep_every=0, keep_tmp=0) == []
     assert (run / name(2)).exists() and (run / name(3)).exists()
+
+
+def test_prune_does_not_read_a_trusted_one_again(run):
+    save_epochs(run, 1, 2, 3)
+    flip_epoch(run, 3)
+    assert checkpoint.prune(run, 1, 0, 0, trusted=[name(3)]) == [name(2), name(1)]
+
+
+def marks(run):
+    entries = json.loads((run / "manifest.json").read_text())["checkpoints"]
+    return {relative: entry["doubtful"] for relative, entry in entries.items() if "doubtful" in entry}
+
+
+def test_step_back_goes_one_checkpoint_back_each_time_and_writing_again_clears_the_mark(run):
+    save_epochs(run, 1, 2, 3)
+    assert checkpoint.step_back(run, "died twice at step 31") == name(2)
+    assert marks(run) == {name(3): "died twice at step 31"}
+    said = []
+    assert checkpoint.newest(run, said.append) == name(2) and checkpoint.verify(run, name(3)) is None
+    assert len(said) == 1 and str(run / name(3)) in said[0] and "doubtful" in said[0] and "died twice at" in said[0]
+    assert checkpoint.step_back(run, "again") == name(1) and checkpoint.newest(run, said.append) == name(1)
+    before = (run / "manifest.json").read_bytes()
+    assert checkpoint.step_back(run, "once more") is None
+    assert (run / "manifest.json").read_bytes() == before and checkpoint.newest(run, said.append) == name(1)
+    save_epochs(run, 2)
+    assert marks(run) == {name(3): "died twice at step 31"} and checkpoint.newest(run, said.append) == name(2)
+    checkpoint.save_in_background(run, name(3), make_state(3, 30, seed=3)).result(timeout=60)
+    said.clear()
+    assert marks(run) == {} and checkpoint.newest(run, said.append) == name(3) and said == []
+
+
+def test_step_back_marks_the_newest_that_verifies_or_nothing(run):
+    assert checkpoint.step_back(run, "x") is None
+    save_epochs(run, 1, 2, 3, 4, 5)
+    flip_epoch(run, 3)
+    (run / name(5)).unlink()
+    assert checkpoint.step_back(run, "x") == name(2) and marks(run) == {name(4): "x"}
+    flip_epoch(run, 1)
+    assert checkpoint.step_back(run, "y") is None and marks(run) == {name(4): "x"}
+    flip_epoch(run, 2)
+    said = []
+    assert checkpoint.newest(run, said.append) == name(4)
+    assert f"{run / name(4)} is taken although it is doubtful" in said[-1]
+    assert checkpoint.step_back(run, "y") is None and marks(run) == {name(4): "x"}
+    (run / name(4)).unlink()
+    with pytest.raises(InputError, match="--fresh"):
+        checkpoint.newest(run, said.append)
+
+
+def test_prune_counts_a_doubtful_one_only_when_no_other_verifies(run):
+    save_epochs(run, 1, 2, 3)
+    checkpoint.step_back(run, "x")
+    assert checkpoint.prune(run, keep_last=1, keep_every=0, keep_tmp=0) == [name(1)]
+    assert marks(run) == {name(3): "x"} and checkpoint.newest(run, lambda message: None) == name(2)
+    flip_epoch(run, 2)
+    assert checkpoint.prune(run, keep_last=0, keep_every=0, keep_tmp=0) == [name(2)]
+    assert checkpoint.newest(run, lambda message: None) == name(3)
