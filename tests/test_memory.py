@@ -1,26 +1,209 @@
-"""Costs counted without doing the work, against what is known by hand and what is really kept."""
+"""Leaks, made and real: who takes the memory, and when it runs out."""
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from Runtime.memory import count_costs, weights_and_optimizer_bytes
+from Runtime.memory import WINDOW, _room_in_groups, find_leak, measure, runs_out_soon
+from tests.tiny import ROOT
+
+MIB, GIB = 2 ** 20, 2 ** 30
+CPU = torch.device("cpu")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
+HOLD = "block = bytearray(b'x') * (64 << 20); print('ready', flush=True); input()"
+LOOP = """
+import json, sys, time
+import torch
+from Runtime.memory import find_leak, measure
+kept, samples = [], []
+for step in range(25):
+    block = bytearray(b"x") * 5_000_000
+    if sys.argv[1] == "leak":
+        kept.append(block)
+    samples.append(measure(torch.device("cpu"), 10 ** 9))
+    time.sleep(0.01)
+print(json.dumps([find_leak(samples, range(25)), samples[-1]]))
+"""
+WATCHED = """
+import sys, torch
+from Runtime.memory import measure, new_watch, watch
+device, kept, told = torch.device("cpu"), [], []
+state = new_watch(device, (measure(device)["host_used"] + 250e6) / 2 ** 30)
+for step in range(30):
+    kept.append(bytearray(b"x") * int(sys.argv[1]))
+    told.append(watch(state, step))
+print(len(state["samples"]), told.index(True) if True in told else None)
+"""
 
 
-def test_costs_of_a_linear_layer_are_those_counted_by_hand():
-    with FakeTensorMode():
-        layer, x = torch.nn.Linear(20, 30), torch.zeros(7, 20)
-        flops, kept = count_costs(lambda: layer(x).square().sum(), layer)
-    forward = 2 * 7 * 20 * 30
-    assert flops == 2 * forward, "forward, and the weights' gradient; the input needs none"
-    assert kept == 4 * (7 * 20 + 7 * 30), "the layer keeps its input, the square its own"
-    assert weights_and_optimizer_bytes(layer) == 4 * 4 * (20 * 30 + 30)
+def series(host_used=4 * GIB, host_free=60 * GIB, device_free=40 * GIB, device_reserved=20 * GIB, count=WINDOW):
+    """Samples of measure(), from one number or one array for each of its values."""
+    columns = np.broadcast_arrays(host_used, host_free, device_free, device_reserved, np.zeros(count))[:4]
+    names = ("host_used", "host_free", "device_free", "device_reserved")
+    return [dict(zip(names, map(float, row))) for row in zip(*columns)]
 
 
-def test_fake_costs_are_real_costs():
-    def network():
-        return torch.nn.Sequential(torch.nn.Conv3d(1, 4, 3, padding=1), torch.nn.LeakyReLU(), torch.nn.Conv3d(4, 2, 3))
+STEP = np.arange(WINDOW)
 
-    with FakeTensorMode():
-        fake, x = network(), torch.zeros(2, 1, 10, 12, 14)
-        counted = count_costs(lambda: fake(x).abs().sum(), fake)
-    real, x = network(), torch.zeros(2, 1, 10, 12, 14)
-    assert counted == count_costs(lambda: real(x).abs().sum(), real)
+
+@pytest.mark.parametrize("who, place, samples, left", [
+    ("graph", "device", series(device_reserved=20 * GIB + STEP * GIB, device_free=40 * GIB - STEP * GIB), 21),
+    ("driver or communication", "device", series(device_free=40 * GIB - STEP * GIB), 21),
+    ("loader or Python objects", "host", series(4 * GIB + STEP * GIB, 60 * GIB - STEP * GIB), 41),
+    ("loader or Python objects", "host", series(4 * GIB + STEP * GIB, 60 * GIB - 2 * STEP * GIB), 11),
+    ("loader or Python objects", "host", series(host_used=4 * GIB + STEP * GIB), 60),
+    ("host, outside this run", "host", series(host_free=40 * GIB - STEP * GIB), 21)])
+def test_each_leak_is_named_with_its_rate_and_its_end(who, place, samples, left):
+    leak = find_leak(samples, 100 + STEP)
+    assert leak["who"] == who and leak["steps_left"] == left
+    assert leak["bytes_per_step"] == pytest.approx(GIB)
+    assert leak["sentence"] == f"{place} memory grows by 1024.0 MiB a step ({who}) and runs out in about {left} steps"
+    assert runs_out_soon(leak) == (left < 40)
+
+
+def test_rates_are_per_step_and_a_short_window_says_nothing():
+    samples = series(4 * GIB + STEP * GIB, 60 * GIB - STEP * GIB)
+    assert find_leak(samples, 5 * STEP)["bytes_per_step"] == pytest.approx(GIB / 5)
+    assert find_leak(samples[1:], STEP[1:]) is None
+    assert not runs_out_soon(None)
+
+
+def test_what_runs_out_first_is_told():
+    host, device = 300 * GIB - STEP * GIB, 40 * GIB - STEP * GIB
+    samples = series(4 * GIB + STEP * GIB, host, device, 20 * GIB + 0.9 * STEP * GIB)
+    assert find_leak(samples, STEP)["who"] == "graph", "the driver's tenth is the smaller part"
+    samples = series(4 * GIB + STEP * GIB, host - 275 * GIB, device)
+    assert find_leak(samples, STEP)["who"] == "loader or Python objects"
+
+
+def test_memory_that_others_take_is_told_only_where_it_runs_out_soon():
+    assert find_leak(series(host_free=900 * GIB - STEP * GIB), STEP) is None
+
+
+def test_growth_below_a_mebibyte_a_step_is_no_leak():
+    assert find_leak(series(host_used=4 * GIB + 0.9 * MIB * STEP), STEP) is None
+    assert find_leak(series(host_used=4 * GIB + 1.1 * MIB * STEP), STEP)["bytes_per_step"] == pytest.approx(1.1 * MIB)
+
+
+@pytest.mark.parametrize("count", [WINDOW, 50])
+def test_one_jump_is_no_leak_wherever_it_comes(count):
+    steps = np.arange(count)
+    for at in range(1, count):
+        jump = (steps >= at) * 3.0 * GIB
+        samples = series(4 * GIB + jump, 60 * GIB - jump, 40 * GIB - jump, 20 * GIB + jump, count)
+        assert find_leak(samples, steps) is None
+
+
+def test_two_jumps_are_no_leak():
+    assert find_leak(series(4 * GIB + (1.0 * (STEP >= 5) + (STEP >= 15)) * GIB), STEP) is None
+
+
+@pytest.mark.parametrize("time_constant", [2, 5, 10])
+def test_warm_up_that_levels_off_is_no_leak(time_constant):
+    grown = 8 * GIB * (1 - np.exp(-np.arange(120) / time_constant))
+    samples = series(4 * GIB + grown, 60 * GIB - grown, 40 * GIB - grown, 20 * GIB + grown, 120)
+    for start in range(120 - WINDOW):
+        assert find_leak(samples[start:start + WINDOW], start + STEP) is None
+
+
+def test_noise_of_loader_workers_is_no_leak():
+    random = np.random.default_rng(0)
+    used = 4 * GIB + random.integers(0, 8, 500) * 200 * MIB + 500 * MIB * np.sin(np.arange(500) / 3)
+    samples = series(used, 60 * GIB - used, count=500)
+    for start in range(0, 500 - WINDOW, 3):
+        assert find_leak(samples[start:start + WINDOW], start + STEP) is None
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+def test_the_recorded_leaks_are_found(reserved):
+    random = np.random.default_rng(1)
+    slow = 0.07 * GIB * STEP + random.uniform(-1, 1, WINDOW) * 30 * MIB
+    fast = np.cumsum(random.uniform(1.0, 1.8, WINDOW)) * GIB
+    for grown, rate in ((slow, 0.07 * GIB), (fast, 1.4 * GIB)):
+        leak = find_leak(series(device_free=60 * GIB - grown, device_reserved=4 * GIB + reserved * grown), STEP)
+        assert leak["who"] == ("graph" if reserved else "driver or communication")
+        assert leak["bytes_per_step"] == pytest.approx(rate, rel=0.1)
+        assert leak["steps_left"] == pytest.approx((60 * GIB - grown[-1]) / rate, rel=0.1)
+        assert runs_out_soon(leak) == (grown is fast)
+
+
+def test_a_leak_in_blocks_of_the_allocator_is_found():
+    blocks = STEP // 5 * 350 * MIB
+    leak = find_leak(series(device_free=60 * GIB - blocks, device_reserved=4 * GIB + blocks), STEP)
+    assert leak["who"] == "graph" and leak["bytes_per_step"] == pytest.approx(70 * MIB, rel=0.1)
+
+
+@linux
+@pytest.mark.parametrize("kind", ["leak", "free"])
+def test_a_real_process_that_leaks_is_found_and_one_that_frees_is_not(kind):
+    run = subprocess.run([sys.executable, "-c", LOOP, kind], cwd=ROOT, capture_output=True, text=True, check=True)
+    leak, last = json.loads(run.stdout)
+    if kind == "free":
+        assert leak is None
+    else:
+        assert leak["who"] == "loader or Python objects"
+        assert leak["bytes_per_step"] == pytest.approx(5e6, rel=0.2)
+        assert 0 < leak["steps_left"] <= 1.01 * (10 ** 9 - last["host_used"]) / leak["bytes_per_step"]
+
+
+@linux
+@pytest.mark.parametrize("size, told", [(5_000_000, WINDOW + 1), (1000, None)])
+def test_a_watched_loop_is_told_as_soon_as_its_leak_shows_and_once(size, told):
+    command = [sys.executable, "-c", WATCHED, str(size)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["28", str(told)], "the first two steps are not samples"
+    assert run.stderr.count("host memory grows by 4.8 MiB a step (loader or Python objects)") == (told is not None)
+
+
+@linux
+@pytest.mark.parametrize("nested", [False, True])
+def test_memory_of_children_and_of_their_children_counts(nested):
+    child = [sys.executable, "-c", HOLD]
+    if nested:
+        child = [sys.executable, "-c", f"import subprocess; subprocess.run({child!r}); print('over')"]
+    before = measure(CPU)["host_used"]
+    with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        during = measure(CPU)["host_used"]
+        process.communicate("\n")
+    assert 64 * MIB <= during - before < 64 * MIB + (1 + nested) * 32 * MIB
+    assert measure(CPU)["host_used"] == pytest.approx(before, abs=8 * MIB)
+
+
+@linux
+def test_measure_on_the_cpu_is_cheap_and_knows_its_limit():
+    before = measure(CPU)
+    assert before["device_free"] is None and before["device_reserved"] is None
+    assert MIB < before["host_used"] and 0 < before["host_free"]
+    limited = measure(CPU, before["host_used"] + 100 * MIB)
+    assert limited["host_free"] == pytest.approx(100 * MIB, abs=8 * MIB)
+    shared = torch.ones(16 * MIB).share_memory_()
+    assert measure(CPU)["host_used"] - before["host_used"] == pytest.approx(4 * shared.numel(), abs=8 * MIB)
+    seconds = []
+    for _ in range(20):
+        started = time.perf_counter()
+        measure(CPU)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 1e-3
+
+
+@pytest.mark.parametrize("v1", [False, True])
+def test_room_in_control_groups_is_that_of_the_group_and_of_those_above(tmp_path, v1):
+    limit, usage, total, top = ("limit_in_bytes", "usage_in_bytes", "total_", "memory") if v1 else (
+        "max", "current", "", ".")
+    free = str(2 ** 63 - 4096) if v1 else "max"
+    for folder, values in {"job_1": (900, 700, 50), "job_1/step_0": (free, 600, 0), "": (2000, 1000, 7)}.items():
+        group = tmp_path / top / folder
+        group.mkdir(parents=True, exist_ok=True)
+        (group / f"memory.{limit}").write_text(f"{values[0]}\n")
+        (group / f"memory.{usage}").write_text(f"{values[1]}\n")
+        lines = ["anon 1", f"{total}inactive_file {values[2]}", f"{total}active_file 5", "workingset_refault_file 99"]
+        (group / "memory.stat").write_text("\n".join(lines + ["inactive_file 1", "active_file 2"] * v1) + "\n")
+    membership = tmp_path / "membership"
+    membership.write_text(f"3:cpu,cpuacct:/else\n{'4:hugetlb,memory' if v1 else '0:'}:/job_1/step_0\n")
+    assert _room_in_groups(tmp_path, membership) == [255, 1012]
+    assert _room_in_groups(tmp_path, tmp_path / "none") == []

@@ -1,0 +1,79 @@
+"""What a training step of a config costs, without doing it: `python OM_train_3modes.py --config C --dry-run`."""
+import json
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from Dataloader.dataset import read_datasets
+from Dataloader.sampler import epoch_pair_count, shares, steps_left
+from Diffusion.diffuser import make_condition
+from Diffusion.losses import new_queue
+from Diffusion.networks import network_class
+from Runtime.errors import DONE, InputError
+
+
+def count_costs(loss_function, network):
+    """Cost of one forward and backward pass of a mode, without doing it: call under torch's FakeTensorMode.
+
+    loss_function: builds the loss from scratch. network: its weights are not counted as activations.
+    Returns: (floating-point operations of matrix products, convolutions and attention; bytes of the activations that
+    the forward pass keeps for the backward pass, each storage counted once).
+    """
+    own = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage  # holding it keeps its address from being used again
+        return tensor
+
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = loss_function()
+        loss.backward()
+    return counter.get_total_flops(), sum(storage.nbytes() for storage in kept.values())
+
+
+def weights_and_optimizer_bytes(network):
+    """Float32 weights, gradients and Adam's two moments."""
+    return 4 * sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
+
+
+def dry_run(cfg, world, step_diffusion, step_contrastive, step_registration):
+    """Build everything on tensors that hold no numbers, print what a step costs, and last one line of JSON.
+
+    world: ranks it is meant for. The step functions are those of the training script. Returns the exit code.
+    """
+    size, batchsize, word = cfg["data.img_size"], cfg["data.batchsize"], cfg["model.condition_type"]
+    try:
+        dataset, _, listed = read_datasets(cfg, headers_only=True)
+        volumes, source = len(dataset), cfg["data.root"]
+    except InputError as error:
+        volumes, listed, source = cfg["data.expect_samples"], None, f"data.expect_samples, since {error}"
+    share = shares(cfg, world)
+    steps, pairs = steps_left(cfg, volumes, listed, share), epoch_pair_count(cfg, volumes, listed, share)
+    pair_batch, together = share["pair_batch"], share["samples"]
+    with FakeTensorMode():
+        net, queue = network_class(cfg["model.name"])(cfg), new_queue(cfg, "cpu")
+        t, image = torch.zeros(batchsize, dtype=torch.long), torch.zeros(batchsize, 1, *size)
+        moving, fixed = torch.zeros(pair_batch, 1, *size), torch.zeros(pair_batch, 1, *size)
+        batch = {"xt": image, "t": t, "true_field": torch.zeros(batchsize, len(size), *size), "keep": None,
+                 "condition": make_condition(image, "none" if word == "none" else "volume")}
+        costs = {"diffusion": count_costs(lambda: step_diffusion(net, batch, cfg)[0], net),
+                 "contrastive": count_costs(lambda: step_contrastive(net, batch, t, queue, cfg)[0], net),
+                 "registration": count_costs(lambda: step_registration(net, moving, fixed, cfg)[0], net)}
+    parameters, fixed_bytes = sum(p.numel() for p in net.parameters()), weights_and_optimizer_bytes(net)
+    memory = fixed_bytes + max(kept for _, kept in costs.values())
+    print(f"{cfg['model.name']}: {parameters / 1e6:.1f} M parameters, {'x'.join(map(str, size))} voxels, "
+          f"batch {batchsize}, {cfg['diffusion.timesteps']} timesteps, condition {word}")
+    for mode, (flops, kept) in costs.items():
+        print(f"{mode:>13}: {flops / 1e12:8.3f} Tflop, activations {kept / 2 ** 30:6.2f} GiB")
+    print(f"memory per step about {memory / 2 ** 30:.1f} GiB: {fixed_bytes / 2 ** 30:.1f} for weights, gradients and "
+          f"Adam, the rest for the activations of the largest mode")
+    print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; effective batch {together} "
+          f"(ranks: {world})")
+    print(json.dumps({"parameters": parameters, "step_flops": sum(flops for flops, _ in costs.values()),
+                      "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": together}))
+    return DONE

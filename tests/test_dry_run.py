@@ -1,0 +1,60 @@
+"""Costs counted without doing the work, against what is known by hand and what is really kept."""
+import json
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import OM_train_3modes as om
+from Scripts.dry_run import count_costs, weights_and_optimizer_bytes
+from tests.tiny import ROOT, arguments, config, make_data
+
+
+def test_costs_of_a_linear_layer_are_those_counted_by_hand():
+    with FakeTensorMode():
+        layer, x = torch.nn.Linear(20, 30), torch.zeros(7, 20)
+        flops, kept = count_costs(lambda: layer(x).square().sum(), layer)
+    forward = 2 * 7 * 20 * 30
+    assert flops == 2 * forward, "forward, and the weights' gradient; the input needs none"
+    assert kept == 4 * (7 * 20 + 7 * 30), "the layer keeps its input, the square its own"
+    assert weights_and_optimizer_bytes(layer) == 4 * 4 * (20 * 30 + 30)
+
+
+def test_fake_costs_are_real_costs():
+    def network():
+        return torch.nn.Sequential(torch.nn.Conv3d(1, 4, 3, padding=1), torch.nn.LeakyReLU(), torch.nn.Conv3d(4, 2, 3))
+
+    with FakeTensorMode():
+        fake, x = network(), torch.zeros(2, 1, 10, 12, 14)
+        counted = count_costs(lambda: fake(x).abs().sum(), fake)
+    real, x = network(), torch.zeros(2, 1, 10, 12, 14)
+    assert counted == count_costs(lambda: real(x).abs().sum(), real)
+
+
+def test_dry_run_costs_nothing_and_ends_in_json(tmp_path, capsys):
+    make_data(tmp_path)
+    assert om.main(arguments(tmp_path, "--dry-run")) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    costs = json.loads(lines[-1])
+    net = om.build_network(config(tmp_path))
+    assert costs["parameters"] == sum(p.numel() for p in net.parameters())
+    assert costs["steps_per_epoch"] == 6 and costs["effective_batch"] == 2
+    assert costs["step_flops"] > 0 and costs["step_memory_bytes"] > 16 * costs["parameters"]
+    assert not (tmp_path / "Models").exists()
+
+
+def test_production_config_has_its_recorded_size(capsys):
+    assert om.main(["--config", str(ROOT / "Config/config_om.yaml"), "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    costs = json.loads(output.strip().splitlines()[-1])
+    assert 216e6 <= costs["parameters"] <= 264e6
+    assert "128x128x128" in output and "batch 2" in output and "80 timesteps" in output
+
+
+def test_dry_run_of_several_ranks_counts_their_common_batch(tmp_path, capsys, monkeypatch):
+    make_data(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for total, batch, steps in ((0, 6, 2), (12, 12, 1)):
+        assert om.main(arguments(tmp_path, "--dry-run", data__global_batchsize=total)) == 0
+        costs = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        assert costs["effective_batch"] == batch and costs["steps_per_epoch"] == steps
