@@ -1,0 +1,190 @@
+"""After a death: one verdict from what the ranks left behind. Reads files only, needs no torch.
+
+Each rank leaves its log (Runtime/watchdog.py), to which the launcher adds how the process ended, and its stacks.
+"""
+import json
+import signal
+
+# What a backend says when another rank is gone: a consequence, never the cause.
+ECHOES = ("closed by peer", "connection reset", "broken pipe", "timed out waiting", "connection refused", "heartbeat",
+          "remote process", "connection was likely closed", "dist store", "diststore", "socket timeout",
+          "did not arrive", "cannot be reached")
+SYNCHRONISED = ("agree", "backward", "refresh")  # no rank can leave these before every other one has arrived
+TAIL = 2 ** 20
+
+
+def read_rank(run, rank, attempt):
+    """What a rank left of this attempt: {"rank", "events", "now" (last breadcrumb), "exit", "stack"}."""
+    try:
+        with open(run / f"rank{rank}.jsonl", "rb") as file:
+            file.seek(max(file.seek(0, 2) - TAIL, 0))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        lines = []
+    found = {"rank": rank, "events": [], "now": None, "exit": None, "stack": ""}
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # cut by TAIL or by the death of a node
+        if entry.get("attempt") == attempt:
+            kind = entry["event"] if entry["event"] in ("now", "exit") else "events"
+            found[kind] = [*found["events"], entry] if kind == "events" else entry
+    if found["now"] and (run / f"rank{rank}.stack").exists():
+        found["stack"] = (run / f"rank{rank}.stack").read_text(errors="replace")
+    return found
+
+
+def judge(run, attempt, world, code):
+    """How this attempt ended.
+
+    code: exit code of the launch (a hint only), None where nobody saw it. Returns a dict with cause, rank (None where
+    no single one is to blame), host, step, mode, phase, stack (innermost last), others, detail, ended, and `dead`:
+    False for done and for a planned restart.
+    """
+    ranks = [read_rank(run, rank, attempt) for rank in range(world)]
+    cause, culprit, detail = find_cause(ranks, code)
+    refused = event(ranks[culprit], "refused") if culprit is not None else None
+    rank = ranks[culprit] if culprit is not None else max(ranks, key=lambda r: position(r) or 0)
+    now, started = rank["now"] or {}, event(rank, "start") or {}
+    ended = [r["exit"]["time"] for r in ranks if r["exit"]] + [e["time"] for r in ranks for e in r["events"]]
+    others = {}
+    for other in ranks:
+        if other["rank"] != culprit:
+            others.setdefault(where(other), []).append(str(other["rank"]))
+    return {"attempt": attempt, "cause": cause, "detail": detail, "rank": culprit,
+            "host": started.get("host", now.get("host", "")), "step": now.get("step"),
+            "mode": now.get("mode", ""), "phase": (refused or now).get("phase", "launch"),
+            "stack": stack_lines(rank), "others": "; ".join(f"rank {', '.join(n)}: {w}" for w, n in others.items()),
+            "ended": max(ended, default=None), "dead": cause not in ("done", "planned restart")}
+
+
+def find_cause(ranks, code):
+    """(cause, rank or None, detail), the surest evidence first."""
+    for rank in ranks:
+        for kind in ("refused", "out of step"):
+            if found := event(rank, kind):
+                if kind == "refused":
+                    return "refused", rank["rank"], found["error"]
+                return "out of step", found["differs"], f"{found['what']} is {found['found']}, not {found['wanted']}"
+    if all(event(rank, "end") for rank in ranks):
+        late = [rank for rank in ranks if "Timeout" in rank["stack"] or (rank["exit"] or {}).get("by_launcher")]
+        if late:
+            return "would not exit", late[0]["rank"], "the training was over but the process stayed"
+        leaving = [found["reason"] for rank in ranks if (found := event(rank, "leave"))]
+        # With a leak, the rank that has it says more than those that only agreed to leave.
+        return ("planned restart", None, max(leaving, key=len)) if leaving else ("done", None, "")
+    for rank in ranks:
+        if "Fatal Python error" in rank["stack"] or ended_by(rank) in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGABRT"):
+            said = rank["stack"].partition("Fatal Python error: ")[2].partition("\n")[0]
+            return "crash in native code", rank["rank"], said or ended_by(rank)
+    words = [(found["time"], rank["rank"], found["error"]) for rank in ranks if (found := event(rank, "died"))]
+    own = sorted(word for word in words if not is_echo(word[2]))
+    if own:
+        return name_error(own[0][2]), own[0][1], own[0][2].splitlines()[0]
+    killed = [rank for rank in ranks if ended_by(rank) and not rank["exit"].get("by_launcher")]
+    if killed and len(killed) == len(ranks):
+        return "killed", None, f"all ranks ended by {ended_by(killed[0])}"
+    if killed:
+        return "killed", killed[0]["rank"], f"ended by {ended_by(killed[0])}"
+    absent = [rank["rank"] for rank in ranks if not rank["now"]]
+    if absent and (words or code not in (None, 0) or len(absent) < len(ranks)):
+        return "never started", absent[0], f"rank {', '.join(map(str, absent))} left no sign of life"
+    if any("Timeout" in rank["stack"] for rank in ranks):
+        return find_hang(ranks)
+    if code in (124, 137):
+        return "time limit of the round", behind(ranks)["rank"], "the launch outlived its time limit"
+    if words:
+        return name_error(min(words)[2]), min(words)[1], min(words)[2].splitlines()[0]
+    return "vanished", None, "no rank left last words: a node died, or the launcher was killed with them"
+
+
+def find_hang(ranks):
+    """Which of the ranks that ran into their deadlines made the others wait."""
+    ended = max(rank["exit"]["time"] if rank["exit"] else 0 for rank in ranks)
+    frozen = [rank for rank in ranks if "Timeout" not in rank["stack"] and not is_ended(rank)
+              and not (rank["now"] and rank["now"]["time"] + rank["now"]["deadline"] > ended > 0)]
+    if frozen:  # not even its watchdog ran
+        return "frozen", frozen[0]["rank"], "the process is stopped or its node is gone: its watchdog did not run"
+    slowest, first = behind(ranks), max(ranks, key=position)
+    if position(slowest) == position(first):
+        return "hang", None, f"all ranks are in {where(slowest)}: what they wait for together did not complete"
+    if slowest["now"]["phase"] in SYNCHRONISED:
+        ahead = min((rank for rank in ranks if position(rank) > position(slowest)), key=position)
+        return "out of step", ahead["rank"], f"went on without the others, who wait in {where(slowest)}"
+    seconds = max(ended - slowest["now"]["time"], slowest["now"]["deadline"])
+    return "hang", slowest["rank"], f"no progress for {seconds:.0f} s"
+
+
+def behind(ranks):
+    return min(ranks, key=lambda rank: position(rank) or 0)
+
+
+def position(rank):
+    """How many phases a rank has entered; the same number is the same place on every rank."""
+    return rank["now"]["number"] if rank["now"] else 0
+
+
+def where(rank):
+    now = rank["now"]
+    if not now:
+        return "no sign of life"
+    if event(rank, "end"):
+        return "finished"
+    return f"{now['phase']}{f' ({now_mode})' if (now_mode := now['mode']) else ''} of step {now['step']}"
+
+
+def event(rank, kind):
+    """The last event of this kind that the rank logged, or None."""
+    return next((entry for entry in reversed(rank["events"]) if entry["event"] == kind), None)
+
+
+def is_echo(error):
+    return any(echo in error.lower() for echo in ECHOES)
+
+
+def is_ended(rank):
+    return bool(rank["exit"]) and not rank["exit"].get("by_launcher")
+
+
+def ended_by(rank):
+    """Name of the signal that ended a rank, or ""."""
+    code = rank["exit"]["code"] if rank["exit"] else 0
+    try:
+        return signal.Signals(code - 128).name if code > 128 else ""
+    except ValueError:
+        return ""
+
+
+def name_error(error):
+    """The kind of death that an exception stands for."""
+    text = error.lower()
+    kinds = {"out of memory": ("out of memory", "outofmemory", "memoryerror", "cannot allocate", "can't allocate"),
+             "a loader worker died": ("dataloader worker", "worker process"),
+             "disk": ("no space left", "disk quota", "could not be written", "read-only file system"),
+             "weights not finite": ("not finite",),
+             "a rank did not arrive": ("did not arrive", "cannot be reached")}
+    return next((kind for kind, signs in kinds.items() if any(sign in text for sign in signs)), "exception")
+
+
+def stack_lines(rank):
+    """The innermost frames of the culprit, for a person: those of its last words, or those its watchdog dumped."""
+    if found := event(rank, "died"):
+        return found["stack"][-6:]
+    # faulthandler prints the innermost frame first, under a heading for each thread; the main thread comes last.
+    blocks = [block for block in rank["stack"].split("\n\n") if "File " in block] or [""]
+    block = next((block for block in blocks if "Current thread" in block), blocks[-1])
+    frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
+    return frames[:6][::-1]
+
+
+def sentence(verdict):
+    """The verdict for a person."""
+    if not verdict["dead"]:
+        return f"attempt {verdict['attempt']}: {verdict['cause']}{f' ({d})' if (d := verdict['detail']) else ''}"
+    who = f"rank {verdict['rank']}" if verdict["rank"] is not None else "all ranks"
+    mode = f" ({verdict['mode']})" if verdict["mode"] else ""
+    stack = f", at {verdict['stack'][-1]}" if verdict["stack"] else ""
+    others = f"; {verdict['others']}" if verdict["others"] else ""
+    return (f"attempt {verdict['attempt']}: {verdict['cause']}: {who} on {verdict['host'] or 'an unknown host'} in "
+            f"{verdict['phase']}{mode} of step {verdict['step']}: {verdict['detail'].rstrip('.')}{stack}{others}")

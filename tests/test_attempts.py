@@ -1,0 +1,231 @@
+"""Attempts: what is decided after each end, what the launcher is told, and where the wall time went."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from Runtime.attempts import begin, end, history
+from Scripts.goodput import account, goodput, goodput_at, table
+from tests.test_verdict import END, died, finish, write_rank
+from tests.tiny import ROOT, arguments
+
+
+def durable(run, step):
+    """A manifest whose newest checkpoint is of this step."""
+    (run / "manifest.json").write_text(json.dumps({"checkpoints": {"a": {"step": 0}, "b": {"step": step}}}))
+
+
+def one_round(run, *events, loop="loop", code=1, **more):
+    """One attempt of one rank that leaves these lines. Returns (attempt, decision)."""
+    attempt = begin(run, loop, 1)
+    write_rank(run, 0, *events, attempt=attempt, exit={"code": code}, **more)
+    return attempt, end(run, attempt, code, quiet=True)
+
+
+def die(run, step=7, error="ValueError: x", **more):
+    return one_round(run, died(error), step=step, **more)[1]
+
+
+def test_the_same_death_goes_on_then_back_then_stops(tmp_path):
+    durable(tmp_path, 4)
+    assert [die(tmp_path) for _ in range(3)] == ["continue", "step back", "stop"]
+    said = [line["sentence"] for line in history(tmp_path) if line["event"] == "end"]
+    assert said[0].endswith("Continues from the newest checkpoint that verifies (step 4).")
+    assert said[1].endswith("The same death twice without a new durable step: goes one checkpoint back.")
+    assert said[2].endswith("Stopped: the same end 3 times without a new durable step after step 4.")
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert verdict["attempt"] == 2 and verdict["cause"] == "exception" and verdict["sentence"] == said[2]
+
+
+def test_a_new_durable_step_counts_anew(tmp_path):
+    decisions = []
+    for step in (4, 4, 8, 8, 12, 12, 12):
+        durable(tmp_path, step)
+        decisions.append(die(tmp_path))
+    assert decisions == ["continue", "step back"] * 3 + ["stop"]
+
+
+def test_another_launch_counts_anew(tmp_path):
+    assert [die(tmp_path, loop=loop) for loop in "aabbb"] == ["continue", "step back"] * 2 + ["stop"]
+
+
+def test_ten_different_deaths_stop(tmp_path):
+    assert [die(tmp_path, step=step) for step in range(10)] == ["continue"] * 9 + ["stop"]
+    assert "10 ends without a new durable step after step 0" in history(tmp_path)[-1]["sentence"]
+
+
+def test_a_death_in_another_phase_is_another_death(tmp_path):
+    assert [die(tmp_path, phase=phase) for phase in ("forward", "backward", "agree")] == ["continue"] * 3
+
+
+def test_planned_restarts_go_on_while_there_is_progress(tmp_path):
+    leave = [{"event": "leave", "reason": "asked by a signal"}, END]
+    decisions = []
+    for step in (1, 2, 3, 3, 3):
+        durable(tmp_path, step)
+        decisions.append(one_round(tmp_path, *leave, code=42, phase="exit", mode="")[1])
+    assert decisions == ["restart"] * 4 + ["stop"]
+    assert not (tmp_path / "verdict.json").exists()
+    assert history(tmp_path)[-3]["sentence"] == "attempt 3: planned restart (asked by a signal). Continues from step 3."
+
+
+def test_done(tmp_path, capsys):
+    attempt = begin(tmp_path, "loop", 2)
+    for rank in (0, 1):
+        finish(tmp_path, rank, attempt=attempt)
+    assert end(tmp_path, attempt, 0) == "done"
+    assert capsys.readouterr().err == "attempt 0: done. The training is complete.\n"
+
+
+def test_a_refusal_in_the_middle_of_the_run_is_a_death(tmp_path):
+    refused = {"event": "refused", "error": "the loss was not finite", "phase": "between steps"}
+    assert [one_round(tmp_path, refused, END, code=43, phase="exit", mode="")[1] for _ in range(3)] == [
+        "continue", "step back", "stop"]
+
+
+def test_an_attempt_that_nobody_closed_is_closed_by_the_next(tmp_path, capsys):
+    assert begin(tmp_path, "a", 1) == 0
+    write_rank(tmp_path, 0)
+    assert begin(tmp_path, "b", 1) == 1
+    kinds = [(line["event"], line["attempt"], line["loop"]) for line in history(tmp_path)]
+    assert kinds == [("begin", 0, "a"), ("end", 0, "a"), ("begin", 1, "b")]
+    assert history(tmp_path)[1]["cause"] == "vanished" and "attempt 0: vanished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cut", [b'{"event": "end", "atte', b'{"event": "end"\n\xff\xfe\0'])
+def test_a_line_cut_short_costs_only_itself(tmp_path, cut):
+    die(tmp_path)
+    with open(tmp_path / "attempts.jsonl", "ab") as file:
+        file.write(cut)
+    assert begin(tmp_path, "loop", 1) == 1
+    write_rank(tmp_path, 0, died("ValueError: x"), attempt=1, exit={"code": 1})
+    assert end(tmp_path, 1, 1, quiet=True) == "step back"
+    assert [(line["event"], line["attempt"]) for line in history(tmp_path)] == [
+        ("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the launcher calls
+# ---------------------------------------------------------------------------------------------------------------------
+
+def call(*words, **variables):
+    """`python -m Runtime.attempts ...`: code, what bash makes of its output, and its errors."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIMORPH_")}
+    return subprocess.run([sys.executable, "-m", "Runtime.attempts", *map(str, words)], cwd=ROOT, text=True,
+                          capture_output=True, timeout=30, env={**kept, **variables, "OMP_NUM_THREADS": "1"})
+
+
+def evaluated(output):
+    """The variables as bash gets them from `eval`."""
+    names = [line.partition("=")[0] for line in output.splitlines()]
+    show = "".join(f'printf "%s\\0" "${name}"; ' for name in names)
+    shown = subprocess.run(["bash", "-euc", f'eval "$0"; {show}', output], text=True, capture_output=True, timeout=10)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    return dict(zip(names, shown.stdout.split("\0")))
+
+
+def begin_words(folder, *more, **changes):
+    return ["begin", *arguments(folder, *more, **changes), "--launcher-pid", os.getpid(), "--ranks", 1]
+
+
+def test_rounds_through_the_command_line(tmp_path):
+    folder = tmp_path / "a folder's $HOME; echo"
+    first = call(*begin_words(folder, "--max-steps-before-restart", "3"))
+    assert first.returncode == 0, first.stderr
+    found = evaluated(first.stdout)
+    run = folder / "Models/demo_om_net"
+    assert found["OMNIMORPH_RUN"] == str(run) and (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == ("0", "0")
+    assert found["OMNIMORPH_STEP_BACK"] == "" and 1024 <= int(found["FREE_PORT"]) < 65536
+    names = ("ROUND_SECONDS", "MAX_ROUNDS", "PAUSE_CRASH", "GRACE")
+    assert [found[name] for name in names] == ["5400", "500", "10.0", "5"]
+    mine = {name: found[name] for name in ("OMNIMORPH_RUN", "OMNIMORPH_TOKEN", "OMNIMORPH_ATTEMPT")}
+    other = call(*begin_words(folder))
+    assert other.returncode == 43 and f"error: {run} is in use by process {os.getpid()}" in other.stderr
+    assert other.stdout == "" and len(history(run)) == 1
+    for attempt in (0, 1):
+        write_rank(run, 0, died("ValueError: it's $1"), attempt=attempt, exit={"code": 1})
+        ended = call("end", 1, **{**mine, "OMNIMORPH_ATTEMPT": str(attempt)})
+        assert ended.returncode == 1 and "exception: rank 0 on node0" in ended.stderr
+        found = evaluated(call(*begin_words(folder), **mine).stdout)
+        assert (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == (str(attempt + 1),) * 2
+        assert found["OMNIMORPH_TOKEN"] == mine["OMNIMORPH_TOKEN"]
+    assert found["OMNIMORPH_STEP_BACK"].startswith("attempt 1: exception") and "it's $1" in found["OMNIMORPH_STEP_BACK"]
+    finish(run, 0, attempt=2)
+    assert call("end", 0, **{**mine, "OMNIMORPH_ATTEMPT": "2"}).returncode == 0
+    assert call("unlock", **mine).returncode == 0 and not (run / "lock.json").exists()
+
+
+def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path):
+    found = evaluated(call(*begin_words(tmp_path)).stdout)
+    mine = {name: value for name, value in found.items() if name.startswith("OMNIMORPH_")}
+    script = subprocess.run([sys.executable, str(ROOT / "OM_train_3modes.py"), *arguments(tmp_path)], text=True,
+                            capture_output=True, timeout=60, env={**os.environ, **mine, "OMP_NUM_THREADS": "1"})
+    assert script.returncode == 43 and script.stderr.startswith("error: ")
+    ended = call("end", 43, **mine)
+    assert "refused" in ended.stderr and "This needs a person" in ended.stderr
+    assert ended.returncode == 43 and ".." not in ended.stderr
+
+
+def test_errors_of_the_command_line_are_sentences(tmp_path):
+    bad = call(*begin_words(tmp_path, run__epochs="many"))
+    assert (bad.returncode, bad.stdout) == (43, "") and "error: " in bad.stderr and "run.epochs" in bad.stderr
+    assert "Traceback" not in bad.stderr and not (tmp_path / "Models").exists()
+    none = call(tmp_path / "nowhere")
+    assert none.returncode == 43 and "there is no attempts.jsonl; give the folder of a run" in none.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Goodput
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def run(tmp_path):
+    """Killed in step 3 at 100 s, durable step 2; again from 110 s; done at 200 s."""
+    spent = {"start": 4.0, "data": 2.0, "forward": 5.0, "backward": 3.0}
+    log = [(0, "step", 0, 20, spent), (0, "step", 1, 30, {"forward": 8.0, "checkpoint": 2.0}),
+           (0, "step", 2, 40, {"forward": 10.0}),
+           (1, "step", 2, 130, {"restore": 5.0, "forward": 12.0}), (1, "step", 3, 150, {"optimizer": 20.0}),
+           (1, "epoch", 3, 151, None), (1, "end", 3, 190, {"evaluate": 30.0, "refresh": 4.0, "leave": 1.0})]
+    with open(tmp_path / "rank0.jsonl", "w") as file:
+        for attempt, event, step, time, seconds in log:
+            line = {"event": event, "attempt": attempt, "rank": 0, "step": step, "time": 1000.0 + time, "epoch": 0}
+            file.write(json.dumps({**line, "spent": seconds} if seconds else line) + "\n")
+        file.write('{"event": "now", "attempt": 1, "number"')
+    lines = [{"event": "begin", "attempt": 0, "time": 1000.0},
+             {"event": "end", "attempt": 0, "time": 1100.0, "verdict": {"dead": True, "cause": "killed"}},
+             {"event": "begin", "attempt": 1, "time": 1110.0},
+             {"event": "end", "attempt": 1, "time": 1200.0, "verdict": {"dead": False, "cause": "done"}}]
+    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_kinds_add_up_to_the_wall_time(run):
+    kinds, causes = account(run)
+    assert sum(kinds.values()) == pytest.approx(200.0)
+    expected = {"useful steps": 8 + 8 + 12 + 20, "replayed steps": 10, "waiting for data": 2, "checkpoints": 2,
+                "validation": 30, "process-group refresh": 4, "detection": 60}
+    assert {kind: kinds[kind] for kind in expected} == pytest.approx(expected)
+    assert kinds["restart"] == pytest.approx(200 - sum(expected.values()))
+    assert causes["killed"] == pytest.approx({"times": 1, "detection": 60, "replayed": 10, "restart": 100 - 66})
+    assert causes["first start"]["restart"] == pytest.approx(40 - 30)
+    assert causes["done"]["times"] == 1 and causes["done"]["detection"] == 0
+
+
+def test_goodput_and_what_it_would_be_with_longer_epochs(run):
+    kinds, causes = account(run)
+    assert goodput(kinds) == pytest.approx((48 + 30) / 200)
+    lost = 60 + 10 + 34 + 10
+    assert goodput_at(kinds, causes, 1, 60) == pytest.approx(3600 / (3600 + lost))
+    assert goodput_at(kinds, causes, 2, 60) == pytest.approx(3600 / (3600 + lost / 2))
+    text = table(run, 60)
+    assert "goodput 39.00 %" in text and f"1 epochs of 60 min: {100 * 3600 / (3600 + lost):.2f} %" in text
+    assert [line for line in text.splitlines() if "killed" in line][0].split()[-4:] == ["60.0", "34.0", "10.0", "104.0"]
+
+
+def test_a_run_that_is_still_going_on_counts_up_to_its_last_step(run):
+    lines = (run / "attempts.jsonl").read_text().splitlines()[:3]
+    (run / "attempts.jsonl").write_text("\n".join(lines) + "\n")
+    kinds, causes = account(run)
+    assert sum(kinds.values()) == pytest.approx(190.0) and causes["running"]["times"] == 1

@@ -1,0 +1,214 @@
+"""The watchdog in real processes: what is left of them however they end."""
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.tiny import ROOT
+
+CFG = {"run.deadline_floor_s": 20.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}
+START = """
+import ctypes, json, os, re, resource, signal, sys, time
+from pathlib import Path
+from Runtime import watchdog
+RUN = Path(sys.argv[1])
+watchdog.start(RUN, 1, 4, json.loads(sys.argv[2]), sys.argv[3] == "launcher")
+"""
+
+
+def command(run, body, launcher=True, **cfg):
+    cfg = {**CFG, **{f"run.deadline_{key}": value for key, value in cfg.items()}}
+    return [sys.executable, "-c", START + body, str(run), json.dumps(cfg), "launcher" if launcher else "alone"]
+
+
+def run_process(run, body, **options):
+    return subprocess.run(command(run, body, **options), cwd=ROOT, capture_output=True, text=True, timeout=20)
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "rank1.jsonl").read_text().splitlines()]
+
+
+def events(run, kind):
+    return [line for line in lines(run) if line["event"] == kind]
+
+
+def wait_for(condition, seconds=10):
+    until = time.time() + seconds
+    while not condition():
+        assert time.time() < until, "nothing came"
+        time.sleep(0.01)
+
+
+def test_the_log_survives_a_kill_and_ends_with_the_place(tmp_path):
+    body = ("watchdog.new_step(7)\nwatchdog.event('leak', much=3)\nwatchdog.phase('forward', 'diffusion')\n"
+            "print('there', flush=True)\ntime.sleep(30)")
+    process = subprocess.Popen(command(tmp_path, body), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "there\n"
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+    found = lines(tmp_path)
+    assert [line["event"] for line in found] == ["start", "leak", "now"]
+    assert found[0]["pid"] == process.pid and found[0]["host"]
+    assert (found[1]["much"], found[1]["step"], found[1]["rank"], found[1]["attempt"]) == (3, 7, 1, 4)
+    now = found[-1]
+    assert (now["phase"], now["mode"], now["step"], now["attempt"], now["rank"]) == ("forward", "diffusion", 7, 4, 1)
+    assert now["number"] == 3 and abs(now["time"] - time.time()) < 20
+
+
+def test_phases_overwrite_one_line_and_events_append(tmp_path):
+    body = """
+sizes = []
+for step in range(200):
+    watchdog.new_step(step)
+    for name in ("forward", "agree", "backward"):
+        watchdog.phase(name, "registration")
+    watchdog.end_step()
+    sizes.append((RUN / "rank1.jsonl").stat().st_size)
+watchdog.event("short")
+print(json.dumps([len(set(sizes)), (RUN / "rank1.jsonl").stat().st_size - sizes[-1]]))
+"""
+    distinct, growth = json.loads(run_process(tmp_path, body).stdout)
+    assert distinct == 1 and 0 < growth < 200
+    found = lines(tmp_path)
+    assert [line["event"] for line in found] == ["start", "short", "now"]
+    assert found[-1]["number"] == 1 + 5 * 200
+
+
+def test_the_next_attempt_goes_on_behind_a_line_cut_short(tmp_path):
+    run_process(tmp_path, "watchdog.finish()")
+    with open(tmp_path / "rank1.jsonl", "a") as file:
+        file.write('{"event": "exit", "att')
+    run_process(tmp_path, "watchdog.event('second')")
+    text = (tmp_path / "rank1.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["event"] for line in text if line.endswith("}") or line.endswith(" ")]
+    assert kinds == ["start", "end", "now", "start", "second", "now"] and '{"event": "exit", "att' in text
+
+
+@pytest.mark.parametrize("hang", ["time.sleep(15)", "ctypes.PyDLL(None).sleep(15)",  # the latter two keep the GIL
+                                  "re.match('(a+)+$', 'a' * 40 + 'b')"])
+def test_a_phase_beyond_its_deadline_ends_the_process_and_names_the_function(tmp_path, hang):
+    body = (f"def culprit():\n    {hang}\nwatchdog.phase('forward', 'contrastive')\nculprit()\nprint('survived')")
+    began = time.time()
+    done = run_process(tmp_path, body, floor_s=0.4, first_s=0.4)
+    assert done.returncode == 1 and "survived" not in done.stdout and 0.4 <= time.time() - began < 5
+    stack = (tmp_path / "rank1.stack").read_text()
+    assert stack.startswith("Timeout") and "in culprit" in stack
+    assert lines(tmp_path)[-1]["phase"] == "forward" and lines(tmp_path)[-1]["deadline"] == 0.4
+
+
+def test_each_phase_starts_its_own_clock_and_the_last_one_keeps_it(tmp_path):
+    body = ("for _ in range(12):\n    watchdog.phase('forward')\n    time.sleep(0.1)\nprint('in time', flush=True)\n"
+            "watchdog.finish()\ntime.sleep(15)")
+    done = run_process(tmp_path, body, floor_s=0.5, first_s=0.5)
+    assert done.stdout == "in time\n" and done.returncode == 1
+    assert "Timeout" in (tmp_path / "rank1.stack").read_text() and len(events(tmp_path, "end")) == 1
+    assert lines(tmp_path)[-1]["phase"] == "exit"
+
+
+def test_without_a_launcher_the_stack_goes_to_standard_error(tmp_path):
+    done = run_process(tmp_path, "time.sleep(15)", launcher=False, floor_s=0.3, first_s=0.3)
+    assert done.returncode == 1 and "Timeout" in done.stderr and not (tmp_path / "rank1.stack").exists()
+
+
+def test_deadlines_are_learned_from_steps_but_not_from_the_first(tmp_path):
+    body = """
+seen = {"before": watchdog.deadline("forward")}
+def step(seconds):
+    watchdog.new_step(0)
+    watchdog.phase("forward")
+    time.sleep(seconds)
+    return watchdog.end_step()
+seen["spent"] = step(0.3)
+seen["after the first"] = watchdog.deadline("forward")
+for _ in range(3):
+    step(0.1)
+seen["after four"] = watchdog.deadline("forward")
+seen["new one-off"] = watchdog.deadline("checkpoint")
+watchdog.phase("checkpoint")
+time.sleep(0.4)
+watchdog.phase("agree")
+seen["timed one-off"] = watchdog.deadline("checkpoint")
+print(json.dumps(seen))
+"""
+    seen = json.loads(run_process(tmp_path, body, floor_s=0.2, factor=5.0, first_s=9.0).stdout)
+    assert seen["before"] == seen["after the first"] == seen["new one-off"] == 9.0
+    assert 0.5 <= seen["after four"] < 1.2  # 5 times the median step, no trace of the first one
+    assert 2.0 <= seen["timed one-off"] < 3.5
+    assert 0.3 <= seen["spent"]["forward"] < 0.6 and {"start", "data", "forward"} <= set(seen["spent"])
+
+
+def test_the_floor_holds_for_fast_steps(tmp_path):
+    body = "for n in range(4):\n    watchdog.new_step(n)\n    watchdog.end_step()\nprint(watchdog.deadline('forward'))"
+    assert float(run_process(tmp_path, body, floor_s=7.0).stdout) == 7.0
+
+
+def test_entering_a_phase_again_at_once_does_not_count_as_having_timed_it(tmp_path):
+    names = ["start", "epoch", "checkpoint", "evaluate"]
+    body = f"""
+seen = {{}}
+for name in {names}:
+    watchdog.phase(name)
+    watchdog.phase(name)
+    seen[name] = watchdog.STATE["deadline"]
+print(json.dumps(seen))
+"""
+    seen = json.loads(run_process(tmp_path, body, floor_s=1.0, first_s=33.0).stdout)
+    assert seen == dict.fromkeys(names, 33.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_asks_and_does_not_end(tmp_path, number):
+    body = ("print(watchdog.stop_requested(), flush=True)\nwhile not watchdog.stop_requested():\n    time.sleep(0.01)\n"
+            "print(watchdog.stop_requested())\nwatchdog.finish()")
+    process = subprocess.Popen(command(tmp_path, body), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "None\n"
+    process.send_signal(number)
+    assert process.communicate(timeout=10)[0].strip() == number.name and process.returncode == 0
+    assert events(tmp_path, "end")[0]["spent"]["start"] > 0
+
+
+def test_an_exception_leaves_its_last_words(tmp_path):
+    body = """
+def inner():
+    raise RuntimeError("no space for\\nthe field")
+def outer():
+    inner()
+watchdog.new_step(12)
+watchdog.phase("backward", "registration")
+outer()
+"""
+    done = run_process(tmp_path, body)
+    died, = events(tmp_path, "died")
+    assert done.returncode == 1 and "in outer" in done.stderr and "no space for" in done.stderr
+    assert died["error"] == "RuntimeError: no space for\nthe field"
+    assert (died["phase"], died["mode"], died["step"]) == ("backward", "registration", 12)
+    assert [frame.split()[-1] for frame in died["stack"]] == ["<module>", "outer", "inner"]
+    assert re.search(r":\d+ inner$", died["stack"][-1]) and not events(tmp_path, "end")
+
+
+def test_a_full_disk_ends_only_the_log(tmp_path):
+    body = """
+limit = (RUN / "rank1.jsonl").stat().st_size + 10
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+for step in range(5):
+    watchdog.new_step(step)
+    watchdog.event("step", spent=watchdog.end_step())
+watchdog.finish()
+print("done")
+"""
+    done = run_process(tmp_path, body)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert "rank 1 cannot write its log" in done.stderr
+    assert json.loads((tmp_path / "rank1.jsonl").read_text().splitlines()[0])["event"] == "start"
+
+
+def test_phases_of_a_process_without_a_log_do_nothing(tmp_path):
+    body = ("from Runtime import watchdog\nwatchdog.phase('forward')\nwatchdog.new_step(1)\nwatchdog.event('x')\n"
+            "watchdog.finish()\nprint(watchdog.end_step(), watchdog.stop_requested())")
+    done = subprocess.run([sys.executable, "-c", body], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert done.stdout == "{} None\n" and not list(tmp_path.iterdir())
