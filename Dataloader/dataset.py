@@ -1,10 +1,17 @@
 """Volumes on the training grid, from NIfTI files to batches."""
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from Dataloader.datalist import read_datalist, read_pairs
+from Dataloader.sampler import batches, epoch_order, epoch_pair_count, epoch_pairs, steps_left
 from Dataloader.volume_io import normalise, read_label, read_volume, to_grid
 from Runtime.errors import InputError
 
@@ -51,8 +58,45 @@ def make_loader(dataset, batch_list, cfg):
     options = {}
     if workers:
         # spawn: a forked worker inherits locks of the accelerator's driver in whatever state they are.
-        options = {"prefetch_factor": cfg["data.prefetch_factor"], "multiprocessing_context": "spawn"}
+        options = {"prefetch_factor": cfg["data.prefetch_factor"], "multiprocessing_context": "spawn",
+                   "worker_init_fn": leave_signals_to_the_rank}
     return DataLoader(dataset, batch_sampler=batch_list, num_workers=workers, **options)
+
+
+def leave_signals_to_the_rank(worker):
+    """A scheduler signals every process of a job; the rank saves and leaves, and needs its workers until then."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    # torch compares later with the parent that it finds then, and an orphan would wait for work for ever.
+    if os.getppid() != multiprocessing.parent_process().pid:
+        sys.exit(1)
+
+
+@atexit.register
+def end_workers():
+    """multiprocessing ends workers by SIGTERM, which they do not hear, and would wait for them for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch takes the death of a worker for an error
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
+def epoch_batches(cfg, dataset, listed, progress, share, ranks):
+    """What a rank does from here to the end of the epoch.
+
+    Returns: iterator of (volumes, pairs), each the step's list of batches (images, positions, indices); in a batch of
+    pairs moving and fixed alternate.
+    """
+    seed, epoch, mine = cfg["run.seed"], progress["epoch"], (ranks["rank"], ranks["world"])
+    steps = steps_left(cfg, len(dataset), listed, share, progress["samples"], progress["pairs"])
+    count = epoch_pair_count(cfg, len(dataset), listed, share)
+    order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
+    order = batches(order, share["samples"], share["sample_batch"], progress["samples"], *mine)
+    drawn = epoch_pairs(seed, epoch, len(dataset), count, listed)
+    drawn = batches(drawn, share["pairs"], share["pair_batch"], progress["pairs"], *mine)
+    flat = [[(2 * position + side, pair[side]) for position, pair in batch for side in (0, 1)] for batch in drawn]
+    volumes = iter(make_loader(dataset, order[:steps * share["sample_batches"]], cfg))
+    pairs = iter(make_loader(dataset, flat[:steps * share["pair_batches"]], cfg))
+    return zip(zip(*[volumes] * share["sample_batches"]), zip(*[pairs] * share["pair_batches"]))
 
 
 def read_datasets(cfg, headers_only=False):

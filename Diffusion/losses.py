@@ -146,3 +146,18 @@ def info_nce(anchors, positives, negatives, allowed, temperature):
     others = (anchors @ negatives.T).masked_fill(~allowed, float("-inf"))
     logits = torch.cat([positive, others], dim=1) / temperature
     return (torch.logsumexp(logits, dim=1) - logits[:, 0]).mean()
+
+
+def new_queue(cfg, device):
+    """Embeddings of recent samples, oldest overwritten first; subject -1 marks an empty place."""
+    size, width = cfg["contrastive.queue"], cfg["contrastive.embedding"]
+    return {"images": torch.zeros(size, width, device=device), "conditions": torch.zeros(size, width, device=device),
+            "subjects": torch.full((size,), -1, device=device), "next": 0}
+
+
+def push(queue, images, conditions, subjects):
+    """Put a step's embeddings into the queue, in global sample order. images, conditions: (B, E). subjects: (B,)."""
+    for image, condition, subject in zip(images, conditions, subjects):
+        place = queue["next"] % len(queue["subjects"])
+        queue["images"][place], queue["conditions"][place], queue["subjects"][place] = image, condition, subject
+        queue["next"] += 1

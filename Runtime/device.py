@@ -1,16 +1,15 @@
 """Devices by one set of names: CPU, CUDA (also ROCm), XPU."""
 import contextlib
-import os
 
 import torch
 
 from Runtime.errors import InputError
 
 
-def pick_device(name):
+def pick_device(name, local_rank=0):
     """The device for run.device: "auto" takes the accelerator torch sees, else the CPU.
 
-    With several devices on a node, LOCAL_RANK chooses. Raises InputError if the named one is not there.
+    With several devices on a node, local_rank chooses. Raises InputError if the named one is not there.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     if name == "cpu" or (name == "auto" and found is None):
@@ -19,7 +18,7 @@ def pick_device(name):
         seen = found.type if found else "none"
         raise InputError(f"run.device: {name} is asked for, but torch {torch.__version__} sees no such device (it "
                          f"sees: {seen}); install the matching torch build or set run.device to auto.")
-    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
+    return torch.device(found.type, local_rank % torch.accelerator.device_count())
 
 
 def autocast(device, amp):

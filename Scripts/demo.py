@@ -20,14 +20,16 @@ sys.path.insert(0, str(ROOT))
 from Dataloader.dataset import read_image, read_labels  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
 from Diffusion.diffuser import DeformDDPM  # noqa: E402
+from Diffusion.evaluation import register  # noqa: E402
 from Diffusion.fields import warp  # noqa: E402
+from Diffusion.figures import curves_figure, gallery_figure, registration_figure  # noqa: E402
 from Diffusion.metrics import average, dice_before_after, folding_percent  # noqa: E402
 from Diffusion.networks import build_network  # noqa: E402
-from OM_train_3modes import register  # noqa: E402
 from Runtime import checkpoint, report  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
+from Runtime.folder import run_folder  # noqa: E402
 
 CONFIG = "Config/config_demo.yaml"
 TRAIN, VALIDATION = range(0, 40), range(900, 908)
@@ -84,15 +86,15 @@ def write_report(cases, history, cfg, seconds):
     rows = [[c["pair"], c["before"], c["after"], c["after"] - c["before"], c["folding"], c["seconds"]] for c in cases]
     rows.append(["mean", before, after, after - before, folding, average([c["seconds"] for c in cases])])
     formats = [None, ".3f", ".3f", "+.3f", ".3f", ".2f"]
-    figures = [report.registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
+    figures = [registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
                for case, word in ((worst, "the worst pair"), (best, "the best pair"))]
     pictures = "".join(report.figure_html(
         figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} after.")
         for figure, case in zip(figures, (worst, best)))
     (FOLDER / "registration.png").write_bytes(report.figure_png(figures[1]))
     copies = deformed_copies(cases[0], cfg)
-    drawn = report.gallery_figure([("original", *[cases[0][k][0] for k in ("volumes", "labels")], None)]
-                                  + [(f"t = {t}", image, label, field) for t, image, label, field in copies])
+    drawn = gallery_figure([("original", *[cases[0][k][0] for k in ("volumes", "labels")], None)]
+                           + [(f"t = {t}", image, label, field) for t, image, label, field in copies])
     report.write_page(
         FOLDER / "report.html", "OmniMorph demo",
         f"One small {cfg['model.name']} learned for {history[-1]['step']} steps from {len(TRAIN)} unlabelled synthetic "
@@ -103,7 +105,7 @@ def write_report(cases, history, cfg, seconds):
          ("Deformed copies", report.figure_html(
              drawn, "Random deformations of one subject at growing t: what mode 1 undoes, and what augmentation draws "
                     "from. Labels move along (outlines).")),
-         ("Training", report.figure_html(report.curves_figure(history, panels), "Averages of each epoch."))])
+         ("Training", report.figure_html(curves_figure(history, panels), "Averages of each epoch."))])
     print("\n" + report.text_table(header, rows, formats))
     return {"dice_before": before, "dice_after": after, "folding_percent": folding, "seconds": seconds}
 
@@ -132,7 +134,7 @@ def main(argv=None):
         raise InputError(f"the training ended with exit code {code}; what it said stands above.")
     device = pick_device(cfg["run.device"])
     prepare_device(device, cfg["run.threads"])
-    run = checkpoint.run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"])
+    run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"])
     newest = checkpoint.newest(run)
     net = build_network(cfg, device)
     checkpoint.load_weights(net, checkpoint.load(run / newest, map_location=device), run / newest)

@@ -48,7 +48,8 @@ def test_every_key_is_explained_with_default_unit_and_allowed_values():
     ("optim.lr=1e-5", 1e-5), ("optim.lr='1e-5'", 1e-5), ("optim.lr=1", 1.0), ("data.batchsize=4", 4),
     ("data.batchsize=4.0", 4), ("run.amp=off", "off"), ("data.train_ids=1-60", "1-60"), ("data.train_ids=7", "7"),
     ("data.train_ids=", ""), ("data.img_size=96", [96, 96, 96]), ("data.img_size=[64, 80, 96]", [64, 80, 96]),
-    ("data.root=/a=b", "/a=b"), ("registration.squared=false", False),
+    ("data.root=/a=b", "/a=b"), ("registration.squared=false", False), ("data.global_batchsize=64", 64),
+    ("run.checkpoint_minutes=0.5", 0.5), ("run.deadline_floor_s=3", 3.0), ("run.checksum_every=0", 0),
 ])
 def test_overrides_are_converted(override, value):
     found = load_config(OM, [override])[override.partition("=")[0]]
@@ -78,6 +79,10 @@ def test_overrides_are_converted(override, value):
     ("data.img_size=32", ["diffusion.grids", "64"]),
     ("data.img_size=[128, 128]", ["data.img_size", "model.dims"]),
     ("registration.window=8", ["registration.window", "odd"]),
+    ("data.global_batchsize=-2", ["data.global_batchsize", "at least 0"]),
+    ("run.deadline_factor=0.5", ["run.deadline_factor", "at least 1"]),
+    ("run.max_rounds=0", ["run.max_rounds", "at least 1"]),
+    ("run.deadline_flor_s=3", ["run.deadline_flor_s", "run.deadline_floor_s"]),
 ])
 def test_bad_values_are_one_sentence(override, words):
     with pytest.raises(InputError) as error:

@@ -1,18 +1,36 @@
-"""Order, draws, data sets, augmentation: all functions of keys, none of what ran before."""
+"""Draws, data sets, augmentation: all functions of keys, none of what ran before."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from Dataloader.augment import augment, random_affine
 from Dataloader.dataset import make_loader, read_datasets, read_image, read_labels
-from Dataloader.sampler import batches, epoch_order, epoch_pairs
+from Dataloader.sampler import batches, epoch_order
 from Dataloader.synthetic import make_subject
 from Dataloader.volume_io import write_volume
 from Diffusion.diffuser import make_condition
-from Runtime.draws import generator, normal, uniform
+from Diffusion.draws import generator, normal, uniform
 from Runtime.errors import InputError
-from tests.tiny import config, make_data
+from tests.tiny import ROOT, config, make_data
 
+ORPHANS = """
+import multiprocessing, os, sys
+from pathlib import Path
+from Dataloader.dataset import make_loader, read_datasets
+from tests.tiny import config
+if __name__ == "__main__":
+    cfg = config(Path(sys.argv[1]), data__in_memory="false", data__num_workers=1)
+    loader = iter(make_loader(read_datasets(cfg)[0], [[(0, 0)]] * 4, cfg))
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    os.kill(os.getpid(), 9)
+"""
 KEYS = [(0, 3, position) for position in range(4)]
 
 
@@ -32,31 +50,9 @@ def test_draws_of_a_sample_do_not_depend_on_its_batch():
     assert normal([(0, 0, i) for i in range(4000)], "n").std().item() == pytest.approx(1.0, abs=0.05)
 
 
-def test_epoch_order_is_a_shuffle_per_repeat_and_differs_by_epoch():
-    order = epoch_order(0, 5, 10, repeats=3)
-    assert all(sorted(order[i:i + 10]) == list(range(10)) for i in (0, 10, 20))
-    assert order == epoch_order(0, 5, 10, 3) and order[:10] != order[10:20]
-    assert order != epoch_order(0, 6, 10, 3) and order != epoch_order(1, 5, 10, 3)
-
-
-def test_random_pairs_are_of_different_volumes_and_listed_ones_are_shuffled():
-    pairs = epoch_pairs(0, 0, 5, 400)
-    assert all(moving != fixed for moving, fixed in pairs) and len(set(pairs)) == 20
-    listed = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0)]
-    assert sorted(epoch_pairs(0, 0, 5, 99, listed)) == listed
-    assert epoch_pairs(0, 0, 5, 99, listed) != epoch_pairs(0, 1, 5, 99, listed)
-
-
-def test_batches_from_any_step_are_the_tail_and_the_last_is_filled_from_the_front():
-    order = [4, 2, 0, 1, 3]
-    whole = batches(order, 2)
-    assert whole == [[(0, 4), (1, 2)], [(2, 0), (3, 1)], [(4, 3), (5, 4)]]
-    assert batches(order, 2, first_step=2) == whole[2:]
-
-
 def test_loader_with_workers_delivers_what_the_one_without_does(tmp_path):
     make_data(tmp_path, 8)
-    lists = batches(epoch_order(0, 0, 6), 2)
+    lists = batches(epoch_order(0, 0, 6), 2, 2)
     found = []
     for workers in (0, 2):
         cfg = config(tmp_path, data__in_memory="false", data__num_workers=workers)
@@ -67,6 +63,23 @@ def test_loader_with_workers_delivers_what_the_one_without_does(tmp_path):
     assert all(torch.equal(a, b) for left, right in zip(*found) for a, b in zip(left, right))
     in_memory = read_datasets(config(tmp_path))[0]
     assert torch.equal(in_memory[0, 3][0], dataset[0, 3][0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
+def test_a_worker_ends_whose_parent_was_killed_before_it_had_started(tmp_path):
+    make_data(tmp_path)
+    (tmp_path / "orphans.py").write_text(ORPHANS)
+    with open(tmp_path / "out.txt", "w") as out:  # a pipe would wait for the worker
+        subprocess.run([sys.executable, str(tmp_path / "orphans.py"), str(tmp_path)], stdout=out, stderr=out,
+                       env={**os.environ, "PYTHONPATH": str(ROOT)})
+    worker = int((tmp_path / "out.txt").read_text().split()[-1])
+    ends = time.time() + 30
+    while Path(f"/proc/{worker}").exists() and time.time() < ends:
+        time.sleep(0.1)
+    alive = Path(f"/proc/{worker}").exists()
+    if alive:
+        os.kill(worker, signal.SIGKILL)
+    assert not alive
 
 
 def test_volumes_of_different_sizes_orientations_and_spacings_land_on_one_grid(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import OM_train_3modes as om
+from Scripts.progress import AVERAGES
 from tests.tiny import arguments, make_data
 
 GOLDEN = {
@@ -32,7 +33,7 @@ def averages_of_six_steps(folder):
     assert om.main(arguments(folder, run__epochs=1, run__amp="off", optim__lr=1e-3, loss__waiver=0)) == 0
     lines = [json.loads(line) for line in (folder / "Models/demo_om_net/rank0.jsonl").read_text().splitlines()]
     epoch = next(line for line in lines if line["event"] == "epoch")
-    return {name: epoch[name] for name in [*om.AVERAGES, "val_ang", "val_imgsim"]}
+    return {name: epoch[name] for name in [*AVERAGES, "val_ang", "val_imgsim"]}
 
 
 def test_six_steps_give_the_golden_averages(tmp_path):

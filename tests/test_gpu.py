@@ -6,6 +6,7 @@ import OM_train_3modes as om
 from Diffusion.fields import self_compose, warp
 from Diffusion.losses import mslncc
 from Runtime import checkpoint
+from Runtime.memory import WINDOW, find_leak, measure
 from tests.tiny import arguments, make_data
 
 device = torch.accelerator.current_accelerator(check_available=True)
@@ -31,3 +32,14 @@ def test_a_checkpoint_written_on_the_accelerator_continues_on_the_cpu(tmp_path):
     run = tmp_path / "Models/demo_om_net"
     state = checkpoint.load(run / checkpoint.newest(run))
     assert state["step"] == 12 and all(tensor.device.type == "cpu" for tensor in state["model"].values())
+
+
+def test_tensors_kept_on_the_accelerator_are_found_as_a_leak_of_the_graph():
+    kept, samples, size = [], [], 64 * 2 ** 20
+    for _ in range(WINDOW):
+        kept.append(torch.zeros(size, dtype=torch.uint8, device=device))
+        samples.append(measure(torch.device(device.type, 0)))
+    leak = find_leak(samples, range(WINDOW))
+    assert leak["who"] == "graph" and leak["bytes_per_step"] == pytest.approx(size, rel=0.05)
+    assert leak["steps_left"] == pytest.approx(samples[-1]["device_free"] / size, rel=0.1)
+    assert samples[-1]["device_reserved"] >= WINDOW * size

@@ -1,5 +1,6 @@
 """Promises about the repository itself."""
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -8,6 +9,8 @@ from tests.tiny import ROOT
 
 FOLDERS = ["", "Diffusion", "Dataloader", "Runtime", "Scripts"]
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
+SCRIPTS = [path for folder in [*FOLDERS, "Scripts/smoke", "tests", ".ci"] for path in (ROOT / folder).glob("*")
+           if path.is_file() and path.read_bytes()[:19] == b"#!/usr/bin/env bash"]
 
 
 def lines(path):
@@ -32,7 +35,9 @@ def test_every_file_the_readme_points_to_exists():
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
     named = re.findall(r"`((?:Config|Diffusion|Dataloader|Runtime|Scripts|tests)/[\w./]+)`", text)
     assert links and named
-    assert not [name for name in links + named if not (ROOT / name).exists()]
+    headings = ["#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+                for heading in re.findall(r"^#+ (.*?)\s*$", text, re.M)]
+    assert not [name for name in links + named if name not in headings and not (ROOT / name).exists()]
 
 
 def test_make_help_lists_every_target():
@@ -40,3 +45,15 @@ def test_make_help_lists_every_target():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert {"venv", "demo", "test", "test-all", "bench"} <= set(targets)
     assert all(f"make {target}" in printed for target in targets)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shell_scripts_are_sound(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if shutil.which("shellcheck"):
+        found = subprocess.run(["shellcheck", "--severity=warning", str(script)], capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout
+
+
+def test_the_launcher_is_among_the_checked_scripts():
+    assert ROOT / "bash_train_multi_nodes.sh" in SCRIPTS

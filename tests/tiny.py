@@ -1,4 +1,5 @@
 """A training small enough for tests: 16^3 synthetic volumes, a few thousand weights, milliseconds per step."""
+import json
 from pathlib import Path
 
 from Dataloader.synthetic import write_dataset
@@ -12,6 +13,8 @@ SETTINGS = {
     "registration.window": 5, "registration.scales": 2, "registration.gate": 2, "data.train_ids": "0-5",
     "data.val_ids": "6-7", "data.img_size": 16, "data.batchsize": 2, "data.diff_reg_batch_ratio": 2, "data.repeats": 2,
     "data.expect_samples": 6, "run.epochs": 2, "run.checkpoint_steps": 2, "run.val_pairs": 2, "run.device": "cpu",
+    # One thread: the same rounding in every process, whatever else the machine does.
+    "run.threads": 1,
 }
 
 
@@ -34,3 +37,14 @@ def config(folder=Path("."), **changes):
 def make_data(folder, count=8, size=16, dims=3):
     write_dataset(folder / "data", range(count), size, dims=dims)
     return folder
+
+
+def log_lines(folder, event, rank=0):
+    """Events of one kind in a rank's log of the tiny run inside `folder`, oldest first."""
+    path, found = folder / f"Models/demo_om_net/rank{rank}.jsonl", []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # the last line of a run that is going on is overwritten in place
+            continue
+    return [line for line in found if line["event"] == event]

@@ -22,8 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import OM_train_3modes as om  # noqa: E402
+from Dataloader.dataset import epoch_batches, read_datasets  # noqa: E402
+from Dataloader.sampler import shares  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
 from Diffusion.diffuser import make_condition  # noqa: E402
+from Diffusion.gradients import new_gradients  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, synchronize  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
@@ -66,20 +69,24 @@ def measure(cfg, steps):
     """Seconds of each whole step and of its network alone."""
     device = om.pick_device(cfg["run.device"])
     om.prepare_device(device, cfg["run.threads"])
-    dataset, _, listed = om.read_datasets(cfg)
-    net, ddpm, queue = om.build_network(cfg, device), om.DeformDDPM(cfg), om.new_queue(cfg, device)
-    optimizer, progress = torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True), om.new_progress()
-    loaders = iter(zip(*om.epoch_loaders(cfg, dataset, listed, 0, 0)))
+    dataset, _, listed = read_datasets(cfg)
+    net, ranks = om.build_network(cfg, device), {"rank": 0, "world": 1}
+    state = {"net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
+             "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True),
+             "queue": om.new_queue(cfg, device), "progress": om.new_progress(),
+             "gradients": new_gradients(cfg["run.exact_sums"])}
+    steps_of_epoch = iter(epoch_batches(cfg, dataset, listed, state["progress"], shares(cfg, 1), ranks))
     whole, network = [], []
     for number in tqdm(range(WARM_UP + steps), "steps", file=sys.stderr, leave=False):
         started = time.perf_counter()
-        volumes, pairs = next(loaders)
-        om.train_step(net, optimizer, ddpm, queue, progress, volumes, pairs, cfg, device)
+        volumes, pairs = next(steps_of_epoch)
+        om.train_step(state, volumes, pairs, cfg)
         synchronize(device)
         taken = time.perf_counter() - started
-        keys = [(cfg["run.seed"], 0, p) for p in volumes[1].tolist()]
-        batch = om.deform_batch(volumes[0].to(device), keys, ddpm, cfg)
-        alone = network_alone(net, batch, pairs[0][0::2].to(device), pairs[0][1::2].to(device), cfg, device)
+        images, positions, _ = volumes[0]
+        keys = [(cfg["run.seed"], 0, p) for p in positions.tolist()]
+        batch, both = om.deform_batch(images.to(device), keys, state["ddpm"], cfg), pairs[0][0].to(device)
+        alone = network_alone(net, batch, both[0::2], both[1::2], cfg, device)
         if number >= WARM_UP:
             whole.append(taken)
             network.append(alone)

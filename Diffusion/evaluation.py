@@ -1,0 +1,64 @@
+"""What a network is worth on held-out volumes: recovery at fixed times, registration of fixed pairs."""
+import torch
+
+from Dataloader.dataset import read_labels
+from Dataloader.sampler import epoch_pairs
+from Diffusion.diffuser import make_condition
+from Diffusion.fields import warp
+from Diffusion.losses import mslncc, recovery_terms
+from Diffusion.metrics import average, dice_before_after, folding_percent
+from Runtime import agree
+from Runtime.device import autocast
+
+
+def register(net, moving, fixed, cfg):
+    """Align (B, 1, *spatial) volumes: returns warped and the field in voxels."""
+    t = torch.full((len(moving),), cfg["diffusion.timesteps"], device=moving.device)
+    kind = "none" if cfg["model.condition_type"] == "none" else "volume"
+    with autocast(moving.device, cfg["run.amp"]):
+        field = net(moving, t, make_condition(fixed, kind))
+    return warp(moving, field), field
+
+
+@torch.no_grad()
+def validate(state, dataset, cfg):
+    """Scores on held-out volumes, shared among the ranks, and the first pair for a picture.
+
+    state: the training's net, ddpm, device, ranks and progress. Every rank calls this.
+    Returns: dict of val_ang (mean over times), val_dice and val_dice_before (None without labels), val_imgsim (mean
+    local correlation, 1 is perfect), val_folding (percent of voxels); and (moving, fixed, warped, field) of pair 0,
+    None on other ranks than 0.
+    """
+    net, ddpm, device, ranks = state["net"], state["ddpm"], state["device"], state["ranks"]
+    net.eval()
+    cosines, scores, picture = [], [], None
+    times = sorted({max(cfg["diffusion.timesteps"] * share // 4, 1) for share in (1, 2, 3)})
+    for index in range(ranks["rank"], min(len(dataset), cfg["run.val_pairs"]), ranks["world"]):
+        x0 = dataset[0, index][0][None].to(device)
+        for t in times:
+            keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
+            xt, true_field = ddpm.diffuse(x0, [t], keys)
+            with autocast(device, cfg["run.amp"]):
+                pred = net(xt, torch.tensor([t], device=device), make_condition(x0, cfg["model.condition_type"], keys))
+            cosines.append((index, t, recovery_terms(pred, true_field)[1].item()))
+    grid = (cfg["data.img_size"], cfg["data.spacing_mm"])
+    pairs = list(enumerate(epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"])))
+    for number, pair in pairs[ranks["rank"]::ranks["world"]]:
+        moving, fixed = (dataset[0, index][0][None].to(device) for index in pair)
+        warped, field = register(net, moving, fixed, cfg)
+        score = {"val_dice": None, "val_dice_before": None, "val_imgsim": mslncc(warped, fixed).item(),
+                 "val_folding": folding_percent(field)}
+        paths = [dataset.items[index]["label"] for index in pair]
+        if all(paths):
+            labels = [read_labels(path, *grid)[None] for path in paths]
+            score["val_dice_before"], score["val_dice"], _ = dice_before_after(*labels, field.cpu())
+        scores.append((number, score))
+        if number == 0:
+            picture = [volume[0, 0].cpu() for volume in (moving, fixed, warped)] + [field[0].cpu()]
+    net.train()
+    agree.agree(ranks, state["progress"]["step"], "evaluate")
+    found = agree.gather_objects(ranks, (cosines, scores))
+    # In the order of their numbers, so that the averages are the same for any number of ranks.
+    cosines = [cosine for _, _, cosine in sorted(row for part, _ in found for row in part)]
+    scores = [score for _, score in sorted((row for _, part in found for row in part), key=lambda row: row[0])]
+    return {"val_ang": average(cosines), **{name: average([s[name] for s in scores]) for name in scores[0]}}, picture

@@ -1,0 +1,159 @@
+"""Who am I among the ranks, and how they are joined: environment, rendezvous, process groups, DDP.
+
+`ranks` is a plain dict: rank, local_rank, world, store (one long-lived TCPStore), cpu (gloo group for agreements) and
+generation (how often the groups have been made). With one process there is no store and no group.
+"""
+import datetime
+import gc
+import inspect
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from Diffusion.gradients import sum_over_ranks
+from Runtime import attempts, watchdog
+from Runtime.errors import InputError
+from Runtime.folder import lock, run_folder, unlock
+
+NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
+         "world": ("WORLD_SIZE", "SLURM_NTASKS")}
+
+
+def environment():
+    """rank, local_rank and world of this process: plain variables (torchrun sets them too), then Slurm's, else alone.
+
+    Raises InputError for a set of variables that contradicts itself.
+    """
+    # An sbatch script itself has SLURM_NTASKS but is no task; a task of srun has SLURM_STEP_ID beside it.
+    column = 0 if "RANK" in os.environ or "WORLD_SIZE" in os.environ else 1 if "SLURM_STEP_ID" in os.environ else None
+    if column is None:
+        return {"rank": 0, "local_rank": 0, "world": 1}
+    found = {}
+    for key, names in NAMES.items():
+        text = os.environ.get(names[column], "0" if key == "local_rank" else "")
+        if not text.isdecimal():
+            raise InputError(f"{names[column]} is {text or 'not set'}: every rank needs {NAMES['rank'][column]}, "
+                             f"{NAMES['local_rank'][column]} and {NAMES['world'][column]}, or none of them.")
+        found[key] = int(text)
+    if found["rank"] >= found["world"]:
+        raise InputError(f"{NAMES['rank'][column]} is {found['rank']} but {NAMES['world'][column]} is "
+                         f"{found['world']}: ranks count from 0.")
+    return found
+
+
+def meet(ranks, seconds):
+    """Find each other at MASTER_ADDR:MASTER_PORT. Raises RuntimeError naming the ranks that did not come."""
+    if ranks["world"] == 1:
+        return
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise InputError(f"MASTER_ADDR is {address or 'not set'} and MASTER_PORT {port or 'not set'}: with "
+                         f"{ranks['world']} ranks both are needed, the host of rank 0 and a free port on it.")
+    ends = time.time() + seconds
+    try:
+        store = dist.TCPStore(address, int(port), ranks["world"], ranks["rank"] == 0, wait_for_workers=False,
+                              timeout=datetime.timedelta(seconds=seconds))
+    except dist.DistError as error:
+        raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
+    store.set(f"here/{ranks['rank']}", "1")
+    missing = list(range(ranks["world"]))
+    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+        if time.time() > ends:
+            raise RuntimeError(f"rank {', '.join(map(str, missing))} of {ranks['world']} did not arrive within "
+                               f"{seconds:.0f} s")
+        time.sleep(0.05)
+    ranks["store"] = store
+
+
+def tell(ranks, key, value=None):
+    """Rank 0's `value` on every rank, before there is a process group."""
+    if ranks["world"] == 1:
+        return value
+    if ranks["rank"] == 0:
+        ranks["store"].set(key, value)
+    return ranks["store"].get(key).decode()
+
+
+def open_run(ranks, cfg, fresh):
+    """Find the other ranks and agree on the run's folder; lock it, number the attempt, start the watchdog.
+
+    A launcher has done all but the meeting, and says so by OMNIMORPH_* variables. Returns the folder.
+    """
+    seconds = cfg["run.join_s"]
+    launched = "OMNIMORPH_RUN" in os.environ
+    if launched:
+        run, attempt = Path(os.environ["OMNIMORPH_RUN"]), int(os.environ["OMNIMORPH_ATTEMPT"])
+        watchdog.start(run, ranks["rank"], attempt, cfg, launched)
+        if ranks["rank"] == 0:
+            lock(run, attempts.stale_after_s(cfg), token=os.environ["OMNIMORPH_TOKEN"])
+        watchdog.phase("meet")
+        meet(ranks, seconds)
+        return run
+    meet(ranks, seconds)
+    if ranks["rank"] == 0:
+        run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh)
+        ranks["token"] = lock(run, attempts.stale_after_s(cfg))
+        ranks["attempt"] = attempts.begin(run, ranks["token"], ranks["world"])
+    run = Path(tell(ranks, "run", str(run) if ranks["rank"] == 0 else None))
+    ranks["attempt"] = int(tell(ranks, "attempt", str(ranks.get("attempt"))))
+    watchdog.start(run, ranks["rank"], ranks["attempt"], cfg, launched)
+    return run
+
+
+def close_run(ranks, run, code):
+    """After training: without a launcher, rank 0 writes down how the attempt ended and gives the folder back."""
+    watchdog.finish()
+    if "token" in ranks:
+        attempts.end(run, ranks["attempt"], code, quiet=True)
+        unlock(run, ranks["token"])
+
+
+def join(ranks, device, cfg):
+    """Make the process groups of the next generation: the device's own, and a CPU group for agreements.
+
+    The backend's timeout only has to be longer than every deadline: those end a hang, and name it.
+    """
+    ranks["generation"] = ranks.get("generation", -1) + 1
+    ranks["cpu"] = None
+    if ranks["world"] == 1:
+        return
+    # A fresh rendezvous each time: keys that an old generation left in the store would be taken for its own.
+    store = dist.PrefixStore(f"generation{ranks['generation']}", ranks["store"])
+    timeout = datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"])
+    dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=ranks["rank"],
+                            world_size=ranks["world"], timeout=timeout)
+    ranks["cpu"] = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def wrap(net, ranks, device, gradients):
+    """The network as the step functions call it: DDP over all ranks, or itself where there is one.
+
+    find_unused_parameters also keeps a resumed run bitwise: without it, DDP regroups its buckets after the first
+    backward, and sums are then taken in another order than in a run that starts anew. gradients: how they are summed.
+    """
+    if ranks["world"] == 1:
+        return net
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
+    ddp = DistributedDataParallel(net, device_ids=None if device.type == "cpu" else [device], **{buffers: False},
+                                  find_unused_parameters=True, gradient_as_bucket_view=True)
+    ddp.register_comm_hook(gradients, sum_over_ranks)
+    return ddp
+
+
+def leave(ranks):
+    """Leave the process groups. The caller has let go of its DDP wrapper: destroying the group first deadlocks."""
+    if ranks["world"] > 1:
+        gc.collect()
+        dist.barrier(group=ranks["cpu"])
+        dist.destroy_process_group()
+
+
+def refresh(ranks, device, cfg):
+    """Leave the old communicator and join a new one without leaving the process (against drivers that leak by use)."""
+    watchdog.phase("refresh")
+    leave(ranks)
+    join(ranks, device, cfg)

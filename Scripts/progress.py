@@ -1,0 +1,49 @@
+"""The nine averages of an epoch, and how the training shows them."""
+import sys
+
+from tqdm import tqdm
+
+AVERAGES = ["total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "imgmse", "ddf"]
+
+
+def new_sums():
+    """Sums of an epoch: each average's total and count, steps, steps with an open gate, non-finite losses."""
+    return {**{name: 0.0 for name in AVERAGES}, "steps": 0, "open": 0, "nonfinite": 0,
+            "counts": {name: 0 for name in AVERAGES}}
+
+
+def add_terms(sums, terms):
+    """Add a mode's terms to the epoch's sums; called only where that mode took a step."""
+    for name, value in terms.items():
+        sums[name] += value
+        sums["counts"][name] += 1
+
+
+def averages(sums):
+    """The nine averages; None where a mode has not run."""
+    return {name: sums[name] / sums["counts"][name] if sums["counts"][name] else None for name in AVERAGES}
+
+
+def show(value):
+    """A number for a person; "-" for a mode that has not run."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def progress_bars(cfg, progress, steps, chief):
+    """The bar of an epoch, and the line of averages below it; silent on all ranks but the first."""
+    terminal = sys.stderr.isatty()
+    bar = tqdm(total=steps, initial=progress["step_in_epoch"], unit="step", dynamic_ncols=True, disable=not chief,
+               desc=f"epoch {progress['epoch'] + 1}/{cfg['run.epochs']}", mininterval=1.0 if terminal else 30.0)
+    return bar, tqdm(bar_format="{desc}", position=1, dynamic_ncols=True, disable=not (terminal and chief))
+
+
+def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds):
+    """Samples per second and time left of the run behind the bar, the nine averages below it (in a log, behind)."""
+    here = progress["step_in_epoch"] - first_step
+    left = (cfg["run.epochs"] - progress["epoch"]) * steps - progress["step_in_epoch"]
+    hours, minutes = divmod(int(left * seconds / here) // 60, 60)
+    shown = "  ".join(f"{name} {show(value)}" for name, value in averages(progress["sums"]).items())
+    rate = f"{here * samples / seconds:.2f} samples/s, {hours}:{minutes:02d} h left"
+    bar.set_postfix_str(f"{rate} | {shown}" if below.disable else rate, refresh=False)
+    below.set_description_str(shown)
+    bar.update()

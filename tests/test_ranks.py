@@ -1,0 +1,144 @@
+"""Several ranks, real processes under bash_train_multi_nodes.sh: the same training as that of one rank."""
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import OM_train_3modes as om
+from Runtime import attempts, checkpoint
+from Scripts.progress import AVERAGES
+from tests.tiny import ROOT, arguments, config, log_lines, make_data
+
+# Three steps of four samples and two pairs, in float32. run.checksum_every: weights compared before each step.
+SETTINGS = {"data__batchsize": 1, "data__global_batchsize": 4, "run__amp": "off", "run__epochs": 1,
+            "run__checksum_every": 1, "run__checkpoint_steps": 1, "optim__lr": 1e-3,
+            "run__pause_planned_s": 0, "run__pause_crash_s": 0}
+TOLERANCE = 1e-4  # without run.exact_sums; a step of Adam moves a weight by up to 1e-3
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("ranks"))
+
+
+def options(data, folder, *more, **changes):
+    return arguments(data, *more, **{**SETTINGS, "run__models": folder / "Models", "run__logs": folder / "Logs",
+                                     **changes})
+
+
+def launch(ranks, *words):
+    environment = {name: value for name, value in os.environ.items()
+                   if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") and "SLURM" not in name}
+    environment.update(RANKS=str(ranks), OMP_NUM_THREADS="1", PYTHON=sys.executable)
+    return subprocess.run(["bash", str(ROOT / "bash_train_multi_nodes.sh"), *words], env=environment,
+                          capture_output=True, text=True, timeout=240)
+
+
+def final_state(folder):
+    run = folder / "Models/demo_om_net"
+    assert checkpoint.newest(run) == "000001_demo_om_net.pth"
+    return checkpoint.load(run / "000001_demo_om_net.pth")
+
+
+def decisions(folder):
+    history = attempts.history(folder / "Models/demo_om_net")
+    return [line["decision"] for line in history if line["event"] == "end"]
+
+
+def sha256(folder):
+    return checkpoint.weights_sha256(final_state(folder)["model"])
+
+
+def assert_close(state, other):
+    assert state["step"] == other["step"] == 3
+    for name, tensor in other["model"].items():
+        assert torch.allclose(state["model"][name], tensor, rtol=0, atol=TOLERANCE), name
+    assert torch.equal(state["queue"]["subjects"], other["queue"]["subjects"]), "embeddings in global sample order"
+    assert torch.allclose(state["queue"]["images"], other["queue"]["images"], atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """One rank that accumulates four batches in each step, two of pairs."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert om.main(options(data, folder)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def together(data, tmp_path_factory):
+    """Two ranks that accumulate two batches each, and have one of pairs."""
+    folder = tmp_path_factory.mktemp("together")
+    ended = launch(2, *options(data, folder))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder
+
+
+def test_two_ranks_train_as_one_that_accumulates(data, alone, together):
+    assert sha256(together) == sha256(alone), "run.exact_sums: the same bits"
+    one, two = (log_lines(folder, "epoch")[-1] for folder in (alone, together))
+    for name in [*AVERAGES, "steps", "open_share", "nonfinite", "val_ang", "val_imgsim", "val_dice", "val_folding"]:
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+    assert len(log_lines(together, "step")) == 3 and not log_lines(together, "step", rank=1), "rank 0 logs the steps"
+    assert len(log_lines(together, "end", rank=1)) == 1 and decisions(together) == ["done"]
+
+
+def test_planned_restarts_of_two_ranks_give_the_same_bits(data, tmp_path, together):
+    ended = launch(2, *options(data, tmp_path, "--max-steps-before-restart", "2"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert decisions(tmp_path) == ["restart", "done"] and "done after 2 rounds" in ended.stdout
+    assert sha256(tmp_path) == sha256(together)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(data, tmp_path, alone):
+    assert om.main(options(data, tmp_path, "--max-steps-before-restart", "1")) == 42
+    ended = launch(2, *options(data, tmp_path))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "continuing from" in ended.stdout and sha256(tmp_path) == sha256(alone)
+
+
+def test_without_exact_sums_the_ranks_differ_by_rounding_only(data, tmp_path, alone):
+    ended = launch(2, *options(data, tmp_path, run__exact_sums="false"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert_close(final_state(tmp_path), final_state(alone))
+    before = om.build_network(config(data)).state_dict()
+    moved = [(final_state(alone)["model"][name] - before[name]).abs().max().item() for name in before]
+    assert max(moved) > 10 * TOLERANCE
+
+
+def test_a_global_batch_that_the_ranks_cannot_share_stops_the_launcher(data, tmp_path):
+    ended = launch(2, *options(data, tmp_path, data__batchsize=2, data__global_batchsize=6))
+    assert ended.returncode == 43 and decisions(tmp_path) == ["stop"]
+    assert "data.global_batchsize 6 is not a multiple of data.batchsize 2 x 2 ranks" in ended.stdout
+    assert "Traceback" not in ended.stdout
+
+
+def test_a_communicator_made_anew_between_epochs_changes_nothing(data, tmp_path):
+    states = []
+    for every in (0, 1):
+        folder = tmp_path / str(every)
+        ended = launch(2, *options(data, folder, run__epochs=3, run__refresh_process_group_every=every))
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        states.append(checkpoint.load(folder / "Models/demo_om_net/000003_demo_om_net.pth")["model"])
+        spent = [line["spent"] for line in log_lines(folder, "step")]
+        assert sum("refresh" in phases for phases in spent) == 2 * every, "twice in three epochs, in the same process"
+        assert len(log_lines(folder, "start")) == 1
+    assert checkpoint.weights_sha256(states[0]) == checkpoint.weights_sha256(states[1])
+
+
+@pytest.mark.slow
+def test_fifty_steps_of_one_two_and_four_ranks(data, tmp_path):
+    states = {}
+    for ranks in (1, 2, 4):
+        ended = launch(ranks, *options(data, tmp_path / str(ranks), data__repeats=40, data__pairs=200, optim__lr=1e-4,
+                                       data__diff_reg_batch_ratio=1, run__checkpoint_steps=0))
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        states[ranks] = final_state(tmp_path / str(ranks))
+        assert states[ranks]["step"] == 50 and len(log_lines(tmp_path / str(ranks), "step")) == 50
+    for ranks in (2, 4):
+        worst = max(((states[ranks]["model"][name] - tensor).norm() / tensor.norm()).item()
+                    for name, tensor in states[1]["model"].items() if tensor.norm() > 0)
+        print(f"1 and {ranks} ranks: largest relative difference of a tensor after 50 steps {worst:.2e}")
+        assert worst <= 1e-5
