@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # On a machine without an accelerator: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: help venv demo test test-all bench lint clean
+.PHONY: help venv demo test test-all faults bench lint clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -25,10 +25,16 @@ test: .venv/.ready lint   ## the default tests (minutes on 2 cores)
 test-all: .venv/.ready lint   ## all tests, also slow ones; those for a GPU skip themselves where there is none
 	$(PY) -m pytest -q tests
 
-bench: .venv/.ready   ## benchmarks: operations, and the share of a step that is not the network
+faults: .venv/.ready   ## every fault against real launches, random kills, goodput (half an hour on 2 cores)
+	$(PY) tests/faults/run_matrix.py
+	for seed in 1 2 3; do $(PY) tests/faults/chaos.py --kills 20 --seed $$seed || exit 1; done
+	$(PY) tests/faults/goodput.py
+
+bench: .venv/.ready   ## benchmarks: operations, the share of a step that is not the network, what safety costs (minutes)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt 1>&2
 	$(PY) tests/bench/bench_ops.py
 	$(PY) tests/bench/bench_step.py
+	$(PY) tests/bench/bench_runtime.py
 
 lint: .venv/.ready   ## style of the code
 	$(PY) -m ruff check --quiet .

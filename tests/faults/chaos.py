@@ -1,0 +1,105 @@
+"""SIGKILLs at random moments to random ranks of one run: are the final weights those of an undisturbed run?
+
+    python tests/faults/chaos.py --kills 20 --seed S [--ranks 2] [--keep FOLDER]
+
+The launcher is left alone and has to bring the run to its end. The last line of standard output is one JSON object.
+"""
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tqdm import tqdm  # noqa: E402
+
+from Scripts.goodput import account, goodput, table  # noqa: E402
+from tests.faults.common import (  # noqa: E402
+    ends,
+    family,
+    launch,
+    lines,
+    new_folder,
+    resumed_at,
+    run_of,
+    steps_done,
+    until,
+    wait,
+)
+
+STEPS_PER_EPOCH = 12
+
+
+def newest_pids(folder, ranks):
+    """Process numbers of the newest attempt's ranks that have started."""
+    starts = {}
+    for rank in range(ranks):
+        for line in lines(run_of(folder) / f"rank{rank}.jsonl"):
+            if line["event"] == "start":
+                starts[rank] = (line["attempt"], line["pid"])
+    newest = max((attempt for attempt, _ in starts.values()), default=-1)
+    return newest, {rank: pid for rank, (attempt, pid) in starts.items() if attempt == newest}
+
+
+def disturb(process, folder, ranks, kills, draws):
+    """Kill one random rank after another, each at a random time after its attempt began. Returns how many died."""
+    killed, last = 0, -1
+    bar = tqdm(total=kills, desc="kills", unit="kill", file=sys.stderr, mininterval=10)
+    while killed < kills and process.poll() is None:
+        until(lambda last=last: newest_pids(folder, ranks)[0] > last or process.poll() is not None)
+        time.sleep(draws.uniform(0.2, 7.0))
+        attempt, pids = newest_pids(folder, ranks)
+        rank = draws.randrange(ranks)
+        if rank in pids and pids[rank] in family(process.pid):
+            os.kill(pids[rank], signal.SIGKILL)
+            killed, last = killed + 1, attempt
+            bar.update()
+            bar.set_postfix_str(f"rank {rank} at step {steps_done(folder) + 1}")
+    bar.close()
+    return killed
+
+
+def last_weights(folder, epochs):
+    entries = json.loads((run_of(folder) / "manifest.json").read_text())["checkpoints"].values()
+    return next((entry["weights_sha256"] for entry in entries if entry["epoch"] == epochs), None)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run there and leave everything")
+    args = parser.parse_args(argv)
+    parent = args.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
+    # Long enough that the kills come first: a life of some seconds makes about two dozen steps.
+    epochs = 4 + 2 * args.kills
+    changes = {"run__epochs": epochs, "run__val_every": 10, "run__picture_every": 0}
+    undisturbed, chaos = new_folder(parent, "undisturbed"), new_folder(parent, "chaos")
+    print(f"undisturbed run of {epochs * STEPS_PER_EPOCH} steps", file=sys.stderr, flush=True)
+    if code := wait(launch(undisturbed, args.ranks, **changes), 900):
+        sys.exit(f"the undisturbed run ended with {code}: {undisturbed}/log.txt")
+    process = launch(chaos, args.ranks, **changes)
+    killed = disturb(process, chaos, args.ranks, args.kills, random.Random(args.seed))
+    code = wait(process, 900)
+    equal = code == 0 and last_weights(chaos, epochs) == last_weights(undisturbed, epochs)
+    named = [end["sentence"] for end in ends(chaos).values() if end["cause"] == "killed"]
+    print(table(run_of(chaos)))
+    print(f"{killed} ranks killed, {len(named)} named as killed, {len(ends(chaos))} attempts, the last one from step "
+          f"{resumed_at(chaos, len(ends(chaos)) - 1)}; weights "
+          f"{'bitwise equal' if equal else 'DIFFERENT'} to those of the undisturbed run")
+    print(json.dumps({"kills": killed, "equal": equal, "goodput": round(goodput(account(run_of(chaos))[0]), 4)}))
+    if not args.keep:
+        shutil.rmtree(parent)
+    return 0 if equal and killed == args.kills else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

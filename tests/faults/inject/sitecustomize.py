@@ -1,0 +1,226 @@
+"""Faults for tests: this folder on PYTHONPATH makes any training fail as FAULTS says. The product knows nothing of it.
+
+FAULTS is a JSON list of {"id", "do", "rank", and where: "phase", and optionally "mode", "step" (at least), "attempt"}.
+The moment is found by wrapping Runtime.watchdog.phase once that module has been imported. Each fault strikes once and
+leaves <FAULT_DIR>/<id> with the time, or every time with "always".
+"""
+import collections
+import ctypes
+import importlib.machinery
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+KEPT = []
+
+
+def strike(fault, frame):
+    """Do it. frame: that of the caller of watchdog.phase, in the training script."""
+    globals()[fault["do"]](fault, frame)
+
+
+def kill(fault, frame):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(fault, frame):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_gil(fault, frame):
+    ctypes.PyDLL(None).sleep(10 ** 6)
+
+
+def endless_c_call(fault, frame):
+    collections.deque(iter(int, 1), maxlen=0)
+
+
+def segfault(fault, frame):
+    ctypes.string_at(0)
+
+
+def raise_error(fault, frame):
+    raise RuntimeError("the same crash every time")
+
+
+def out_of_memory(fault, frame):
+    import torch
+    torch.empty(2 ** 50)
+
+
+def nan_batch(fault, frame):
+    frame.f_locals["inputs"][0][0]["xt"].fill_(float("nan"))
+
+
+def nan_weights(fault, frame):
+    import torch
+    with torch.no_grad():
+        next(frame.f_locals["state"]["net"].parameters()).view(-1)[0] = float("nan")
+
+
+def flip_weight(fault, frame):
+    """One bit of one weight: a memory error that nobody reports."""
+    import torch
+    first = next(frame.f_locals["state"]["net"].parameters()).data.view(-1)[:1].view(torch.int32)
+    first ^= 1 << 12
+
+
+def smaller_batch(fault, frame):
+    batch = frame.f_locals["inputs"][0][0]
+    for key, value in batch.items():
+        batch[key] = value[..., :8] if value is not None and value.dim() > 2 else value
+
+
+def skip_gradient_sum(fault, frame):
+    """As if one rank had taken a branch with no_sync: this backward does not sum over ranks there."""
+    frame.f_locals["model"].require_backward_grad_sync = False
+
+
+def other_branch(fault, frame):
+    """This rank believes that the gate is closed, for one step."""
+    agree = sys.modules["Runtime.agree"]
+    real = agree.agree
+
+    def believe(*args, **kwargs):
+        agree.agree = real
+        agreed = real(*args, **kwargs)
+        return {**agreed, "terms": [9.0 for _ in agreed["terms"]]}
+    agree.agree = believe
+
+
+def leak(fault, frame):
+    KEPT.append(bytearray(b"x") * (50 * 10 ** 6))
+
+
+def never_exit(fault, frame):
+    """As a driver's thread that never ends: the interpreter waits for it on its way out."""
+    threading.Thread(target=time.sleep, args=(10 ** 6,)).start()
+
+
+def kill_while_saving(fault, frame):
+    """Dies when the next checkpoint is about to get its name."""
+    def hook(event, arguments):
+        if event == "os.rename" and str(arguments[1]).endswith(".pth"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+
+
+def newest_file(run):
+    manifest = json.loads((run / "manifest.json").read_text())
+    name = max(manifest["checkpoints"], key=lambda name: manifest["checkpoints"][name]["step"])
+    return manifest, name
+
+
+def truncate(fault, frame):
+    run = Path(os.environ["OMNIMORPH_RUN"])
+    path = run / newest_file(run)[1]
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_bit(fault, frame):
+    run = Path(os.environ["OMNIMORPH_RUN"])
+    path = run / newest_file(run)[1]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 8
+    path.write_bytes(data)
+
+
+def unloadable(fault, frame):
+    """Garbage of which even the manifest believes that it is right."""
+    import hashlib
+    run = Path(os.environ["OMNIMORPH_RUN"])
+    manifest, name = newest_file(run)
+    (run / name).write_bytes(b"not a checkpoint" * 1000)
+    manifest["checkpoints"][name].update(bytes=16000, sha256=hashlib.sha256(b"not a checkpoint" * 1000).hexdigest())
+    (run / "manifest.json").write_text(json.dumps(manifest))
+
+
+def poison_volume(fault, frame):
+    import nibabel
+    path = Path(fault["path"])
+    path.with_name("good").write_bytes(path.read_bytes())
+    image = nibabel.load(path)
+    array = image.get_fdata()
+    array[3, 3, 3] = float("nan")
+    nibabel.save(nibabel.Nifti1Image(array.astype("float32"), image.affine), path)
+
+
+def fill_disk(fault, frame):
+    with open(Path(os.environ["OMNIMORPH_RUN"]) / "ballast", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def free_disk(fault, frame):
+    (Path(os.environ["OMNIMORPH_RUN"]) / "ballast").unlink()
+
+
+def ignore_everything(fault, frame):
+    """Stuck before it has said a word, and deaf to TERM: a file system that does not answer."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    time.sleep(10 ** 6)
+
+
+def limit_files(fault, frame):
+    """The kernel refuses files as large as a checkpoint: what a full disk is without the right to mount a small one."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+
+
+def unlimit_files(fault, frame):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def sleep_long(fault, frame):
+    """A hang without end in Python."""
+    while True:
+        time.sleep(1)
+
+
+def watch_phases(module):
+    real, faults = module.phase, json.loads(os.environ["FAULTS"])
+    rank, attempt = int(os.environ.get("RANK", 0)), int(os.environ.get("OMNIMORPH_ATTEMPT", 0))
+
+    def look(name, mode, step):
+        for fault in faults:
+            marker = Path(os.environ["FAULT_DIR"]) / fault["id"]
+            if (rank == fault["rank"] and name == fault["phase"] and mode == fault.get("mode", mode)
+                    and step >= fault.get("step", 0)
+                    and fault.get("attempt", 0) <= attempt <= fault.get("last_attempt", 10 ** 6)
+                    and (fault.get("always") or not marker.exists())):
+                if not marker.exists():
+                    marker.write_text(str(time.time()))
+                strike(fault, sys._getframe(2))
+
+    def phase(name, mode=""):
+        real(name, mode)
+        look(name, mode, module.STATE["step"])
+    module.phase = phase
+    look("import", "", 0)
+
+
+class Finder:
+    """Lets the real finder find Runtime.watchdog, and wraps the module when it has been executed."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "Runtime.watchdog":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            watch_phases(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if os.environ.get("FAULTS"):
+    sys.meta_path.insert(0, Finder())
