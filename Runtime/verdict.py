@@ -74,19 +74,21 @@ def find_cause(ranks, code):
         leaving = [found["reason"] for rank in ranks if (found := event(rank, "leave"))]
         # With a leak, the rank that has it says more than those that only agreed to leave.
         return ("planned restart", None, max(leaving, key=len)) if leaving else ("done", None, "")
-    for rank in ranks:
-        if "Fatal Python error" in rank["stack"] or ended_by(rank) in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGABRT"):
-            said = rank["stack"].partition("Fatal Python error: ")[2].partition("\n")[0]
-            return "crash in native code", rank["rank"], said or ended_by(rank)
+    crashed = [(rank["rank"], said) for rank in ranks if (said := native_crash(rank))]
+    for number, said in crashed:
+        if said not in ("Aborted", "SIGABRT"):  # which is also how some backends take the death of another rank
+            return "crash in native code", number, said
     words = [(found["time"], rank["rank"], found["error"]) for rank in ranks if (found := event(rank, "died"))]
     own = sorted(word for word in words if not is_echo(word[2]))
     if own:
         return name_error(own[0][2]), own[0][1], own[0][2].splitlines()[0]
-    killed = [rank for rank in ranks if ended_by(rank) and not rank["exit"].get("by_launcher")]
+    killed = [rank for rank in ranks if is_ended(rank) and ended_by(rank) and not native_crash(rank)]
     if killed and len(killed) == len(ranks):
         return "killed", None, f"all ranks ended by {ended_by(killed[0])}"
     if killed:
         return "killed", killed[0]["rank"], f"ended by {ended_by(killed[0])}"
+    if crashed:
+        return "crash in native code", *crashed[0]
     absent = [rank["rank"] for rank in ranks if not rank["now"]]
     if absent and (words or code not in (None, 0) or len(absent) < len(ranks)):
         return "never started", absent[0], f"rank {', '.join(map(str, absent))} left no sign of life"
@@ -141,6 +143,12 @@ def event(rank, kind):
 
 def is_echo(error):
     return any(echo in error.lower() for echo in ECHOES)
+
+
+def native_crash(rank):
+    """What faulthandler or the exit code says of a crash below Python, or ""."""
+    said = rank["stack"].partition("Fatal Python error: ")[2].partition("\n")[0]
+    return said or (ended_by(rank) if ended_by(rank) in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGABRT") else "")
 
 
 def is_ended(rank):

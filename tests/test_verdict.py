@@ -105,6 +105,12 @@ def test_a_segmentation_fault_names_the_function(tmp_path, stacks):
     assert "in culprit" in "".join(verdict["stack"]), verdict["stack"]
 
 
+def test_an_abort_after_the_death_of_another_rank_is_not_the_cause(tmp_path):
+    write_rank(tmp_path, 0, exit={"code": 134}, stack="Fatal Python error: Aborted\n\nCurrent thread 0x1:\n")
+    write_rank(tmp_path, 1, exit=KILLED)
+    assert (verdict_of(tmp_path, 2, 134)["cause"], verdict_of(tmp_path, 2, 134)["rank"]) == ("killed", 1)
+
+
 @pytest.mark.parametrize("code, name", [(139, "SIGSEGV"), (134, "SIGABRT"), (135, "SIGBUS")])
 def test_a_native_crash_without_a_stack_is_known_by_its_signal(tmp_path, code, name):
     write_rank(tmp_path, 0, exit={"code": code})
