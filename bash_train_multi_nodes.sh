@@ -24,7 +24,8 @@ note_exit() {  # rank, exit code, extra JSON: the last line of the rank's log, n
 
 run_ranks() {
     local -a pids=()
-    local rank code patience first="" until="" left=$RANKS
+    local rank code patience first="" until="" spoken="" left=$RANKS began=$SECONDS
+    touch "$OMNIMORPH_RUN/.launched"
     trap ':' TERM USR1 INT  # the ranks get these too; they save and leave, and are waited for
     for ((rank = 0; rank < RANKS; rank++)); do
         RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS "$PYTHON" OM_train_3modes.py "$@" &
@@ -46,6 +47,10 @@ run_ranks() {
             [[ $code == 0 || $code == 42 ]] && patience=$LINGER
             [[ -n $until ]] || until=$((SECONDS + patience))
         done
+        if [[ -z $spoken ]]; then  # until a rank has started its log, nobody but the launcher watches
+            spoken=$(find "$OMNIMORPH_RUN" -maxdepth 1 -name 'rank*.jsonl' -newer "$OMNIMORPH_RUN/.launched")
+            [[ -z $spoken ]] && ((SECONDS - began > START_SECONDS)) && until=$began
+        fi
         if [[ -n $until ]] && ((left > 0 && SECONDS > until)); then
             for rank in "${!pids[@]}"; do
                 kill -KILL "${pids[rank]}" 2> /dev/null

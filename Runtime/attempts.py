@@ -128,6 +128,7 @@ def launcher_begin(argv):
     parser.add_argument("--ranks", type=int, required=True)
     args, _ = parser.parse_known_args(argv)
     cfg = load_config(args.config, args.overrides)
+    floor = cfg["run.deadline_floor_s"]
     run, token = os.environ.get("OMNIMORPH_RUN"), os.environ.get("OMNIMORPH_TOKEN")
     if not run:
         run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], args.fresh)
@@ -139,8 +140,8 @@ def launcher_begin(argv):
                  "FREE_PORT": free_port(), "ROUND_SECONDS": f"{cfg['run.round_seconds']:g}",
                  "MAX_ROUNDS": cfg["run.max_rounds"], "PAUSE_PLANNED": cfg["run.pause_planned_s"],
                  "PAUSE_CRASH": cfg["run.pause_crash_s"], "GRACE": math.ceil(cfg["run.grace_s"]),
-                 "LINGER": math.ceil(max(cfg["run.deadline_floor_s"], 10)),
-                 "LEAVE_SECONDS": math.ceil(max(3 * cfg["run.deadline_floor_s"], 10))}
+                 "START_SECONDS": math.ceil(cfg["run.deadline_first_s"]), "LINGER": math.ceil(max(floor, 10)),
+                 "LEAVE_SECONDS": math.ceil(max(3 * floor, 10))}
     for name, value in variables.items():
         print(f"{name}={shlex.quote(str(value))}")
 

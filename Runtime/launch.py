@@ -53,11 +53,13 @@ def meet(ranks, seconds):
         raise InputError(f"MASTER_ADDR is {address or 'not set'} and MASTER_PORT {port or 'not set'}: with "
                          f"{ranks['world']} ranks both are needed, the host of rank 0 and a free port on it.")
     ends = time.time() + seconds
+    serves = ranks["rank"] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has its own
     try:
-        store = dist.TCPStore(address, int(port), ranks["world"], ranks["rank"] == 0, wait_for_workers=False,
+        store = dist.TCPStore(address, int(port), ranks["world"], serves, wait_for_workers=False,
                               timeout=datetime.timedelta(seconds=seconds))
     except dist.DistError as error:
         raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
+    store = dist.PrefixStore(f"launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store.set(f"here/{ranks['rank']}", "1")
     missing = list(range(ranks["world"]))
     while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:

@@ -52,9 +52,9 @@ def judge(run, attempt, world, code):
     for other in ranks:
         if other["rank"] != culprit:
             others.setdefault(where(other), []).append(str(other["rank"]))
-    return {"attempt": attempt, "cause": cause, "detail": detail, "rank": culprit,
-            "host": started.get("host", now.get("host", "")), "step": now.get("step"),
-            "mode": now.get("mode", ""), "phase": (refused or now).get("phase", "launch"),
+    host, phase = started.get("host", now.get("host", "")), (refused or now).get("phase", "launch")
+    return {"attempt": attempt, "cause": cause, "detail": detail, "rank": culprit, "host": host,
+            "step": now.get("step"), "mode": now.get("mode", ""), "phase": phase,
             "stack": stack_lines(rank), "others": "; ".join(f"rank {', '.join(n)}: {w}" for w, n in others.items()),
             "ended": max(ended, default=None), "dead": cause not in ("done", "planned restart")}
 
@@ -79,7 +79,7 @@ def find_cause(ranks, code):
         if said not in ("Aborted", "SIGABRT"):  # which is also how some backends take the death of another rank
             return "crash in native code", number, said
     words = [(found["time"], rank["rank"], found["error"]) for rank in ranks if (found := event(rank, "died"))]
-    own = sorted(word for word in words if not is_echo(word[2]))
+    own = sorted(word for word in words if not any(echo in word[2].lower() for echo in ECHOES))
     if own:
         return name_error(own[0][2]), own[0][1], own[0][2].splitlines()[0]
     killed = [rank for rank in ranks if is_ended(rank) and ended_by(rank) and not native_crash(rank)]
@@ -114,8 +114,8 @@ def find_hang(ranks):
     if slowest["now"]["phase"] in SYNCHRONISED:
         ahead = min((rank for rank in ranks if position(rank) > position(slowest)), key=position)
         return "out of step", ahead["rank"], f"went on without the others, who wait in {where(slowest)}"
-    seconds = max(ended - slowest["now"]["time"], slowest["now"]["deadline"])
-    return "hang", slowest["rank"], f"no progress for {seconds:.0f} s"
+    waited = max(ended - slowest["now"]["time"], slowest["now"]["deadline"])
+    return "hang", slowest["rank"], f"no progress for {waited:.0f} s"
 
 
 def behind(ranks):
@@ -139,10 +139,6 @@ def where(rank):
 def event(rank, kind):
     """The last event of this kind that the rank logged, or None."""
     return next((entry for entry in reversed(rank["events"]) if entry["event"] == kind), None)
-
-
-def is_echo(error):
-    return any(echo in error.lower() for echo in ECHOES)
 
 
 def native_crash(rank):
@@ -192,7 +188,8 @@ def sentence(verdict):
         return f"attempt {verdict['attempt']}: {verdict['cause']}{f' ({d})' if (d := verdict['detail']) else ''}"
     who = f"rank {verdict['rank']}" if verdict["rank"] is not None else "all ranks"
     mode = f" ({verdict['mode']})" if verdict["mode"] else ""
+    step = f" of step {verdict['step']}" if verdict["step"] is not None else ""
     stack = f", at {verdict['stack'][-1]}" if verdict["stack"] else ""
     others = f"; {verdict['others']}" if verdict["others"] else ""
     return (f"attempt {verdict['attempt']}: {verdict['cause']}: {who} on {verdict['host'] or 'an unknown host'} in "
-            f"{verdict['phase']}{mode} of step {verdict['step']}: {verdict['detail'].rstrip('.')}{stack}{others}")
+            f"{verdict['phase']}{mode}{step}: {verdict['detail'].rstrip('.')}{stack}{others}")

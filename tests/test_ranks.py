@@ -115,6 +115,16 @@ def test_a_global_batch_that_the_ranks_cannot_share_stops_the_launcher(data, tmp
     assert "Traceback" not in ended.stdout
 
 
+def test_torchrun_starts_ranks_too(data, tmp_path, together):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*command, str(ROOT / "OM_train_3modes.py"), *options(data, tmp_path)], env=environment,
+                           capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert sha256(tmp_path) == sha256(together) and decisions(tmp_path) == ["done"]
+    assert not (tmp_path / "Models/demo_om_net/lock.json").exists()
+
+
 def test_a_communicator_made_anew_between_epochs_changes_nothing(data, tmp_path):
     states = []
     for every in (0, 1):

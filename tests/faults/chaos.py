@@ -27,7 +27,6 @@ from tests.faults.common import (  # noqa: E402
     launch,
     lines,
     new_folder,
-    resumed_at,
     run_of,
     steps_done,
     until,
@@ -92,8 +91,7 @@ def main(argv=None):
     equal = code == 0 and last_weights(chaos, epochs) == last_weights(undisturbed, epochs)
     named = [end["sentence"] for end in ends(chaos).values() if end["cause"] == "killed"]
     print(table(run_of(chaos)))
-    print(f"{killed} ranks killed, {len(named)} named as killed, {len(ends(chaos))} attempts, the last one from step "
-          f"{resumed_at(chaos, len(ends(chaos)) - 1)}; weights "
+    print(f"{killed} ranks killed, {len(named)} ends named so, {len(ends(chaos))} attempts; weights "
           f"{'bitwise equal' if equal else 'DIFFERENT'} to those of the undisturbed run")
     print(json.dumps({"kills": killed, "equal": equal, "goodput": round(goodput(account(run_of(chaos))[0]), 4)}))
     if not args.keep:

@@ -249,10 +249,10 @@ def launcher_killed(folder, ranks, reference):
     return {**row, "steps_lost": 0}, said[0] if said else "it was not refused"
 
 
-def never_starts(folder, ranks, reference):
-    """Every process hangs before its first word and ignores TERM: the time limit of the round ends them."""
+def never_starts(folder, ranks, reference, seconds):
+    """Every process hangs before its first word and ignores TERM: the launcher or the time limit ends them."""
     faults = [{"id": f"fault{n}", "do": "ignore_everything", "rank": n, "phase": "import"} for n in range(ranks)]
-    code, since = wait(launch(folder, ranks, faults, run__round_seconds=8)), struck(folder, "fault0")
+    code, since = wait(launch(folder, ranks, faults, run__round_seconds=seconds)), struck(folder, "fault0")
     end = ends(folder)[0]
     verdict = end["verdict"]
     named = (verdict["cause"], verdict["rank"], verdict["phase"], code) == ("never started", 0, "launch", DONE)
@@ -295,7 +295,8 @@ def matrix():
             ("the same crash every time", same_crash_every_time, (), "now"),
             ("a second run on the folder", second_run, (), "now"),
             ("a process that never exits", would_not_exit, (), "exit"),
-            ("a launch that never starts", never_starts, (), "round")]
+            ("a launch that never starts", never_starts, (120,), "first"),
+            ("a launch beyond its time limit", never_starts, (8,), "round")]
     again = {"SIGKILL of one rank", "hang holding the GIL", "skipped collective", "other batch shape on one rank"}
     return ([(title, 2, *rest) for title, *rest in rows]
             + [(f"{title}, 4 ranks", 4, *rest) for title, *rest in rows if title in again])
