@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from Runtime.config import load_config  # noqa: E402
+from Runtime.memory import WINDOW  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     ends,
@@ -50,7 +51,8 @@ def production(kind):
     step = max(cfg["run.deadline_floor_s"], cfg["run.deadline_factor"] * STEP_S)
     return {"step": f"{step:.0f} s", "first": f"{cfg['run.deadline_first_s']:.0f} s",
             "exit": f"{cfg['run.deadline_floor_s']:.0f} s", "now": "at once",
-            "round": f"{cfg['run.round_seconds'] + cfg['run.deadline_floor_s']:.0f} s"}[kind]
+            "compare": f"{cfg['run.checksum_every']} steps", "window": f"{WINDOW + 2} steps",
+            "round": f"{cfg['run.round_seconds'] + 3 * cfg['run.deadline_floor_s']:.0f} s"}[kind]
 
 
 def struck(folder, name="fault"):
@@ -272,7 +274,7 @@ def matrix():
             ("other branch on one rank", died, ({"do": "other_branch", **FORWARD}, "out of step", 1, "agree"), "now"),
             ("other batch shape on one rank", died, ({"do": "smaller_batch", **FORWARD}, "out of step", 1, "agree"),
              "now"),
-            ("one bit of one weight", died, ({"do": "flip_weight", **FORWARD}, "out of step", 1, "agree"), "now"),
+            ("one bit of one weight", died, ({"do": "flip_weight", **FORWARD}, "out of step", 1, "agree"), "compare"),
             ("NaN in one volume", poisoned_volume, (), "now"),
             ("NaN in one batch", nan_in_a_batch, (), "now"),
             ("NaN in the weights", died, ({"do": "nan_weights", **FORWARD}, "weights not finite", 1, "between steps"),
@@ -287,7 +289,7 @@ def matrix():
             ("disk full while saving", disk_full, (), "now"),
             ("killed while saving", died, ({"do": "kill_while_saving", **FORWARD, "rank": 0}, "killed", 0, None),
              "now"),
-            ("leak of 50 MB a step", leak, (), "now"),
+            ("leak of 50 MB a step", leak, (), "window"),
             ("a loader worker killed", loader_worker_killed, (), "now"),
             ("TERM to one rank", killed_from_outside, (signal.SIGTERM, [1]), "now"),
             ("TERM to the launcher", launcher_asked_to_leave, (), "now"),
