@@ -116,7 +116,7 @@ def test_a_global_batch_that_the_ranks_cannot_share_stops_the_launcher(data, tmp
 
 
 def test_torchrun_starts_ranks_too(data, tmp_path, together):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([*command, str(ROOT / "OM_train_3modes.py"), *options(data, tmp_path)], env=environment,
                            capture_output=True, text=True, timeout=240)
