@@ -77,13 +77,14 @@ def end(run, attempt, code, quiet=False):
     code: exit code of the launch, None where nobody saw it. quiet: the process itself has said how it ended.
     Returns the decision: "done", "continue", "restart" (planned), "step back" (one checkpoint) or "stop".
     """
-    begun = next(line for line in history(run) if line["event"] == "begin" and line["attempt"] == attempt)
+    lines = history(run)
+    begun = next(line for line in lines if line["event"] == "begin" and line["attempt"] == attempt)
     verdict = judge(run, attempt, begun["ranks"], code)
     line = {"event": "end", "attempt": attempt, "loop": begun["loop"], "code": code,
             "time": time.time() if code is not None else verdict["ended"] or begun["time"],
             "durable": durable_step(run), "cause": verdict["cause"],
             "signature": [verdict[key] for key in ("cause", "mode", "phase", "step")]}
-    decision, why = decide([*history(run), line], verdict)
+    decision, why = decide([*lines, line], verdict)
     said = f"{sentence(verdict).rstrip('.')}. {why}"
     append(run, {**line, "decision": decision, "verdict": verdict, "sentence": said})
     if verdict["dead"]:

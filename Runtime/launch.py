@@ -3,6 +3,7 @@
 `ranks` is a plain dict: rank, local_rank, world, store (one long-lived TCPStore), cpu (gloo group for agreements) and
 generation (how often the groups have been made). With one process there is no store and no group.
 """
+import contextlib
 import datetime
 import gc
 import inspect
@@ -20,6 +21,7 @@ from Runtime.folder import lock, run_folder, unlock
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world": ("WORLD_SIZE", "SLURM_NTASKS")}
+LAST_WORDS_S = 10.0  # rank 0 judges the attempt when all have said theirs, or after this
 
 
 def environment():
@@ -108,6 +110,12 @@ def open_run(ranks, cfg, fresh):
 def close_run(ranks, run, code):
     """After training: without a launcher, rank 0 writes down how the attempt ended and gives the folder back."""
     watchdog.finish()
+    if "attempt" in ranks and ranks["world"] > 1:
+        with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may be dead
+            ranks["store"].set(f"closed/{ranks['rank']}", "1")
+        every, ends = [f"closed/{rank}" for rank in range(ranks["world"])], time.time() + LAST_WORDS_S
+        while ranks["rank"] == 0 and time.time() < ends and not ranks["store"].check(every):
+            time.sleep(0.05)
     if "token" in ranks:
         attempts.end(run, ranks["attempt"], code, quiet=True)
         unlock(run, ranks["token"])

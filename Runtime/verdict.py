@@ -45,7 +45,7 @@ def judge(run, attempt, world, code):
     ranks = [read_rank(run, rank, attempt) for rank in range(world)]
     cause, culprit, detail = find_cause(ranks, code)
     refused = event(ranks[culprit], "refused") if culprit is not None else None
-    rank = ranks[culprit] if culprit is not None else max(ranks, key=lambda r: position(r) or 0)
+    rank = ranks[culprit] if culprit is not None else max(ranks, key=position)
     now, started = rank["now"] or {}, event(rank, "start") or {}
     ended = [r["exit"]["time"] for r in ranks if r["exit"]] + [e["time"] for r in ranks for e in r["events"]]
     others = {}
@@ -119,7 +119,7 @@ def find_hang(ranks):
 
 
 def behind(ranks):
-    return min(ranks, key=lambda rank: position(rank) or 0)
+    return min(ranks, key=position)
 
 
 def position(rank):

@@ -35,10 +35,10 @@ def start(run, rank, attempt, cfg, launcher):
     STATE.update(file=file, end=end, stack=stack, rank=rank, attempt=attempt, number=0, step=0, mode="", name="start",
                  since=time.time(), entered=time.time(), spent=collections.Counter(), floor=cfg["run.deadline_floor_s"],
                  factor=cfg["run.deadline_factor"], first=cfg["run.deadline_first_s"], took={},
-                 steps=collections.deque(maxlen=20), step_began=None)
+                 steps=collections.deque(maxlen=20), step_began=None, host=socket.gethostname())
     faulthandler.enable(file=stack)
     sys.excepthook = _last_words
-    event("start", host=socket.gethostname(), pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
+    event("start", host=STATE["host"], pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
     phase("start")
 
 
@@ -123,7 +123,7 @@ def _write(lines):
     """Events in place of the breadcrumb, and the breadcrumb after them, in one write."""
     crumb = {"event": "now", "attempt": STATE["attempt"], "rank": STATE["rank"], "step": STATE["step"],
              "mode": STATE["mode"], "phase": STATE["name"], "number": STATE["number"], "time": round(STATE["since"], 3),
-             "deadline": round(STATE.get("deadline", 0), 1), "host": socket.gethostname()[:64]}
+             "deadline": round(STATE.get("deadline", 0), 1), "host": STATE["host"][:64]}
     try:
         os.pwrite(STATE["file"], lines + json.dumps(crumb).encode().ljust(WIDTH - 1) + b"\n", STATE["end"])
         STATE["end"] += len(lines)

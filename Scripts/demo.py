@@ -26,6 +26,7 @@ from Diffusion.figures import curves_figure, gallery_figure, registration_figure
 from Diffusion.metrics import average, dice_before_after, folding_percent  # noqa: E402
 from Diffusion.networks import build_network  # noqa: E402
 from Runtime import checkpoint, report  # noqa: E402
+from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
@@ -112,8 +113,7 @@ def write_report(cases, history, cfg, seconds):
 
 def read_history(run):
     """The epochs' lines of the run's log; of an epoch that ran twice after a restart, the last."""
-    lines = (json.loads(line) for line in (run / "rank0.jsonl").read_text().splitlines())
-    epochs = {line["epoch"]: line for line in lines if line["event"] == "epoch"}
+    epochs = {line["epoch"]: line for line in read_lines(run / "rank0.jsonl") if line["event"] == "epoch"}
     return [{**line, "epoch": epoch + 1} for epoch, line in sorted(epochs.items())]
 
 

@@ -3,7 +3,6 @@
 The values are those of six steps of the tiny run in float32. Recompute them, and say why in the commit, only where the
 change is meant: python -m tests.test_golden
 """
-import json
 import tempfile
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 import OM_train_3modes as om
 from Scripts.progress import AVERAGES
-from tests.tiny import arguments, make_data
+from tests.tiny import arguments, log_lines, make_data
 
 GOLDEN = {
     "total": 0.000116507,
@@ -31,8 +30,7 @@ GOLDEN = {
 def averages_of_six_steps(folder):
     make_data(folder)
     assert om.main(arguments(folder, run__epochs=1, run__amp="off", optim__lr=1e-3, loss__waiver=0)) == 0
-    lines = [json.loads(line) for line in (folder / "Models/demo_om_net/rank0.jsonl").read_text().splitlines()]
-    epoch = next(line for line in lines if line["event"] == "epoch")
+    epoch = log_lines(folder, "epoch")[0]
     return {name: epoch[name] for name in [*AVERAGES, "val_ang", "val_imgsim"]}
 
 

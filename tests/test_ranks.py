@@ -1,4 +1,5 @@
 """Several ranks, real processes under bash_train_multi_nodes.sh: the same training as that of one rank."""
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import torch
 import OM_train_3modes as om
 from Runtime import attempts, checkpoint
 from Scripts.progress import AVERAGES
-from tests.tiny import ROOT, arguments, config, log_lines, make_data
+from tests.tiny import ROOT, arguments, config, launcher_environment, log_lines, make_data
 
 # Three steps of four samples and two pairs, in float32. run.checksum_every: weights compared before each step.
 SETTINGS = {"data__batchsize": 1, "data__global_batchsize": 4, "run__amp": "off", "run__epochs": 1,
@@ -29,11 +30,8 @@ def options(data, folder, *more, **changes):
 
 
 def launch(ranks, *words):
-    environment = {name: value for name, value in os.environ.items()
-                   if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") and "SLURM" not in name}
-    environment.update(RANKS=str(ranks), OMP_NUM_THREADS="1", PYTHON=sys.executable)
-    return subprocess.run(["bash", str(ROOT / "bash_train_multi_nodes.sh"), *words], env=environment,
-                          capture_output=True, text=True, timeout=240)
+    return subprocess.run(["bash", str(ROOT / "bash_train_multi_nodes.sh"), *words],
+                          env=launcher_environment(ranks), capture_output=True, text=True, timeout=240)
 
 
 def final_state(folder):
@@ -117,12 +115,15 @@ def test_a_global_batch_that_the_ranks_cannot_share_stops_the_launcher(data, tmp
 
 def test_torchrun_starts_ranks_too(data, tmp_path, together):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Rank 0 writes down how the attempt ended: not before the others have said so, however slow they are.
+    slow = {"id": "slow", "do": "nap", "rank": 1, "phase": "exit"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests/faults/inject"),
+                   "FAULTS": json.dumps([slow]), "FAULT_DIR": str(tmp_path)}
     ended = subprocess.run([*command, str(ROOT / "OM_train_3modes.py"), *options(data, tmp_path)], env=environment,
                            capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sha256(tmp_path) == sha256(together) and decisions(tmp_path) == ["done"]
-    assert not (tmp_path / "Models/demo_om_net/lock.json").exists()
+    assert (tmp_path / "slow").exists() and not (tmp_path / "Models/demo_om_net/lock.json").exists()
 
 
 def test_a_communicator_made_anew_between_epochs_changes_nothing(data, tmp_path):

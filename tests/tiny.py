@@ -1,8 +1,10 @@
 """A training small enough for tests: 16^3 synthetic volumes, a few thousand weights, milliseconds per step."""
-import json
+import os
+import sys
 from pathlib import Path
 
 from Dataloader.synthetic import write_dataset
+from Runtime.attempts import read_lines
 from Runtime.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,10 +43,12 @@ def make_data(folder, count=8, size=16, dims=3):
 
 def log_lines(folder, event, rank=0):
     """Events of one kind in a rank's log of the tiny run inside `folder`, oldest first."""
-    path, found = folder / f"Models/demo_om_net/rank{rank}.jsonl", []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # the last line of a run that is going on is overwritten in place
-            continue
-    return [line for line in found if line["event"] == event]
+    path = folder / f"Models/demo_om_net/rank{rank}.jsonl"
+    return [line for line in read_lines(path) if line["event"] == event]
+
+
+def launcher_environment(ranks, **more):
+    """Environment for bash_train_multi_nodes.sh outside any job: this interpreter, one thread per rank."""
+    kept = {name: value for name, value in os.environ.items() if "SLURM" not in name and name not in (
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FAULTS")}
+    return {**kept, "RANKS": str(ranks), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **more}

@@ -20,12 +20,13 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm  # noqa: E402
 
+from Runtime.attempts import read_lines  # noqa: E402
 from Scripts.goodput import account, goodput, table  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     ends,
     family,
+    final_weights,
     launch,
-    lines,
     new_folder,
     run_of,
     steps_done,
@@ -40,7 +41,7 @@ def newest_pids(folder, ranks):
     """Process numbers of the newest attempt's ranks that have started."""
     starts = {}
     for rank in range(ranks):
-        for line in lines(run_of(folder) / f"rank{rank}.jsonl"):
+        for line in read_lines(run_of(folder) / f"rank{rank}.jsonl"):
             if line["event"] == "start":
                 starts[rank] = (line["attempt"], line["pid"])
     newest = max((attempt for attempt, _ in starts.values()), default=-1)
@@ -65,11 +66,6 @@ def disturb(process, folder, ranks, kills, draws):
     return killed
 
 
-def last_weights(folder, epochs):
-    entries = json.loads((run_of(folder) / "manifest.json").read_text())["checkpoints"].values()
-    return next((entry["weights_sha256"] for entry in entries if entry["epoch"] == epochs), None)
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
@@ -88,7 +84,7 @@ def main(argv=None):
     process = launch(chaos, args.ranks, **changes)
     killed = disturb(process, chaos, args.ranks, args.kills, random.Random(args.seed))
     code = wait(process, 900)
-    equal = code == 0 and last_weights(chaos, epochs) == last_weights(undisturbed, epochs)
+    equal = code == 0 and final_weights(chaos, epochs) == final_weights(undisturbed, epochs)
     named = [end["sentence"] for end in ends(chaos).values() if end["cause"] == "killed"]
     print(table(run_of(chaos)))
     print(f"{killed} ranks killed, {len(named)} ends named so, {len(ends(chaos))} attempts; weights "

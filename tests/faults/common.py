@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.tiny import arguments, make_data  # noqa: E402
+from Runtime.attempts import read_lines  # noqa: E402
+from tests.tiny import arguments, launcher_environment, make_data  # noqa: E402
 
 # Deadlines and pauses scaled to steps of a tenth of a second.
 SCALED = {"run.deadline_floor_s": 3, "run.deadline_factor": 5, "run.deadline_first_s": 25, "run.join_s": 20,
@@ -22,10 +23,7 @@ SCALED = {"run.deadline_floor_s": 3, "run.deadline_factor": 5, "run.deadline_fir
 def launch(folder, ranks, faults=(), more=(), **changes):
     """Start bash_train_multi_nodes.sh on a tiny training in `folder`. Returns the process; its output is in log.txt."""
     settings = {**{key.replace(".", "__"): value for key, value in SCALED.items()}, **changes}
-    environment = {**os.environ, "RANKS": str(ranks), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
-                   "FAULT_DIR": str(folder)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FAULTS"):
-        environment.pop(name, None)
+    environment = launcher_environment(ranks, FAULT_DIR=str(folder))
     if faults:
         environment.update(FAULTS=json.dumps([{"id": "fault", **fault} for fault in faults]),
                            PYTHONPATH=str(Path(__file__).parent / "inject"))
@@ -55,25 +53,13 @@ def family(pid):
     return pids
 
 
-def lines(path):
-    """The readable JSON lines of a file; none where there is no file yet."""
-    found = []
-    if Path(path).exists():
-        for line in Path(path).read_text(errors="replace").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-    return found
-
-
 def run_of(folder):
     return folder / "Models/demo_om_net"
 
 
 def rank_pid(folder, rank, attempt=0):
     """Process number of a rank once it has started, else None."""
-    starts = [line for line in lines(run_of(folder) / f"rank{rank}.jsonl")
+    starts = [line for line in read_lines(run_of(folder) / f"rank{rank}.jsonl")
               if line["event"] == "start" and line["attempt"] == attempt]
     return starts[-1]["pid"] if starts else None
 
@@ -90,20 +76,20 @@ def until(condition, seconds=60):
 
 def steps_done(folder, attempt=None):
     """Number of the last step that rank 0 has logged, -1 before the first."""
-    return max([line["step"] for line in lines(run_of(folder) / "rank0.jsonl")
+    return max([line["step"] for line in read_lines(run_of(folder) / "rank0.jsonl")
                 if line["event"] == "step" and attempt in (None, line["attempt"])], default=-1)
 
 
 def ends(folder):
     """How each attempt ended: {attempt: its line of attempts.jsonl}."""
-    return {line["attempt"]: line for line in lines(run_of(folder) / "attempts.jsonl") if line["event"] == "end"}
+    return {line["attempt"]: line for line in read_lines(run_of(folder) / "attempts.jsonl") if line["event"] == "end"}
 
 
-def final_weights(folder):
+def final_weights(folder, epochs=SCALED["run.epochs"]):
     """SHA-256 of the weights after the last epoch, None if the run did not get there."""
     path = run_of(folder) / "manifest.json"
     entries = json.loads(path.read_text())["checkpoints"] if path.exists() else {}
-    return next((entry["weights_sha256"] for entry in entries.values() if entry["epoch"] == SCALED["run.epochs"]), None)
+    return next((entry["weights_sha256"] for entry in entries.values() if entry["epoch"] == epochs), None)
 
 
 def resumed_at(folder, launch_number=1):

@@ -19,9 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Scripts.goodput import account, goodput, goodput_at, table  # noqa: E402
-from tests.faults.common import ends, launch, lines, new_folder, run_of, wait  # noqa: E402
+from tests.faults.common import ends, launch, new_folder, run_of, wait  # noqa: E402
 from tests.tiny import make_data  # noqa: E402
 
 RECORDED_S = 74 * 60
@@ -51,7 +52,7 @@ def main(argv=None):
     trial = new_folder(parent, "trial")
     wait(launch(trial, args.ranks, more=["--max-steps-before-restart", "30"], run__max_rounds=1, data__pairs=4000,
                 **changes))
-    times = [line["time"] for line in lines(run_of(trial) / "rank0.jsonl") if line["event"] == "step"]
+    times = [line["time"] for line in read_lines(run_of(trial) / "rank0.jsonl") if line["event"] == "step"]
     step = statistics.median(b - a for a, b in zip(times[5:], times[6:]))
     steps = max(round(seconds / step), 10)
     print(f"a step takes {step:.3f} s: {steps} steps make an epoch of {seconds:.0f} s", file=sys.stderr, flush=True)

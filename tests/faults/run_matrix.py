@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.memory import WINDOW  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
@@ -30,7 +31,6 @@ from tests.faults.common import (  # noqa: E402
     family,
     final_weights,
     launch,
-    lines,
     new_folder,
     rank_pid,
     resumed_at,
@@ -103,7 +103,7 @@ def damaged_checkpoint(folder, ranks, reference, how, said):
     process = launch(folder, ranks, faults)
     code, since = wait(process), struck(folder, "damage")
     sentence = next(line for line in (folder / "log.txt").read_text().splitlines() if "is skipped" in line)
-    log = lines(run_of(folder) / "rank0.jsonl")
+    log = read_lines(run_of(folder) / "rank0.jsonl")
     found = next(line["time"] for line in log if line["event"] == "step" and line["attempt"] == 1)
     return result(folder, reference, since, found, said in sentence and code == DONE), sentence
 
@@ -120,7 +120,7 @@ def disk_full(folder, ranks, reference):
                   {"id": "free", "do": acts[1], "rank": 0, "phase": "forward", "step": 18}]
         code, since = wait(launch(folder, ranks, faults)), struck(folder)
         failed = [line for line in (folder / "log.txt").read_text().splitlines() if "checkpoint failed" in line]
-        log = lines(run_of(folder) / "rank0.jsonl")
+        log = read_lines(run_of(folder) / "rank0.jsonl")
         found = next(line["time"] for line in log if line["event"] == "step" and line["step"] >= 15)
         named = code == DONE and failed and refusal in failed[0] and ".pth" in failed[0]
         row = result(folder, reference, since, found, named)
@@ -135,7 +135,7 @@ def leak(folder, ranks, reference):
     process = launch(folder, ranks, [{**fault, "last_attempt": 0}], run__memory_limit_gb=3)
     code, since = wait(process), struck(folder)
     end = ends(folder)[0]
-    found = [line for line in lines(run_of(folder) / "rank1.jsonl") if line["event"] == "leak"]
+    found = [line for line in read_lines(run_of(folder) / "rank1.jsonl") if line["event"] == "leak"]
     rate = found[0]["bytes_per_step"] / 1e6 if found else 0
     named = (code == DONE and end["cause"] == "planned restart" and "memory" in end["verdict"]["detail"]
              and found[0]["who"] == "loader or Python objects" and 40 < rate < 60)
@@ -183,9 +183,9 @@ def nan_in_a_batch(folder, ranks, reference):
         if wait(launch(place, ranks, [{**fault, "rank": rank}])) != DONE:
             return result(folder, None, 0, 999, False), "the run did not end well"
         since[place] = struck(place)
-    log = lines(run_of(folder) / "rank0.jsonl")
+    log = read_lines(run_of(folder) / "rank0.jsonl")
     skipped = [(line["step"], line["nonfinite"]) for line in log if line["event"] == "step" and line["nonfinite"]]
-    said = [line for line in lines(run_of(folder) / "rank1.jsonl") if line["event"] == "nonfinite"]
+    said = [line for line in read_lines(run_of(folder) / "rank1.jsonl") if line["event"] == "nonfinite"]
     named = (skipped == [(9, 2)] and [line["mode"] for line in said] == ["diffusion", "contrastive"]
              and not any(line["event"] == "nonfinite" for line in log) and final_weights(folder) != reference)
     row = result(folder, final_weights(other), since[folder], said[0]["time"], named)

@@ -178,6 +178,11 @@ def unlimit_files(fault, frame):
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
+def nap(fault, frame):
+    """Slow, but well."""
+    time.sleep(2)
+
+
 def sleep_long(fault, frame):
     """A hang without end in Python."""
     while True:
