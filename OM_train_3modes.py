@@ -28,6 +28,7 @@ from Diffusion.figures import registration_figure
 from Diffusion.gradients import new_gradients, put_together, set_aside
 from Diffusion.losses import info_nce, mslncc, new_queue, push, recovery_terms, regularity
 from Diffusion.networks import build_network
+from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
 from Runtime import agree, checkpoint, launch, memory, watchdog
 from Runtime.config import MODEL_KEYS, load_config
 from Runtime.device import autocast, describe, pick_device, prepare_device
@@ -53,6 +54,7 @@ def parse_arguments(argv=None):
                         help="after N steps save and exit with 42, for a launcher to start again (0 = off)")
     parser.add_argument("--max-seconds-before-restart", type=float, default=0, metavar="S",
                         help="the same after S seconds: a launcher passes on its own time limit (0 = off)")
+    parser.add_argument("--debug", action="store_true", help="find a crash: blocking launches, checked collectives")
     return parser.parse_args(argv)
 
 
@@ -113,19 +115,18 @@ def new_progress():
 
 
 def save_state(state, relative, cfg, metrics=None, best=None):
-    """Save one checkpoint, once all ranks have found that they hold the same weights and moments.
+    """Save one checkpoint, once all ranks have found that what each holds whole is the same.
 
     The step waits for the copy only: a thread of rank 0 writes, reads back, and removes what the config does not keep.
     """
-    ranks, optimizer = state["ranks"], state["optimizer"].state_dict()
-    moments = {f"Adam's {name} of parameter {number}": tensor for number, entry in optimizer["state"].items()
-               for name, tensor in entry.items()}
-    agree.agree(ranks, state["progress"]["step"], "checkpoint", weights={**state["net"].state_dict(), **moments})
+    ranks, net, optimizer = state["ranks"], state["net"], state["optimizer"]
+    agree.agree(ranks, state["progress"]["step"], "checkpoint", weights=replicated(net, optimizer))
     watchdog.phase("checkpoint")
+    finish_saving(state)
+    weights, adam = gather_state(net, optimizer, ranks)
     if ranks["rank"] == 0:
-        finish_saving(state)
-        content = {"format": 1, "model": state["net"].state_dict(), "optimizer": optimizer, "queue": state["queue"],
-                   "config": cfg, **state["progress"]}
+        content = {"format": 1, "model": weights, "optimizer": adam, "queue": state["queue"], "config": cfg,
+                   **state["progress"]}
         state["saving"] = checkpoint.save_in_background(
             state["run"], relative, content, metrics, best, (cfg["run.keep_last"], cfg["run.keep_every"], 2))
     agree.agree(ranks, state["progress"]["step"], "checkpoint")  # wait here, under this deadline, not in the next step
@@ -148,7 +149,10 @@ def finish_saving(state, last=False):
 
 
 def restore_state(state, cfg, init_from=None):
-    """Continue from the newest checkpoint that verifies, as rank 0 finds it; or start, from given weights or anew."""
+    """Continue from the newest checkpoint that verifies, as rank 0 finds it; or start, from given weights or anew.
+
+    Returns Adam's state of that checkpoint, for an optimizer that does not exist yet; None where there is none.
+    """
     run, ranks, net = state["run"], state["ranks"], state["net"]
     relative = ""
     if ranks["rank"] == 0:
@@ -162,16 +166,16 @@ def restore_state(state, cfg, init_from=None):
         raise InputError(f"--init-from: {run} has checkpoints already and would be continued; add --fresh to start a "
                          f"new run from {init_from}.")
     if not path:
-        return
-    content = checkpoint.load(path, map_location=state["device"])
+        return None
+    content = checkpoint.load(path, map_location=next(net.parameters()).device)
     changes = checkpoint.check_compatible(content, cfg, path, MODEL_KEYS)
     checkpoint.load_weights(net, content, path)
     if relative:
         if missing := [name for name in state["progress"] if name not in content]:
             raise InputError(f"{path} has no {missing[0]}: it is of an older version; start a new run with --fresh "
                              f"--init-from {path}.")
-        state["optimizer"].load_state_dict(content["optimizer"])
-        state["queue"].update(content["queue"])
+        state["queue"].update({name: value if name == "next" else value.to(state["device"])
+                               for name, value in content["queue"].items()})
         state["progress"].update({name: content[name] for name in state["progress"]})
     if ranks["rank"] == 0:
         for change in changes if relative else []:
@@ -180,6 +184,7 @@ def restore_state(state, cfg, init_from=None):
         print(f"continuing from {path}, epoch {progress['epoch']}, step {progress['step']}" if relative
               else f"weights from {path}")
     agree.agree(ranks, state["progress"]["step"], "checkpoint", weights=net.state_dict())
+    return content["optimizer"] if relative else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,7 +199,7 @@ def train_mode(branch, compute, inputs, state, clip_norm, cfg, **raised):
     """
     model, optimizer, count, gradients = state["model"], state["optimizer"], len(inputs), state["gradients"]
     optimizer.zero_grad(set_to_none=True)
-    gradients["parts"] = count * state["ranks"]["world"]
+    gradients["parts"] = count if model is state["net"] else count * state["ranks"]["world"]
     means, finite, kept = collections.Counter(), True, []
     for number, batch in enumerate(inputs, 1):
         watchdog.phase("forward", branch)
@@ -218,8 +223,8 @@ def train_mode(branch, compute, inputs, state, clip_norm, cfg, **raised):
     if model is state["net"]:
         put_together(gradients, state["net"].parameters())
     watchdog.phase("optimizer", branch)
-    # All ranks have the same gradients now, and so the same norm.
-    norm = torch.nn.utils.clip_grad_norm_(state["net"].parameters(), clip_norm).item()
+    # All ranks have the same gradients now, or slices of them, and so the same norm.
+    norm = whole(torch.nn.utils.clip_grad_norm_(state["net"].parameters(), clip_norm)).item()
     if math.isfinite(norm) and not agreed["nonfinite"]:
         optimizer.step()
         add_terms(state["progress"]["sums"], agreed["terms"])
@@ -238,7 +243,7 @@ def train_step(state, volumes, pairs, cfg, **raised):
 
     compare = cfg["run.checksum_every"] and progress["step"] % cfg["run.checksum_every"] == 0
     first = train_mode("diffusion", step_diffusion, [batch[:1] for batch in batches], state, math.inf, cfg,
-                       weights=dict(state["net"].named_parameters()) if compare else None, **raised)
+                       weights=replicated(state["net"]) if compare else None, **raised)
     memory.empty_cache(cfg, device)
 
     second = train_mode("contrastive", step_contrastive, batches, state, cfg["contrastive.clip_norm"], cfg)
@@ -246,7 +251,7 @@ def train_step(state, volumes, pairs, cfg, **raised):
         rows = [torch.cat([*kept, batch[1][:, None]], dim=1) for kept, batch in zip(second["kept"], batches)]
         rows = agree.gather(ranks, torch.cat(rows)).flatten(0, 1).to(device)  # in global sample order
         push(queue, *rows[:, :-1].chunk(2, dim=1), rows[:, -1].long())
-    moved = [first["moved"], second["moved"]]
+    moved, terms = [first["moved"], second["moved"]], {**first["terms"], **second["terms"]}
     del batches, second
     memory.empty_cache(cfg, device)
 
@@ -256,16 +261,18 @@ def train_step(state, volumes, pairs, cfg, **raised):
         for volumes, positions, _ in pairs:
             # Negative positions: the draws of mode 3 must not be those of mode 1.
             both.append(augment(volumes.to(device), [(seed, epoch, -1 - p) for p in positions.tolist()], cfg))
-        moved.append(train_mode("registration", step_registration, [(b[0::2], b[1::2]) for b in both], state,
-                                cfg["registration.clip_norm"], cfg)["moved"])
-        del both
+        third = train_mode("registration", step_registration, [(b[0::2], b[1::2]) for b in both], state,
+                           cfg["registration.clip_norm"], cfg)
+        moved.append(third["moved"])
+        terms.update(third["terms"])
+        del both, third
         memory.empty_cache(cfg, device)
 
     failed = moved.count(False)
     sums["steps"], sums["open"], sums["nonfinite"] = (sums["steps"] + 1, sums["open"] + gate_open,
                                                       sums["nonfinite"] + failed)
     progress["nonfinite_in_a_row"] = progress["nonfinite_in_a_row"] + 1 if failed else 0
-    return {"epoch": epoch, "ang": first["terms"]["ang"], "open": gate_open, "nonfinite": failed}, first
+    return {"epoch": epoch, "ang": terms["ang"], "open": gate_open, "nonfinite": failed, "terms": terms}, first
 
 
 def set_up(cfg, args, ranks, run):
@@ -281,14 +288,17 @@ def set_up(cfg, args, ranks, run):
     watchdog.phase("join")
     launch.join(ranks, device, cfg)
     watchdog.phase("restore")
-    net = build_network(cfg, device)
+    # With fsdp no device ever holds the whole network.
+    net = build_network(cfg, "cpu" if cfg["run.strategy"] == "fsdp" else device)
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "saving": None,
-             "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True),
              "queue": new_queue(cfg, device), "progress": new_progress(), "failed_saves": 0,
-             "gradients": new_gradients(cfg["run.exact_sums"]), "board": None,
+             "gradients": new_gradients(cfg["run.exact_sums"], device), "board": None,
              "watch": memory.new_watch(device, cfg["run.memory_limit_gb"])}
-    restore_state(state, cfg, args.init_from)
-    state["model"] = launch.wrap(net, ranks, device, state["gradients"])
+    adam = restore_state(state, cfg, args.init_from)
+    state["model"] = wrap(net, ranks, device, state["gradients"], cfg)
+    state["optimizer"] = make_optimizer(net, ranks, cfg)
+    if adam:
+        load_optimizer(state["optimizer"], adam)
     if ranks["rank"] == 0:
         step = state["progress"]["step"]
         save_launch(run, cfg, step)
@@ -319,7 +329,7 @@ def train(cfg, args, ranks, run):
                 progress["epoch"] % cfg["run.refresh_process_group_every"]):
             state["model"] = None
             launch.refresh(ranks, state["device"], cfg)
-            state["model"] = launch.wrap(state["net"], ranks, state["device"], state["gradients"])
+            state["model"] = wrap(state["net"], ranks, state["device"], state["gradients"], cfg)
         first_step, started = progress["step_in_epoch"], time.time()
         steps = first_step + steps_left(cfg, len(dataset), listed, share, progress["samples"], progress["pairs"])
         bar, below = progress_bars(cfg, progress, steps, chief)
@@ -354,8 +364,9 @@ def train(cfg, args, ranks, run):
 
     watchdog.phase("checkpoint")
     finish_saving(state, last=True)
+    weights = None if leave else gather(state["net"].state_dict(), ranks)
     watchdog.phase("leave")
-    state["model"] = None
+    state.update(model=None, net=None, optimizer=None)
     launch.leave(ranks)
     if leave:
         leak = state["watch"]["leak"] if leave == "memory" else None
@@ -364,7 +375,7 @@ def train(cfg, args, ranks, run):
         return PLANNED_RESTART
     if chief:
         print(f"done: {cfg['run.epochs']} epochs, {progress['step']} steps, weights "
-              f"{checkpoint.weights_sha256(state['net'].state_dict())}")
+              f"{checkpoint.weights_sha256(weights)}")
     return DONE
 
 
@@ -372,7 +383,7 @@ def refuse_nonfinite(state, cfg):
     """After a step without an update: weights that are not finite never recover; nor does a loss that stays so."""
     progress = state["progress"]
     for name, parameter in state["net"].named_parameters():
-        if not parameter.isfinite().all():
+        if not whole(parameter).isfinite().all():
             raise RuntimeError(f"the weights are not finite after step {progress['step']}: {name}")
     if progress["nonfinite_in_a_row"] >= cfg["run.max_nonfinite"]:
         raise InputError(f"{state['run']}: the loss was not finite in {cfg['run.max_nonfinite']} steps in a row, the "
@@ -384,6 +395,9 @@ def finish_epoch(state, held_out, cfg, started):
     progress, board = state["progress"], state["board"]
     epoch, sums = progress["epoch"], progress["sums"]
     last = epoch + 1 == cfg["run.epochs"]
+    watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world=state["ranks"]["world"],
+                   samples=progress["samples"], steps=sums["steps"],
+                   **footprint(state["net"], state["optimizer"], state["device"]))
     scores, picture = {}, None
     if len(held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last):
         watchdog.phase("evaluate")
@@ -415,6 +429,8 @@ def main(argv=None):
     try:
         cfg = load_config(args.config, args.overrides)
         ranks = launch.environment()
+        if args.debug:
+            launch.debug()
         if args.dry_run:
             return dry_run(cfg, ranks["world"], step_diffusion, step_contrastive, step_registration)
         run = launch.open_run(ranks, cfg, args.fresh)

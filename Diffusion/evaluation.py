@@ -20,6 +20,15 @@ def register(net, moving, fixed, cfg):
     return warp(moving, field), field
 
 
+def own_share(count, ranks):
+    """The numbers below `count` that are this rank's, as (number, whether it counts): equally many on every rank.
+
+    A forward may need all ranks (fsdp), so one that has nothing left repeats a number that does not count.
+    """
+    rank, world = ranks["rank"], ranks["world"]
+    return [(number % count, number < count) for number in range(rank, -(-count // world) * world, world)]
+
+
 @torch.no_grad()
 def validate(state, dataset, cfg):
     """Scores on held-out volumes, shared among the ranks, and the first pair for a picture.
@@ -33,19 +42,23 @@ def validate(state, dataset, cfg):
     net.eval()
     cosines, scores, picture = [], [], None
     times = sorted({max(cfg["diffusion.timesteps"] * share // 4, 1) for share in (1, 2, 3)})
-    for index in range(ranks["rank"], min(len(dataset), cfg["run.val_pairs"]), ranks["world"]):
+    for index, counts in own_share(min(len(dataset), cfg["run.val_pairs"]), ranks):
         x0 = dataset[0, index][0][None].to(device)
         for t in times:
             keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
             xt, true_field = ddpm.diffuse(x0, [t], keys)
             with autocast(device, cfg["run.amp"]):
                 pred = net(xt, torch.tensor([t], device=device), make_condition(x0, cfg["model.condition_type"], keys))
-            cosines.append((index, t, recovery_terms(pred, true_field)[1].item()))
+            if counts:
+                cosines.append((index, t, recovery_terms(pred, true_field)[1].item()))
     grid = (cfg["data.img_size"], cfg["data.spacing_mm"])
-    pairs = list(enumerate(epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"])))
-    for number, pair in pairs[ranks["rank"]::ranks["world"]]:
+    pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"])
+    for number, counts in own_share(len(pairs), ranks):
+        pair = pairs[number]
         moving, fixed = (dataset[0, index][0][None].to(device) for index in pair)
         warped, field = register(net, moving, fixed, cfg)
+        if not counts:
+            continue
         score = {"val_dice": None, "val_dice_before": None, "val_imgsim": mslncc(warped, fixed).item(),
                  "val_folding": folding_percent(field)}
         paths = [dataset.items[index]["label"] for index in pair]

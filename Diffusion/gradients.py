@@ -3,14 +3,23 @@
 Rounded once at the end, a sum of float32 gradients in float64 is the same in any order. So a step has the same bits for
 any number of ranks, as long as the batches of a forward are the same.
 
-`sums` is a dict: dtype, totals {parameter: sum so far}, and parts, the number of batches of all ranks in this step.
+`sums` is a dict: dtype, totals {parameter: sum so far}, and parts, the number of batches of all ranks in this step;
+of this rank alone with run.strategy fsdp, which takes the mean over the ranks after each batch.
 """
 import torch
 import torch.distributed as dist
 
+from Runtime.errors import InputError
 
-def new_gradients(exact):
-    """exact: float64; otherwise float32, for devices that have no other."""
+
+def new_gradients(exact, device="cpu"):
+    """exact: float64, which is tried once; otherwise float32. Raises InputError for a device that has no float64."""
+    if exact:
+        try:
+            torch.ones(2, dtype=torch.float64, device=device).sum().item()
+        except RuntimeError as error:  # some Intel GPUs
+            raise InputError(f"run.exact_sums: {device} has no float64 ({str(error).splitlines()[0]}); set it to "
+                             "false, and sums depend a little on the number of ranks.") from error
     return {"dtype": torch.float64 if exact else torch.float32, "totals": {}, "parts": 1}
 
 
@@ -25,7 +34,7 @@ def set_aside(sums, parameters):
 
 
 def put_together(sums, parameters):
-    """The mean over all batches as the gradient, where one rank has them all."""
+    """The mean over all batches as the gradient, where no communication hook makes it."""
     if sums["parts"] > 1:
         set_aside(sums, parameters)
         for parameter, total in sums["totals"].items():

@@ -1,6 +1,6 @@
 """Configuration: one YAML file, flattened to a plain dict of dotted keys, every one checked.
 
-A config file holds every key of KEYS and no other. config_om.yaml explains them.
+A config file holds every key of KEYS (Config/keys.yaml) and no other. config_om.yaml explains them.
 """
 import difflib
 from pathlib import Path
@@ -9,98 +9,9 @@ import yaml
 
 from Runtime.errors import InputError
 
-# key: (type, lowest, highest) for numbers, (type, choices) for words, (type,) for the rest.
-# "int+" is a list of ints, "int or int+" one int or a list of them.
-KEYS = {
-    "model.name": ("str",),
-    "model.dims": ("int", 2, 3),
-    "model.channels": ("int+", 1, None),
-    "model.attention_width": ("int", 8, None),
-    "model.attention_depth": ("int", 0, None),
-    "model.attention_heads": ("int", 1, None),
-    "model.rec_num": ("int", 1, None),
-    "model.detach_recovery": ("bool",),
-    "model.condition_type": ("str", ("none", "slice", "volume")),
-    "model.condition_dropout": ("float", 0, 1),
-    "model.field_stride": ("int", 1, 2),
-    "model.use_checkpoint": ("bool",),
-    "diffusion.timesteps": ("int", 2, None),
-    "diffusion.grids": ("int+", 4, None),
-    "diffusion.v_scale": ("float", 1e-12, None),
-    "diffusion.noise_ratio": ("float", 0, None),
-    "contrastive.embedding": ("int", 2, None),
-    "contrastive.temperature": ("float", 1e-6, None),
-    "contrastive.queue": ("int", 1, None),
-    "contrastive.clip_norm": ("float", 1e-12, None),
-    "registration.gate": ("float", -1, 2),
-    "registration.window": ("int", 3, None),
-    "registration.scales": ("int", 1, None),
-    "registration.squared": ("bool",),
-    "registration.clip_norm": ("float", 1e-12, None),
-    "loss.dist": ("float", 0, None),
-    "loss.ang": ("float", 0, None),
-    "loss.regul": ("float", 0, None),
-    "loss.contrastive": ("float", 0, None),
-    "loss.imgsim": ("float", 0, None),
-    "loss.imgmse": ("float", 0, None),
-    "loss.ddf": ("float", 0, None),
-    "loss.waiver": ("float", 0, None),
-    "loss.folding": ("float", 0, None),
-    "data.name": ("str",),
-    "data.root": ("str",),
-    "data.train_ids": ("str",),
-    "data.val_ids": ("str",),
-    "data.img_size": ("int or int+", 4, None),
-    "data.spacing_mm": ("float", 0, None),
-    "data.batchsize": ("int", 1, None),
-    "data.global_batchsize": ("int", 0, None),
-    "data.diff_reg_batch_ratio": ("int", 1, None),
-    "data.repeats": ("int", 1, None),
-    "data.pairs": ("int", 0, None),
-    "data.pair_list": ("str",),
-    "data.in_memory": ("bool",),
-    "data.num_workers": ("int", 0, None),
-    "data.prefetch_factor": ("int", 1, None),
-    "data.expect_samples": ("int", 0, None),
-    "augment.rotation": ("float", 0, 180),
-    "augment.scaling": ("float", 0, 0.9),
-    "augment.shift": ("float", 0, 1),
-    "augment.flip": ("float", 0, 1),
-    "augment.gamma": ("float", 0, 2),
-    "augment.noise": ("float", 0, 1),
-    "optim.lr": ("float", 1e-12, None),
-    "optim.warmup_steps": ("int", 0, None),
-    "run.seed": ("int", 0, None),
-    "run.epochs": ("int", 1, None),
-    "run.device": ("str", ("auto", "cpu", "cuda", "xpu")),
-    "run.amp": ("str", ("bf16", "off")),
-    "run.channels_last": ("bool",),
-    "run.threads": ("int", 0, None),
-    "run.models": ("str",),
-    "run.logs": ("str",),
-    "run.checkpoint_steps": ("int", 0, None),
-    "run.checkpoint_minutes": ("float", 0, None),
-    "run.keep_last": ("int", 1, None),
-    "run.keep_every": ("int", 0, None),
-    "run.val_every": ("int", 1, None),
-    "run.val_pairs": ("int", 1, None),
-    "run.picture_every": ("int", 0, None),
-    "run.max_nonfinite": ("int", 1, None),
-    "run.empty_cache": ("bool",),
-    "run.exact_sums": ("bool",),
-    "run.checksum_every": ("int", 0, None),
-    "run.refresh_process_group_every": ("int", 0, None),
-    "run.memory_limit_gb": ("float", 0, None),
-    "run.deadline_floor_s": ("float", 0.1, None),
-    "run.deadline_factor": ("float", 1, None),
-    "run.deadline_first_s": ("float", 1, None),
-    "run.join_s": ("float", 1, None),
-    "run.round_seconds": ("float", 1, None),
-    "run.max_rounds": ("int", 1, None),
-    "run.pause_planned_s": ("float", 0, None),
-    "run.pause_crash_s": ("float", 0, None),
-    "run.grace_s": ("float", 0, None),
-}
+# key: (type, limits ...); the notation is explained there.
+KEYS = {key: tuple(rule) for key, rule in yaml.safe_load(
+    (Path(__file__).parent.parent / "Config/keys.yaml").read_text()).items()}
 
 # What a checkpoint's weights depend on: these must agree for it to be continued.
 MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
@@ -220,8 +131,9 @@ def check_together(cfg, path):
     grids = cfg["diffusion.grids"]
     if len(size) != dims:
         raise InputError(f"{path}: data.img_size needs one number or {dims} (model.dims), not {size}.")
-    if len(cfg["model.channels"]) < 2:
-        raise InputError(f"{path}: model.channels needs at least two levels, not {cfg['model.channels']}.")
+    if len(cfg["model.channels"]) < 1 + cfg["model.field_stride"]:
+        raise InputError(f"{path}: model.channels needs at least {1 + cfg['model.field_stride']} levels with "
+                         f"model.field_stride {cfg['model.field_stride']}, not {cfg['model.channels']}.")
     if cfg["model.attention_width"] % cfg["model.attention_heads"]:
         raise InputError(f"{path}: model.attention_width {cfg['model.attention_width']} must be a multiple of "
                          f"model.attention_heads {cfg['model.attention_heads']}.")
@@ -235,6 +147,9 @@ def check_together(cfg, path):
     if min(size) < 2 ** (cfg["registration.scales"] - 1):
         raise InputError(f"{path}: data.img_size {size} cannot be halved for registration.scales "
                          f"{cfg['registration.scales']}.")
+    if cfg["run.refresh_process_group_every"] and cfg["run.strategy"] != "ddp":
+        raise InputError(f"{path}: run.refresh_process_group_every needs run.strategy ddp, not {cfg['run.strategy']}; "
+                         "set it to 0.")
 
 
 def save_config(cfg, path):

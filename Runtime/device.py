@@ -1,7 +1,9 @@
-"""Devices by one set of names: CPU, CUDA (also ROCm), XPU."""
+"""Devices by one set of names: CPU, CUDA (also ROCm), XPU; and how ranks on them talk to each other."""
 import contextlib
+import importlib
 
 import torch
+import torch.distributed as dist
 
 from Runtime.errors import InputError
 
@@ -11,6 +13,11 @@ def pick_device(name, local_rank=0):
 
     With several devices on a node, local_rank chooses. Raises InputError if the named one is not there.
     """
+    if name in ("auto", "xpu") and not dist.is_backend_available("xccl"):
+        # Older Intel stacks have torch.xpu and the backend ccl from packages that register themselves, in this order.
+        for package in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(package)
     found = torch.accelerator.current_accelerator(check_available=True)
     if name == "cpu" or (name == "auto" and found is None):
         return torch.device("cpu")
@@ -19,6 +26,17 @@ def pick_device(name, local_rank=0):
         raise InputError(f"run.device: {name} is asked for, but torch {torch.__version__} sees no such device (it "
                          f"sees: {seen}); install the matching torch build or set run.device to auto.")
     return torch.device(found.type, local_rank % torch.accelerator.device_count())
+
+
+def backend(device):
+    """The backend of torch.distributed for a device. Raises InputError for an Intel GPU without one."""
+    if device.type != "xpu":
+        return dist.get_default_backend_for_device(device)  # gloo, nccl (also ROCm)
+    found = next((name for name in ("xccl", "ccl") if dist.is_backend_available(name)), None)
+    if found is None:
+        raise InputError(f"torch {torch.__version__} has no backend for several Intel GPUs: install the XPU build of "
+                         "torch 2.8 or later, or oneccl_bindings_for_pytorch beside an older one.")
+    return found
 
 
 def autocast(device, amp):

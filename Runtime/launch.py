@@ -1,4 +1,4 @@
-"""Who am I among the ranks, and how they are joined: environment, rendezvous, process groups, DDP.
+"""Who am I among the ranks, and how they are joined: environment, rendezvous, process groups.
 
 `ranks` is a plain dict: rank, local_rank, world, store (one long-lived TCPStore), cpu (gloo group for agreements) and
 generation (how often the groups have been made). With one process there is no store and no group.
@@ -6,16 +6,14 @@ generation (how often the groups have been made). With one process there is no s
 import contextlib
 import datetime
 import gc
-import inspect
 import os
 import time
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from Diffusion.gradients import sum_over_ranks
 from Runtime import attempts, watchdog
+from Runtime.device import backend
 from Runtime.errors import InputError
 from Runtime.folder import lock, run_folder, unlock
 
@@ -44,6 +42,13 @@ def environment():
         raise InputError(f"{NAMES['rank'][column]} is {found['rank']} but {NAMES['world'][column]} is "
                          f"{found['world']}: ranks count from 0.")
     return found
+
+
+def debug():
+    """Let libraries wait for each launch, check each collective and tell all they know; before any of them works."""
+    os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", TORCH_SHOW_CPP_STACKTRACES="1", NCCL_DEBUG="INFO",
+                      CUDA_LAUNCH_BLOCKING="1", AMD_SERIALIZE_KERNEL="3", ZE_SERIALIZE="2")  # NVIDIA, AMD, Intel
+    dist.set_debug_level_from_env()
 
 
 def meet(ranks, seconds):
@@ -124,38 +129,23 @@ def close_run(ranks, run, code):
 def join(ranks, device, cfg):
     """Make the process groups of the next generation: the device's own, and a CPU group for agreements.
 
-    The backend's timeout only has to be longer than every deadline: those end a hang, and name it.
+    Ranks wait for each other in agreements, as long as a deadline allows: deadlines end a hang, and name it.
     """
     ranks["generation"] = ranks.get("generation", -1) + 1
     ranks["cpu"] = None
+    patience = datetime.timedelta(seconds=cfg["run.backend_timeout_s"])
     if ranks["world"] == 1:
         return
     # A fresh rendezvous each time: keys that an old generation left in the store would be taken for its own.
     store = dist.PrefixStore(f"generation{ranks['generation']}", ranks["store"])
+    dist.init_process_group(backend(device), store=store, rank=ranks["rank"], world_size=ranks["world"],
+                            timeout=patience)
     timeout = datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"])
-    dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=ranks["rank"],
-                            world_size=ranks["world"], timeout=timeout)
     ranks["cpu"] = dist.new_group(backend="gloo", timeout=timeout)
 
 
-def wrap(net, ranks, device, gradients):
-    """The network as the step functions call it: DDP over all ranks, or itself where there is one.
-
-    find_unused_parameters also keeps a resumed run bitwise: without it, DDP regroups its buckets after the first
-    backward, and sums are then taken in another order than in a run that starts anew. gradients: how they are summed.
-    """
-    if ranks["world"] == 1:
-        return net
-    known = inspect.signature(DistributedDataParallel).parameters
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
-    ddp = DistributedDataParallel(net, device_ids=None if device.type == "cpu" else [device], **{buffers: False},
-                                  find_unused_parameters=True, gradient_as_bucket_view=True)
-    ddp.register_comm_hook(gradients, sum_over_ranks)
-    return ddp
-
-
 def leave(ranks):
-    """Leave the process groups. The caller has let go of its DDP wrapper: destroying the group first deadlocks."""
+    """Leave the process groups. The caller has let go of what uses them: destroying a group before DDP deadlocks."""
     if ranks["world"] > 1:
         gc.collect()
         dist.barrier(group=ranks["cpu"])

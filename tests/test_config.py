@@ -71,7 +71,7 @@ def test_overrides_are_converted(override, value):
     ("model.use_checkpoint=1", ["model.use_checkpoint", "true or false"]),
     ("model.condition_type=slices", ["model.condition_type", "none, slice, volume"]),
     ("model.channels=16", ["model.channels", "list"]),
-    ("model.channels=[16]", ["model.channels", "two levels"]),
+    ("model.channels=[16]", ["model.channels", "levels"]),
     ("model.channels=[16, x]", ["model.channels", "'x'"]),
     ("model.attention_heads=7", ["model.attention_width", "model.attention_heads"]),
     ("diffusion.grids=[8, 4]", ["diffusion.grids", "ascend"]),
@@ -83,12 +83,37 @@ def test_overrides_are_converted(override, value):
     ("run.deadline_factor=0.5", ["run.deadline_factor", "at least 1"]),
     ("run.max_rounds=0", ["run.max_rounds", "at least 1"]),
     ("run.deadline_flor_s=3", ["run.deadline_flor_s", "run.deadline_floor_s"]),
+    ("run.strategy=zero2", ["run.strategy is one of ddp, zero1, fsdp, not 'zero2'"]),
 ])
 def test_bad_values_are_one_sentence(override, words):
     with pytest.raises(InputError) as error:
         load_config(OM, [override])
     message = str(error.value)
     assert all(word in message for word in words) and "\n" not in message, message
+
+
+def test_a_field_at_half_resolution_needs_a_third_level():
+    with pytest.raises(InputError, match="model.channels needs at least 3 levels with model.field_stride 2"):
+        load_config(OM, ["model.channels=[16, 32]", "model.field_stride=2"])
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_only_ddp_makes_its_communicator_anew(strategy):
+    assert load_config(OM, ["run.refresh_process_group_every=1"])["run.strategy"] == "ddp"
+    assert load_config(OM, [f"run.strategy={strategy}"])["run.strategy"] == strategy
+    with pytest.raises(InputError, match=f"run.refresh_process_group_every needs run.strategy ddp, not {strategy}"):
+        load_config(OM, [f"run.strategy={strategy}", "run.refresh_process_group_every=1"])
+
+
+def test_the_table_of_keys_says_type_and_limits():
+    """Config/keys.yaml: its numbers are numbers, its words are words (YAML reads a bare off as false)."""
+    assert len(KEYS) > 80 and all("." in key for key in KEYS)
+    for key, (kind, *limits) in KEYS.items():
+        assert kind in ("int", "float", "int+", "int or int+", "bool", "str"), key
+        numbers = kind not in ("bool", "str")
+        assert len(limits) == 2 if numbers else len(limits) <= (kind == "str"), key
+        assert all(limit is None or type(limit) in (int, float) for limit in limits) if numbers else \
+            all(type(word) is str for words in limits for word in words), key
 
 
 @pytest.mark.parametrize("content, words", [

@@ -1,0 +1,76 @@
+"""Devices by name and the backend of each, also where this machine has neither."""
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from Diffusion.gradients import new_gradients
+from Runtime.device import backend, pick_device
+from Runtime.errors import InputError
+from tests.tiny import ROOT
+
+XPU = torch.device("xpu", 0)
+
+# What the packages of older Intel stacks do when they are imported.
+PACKAGES = {"intel_extension_for_pytorch": "import torch\ntorch.seen = ['extension']\n",
+            "oneccl_bindings_for_pytorch": "import torch\nimport torch.distributed as dist\ntorch.seen.append('ccl')\n"
+                                           "dist.Backend.register_backend('ccl', lambda *_: None, devices=['xpu'])\n"}
+ASK = """
+import torch
+from Runtime.device import backend, pick_device
+from Runtime.errors import InputError
+try:
+    pick_device(NAME)
+except InputError as error:
+    print(error)
+print(getattr(torch, "seen", None))
+try:
+    print(backend(torch.device("xpu", 0)))
+except InputError as error:
+    print(error)
+"""
+
+
+def ask(name, folder):
+    """What a fresh process that finds packages in `folder` says about an Intel GPU."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    ended = subprocess.run([sys.executable, "-c", ASK.replace("NAME", repr(name))], env=environment,
+                           capture_output=True, text=True, timeout=60, check=True)
+    return ended.stdout.strip().splitlines()
+
+
+def test_the_cpu_is_always_there():
+    assert pick_device("cpu", 3) == torch.device("cpu")
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        assert pick_device("auto", 3) == torch.device("cpu")
+        with pytest.raises(InputError, match="run.device: cuda is asked for, but torch .* sees no such device"):
+            pick_device("cuda")
+
+
+def test_each_device_has_its_backend():
+    assert backend(torch.device("cpu")) == "gloo" and backend(torch.device("cuda", 1)) == "nccl"
+
+
+@pytest.mark.skipif(dist.is_backend_available("xccl"), reason="this torch has xccl")
+def test_intel_gpus_without_a_backend_are_refused_in_one_sentence():
+    with pytest.raises(InputError, match="install the XPU build of torch 2.8 or later, or oneccl_bindings_for_pytorch"):
+        backend(XPU)
+
+
+@pytest.mark.skipif(dist.is_backend_available("xccl"), reason="this torch has xccl")
+def test_older_intel_stacks_are_loaded_where_an_intel_gpu_may_be_meant(tmp_path):
+    for name, content in PACKAGES.items():
+        (tmp_path / f"{name}.py").write_text(content)
+    assert ask("xpu", tmp_path)[-2:] == ["['extension', 'ccl']", "ccl"]
+    seen, refused = ask("cpu", tmp_path)[-2:]
+    assert seen == "None" and "oneccl_bindings_for_pytorch" in refused
+
+
+def test_a_device_without_float64_is_named_with_the_key_to_change():
+    # The meta device has no numbers at all; nobody has an Intel GPU without float64 at hand.
+    with pytest.raises(InputError, match="run.exact_sums: meta has no float64 .*; set it to false"):
+        new_gradients(True, torch.device("meta"))
+    assert new_gradients(True)["dtype"] == torch.float64 and new_gradients(False)["dtype"] == torch.float32

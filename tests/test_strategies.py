@@ -1,0 +1,328 @@
+"""run.strategy: ddp, zero1 and fsdp train the same, and a checkpoint of each goes on with each of the others.
+
+Real ranks: trainings under bash_train_multi_nodes.sh, and launches of `main`, in which every pair of strategies takes a
+checkpoint over by way of the training script's own functions.
+"""
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import OM_train_3modes as om
+from Dataloader.dataset import epoch_batches
+from Diffusion.sharding import footprint, gather, gather_state
+from Runtime import attempts, checkpoint, launch
+from Runtime.attempts import free_port
+from Scripts.progress import AVERAGES
+from tests.tiny import CONFIG, ROOT, arguments, config, launcher_environment, log_lines, make_data
+
+STRATEGIES = ("ddp", "zero1", "fsdp")
+EXACT = {"ddp", "zero1", "alone"}  # fsdp takes the mean over the ranks after each use of a weight, and rounds each
+TOLERANCE = 1e-4  # of a weight; a step of Adam moves it by up to 1e-3
+SETTINGS = {"data__batchsize": 1, "data__diff_reg_batch_ratio": 1, "run__amp": "off", "run__epochs": 1,
+            "run__checksum_every": 1, "optim__lr": 1e-3, "run__val_pairs": 3, "run__pause_planned_s": 0}
+STEPS = 20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trainings of 20 steps, as a user starts them
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("strategies"))
+
+
+def train(data, folder, ranks, *more, faults=(), **changes):
+    """A training of STEPS steps under the launcher. faults: for tests/faults/inject. Returns what it printed."""
+    changes = {**SETTINGS, "data__repeats": 7, "data__pairs": STEPS * ranks, "run__models": folder / "Models",
+               "run__logs": folder / "Logs", **changes}
+    strike = {"FAULTS": json.dumps(faults), "FAULT_DIR": str(folder), "PYTHONPATH": str(ROOT / "tests/faults/inject")}
+    ended = subprocess.run(["bash", str(ROOT / "bash_train_multi_nodes.sh"), *arguments(data, *more, **changes)],
+                           env=launcher_environment(ranks, **(strike if faults else {})), capture_output=True,
+                           text=True, timeout=280)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def epoch_end(folder, epoch=1):
+    run = folder / "Models/demo_om_net"
+    assert checkpoint.newest(run) == f"{epoch:06d}_demo_om_net.pth"
+    return checkpoint.load(run / f"{epoch:06d}_demo_om_net.pth")
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """Folders of 20 steps on two ranks."""
+    folders = {strategy: tmp_path_factory.mktemp(strategy) for strategy in STRATEGIES}
+    for strategy, folder in folders.items():
+        (folder / "printed").write_text(train(data, folder, 2, run__strategy=strategy))
+    return folders
+
+
+def test_all_strategies_have_the_same_losses(trained):
+    lines = {strategy: log_lines(folder, "step") for strategy, folder in trained.items()}
+    for strategy in STRATEGIES:
+        assert [line["step"] for line in lines[strategy]] == list(range(STEPS))
+        assert all(set(line["terms"]) == set(AVERAGES) for line in lines[strategy])
+    assert [line["terms"] for line in lines["zero1"]] == [line["terms"] for line in lines["ddp"]], "the same bits"
+    worst = max(abs(one["terms"][name] - other["terms"][name])
+                for one, other in zip(lines["fsdp"], lines["ddp"]) for name in AVERAGES)
+    print(f"fsdp and ddp: largest difference of a loss term in {STEPS} steps {worst:.1e}")
+    assert worst < 1e-4
+    first, last = lines["ddp"][0]["terms"], lines["ddp"][-1]["terms"]
+    assert abs(first["dist"] - last["dist"]) > 0.01, "something was learned that could have differed"
+
+
+def test_the_weights_at_the_end_are_the_same_too(trained):
+    states = {strategy: epoch_end(folder) for strategy, folder in trained.items()}
+    sums = {strategy: checkpoint.weights_sha256(state["model"]) for strategy, state in states.items()}
+    assert sums["zero1"] == sums["ddp"]
+    for strategy, folder in trained.items():
+        assert re.search(r"weights ([0-9a-f]{64})", (folder / "printed").read_text())[1] == sums[strategy]
+    for name, tensor in states["ddp"]["model"].items():
+        assert torch.allclose(states["fsdp"]["model"][name], tensor, rtol=0, atol=TOLERANCE), name
+
+
+def test_each_rank_holds_its_part_of_the_optimizer_only(trained):
+    held = {strategy: [log_lines(folder, "memory", rank)[-1] for rank in range(2)]
+            for strategy, folder in trained.items()}
+    parameters = sum(tensor.numel() for tensor in om.build_network(config()).parameters())
+    for strategy, lines in held.items():
+        assert [(line["strategy"], line["world"], line["steps"], line["samples"]) for line in lines] == [
+            (strategy, 2, STEPS, 2 * STEPS)] * 2
+        assert all(line["peak_bytes"] > 1e8 for line in lines), "the process holds torch at least"
+    for rank in range(2):
+        whole = held["ddp"][rank]["optimizer_bytes"]
+        assert whole >= 8 * parameters
+        assert all(0 < held[strategy][rank]["optimizer_bytes"] <= 0.6 * whole for strategy in ("zero1", "fsdp"))
+        assert held["fsdp"][rank]["weights_bytes"] <= 0.6 * held["ddp"][rank]["weights_bytes"]
+        assert held["zero1"][rank]["weights_bytes"] == held["ddp"][rank]["weights_bytes"] == 4 * parameters
+
+
+def test_validation_of_three_pairs_on_two_ranks_is_the_same(trained):
+    """Rank 1 has nothing left for the last pair, and repeats one that does not count."""
+    scores = {strategy: log_lines(folder, "epoch")[0] for strategy, folder in trained.items()}
+    for name in ("val_ang", "val_imgsim", "val_dice", "val_dice_before", "val_folding"):
+        assert scores["zero1"][name] == scores["ddp"][name]
+        assert scores["fsdp"][name] == pytest.approx(scores["ddp"][name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_planned_restarts_give_the_same_bits(data, tmp_path, trained, strategy):
+    printed = train(data, tmp_path, 2, "--max-steps-before-restart", "7", run__strategy=strategy)
+    assert "done after 3 rounds" in printed
+    assert checkpoint.weights_sha256(epoch_end(tmp_path)["model"]) == checkpoint.weights_sha256(
+        epoch_end(trained[strategy])["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_death_in_a_forward_is_survived_with_the_same_bits(data, tmp_path, trained, strategy):
+    """With fsdp the other rank is in the same forward then, and waits for slices that do not come."""
+    train(data, tmp_path, 2, run__strategy=strategy, run__pause_crash_s=0, faults=[
+        {"id": "fault", "do": "kill", "rank": 1, "phase": "forward", "mode": "diffusion", "step": 9}])
+    first, last = (line for line in attempts.history(tmp_path / "Models/demo_om_net") if line["event"] == "end")
+    assert (first["cause"], first["verdict"]["rank"], first["verdict"]["phase"]) == ("killed", 1, "forward")
+    assert last["decision"] == "done"
+    assert checkpoint.weights_sha256(epoch_end(tmp_path)["model"]) == checkpoint.weights_sha256(
+        epoch_end(trained[strategy])["model"])
+
+
+@pytest.mark.slow
+def test_a_run_changes_its_strategy_between_launches(data, tmp_path):
+    """An epoch each with ddp, zero1, fsdp and on one rank, in one folder; and the same with ddp throughout."""
+    changes = {"data__repeats": 1, "data__pairs": 0, "data__global_batchsize": 2}
+    for epochs, (ranks, strategy) in enumerate([(2, "ddp"), (2, "zero1"), (2, "fsdp"), (1, "ddp")], 1):
+        printed = train(data, tmp_path / "changing", ranks, run__strategy=strategy,
+                        **{**changes, "run__epochs": epochs})
+        assert epochs == 1 or "continuing from" in printed
+    train(data, tmp_path / "constant", 2, **{**changes, "run__epochs": 4})
+    one, other = epoch_end(tmp_path / "changing", 4), epoch_end(tmp_path / "constant", 4)
+    assert one["step"] == other["step"] == 12 and torch.equal(one["queue"]["subjects"], other["queue"]["subjects"])
+    for name, tensor in other["model"].items():
+        assert torch.allclose(one["model"][name], tensor, rtol=0, atol=TOLERANCE), name
+    # Weights alone, for a new run.
+    source = tmp_path / "constant/Models/demo_om_net/000004_demo_om_net.pth"
+    train(data, tmp_path / "new", 2, "--init-from", str(source), run__strategy="fsdp",
+          **{**changes, "optim__lr": 1e-12})
+    weights = epoch_end(tmp_path / "new")["model"]
+    assert all(torch.allclose(weights[name], tensor, atol=1e-9) for name, tensor in other["model"].items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every pair of strategies, in one launch of real ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+def case(data, strategy, changes):
+    """Config of steps in which each rank accumulates two batches of modes 1 and 2 (and has one of mode 3)."""
+    together = 2 * int(os.environ.get("WORLD_SIZE", 2))
+    return config(data, **{**SETTINGS, "data__global_batchsize": together, "data__diff_reg_batch_ratio": 2,
+                           "model__use_checkpoint": "true", "run__strategy": strategy, **changes})
+
+
+def begin(cfg, ranks, run):
+    """The training script's own start, in groups of its own: continues what the run folder holds."""
+    run.mkdir(parents=True, exist_ok=True)
+    return om.set_up(cfg, om.parse_arguments(["--config", CONFIG]), ranks, run)
+
+
+def one_step(begun, cfg, ranks):
+    state, dataset, _, listed, share = begun
+    volumes, pairs = next(iter(epoch_batches(cfg, dataset, listed, state["progress"], share, ranks)))
+    om.train_step(state, volumes, pairs, cfg)
+    for key in ("step", "step_in_epoch", "samples", "pairs"):
+        state["progress"][key] += share.get(key, 1)
+
+
+def step_of_no_number(begun, cfg, ranks):
+    """A step of mode 1 whose loss is not finite on the last rank. Returns whether the weights moved."""
+    state, dataset, *_ = begun
+    batch = om.deform_batch(dataset[0, 0][0][None], [(0, 0, ranks["rank"])], state["ddpm"], cfg)
+    if ranks["rank"] == ranks["world"] - 1:
+        batch["true_field"] *= math.nan
+    return om.train_mode("diffusion", om.step_diffusion, [(batch,)], state, math.inf, cfg)["moved"]
+
+
+def end(begun, ranks):
+    begun[0].update(model=None, net=None, optimizer=None)
+    launch.leave(ranks)
+
+
+def same_state(weights, adam, saved):
+    """Whether a gathered state is that of a checkpoint, bit by bit; every tensor whole and plain."""
+    found, wanted = ({0: model, **{number + 1: entry for number, entry in optimizer["state"].items()}}
+                     for model, optimizer in ((weights, adam), (saved["model"], saved["optimizer"])))
+    return (adam["param_groups"] == saved["optimizer"]["param_groups"] and found.keys() == wanted.keys()
+            and all(found[key].keys() == wanted[key].keys() for key in wanted)
+            and all(torch.equal(found[key][name], wanted[key][name]) for key in wanted for name in wanted[key]))
+
+
+def main(data, folder, **changes):
+    """One of several ranks: each strategy takes a step, saves and takes another, which all repeat from its file."""
+    ranks = launch.environment()
+    launch.meet(ranks, 60)
+    store, number = ranks["store"], 0
+    seen = {"moved": {}, "whole state": {}, "next step": {}, "scores": {}, "optimizer bytes": {}, "counters": {}}
+
+    def start(strategy, run):
+        nonlocal number
+        number += 1
+        ranks["store"] = dist.PrefixStore(f"case{number}", store)
+        cfg = case(data, strategy, changes)
+        return cfg, begin(cfg, ranks, run)
+
+    after = {}
+    for writer in STRATEGIES:
+        cfg, begun = start(writer, folder / writer)
+        one_step(begun, cfg, ranks)
+        om.save_state(begun[0], "tmp/000000_step0001_demo.pth", cfg)
+        om.finish_saving(begun[0], last=True)
+        seen["moved"][writer] = step_of_no_number(begun, cfg, ranks)
+        one_step(begun, cfg, ranks)
+        after[writer] = gather(begun[0]["net"].state_dict(), ranks)
+        after[writer] = {name: tensor.clone() for name, tensor in after[writer].items()} if ranks["rank"] == 0 else None
+        end(begun, ranks)
+    for writer in STRATEGIES:
+        for reader in STRATEGIES:
+            pair = f"{writer} to {reader}"
+            cfg, begun = start(reader, folder / writer)
+            state = begun[0]
+            weights, adam = gather_state(state["net"], state["optimizer"], ranks)
+            seen["optimizer bytes"][pair] = footprint(state["net"], state["optimizer"], state["device"])[
+                "optimizer_bytes"]
+            if ranks["rank"] == 0:
+                saved = checkpoint.load(folder / writer / "tmp/000000_step0001_demo.pth")
+                seen["whole state"][pair] = same_state(weights, adam, saved)
+                seen["counters"][pair] = [state["progress"]["step"], state["progress"]["samples"],
+                                          state["queue"]["next"], state["progress"]["sums"]["steps"]]
+            if writer == "ddp":
+                seen["scores"][reader] = om.validate(state, begun[2], cfg)[0]
+            one_step(begun, cfg, ranks)
+            weights = gather(state["net"].state_dict(), ranks)
+            if ranks["rank"] == 0:
+                seen["next step"][pair] = max((weights[name] - tensor).abs().max().item()
+                                               for name, tensor in after[writer].items())
+            end(begun, ranks)
+    if ranks["rank"] == 0:
+        torch.save(after, folder / "after.pth")
+        (folder / "seen.json").write_text(json.dumps(seen))
+    launch.tell(ranks, "all done", "yes")
+
+
+def run_main(data, folder, ranks, changes):
+    """What rank 0 saw, and the folder with each strategy's run."""
+    words = [sys.executable, "-m", "tests.test_strategies", str(data), str(folder), json.dumps(changes)]
+    shared = {**launcher_environment(ranks), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": str(free_port())}
+    started = [subprocess.Popen(words, cwd=ROOT, env={**shared, "RANK": str(rank)}, stdout=subprocess.DEVNULL)
+               for rank in range(ranks)]
+    try:
+        assert [process.wait(250) for process in started] == [0] * ranks
+    finally:
+        for process in started:
+            process.kill()
+    return json.loads((folder / "seen.json").read_text()), folder
+
+
+def check(seen, folder, data, ranks, **changes):
+    assert seen["moved"] == dict.fromkeys(STRATEGIES, False), "a loss that is not finite on one rank moves nothing"
+    pairs = [(writer, reader) for writer in STRATEGIES for reader in STRATEGIES]
+    for writer, reader in pairs:
+        pair = f"{writer} to {reader}"
+        assert seen["whole state"][pair], f"{pair}: the reader gives back what it was given"
+        assert seen["counters"][pair] == [1, 2 * ranks, 2 * ranks, 1]
+        whole = seen["optimizer bytes"][f"{writer} to ddp"]
+        assert reader == "ddp" or seen["optimizer bytes"][pair] <= 1.2 / ranks * whole
+        exact = writer == reader or {writer, reader} <= EXACT
+        print(f"{pair}: weights after one more step differ by {seen['next step'][pair]:.1e}")
+        assert seen["next step"][pair] <= (0 if exact else TOLERANCE), pair
+    for name, score in seen["scores"]["ddp"].items():
+        assert [seen["scores"][reader][name] for reader in STRATEGIES] == [pytest.approx(score, rel=1e-5, abs=1e-7)] * 3
+    after = torch.load(folder / "after.pth", weights_only=True)
+    start = om.build_network(case(data, "ddp", changes)).state_dict()
+    assert max((after["ddp"][name] - tensor).abs().max() for name, tensor in start.items()) > 10 * TOLERANCE
+    return after
+
+
+def check_alone(after, folder, data, ranks, monkeypatch, **changes):
+    """One process takes each strategy's checkpoint over, all batches of the step to itself."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))  # for the size of the batch only
+    for writer, strategy in zip(STRATEGIES, ("fsdp", "ddp", "zero1")):
+        cfg, alone = case(data, strategy, changes), {"rank": 0, "local_rank": 0, "world": 1}
+        begun = begin(cfg, alone, folder / writer)
+        one_step(begun, cfg, alone)
+        net = begun[0]["model"]
+        assert type(net) is type(om.build_network(cfg)) and type(begun[0]["optimizer"]) is torch.optim.Adam
+        worst = max((tensor - after[writer][name]).abs().max() for name, tensor in net.state_dict().items())
+        assert worst <= (0 if writer in EXACT else TOLERANCE), (writer, strategy)
+
+
+def test_every_strategy_goes_on_from_every_checkpoint(data, tmp_path, monkeypatch):
+    """om_net with accumulation and with activation checkpointing."""
+    seen, folder = run_main(data, tmp_path, 2, {})
+    after = check(seen, folder, data, 2)
+    check_alone(after, folder, data, 2, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, changes", [
+    (2, {"model__name": "recresacnet"}), (2, {"model__name": "recmulmodmutattnnet"}),
+    (3, {"model__use_checkpoint": "false"}), (2, {"model__detach_recovery": "true", "run__channels_last": "false"})],
+    ids=["recresacnet", "recmulmodmutattnnet", "three ranks", "detached"])
+def test_so_does_every_network(data, tmp_path, monkeypatch, ranks, changes):
+    seen, folder = run_main(data, tmp_path, ranks, changes)
+    after = check(seen, folder, data, ranks, **changes)
+    check_alone(after, folder, data, ranks, monkeypatch, **changes)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))
