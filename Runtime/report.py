@@ -1,8 +1,12 @@
-"""Tables and pages of results: the one module that writes HTML. A page is one file and works offline."""
+"""Tables and pages of results: the one module that writes HTML. A page is one file and works offline.
+
+    python -m Runtime.report scaling Models/<run> ...  speed by the number of ranks: table, plot and page
+"""
 import base64
 import io
 import os
 import platform
+import sys
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -16,28 +20,7 @@ from Runtime.provenance import git
 NUMBER = (int, float, np.number)
 SCREEN_DPI, FILE_DPI = 92, 150
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2126; --quiet: #5a646e; --rule: #dde1e5; --paper: #fff; --tint: #f5f6f8; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e7ea; --quiet: #a3adb7; --rule: #3a4149; --paper: #15181b; --tint: #1f2428; } }
-body { margin: 0; background: var(--paper); color: var(--ink); overflow-wrap: anywhere;
-  font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main, footer { max-width: 1100px; margin: 0 auto; padding: 0 1.25rem; }
-h1 { font-size: 1.9rem; line-height: 1.2; margin: 2.5rem 0 .5rem; }
-h2 { font-size: 1.25rem; line-height: 1.3; margin: 2.75rem 0 .75rem; }
-p, figcaption { max-width: 70ch; }  .lead { font-size: 1.1rem; color: var(--quiet); margin: 0 0 1.5rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .75rem; }
-.card { background: var(--tint); border-radius: .5rem; padding: .9rem 1.1rem; }  .card span { display: block; }
-.card strong { font-size: 1.6rem; line-height: 1.35; }  table { border-collapse: collapse; }
-.card span, figcaption, caption, footer { color: var(--quiet); font-size: .88rem; text-align: left; }
-.wide { overflow-x: auto; overflow-wrap: normal; margin-bottom: .5rem; }
-figure { margin: 1.25rem 0 2rem; }  img { display: block; max-width: 100%; height: auto; margin: 0 auto; }
-figure .wide { background: #fff; border-radius: .5rem; border: 1px solid var(--rule); padding: .4rem; }
-th, td { padding: .35rem .9rem; text-align: left; border-bottom: 1px solid var(--rule); }
-th { vertical-align: bottom; border-bottom: 2px solid var(--quiet); }  tr > :first-child { padding-left: 0; }
-.num { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-footer p { margin: 3rem 0 2rem; border-top: 1px solid var(--rule); padding-top: .75rem; max-width: none; }
-"""
+STYLE = (Path(__file__).parent / "report.css").read_text()
 
 
 def figure_png(figure):
@@ -148,3 +131,8 @@ def _cells(header, rows, formats):
     texts = [[" ".join(_text(cell, form).split()) for cell, form in zip(row, formats)] for row in rows]
     right = [[isinstance(cell, NUMBER) or (cell is None and side) for cell, side in zip(row, numeric)] for row in rows]
     return [[str(name) for name in header], *texts], [numeric, *right]
+
+
+if __name__ == "__main__":
+    from Scripts.scaling import main  # here, because it imports this module
+    sys.exit(main())
