@@ -1,0 +1,169 @@
+"""Has every task of this allocation what the training needs? Found out in a minute, before any data is touched.
+
+    srun ... python Scripts/preflight.py --task --config C | python Scripts/preflight.py --collect --config C
+
+bash_train_multi_nodes.sh does this. Both sides take the arguments of the training and read NODES ("n1 n2"),
+TASKS_PER_NODE and PREFLIGHT_SECONDS (for all of it, default 45); tasks also RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT. A task prints one JSON line for each check and always ends with 0. The collector prints a table on standard
+error (Scripts/preflight_collect.py) and EXCLUDED='n2 n3' on standard output; it ends with 0 (passed), 43 (stop) or 75
+(go on without the excluded nodes).
+"""
+import argparse
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from Runtime.config import load_config  # noqa: E402
+from Runtime.errors import STOP, InputError  # noqa: E402
+
+FORK = multiprocessing.get_context("fork")
+LEAST = 0.05  # of PREFLIGHT_SECONDS: what a check gets even after a late start
+PIECE = 400  # characters; srun keeps lines of less than 1024 bytes whole among those of other tasks
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Checks of an allocation before a training.", allow_abbrev=False)
+    side = parser.add_mutually_exclusive_group(required=True)
+    side.add_argument("--task", action="store_true", help="run the checks of one rank, print findings as JSON lines")
+    side.add_argument("--collect", action="store_true", help="read the findings of all ranks, judge them")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--allow-tmp", action="store_true", help="run.models and run.logs may be under /tmp")
+    return parser.parse_known_args(argv)[0]
+
+
+def place():
+    """What both sides are told: names of the nodes in order, tasks on each, and the seconds for all of it."""
+    return (os.environ["NODES"].split(), int(os.environ["TASKS_PER_NODE"]),
+            float(os.environ.get("PREFLIGHT_SECONDS", 45)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A task: all checks, each in a process of its own
+# ---------------------------------------------------------------------------------------------------------------------
+
+def run_task(args):
+    """Say that this rank is there, load the config and torch, run the checks."""
+    began, variables, host = time.monotonic(), dict(os.environ), socket.gethostname()
+    nodes, tasks, limit = place()
+    rank, local_rank, world = (int(variables[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    node = variables.get("SLURMD_NODENAME", host)
+
+    def say(check, result):
+        print_line({"rank": rank, "node": node, "host": host, "check": check, **result})
+
+    say("arrival", {"ok": True, "said": "arrived", "do": "", "world": world, "local_rank": local_rank})
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # an address that does not answer is said in the table
+    try:
+        cfg = load_config(args.config, args.overrides)
+        from Scripts import preflight_checks  # here, because torch takes its time, and this rank has arrived already
+    except InputError as error:
+        return say("code", {"ok": False, "said": str(error), "do": "the config has to be the same on every node"})
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return say("code", {"ok": False, "said": f"the code does not load: {type(error).__name__}: {error}"[:300],
+                            "do": "look at the environment of this node, or leave it out"})
+    context = {"cfg": cfg, "rank": rank, "local_rank": local_rank, "world": world, "node": node, "nodes": nodes,
+               "tasks": tasks, "allow_tmp": args.allow_tmp, "variables": variables, "began": began, "found": {},
+               "served": None}
+    run_checks(preflight_checks, context, limit, say)
+
+
+def run_checks(checks, context, limit, say):
+    """All checks of the module `checks` in their order; say(name, result) after each. limit: s for the whole task."""
+    began, first = context["began"], context["local_rank"] == 0
+    if context["rank"] == 0 and context["world"] > 1:
+        context["served"] = answer(checks.serve, {**context, "ends": began + 0.4 * limit}, stays=True)
+    for name, (function, until, needs) in checks.CHECKS.items():
+        if name in checks.OF_THE_NODE and not first:
+            continue
+        ill = next((need for need in needs if not context["found"][need]["ok"]), "")
+        ends = max(began + until * limit, time.monotonic() + LEAST * limit)
+        result = checks.skipped(f"{ill} failed") if ill else answer(function, {**context, "ends": ends})
+        context["found"][name] = result
+        say(name, result)
+    if context["found"]["rendezvous"]["ok"] and first:  # no other node still looks for the marks of this one
+        checks.clean_folders(context)
+    elif context["served"]:
+        time.sleep(LEAST * limit)  # others may be a little behind, and would take the end of the store for a failure
+
+
+def print_line(line):
+    """One finding as one line of JSON, or as several pieces of one."""
+    text, rank = json.dumps(line), line["rank"]
+    pieces = [text[start:start + PIECE] for start in range(0, len(text), PIECE)]
+    lines = [text] if len(text) < 2 * PIECE else [
+        json.dumps({"rank": rank, "piece": number, "of": len(pieces), "text": piece})
+        for number, piece in enumerate(pieces, 1)]
+    for text in lines:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def answer(function, context, stays=False):
+    """Result of one check in a forked process, which is killed at its deadline, or with its answer unless it `stays`.
+
+    context: with "began" and "ends", by time.monotonic; the rest is the check's.
+    """
+    mine, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=work, args=(function, context, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    where, result = "at its start", None
+    while result is None and mine.poll(max(context["ends"] - time.monotonic(), 0)):
+        try:
+            message = mine.recv()
+        except EOFError:
+            process.join(1)
+            code = process.exitcode or 0
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            result = {"ok": False, "said": f"died with {how} ({where})", "do": "see its last words above this table"}
+        else:
+            where, result = (message, None) if isinstance(message, str) else (where, message)
+    if result is None:
+        result = {"ok": False, "said": f"no answer within {context['ends'] - context['began']:.0f} s ({where})",
+                  "do": "look at this node, or leave it out"}
+    if not stays:
+        process.kill()
+    return result
+
+
+def work(function, context, pipe):
+    """In the child: an error that libraries raise is a finding; anything else shows its traceback."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing is left when the task is killed
+    os.dup2(2, 1)  # libraries print; standard output belongs to the findings
+    try:
+        result = function(context, pipe.send)
+    except (RuntimeError, ValueError, OSError) as error:
+        said = (str(error).strip().splitlines() or [""])[0][:300]
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        result = {"ok": False, "said": kind + said, "do": "see this error; --debug says more" if kind else ""}
+    pipe.send(result)
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    if args.task:
+        run_task(args)
+        return 0
+    began = time.monotonic()
+    sys.stdin.reconfigure(errors="replace")
+    try:
+        cfg = load_config(args.config, args.overrides)
+        from Scripts.preflight_collect import collect  # here, because torch takes its time
+        return collect(sys.stdin, cfg, *place(), began)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+
+
+if __name__ == "__main__":
+    sys.exit(main())

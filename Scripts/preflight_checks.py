@@ -1,0 +1,463 @@
+"""What one task of the preflight looks at: one short function for each check.
+
+A check gets `context`, a dict: cfg, rank, local_rank, world, node, nodes, tasks (on a node), allow_tmp, variables
+(the environment), served (of `serve`), ends (its deadline, by time.monotonic) and found (the results so far); and `at`,
+to say where it is. It returns `passed`, `failed` or `skipped`, with facts for the collector to compare.
+Scripts/preflight.py runs each in a process of its own, which it kills at the deadline.
+"""
+import contextlib
+import datetime
+import hashlib
+import math
+import os
+import platform
+import resource
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from Dataloader.sampler import shares
+from Diffusion.diffuser import make_condition
+from Diffusion.fields import warp
+from Diffusion.networks import build_network, network_class
+from Runtime import launch, memory
+from Runtime.device import autocast, backend, pick_device, prepare_device, synchronize
+from Runtime.errors import InputError
+from Runtime.provenance import SETTINGS, git
+
+GIB = 2 ** 30
+OPEN_FILES = 4096  # sockets of all ranks, shared-memory files of all loader workers
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+# These name a node's or a rank's own devices, network cards and caches, and may differ.
+OWN = (*VISIBLE, "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR")
+OWN_ENDINGS = ("_IFNAME", "_HCA", "_NIC")
+GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+TINY = {"model.channels": [8, 8, 16], "model.attention_width": 16, "model.attention_heads": 2,
+        "model.attention_depth": 1, "diffusion.grids": [4, 8], "contrastive.embedding": 8}
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def passed(said, **facts):
+    return {"ok": True, "said": said, "do": "", **facts}
+
+
+def failed(said, do, **facts):
+    return {"ok": False, "said": said, "do": do, **facts}
+
+
+def skipped(why):
+    return {"ok": None, "said": f"skipped: {why}", "do": ""}
+
+
+def first_line(error):
+    return (str(error).strip().splitlines() or [""])[0][:300]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The node and its device
+# ---------------------------------------------------------------------------------------------------------------------
+
+def check_code(context, at):
+    """Versions; the commit once for each node, since git reads every file."""
+    facts = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if context["local_rank"] == 0:
+        at("git")
+        commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
+        facts["commit"] = commit.strip()[:12] if commit else "no git checkout"
+        if changes:
+            facts["commit"] += f" with local changes {hashlib.sha256(changes.encode()).hexdigest()[:8]}"
+    return passed(", ".join(f"{name} {value}" for name, value in reversed(facts.items())), **facts)
+
+
+def check_settings(context, at):
+    """The variables that libraries for devices and communication read; and how many files may be open."""
+    mine = {name: value for name, value in context["variables"].items()
+            if SETTINGS.match(name) and name not in OWN and not name.endswith(OWN_ENDINGS)}
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if files != resource.RLIM_INFINITY and files < OPEN_FILES:
+        return failed(f"at most {files} open files are allowed",
+                      f"raise the hard limit (ulimit -Hn) of this node to {OPEN_FILES} or more", settings=mine)
+    return passed(f"{len(mine)} variables of device and network libraries, the same on all ranks", settings=mine)
+
+
+def check_device(context, at):
+    """As many devices as tasks on this node, or one for each task. facts: devices, own (what tells one task's)."""
+    name, tasks, variables = context["cfg"]["run.device"], context["tasks"], context["variables"]
+    if name == "cpu":
+        return passed("cpu, as run.device says", devices=0)
+    at("counting devices")
+    with contextlib.suppress(InputError):
+        pick_device(name)  # lets older Intel packages register their devices; what is missing is said below
+    count, built = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
+    given = next((f"{key}={variables[key]}" for key in GIVEN if variables.get(key, "0") not in ("", "0")), "")
+    in_slurm = "SLURM_JOB_ID" in variables
+    if count == 0:
+        if name == "auto" and not given and not (built and in_slurm):
+            return passed("cpu: torch sees no device, and Slurm gave none", devices=0)
+        asked = f"Slurm gave {given}" if given else f"run.device is {name}"
+        what = f"look at the driver of this node or leave it out (torch is built for {built.type})" if built else (
+            "install the torch build for this device")
+        return failed(f"{asked}, but torch {torch.__version__} sees no device", f"{what}, or set run.device=cpu",
+                      devices=0)
+    at("asking the device for its properties")
+    device = pick_device(name, context["local_rank"])
+    visible = [f"{key}={variables[key]}" for key in VISIBLE if variables.get(key)]
+    facts, kind = {"devices": count, "own": visible}, device.type
+    if device.type != "cpu":
+        properties = torch.get_device_module(device).get_device_properties(device)
+        facts["own"] = [str(getattr(properties, "uuid", "")), *visible]
+        kind = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
+    fewer_on_purpose = tasks < count and not in_slurm
+    if count not in (1, tasks) and not fewer_on_purpose:
+        return failed(f"ntasks-per-node is {tasks} but torch sees {count} devices",
+                      f"use --ntasks-per-node={count}", **facts)
+    return passed(f"{count} x {kind}", **facts)
+
+
+def check_forward(context, at):
+    """Forward and backward of a tiny network of the config's kind. facts: bytes of this process afterwards."""
+    cfg = {**context["cfg"], **TINY, "data.img_size": [16] * context["cfg"]["model.dims"]}
+    began = time.monotonic()
+    os.environ["MIOPEN_FIND_MODE"] = "FAST"  # of its full search for the best kernels, the training has more use
+    device = pick_device(cfg["run.device"], context["local_rank"])
+    prepare_device(device, cfg["run.threads"])
+    at(f"moving a network to {device}")
+    net = build_network(cfg, device)
+    image, fixed = torch.rand(2, 1, 1, *cfg["data.img_size"], generator=torch.Generator().manual_seed(0)).to(device)
+    condition = make_condition(fixed, "none" if cfg["model.condition_type"] == "none" else "volume")
+    at("forward")
+    with autocast(device, cfg["run.amp"]):
+        field = net(image, torch.tensor([cfg["diffusion.timesteps"]], device=device), condition)
+    loss = (warp(image, field) - fixed).square().mean()
+    at("backward")
+    loss.backward()
+    synchronize(device)
+    at("reading the result")
+    size = sum(float(parameter.grad.square().sum()) for parameter in net.parameters() if parameter.grad is not None)
+    if not (math.isfinite(loss.item()) and math.isfinite(size) and size > 0):
+        return failed(f"loss {loss.item():g} and squared gradient {size:g} of a tiny network on {device}",
+                      "this device computes wrongly: leave its node out and have it looked at")
+    seconds = time.monotonic() - began
+    return passed(f"forward and backward on {device.type} in {seconds:.1f} s", worst=seconds,
+                  process_bytes=memory.measure(device)["host_used"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory of the node
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Anonymous memory of processes of this project, measured on x86-64 Linux with torch 2.13.0+cpu.
+TRAINING = 220 * 2 ** 20  # what a training of next to nothing adds to a preflight: 369 to 387 MiB against 167
+WORKER = 190 * 2 ** 20  # a loader worker that has read nothing: 188 MiB
+READING = 8  # volumes of the training grid in float32 that a worker holds while it reads one as large: 7.4
+LOADERS = 2  # each with data.num_workers workers: one for volumes, one for pairs (Dataloader/dataset.py)
+
+
+def memory_estimate(cfg, world, ranks, process, parameters, volumes=0, on_cpu=False, writes=False):
+    """Host memory of a node, in bytes.
+
+    world: ranks of the run; ranks: those on this node. process: bytes of one without the training. parameters: of the
+    network. volumes: that a rank reads where data.in_memory. on_cpu: gradients and Adam's moments are on the host too
+    (activations come on top). writes: whether rank 0 is here, which writes checkpoints.
+    Returns: {"rank", "worker", "workers" (their number in a rank), "batches" (shared, of one rank), "checkpoint",
+    "total": ranks x (rank + workers x worker + batches) + checkpoint}.
+    """
+    share, volume = shares(cfg, world), 4 * math.prod(cfg["data.img_size"])
+    rank = process + TRAINING + parameters * (16 if on_cpu else 4)  # weights are drawn on the host
+    rank += volumes * volume if cfg["data.in_memory"] else 0
+    per_loader = 0 if cfg["data.in_memory"] else cfg["data.num_workers"]
+    waiting = per_loader * cfg["data.prefetch_factor"]  # batches that each loader holds ready
+    batches = waiting * (share["sample_batch"] + 2 * share["pair_batch"]) * volume
+    worker, workers = WORKER + READING * volume, LOADERS * per_loader
+    checkpoint = 2 * 12 * parameters if writes else 0  # weights and two moments: the copy, and what is read back
+    return {"rank": rank, "worker": worker, "workers": workers, "batches": batches, "checkpoint": checkpoint,
+            "total": ranks * (rank + workers * worker + batches) + checkpoint}
+
+
+def host_room(cfg, ranks, variables):
+    """Bytes of host memory that the ranks of this node may take together: of the machine, its groups, Slurm, run.*."""
+    room = [memory.measure(torch.device("cpu"))["host_free"] or math.inf]
+    if variables.get("SLURM_MEM_PER_NODE", "0") != "0":  # "0" asks for all of it
+        room.append(int(variables["SLURM_MEM_PER_NODE"]) * 2 ** 20)
+    if cfg["run.memory_limit_gb"]:
+        room.append(cfg["run.memory_limit_gb"] * GIB * ranks)
+    return min(room)
+
+
+def volumes_to_hold(cfg):
+    """How many volumes a rank reads where data.in_memory: those of the datalists, else data.expect_samples."""
+    if not cfg["data.in_memory"]:
+        return 0
+    from Dataloader.dataset import read_datasets  # here, because scipy and nibabel take a second
+    try:
+        return sum(map(len, read_datasets(cfg, headers_only=True)[:2]))
+    except InputError:  # the training will say so; what is missing now may come until then
+        return cfg["data.expect_samples"]
+
+
+def check_memory(context, at):
+    """Ranks, loader workers and their batches against what the node has."""
+    cfg, ranks, variables = context["cfg"], context["tasks"], context["variables"]
+    at("counting parameters")
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in network_class(cfg["model.name"])(cfg).parameters())
+    at("counting volumes")
+    given = (context["world"], ranks, context["found"]["forward"]["process_bytes"] or 0, parameters,
+             volumes_to_hold(cfg), context["found"]["device"]["devices"] == 0, context["rank"] == 0)
+    need, room = memory_estimate(cfg, *given), host_room(cfg, ranks, variables)
+    said = (f"needs {need['total'] / GIB:.1f} of {room / GIB:.1f} GiB: {ranks} ranks x ({need['rank'] / GIB:.2f} + "
+            f"{need['workers']} workers x {need['worker'] / GIB:.2f} + batches {need['batches'] / GIB:.2f})"
+            + (f" + checkpoint {need['checkpoint'] / GIB:.2f}" if need["checkpoint"] else ""))
+    facts = {"worst": need["total"] / room, "need": need, "room": room}
+    shared, shm = ranks * need["batches"], Path("/dev/shm")
+    if need["total"] <= room and shm.is_dir() and shared > shutil.disk_usage(shm).free:
+        return failed(f"the loaders' batches need {shared / GIB:.1f} GiB of shared memory, {shm} has "
+                      f"{shutil.disk_usage(shm).free / GIB:.1f}",
+                      f"enlarge {shm}, or lower data.num_workers or data.prefetch_factor", **facts)
+    if need["total"] <= room:
+        return passed(said, **facts)
+    fits = [count for count in range(cfg["data.num_workers"])
+            if memory_estimate({**cfg, "data.num_workers": count}, *given)["total"] <= room]
+    if fits and not cfg["data.in_memory"]:
+        return failed(said, f"data.num_workers={fits[-1]} would fit; or ask for more memory (--mem)", **facts)
+    return failed(said, "set data.in_memory=false, " * cfg["data.in_memory"]
+                  + "ask for more memory (--mem) or fewer tasks on a node", **facts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The output folders
+# ---------------------------------------------------------------------------------------------------------------------
+
+def marker_folder(cfg, key, variables):
+    """Where the nodes show each other that they see run.models or run.logs; no other preflight uses it."""
+    parts = [variables.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID")]
+    return Path(cfg[key]) / f".preflight-{'-'.join(filter(None, parts)) or variables.get('MASTER_PORT', 'local')}"
+
+
+def write_and_read_back(path, text):
+    """As checkpoints are written: a file of another name, to the disk, and renamed over what is there."""
+    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    if path.read_text() != text:
+        raise OSError(f"{path} reads back differently after a rename")
+
+
+def node_local(path, variables):
+    """The folder of each node's own under which `path` is, or ""."""
+    folders = [*NODE_LOCAL, *filter(None, [variables.get("TMPDIR")])]
+    return next((folder for folder in folders if path.resolve().is_relative_to(Path(folder).resolve())), "")
+
+
+def check_folder(context, at):
+    """run.models and run.logs: writable, renames atomic, seen by all nodes. facts: sees, the nodes whose files show."""
+    cfg, nodes, variables, notes = context["cfg"], context["nodes"], context["variables"], []
+    keys = {key: marker_folder(cfg, key, variables) for key in ("run.models", "run.logs")}
+    for key, folder in keys.items():
+        if (place := node_local(Path(cfg[key]), variables)) and len(nodes) > 1:
+            if not context["allow_tmp"]:
+                return failed(f"{key} {cfg[key]} is under {place}, of which each node has its own",
+                              f"set {key} to a folder that all nodes share, or start with --allow-tmp")
+            notes.append(f"{key} is under {place}: allowed")
+        at(f"writing to {key} {cfg[key]}")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_and_read_back(folder / context["node"], "")
+        free = shutil.disk_usage(folder).free
+        if free < 10 * GIB:
+            notes.append(f"warning: {key} has only {free / GIB:.1f} GiB free")
+    at("waiting for the files of the other nodes")
+    missing = {}
+    while True:
+        for key, folder in keys.items():
+            # A new write makes a network file system forget what it knew of the folder.
+            write_and_read_back(folder / context["node"], str(time.time()))
+            missing[key] = [node for node in nodes if node not in os.listdir(folder)]
+        if not any(missing.values()) or time.monotonic() > context["ends"] - 1:
+            break
+        time.sleep(0.2)
+    unseen = set().union(*missing.values())
+    facts = {"marks": folder.name, "sees": [node for node in nodes if node not in unseen]}
+    if key := next((key for key in keys if missing[key]), ""):
+        names = ", ".join(missing[key])
+        return failed(f"files of {names} in {key} {Path(cfg[key]).resolve()} do not show here",
+                      f"set {key} to a folder that all nodes share", **facts)
+    return passed("; ".join([f"{' and '.join(dict.fromkeys(cfg[key] for key in keys))} are writable"
+                             + " and seen by all nodes" * (len(nodes) > 1), *notes]), **facts)
+
+
+def clean_folders(context):
+    """Take this node's marks away again, and the folder when it was the last."""
+    for key in ("run.models", "run.logs"):
+        folder = marker_folder(context["cfg"], key, context["variables"])
+        with contextlib.suppress(OSError):
+            (folder / context["node"]).unlink(missing_ok=True)
+            folder.rmdir()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The network
+# ---------------------------------------------------------------------------------------------------------------------
+
+def serve(context, at):
+    """Rank 0: serve the store at MASTER_PORT, in a process that stays as long as its parent; `at` tells the result."""
+    try:
+        store = dist.TCPStore("127.0.0.1", int(context["variables"]["MASTER_PORT"]), context["world"], True,
+                              wait_for_workers=False, timeout=datetime.timedelta(seconds=10))
+    except (RuntimeError, ValueError, KeyError) as error:
+        return failed(f"cannot serve MASTER_PORT {context['variables'].get('MASTER_PORT')}: {first_line(error)}",
+                      "set MASTER_PORT to a port that is free on the host of rank 0")
+    at(passed("serves"))
+    while True:
+        time.sleep(3600)
+        store.num_keys()  # keeps the server's object alive
+
+
+def reach(address, port, ends):
+    """Why no connection has come about until then, or ""."""
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=max(ends - time.monotonic(), 0.1)):
+                return ""
+        except OSError as error:
+            if time.monotonic() > ends - 0.5:
+                return error.strerror or str(error)
+        time.sleep(0.2)
+
+
+def meet(context):
+    """The store of all ranks, through Runtime.launch.meet as in the training."""
+    if context["rank"] == 0:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # `serve` does it, since this process may be killed
+    ranks = {"rank": context["rank"], "world": context["world"]}
+    launch.meet(ranks, max(context["ends"] - time.monotonic() - 1, 1))
+    return ranks["store"]
+
+
+def check_rendezvous(context, at):
+    """All ranks meet at MASTER_ADDR:MASTER_PORT. facts: waits_for, the ranks that did not come."""
+    address, port = (context["variables"].get(f"MASTER_{name}", "") for name in ("ADDR", "PORT"))
+    if context["world"] == 1:
+        return passed("one rank")
+    if not address or not port.isdecimal():
+        return failed(f"MASTER_ADDR is {address or 'not set'} and MASTER_PORT {port or 'not set'}",
+                      "set them to the host of rank 0 and a free port on it")
+    if context["served"] and not context["served"]["ok"]:
+        return context["served"]
+    first = context["nodes"][0]
+    advice = f"it has to be the host of rank 0 ({first}): unset it or set it to {first}"
+    try:
+        at(f"resolving {address}")
+        socket.getaddrinfo(address, None)
+    except socket.gaierror as error:
+        return failed(f"cannot resolve MASTER_ADDR {address} ({error.strerror})", advice, unreachable=True)
+    at(f"connecting to {address}:{port}")
+    if why := reach(address, int(port), context["ends"] - 2):
+        return failed(f"cannot reach MASTER_ADDR {address} port {port} ({why})", advice, unreachable=True)
+    try:
+        at(f"meeting at {address}:{port}")
+        meet(context)
+    except RuntimeError as error:
+        if error.__cause__ or not str(error).startswith("rank "):
+            return failed(f"no store at MASTER_ADDR {address} port {port} ({first_line(error)})", advice,
+                          unreachable=True)
+        missing = [int(number) for number in str(error)[5:].partition(" of ")[0].split(",")]
+        return failed(str(error), "look at the rows of these ranks", waits_for=missing)
+    return passed(f"{context['world']} ranks meet at {address}:{port}")
+
+
+def wait_for(store, keys, ends):
+    """Numbers of the keys that are not there at the end."""
+    missing = list(range(len(keys)))
+    while missing := [number for number in missing if not store.check([keys[number]])]:
+        if time.monotonic() > ends:
+            break
+        time.sleep(0.05)
+    return missing
+
+
+def together(context, at, peers, name, compute):
+    """Run compute(context, at, store, index, count) once all `peers` (ranks) are there and well, and end together."""
+    if len(peers) == 1:
+        return passed("one rank" + " on each node" * (context["world"] > 1))
+    at("meeting")
+    store = dist.PrefixStore(f"{name} {peers[0]}", meet(context))
+    ill = next((check for check in ("device", "forward", "node collective")
+                if check in context["found"] and not context["found"][check]["ok"]), "")
+    store.set(f"in/{context['rank']}", ill)
+    absent = [peers[number] for number in wait_for(store, [f"in/{peer}" for peer in peers], context["ends"] - 2)]
+    if absent:
+        return failed(f"rank {', '.join(map(str, absent))} did not come to it", "look at the rows of these ranks",
+                      waits_for=absent)
+    states = {peer: store.get(f"in/{peer}").decode() for peer in peers}
+    result = next((skipped(f"{state} failed on rank {peer}") for peer, state in states.items() if state), None)
+    if result is None:
+        result = compute(context, at, dist.PrefixStore("group", store), peers.index(context["rank"]), len(peers))
+    # Who ends while others are still in it breaks it for them. The group itself is not destroyed: that can hang.
+    store.set(f"out/{context['rank']}", "")
+    with contextlib.suppress(dist.DistError):  # rank 0, with the store, may be the first to see that all are through
+        wait_for(store, [f"out/{peer}" for peer in peers], context["ends"] - 1)
+    return result
+
+
+def check_node_collective(context, at):
+    """An all_reduce among the ranks of this node."""
+    first = context["rank"] - context["local_rank"]
+    return together(context, at, list(range(first, first + context["tasks"])), "node", all_reduce)
+
+
+def check_collective(context, at):
+    """An all_reduce among all ranks, and its bandwidth."""
+    return together(context, at, list(range(context["world"])), "all", all_reduce)
+
+
+def all_reduce(context, at, store, index, count):
+    """A checked sum of a small and a large tensor by the device's backend, and by gloo, which agreements use."""
+    device = pick_device(context["cfg"]["run.device"], context["local_rank"])
+    prepare_device(device, 0)
+    kind = backend(device)
+    at(f"joining a group of {kind}")
+    # No timeout of its own: not every backend keeps one, and this process ends at its deadline in any case.
+    dist.init_process_group(kind, store=store, rank=index, world_size=count, timeout=datetime.timedelta(hours=1))
+    large = torch.ones((64 if device.type != "cpu" else 4) * 2 ** 18, device=device)
+    small = torch.full((4,), float(index + 1), device=device)
+    at(f"all_reduce by {kind}")
+    dist.all_reduce(small)
+    dist.all_reduce(large)
+    wrong = [(float(tensor.min()), float(tensor.max()), expected)
+             for tensor, expected in ((small, count * (count + 1) / 2), (large, float(count)))
+             if not (tensor == expected).all()]
+    if wrong:
+        return failed(f"all_reduce by {kind} gave {wrong[0][0]:g} to {wrong[0][1]:g} instead of {wrong[0][2]:g}",
+                      "look at the driver and the network of these nodes")
+    synchronize(device)
+    began = time.monotonic()
+    dist.all_reduce(large)
+    synchronize(device)
+    rate = large.nbytes / (time.monotonic() - began) / GIB
+    if device.type != "cpu":
+        at("all_reduce by gloo")
+        dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+    return passed(f"{count} ranks by {kind}, {large.nbytes // 2 ** 20} MiB at {rate:.2g} GiB/s", worst=-rate)
+
+
+# name: (function, deadline as a share of PREFLIGHT_SECONDS since the task began, checks that must have passed).
+# Deadlines are points in time, so that those who wait for others outlast a check that hangs there.
+CHECKS = {
+    "code": (check_code, 0.40, ()),
+    "settings": (check_settings, 0.42, ()),
+    "device": (check_device, 0.50, ()),
+    "forward": (check_forward, 0.60, ("device",)),
+    "memory": (check_memory, 0.62, ("forward",)),
+    "folder": (check_folder, 0.68, ()),
+    "rendezvous": (check_rendezvous, 0.75, ()),
+    "node collective": (check_node_collective, 0.81, ("rendezvous",)),
+    "collective": (check_collective, 0.87, ("rendezvous",)),
+}
+OF_THE_NODE = ("memory", "folder")  # only by its first rank

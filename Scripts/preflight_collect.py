@@ -1,0 +1,345 @@
+"""The other side of the preflight: read what all tasks found, compare them, print a table, decide.
+
+`found` is {rank: {check: finding}}, a finding being what a task printed: rank, node, host, check, ok (True, False, or
+None where the check could not run), said, do, and facts.
+"""
+import collections
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+import zlib
+from pathlib import Path
+
+from tqdm import tqdm
+
+from Dataloader.sampler import shares
+from Runtime.errors import DONE, STOP, InputError
+from Runtime.report import text_table
+from Scripts.preflight_checks import CHECKS, OF_THE_NODE, skipped
+
+GO_ON = 75  # without the nodes in EXCLUDED
+
+
+def collect(stream, cfg, nodes, tasks, limit, began):
+    """Read findings to the end, judge them, print the table, write the report. Returns the exit code.
+
+    stream: lines. limit: s that all of it may take, since `began` (time.monotonic).
+    """
+    print(f"preflight: {many(len(nodes), 'node')} x {many(tasks, 'rank')}, at most {limit:.0f} s", file=sys.stderr,
+          flush=True)
+    found = read_findings(stream, len(nodes) * tasks, began)
+    remove_marks(found, cfg)
+    judge(found, nodes, tasks, time.monotonic() - began)
+    rows = table_rows(found, nodes, tasks)
+    bad = [node for number, node in enumerate(nodes) if any(
+        finding["ok"] is False for rank in range(number * tasks, (number + 1) * tasks)
+        for finding in found[rank].values())]
+    code, excluded, sentence = decide(cfg, nodes, tasks, bad, rows)
+    header = ["check", "", "node (host)", "ranks", "found", "what to do"]
+    print(f"{text_table(header, rows)}\npreflight: {sentence}", file=sys.stderr, flush=True)
+    write_report(cfg, {"time": time.time(), "seconds": round(time.monotonic() - began, 1), "nodes": nodes,
+                       "tasks_per_node": tasks, "code": code, "excluded": excluded, "sentence": sentence,
+                       "findings": [finding for checks in found.values() for finding in checks.values()]})
+    print(f"EXCLUDED={shlex.quote(' '.join(excluded))}", flush=True)
+    return code
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------------------
+
+def read_findings(stream, world, began):
+    """Findings from a stream of lines; lines that are none are shown as they are."""
+    found, pieces = {rank: {} for rank in range(world)}, collections.defaultdict(str)
+    answers, shown, arrived, terminal = 0, began, False, sys.stderr.isatty()
+    with tqdm(total=world * (len(CHECKS) + 1), desc="preflight", unit="answer", leave=False,
+              disable=not terminal) as bar:
+        for line in stream:
+            finding = parse(line, pieces)
+            if finding is None:
+                continue
+            checks = found.setdefault(finding["rank"], {})
+            if finding["check"] in checks:
+                finding.update(ok=False, said="two processes say that they are this rank",
+                               do="start one process for each rank, with a RANK of its own")
+            checks[finding["check"]] = finding
+            answers, passed = answers + 1, time.monotonic() - began
+            bar.update()
+            if not arrived and all("arrival" in found[rank] for rank in range(world)):
+                arrived, shown = True, time.monotonic()
+                tqdm.write(f"preflight: all {world} ranks have arrived after {passed:.0f} s", file=sys.stderr)
+            elif not terminal and time.monotonic() - shown > 10:
+                shown = time.monotonic()
+                print(f"preflight: {answers} answers after {passed:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def parse(line, pieces):
+    """The finding that a line completes, or None. pieces: {rank: text so far} of long ones, changed here."""
+    try:
+        content = json.loads(line)
+        if "piece" in content:
+            rank = content["rank"]
+            pieces[rank] = content["text"] if content["piece"] == 1 else pieces[rank] + content["text"]
+            if content["piece"] < content["of"]:
+                return None
+            content = json.loads(pieces.pop(rank))
+        if isinstance(content, dict) and {"rank", "check", "ok", "said", "do", "node", "host"} <= content.keys():
+            return content
+    except (ValueError, TypeError, KeyError):
+        pass
+    if line.strip():
+        tqdm.write(line.rstrip("\n"), file=sys.stderr)
+    return None
+
+
+def remove_marks(found, cfg):
+    """What the folder check of nodes that have died left behind."""
+    for checks in found.values():
+        name = checks.get("folder", {}).get("marks", "")
+        if name.startswith(".preflight-") and "/" not in name:
+            for key in ("run.models", "run.logs"):
+                shutil.rmtree(Path(cfg[key]) / name, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Judging: what only shows when ranks are compared, and what follows from the failure of another
+# ---------------------------------------------------------------------------------------------------------------------
+
+def judge(found, nodes, tasks, elapsed):
+    """Compare and complete the findings, in place."""
+    complete(found, nodes, tasks, elapsed)
+    compare_places(found, nodes, tasks)
+    versions = {rank: checks["code"] for rank, checks in found.items() if "python" in checks.get("code", {})}
+    for what in ("torch", "python"):
+        compare(found, "code", {rank: f"{what} {finding[what]}" for rank, finding in versions.items()},
+                "use the same environment on all nodes")
+    first = {rank: versions.get(rank - rank % tasks, {}) for rank in versions}  # git runs once on a node
+    compare(found, "code", {rank: f"commit {finding['commit']}" for rank, finding in first.items()
+                            if "commit" in finding}, "use the same checkout and the same changes on all nodes")
+    compare_settings(found)
+    compare_devices(found, tasks)
+    compare_folders(found, nodes, tasks)
+    compare_rendezvous(found, nodes, tasks)
+    excuse(found)
+
+
+def fail(found, rank, check, said, do):
+    """Let a finding that was fine until now fail."""
+    if found[rank][check]["ok"]:
+        found[rank][check].update(ok=False, said=said, do=do)
+
+
+def complete(found, nodes, tasks, elapsed):
+    """What ranks did not say: those that never came, and those that fell silent."""
+    for rank, checks in found.items():
+        node = nodes[min(rank // tasks, len(nodes) - 1)]
+        host = next((finding["host"] for finding in checks.values()), "")
+        if "arrival" not in checks:
+            checks["arrival"] = {"ok": False, "said": f"did not arrive within {elapsed:.0f} s",
+                                 "do": "look at this node and at what was printed above, or leave it out"}
+        expected = [check for check in CHECKS if rank % tasks == 0 or check not in OF_THE_NODE]
+        for check in expected if host else []:
+            if check not in checks and all(finding["ok"] is not False for finding in checks.values()):
+                checks[check] = {"ok": False, "said": f"no answer until the end, after {elapsed:.0f} s",
+                                 "do": "look at this node; where the file system with the code is slow, raise "
+                                       "PREFLIGHT_SECONDS"}
+            checks.setdefault(check, skipped("no answer"))
+        for check, finding in checks.items():
+            finding.update({"rank": rank, "check": check, "node": finding.get("node", node),
+                            "host": finding.get("host", host)})
+
+
+def compare_places(found, nodes, tasks):
+    """Ranks agree on the world size, and stand in blocks on the nodes."""
+    world, wrong = len(nodes) * tasks, ""
+    for rank, checks in sorted(found.items()):
+        arrival = checks["arrival"]
+        if arrival.get("world", world) != world:
+            fail(found, rank, "arrival", f"WORLD_SIZE is {arrival['world']}, but {len(nodes)} nodes x {tasks} tasks "
+                 f"make {world}", f"start {tasks} tasks on each node")
+        if "local_rank" not in arrival or rank >= world:
+            continue
+        if arrival["node"] != nodes[rank // tasks] or arrival["local_rank"] != rank % tasks:
+            wrong = wrong or f"rank {rank} is on {arrival['node']} with LOCAL_RANK {arrival['local_rank']}"
+            fail(found, rank, "arrival", f"ranks do not fill the nodes in their order: {wrong}",
+                 "use srun --distribution=block, with the nodes in the order of NODES")
+
+
+def compare(found, check, values, do):
+    """Fail the ranks whose value differs from that of most ranks; all of them where no value has most."""
+    counts = collections.Counter(values.values())
+    if len(counts) < 2:
+        return
+    common, times = counts.most_common(1)[0]
+    places = "; ".join(f"{value} on {', '.join(dict.fromkeys(found[r][check]['node'] for r in ranks))} (rank "
+                       f"{ranges(ranks)})" for value, ranks in groups(values).items())
+    for rank, value in values.items():
+        if 2 * times <= len(values):
+            fail(found, rank, check, places, do)
+        elif value != common:
+            fail(found, rank, check, f"{value}, but {common} on most ranks", do)
+
+
+def groups(values):
+    """{rank: value} to {value: [ranks]}."""
+    grouped = collections.defaultdict(list)
+    for rank, value in sorted(values.items()):
+        grouped[value].append(rank)
+    return grouped
+
+
+def compare_settings(found):
+    """The first variable that is not the same on all ranks."""
+    settings = {rank: checks["settings"]["settings"] for rank, checks in found.items()
+                if "settings" in checks.get("settings", {})}
+    for name in sorted(set().union(*settings.values())):
+        values = {rank: f"{name} is {mine[name]!r}" if name in mine else f"{name} is not set"
+                  for rank, mine in settings.items()}
+        if len(set(values.values())) > 1:
+            return compare(found, "settings", {rank: shorten(value) for rank, value in values.items()},
+                           f"set {name} the same on all nodes (Config/cluster/<site>.env), or nowhere")
+
+
+def shorten(text):
+    return text if len(text) <= 100 else f"{text[:60]}... ({len(text)} characters, CRC {zlib.crc32(text.encode()):x})"
+
+
+def compare_devices(found, tasks):
+    """A node without devices among others that have some; tasks that share one device."""
+    counts = {rank: checks["device"]["devices"] for rank, checks in found.items() if "devices" in
+              checks.get("device", {})}
+    for rank, count in counts.items():
+        beside = [found[other]["device"].get("own") for other in counts if other // tasks == rank // tasks]
+        if count == 0 and any(counts.values()):
+            fail(found, rank, "device", "torch sees no device here, but on other nodes",
+                 "look at the driver of this node, or leave it out")
+        if count == 1 and beside.count(found[rank]["device"]["own"]) > 1:
+            fail(found, rank, "device", f"ntasks-per-node is {tasks} but torch sees 1 device, the same for all of them",
+                 "use --ntasks-per-node=1, or bind one device to each task (--gpus-per-task=1); if other nodes "
+                 "have more, look at the driver of this one")
+
+
+def compare_folders(found, nodes, tasks):
+    """Whose files nobody sees: a node that sees most of those that wrote is well, and so waits for the others."""
+    sees = {nodes[rank // tasks]: checks["folder"]["sees"] for rank, checks in found.items()
+            if rank < len(nodes) * tasks and "sees" in checks.get("folder", {})}
+    for checks in found.values():
+        mine = checks.get("folder", {})
+        if "sees" in mine and mine["ok"] is False:
+            seen = [node for node in mine["sees"] if node in sees]
+            if 2 * len(seen) > len(sees):
+                mine.update(skipped(f"no files of {', '.join(node for node in nodes if node not in mine['sees'])}"))
+
+
+def compare_rendezvous(found, nodes, tasks):
+    """An address that leads nowhere because rank 0 is not there, or that leads somewhere else from most nodes."""
+    lost = [rank for rank, checks in found.items() if checks.get("rendezvous", {}).get("unreachable")]
+    first = found[0].get("rendezvous")
+    if first is None or not (first["ok"] or first.get("unreachable") or "waits_for" in first):
+        for rank in lost:
+            found[rank]["rendezvous"].update(skipped("rank 0 does not serve the store"))
+        return
+    away = {rank // tasks for rank in lost} - {0}
+    if away and 2 * len(away) >= len(nodes) - 1 and 0 not in lost:
+        for rank in range(tasks):
+            if "rendezvous" in found[rank]:
+                found[rank]["rendezvous"].update(ok=False, said="MASTER_ADDR leads here from this node, but not from "
+                                                 "others", do=found[lost[0]]["rendezvous"]["do"], waits_for=[])
+
+
+def excuse(found):
+    """Ranks that only waited for others have not failed, where those have a failure of their own."""
+    ill = {rank for rank, checks in found.items() for finding in checks.values()
+           if finding["ok"] is False and not finding.get("waits_for")}
+    for checks in found.values():
+        for finding in checks.values():
+            if finding["ok"] is False and finding.get("waits_for") and ill.issuperset(finding["waits_for"]):
+                finding.update(skipped(f"rank {ranges(finding['waits_for'])} did not come"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saying and deciding
+# ---------------------------------------------------------------------------------------------------------------------
+
+def ranges(numbers):
+    """[0, 1, 2, 5] to "0-2, 5"."""
+    parts = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def many(count, what):
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def table_rows(found, nodes, tasks):
+    """One row for each check where all is well, one for each different failure otherwise."""
+    rows = []
+    for check in ("arrival", *CHECKS):
+        findings = [checks[check] for _, checks in sorted(found.items()) if check in checks]
+        bad = [finding for finding in findings if finding["ok"] is False]
+        shown = bad or [finding for finding in findings if finding["ok"] is None]
+        for (said, do), ranks in groups({f["rank"]: (f["said"], f["do"]) for f in shown}).items():
+            names = dict.fromkeys(found[rank][check]["node"] for rank in ranks)
+            hosts = {found[rank][check]["node"]: found[rank][check]["host"] for rank in ranks}
+            where = ", ".join(f"{name} ({hosts[name]})" if hosts[name] not in ("", name) else name for name in names)
+            said = said.removeprefix("skipped: ")
+            rows.append([check, "FAILED" if bad else "skipped", where, ranges(ranks), said, do])
+        if findings and not shown:
+            worst = max(findings, key=lambda finding: finding.get("worst", 0))
+            rows.append([check, "ok", many(len(nodes), "node"), many(len(findings), "rank"), worst["said"], ""])
+    return rows
+
+
+def decide(cfg, nodes, tasks, bad, rows):
+    """(exit code, nodes to leave out, one sentence)."""
+    if not bad:
+        return DONE, [], f"passed on {many(len(nodes), 'node')} x {many(tasks, 'rank')}"
+    check, _, where, ranks, said, do = next(row for row in rows if row[1] == "FAILED")
+    cause = f"{check}: rank {ranks} on {where}: {said}{f': {do}' if do else ''}"
+    good = [node for node in nodes if node not in bad]
+    if not good:
+        return STOP, [], f"stop. No node is well. {cause}."
+    count = most_nodes(cfg, len(good), tasks) if cfg["data.global_batchsize"] else 0
+    if count:
+        out = [node for node in nodes if node not in good[:count]]
+        idle = f"; {', '.join(good[count:])} well but idle, since more nodes cannot share it" if good[count:] else ""
+        return GO_ON, out, (f"goes on without {', '.join(bad)}: {count * tasks} ranks on {', '.join(good[:count])} "
+                            f"share data.global_batchsize {cfg['data.global_batchsize']}{idle}. {cause}.")
+    batch = cfg["data.batchsize"] * tasks * len(nodes)
+    advice = (f"set data.global_batchsize={batch} or another number that fewer ranks can share, and the run goes on by "
+              f"itself" if not cfg["data.global_batchsize"] else "choose a data.global_batchsize that the other "
+              f"nodes can share ({len(good)} x {tasks} ranks with data.batchsize {cfg['data.batchsize']})")
+    return STOP, [], (f"stop: {', '.join(bad)} failed, {', '.join(good)} well. Leave out what failed "
+                      f"(sbatch --exclude={','.join(bad)} ...), or {advice}. {cause}.")
+
+
+def most_nodes(cfg, count, tasks):
+    """The largest number of nodes up to `count` whose ranks can share the batch; 0 where none can."""
+    for number in range(count, 0, -1):
+        try:
+            shares(cfg, number * tasks)
+        except InputError:
+            continue
+        return number
+    return 0
+
+
+def write_report(cfg, report):
+    """`<run.logs>/preflight_<job>.json`. A folder that cannot be written is in the table already."""
+    path = Path(cfg["run.logs"]) / f"preflight_{os.environ.get('SLURM_JOB_ID', 'local')}.json"
+    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(report, indent=1) + "\n")
+        os.replace(partial, path)
+    except OSError as error:
+        print(f"preflight: the report was not written ({error})", file=sys.stderr)

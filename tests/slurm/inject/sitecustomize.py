@@ -1,0 +1,46 @@
+"""Devices for tests: this folder on PYTHONPATH makes torch.accelerator report as many as FAKE_DEVICES says for a node.
+
+FAKE_DEVICES is JSON, e.g. {"n1": 2, "n2": 0}, by SLURMD_NODENAME; "hang" is a driver that does not answer. The devices
+are `cpu` ones: tensors on cpu:1 work, and are on the CPU. The product knows nothing of it.
+"""
+import importlib.machinery
+import json
+import os
+import sys
+import time
+
+
+def report_devices(accelerator):
+    count = json.loads(os.environ["FAKE_DEVICES"]).get(os.environ.get("SLURMD_NODENAME", ""), 0)
+
+    def current_accelerator(check_available=False):
+        return None if check_available and not count else sys.modules["torch"].device("cpu")
+
+    def device_count():
+        while count == "hang":
+            time.sleep(1)
+        return count
+
+    accelerator.device_count = device_count
+    accelerator.is_available = lambda: count == "hang" or count > 0
+    accelerator.current_accelerator = current_accelerator
+
+
+class Finder:
+    """Lets the real finder find torch.accelerator, and changes the module when it has been executed."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch.accelerator":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            report_devices(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if os.environ.get("FAKE_DEVICES"):
+    sys.meta_path.insert(0, Finder())

@@ -1,0 +1,410 @@
+"""The preflight without Slurm: the collector on written findings, the estimate of memory, and two real ranks."""
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from Runtime.attempts import free_port
+from Scripts import preflight, preflight_checks, preflight_collect
+from tests.tiny import ROOT, arguments, config
+
+GIB, MIB = 2 ** 30, 2 ** 20
+FACTS = {"arrival": {"world": 4}, "code": {"python": "3.11.7", "torch": "2.13.0", "commit": "aaa"},
+         "settings": {"settings": {"NCCL_DEBUG": "WARN"}}, "device": {"devices": 2, "own": []},
+         "forward": {"process_bytes": GIB}, "folder": {"sees": ["n1", "n2"]}}
+
+
+def healthy(nodes=("n1", "n2"), tasks=2):
+    """{(rank, check): finding} of an allocation in which all is well."""
+    found = {}
+    for rank in range(len(nodes) * tasks):
+        for check in ("arrival", *preflight_checks.CHECKS):
+            if check in preflight_checks.OF_THE_NODE and rank % tasks:
+                continue
+            found[rank, check] = {"rank": rank, "node": nodes[rank // tasks], "host": "h" + nodes[rank // tasks][1:],
+                                  "check": check, "ok": True, "said": "well", "do": "", **FACTS.get(check, {})}
+        found[rank, "arrival"].update(world=len(nodes) * tasks, local_rank=rank % tasks)
+        if rank % tasks == 0:
+            found[rank, "folder"]["sees"] = list(nodes)
+    return found
+
+
+def fail(found, ranks, check, said="broken", **facts):
+    for rank in ranks:
+        found[rank, check].update(ok=False, said=said, do="repair it", **facts)
+
+
+@pytest.fixture
+def judge(tmp_path, capsys):
+    """Runs the collector on findings; returns (exit code, EXCLUDED line, rows of the table, all it printed)."""
+    def run(found, nodes=("n1", "n2"), tasks=2, more=(), **changes):
+        lines = [*more, *(json.dumps(finding) + "\n" for finding in found.values())]
+        code = preflight_collect.collect(lines, config(tmp_path, **changes), list(nodes), tasks, 50, time.monotonic())
+        output, printed = capsys.readouterr()
+        rows = [re.split(r"  +", line) for line in printed.splitlines()]
+        return code, output, [cells for cells in rows if len(cells) > 3], printed
+    return run
+
+
+def bad_rows(rows):
+    return [cells for cells in rows if cells[1] == "FAILED"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The collector
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_all_is_well(judge, tmp_path):
+    code, output, rows, printed = judge(healthy())
+    assert (code, output) == (0, "EXCLUDED=''\n") and not bad_rows(rows)
+    assert [cells[:4] for cells in rows[2:4]] == [["arrival", "ok", "2 nodes", "4 ranks"],
+                                                  ["code", "ok", "2 nodes", "4 ranks"]]
+    assert "preflight: passed on 2 nodes x 2 ranks" in printed
+    report = json.loads((tmp_path / "Logs/preflight_local.json").read_text())
+    assert (report["code"], report["nodes"], report["tasks_per_node"]) == (0, ["n1", "n2"], 2)
+    assert len(report["findings"]) == len(healthy())
+
+
+def test_other_lines_are_shown_and_long_findings_are_joined(judge, capsys):
+    found = healthy()
+    long = found.pop((1, "settings"))
+    long["settings"] = found[0, "settings"]["settings"] = {"NCCL_DEBUG": "\"quoted\"" * 500}
+    for rank in (2, 3):
+        found[rank, "settings"]["settings"] = long["settings"]
+    preflight.print_line(long)
+    pieces = capsys.readouterr().out.splitlines(keepends=True)
+    assert len(pieces) > 5 and max(map(len, pieces)) < 1000
+    strange = ["a library speaks\n", "{\"rank\": 1}\n", "[1, 2]\n", "7\n", "{\"rank\": 0, \"check\n"]
+    code, _, rows, printed = judge(found, more=[*strange, *pieces])
+    assert code == 0 and ["settings", "ok", "2 nodes", "4 ranks", "well"] in rows
+    assert all(line.strip() in printed.splitlines() for line in strange)
+
+
+def test_a_failed_node_stops_or_is_left_out(judge):
+    found = healthy()
+    fail(found, (2, 3), "device")
+    code, output, rows, printed = judge(found)
+    assert (code, output) == (43, "EXCLUDED=''\n")
+    assert bad_rows(rows) == [["device", "FAILED", "n2 (h2)", "2-3", "broken", "repair it"]]
+    assert "n2 failed, n1 well" in printed and "sbatch --exclude=n2" in printed
+    assert "set data.global_batchsize=8" in printed
+    code, output, _, printed = judge(found, data__global_batchsize=8)
+    assert (code, output) == (75, "EXCLUDED=n2\n") and "goes on without n2: 2 ranks on n1" in printed
+
+
+def test_the_first_node_may_be_the_one_to_leave_out(judge):
+    found = healthy()
+    fail(found, (1,), "forward")
+    assert judge(found, data__global_batchsize=8)[:2] == (75, "EXCLUDED=n1\n")
+
+
+def test_healthy_nodes_stay_idle_where_they_cannot_share_the_batch(judge):
+    nodes = ("n1", "n2", "n3", "n4")
+    found = healthy(nodes)
+    fail(found, (2,), "memory")
+    code, output, _, printed = judge(found, nodes, data__global_batchsize=16)
+    assert (code, output) == (75, "EXCLUDED='n2 n4'\n")
+    assert "4 ranks on n1, n3 share data.global_batchsize 16; n4 well but idle" in printed
+    code, output, _, printed = judge(found, nodes, data__global_batchsize=3)
+    assert (code, output) == (43, "EXCLUDED=''\n") and "choose a data.global_batchsize" in printed
+
+
+def test_no_good_node_stops(judge):
+    found = healthy()
+    fail(found, range(4), "device")
+    code, output, rows, printed = judge(found, data__global_batchsize=8)
+    assert (code, output) == (43, "EXCLUDED=''\n") and "No node is well" in printed
+    assert bad_rows(rows) == [["device", "FAILED", "n1 (h1), n2 (h2)", "0-3", "broken", "repair it"]]
+
+
+def test_ranks_that_never_came_are_named_and_those_that_waited_are_not(judge):
+    found = {key: finding for key, finding in healthy().items() if key[0] != 3}
+    fail(found, (0, 1, 2), "rendezvous", "rank 3 of 4 did not arrive within 9 s", waits_for=[3])
+    code, output, rows, _ = judge(found, data__global_batchsize=8)
+    assert (code, output) == (75, "EXCLUDED=n2\n")
+    assert [cells[:4] for cells in bad_rows(rows)] == [["arrival", "FAILED", "n2", "3"]]
+    assert ["rendezvous", "skipped", "n1 (h1), n2 (h2)", "0-2", "rank 3 did not come"] in rows
+
+
+def test_a_rank_that_falls_silent_is_named_with_the_check(judge):
+    late = ("forward", "memory", "folder", "rendezvous", "node collective", "collective")
+    found = {key: finding for key, finding in healthy().items() if key[0] != 2 or key[1] not in late}
+    fail(found, (0,), "folder", sees=["n1"])
+    code, _, rows, _ = judge(found)
+    assert code == 43 and [cells[:4] for cells in bad_rows(rows)] == [["forward", "FAILED", "n2 (h2)", "2"]]
+    assert "no answer until the end" in bad_rows(rows)[0][4]
+    assert ["folder", "skipped", "n1 (h1)", "0", "no files of n2"] in rows
+
+
+def test_no_rank_at_all(judge):
+    code, output, rows, printed = judge({}, more=["srun: error: no such partition\n"])
+    assert (code, output) == (43, "EXCLUDED=''\n") and "srun: error: no such partition" in printed
+    assert [cells[:4] for cells in bad_rows(rows)] == [["arrival", "FAILED", "n1, n2", "0-3"]]
+
+
+def test_ranks_in_wrong_places(judge):
+    found = healthy()
+    for rank, node, local_rank in ((1, "n2", 0), (2, "n1", 1)):
+        found[rank, "arrival"].update(node=node, local_rank=local_rank)
+    code, _, rows, _ = judge(found)
+    assert code == 43 and "rank 1 is on n2 with LOCAL_RANK 0" in bad_rows(rows)[0][4] and bad_rows(rows)[0][3] == "1-2"
+    found = healthy()
+    found[3, "arrival"]["world"] = 3
+    assert bad_rows(judge(found)[2])[0][4] == "WORLD_SIZE is 3, but 2 nodes x 2 tasks make 4"
+    found = healthy()
+    found["again"] = found[0, "arrival"]
+    assert "two processes say that they are this rank" in judge(found)[3]
+
+
+def test_code_that_differs_from_that_of_most_ranks_or_of_half(judge):
+    nodes = ("n1", "n2", "n3")
+    found = healthy(nodes)
+    found[2, "code"]["commit"] = "bbb with local changes 123"
+    code, output, rows, _ = judge(found, nodes, data__global_batchsize=8)
+    assert (code, output) == (75, "EXCLUDED=n2\n") and bad_rows(rows)[0][2:5] == [
+        "n2 (h2)", "2-3", "commit bbb with local changes 123, but commit aaa on most ranks"]
+    found = healthy()
+    found[2, "code"]["commit"] = "bbb"
+    code, _, rows, _ = judge(found, data__global_batchsize=8)
+    assert code == 43 and bad_rows(rows)[0][3:5] == ["0-3", "commit aaa on n1 (rank 0-1); commit bbb on n2 (rank 2-3)"]
+    found = healthy()
+    found[1, "code"]["torch"] = "2.12.0"
+    assert bad_rows(judge(found)[2])[0][2:5] == ["n1 (h1)", "1", "torch 2.12.0, but torch 2.13.0 on most ranks"]
+
+
+def test_settings_that_differ(judge):
+    found = healthy()
+    found[3, "settings"]["settings"] = {"NCCL_DEBUG": "WARN", "NCCL_P2P_LEVEL": "NVL"}
+    rows = bad_rows(judge(found)[2])
+    assert rows[0][:5] == ["settings", "FAILED", "n2 (h2)", "3",
+                           "NCCL_P2P_LEVEL is 'NVL', but NCCL_P2P_LEVEL is not set on most ranks"]
+    long = healthy()
+    for rank in range(4):  # the same but for the end
+        long[rank, "settings"]["settings"] = {"NCCL_DEBUG": "x" * 300 + str(rank // 2)}
+    assert len(bad_rows(judge(long)[2])) == 1
+
+
+def test_devices_of_a_node_against_those_of_others(judge):
+    found = healthy()
+    for rank in (2, 3):
+        found[rank, "device"]["devices"] = 0
+    rows = bad_rows(judge(found)[2])
+    assert [cells[:5] for cells in rows] == [["device", "FAILED", "n2 (h2)", "2-3",
+                                              "torch sees no device here, but on other nodes"]]
+    found = healthy()
+    for rank in range(4):  # n1: each task has its own; n2: both have the same one
+        found[rank, "device"].update(devices=1, own=[f"CUDA_VISIBLE_DEVICES={rank if rank < 2 else 0}"])
+    rows = bad_rows(judge(found)[2])
+    assert [cells[:4] for cells in rows] == [["device", "FAILED", "n2 (h2)", "2-3"]]
+    assert "torch sees 1 device, the same for all of them" in rows[0][4]
+
+
+def test_who_does_not_share_the_folder(judge):
+    nodes = ("n1", "n2", "n3")
+    found = healthy(nodes)
+    for rank, sees in ((0, ["n1", "n3"]), (2, ["n2"]), (4, ["n1", "n3"])):
+        fail(found, (rank,), "folder", f"other nodes do not show on n{rank // 2 + 1}", sees=sees)
+    code, output, rows, _ = judge(found, nodes, data__global_batchsize=8)
+    assert (code, output) == (75, "EXCLUDED=n2\n")
+    assert [cells[2] for cells in bad_rows(rows)] == ["n2 (h2)"]
+    found = healthy()
+    for rank, node in ((0, "n1"), (2, "n2")):
+        fail(found, (rank,), "folder", "the other node does not show", sees=[node])
+    assert judge(found, data__global_batchsize=8)[0] == 43, "of two nodes, nobody knows which is right"
+
+
+def test_an_address_that_leads_elsewhere_from_other_nodes(judge):
+    found = healthy()
+    fail(found, (0, 1), "rendezvous", "rank 2, 3 of 4 did not arrive within 9 s", waits_for=[2, 3])
+    fail(found, (2, 3), "rendezvous", "cannot reach MASTER_ADDR 127.0.0.1 port 1", unreachable=True)
+    code, _, rows, _ = judge(found, data__global_batchsize=8)
+    assert code == 43 and [cells[2:5] for cells in bad_rows(rows)] == [
+        ["n1 (h1)", "0-1", "MASTER_ADDR leads here from this node, but not from others"],
+        ["n2 (h2)", "2-3", "cannot reach MASTER_ADDR 127.0.0.1 port 1"]]
+    nodes = ("n1", "n2", "n3", "n4")
+    found = healthy(nodes)
+    fail(found, (6, 7), "rendezvous", "cannot reach MASTER_ADDR n1 port 1", unreachable=True)
+    fail(found, range(6), "rendezvous", "rank 6, 7 of 8 did not arrive within 9 s", waits_for=[6, 7])
+    code, output, rows, _ = judge(found, nodes, data__global_batchsize=24)
+    assert (code, output) == (75, "EXCLUDED=n4\n") and [cells[2] for cells in bad_rows(rows)] == ["n4 (h4)"]
+
+
+def test_nobody_is_blamed_for_a_first_rank_that_is_not_there(judge):
+    found = {key: finding for key, finding in healthy().items() if key[0] != 0}
+    fail(found, (1, 2, 3), "rendezvous", "cannot reach MASTER_ADDR n1 port 1", unreachable=True)
+    code, output, rows, _ = judge(found, data__global_batchsize=8)
+    assert (code, output) == (75, "EXCLUDED=n1\n")
+    assert [cells[:4] for cells in bad_rows(rows)] == [["arrival", "FAILED", "n1", "0"]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A task
+# ---------------------------------------------------------------------------------------------------------------------
+
+def context(folder, **more):
+    variables = {name: value for name, value in os.environ.items() if "SLURM" not in name}
+    return {"cfg": config(folder), "rank": 0, "local_rank": 0, "world": 2, "node": "n1", "nodes": ["n1"], "tasks": 2,
+            "allow_tmp": False, "variables": variables, "served": None, "began": time.monotonic(),
+            "ends": time.monotonic() + 5, **more,
+            "found": {"device": {"devices": 0}, "forward": {"process_bytes": GIB}}}
+
+
+def test_memory_estimate_against_arithmetic(tmp_path):
+    volume = 4 * 128 ** 3
+    cfg = config(tmp_path, data__img_size=128, data__batchsize=2, data__diff_reg_batch_ratio=2, data__num_workers=8,
+                 data__prefetch_factor=3, data__in_memory=False)
+    need = preflight_checks.memory_estimate(cfg, 64, 8, 2 * GIB, 10 ** 8)
+    assert need["workers"] == 16 and need["worker"] == 190 * MIB + 8 * volume
+    assert need["batches"] == 8 * 3 * (2 + 2 * 1) * volume, "two samples; one pair, which is two volumes"
+    assert need["rank"] == 2 * GIB + 220 * MIB + 4 * 10 ** 8 and need["checkpoint"] == 0
+    assert need["total"] == 8 * (need["rank"] + 16 * need["worker"] + need["batches"])
+    first = preflight_checks.memory_estimate(cfg, 64, 8, 2 * GIB, 10 ** 8, on_cpu=True, writes=True)
+    assert first["rank"] - need["rank"] == 12 * 10 ** 8 and first["checkpoint"] == 24 * 10 ** 8
+    held = preflight_checks.memory_estimate({**cfg, "data.in_memory": True}, 64, 8, 2 * GIB, 10 ** 8, volumes=500)
+    assert held["workers"] == held["batches"] == 0 and held["rank"] - need["rank"] == 500 * volume
+
+
+def test_memory_beyond_what_slurm_gave(tmp_path):
+    cfg = config(tmp_path, data__in_memory=False, data__num_workers=6)
+    given = context(tmp_path, cfg=cfg)
+    given["variables"]["SLURM_MEM_PER_NODE"] = "6000"
+    found = preflight_checks.check_memory(given, print)
+    # 2 ranks x (1 GiB + 220 MiB + 12 workers x 190 MiB and little more)
+    assert not found["ok"]
+    assert re.match(r"needs 6\.9 of 5\.9 GiB: 2 ranks x \(1\.2\d \+ 12 workers x 0\.19", found["said"])
+    assert found["do"].startswith("data.num_workers=4 would fit")
+    given["variables"]["SLURM_MEM_PER_NODE"] = "8000"
+    assert preflight_checks.check_memory(given, print)["ok"]
+    given["cfg"] = config(tmp_path, data__in_memory=True, data__expect_samples=10 ** 6)
+    found = preflight_checks.check_memory(given, print)
+    assert not found["ok"] and found["do"].startswith("set data.in_memory=false")
+
+
+def test_answers_of_checks_however_they_end(tmp_path):
+    def hangs(context, at):
+        at("in a driver")
+        time.sleep(60)
+
+    def dies(context, at):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def raises(context, at):
+        raise RuntimeError("the device\nis gone")
+
+    def answers(context, at):
+        at("almost there")
+        return preflight_checks.passed("well", number=3)
+
+    given = context(tmp_path)
+    assert preflight.answer(answers, given) == {"ok": True, "said": "well", "do": "", "number": 3}
+    assert preflight.answer(raises, given)["said"] == "RuntimeError: the device"
+    assert preflight.answer(dies, given)["said"] == "died with SIGKILL (at its start)"
+    began = time.monotonic()
+    found = preflight.answer(hangs, {**given, "began": began, "ends": began + 1})
+    assert (found["ok"], found["said"]) == (False, "no answer within 1 s (in a driver)")
+    assert time.monotonic() - began < 3
+
+
+def test_device_counts_and_tasks(tmp_path, monkeypatch):
+    given = context(tmp_path, cfg=config(tmp_path, run__device="auto"))
+    assert preflight_checks.check_device(given, print)["said"].startswith("cpu")
+    given["variables"].update(SLURM_JOB_ID="7", SLURM_STEP_GPUS="0,1")
+    found = preflight_checks.check_device(given, print)
+    assert not found["ok"] and found["said"].startswith("Slurm gave SLURM_STEP_GPUS=0,1, but torch")
+    assert preflight_checks.check_device({**given, "cfg": config(tmp_path)}, print)["ok"], "run.device is cpu"
+    accelerator = preflight_checks.torch.accelerator
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda check_available=False: preflight_checks.torch.device(
+        "cpu"))
+    for count, tasks, in_slurm, well in ((2, 2, True, True), (4, 2, True, False), (4, 2, False, True),
+                                         (2, 4, False, False), (1, 4, True, True)):
+        monkeypatch.setattr(accelerator, "device_count", lambda count=count: count)
+        variables = {"SLURM_JOB_ID": "7"} if in_slurm else {}
+        found = preflight_checks.check_device({**given, "tasks": tasks, "variables": variables}, print)
+        assert found["ok"] == well and found["devices"] == count, (count, tasks, in_slurm)
+    monkeypatch.setattr(accelerator, "device_count", lambda: 3)
+    found = preflight_checks.check_device({**given, "tasks": 2}, print)
+    assert (found["said"], found["do"]) == ("ntasks-per-node is 2 but torch sees 3 devices", "use --ntasks-per-node=3")
+
+
+@pytest.mark.parametrize("name", ["om_net", "recresacnet", "recmulmodmutattnnet"])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_forward_of_every_network(tmp_path, name, dims):
+    kind = "none" if dims == 2 else "volume"
+    cfg = config(tmp_path, model__name=name, model__dims=dims, model__condition_type=kind)
+    found = preflight.answer(preflight_checks.check_forward, context(tmp_path, cfg=cfg))
+    assert found["ok"], found
+    assert 50 * MIB < found["process_bytes"] < 2 * GIB
+
+
+def test_settings_leave_out_what_is_a_nodes_own(tmp_path):
+    variables = {"NCCL_DEBUG": "INFO", "FI_PROVIDER": "cxi", "PYTHONPATH": "x", "NCCL_SOCKET_IFNAME": "eth0",
+                 "ZE_AFFINITY_MASK": "1", "HIP_VISIBLE_DEVICES": "0", "HOME": "/root", "FIRST": "x"}
+    found = preflight_checks.check_settings(context(tmp_path, variables=variables), print)
+    assert found["ok"] and sorted(found["settings"]) == ["FI_PROVIDER", "NCCL_DEBUG", "PYTHONPATH"]
+
+
+def test_a_folder_of_several_nodes(tmp_path):
+    """Two nodes, one after the other in this process: the second finds the mark of the first."""
+    alone = preflight_checks.check_folder(context(tmp_path), print)
+    assert alone["ok"] and alone["sees"] == ["n1"] and not alone["said"].endswith("seen by all nodes")
+    both = {"nodes": ["n1", "n2"], "allow_tmp": True, "ends": time.monotonic()}
+    first = preflight_checks.check_folder(context(tmp_path, **both, node="n1"), print)
+    assert (first["ok"], first["sees"]) == (False, ["n1"]) and "files of n2 in run.models" in first["said"]
+    second = preflight_checks.check_folder(context(tmp_path, **both, node="n2"), print)
+    assert (second["ok"], second["sees"]) == (True, ["n1", "n2"])
+    for node in ("n1", "n2"):
+        preflight_checks.clean_folders(context(tmp_path, node=node))
+    assert not list((tmp_path / "Models").iterdir()) and not list((tmp_path / "Logs").iterdir())
+    refused = preflight_checks.check_folder(context(Path("/dev/shm/x"), **{**both, "allow_tmp": False}), print)
+    assert not refused["ok"] and "is under /dev/shm" in refused["said"] and not Path("/dev/shm/x").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "Models").write_text("a file")
+    found = preflight.answer(preflight_checks.check_folder, context(tmp_path))
+    assert not found["ok"] and found["said"].startswith("NotADirectoryError") and f"{tmp_path}/Models" in found["said"]
+
+
+def test_an_address_nobody_answers_at(tmp_path):
+    given = context(tmp_path, rank=1, ends=time.monotonic() + 3)
+    given["variables"].update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    found = preflight_checks.check_rendezvous(given, print)
+    assert not found["ok"] and found["unreachable"] and "(Connection refused)" in found["said"]
+    given["variables"]["MASTER_ADDR"] = "no.such.host.invalid"
+    found = preflight_checks.check_rendezvous(given, print)
+    assert not found["ok"] and found["said"].startswith("cannot resolve MASTER_ADDR no.such.host.invalid")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        given["variables"]["MASTER_PORT"] = str(taken.getsockname()[1])
+        found = preflight.answer(preflight_checks.serve, {**given, "rank": 0, "ends": time.monotonic() + 5})
+    assert not found["ok"] and found["said"].startswith(f"cannot serve MASTER_PORT {given['variables']['MASTER_PORT']}")
+
+
+def test_two_real_ranks(tmp_path):
+    words = arguments(tmp_path, "--max-steps-before-restart", "3")
+    kept = {name: value for name, value in os.environ.items() if "SLURM" not in name and "OMNIMORPH" not in name}
+    variables = {"NODES": socket.gethostname(), "TASKS_PER_NODE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    pipeline = """(for RANK in 0 1; do RANK=$RANK LOCAL_RANK=$RANK "$PYTHON" Scripts/preflight.py --task "$@" & done
+        wait -n && wait -n) | "$PYTHON" Scripts/preflight.py --collect "$@"; echo "${PIPESTATUS[@]}" """
+    ended = subprocess.run(["bash", "-c", pipeline, "pipeline", *words], capture_output=True, text=True, timeout=60,
+                           env={**kept, **variables}, cwd=ROOT)
+    assert ended.stdout == "EXCLUDED=''\n0 0\n", ended.stderr
+    assert "2 ranks by gloo, 4 MiB at" in ended.stderr and "preflight: passed on 1 node x 2 ranks" in ended.stderr
+    assert {path.name for path in tmp_path.rglob("*")} == {"Logs", "Models", "preflight_local.json"}
+
+
+def test_errors_of_the_command_line_are_sentences(tmp_path):
+    words = arguments(tmp_path, run__epochs="many")
+    ended = subprocess.run([sys.executable, str(ROOT / "Scripts/preflight.py"), "--collect", *words], text=True,
+                           capture_output=True, timeout=30, env={**os.environ, "NODES": "n1", "TASKS_PER_NODE": "1"})
+    assert (ended.returncode, ended.stdout) == (43, "") and ended.stderr.startswith("error: ")
+    assert "run.epochs" in ended.stderr and "Traceback" not in ended.stderr
