@@ -131,20 +131,33 @@ def launcher_begin(argv):
     cfg = load_config(args.config, args.overrides)
     floor = cfg["run.deadline_floor_s"]
     run, token = os.environ.get("OMNIMORPH_RUN"), os.environ.get("OMNIMORPH_TOKEN")
+    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run_of_job(cfg)
     if not run:
-        run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], args.fresh)
+        run = requeued or run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], args.fresh)
     token = lock(Path(run), stale_after_s(cfg), pid=args.launcher_pid, token=token)
-    ends = [line for line in history(Path(run)) if line["event"] == "end" and line["loop"] == token]
+    lines = history(Path(run))
+    before = [line for line in lines if line["event"] == "begin" and (requeued or line["loop"] == token)][-1:]
+    if before and before[0]["ranks"] != args.ranks and not cfg["data.global_batchsize"]:
+        raise InputError(f"{run} was begun with {before[0]['ranks']} ranks, and {args.ranks} are left: a step would "
+                         f"have fewer samples; set data.global_batchsize, or start again with all nodes.")
+    ends = [line for line in lines if line["event"] == "end" and line["loop"] == token]
     step_back = ends[-1]["sentence"] if ends and ends[-1]["decision"] == "step back" else ""
     variables = {"OMNIMORPH_RUN": run, "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,
-                 "OMNIMORPH_ATTEMPT": begin(Path(run), token, args.ranks), "OMNIMORPH_ROUND": len(ends),
-                 "FREE_PORT": free_port(), "ROUND_SECONDS": f"{cfg['run.round_seconds']:g}",
-                 "MAX_ROUNDS": cfg["run.max_rounds"], "PAUSE_PLANNED": cfg["run.pause_planned_s"],
-                 "PAUSE_CRASH": cfg["run.pause_crash_s"], "GRACE": math.ceil(cfg["run.grace_s"]),
-                 "START_SECONDS": math.ceil(cfg["run.deadline_first_s"]), "LINGER": math.ceil(max(floor, 10)),
-                 "LEAVE_SECONDS": math.ceil(max(3 * floor, 10))}
+                 "OMNIMORPH_ATTEMPT": begin(Path(run), token, args.ranks),
+                 "OMNIMORPH_ROUND": len(ends) + bool(requeued), "FREE_PORT": free_port(),
+                 "ROUND_SECONDS": f"{cfg['run.round_seconds']:g}", "MAX_ROUNDS": cfg["run.max_rounds"],
+                 "PAUSE_PLANNED": cfg["run.pause_planned_s"], "PAUSE_CRASH": cfg["run.pause_crash_s"],
+                 "GRACE": math.ceil(cfg["run.grace_s"]), "START_SECONDS": math.ceil(cfg["run.deadline_first_s"]),
+                 "LINGER": math.ceil(max(floor, 10)), "LEAVE_SECONDS": math.ceil(max(3 * floor, 10))}
     for name, value in variables.items():
         print(f"{name}={shlex.quote(str(value))}")
+
+
+def run_of_job(cfg):
+    """The folder in which this job, requeued since, has trained before; None where it has not come to that."""
+    folders = Path(cfg["run.models"]).glob(f"{cfg['data.name']}_{cfg['model.name']}*")
+    jobs = {line["job"]: folder for folder in folders for line in history(folder) if line["event"] == "begin"}
+    return jobs.get(os.environ["SLURM_JOB_ID"])
 
 
 def launcher_end(argv):
@@ -168,12 +181,10 @@ def free_port():
 
 def main(argv):
     try:
-        if argv[:1] == ["begin"]:
-            return launcher_begin(argv[1:])
-        if argv[:1] == ["end"]:
-            return launcher_end(argv[1:])
-        if argv[:1] == ["unlock"]:
-            return unlock(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])
+        calls = {"begin": launcher_begin, "end": launcher_end, "port": lambda _: print(free_port()),
+                 "unlock": lambda _: unlock(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])}
+        if argv and argv[0] in calls:
+            return calls[argv[0]](argv[1:])
         parser = argparse.ArgumentParser(prog="python -m Runtime.attempts", description="Where the wall time of a run "
                                          "went: useful steps, replayed steps, detection, restart, by cause.")
         parser.add_argument("run", type=Path, help="folder of the run, Models/<data>_<net>")

@@ -5,7 +5,9 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -30,7 +32,8 @@ def lock(run, stale_after_s, pid=None, token=None):
     """Take the lock of a run folder, or join it as the second holder where `token` is the lock's. Returns its token.
 
     The lock (`<run>/lock.json`) outlives a crash and names its holders. A holder on this machine is dead when its
-    process is; one on another machine when the lock has not been touched for the time that the holder itself promised.
+    process is; one of a Slurm job when the job is over or has been started anew; any other on another machine when the
+    lock has not been touched for the time that the holder itself promised.
     stale_after_s: longest time between two touches. pid: the holder, this process unless told.
     Raises InputError naming the holder of a lock that is alive.
     """
@@ -46,7 +49,7 @@ def lock(run, stale_after_s, pid=None, token=None):
                              f"start a new run with --fresh; if you know that it is dead, remove {path}.")
         else:
             found = {"token": secrets.token_hex(8), "since": time.strftime("%Y-%m-%d %H:%M:%S"), "holders": [me],
-                     "job": os.environ.get("SLURM_JOB_ID", "")}
+                     "job": os.environ.get("SLURM_JOB_ID", ""), "start": os.environ.get("SLURM_RESTART_COUNT", "0")}
         found["stale_after_s"] = stale_after_s
         partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
         partial.write_text(json.dumps(found))
@@ -88,6 +91,8 @@ def _began(pid):
 
 def _living(found, path):
     """The first holder that is alive, or None."""
+    if found.get("job") and _job_is_over(found):
+        return None
     me, fresh = _identity(os.getpid()), time.time() - path.stat().st_mtime < found["stale_after_s"]
     for holder in found["holders"]:
         rebooted = holder["host"] == me["host"] and holder["boot"] != me["boot"]
@@ -95,6 +100,19 @@ def _living(found, path):
         if not rebooted and (_began(holder["pid"]) == holder["began"] if visible else fresh):
             return holder
     return None
+
+
+def _job_is_over(found):
+    """Whether Slurm says that the job of a lock has ended; False where nobody can tell."""
+    if found["job"] == os.environ.get("SLURM_JOB_ID"):
+        return found.get("start", "0") != os.environ.get("SLURM_RESTART_COUNT", "0")
+    if not shutil.which("squeue"):
+        return False
+    asked = subprocess.run(["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={found['job']}"],
+                           capture_output=True, text=True, timeout=60)
+    alive = re.search("RUNNING|COMPLETING|SUSPENDED|STOPPED|SIGNALING|STAGE_OUT|CONFIGURING|RESIZING", asked.stdout)
+    # A job that Slurm has forgotten is over; but a controller that does not answer knows nothing.
+    return not alive and (asked.returncode == 0 or "Invalid job id" in asked.stderr)
 
 
 def _read(path):

@@ -1,7 +1,11 @@
-"""What exactly ran: each launch leaves its config, commit, local changes and versions in the run folder."""
+"""What exactly ran: each launch leaves its config, commit, local changes, settings and versions in the run folder.
+
+    python -m Runtime.provenance        print the settings of this shell
+"""
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -9,6 +13,15 @@ import sys
 from pathlib import Path
 
 from Runtime.config import save_config
+
+# Variables that change what a driver, a communication library or torch does.
+SETTINGS = re.compile("(NCCL|RCCL|CCL|GLOO|UCX|FI|I_MPI|MPICH|MIOPEN|HSA|HIP|ROCR|CUDA|ZE|ONEAPI|SYCL|NEO|TORCH|"
+                      "PYTORCH|OMP|MKL|KMP|MASTER|CLUSTER|PYTHONPATH)(_.*)?$")
+
+
+def settings():
+    """{name: value} of the variables in force that change how the devices and the communication work."""
+    return {name: value for name, value in sorted(os.environ.items()) if SETTINGS.match(name)}
 
 
 def git(*arguments):
@@ -39,11 +52,17 @@ def save_launch(run, cfg, step):
         except importlib.metadata.PackageNotFoundError:
             continue
     commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
+    job = {name: value for name, value in sorted(os.environ.items()) if re.match("SLURM_(JOB|NTASKS|NNODES)", name)}
     launch = {"started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "step": step,
               "command": [sys.executable, *sys.argv], "host": platform.node(), "commit": commit and commit.strip(),
               "changed": bool(changes), "seed": cfg["run.seed"], "python": platform.python_version(),
-              "packages": versions}
+              "packages": versions, "settings": settings(), "job": job}
     (folder / "launch.json").write_text(json.dumps(launch, indent=1) + "\n")
     if changes:
         (folder / "changes.diff").write_text(changes)
     return folder
+
+
+if __name__ == "__main__":
+    for key, value in settings().items():
+        print(f"  {key}={value}")

@@ -11,6 +11,7 @@ ECHOES = ("closed by peer", "connection reset", "broken pipe", "timed out waitin
           "did not arrive", "cannot be reached")
 SYNCHRONISED = ("agree", "backward", "refresh")  # no rank can leave these before every other one has arrived
 TAIL = 2 ** 20
+OVERSLEPT_S = 1.5  # later than the others by this: its watchdog did not run
 
 
 def read_rank(run, rank, attempt):
@@ -52,7 +53,8 @@ def judge(run, attempt, world, code):
     for other in ranks:
         if other["rank"] != culprit:
             others.setdefault(where(other), []).append(str(other["rank"]))
-    host, phase = started.get("host", now.get("host", "")), (refused or now).get("phase", "launch")
+    host = started.get("node") or started.get("host", now.get("host", ""))  # Slurm's own name, where there is one
+    phase = (refused or now).get("phase", "launch")
     return {"attempt": attempt, "cause": cause, "detail": detail, "rank": culprit, "host": host,
             "step": now.get("step"), "mode": now.get("mode", ""), "phase": phase,
             "stack": stack_lines(rank), "others": "; ".join(f"rank {', '.join(n)}: {w}" for w, n in others.items()),
@@ -82,7 +84,13 @@ def find_cause(ranks, code):
     own = sorted(word for word in words if not any(echo in word[2].lower() for echo in ECHOES))
     if own:
         return name_error(own[0][2]), own[0][1], own[0][2].splitlines()[0]
-    killed = [rank for rank in ranks if is_ended(rank) and ended_by(rank) and not native_crash(rank)]
+    # One that has said its last words was dying already when the signal came.
+    killed = [rank for rank in ranks if is_ended(rank) and ended_by(rank) and not native_crash(rank)
+              and not event(rank, "died")]
+    starved = next((rank for rank in killed if rank["exit"].get("oom_kill")), None)
+    if starved:
+        return "out of host memory", starved["rank"], ("the kernel ended it for want of memory on its node: lower "
+                                                       "data.num_workers, or ask for more memory")
     if killed and len(killed) == len(ranks):
         return "killed", None, f"all ranks ended by {ended_by(killed[0])}"
     if killed:
@@ -94,6 +102,9 @@ def find_cause(ranks, code):
         return "never started", absent[0], f"rank {', '.join(map(str, absent))} left no sign of life"
     if any("Timeout" in rank["stack"] for rank in ranks):
         return find_hang(ranks)
+    gone = [rank["rank"] for rank in ranks if rank["now"] and not rank["exit"] and not event(rank, "end")]
+    if words and gone:
+        return "vanished", gone[0], f"rank {', '.join(map(str, gone))} left neither last words nor an exit: a node died"
     if code in (124, 137):
         return "time limit of the round", behind(ranks)["rank"], "the launch outlived its time limit"
     if words:
@@ -106,6 +117,9 @@ def find_hang(ranks):
     ended = max(rank["exit"]["time"] if rank["exit"] else 0 for rank in ranks)
     frozen = [rank for rank in ranks if "Timeout" not in rank["stack"] and not is_ended(rank)
               and not (rank["now"] and rank["now"]["time"] + rank["now"]["deadline"] > ended > 0)]
+    punctual = min(overslept(rank) for rank in ranks if "Timeout" in rank["stack"])
+    frozen += [rank for rank in ranks if overslept(rank) > punctual + OVERSLEPT_S and position(rank) == position(
+        behind(ranks))]  # a scheduler wakes stopped processes before it ends them
     if frozen:  # not even its watchdog ran
         return "frozen", frozen[0]["rank"], "the process is stopped or its node is gone: its watchdog did not run"
     slowest, first = behind(ranks), max(ranks, key=position)
@@ -116,6 +130,11 @@ def find_hang(ranks):
         return "out of step", ahead["rank"], f"went on without the others, who wait in {where(slowest)}"
     waited = max(ended - slowest["now"]["time"], slowest["now"]["deadline"])
     return "hang", slowest["rank"], f"no progress for {waited:.0f} s"
+
+
+def overslept(rank):
+    """Seconds by which a rank that has ended outlived its last deadline; 0 for others."""
+    return rank["exit"]["time"] - rank["now"]["time"] - rank["now"]["deadline"] if is_ended(rank) and rank["now"] else 0
 
 
 def behind(ranks):
@@ -163,7 +182,9 @@ def ended_by(rank):
 def name_error(error):
     """The kind of death that an exception stands for."""
     text = error.lower()
-    kinds = {"out of memory": ("out of memory", "outofmemory", "memoryerror", "cannot allocate", "can't allocate"),
+    kinds = {"out of device memory": ("outofmemoryerror", "cuda out of memory", "xpu out of memory",
+                                      "hip out of memory", "out_of_device_memory"),
+             "out of host memory": ("memoryerror", "out of memory", "cannot allocate", "can't allocate"),
              "a loader worker died": ("dataloader worker", "worker process"),
              "disk": ("no space left", "disk quota", "could not be written", "read-only file system"),
              "weights not finite": ("not finite",),

@@ -17,6 +17,8 @@ import sys
 import time
 import traceback
 
+from Runtime.folder import touch
+
 WIDTH = 320  # bytes of the line that is overwritten
 ONE_OFF = ("start", "meet", "data set", "join", "restore", "epoch", "evaluate", "checkpoint", "refresh", "leave",
            "exit")
@@ -32,9 +34,10 @@ def start(run, rank, attempt, cfg, launcher):
     end = os.fstat(file).st_size
     if end and os.pread(file, 1, end - 1) != b"\n":
         end += os.pwrite(file, b"\n", end)  # a node died in the middle of a line
-    STATE.update(file=file, end=end, stack=stack, rank=rank, attempt=attempt, number=0, step=0, mode="", name="start",
-                 since=time.time(), entered=time.time(), spent=collections.Counter(), floor=cfg["run.deadline_floor_s"],
-                 factor=cfg["run.deadline_factor"], first=cfg["run.deadline_first_s"], took={},
+    STATE.update(run=run, file=file, end=end, stack=stack, rank=rank, attempt=attempt, number=0, step=0, mode="",
+                 name="start", since=time.time(), entered=time.time(), spent=collections.Counter(), took={},
+                 floor=cfg["run.deadline_floor_s"], factor=cfg["run.deadline_factor"],
+                 first=cfg["run.deadline_first_s"],
                  steps=collections.deque(maxlen=20), step_began=None, host=socket.gethostname())
     faulthandler.enable(file=stack)
     sys.excepthook = _last_words
@@ -85,6 +88,8 @@ def end_step():
     if STATE["file"] is None:
         return {}
     phase("between steps")
+    if STATE["rank"] == 0:
+        touch(STATE["run"])  # the lock: a round may last longer than a holder elsewhere would be believed to live
     if "first step" not in STATE["took"]:
         STATE["took"]["first step"] = time.time() - STATE["step_began"]
     else:

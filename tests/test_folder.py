@@ -152,6 +152,17 @@ def test_the_job_of_the_holder_is_named(tmp_path, monkeypatch):
         lock(tmp_path, 60)
 
 
+def test_a_job_that_was_requeued_takes_its_own_folder_back(tmp_path, monkeypatch):
+    """However fresh: a job does not run twice at a time."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    before = lock(tmp_path, 1000)
+    rewrite(tmp_path, host="elsewhere", boot="another", pid=1)
+    with pytest.raises(InputError, match="job 4711"):
+        lock(tmp_path, 1000)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert lock(tmp_path, 1000) != before
+
+
 def test_who_knows_the_token_joins_and_either_keeps_it_alive(tmp_path, start):
     launcher, other = start(), start()
     token = lock(tmp_path, 60, pid=launcher.pid)

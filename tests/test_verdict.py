@@ -82,6 +82,17 @@ def test_one_killed_rank_is_named_and_echoes_of_its_death_are_not(tmp_path):
     assert verdict["ended"] == NOW + DEADLINE + 6
 
 
+def test_ranks_of_a_node_that_died_are_named(tmp_path):
+    """The others are dying of it when the scheduler's TERM reaches them."""
+    for rank in (0, 1):
+        write_rank(tmp_path, rank, died(ECHO, -1), exit={"code": 143})
+    for rank in (2, 3):
+        write_rank(tmp_path, rank)
+    verdict = verdict_of(tmp_path, 4)
+    assert (verdict["cause"], verdict["rank"], verdict["host"]) == ("vanished", 2, "node2")
+    assert verdict["detail"].startswith("rank 2, 3 left neither")
+
+
 def test_all_killed_blames_nobody(tmp_path):
     for rank in (0, 1):
         write_rank(tmp_path, rank, exit=KILLED)
@@ -111,6 +122,13 @@ def test_an_abort_after_the_death_of_another_rank_is_not_the_cause(tmp_path):
     assert (verdict_of(tmp_path, 2, 134)["cause"], verdict_of(tmp_path, 2, 134)["rank"]) == ("killed", 1)
 
 
+def test_a_kill_by_the_kernel_for_want_of_memory_is_told_apart(tmp_path):
+    write_rank(tmp_path, 0, died(ECHO), exit={"code": 1})
+    write_rank(tmp_path, 1, exit={**KILLED, "oom_kill": True})
+    verdict = verdict_of(tmp_path, 2, 137)
+    assert (verdict["cause"], verdict["rank"]) == ("out of host memory", 1) and "num_workers" in verdict["detail"]
+
+
 @pytest.mark.parametrize("code, name", [(139, "SIGSEGV"), (134, "SIGABRT"), (135, "SIGBUS")])
 def test_a_native_crash_without_a_stack_is_known_by_its_signal(tmp_path, code, name):
     write_rank(tmp_path, 0, exit={"code": code})
@@ -118,8 +136,10 @@ def test_a_native_crash_without_a_stack_is_known_by_its_signal(tmp_path, code, n
 
 
 @pytest.mark.parametrize("error, cause", [
-    ("OutOfMemoryError: XPU out of memory", "out of memory"), ("RuntimeError: DataLoader worker (pid 3) was killed",
-                                                               "a loader worker died"),
+    ("OutOfMemoryError: XPU out of memory", "out of device memory"),
+    ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out of device memory"),
+    ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", "out of host memory"),
+    ("RuntimeError: DataLoader worker (pid 3) was killed", "a loader worker died"),
     ("OSError: [Errno 28] No space left on device", "disk"), ("KeyError: 'x'", "exception"),
     ("RuntimeError: the weights are not finite after step 3: head.bias", "weights not finite")])
 def test_the_first_own_exception_is_the_cause(tmp_path, error, cause):
@@ -164,6 +184,17 @@ def test_a_rank_whose_watchdog_did_not_run_is_frozen(tmp_path, stacks):
     write_rank(tmp_path, 1, phase="forward", number=50, exit=BY_LAUNCHER)
     verdict = verdict_of(tmp_path, 2)
     assert (verdict["cause"], verdict["rank"], verdict["phase"]) == ("frozen", 1, "forward")
+
+
+@pytest.mark.parametrize("stack", ["", "hang"])
+def test_a_stopped_rank_that_was_woken_for_its_end_is_frozen(tmp_path, stacks, stack):
+    """Slurm sends CONT and TERM before KILL: the rank then finds the others gone, or its own deadline over."""
+    for rank in (0, 2):
+        write_rank(tmp_path, rank, phase="agree", number=50, exit={"code": 1}, stack=stacks["hang"])
+    write_rank(tmp_path, 1, died(ECHO, DEADLINE + 9), phase="agree", number=50, stack=stacks.get(stack, ""),
+               exit={"code": 1, "time": NOW + DEADLINE + 9})
+    verdict = verdict_of(tmp_path, 3)
+    assert (verdict["cause"], verdict["rank"], verdict["phase"]) == ("frozen", 1, "agree")
 
 
 def test_a_rank_ended_before_its_own_deadline_is_not_frozen(tmp_path, stacks):
@@ -266,6 +297,6 @@ def test_half_lines_and_long_logs_are_tolerated(tmp_path):
 def test_the_last_words_of_a_real_process_are_read(tmp_path):
     run_watchdog(tmp_path, "raise MemoryError('cannot allocate 3 GB')")
     verdict = verdict_of(tmp_path, 1)
-    assert (verdict["cause"], verdict["rank"], verdict["step"]) == ("out of memory", 0, 4)
+    assert (verdict["cause"], verdict["rank"], verdict["step"]) == ("out of host memory", 0, 4)
     assert sentence(verdict).endswith("in backward (registration) of step 4: MemoryError: cannot allocate 3 GB, at "
                                       + verdict["stack"][-1])

@@ -97,6 +97,24 @@ def killed_from_outside(folder, ranks, reference, number, victims):
     return result(folder, reference, since, end["time"], named and code == DONE), end["sentence"]
 
 
+def kernel_takes_memory(folder, ranks, reference):
+    """A control group with next to no memory: the kernel ends the rank that is put into it."""
+    old = Path("/sys/fs/cgroup/memory")
+    group = (old if old.exists() else Path("/sys/fs/cgroup")) / f"omnimorph-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / ("memory.limit_in_bytes" if old.exists() else "memory.max")).write_text("1000000")
+        process = launch(folder, ranks)
+        until(lambda: steps_done(folder) >= 9)
+        since = time.time()
+        (group / "cgroup.procs").write_text(str(rank_pid(folder, 1)))
+        code, end = wait(process), ends(folder)[0]
+        named = (end["cause"], end["verdict"]["rank"], code) == ("out of host memory", 1, DONE)
+        return result(folder, reference, since, end["time"], named), end["sentence"]
+    finally:
+        group.rmdir()
+
+
 def damaged_checkpoint(folder, ranks, reference, how, said):
     """The newest checkpoint is spoilt between two launches: the one before is taken."""
     faults = [{"do": "kill", **FORWARD}, {"id": "damage", "do": how, "rank": 0, "phase": "restore", "attempt": 1}]
@@ -282,7 +300,8 @@ def matrix():
             ("segfault in the first forward", died, ({"do": "segfault", **FORWARD, "step": 0}, "crash in native code"),
              "now"),
             ("hang in the first forward", died, ({"do": "hold_gil", **FORWARD, "step": 0}, "hang"), "first"),
-            ("out of memory on one rank", died, ({"do": "out_of_memory", **FORWARD}, "out of memory"), "now"),
+            ("out of memory on one rank", died, ({"do": "out_of_memory", **FORWARD}, "out of host memory"), "now"),
+            ("killed by the kernel for memory", kernel_takes_memory, (), "now"),
             ("newest checkpoint truncated", damaged_checkpoint, ("truncate", "truncated"), "now"),
             ("newest checkpoint bit-flipped", damaged_checkpoint, ("flip_bit", "SHA-256 differs"), "now"),
             ("newest checkpoint unloadable", damaged_checkpoint, ("unloadable", "cannot be read"), "now"),
@@ -322,6 +341,9 @@ def main(argv=None):
             references[ranks] = final_weights(folder)
         try:
             row, said = function(new_folder(parent, title), ranks, references[ranks], *arguments)
+        except PermissionError as error:
+            print(f"{title}: left out, this needs more rights ({error})", file=sys.stderr, flush=True)
+            continue
         except (LookupError, StopIteration, TimeoutError, subprocess.TimeoutExpired) as error:
             # The fault was not found, or not as expected: that is what the row has to say.
             row = {"detected_s": 999.0, "named": False, "resumed_step": None, "steps_lost": None, "equal": False}

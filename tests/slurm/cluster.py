@@ -47,6 +47,9 @@ ReturnToService=2
 JobRequeue=1
 KillWait=10
 OverTimeLimit=0
+SlurmctldTimeout=30
+SlurmdTimeout=15
+MessageTimeout=10
 MinJobAge=3600
 GresTypes=gpu
 NodeName=DEFAULT CPUs={cpus} RealMemory=4000 Gres=gpu:{devices} State=UNKNOWN

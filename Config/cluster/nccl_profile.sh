@@ -1,0 +1,16 @@
+# NCCL for NVIDIA clusters, by the number of nodes; read by their .env files.
+CUDA_DEVICE_ORDER=PCI_BUS_ID
+NCCL_P2P_LEVEL=NVL
+NCCL_SHM_DISABLE=0
+if ((NODE_COUNT > 1)); then
+    NCCL_IB_DISABLE=0
+    # Names of interfaces differ from node to node: NCCL and gloo find them better by themselves.
+    unset NCCL_NET_DISABLE NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME
+else  # nothing leaves the node
+    NCCL_IB_DISABLE=1
+    NCCL_NET_DISABLE=1
+    GLOO_SOCKET_IFNAME=lo
+fi
+# Compiled kernels: one cache for each job and node, since a shared one locks.
+CUDA_CACHE_PATH=/tmp/cuda_cache_${SLURM_JOB_ID:-$UID}
+mkdir -p "$CUDA_CACHE_PATH"

@@ -1,0 +1,248 @@
+"""sbatch bash_train_multi_nodes.sh on a real Slurm: to the end, through every fault, walltime and scancel."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from Runtime.attempts import read_lines
+from Runtime.checkpoint import newest
+from Runtime.errors import InputError
+from Runtime.folder import lock
+from tests.faults.common import SCALED, ends, final_weights, launch, run_of, steps_done, until, wait
+from tests.tiny import ROOT, arguments, launcher_environment, make_data
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+RANKS, NODES = 4, 2
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """The files of this checkout in a folder of their own, whose Logs stay there."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("Config", "Dataloader", "Diffusion", "Runtime", "Scripts"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("OM_train_3modes.py", "bash_train_multi_nodes.sh"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "Logs").mkdir()
+    return folder
+
+
+def submitting(slurm):
+    """Environment of who submits a job."""
+    own = {name: value for name, value in launcher_environment(RANKS).items() if name != "RANKS"}
+    return {**own, "SLURM_CONF": slurm["SLURM_CONF"]}
+
+
+def submit(slurm, checkout, words, *options, nodes=NODES, **environment):
+    """Number of the job; what it prints goes to Logs/train_multi_<job>.out."""
+    command = ["sbatch", "--parsable", f"--nodes={nodes}", f"--ntasks-per-node={RANKS // NODES}", "--cpus-per-task=1",
+               "--gres=gpu:2", *options, "bash_train_multi_nodes.sh", *words]
+    done = subprocess.run(command, cwd=checkout, env={**submitting(slurm), **environment}, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def state(slurm, job):
+    """Slurm's word for where a job is, and how often it has been started anew."""
+    shown = subprocess.run(["scontrol", "show", "job", job, "-o"], env=slurm, capture_output=True, text=True).stdout
+    words = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+    return words.get("JobState"), int(words.get("Restarts", 0))
+
+
+def is_over(slurm, job):
+    return state(slurm, job)[0] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def printed(checkout, job):
+    return (checkout / f"Logs/train_multi_{job}.out").read_text(errors="replace")
+
+
+def strays(folder):
+    """Command lines of processes that still belong to a run in this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in words and int(path.parent.name) != os.getpid():
+            found.append(words)
+    return found
+
+
+def options(folder, **changes):
+    return arguments(folder, "--allow-tmp", **{**{key.replace(".", "__"): value for key, value in SCALED.items()},
+                                               **changes})
+
+
+def prepared(folder, name):
+    """A folder for one run on the data that all runs of `folder` share."""
+    (folder / name).mkdir()
+    (folder / name / "data").symlink_to(folder / "data")
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("runs"))
+
+
+def reference(place, name, **changes):
+    """SHA-256 of the weights of an undisturbed run, with two ranks of this host."""
+    folder = prepared(place, name)
+    assert wait(launch(folder, 2, **changes), 600) == 0, (folder / "log.txt").read_text()
+    return final_weights(folder, changes.get("run__epochs", SCALED["run.epochs"]))
+
+
+@pytest.fixture(scope="module")
+def short(place):
+    return reference(place, "undisturbed")
+
+
+def test_sbatch_trains_the_demo(slurm, checkout, tmp_path):
+    make_data(tmp_path, count=44, size=40)
+    words = ["--config", "Config/config_demo.yaml", "--allow-tmp"]
+    for key, value in {"data.root": tmp_path / "data", "run.models": tmp_path / "Models", "run.logs": tmp_path / "Logs",
+                       "data.val_ids": "40-43", "data.repeats": 1, "run.epochs": 1, "run.device": "cpu"}.items():
+        words += ["--set", f"{key}={value}"]
+    job = submit(slurm, checkout, words)
+    until(lambda: is_over(slurm, job), 300)
+    text = printed(checkout, job)
+    assert state(slurm, job)[0] == "COMPLETED" and "done after 1 rounds" in text, text
+    assert "4 ranks on n1 n2" in text and newest(tmp_path / "Models/demo_om_net") == "000001_demo_om_net.pth"
+    starts = [read_lines(tmp_path / f"Models/demo_om_net/rank{rank}.jsonl")[0] for rank in range(RANKS)]
+    assert [line["node"] for line in starts] == ["n1", "n1", "n2", "n2"]
+    assert until(lambda: not strays(tmp_path), 30)
+
+
+def newest_attempt(folder):
+    """Number of the newest attempt in which all ranks have started, and their process numbers; (-1, []) before."""
+    found = [[line for line in read_lines(run_of(folder) / f"rank{rank}.jsonl") if line["event"] == "start"][-1:]
+             for rank in range(RANKS)]
+    numbers = {lines[0]["attempt"] for lines in found if lines}
+    if not all(found) or len(numbers) > 1:
+        return -1, []
+    return numbers.pop(), [lines[0]["pid"] for lines in found]
+
+
+def test_a_campaign_through_kill_stop_hang_and_walltime(slurm, checkout, place):
+    epochs = 16
+    wanted = reference(place, "undisturbed campaign", run__epochs=epochs, run__val_every=16)
+    folder = prepared(place, "campaign")
+    # The hang is injected, for the first rank of the second node; the signals come from outside.
+    fault = {"id": "hang", "do": "hold_gil", "rank": 2, "phase": "forward", "mode": "diffusion", "step": 40}
+    job = submit(slurm, checkout, options(folder, run__epochs=epochs, run__val_every=16), "--time=3",
+                 "--signal=B:USR1@90", FAULTS=f"[{fault}]".replace("'", '"'), FAULT_DIR=str(folder),
+                 PYTHONPATH=str(ROOT / "tests/faults/inject"))
+    last = -1
+    for number, rank in ((signal.SIGKILL, 1), (signal.SIGSTOP, 3)):
+        def ready(last=last):
+            attempt, pids = newest_attempt(folder)
+            return attempt > last and steps_done(folder, attempt) - resumed(folder, attempt) >= 3 and (attempt, pids)
+        last, pids = until(ready, 200)
+        os.kill(pids[rank], number)
+    pending = []
+
+    def over():
+        pending[:] = [*pending, time.time()] if state(slurm, job)[0] == "PENDING" else []
+        if pending and pending[-1] - pending[0] > 8:  # Slurm keeps a requeued job waiting for two minutes
+            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm)
+        return is_over(slurm, job)
+    until(over, 700)
+    text, causes = printed(checkout, job), [end["cause"] for end in ends(folder).values()]
+    assert state(slurm, job)[0] == "COMPLETED", text
+    assert {"killed", "frozen", "hang", "planned restart", "done"} == set(causes), text
+    assert state(slurm, job)[1] >= 1 and f"the time limit of job {job} is near" in text
+    verdicts = {end["cause"]: end["verdict"] for end in ends(folder).values()}
+    assert [verdicts[cause]["rank"] for cause in ("killed", "frozen", "hang")] == [1, 3, 2]
+    assert final_weights(folder, epochs) == wanted
+    assert not (run_of(folder) / "lock.json").exists() and until(lambda: not strays(folder), 30)
+
+
+def resumed(folder, attempt):
+    """The first step that an attempt has logged, or a number that no step reaches."""
+    return min([line["step"] for line in read_lines(run_of(folder) / "rank0.jsonl")
+                if line["event"] == "step" and line["attempt"] == attempt], default=10 ** 9)
+
+
+def test_scancel_leaves_a_folder_that_the_next_job_continues(slurm, checkout, place, short):
+    folder = prepared(place, "cancelled")
+    job = submit(slurm, checkout, options(folder))
+    until(lambda: steps_done(folder) >= 9, 120)
+    subprocess.run(["scancel", job], env=slurm, check=True)
+    until(lambda: is_over(slurm, job), 60)
+    assert state(slurm, job)[0] == "CANCELLED" and until(lambda: not strays(folder), 60)
+    before = steps_done(folder)
+    assert 9 <= before < 47 and newest(run_of(folder))
+    again = submit(slurm, checkout, options(folder))
+    until(lambda: is_over(slurm, again), 200)
+    assert state(slurm, again)[0] == "COMPLETED", printed(checkout, again)
+    assert resumed(folder, 1) > 4, "it went on where the first job stopped"
+    assert final_weights(folder) == short
+
+
+def test_a_lock_is_worth_as_much_as_its_job(slurm, tmp_path, monkeypatch):
+    """A holder on a node that is gone cannot be asked, but Slurm can."""
+    take = f"from pathlib import Path; from Runtime.folder import lock; lock(Path('{tmp_path}'), 10 ** 6)"
+    command = ["sbatch", "--parsable", "--output=/dev/null", f"--chdir={ROOT}", "--wrap",
+               f'{sys.executable} -c "{take}"; exec sleep 300']
+    job = subprocess.run(command, env=slurm, capture_output=True, text=True, check=True).stdout.strip()
+    path = tmp_path / "lock.json"
+    found = json.loads(until(lambda: path.exists() and path.read_text()))
+    assert found["job"] == job
+    found["holders"][0].update(host="elsewhere", boot="another", pid=1)
+    path.write_text(json.dumps(found))
+    monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
+    with pytest.raises(InputError, match=f"job {job}"):
+        lock(tmp_path, 60)
+    subprocess.run(["scancel", job], env=slurm, check=True)
+    until(lambda: is_over(slurm, job))
+    assert lock(tmp_path, 60) != found["token"]
+
+
+def test_a_second_job_on_the_same_folder_is_refused(slurm, checkout, place, short):
+    folder = prepared(place, "twice")
+    first = submit(slurm, checkout, options(folder))
+    until(lambda: steps_done(folder) >= 2, 120)
+    second = submit(slurm, checkout, options(folder), "--no-requeue")
+    until(lambda: is_over(slurm, second), 120)
+    assert state(slurm, second)[0] == "FAILED" and f"(job {first})" in printed(checkout, second)
+    until(lambda: is_over(slurm, first), 200)
+    assert state(slurm, first)[0] == "COMPLETED" and final_weights(folder) == short
+
+
+def test_a_node_without_a_device_is_left_out(slurm, checkout, place, short):
+    folder = prepared(place, "device")
+    job = submit(slurm, checkout, options(folder, run__device="auto"), FAKE_DEVICES='{"n1": 2, "n2": 0, "n3": 0}',
+                 PYTHONPATH=str(ROOT / "tests/slurm/inject"))
+    until(lambda: is_over(slurm, job), 300)
+    text = printed(checkout, job)
+    assert state(slurm, job)[0] == "COMPLETED" and "goes on without n2: 2 ranks on n1" in text, text
+    assert final_weights(folder) == short
+
+
+def test_a_node_that_dies_is_left_out(slurm, checkout, place, short):
+    folder = prepared(place, "node")
+    job = submit(slurm, checkout, options(folder), "--nodelist=n3,n4")
+    until(lambda: steps_done(folder) >= 9, 120)
+    assert read_lines(run_of(folder) / "rank2.jsonl")[0]["node"] == "n4"
+    for path in Path("/proc").glob("[0-9]*"):  # the whole node at once: its daemon, its steps, its ranks
+        try:
+            variables, words = ((path / name).read_bytes().split(b"\0") for name in ("environ", "cmdline"))
+        except OSError:
+            continue
+        ours = slurm["SLURM_CONF"].encode() in b" ".join(variables + words)
+        if ours and (b"SLURMD_NODENAME=n4" in variables or words[-3:-1] == [b"-N", b"n4"]):
+            os.kill(int(path.name), signal.SIGKILL)
+    until(lambda: is_over(slurm, job), 400)
+    text = printed(checkout, job)
+    assert state(slurm, job)[0] == "COMPLETED", text
+    assert ends(folder)[0]["cause"] == "vanished" and ends(folder)[0]["verdict"]["host"] == "n4", text
+    assert "left out, since Slurm has lost them: n4" in text and final_weights(folder) == short

@@ -1,0 +1,84 @@
+"""The sites' settings, as bash gives them to a rank; what the launcher prints of them and what a run keeps."""
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.tiny import ROOT, arguments, launcher_environment, make_data
+
+SITES = sorted(path.stem for path in (ROOT / "Config/cluster").glob("*.env"))
+BEFORE = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_NET_DISABLE": "1",
+          "PYTORCH_ALLOC_CONF": "expandable_segments:True", "MIOPEN_DISABLE_CACHE": "1"}
+SOURCE = 'set -ua; source "Config/cluster/$SITE.env"; set +a; env -0'
+
+
+def settings(site, nodes, job, **more):
+    """Environment of a shell after it has read a site's file."""
+    environment = {"PATH": os.environ["PATH"], "SITE": site, "NODE_COUNT": str(nodes), **BEFORE, **more}
+    if job:
+        environment["SLURM_JOB_ID"] = job
+    done = subprocess.run(["bash", "-c", SOURCE], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
+
+
+def test_the_sites_are_those_of_the_records():
+    assert SITES == ["dawn", "gilbreth", "local", "lumi", "torch-hpc"]
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_every_file_can_be_read_inside_and_outside_a_job(site, nodes, tmp_path):
+    assert settings(site, nodes, f"test-{os.getpid()}")["PATH"] and settings(site, nodes, "")["PATH"]
+
+
+def test_dawn():
+    found = settings("dawn", 8, f"test-{os.getpid()}")
+    assert found["CCL_WORKER_AFFINITY"] == "auto" and found["CCL_ZE_CACHE_OPEN_IPC_HANDLES_THRESHOLD"] == "10000"
+    assert found["I_MPI_PMI_LIBRARY"] == "/usr/local/software/slurm/current-rhel8/lib/libpmi2.so"
+    assert found["I_MPI_HYDRA_BOOTSTRAP"] == "slurm" and "PYTORCH_ALLOC_CONF" not in found
+
+
+def test_lumi_keeps_its_kernel_database_on_the_node():
+    job = f"test-{os.getpid()}"
+    found = settings("lumi", 8, job)
+    assert found["MIOPEN_USER_DB_PATH"] == found["MIOPEN_CUSTOM_CACHE_DIR"] == f"/tmp/miopen_cache_{job}"
+    assert os.path.isdir(found["MIOPEN_USER_DB_PATH"]) and "MIOPEN_DISABLE_CACHE" not in found
+    assert (found["MIOPEN_FIND_MODE"], found["MIOPEN_LOG_LEVEL"], found["PREFLIGHT_SECONDS"]) == ("1", "3", "600")
+    assert settings("lumi", 8, job, PREFLIGHT_SECONDS="90")["PREFLIGHT_SECONDS"] == "90", "the user's own counts"
+
+
+@pytest.mark.parametrize("site", ["gilbreth", "torch-hpc"])
+def test_nccl_on_one_node_and_on_several(site):
+    one, several = settings(site, 1, ""), settings(site, 2, "")
+    both = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_P2P_LEVEL": "NVL", "NCCL_SHM_DISABLE": "0"}
+    alone = {"NCCL_IB_DISABLE": "1", "NCCL_NET_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    assert {**both, **alone}.items() <= one.items() and {**both, "NCCL_IB_DISABLE": "0"}.items() <= several.items()
+    assert not {"NCCL_NET_DISABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & set(several)
+
+
+def test_modules_are_loaded_in_their_order_and_by_the_launcher_only(tmp_path):
+    calls = tmp_path / "calls"
+    modules = {"BASH_FUNC_module%%": f'() {{ echo "$@" >> {calls}; }}'}
+    settings("gilbreth", 2, "", **modules)
+    assert calls.read_text().split() == "load external load cuda anaconda".split()
+    settings("gilbreth", 2, "", RANK="3", **modules)
+    assert calls.read_text().count("external") == 1
+
+
+def test_the_launcher_prints_the_settings_and_the_run_keeps_them(tmp_path):
+    make_data(tmp_path)
+    environment = launcher_environment(1, CLUSTER="gilbreth", NCCL_DEBUG="WARN")
+    command = ["bash", str(ROOT / "bash_train_multi_nodes.sh"), *arguments(tmp_path, run__epochs=1)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    kept = json.loads(next(tmp_path.glob("Models/*/launches/0000/launch.json")).read_text())["settings"]
+    for name, value in {"NCCL_NET_DISABLE": "1", "NCCL_DEBUG": "WARN", "CLUSTER": "gilbreth"}.items():
+        assert f"  {name}={value}\n" in done.stdout and kept[name] == value
+
+
+def test_an_unknown_site_is_refused_with_the_known_ones(tmp_path):
+    done = subprocess.run(["bash", str(ROOT / "bash_train_multi_nodes.sh")], text=True, capture_output=True,
+                          env=launcher_environment(1, CLUSTER="mars"), timeout=60)
+    assert done.returncode == 43 and "known are dawn.env, gilbreth.env, local.env" in done.stdout
