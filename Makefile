@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # On a machine without an accelerator: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: help venv demo test test-all faults bench lint clean
+.PHONY: help venv demo test test-all test-slurm faults bench lint clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -20,10 +20,15 @@ demo: .venv/.ready   ## train on synthetic volumes, register held-out pairs, wri
 	$(PY) Scripts/demo.py
 
 test: .venv/.ready lint   ## the default tests (minutes on 2 cores)
-	$(PY) -m pytest -q -m "not slow and not gpu" tests
+	$(PY) -m pytest -q -m "not slow and not slurm and not gpu" tests
 
 test-all: .venv/.ready lint   ## all tests, also slow ones; those for a GPU skip themselves where there is none
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-smoke.txt 1>&2
 	$(PY) -m pytest -q tests
+
+test-slurm: .venv/.ready   ## jobs on a real Slurm of four nodes on this host (root on Debian; a quarter of an hour)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-smoke.txt 1>&2
+	$(PY) -m pytest -q -m slurm tests
 
 faults: .venv/.ready   ## every fault against real launches, random kills, goodput (half an hour on 2 cores)
 	$(PY) tests/faults/run_matrix.py
