@@ -297,11 +297,11 @@ choose_nodes() {  # NODES: those of the allocation that Slurm has not given up a
 fixed_address=${MASTER_ADDR:-} fixed_port=${MASTER_PORT:-} excluded=""
 export CLUSTER NODES NODE_COUNT TASKS_PER_NODE MASTER_ADDR MASTER_PORT
 if [[ -n $UNDER_SLURM ]]; then
-    TASKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-${SLURM_TASKS_PER_NODE%%(*}}
-    if [[ ! $TASKS_PER_NODE =~ ^[0-9]+$ ]]; then
+    if [[ $SLURM_TASKS_PER_NODE == *,* ]]; then
         echo "error: the nodes have different numbers of tasks ($SLURM_TASKS_PER_NODE): submit with --ntasks-per-node"
         exit 43
     fi
+    TASKS_PER_NODE=${SLURM_TASKS_PER_NODE%%(*}
     choose_nodes
     cores=${SLURM_CPUS_PER_TASK:-1}
 else

@@ -48,6 +48,7 @@ def shard(net, device, dtype, channels_last):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     net.to(memory_format=torch.contiguous_format)  # FSDP slices no other; so the inputs carry the memory format
+    net.register_forward_pre_hook(cast_anew)
     modules = list(net.modules())
     for module in modules:
         if channels_last and isinstance(module, CONVOLUTIONS):
@@ -56,6 +57,12 @@ def shard(net, device, dtype, channels_last):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
     return net
+
+
+def cast_anew(module, inputs):
+    """Without autocast's cache: by a cast of an earlier pass, gradients would arrive when slices are summed already."""
+    if torch.is_autocast_enabled(inputs[0].device.type):
+        torch.set_autocast_cache_enabled(False)  # to the end of the surrounding torch.autocast
 
 
 def to_channels_last(module, inputs):

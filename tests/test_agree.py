@@ -41,7 +41,7 @@ def main(folder):
     watchdog.start(folder, rank, 0, CFG, True)
     launch.meet(ranks, 20)
     seen["told"] = [launch.tell(ranks, "from", "rank 0" if rank == 0 else None)]
-    launch.join(ranks, torch.device("cpu"), {"run.deadline_first_s": 20})
+    launch.join(ranks, torch.device("cpu"), {"run.deadline_first_s": 20, "run.backend_timeout_s": 20})
     seen["means"] = agree.agree(ranks, 5, "diffusion", 77, terms=[1.0 + rank, -0.5 * rank])
     seen["raised"] = [agree.agree(ranks, 5, "contrastive", nonfinite=rank == 1)["nonfinite"],
                       agree.agree(ranks, 5, "contrastive", save=rank == 0)["save"],
@@ -60,7 +60,7 @@ def main(folder):
     seen["gather"] = agree.gather(ranks, torch.tensor([[rank, 1], [2, 3]]).t()).tolist()
     seen["objects"] = agree.gather_objects(ranks, {"rank": rank, "much": "x" * rank})
     seen["phase"] = [watchdog.STATE["name"], watchdog.STATE["mode"]]
-    launch.refresh(ranks, torch.device("cpu"), {"run.deadline_first_s": 20})
+    launch.refresh(ranks, torch.device("cpu"), {"run.deadline_first_s": 20, "run.backend_timeout_s": 20})
     seen["refreshed"] = [ranks["generation"], agree.gather(ranks, torch.tensor([rank])).flatten().tolist()]
     # Ranks 0 and 1 wait for a third at another port; the third looks where nobody is.
     os.environ["MASTER_PORT"] = sys.argv[2] if rank < 2 else sys.argv[3]

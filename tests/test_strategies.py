@@ -273,7 +273,7 @@ def run_main(data, folder, ranks, changes):
     return json.loads((folder / "seen.json").read_text()), folder
 
 
-def check(seen, folder, data, ranks, **changes):
+def check(seen, folder, data, ranks, tolerance=TOLERANCE, **changes):
     assert seen["moved"] == dict.fromkeys(STRATEGIES, False), "a loss that is not finite on one rank moves nothing"
     pairs = [(writer, reader) for writer in STRATEGIES for reader in STRATEGIES]
     for writer, reader in pairs:
@@ -284,16 +284,22 @@ def check(seen, folder, data, ranks, **changes):
         assert reader == "ddp" or seen["optimizer bytes"][pair] <= 1.2 / ranks * whole
         exact = writer == reader or {writer, reader} <= EXACT
         print(f"{pair}: weights after one more step differ by {seen['next step'][pair]:.1e}")
-        assert seen["next step"][pair] <= (0 if exact else TOLERANCE), pair
+        assert seen["next step"][pair] <= (0 if exact else tolerance), pair
     for name, score in seen["scores"]["ddp"].items():
         assert [seen["scores"][reader][name] for reader in STRATEGIES] == [pytest.approx(score, rel=1e-5, abs=1e-7)] * 3
     after = torch.load(folder / "after.pth", weights_only=True)
-    start = om.build_network(case(data, "ddp", changes)).state_dict()
-    assert max((after["ddp"][name] - tensor).abs().max() for name, tensor in start.items()) > 10 * TOLERANCE
+    start = flat(om.build_network(case(data, "ddp", changes)).state_dict())
+    ddp, fsdp = (flat(after[strategy]) - start for strategy in ("ddp", "fsdp"))
+    print(f"fsdp and ddp: what two steps change differs by {(fsdp - ddp).norm() / ddp.norm():.1e} of itself")
+    assert ddp.abs().max() > 10 * TOLERANCE and (fsdp - ddp).norm() < 100 * tolerance * ddp.norm()
     return after
 
 
-def check_alone(after, folder, data, ranks, monkeypatch, **changes):
+def flat(weights):
+    return torch.cat([tensor.flatten() for tensor in weights.values()])
+
+
+def check_alone(after, folder, data, ranks, monkeypatch, tolerance=TOLERANCE, **changes):
     """One process takes each strategy's checkpoint over, all batches of the step to itself."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))  # for the size of the batch only
     for writer, strategy in zip(STRATEGIES, ("fsdp", "ddp", "zero1")):
@@ -303,7 +309,7 @@ def check_alone(after, folder, data, ranks, monkeypatch, **changes):
         net = begun[0]["model"]
         assert type(net) is type(om.build_network(cfg)) and type(begun[0]["optimizer"]) is torch.optim.Adam
         worst = max((tensor - after[writer][name]).abs().max() for name, tensor in net.state_dict().items())
-        assert worst <= (0 if writer in EXACT else TOLERANCE), (writer, strategy)
+        assert worst <= (0 if writer in EXACT else tolerance), (writer, strategy)
 
 
 def test_every_strategy_goes_on_from_every_checkpoint(data, tmp_path, monkeypatch):
@@ -316,12 +322,23 @@ def test_every_strategy_goes_on_from_every_checkpoint(data, tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, changes", [
     (2, {"model__name": "recresacnet"}), (2, {"model__name": "recmulmodmutattnnet"}),
-    (3, {"model__use_checkpoint": "false"}), (2, {"model__detach_recovery": "true", "run__channels_last": "false"})],
-    ids=["recresacnet", "recmulmodmutattnnet", "three ranks", "detached"])
+    (3, {"model__use_checkpoint": "false"}), (2, {"run__exact_sums": "false", "run__channels_last": "false"})],
+    ids=["recresacnet", "recmulmodmutattnnet", "three ranks", "float32 sums"])
 def test_so_does_every_network(data, tmp_path, monkeypatch, ranks, changes):
     seen, folder = run_main(data, tmp_path, ranks, changes)
     after = check(seen, folder, data, ranks, **changes)
-    check_alone(after, folder, data, ranks, monkeypatch, **changes)
+    if changes.get("run__exact_sums") != "false":  # else one rank sums in another order than two
+        check_alone(after, folder, data, ranks, monkeypatch, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("detach", ["true", "false"])
+def test_bfloat16_with_passes_that_have_no_gradient(data, tmp_path, detach):
+    """Autocast keeps casts of weights between passes: with fsdp their gradients came too late, into the next mode."""
+    changes = {"run__amp": "bf16", "model__detach_recovery": detach}
+    seen, folder = run_main(data, tmp_path, 2, changes)
+    # Adam makes a full step of a gradient that is mere rounding. With gradients lost, all of it differed (1.2).
+    check(seen, folder, data, 2, tolerance=3e-3, **changes)
 
 
 if __name__ == "__main__":
