@@ -77,17 +77,23 @@ await() {  # sets `code` to how the process ended; a trapped signal ends `wait` 
     if [[ $again != 127 ]]; then code=$again; fi
 }
 
-run_task() {  # one task of srun: variables of the rank, settings again (a node's own profile may differ), then the program
+run_task() {  # one task of srun: variables of the rank, settings again (a node's profile may differ), the program
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     load_settings
     [[ $1 == Scripts/preflight.py ]] && exec "$PYTHON" "$@"
-    local child code oom_kills
+    local child code oom_kills status awake=9
     oom_kills=$(count_oom_kills)
     trap ':' TERM USR1 INT  # Slurm sends them to the rank too; it saves and leaves, and is waited for
     (trap '' USR1; exec "$PYTHON" "$@") &  # until Python listens, USR1 would end it; it is sent again
     child=$!
+    while kill -0 "$child" 2> /dev/null; do  # a stopped rank is woken before it is ended, and knows nothing of it
+        status=$(cat "/proc/$child/stat" 2> /dev/null)
+        if [[ ${status##*) } == T* ]]; then awake=0; else awake=$((awake + 1)); fi
+        sleep 1 &
+        wait -n
+    done
     await "$child"
-    note_exit "$RANK" "$code"
+    if ((awake < 5)); then note_exit "$RANK" "$code" ', "stopped": true'; else note_exit "$RANK" "$code"; fi
     # --kill-on-bad-exit would end the others in the middle of their leaving.
     [[ $code == 0 || $code == 42 ]] && return 0
     sleep "$GRACE" & wait $!  # and here in the middle of their last words
@@ -276,15 +282,28 @@ choose_port() {  # a port that is free on this host, unless rank 0 is on another
     fi
 }
 
-choose_nodes() {  # NODES: those of the allocation that Slurm has not given up and preflight has not excluded
-    local node state all="" down=""
-    while read -r node; do
-        state=$(sinfo -h -N -n "$node" -o %T | head -n 1)
-        if [[ " $excluded " == *" $node "* ]]; then continue; fi
-        if [[ $state == down* || $state == fail* || $state == *\* ]]; then down+=" $node ($state)"; else all+=" $node"; fi
-    done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    [[ -n $down ]] && echo "$(date '+%F %T') left out, since Slurm has lost them:$down"
-    NODES=${all# }
+choose_nodes() {  # NODES: those of the allocation on which a task can be started and which preflight has not excluded
+    local node index code good="" lost=""
+    local -a hosts pids=()
+    mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    RANKS_ASKED=$((${#hosts[@]} * TASKS_PER_NODE))
+    for index in "${!hosts[@]}"; do  # one node that does not answer would take a whole srun with it
+        [[ " $excluded " == *" ${hosts[index]} "* ]] && continue
+        timeout --kill-after=5 30 setsid srun --quiet --nodes=1 --ntasks=1 --nodelist="${hosts[index]}" \
+            --input=none true &
+        pids[index]=$!
+    done
+    for index in "${!pids[@]}"; do
+        node=${hosts[index]}
+        await "${pids[index]}"
+        if ((code == 0)); then
+            good+=" $node"
+        else
+            lost+=" $node ($(sinfo -h -n "$node" -o %T | head -n 1))"
+        fi
+    done
+    [[ -n $lost ]] && echo "$(date '+%F %T') left out, since no task can be started there:$lost"
+    NODES=${good# }
     NODE_COUNT=$(wc -w <<< "$NODES")
     RANKS=$((NODE_COUNT * TASKS_PER_NODE))
     ((NODE_COUNT > 0)) || finish 43 "stopped: no node of the allocation is left"
@@ -320,7 +339,7 @@ if [[ -z $UNDER_SLURM ]]; then
     if [[ -z ${RANKS:-} ]]; then
         RANKS=$("$PYTHON" -c 'import torch; print(max(torch.accelerator.device_count(), 1))') || exit 43
     fi
-    TASKS_PER_NODE=$RANKS
+    TASKS_PER_NODE=$RANKS RANKS_ASKED=$RANKS
     MASTER_ADDR=${fixed_address:-127.0.0.1}
     cores=$(($(nproc) / RANKS))
 fi
@@ -335,7 +354,7 @@ echo "settings (Config/cluster/$CLUSTER.env and what was set before):"
 # Preflight: a misconfigured allocation is found in a minute
 # ---------------------------------------------------------------------------------------------------------------------
 
-preflight() {  # all nodes of NODES work, once those that do not have been excluded; ends the script where that is hopeless
+preflight() {  # leaves in NODES those that work; ends the script where too few do
     local variables code EXCLUDED=""
     while :; do
         choose_port "$("$PYTHON" -m Runtime.attempts port)"
@@ -362,8 +381,10 @@ fi
 # The restart loop
 # ---------------------------------------------------------------------------------------------------------------------
 
+SILENT="vanished|frozen|never started|a rank did not arrive"  # causes after which nodes are looked at again
 for ((round = 0; ; round++)); do
-    if ! variables=$("$PYTHON" -m Runtime.attempts begin "${arguments[@]}" --launcher-pid $$ --ranks "$RANKS"); then
+    if ! variables=$("$PYTHON" -m Runtime.attempts begin "${arguments[@]}" --launcher-pid $$ --ranks "$RANKS" \
+        --of "$RANKS_ASKED"); then
         finish 43 "stopped before round $round: see the error above"
     fi
     set -a  # export them all
@@ -392,7 +413,7 @@ for ((round = 0; ; round++)); do
     [[ -n $leaving ]] && finish 42 "left by $leaving; the same command continues the run"
     # Ranks that fell silent may have lost their node.
     if [[ -n $UNDER_SLURM && -z $want_preflight && $decision == 1 ]] \
-        && grep -qE '"cause": "(vanished|frozen|never started|a rank did not arrive)"' "$OMNIMORPH_RUN/verdict.json"; then
+        && grep -qE "\"cause\": \"($SILENT)\"" "$OMNIMORPH_RUN/verdict.json"; then
         choose_nodes
         preflight "${arguments[@]}" "${preflight_options[@]}"
     fi

@@ -127,8 +127,12 @@ def launcher_begin(argv):
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--launcher-pid", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--of", type=int, default=0, help="ranks that were asked for, before nodes were left out")
     args, _ = parser.parse_known_args(argv)
     cfg = load_config(args.config, args.overrides)
+    if args.ranks < args.of and not cfg["data.global_batchsize"]:
+        raise InputError(f"{args.ranks} of {args.of} ranks are left, and a step would have fewer samples: set "
+                         f"data.global_batchsize (now 0 = data.batchsize x ranks), or start again with all nodes.")
     floor = cfg["run.deadline_floor_s"]
     run, token = os.environ.get("OMNIMORPH_RUN"), os.environ.get("OMNIMORPH_TOKEN")
     requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run_of_job(cfg)
@@ -136,10 +140,6 @@ def launcher_begin(argv):
         run = requeued or run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], args.fresh)
     token = lock(Path(run), stale_after_s(cfg), pid=args.launcher_pid, token=token)
     lines = history(Path(run))
-    before = [line for line in lines if line["event"] == "begin" and (requeued or line["loop"] == token)][-1:]
-    if before and before[0]["ranks"] != args.ranks and not cfg["data.global_batchsize"]:
-        raise InputError(f"{run} was begun with {before[0]['ranks']} ranks, and {args.ranks} are left: a step would "
-                         f"have fewer samples; set data.global_batchsize, or start again with all nodes.")
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == token]
     step_back = ends[-1]["sentence"] if ends and ends[-1]["decision"] == "step back" else ""
     variables = {"OMNIMORPH_RUN": run, "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,

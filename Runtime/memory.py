@@ -22,7 +22,7 @@ def empty_cache(cfg, device):
     if cfg["run.empty_cache"]:
         gc.collect()
         if device.type != "cpu":
-            torch.accelerator.memory.empty_cache()
+            torch.get_device_module(device).empty_cache()
 
 
 def new_watch(device, limit_gb):

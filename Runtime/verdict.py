@@ -76,6 +76,8 @@ def find_cause(ranks, code):
         leaving = [found["reason"] for rank in ranks if (found := event(rank, "leave"))]
         # With a leak, the rank that has it says more than those that only agreed to leave.
         return ("planned restart", None, max(leaving, key=len)) if leaving else ("done", None, "")
+    if stopped := [rank["rank"] for rank in ranks if rank["exit"] and rank["exit"].get("stopped")]:
+        return "frozen", stopped[0], "the process was stopped, and woken for its end"
     crashed = [(rank["rank"], said) for rank in ranks if (said := native_crash(rank))]
     for number, said in crashed:
         if said not in ("Aborted", "SIGABRT"):  # which is also how some backends take the death of another rank

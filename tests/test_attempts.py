@@ -168,6 +168,23 @@ def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path):
     assert ended.returncode == 43 and ".." not in ended.stderr
 
 
+@pytest.mark.parametrize("batch, code", [(0, 43), (4, 0)])
+def test_fewer_ranks_than_asked_for_need_a_batch_that_they_can_share(tmp_path, batch, code):
+    done = call(*begin_words(tmp_path, data__global_batchsize=batch), "--of", 2)
+    assert done.returncode == code, done.stderr
+    assert ("1 of 2 ranks are left" in done.stderr and "data.global_batchsize" in done.stderr) == (code == 43)
+
+
+def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_path):
+    first = evaluated(call(*begin_words(tmp_path), SLURM_JOB_ID="7").stdout)
+    other = evaluated(call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="8").stdout)
+    assert other["OMNIMORPH_RUN"] != first["OMNIMORPH_RUN"] and first["OMNIMORPH_ROUND"] == "0"
+    again = call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
+    found = evaluated(again.stdout)
+    assert found["OMNIMORPH_RUN"] == first["OMNIMORPH_RUN"], "--fresh counts for its first start only"
+    assert (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == ("1", "1")
+
+
 def test_errors_of_the_command_line_are_sentences(tmp_path):
     bad = call(*begin_words(tmp_path, run__epochs="many"))
     assert (bad.returncode, bad.stdout) == (43, "") and "error: " in bad.stderr and "run.epochs" in bad.stderr

@@ -197,6 +197,16 @@ def test_a_stopped_rank_that_was_woken_for_its_end_is_frozen(tmp_path, stacks, s
     assert (verdict["cause"], verdict["rank"], verdict["phase"]) == ("frozen", 1, "agree")
 
 
+def test_a_stopped_rank_that_its_shell_has_seen_is_frozen(tmp_path, stacks):
+    """Woken, it may go on to where the others are, and have nothing to tell it from them."""
+    write_rank(tmp_path, 0, phase="agree", number=50, exit={"code": 1}, stack=stacks["hang"])
+    for rank in (1, 2):
+        write_rank(tmp_path, rank, died(ECHO, DEADLINE + 5), phase="agree", number=50,
+                   exit={"code": 1, "time": NOW + DEADLINE + 7, **({"stopped": True} if rank == 2 else {})})
+    verdict = verdict_of(tmp_path, 3)
+    assert (verdict["cause"], verdict["rank"], verdict["phase"]) == ("frozen", 2, "agree")
+
+
 def test_a_rank_ended_before_its_own_deadline_is_not_frozen(tmp_path, stacks):
     write_rank(tmp_path, 0, phase="agree", number=51, exit={"code": 1}, stack=stacks["hang"])
     write_rank(tmp_path, 1, phase="evaluate", number=50, exit=BY_LAUNCHER, deadline=900.0)

@@ -245,4 +245,4 @@ def test_a_node_that_dies_is_left_out(slurm, checkout, place, short):
     text = printed(checkout, job)
     assert state(slurm, job)[0] == "COMPLETED", text
     assert ends(folder)[0]["cause"] == "vanished" and ends(folder)[0]["verdict"]["host"] == "n4", text
-    assert "left out, since Slurm has lost them: n4" in text and final_weights(folder) == short
+    assert "left out, since no task can be started there: n4" in text and final_weights(folder) == short
