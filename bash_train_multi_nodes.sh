@@ -137,14 +137,17 @@ run_step() {  # the ranks as tasks of srun, which ends the others when one ends 
     srun=$!
     while kill -0 "$srun" 2> /dev/null; do
         sleep 0.5 & wait $!
-        if [[ -n $asked ]] && ((SECONDS >= next)); then
-            kill -USR1 "$srun" 2> /dev/null  # which passes it on; again and again, since a rank may not hear it yet
-            next=$((SECONDS + 5))
-        fi
         if [[ -z $spoken ]]; then
             if has_spoken; then spoken=1
+            elif [[ -n $asked ]]; then  # srun itself may not listen yet, and there is nothing to save
+                end_steps
+                return 42
             elif ((SECONDS - began > START_SECONDS)); then end_steps
             fi
+        fi
+        if [[ -n $asked && -n $spoken ]] && ((SECONDS >= next)); then
+            kill -USR1 "$srun" 2> /dev/null  # which passes it on; again and again, since a rank may not hear it yet
+            next=$((SECONDS + 5))
         fi
     done
     wait "$srun"

@@ -5,6 +5,8 @@ Each rank leaves its log (Runtime/watchdog.py), to which the launcher adds how t
 import json
 import signal
 
+from Runtime.errors import PLANNED_RESTART
+
 # What a backend says when another rank is gone: a consequence, never the cause.
 ECHOES = ("closed by peer", "connection reset", "broken pipe", "timed out waiting", "connection refused", "heartbeat",
           "remote process", "connection was likely closed", "dist store", "diststore", "socket timeout",
@@ -69,6 +71,8 @@ def find_cause(ranks, code):
                 if kind == "refused":
                     return "refused", rank["rank"], found["error"]
                 return "out of step", found["differs"], f"{found['what']} is {found['found']}, not {found['wanted']}"
+    if code == PLANNED_RESTART and not any(rank["now"] for rank in ranks):
+        return "planned restart", None, "asked to leave before a rank had begun"
     if all(event(rank, "end") for rank in ranks):
         late = [rank for rank in ranks if "Timeout" in rank["stack"] or (rank["exit"] or {}).get("by_launcher")]
         if late:

@@ -93,6 +93,12 @@ def test_ranks_of_a_node_that_died_are_named(tmp_path):
     assert verdict["detail"].startswith("rank 2, 3 left neither")
 
 
+def test_a_launch_that_was_asked_to_leave_at_its_start_has_not_died(tmp_path):
+    verdict = verdict_of(tmp_path, 2, 42)
+    assert (verdict["cause"], verdict["rank"], verdict["dead"]) == ("planned restart", None, False)
+    assert verdict_of(tmp_path, 2, 1)["cause"] == "never started"
+
+
 def test_all_killed_blames_nobody(tmp_path):
     for rank in (0, 1):
         write_rank(tmp_path, rank, exit=KILLED)

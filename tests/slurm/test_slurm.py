@@ -160,7 +160,7 @@ def test_a_campaign_through_kill_stop_hang_and_walltime(slurm, checkout, place):
     assert state(slurm, job)[0] == "COMPLETED", text
     assert {"killed", "frozen", "hang", "planned restart", "done"} == set(causes), text
     assert state(slurm, job)[1] >= 1 and f"the time limit of job {job} is near" in text
-    verdicts = {end["cause"]: end["verdict"] for end in ends(folder).values()}
+    verdicts = {end["cause"]: end["verdict"] for end in reversed(ends(folder).values())}  # the first of each
     assert [verdicts[cause]["rank"] for cause in ("killed", "frozen", "hang")] == [1, 3, 2]
     assert final_weights(folder, epochs) == wanted
     assert not (run_of(folder) / "lock.json").exists() and until(lambda: not strays(folder), 30)
