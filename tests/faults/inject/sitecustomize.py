@@ -6,7 +6,6 @@ leaves <FAULT_DIR>/<id> with the time, or every time with "always".
 """
 import collections
 import ctypes
-import importlib.machinery
 import json
 import os
 import resource
@@ -211,21 +210,7 @@ def watch_phases(module):
     look("import", "", 0)
 
 
-class Finder:
-    """Lets the real finder find Runtime.watchdog, and wraps the module when it has been executed."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "Runtime.watchdog":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            watch_phases(module)
-        spec.loader.exec_module = exec_module
-        return spec
-
-
 if os.environ.get("FAULTS"):
-    sys.meta_path.insert(0, Finder())
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from after_import import after_import
+    after_import("Runtime.watchdog", watch_phases)

@@ -3,11 +3,11 @@
 FAKE_DEVICES is JSON, e.g. {"n1": 2, "n2": 0}, by SLURMD_NODENAME; "hang" is a driver that does not answer. The devices
 are `cpu` ones: tensors on cpu:1 work, and are on the CPU. The product knows nothing of it.
 """
-import importlib.machinery
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
 
 def report_devices(accelerator):
@@ -26,21 +26,7 @@ def report_devices(accelerator):
     accelerator.current_accelerator = current_accelerator
 
 
-class Finder:
-    """Lets the real finder find torch.accelerator, and changes the module when it has been executed."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "torch.accelerator":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            report_devices(module)
-        spec.loader.exec_module = exec_module
-        return spec
-
-
 if os.environ.get("FAKE_DEVICES"):
-    sys.meta_path.insert(0, Finder())
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from after_import import after_import
+    after_import("torch.accelerator", report_devices)
