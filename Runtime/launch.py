@@ -67,13 +67,15 @@ def meet(ranks, seconds):
     except dist.DistError as error:
         raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
     store = dist.PrefixStore(f"launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    store.set(f"here/{ranks['rank']}", "1")
-    missing = list(range(ranks["world"]))
-    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
-        if time.time() > ends:
-            raise RuntimeError(f"rank {', '.join(map(str, missing))} of {ranks['world']} did not arrive within "
-                               f"{seconds:.0f} s")
-        time.sleep(0.05)
+    # Rank 0, which serves the store, may leave soon after: only when nobody asks for the others any more.
+    for word, waits in (("here", True), ("met", ranks["rank"] == 0)):
+        store.set(f"{word}/{ranks['rank']}", "1")
+        missing = list(range(ranks["world"])) if waits else []
+        while missing := [rank for rank in missing if not store.check([f"{word}/{rank}"])]:
+            if time.time() > ends:
+                raise RuntimeError(f"rank {', '.join(map(str, missing))} of {ranks['world']} did not arrive within "
+                                   f"{seconds:.0f} s")
+            time.sleep(0.05)
     ranks["store"] = store
 
 

@@ -9,6 +9,7 @@ import torch
 
 import OM_train_3modes as om
 from Runtime import attempts, checkpoint
+from Runtime.attempts import free_port
 from Scripts.progress import AVERAGES
 from tests.tiny import ROOT, arguments, config, launcher_environment, log_lines, make_data
 
@@ -111,6 +112,31 @@ def test_a_global_batch_that_the_ranks_cannot_share_stops_the_launcher(data, tmp
     assert ended.returncode == 43 and decisions(tmp_path) == ["stop"]
     assert "data.global_batchsize 6 is not a multiple of data.batchsize 2 x 2 ranks" in ended.stdout
     assert "Traceback" not in ended.stdout
+
+
+MEET = """
+import pathlib, sys, time
+from Runtime import launch
+rank, asked, nap = int(sys.argv[1]), pathlib.Path(sys.argv[2]), time.sleep
+
+def nap_long(seconds):
+    asked.touch()
+    nap(2.0)
+
+if rank == 1:
+    time.sleep = nap_long  # it has asked who is there, and asks again when all the others may be gone
+while rank == 2 and not asked.exists():
+    nap(0.05)
+launch.meet({"rank": rank, "world": 3}, 60)
+"""
+
+
+def test_rank_0_leaves_a_meeting_only_when_nobody_asks_for_the_others_any_more(tmp_path):
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [subprocess.Popen([sys.executable, "-c", MEET, str(rank), str(tmp_path / "asked")], cwd=ROOT,
+                              env=environment, text=True, stderr=subprocess.PIPE) for rank in range(3)]
+    errors = [process.communicate(timeout=90)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0, 0], errors
 
 
 def test_torchrun_starts_ranks_too(data, tmp_path, together):
