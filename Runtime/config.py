@@ -60,15 +60,6 @@ def flatten(nested, path):
     return flat
 
 
-def unflatten(cfg):
-    """The inverse of `flatten`, for writing a config as YAML."""
-    nested = {}
-    for key, value in cfg.items():
-        section, name = key.split(".")
-        nested.setdefault(section, {})[name] = value
-    return nested
-
-
 def check_config(flat, path):
     """Check a flat dict against KEYS, convert the values, and check what holds between keys."""
     for key in flat:
@@ -91,10 +82,11 @@ def convert(key, value, rule, path):
     kind, limits = rule[0], rule[1:]
     if kind == "int or int+":
         return convert(key, value, ("int+" if isinstance(value, list) else "int", *limits), path)
-    if kind == "int+":
+    if kind.endswith("+"):
         if not isinstance(value, list) or not value:
-            raise InputError(f"{path}: {key} is a list of whole numbers such as [8, 16], not {value!r}.")
-        return [convert(key, item, ("int", *limits), path) for item in value]
+            raise InputError(f"{path}: {key} is a list of {'whole ' * (kind == 'int+')}numbers such as [8, 16], not "
+                             f"{value!r}.")
+        return [convert(key, item, (kind[:-1], *limits), path) for item in value]
     if kind == "bool":
         if not isinstance(value, bool):
             raise InputError(f"{path}: {key} is true or false, not {value!r}.")
@@ -142,6 +134,9 @@ def check_together(cfg, path):
     if grids[-1] > min(size):
         raise InputError(f"{path}: diffusion.grids ends with {grids[-1]}, finer than the image of {size} voxels can "
                          f"show; use smaller grids, for example [4, 8, {min(size) // 8 * 4 or 4}].")
+    for key in ("data.percentiles", "data.window"):
+        if len(cfg[key]) != 2 or (cfg[key][0] >= cfg[key][1] and cfg[key] != [0, 0]):
+            raise InputError(f"{path}: {key} is two rising numbers such as [0.5, 99.5], or [0, 0], not {cfg[key]}.")
     if cfg["registration.window"] % 2 == 0:
         raise InputError(f"{path}: registration.window must be odd, not {cfg['registration.window']}.")
     if min(size) < 2 ** (cfg["registration.scales"] - 1):
@@ -154,4 +149,8 @@ def check_together(cfg, path):
 
 def save_config(cfg, path):
     """Write a config so that `load_config` reads the same values back."""
-    Path(path).write_text(yaml.safe_dump(unflatten(cfg), sort_keys=False, default_flow_style=None))
+    nested = {}
+    for key, value in cfg.items():
+        section, name = key.split(".")
+        nested.setdefault(section, {})[name] = value
+    Path(path).write_text(yaml.safe_dump(nested, sort_keys=False, default_flow_style=None))

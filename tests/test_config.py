@@ -4,7 +4,7 @@ import re
 import pytest
 import yaml
 
-from Runtime.config import KEYS, flatten, load_config, save_config, unflatten
+from Runtime.config import KEYS, load_config, save_config
 from Runtime.errors import InputError
 from tests.tiny import ROOT
 
@@ -49,6 +49,7 @@ def test_every_key_is_explained_with_default_unit_and_allowed_values():
     ("data.batchsize=4.0", 4), ("run.amp=off", "off"), ("data.train_ids=1-60", "1-60"), ("data.train_ids=7", "7"),
     ("data.train_ids=", ""), ("data.img_size=96", [96, 96, 96]), ("data.img_size=[64, 80, 96]", [64, 80, 96]),
     ("data.root=/a=b", "/a=b"), ("registration.squared=false", False), ("data.global_batchsize=64", 64),
+    ("data.window=[-1000, 500]", [-1000.0, 500.0]), ("data.percentiles=[0, 99]", [0.0, 99.0]),
     ("run.checkpoint_minutes=0.5", 0.5), ("run.deadline_floor_s=3", 3.0), ("run.checksum_every=0", 0),
 ])
 def test_overrides_are_converted(override, value):
@@ -58,6 +59,10 @@ def test_overrides_are_converted(override, value):
 
 @pytest.mark.parametrize("override, words", [
     ("data.batchsise=4", ["data.batchsise", "data.batchsize"]),
+    ("data.window=[500, -1000]", ["data.window", "two rising numbers", "[500.0, -1000.0]"]),
+    ("data.percentiles=[1]", ["data.percentiles", "two rising numbers"]),
+    ("data.percentiles=[1, 101]", ["data.percentiles", "between 0 and 100"]),
+    ("data.percentiles=1", ["data.percentiles", "a list of numbers"]),
     ("batchsize=4", ["batchsize", "data.batchsize"]),
     ("optim.lr", ["key=value"]),
     ("optim.lr=fast", ["optim.lr", "number", "fast"]),
@@ -109,7 +114,7 @@ def test_the_table_of_keys_says_type_and_limits():
     """Config/keys.yaml: its numbers are numbers, its words are words (YAML reads a bare off as false)."""
     assert len(KEYS) > 80 and all("." in key for key in KEYS)
     for key, (kind, *limits) in KEYS.items():
-        assert kind in ("int", "float", "int+", "int or int+", "bool", "str"), key
+        assert kind in ("int", "float", "int+", "float+", "int or int+", "bool", "str"), key
         numbers = kind not in ("bool", "str")
         assert len(limits) == 2 if numbers else len(limits) <= (kind == "str"), key
         assert all(limit is None or type(limit) in (int, float) for limit in limits) if numbers else \
@@ -146,4 +151,3 @@ def test_saved_config_reads_back_the_same(tmp_path):
     cfg = load_config(OM, ["run.amp=off", "data.train_ids=1-60", "optim.lr=1e-7"])
     save_config(cfg, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == cfg
-    assert flatten(unflatten(cfg), "x") == cfg
