@@ -151,8 +151,8 @@ def affine_field(matrix, size):
     Returns: (B, N, *size) displacement in voxels.
     """
     dims = len(size)
-    centre = side_lengths([(n - 1) / 2 for n in size], matrix.device)
-    centred = (identity(size, matrix.device) - centre).flatten(2)
+    axes = [torch.arange(int(n), dtype=torch.float32, device=matrix.device) - (n - 1) / 2 for n in size]
+    centred = torch.stack(torch.meshgrid(*axes, indexing="ij"))[None].flatten(2)
     change = matrix[:, :, :dims].float() - torch.eye(dims, device=matrix.device)
     with torch.autocast(matrix.device.type, enabled=False):
-        return (change @ centred + matrix[:, :, dims:].float()).view(len(matrix), dims, *size)
+        return (change @ centred).add_(matrix[:, :, dims:].float()).view(len(matrix), dims, *size)

@@ -1,0 +1,207 @@
+"""Augmentation: a function of the keys, the same on every device and in every batch."""
+import hashlib
+import math
+
+import pytest
+import torch
+
+from Dataloader.augment import _quantiles, augment, noise, random_affine
+from Diffusion.draws import uniform
+from Diffusion.fields import affine_field, warp
+from tests.tiny import config
+
+KEYS = [(0, 3, position) for position in range(4)]
+SIZES = [(22, 18), (12, 14, 17)]
+NOTHING = dict(rotation=0, scaling=0, shift=0, flip=0, gamma=0, contrast=0, brightness=0, noise=0)
+EVERYTHING = dict(rotation=10, scaling=0.1, shift=0.05, flip=0.5, gamma=0.3, contrast=0.2, brightness=0.1, noise=0.05)
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+
+
+def only(**on):
+    """A configuration in which nothing but `on` is augmented."""
+    return config(**{f"augment__{name}": value for name, value in {**NOTHING, **on}.items()})
+
+
+def signed(name, images):
+    """The draws in [-1, 1) behind one intensity change, shaped to multiply the images."""
+    return (uniform(KEYS, name) * 2 - 1).view(-1, *[1] * (images.dim() - 1))
+
+
+def hashed(seed, count, size=(64, 64, 64)):
+    """Noise of `count` samples with neighbouring keys: (count, *size) in float64."""
+    return torch.stack([noise((seed, 0, sample), "test", size) for sample in range(count)]).double()
+
+
+def test_augmentation_off_is_the_identity_and_on_is_keyed():
+    images = torch.rand(4, 1, 12, 14, 16)
+    off = config(augment__rotation=0, augment__scaling=0, augment__shift=0, augment__flip=0, augment__gamma=0)
+    assert augment(images, KEYS, off) is images
+    on = config(augment__rotation=10, augment__scaling=0.1, augment__shift=0.05, augment__gamma=0.3,
+                augment__noise=0.01)
+    once = augment(images, KEYS, on)
+    assert torch.equal(once, augment(images, KEYS, on)) and not torch.allclose(once, images, atol=0.01)
+    assert torch.allclose(once[1:2], augment(images[1:2], KEYS[1:2], on), atol=1e-6)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_random_affine_stays_within_its_limits(dims):
+    cfg = config(augment__rotation=0, augment__scaling=0.2, augment__shift=0.1, augment__flip=0.5)
+    keys = [(0, 0, i) for i in range(300)]
+    matrix = random_affine(keys, dims, [20, 30, 40][:dims], cfg)
+    linear, shift = matrix[:, :, :dims], matrix[:, :, dims]
+    diagonal = torch.diagonal(linear, dim1=1, dim2=2)
+    assert torch.equal(torch.diag_embed(diagonal), linear)
+    assert diagonal.abs().max() <= 1.2 + 1e-5 and diagonal.abs().min() >= 1 / 1.2 - 1e-5
+    assert (shift.abs() <= torch.tensor([2.0, 3.0, 4.0][:dims]) + 1e-5).all()
+    assert 100 < (diagonal[:, 0] < 0).sum() < 200 and (diagonal[:, 1:] > 0).all(), "only the first axis is mirrored"
+    turned = random_affine(keys, dims, [20, 30, 40][:dims], config(augment__rotation=30, augment__scaling=0,
+                                                                   augment__shift=0))[:, :, :dims]
+    assert torch.allclose(turned @ turned.mT, torch.eye(dims).expand(300, -1, -1), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("on", [{name: value} for name, value in EVERYTHING.items()] + [EVERYTHING])
+def test_a_sample_depends_on_its_key_alone_and_the_input_is_left_as_it_is(size, on):
+    images = torch.rand(4, 1, *size)
+    before, cfg = images.clone(), only(**on)
+    together = augment(images, KEYS, cfg)
+    assert torch.equal(images, before) and together.shape == images.shape and together.dtype == torch.float32
+    for order in ([2], [3, 0], [1, 2, 3]):
+        alone = augment(images[order], [KEYS[i] for i in order], cfg)
+        assert torch.allclose(alone, together[order], atol=1e-6)
+    other = augment(images, [(1, 3, position) for position in range(4)], cfg)
+    assert not torch.allclose(other, together, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_affine_is_one_warp_by_the_drawn_matrices(size):
+    images, cfg = torch.rand(4, 1, *size), only(rotation=10, scaling=0.1, shift=0.05, flip=0.5)
+    field = affine_field(random_affine(KEYS, len(size), size, cfg), size)
+    assert torch.equal(augment(images, KEYS, cfg), warp(images, field, padding="border"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_flip_mirrors_the_first_axis_alone(size):
+    images = torch.rand(4, 1, *size)
+    assert torch.allclose(augment(images, KEYS, only(flip=1)), images.flip(2), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_comes_in_from_outside_has_the_value_of_the_border(size):
+    images = torch.full((4, 1, *size), 0.7)
+    moved = augment(images, KEYS, only(rotation=45, scaling=0.5, shift=0.5))
+    assert torch.allclose(moved, images, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_intensity_change_follows_its_formula(size):
+    images = torch.rand(4, 1, *size)
+    gamma = images ** torch.exp(0.3 * signed("gamma", images))
+    assert torch.equal(augment(images, KEYS, only(gamma=0.3)), gamma)
+    factor = torch.exp(0.4 * signed("contrast", images))
+    contrast = 0.5 + (images - 0.5) * factor
+    assert torch.allclose(augment(images, KEYS, only(contrast=0.4)), contrast, atol=1e-6)
+    shift = 0.2 * signed("brightness", images)
+    assert torch.allclose(augment(images, KEYS, only(brightness=0.2)), images + shift, atol=1e-6)
+    added = 0.05 * torch.stack([noise(key, "noise", size) for key in KEYS])[:, None]
+    assert torch.allclose(augment(images, KEYS, only(noise=0.05)), images + added, atol=1e-6)
+    every = 0.5 + (gamma - 0.5) * factor + shift + added
+    assert torch.allclose(augment(images, KEYS, only(gamma=0.3, contrast=0.4, brightness=0.2, noise=0.05)), every,
+                          atol=1e-6)
+
+
+def test_intensity_draws_differ_between_purposes_and_samples_and_reach_both_signs():
+    images = torch.zeros(2, 1, 4, 4)
+    draws = torch.stack([signed(name, images).flatten() for name in ("gamma", "contrast", "brightness")])
+    assert len(draws.unique()) == 12
+    many = augment(torch.full((200, 1, 2, 2), 0.5), [(0, 0, i) for i in range(200)], only(brightness=0.25))[:, 0, 0, 0]
+    assert 0.25 < many.min() < 0.28 and 0.72 < many.max() < 0.75
+    still = augment(torch.full((200, 1, 2, 2), 0.5), [(0, 0, i) for i in range(200)], only(contrast=1.0))
+    assert torch.allclose(still, torch.tensor(0.5), atol=1e-6), "contrast turns about 0.5"
+
+
+def test_noise_has_the_moments_and_tails_of_a_normal_variable():
+    values = hashed(0, 16).flatten()
+    n, mean = values.numel(), values.mean()
+    deviation = values.std()
+    centred = (values - mean) / deviation
+    # Standard errors of the estimates from n normal values; five of them pass by chance once in two million.
+    assert abs(mean) < 5 / n ** 0.5 and abs(deviation - 1) < 5 / (2 * n) ** 0.5
+    assert abs((centred ** 3).mean()) < 5 * (6 / n) ** 0.5
+    assert abs((centred ** 4).mean() - 3) < 5 * (24 / n) ** 0.5
+    for sigma in (0.5, 1.0, 2.0, 3.0, 3.5, 4.0):
+        expected = math.erfc(sigma / 2 ** 0.5) / 2
+        # Table steps of 1/65536 are the second term.
+        bound = 5 * (expected / n) ** 0.5 + 2 ** -16
+        assert abs((values > sigma).double().mean() - expected) < bound
+        assert abs((values < -sigma).double().mean() - expected) < bound
+
+
+def test_noise_does_not_correlate_between_voxels_axes_samples_and_purposes():
+    size = (32, 48, 64)
+    values = hashed(7, 24, size)
+    pairs = [(values[:-1], values[1:]), (values[:, :16], values[:, 16:]),
+             (values[0], noise((7, 0, 0), "other", size)), (values[0], noise((7, 1, 0), "test", size)),
+             (values[0], noise((8, 0, 0), "test", size))]
+    for axis in (1, 2, 3):
+        for step in (1, 2, 16):
+            length = values.shape[axis] - step
+            pairs.append((values.narrow(axis, 0, length), values.narrow(axis, step, length)))
+    for left, right in pairs:
+        for power in (1, 2):  # the squares too: uncorrelated values may still share their spread
+            a, b = (part ** power - (power - 1) for part in (left, right))
+            assert abs((a * b).mean() / (a.std() * b.std())) < 5 / a.numel() ** 0.5
+    for mean in (values.mean((0, 2, 3)), values.mean((0, 1, 3)), values.mean((0, 1, 2))):
+        each = values.numel() / len(mean)
+        assert mean.abs().max() < 5 / each ** 0.5, "no plane stands out"
+
+
+def test_noise_is_the_exact_hash_computed_in_python():
+    """Wrapping int32 products against Python's unlimited integers: bulk and tail of the vector loops."""
+    key, count = (5, 2, 11), 2 ** 17 + 2 * 1237 + 5  # more than two pieces on a CPU
+    words = hashlib.blake2b(repr((5, "test", 2, 11)).encode(), digest_size=8).digest()
+    a, b = int.from_bytes(words[:4], "little") | 1, int.from_bytes(words[4:], "little")
+    half, low, high = (count + 1) // 2, [], []
+    for i in range(half):
+        x = (a * i + b) % 2 ** 32
+        x = (x ^ x >> 16) * 0x7FEB352D % 2 ** 32
+        x = (x ^ x >> 15) * 0x846CA68B % 2 ** 32
+        x ^= x >> 16
+        low.append(x % 2 ** 16)
+        high.append(x >> 16)
+    expected = _quantiles(torch.device("cpu"))[torch.tensor(low + high)][:count]
+    assert torch.equal(noise(key, "test", (count,)), expected)
+
+
+def test_noise_and_augmentation_are_the_same_with_one_and_two_threads():
+    images, before = torch.rand(2, 1, 40, 48, 56), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append((noise((0, 1, 2), "noise", (57, 64, 71)), augment(images, KEYS[:2], only(**EVERYTHING))))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*found))
+
+
+@pytest.mark.parametrize("size", [(1,), (7,), (5, 3), (3, 5, 7)])
+def test_noise_has_any_size_and_is_centred_on_it(size):
+    values = torch.stack([noise((0, 0, sample), "test", size) for sample in range(2000)])
+    assert values.shape == (2000, *size) and values.dtype == torch.float32
+    n = values.numel()
+    assert abs(values.mean()) < 5 / n ** 0.5 and abs(values.std() - 1) < 5 / (2 * n) ** 0.5
+    assert values.mean(0).abs().max() < 5 / 2000 ** 0.5, "each voxel by itself is centred over the samples"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(ACCELERATOR is None, reason="this machine has no accelerator")
+@pytest.mark.parametrize("size", [(61, 37), (64, 48, 45)])
+def test_noise_on_the_accelerator_has_the_bits_of_the_cpu(size):
+    for sample in range(8):
+        there = noise((0, 2, sample), "noise", size, ACCELERATOR)
+        assert there.device.type == ACCELERATOR.type
+        assert torch.equal(there.cpu(), noise((0, 2, sample), "noise", size))
+    images = torch.rand(4, 1, *size)
+    moved = augment(images.to(ACCELERATOR), KEYS, only(**EVERYTHING)).cpu()
+    assert torch.allclose(moved, augment(images, KEYS, only(**EVERYTHING)), atol=1e-3)
