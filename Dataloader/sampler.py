@@ -1,8 +1,11 @@
 """The data order: which volume is where in an epoch. A function of (seed, epoch) alone, so any step can be resumed."""
+import numpy as np
 import torch
 
 from Diffusion.draws import generator
 from Runtime.errors import InputError
+
+MOST_PAIRS = 2_000_000
 
 
 def epoch_order(seed, epoch, volumes, repeats=1):
@@ -13,17 +16,96 @@ def epoch_order(seed, epoch, volumes, repeats=1):
     return order
 
 
-def epoch_pairs(seed, epoch, volumes, count, listed=None):
+def pair_rule(cfg, items):
+    """Which volumes may be paired: data.pair_subjects and data.pair_modalities, made ready for the draws.
+
+    items: dicts with "subject" and "modality". Both rules must hold; "same" means another volume of the same one.
+    Returns: None where any two volumes may be paired, else dict(subject, modality: (N,) ints, a code per item;
+    subjects, modalities: the words of the config).
+    Raises InputError where no pair is permitted, and where a pair list stands beside another choice of pairs.
+    """
+    words = {key: cfg[key] for key in ("data.pair_subjects", "data.pair_modalities")}
+    choices = [f"{key}={word}" for key, word in words.items() if word != "any"]
+    others = ["data.pairing=all"] * (cfg["data.pairing"] == "all") + choices
+    if cfg["data.pair_list"] and others:
+        raise InputError(f"data.pair_list {cfg['data.pair_list']} already says which pairs to take: drop it, or drop "
+                         f"{' and '.join(others)}.")
+    if not choices:
+        return None
+    rule = {name: np.unique([item[name] for item in items], return_inverse=True)[1] for name in ("subject", "modality")}
+    rule.update(subjects=words["data.pair_subjects"], modalities=words["data.pair_modalities"])
+    if not _partners(rule).any():
+        subjects, modalities = (len(np.unique(rule[name])) for name in ("subject", "modality"))
+        raise InputError(f"{' and '.join(choices)}: no pair is left among {len(items)} volumes (subjects: {subjects}, "
+                         f"modalities: {modalities}); set any instead, or name the subjects and modalities in the "
+                         "data list.")
+    return rule
+
+
+def all_pairs(volumes, rule):
+    """Every permitted (moving, fixed) pair of different volumes, as a list of index tuples.
+
+    rule: from `pair_rule`. Raises InputError where there are more than MOST_PAIRS.
+    """
+    total = volumes * (volumes - 1) if rule is None else int(_partners(rule).sum())
+    if total > MOST_PAIRS:
+        raise InputError(f"data.pairing=all makes {total} pairs of {volumes} volumes, more than {MOST_PAIRS}: set "
+                         "data.pairing=random.")
+    return [(moving, fixed) for moving in range(volumes) for fixed in _permitted(volumes, rule, moving).tolist()]
+
+
+def epoch_pairs(seed, epoch, volumes, count, listed=None, rule=None):
     """(moving, fixed) volume indices at each position of an epoch.
 
     listed: the pairs of a pair list, shuffled once per epoch; otherwise `count` random pairs of different volumes.
+    rule: from `pair_rule`; moving is then uniform among the volumes that have a partner, fixed among its partners.
     """
     draws = generator(seed, "pairs", epoch)
     if listed:
         return [listed[i] for i in torch.randperm(len(listed), generator=draws).tolist()]
+    if rule:
+        return _ruled_pairs(volumes, count, rule, draws)
     moving = torch.randint(volumes, (count,), generator=draws)
     step = torch.randint(1, max(volumes, 2), (count,), generator=draws)
     return list(zip(moving.tolist(), ((moving + step) % volumes).tolist()))
+
+
+def _partners(rule):
+    """(N,) number of permitted partners of each volume."""
+    subject, modality = rule["subject"], rule["modality"]
+    both = np.unique(subject * len(subject) + modality, return_inverse=True)[1]
+    codes = {("any", "any"): 0 * both, ("same", "any"): subject, ("any", "same"): modality, ("same", "same"): both}
+
+    def size(subjects, modalities):
+        if subjects == "different":
+            return size("any", modalities) - size("same", modalities)
+        if modalities == "different":
+            return size(subjects, "any") - size(subjects, "same")
+        code = codes[subjects, modalities]
+        return np.bincount(code)[code]
+
+    words = rule["subjects"], rule["modalities"]
+    return size(*words) - (0 if "different" in words else 1)  # a volume is no partner of its own
+
+
+def _permitted(volumes, rule, moving):
+    """Indices of the permitted partners of one volume, rising."""
+    permitted = np.ones(volumes, bool)
+    for name, word in (("subject", rule["subjects"]), ("modality", rule["modalities"])) if rule else ():
+        if word != "any":
+            permitted &= (rule[name] == rule[name][moving]) == (word == "same")
+    permitted[moving] = False
+    return np.flatnonzero(permitted)
+
+
+def _ruled_pairs(volumes, count, rule, draws):
+    """`count` random pairs under a rule; partners are looked up for one volume at a time, as a table is too large."""
+    partners = _partners(rule)
+    able = np.flatnonzero(partners)
+    moving = able[torch.randint(len(able), (count,), generator=draws).numpy()]
+    rank = (torch.rand(count, dtype=torch.float64, generator=draws).numpy() * partners[moving]).astype(int)
+    fixed = [_permitted(volumes, rule, one)[place].item() for one, place in zip(moving, rank)]
+    return list(zip(moving.tolist(), fixed))
 
 
 def shares(cfg, world):

@@ -1,15 +1,18 @@
+import csv
 import json
+import os
 import re
+import time
 from pathlib import Path
 
 import nibabel
 import numpy as np
 import pytest
 
-from Dataloader.datalist import read_datalist, read_pairs, volume_id
+from Dataloader.datalist import read_datalist, read_pairs, select, volume_id
 from Runtime.errors import InputError
 
-HIPPOCAMPUS = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "hippocampus"
+REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 
 
 def write(path, shape=(4, 5, 6)):
@@ -117,13 +120,13 @@ def test_ids_that_select_nothing_name_what_exists(tmp_path):
 
 
 def test_missing_root(tmp_path):
-    with refused("nowhere: no such data folder"):
-        read_datalist(tmp_path / "nowhere")
+    with refused("nowhere.csv: no such data folder or list; check the path"):
+        read_datalist(tmp_path / "nowhere.csv")
 
 
 def test_root_is_a_file(tmp_path):
     write(tmp_path / "one.nii.gz")
-    with refused(r"one\.nii\.gz: a file, not a data folder"):
+    with refused(r"one\.nii\.gz: a file, not a data folder, \.json or \.csv list; give the folder"):
         read_datalist(tmp_path / "one.nii.gz")
 
 
@@ -139,17 +142,23 @@ def test_no_volume(tmp_path):
 @pytest.mark.parametrize("content, reason", [
     (b'{"training": [', "not valid JSON"), (b"\xff\xfe\x00x", "not valid JSON"), (b'{"test": []}', "no list under"),
     (b"[]", "no list under"), (b'{"training": {"image": "a"}}', "no list under"),
-    (b'{"training": [{"label": "a"}]}', "has no image path"), (b'{"training": [7]}', "has no image path")])
+    (b'{"training": [{"label": "a"}]}', "has no image path"), (b'{"training": [7]}', "has no image path"),
+    (b'{"training": [""]}', "has no image path"), (b'{"training": [{"image": 3}]}', "has no image path"),
+    (b'{"training": [{"image": ["a_0000.nii", "a_0001.nii"]}]}', "is a list; give each file an entry of its own"),
+    (b'{"training": [], "modality": {"0": "MR", "1": ["CT"]}}', "\"modality\" .* is not one word per channel")])
 def test_malformed_json(tmp_path, content, reason):
     (tmp_path / "dataset.json").write_bytes(content)
     with refused(f"dataset.json: .*{reason}"):
         read_datalist(tmp_path)
 
 
-def test_label_entry_that_is_no_path(tmp_path):
+@pytest.mark.parametrize("role, value, kind", [
+    ("label", 3, "a path"), ("label", False, "a path"), ("mask", ["m.nii"], "a path"), ("subject", ["s"], "a word"),
+    ("subject", True, "a word"), ("modality", {"0": "CT"}, "a word"), ("modality", 1.5, "a word")])
+def test_entries_of_the_wrong_kind(tmp_path, role, value, kind):
     write(tmp_path / "a_1.nii.gz")
-    (tmp_path / "dataset.json").write_text('{"training": [{"image": "a_1.nii.gz", "label": 3}]}')
-    with refused(r"dataset.json: the label 3 of a_1\.nii\.gz is not a path"):
+    (tmp_path / "dataset.json").write_text(json.dumps({"training": [{"image": "a_1.nii.gz", role: value}]}))
+    with refused(rf"dataset.json: the {role} {re.escape(str(value))} of a_1\.nii\.gz is not {kind}; correct"):
         read_datalist(tmp_path)
 
 
@@ -165,6 +174,28 @@ def test_listed_label_missing(tmp_path):
     (tmp_path / "labelsTr" / "a_2.nii.gz").unlink()
     with refused(r"labelsTr/a_2\.nii\.gz: the label listed .* is missing; restore it or drop the label entry"):
         read_datalist(tmp_path)
+
+
+def test_listed_mask_missing(tmp_path):
+    write(tmp_path / "a_1.nii.gz")
+    (tmp_path / "dataset.json").write_text('{"training": [{"image": "a_1.nii.gz", "mask": "masks/a_1.nii.gz"}]}')
+    with refused(r"masks/a_1\.nii\.gz: the mask listed in .*dataset\.json is missing; .* drop the mask entry"):
+        read_datalist(tmp_path)
+
+
+def test_a_folder_or_a_dead_link_is_no_file(tmp_path):
+    decathlon(tmp_path, ["a_1.nii.gz", "a_2.nii.gz"])
+    for name in ("a_1.nii.gz", "a_2.nii.gz"):
+        (tmp_path / "imagesTr" / name).unlink()
+    (tmp_path / "imagesTr" / "a_1.nii.gz").mkdir()
+    (tmp_path / "imagesTr" / "a_2.nii.gz").symlink_to("nowhere.nii.gz")
+    with refused(r"a_1\.nii\.gz: the image listed"):
+        read_datalist(tmp_path)
+    (tmp_path / "dataset.json").write_text('{"training": ["imagesTr/a_2.nii.gz"]}')
+    with refused(r"a_2\.nii\.gz: the image listed"):
+        read_datalist(tmp_path)
+    write(tmp_path / "imagesTr" / "nowhere.nii.gz")
+    assert [item["id"] for item in read_datalist(tmp_path)] == ["a_2"], "a link to a file is a file"
 
 
 def test_folder_label_missing(tmp_path):
@@ -220,9 +251,219 @@ def test_unreadable_pair_lists(tmp_path):
         read_pairs(tmp_path / "pairs.json", ITEMS)
 
 
-@pytest.mark.skipif(not HIPPOCAMPUS.is_dir(), reason="needs the hippocampus volumes")
+def test_pairs_by_ids_that_look_like_file_names(tmp_path):
+    (tmp_path / "pairs.json").write_text('[{"fixed": "X_0001_0000", "moving": "data/v1.2_X_0001_0001.nii.gz"}]')
+    assert read_pairs(tmp_path / "pairs.json", [{"id": "v1.2_X_0001_0001"}, {"id": "X_0001_0000"}]) == [(0, 1)]
+
+
+def told(items, *keys):
+    return [tuple(item[key] for key in keys) for item in items]
+
+
+def learn2reg(root, names, modality, roles=("image", "label", "mask")):
+    """The layout of a Learn2Reg archive, whose list is named after the task."""
+    entries = [{role: f"./{role}sTr/{name}" for role in roles} for name in names]
+    for entry in entries:
+        for path in entry.values():
+            write(root / path)
+        entry["keypoints"] = f"./keypointsTr/{entry['image'].split('/')[-1]}"
+    path = root / "Task_dataset.json"
+    path.write_text(json.dumps({"tensorImageSize": {"0": "3D"}, "modality": modality, "training": entries}))
+    return path
+
+
+def test_learn2reg_channels_are_modalities_of_one_subject(tmp_path):
+    names = [f"AbdomenMRCT_{subject:04d}_000{channel}.nii.gz" for subject in (1, 2) for channel in (0, 1)]
+    items = read_datalist(learn2reg(tmp_path, names, {"0": "MR", "1": "CT"}))
+    assert told(items, "id", "subject", "modality") == [
+        ("AbdomenMRCT_0001", "AbdomenMRCT_0001", "MR"), ("AbdomenMRCT_0001_0001", "AbdomenMRCT_0001", "CT"),
+        ("AbdomenMRCT_0002", "AbdomenMRCT_0002", "MR"), ("AbdomenMRCT_0002_0001", "AbdomenMRCT_0002", "CT")]
+    assert [(item["label"].parent.name, item["mask"].parent.name) for item in items] == [("labelsTr", "masksTr")] * 4
+    assert all(item["image"].name == item["label"].name == item["mask"].name for item in items)
+
+
+@pytest.mark.parametrize("modality, expected", [
+    ({"0": "CT"}, ["", "", ""]), ({}, ["", "", ""]), ("CT", ["", "", ""]), (["MR", "CT"], ["", "", ""]),
+    ({"0": "FBCT", "1": "CBCT", "2": "CBCT"}, ["FBCT", "CBCT", "CBCT"]), ({"0": "MR", "1": "CT"}, ["MR", "CT", ""])])
+def test_learn2reg_states_of_one_subject(tmp_path, modality, expected):
+    names = [f"LungCT_0001_000{channel}.nii.gz" for channel in (0, 1, 2)]
+    items = read_datalist(learn2reg(tmp_path, names, modality, roles=("image",)))
+    assert told(items, "subject", "modality", "mask") == [("LungCT_0001", word, None) for word in expected]
+
+
+def test_explicit_subject_and_modality_win(tmp_path):
+    for name in ("X_0001_0000.nii.gz", "X_0001_0001.nii.gz", "X_0001_0002.nii.gz"):
+        write(tmp_path / name)
+    entries = [{"image": "X_0001_0000.nii.gz", "subject": "anna", "modality": "T1"},
+               {"image": "X_0001_0001.nii.gz", "subject": 7, "id": "other"},
+               {"image": "X_0001_0002.nii.gz", "subject": None, "modality": "", "label": "", "mask": None}]
+    (tmp_path / "dataset.json").write_text(json.dumps({"modality": {"0": "MR", "1": "CT"}, "training": entries}))
+    assert told(read_datalist(tmp_path), "id", "subject", "modality", "label") == [
+        ("X_0001", "anna", "T1", None), ("X_0001_0001", "7", "CT", None), ("X_0001_0002", "X_0001", "", None)]
+
+
+@pytest.mark.parametrize("name, subject", [
+    ("OASIS_0007_0000", "OASIS_0007"), ("OASIS_0007_0003", "OASIS_0007"), ("nnunet_3_0000", "nnunet_3"),
+    ("nnunet_3_0001", "nnunet_3"), ("subject_0000", "subject_0000"), ("subject_0012", "subject_0012"),
+    ("t2_003", "t2_003"), ("a_1_22", "a_1_22"), ("a_1_22222", "a_1_22222"), ("BRATS_306", "BRATS_306")])
+def test_subject_of_a_name(tmp_path, name, subject):
+    write(tmp_path / f"{name}.nii.gz")
+    assert told(read_datalist(tmp_path), "subject", "modality") == [(subject, "")]
+
+
+def test_a_number_before_that_of_the_volume_is_no_subject_unless_all_names_end_in_a_channel(tmp_path):
+    for name in ("site_01_0001", "site_01_0009", "site_02_0345"):
+        write(tmp_path / f"{name}.nii.gz")
+    assert told(read_datalist(tmp_path), "subject") == [("site_01_0001",), ("site_01_0009",), ("site_02_0345",)]
+    assert told(read_datalist(tmp_path, ids="9-400"), "id") == [("site_01_0009",), ("site_02_0345",)]
+
+
+def test_ids_keep_the_volumes_of_a_subject_together(tmp_path):
+    for subject in range(1, 6):
+        for channel in (0, 1):
+            write(tmp_path / f"LungCT_{subject:04d}_000{channel}.nii.gz")
+    items = read_datalist(tmp_path, ids="2-3")
+    assert told(items, "id") == [("LungCT_0002",), ("LungCT_0002_0001",), ("LungCT_0003",), ("LungCT_0003_0001",)]
+    assert select("x", [{"id": "k_2", "subject": "p1"}, {"id": "p1_7", "subject": "p1"}], "1") == [
+        {"id": "p1_7", "subject": "p1"}]
+
+
+def test_a_json_file_as_root_is_the_same_as_its_folder(tmp_path):
+    decathlon(tmp_path, ["a_1.nii.gz", "a_2.nii.gz"])
+    assert read_datalist(tmp_path / "dataset.json") == read_datalist(tmp_path)
+    (tmp_path / "other.JSON").write_text('{"training": ["imagesTr/a_2.nii.gz"]}')
+    assert told(read_datalist(tmp_path / "other.JSON"), "id") == [("a_2",)]
+
+
+def test_folder_with_some_masks(tmp_path):
+    for name in ("imagesTr/s_1.nii.gz", "imagesTr/nnunet_3_0000.nii.gz", "imagesTr/s_2.nii.gz", "masksTr/s_1.nii.gz",
+                 "masksTr/nnunet_3.nii.gz"):
+        write(tmp_path / name)
+    for root in (tmp_path, tmp_path / "imagesTr"):
+        items = read_datalist(root)
+        assert [item["mask"] and item["mask"].name for item in items] == ["nnunet_3.nii.gz", "s_1.nii.gz", None]
+        assert items[1]["mask"].samefile(tmp_path / "masksTr" / "s_1.nii.gz") and items[1]["label"] is None
+
+
+def test_masks_that_fit_no_image(tmp_path):
+    write(tmp_path / "s_1.nii.gz")
+    (tmp_path / "masksTr").mkdir()
+    with refused(r"masksTr: no mask has the name of an image, such as s_1\.nii\.gz; rename the masks or remove"):
+        read_datalist(tmp_path)
+    write(tmp_path / "masksTr" / "mask_1.nii.gz")
+    with refused("masksTr: no mask has the name of an image"):
+        read_datalist(tmp_path)
+
+
+def table(root, text, encoding="utf-8"):
+    for name in ("a_1.nii.gz", "b_2.nii.gz", "X_0001_0001.nii.gz", "seg/a_1.nii.gz", "seg/m.nii.gz"):
+        write(root / name)
+    (root / "list.csv").write_bytes(text.encode(encoding))
+    return root / "list.csv"
+
+
+@pytest.mark.parametrize("separator", [",", ";"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_csv_with_every_column(tmp_path, separator, encoding, ending):
+    rows = ["modality,Image, note,mask,label,subject,id", "T1,b_2.nii.gz,\u00e4,,,p1,k_2", ",,,,,,",
+            f"CT , {tmp_path / 'a_1.nii.gz'},,seg/m.nii.gz,seg/a_1.nii.gz,p1,\"k\u00f6_1\"", "",
+            ",X_0001_0001.nii.gz,,,,,"]
+    items = read_datalist(table(tmp_path, ending.join(rows).replace(",", separator) + ending, encoding))
+    assert told(items, "id", "subject", "modality") == [("X_0001_0001", "X_0001_0001", ""), ("k_2", "p1", "T1"),
+                                                        ("k\u00f6_1", "p1", "CT")]
+    assert items[2]["label"].samefile(tmp_path / "seg/a_1.nii.gz") and items[2]["mask"].name == "m.nii.gz"
+    assert (items[1]["label"], items[1]["mask"], items[1]["image"].name) == (None, None, "b_2.nii.gz")
+
+
+def test_csv_of_images_alone_and_relative_root(tmp_path, monkeypatch):
+    path = table(tmp_path, "image\nb_2.nii.gz\na_1.nii.gz\n")
+    items = read_datalist(path)
+    assert told(items, "id", "subject", "label", "mask", "modality") == [
+        ("a_1", "a_1", None, None, ""), ("b_2", "b_2", None, None, "")]
+    monkeypatch.chdir(tmp_path)
+    assert told(read_datalist("list.csv"), "id") == told(items, "id")
+    assert told(read_datalist("list.csv", ids="2"), "id") == [("b_2",)]
+
+
+def test_csv_quotes_a_path_that_holds_the_separator(tmp_path):
+    write(tmp_path / "a,b_1.nii.gz")
+    items = read_datalist(table(tmp_path, 'image,subject\n"a,b_1.nii.gz",s\n'))
+    assert told(items, "id", "subject") == [("a,b_1", "s")]
+
+
+@pytest.mark.parametrize("text, reason", [
+    ("", "list.csv: an empty list; write a header"), ("\n \n,,\n", "list.csv: an empty list"),
+    ("a_1.nii.gz\n", "list.csv: no column \"image\" in the header a_1.nii.gz; name the column"),
+    ("img,label\nx,y\n", "list.csv: no column \"image\" in the header img,label"),
+    ("image\tlabel\n", "list.csv: no column \"image\""),
+    ("image,label, Image\n", "list.csv: the header has the column \"image\" twice"),
+    ("image,label\n", "list.csv: a header but no volume; add a row for each"),
+    ("image,label\na_1.nii.gz,\n\nb_2.nii.gz\n", "list.csv line 4: 1 cells, but the header has 2; correct the row"),
+    ("image;label\na_1.nii.gz;;\n", "list.csv line 2: 3 cells, but the header has 2"),
+    ("image,id\na_1.nii.gz,x\n,y\n", "list.csv line 3: no image path; fill the cell"),
+    ("image,id\na_1.nii.gz,x/y\n", "list.csv line 2: the id x/y holds a slash"),
+    ("image\na_1.nii.gz\nno.nii\n", "no.nii: the image listed in .*list.csv line 3 is missing; .* drop its entry"),
+    ("image,label\na_1.nii.gz,no.nii\n", "no.nii: the label listed in .*list.csv line 2 is missing; .* the label"),
+    ("image,mask\na_1.nii.gz,seg\n", "seg: the mask listed in .*list.csv line 2 is missing; .* drop the mask"),
+    ("image\n\0/a.nii\n", "a.nii: the image listed in .*list.csv line 2 is missing"),
+    ("image\n\"a_1.nii.gz\nb_2.nii.gz\n", "list.csv line 3: not valid CSV"),
+    ("image,id\na_1.nii.gz,x\nb_2.nii.gz,x\n", "two volumes have the id x .*; rename or remove one, or give each its"),
+    ("image\na_1.nii.gz\na_1.nii.gz\n", "two volumes have the id a_1")])
+def test_malformed_csv(tmp_path, text, reason):
+    with refused(reason) as caught:
+        read_datalist(table(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_csv_that_is_not_utf8(tmp_path, encoding):
+    with refused(r"list\.csv: not UTF-8 text .*; save it as CSV in UTF-8"):
+        read_datalist(table(tmp_path, "image,subject\na_1.nii.gz,J\u00f6rg\n", encoding))
+
+
+def test_select_takes_any_dicts_with_ids():
+    items = [{"id": f"v_{number}", "row": number} for number in (1, 2, 3)]
+    assert select("Cache/x", items, "2-3") == items[1:] and select("Cache/x", items, "") == items
+    with refused("Cache/x: ids \"9\" select none of the 3 volumes from v_1 to v_3"):
+        select("Cache/x", items, 9)
+    with refused("Cache/x: ids \"3-1\" has the bad part \"3-1\""):
+        select("Cache/x", items, "3-1")
+
+
+def test_fifteen_thousand_volumes_are_listed_fast(tmp_path):
+    names = [f"v_{number:05d}.nii.gz" for number in range(15000)]
+    write(tmp_path / "imagesTr" / names[0])
+    for name in names[1:]:
+        os.close(os.open(tmp_path / "imagesTr" / name, os.O_CREAT))
+    (tmp_path / "labelsTr").symlink_to("imagesTr")
+    (tmp_path / "masksTr").symlink_to("imagesTr")
+    entries = [{role: f"./{role}sTr/{name}" for role in ("image", "label", "mask")} for name in names]
+    (tmp_path / "list.json").write_text(json.dumps({"training": entries}))
+    with open(tmp_path / "list.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["image", "label", "mask"])
+        writer.writeheader()
+        writer.writerows(entries)
+    for root in (tmp_path, tmp_path / "list.json", tmp_path / "list.csv"):
+        start = time.perf_counter()
+        items = read_datalist(root)
+        assert time.perf_counter() - start < 3
+        assert len(items) == 15000
+        assert items[-1]["label"] == tmp_path / "labelsTr" / names[-1]
+        assert items[-1]["mask"] == tmp_path / "masksTr" / names[-1]
+
+
+@pytest.mark.skipif(not (REAL / "hippocampus").is_dir(), reason="needs the hippocampus volumes")
 def test_real_decathlon_folder():
-    items = read_datalist(HIPPOCAMPUS)
+    items = read_datalist(REAL / "hippocampus")
     assert len(items) == 90 and all(item["label"].is_file() for item in items)
-    some = read_datalist(HIPPOCAMPUS, ids="1-8")
+    assert all((item["subject"], item["modality"], item["mask"]) == (item["id"], "", None) for item in items)
+    some = read_datalist(REAL / "hippocampus", ids="1-8")
     assert [item["id"][-3:] for item in some] == ["001", "003", "004", "006", "007", "008"]
+
+
+@pytest.mark.skipif(not (REAL / "mouse").is_dir(), reason="needs the mouse brains")
+def test_real_mouse_brains():
+    items = read_datalist(REAL / "mouse")
+    assert told(items, "subject") == [(f"FVB_NCrl_in_vivo_{number}",) for number in (1, 2, 3)]
+    assert all(item["label"].is_file() and item["mask"] is None for item in items)

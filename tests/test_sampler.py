@@ -1,31 +1,40 @@
 """The order of an epoch: the same for any number of ranks, and from any step on."""
-import pytest
-from torch.utils.data import Dataset
+import itertools
+import time
+from collections import Counter
 
-from Dataloader.dataset import epoch_batches
-from Dataloader.sampler import batches, epoch_order, epoch_pair_count, epoch_pairs, shares, steps_left
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from Dataloader.dataset import VolumeDataset, epoch_batches
+from Dataloader.sampler import (
+    MOST_PAIRS,
+    all_pairs,
+    batches,
+    epoch_order,
+    epoch_pair_count,
+    epoch_pairs,
+    pair_rule,
+    shares,
+    steps_left,
+)
 from Runtime.errors import InputError
 from tests.tiny import config
 
 VOLUMES = 20
 LISTED = [(i, (3 * i + 1) % VOLUMES) for i in range(VOLUMES)]
+# Groups of unequal size: one subject with a single volume, one with a modality of its own.
+GROUPS = [{"subject": word[0], "modality": word[1:]} for word in
+          "aMR aMR aCT bMR bCT bCT bCT cMR cUS dCT aMR bMR cUS aUS".split()]
+WORDS = ("any", "same", "different")
 START = {"epoch": 1, "samples": 0, "pairs": 0}
 
 
-class Numbers(Dataset):
-    """Volumes that are nothing but their addresses."""
-
-    def __len__(self):
-        return VOLUMES
-
-    def __getitem__(self, address):
-        return address[1], *address
-
-
-def walk(cfg, world, listed=None, progress=START):
+def walk(cfg, world, listed=None, progress=START, rule=None):
     """What `world` ranks do to the end of the epoch: for each step (samples, pairs) as (position, volume) in order."""
-    share = shares(cfg, world)
-    ranks = [list(epoch_batches(cfg, Numbers(), listed, progress, share, {"rank": rank, "world": world}))
+    share, volumes = shares(cfg, world), ([{}] * VOLUMES, np.arange(VOLUMES), None, rule)
+    ranks = [list(epoch_batches(cfg, VolumeDataset(*volumes), listed, progress, share, {"rank": rank, "world": world}))
              for rank in range(world)]
     steps = steps_left(cfg, VOLUMES, listed, share, progress["samples"], progress["pairs"])
     assert [len(own) for own in ranks] == [steps] * world
@@ -156,3 +165,135 @@ def test_numbers_that_do_not_divide_are_one_sentence(changes, world, words):
         shares(config(**changes), world)
     message = str(error.value)
     assert all(word in message for word in words) and "\n" not in message, message
+
+
+def ruled(subjects, modalities, items=GROUPS, **changes):
+    return pair_rule(config(data__pair_subjects=subjects, data__pair_modalities=modalities, **changes), items)
+
+
+def holds(word, one, other):
+    return {"any": True, "same": one == other, "different": one != other}[word]
+
+
+def permitted(items, subjects, modalities):
+    """Every ordered pair that the two words permit, one by one."""
+    return [(i, j) for i, one in enumerate(items) for j, other in enumerate(items)
+            if i != j and holds(subjects, one["subject"], other["subject"])
+            and holds(modalities, one["modality"], other["modality"])]
+
+
+def test_draws_without_a_rule_are_those_of_earlier_runs():
+    assert epoch_pairs(3, 2, 7, 8) == [(6, 1), (4, 5), (0, 2), (2, 1), (2, 0), (6, 4), (3, 6), (2, 5)]
+    assert epoch_pairs(0, -1, 30, 4, None, None) == [(20, 21), (1, 27), (11, 15), (16, 13)]
+    assert epoch_pairs(1, 0, 5, 9, [(0, 1), (1, 2), (2, 3), (3, 4)]) == [(2, 3), (1, 2), (3, 4), (0, 1)]
+
+
+def test_a_rule_holds_the_codes_of_the_items_and_the_words():
+    assert ruled("any", "any") is None and ruled("any", "any", data__pairing="all") is None
+    rule = ruled("same", "different")
+    assert (rule["subjects"], rule["modalities"]) == ("same", "different")
+    for name in ("subject", "modality"):
+        assert rule[name].dtype.kind == "i" and rule[name].shape == (len(GROUPS),)
+        assert all((rule[name][i] == rule[name][j]) == (GROUPS[i][name] == GROUPS[j][name])
+                   for i, j in itertools.product(range(len(GROUPS)), repeat=2))
+
+
+@pytest.mark.parametrize("subjects", WORDS)
+@pytest.mark.parametrize("modalities", WORDS)
+def test_pairs_of_every_rule_are_those_of_brute_force(subjects, modalities):
+    rule, expected = ruled(subjects, modalities), permitted(GROUPS, subjects, modalities)
+    assert all_pairs(len(GROUPS), rule) == expected
+    count = 20000
+    drawn = epoch_pairs(0, 1, len(GROUPS), count, rule=rule)
+    assert len(drawn) == count and set(drawn) == set(expected)
+    assert all(type(index) is int for index in drawn[0])
+    partners = Counter(moving for moving, _ in expected)
+    often = [count / len(partners) / partners[moving] for moving, _ in expected]
+    found = Counter(drawn)
+    assert chisquare([found[pair] for pair in expected], often).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rules_on_random_groups(seed):
+    draws = np.random.default_rng(seed)
+    items = [{"subject": f"s{draws.integers(12)}", "modality": f"m{draws.integers(4)}"} for _ in range(40)]
+    for subjects, modalities in itertools.product(WORDS, WORDS):
+        rule, expected = ruled(subjects, modalities, items), permitted(items, subjects, modalities)
+        assert all_pairs(40, rule) == expected
+        assert set(epoch_pairs(seed, 0, 40, 500, rule=rule)) <= set(expected)
+
+
+def test_pairs_under_a_rule_depend_on_seed_and_epoch_alone():
+    rule = ruled("different", "different")
+    pairs = epoch_pairs(4, 2, len(GROUPS), 100, rule=rule)
+    assert pairs == epoch_pairs(4, 2, len(GROUPS), 100, rule=ruled("different", "different"))
+    assert pairs != epoch_pairs(4, 3, len(GROUPS), 100, rule=rule)
+    assert pairs != epoch_pairs(5, 2, len(GROUPS), 100, rule=rule)
+    assert epoch_pairs(4, 2, len(GROUPS), 0, rule=rule) == []
+
+
+def test_pairs_under_a_rule_are_the_same_for_any_number_of_ranks():
+    items = [{"subject": f"s{number // 3}", "modality": ""} for number in range(VOLUMES)]
+    cfg, rule = config(data__global_batchsize=8, data__batchsize=2), ruled("same", "any", items)
+    one = walk(cfg, 1, rule=rule)
+    assert one == walk(cfg, 2, rule=rule) == walk(cfg, 4, rule=rule)
+    assert joined(one, 0) == joined(walk(cfg, 1), 0), "the order of the volumes is not that of the pairs"
+    pairs = [volume for _, volume in joined(one, 1)]
+    assert all(i != j and i // 3 == j // 3 for i, j in zip(pairs[0::2], pairs[1::2]))
+
+
+def test_every_pair_once_is_a_list_that_an_epoch_shuffles():
+    listed = all_pairs(len(GROUPS), ruled("same", "different"))
+    once = epoch_pairs(0, 0, len(GROUPS), 3, listed)
+    assert sorted(once) == listed and once != listed
+    assert epoch_pair_count(config(data__pairs=3), len(GROUPS), listed, shares(config(), 1)) == len(listed)
+
+
+def test_more_than_two_million_pairs_are_refused():
+    assert MOST_PAIRS == 2_000_000
+    assert len(all_pairs(1414, None)) == 1414 * 1413
+    with pytest.raises(InputError, match="data.pairing=all makes 2000810 pairs of 1415 volumes, more than 2000000: set "
+                                         "data.pairing=random"):
+        all_pairs(1415, None)
+    items = [{"subject": f"s{number // 2}", "modality": ""} for number in range(1500)]
+    assert len(all_pairs(1500, ruled("same", "any", items))) == 1500
+    with pytest.raises(InputError, match="makes 2247000 pairs of 1500 volumes"):
+        all_pairs(1500, ruled("different", "any", items))
+
+
+@pytest.mark.parametrize("subjects, modalities, items, message", [
+    ("same", "any", [{"subject": "a", "modality": ""}, {"subject": "b", "modality": ""}],
+     r"data.pair_subjects=same: no pair is left among 2 volumes \(subjects: 2, modalities: 1\); set any instead"),
+    ("any", "different", [{"subject": "a", "modality": ""}] * 3,
+     r"data.pair_modalities=different: no pair is left among 3 volumes \(subjects: 1, modalities: 1\)"),
+    ("different", "different", [{"subject": "a", "modality": "x"}, {"subject": "b", "modality": "x"}],
+     r"data.pair_subjects=different and data.pair_modalities=different: no pair is left among 2 volumes \("),
+    ("same", "same", [], "no pair is left among 0 volumes"),
+])
+def test_a_rule_that_leaves_no_pair_is_one_sentence(subjects, modalities, items, message):
+    with pytest.raises(InputError, match=message) as error:
+        ruled(subjects, modalities, items)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("changes, choices", [
+    ({"data__pairing": "all"}, "data.pairing=all"), ({"data__pair_subjects": "same"}, "data.pair_subjects=same"),
+    ({"data__pairing": "all", "data__pair_subjects": "different", "data__pair_modalities": "same"},
+     "data.pairing=all and data.pair_subjects=different and data.pair_modalities=same"),
+])
+def test_a_pair_list_beside_another_choice_of_pairs_is_a_contradiction(changes, choices):
+    with pytest.raises(InputError, match=f"data.pair_list p.json already says .*: drop it, or drop {choices}."):
+        pair_rule(config(data__pair_list="p.json", **changes), GROUPS)
+    assert pair_rule(config(data__pair_list="p.json"), GROUPS) is None
+
+
+@pytest.mark.parametrize("subjects, modalities", [("same", "different"), ("different", "different"), ("any", "same")])
+def test_fifteen_thousand_volumes_are_paired_fast(subjects, modalities):
+    items = [{"subject": f"s{number // 3}", "modality": f"m{number % 2}"} for number in range(15000)]
+    rule = ruled(subjects, modalities, items)
+    start = time.perf_counter()
+    pairs = epoch_pairs(0, 0, 15000, 15000, rule=rule)
+    assert time.perf_counter() - start < 2
+    assert len(pairs) == 15000 and all(
+        i != j and holds(subjects, items[i]["subject"], items[j]["subject"])
+        and holds(modalities, items[i]["modality"], items[j]["modality"]) for i, j in pairs)
