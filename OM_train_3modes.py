@@ -21,6 +21,7 @@ from tqdm import tqdm
 from Dataloader.augment import augment
 from Dataloader.dataset import epoch_batches, read_datasets
 from Dataloader.sampler import shares, steps_left
+from Dataloader.staging import release
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.draws import uniform
 from Diffusion.evaluation import register, validate
@@ -370,9 +371,9 @@ def train(cfg, args, ranks, run):
     launch.leave(ranks)
     if leave:
         leak = state["watch"]["leak"] if leave == "memory" else None
-        why = f"rank {ranks['rank']}: {leak['sentence']}" if leak else REASONS[leave]
-        watchdog.event("leave", reason=why)
+        watchdog.event("leave", reason=f"rank {ranks['rank']}: {leak['sentence']}" if leak else REASONS[leave])
         return PLANNED_RESTART
+    release(remove=True)
     if chief:
         print(f"done: {cfg['run.epochs']} epochs, {progress['step']} steps, weights "
               f"{checkpoint.weights_sha256(weights)}")
@@ -393,8 +394,7 @@ def refuse_nonfinite(state, cfg):
 def finish_epoch(state, held_out, cfg, started):
     """Validation, log, TensorBoard and the epoch's checkpoint."""
     progress, board = state["progress"], state["board"]
-    epoch, sums = progress["epoch"], progress["sums"]
-    last = epoch + 1 == cfg["run.epochs"]
+    epoch, sums, last = progress["epoch"], progress["sums"], progress["epoch"] + 1 == cfg["run.epochs"]
     watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world=state["ranks"]["world"],
                    samples=progress["samples"], steps=sums["steps"],
                    **footprint(state["net"], state["optimizer"], state["device"]))

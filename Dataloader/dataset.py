@@ -1,66 +1,106 @@
-"""Volumes on the training grid, from NIfTI files to batches."""
+"""Volumes on the training grid, from a prepared cache or from NIfTI files, to batches."""
 import atexit
+import collections
 import multiprocessing
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from Dataloader.datalist import read_datalist, read_pairs
-from Dataloader.sampler import batches, epoch_order, epoch_pair_count, epoch_pairs, steps_left
-from Dataloader.volume_io import normalise, read_label, read_volume, to_grid
+from Dataloader.augment import as_float
+from Dataloader.cache import Rows, open_cache, settings
+from Dataloader.datalist import read_datalist, read_pairs, select
+from Dataloader.prepare import on_grid
+from Dataloader.sampler import all_pairs, batches, epoch_order, epoch_pair_count, epoch_pairs, pair_rule, steps_left
 from Runtime.errors import InputError
 
 
-def read_image(path, size, spacing_mm):
-    """One volume on the training grid: (1, *size) float32 in [0, 1]."""
-    array, affine = read_volume(path, len(size))
-    return torch.from_numpy(to_grid(normalise(array), affine, size, spacing_mm)[0])[None]
+class VolumeDataset:
+    """Volumes by number.
 
-
-def read_labels(path, size, spacing_mm):
-    """One label image on the training grid: (1, *size) int16, nearest neighbour."""
-    array, affine = read_label(path, len(size))
-    return torch.from_numpy(np.ascontiguousarray(to_grid(array, affine, size, spacing_mm, order=0)[0]))[None]
-
-
-class VolumeDataset(Dataset):
-    """Volumes addressed as (position, index): the position in the epoch keys the random draws, the index is the volume.
-
-    With in_memory all volumes are read at once, which also finds every bad file before the training starts.
+    items: from the datalist or the cache. images, labels: indexed by number, each a (D, H, W) array; labels may be
+    None. rule: which pairs are permitted, from `pair_rule`.
     """
 
-    def __init__(self, items, size, spacing_mm, in_memory, what="volumes"):
-        self.items, self.size, self.spacing_mm = items, size, spacing_mm
-        self.images = None
-        if in_memory:
-            self.images = [self.read(i) for i in tqdm(range(len(items)), f"reading {what}", unit="vol", leave=False)]
+    def __init__(self, items, images, labels, rule):
+        self.items, self.images, self.labels, self.rule, self.loader = items, images, labels, rule, None
 
     def __len__(self):
         return len(self.items)
 
-    def read(self, index):
-        return read_image(self.items[index]["image"], self.size, self.spacing_mm)
+    def image(self, index):
+        """(1, *size) float32 in [0, 1]."""
+        return as_float(torch.from_numpy(np.array(self.images[index]))[None])
 
-    def __getitem__(self, address):
-        position, index = address
-        image = self.read(index) if self.images is None else self.images[index]
-        return image, position, index
+    def label(self, index):
+        """(1, *size) int16; None where the volume has none."""
+        if not self.items[index]["label"]:
+            return None
+        return torch.from_numpy(np.array(self.labels[index], np.int16))[None]
+
+
+class Files:
+    """Volumes of one kind, read from their NIfTI files each time."""
+
+    def __init__(self, items, kind, cfg):
+        self.items, self.kind, self.cfg = items, kind, settings(cfg)
+
+    def __getitem__(self, index):
+        return on_grid(self.items[index], self.cfg, (self.kind,))[self.kind]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches: what is read ahead, and by whom
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Batches(Dataset):
+    """What a loader worker has of a data set: batches of (position, index); the position keys the random draws."""
+
+    def __init__(self, images):
+        self.images = images
+
+    def __getitems__(self, addresses):
+        positions, indices = zip(*addresses)
+        images = np.stack([self.images[index] for index in indices])[:, None]
+        return torch.from_numpy(images), torch.tensor(positions), torch.tensor(indices)
+
+
+def as_it_is(batch):
+    return batch
 
 
 def make_loader(dataset, batch_list, cfg):
-    """A DataLoader over ready-made batches of (position, index); a batch is (images, positions, indices)."""
-    workers = 0 if cfg["data.in_memory"] else cfg["data.num_workers"]
+    """A DataLoader over ready-made batches of (position, index); a batch is (images as stored, positions, indices).
+
+    batch_list may be filled anew when it has been gone through: workers live as long as the loader.
+    """
+    workers = 0 if cfg["data.in_memory"] and not cfg["data.cache"] else cfg["data.num_workers"]
     options = {}
     if workers:
         # spawn: a forked worker inherits locks of the accelerator's driver in whatever state they are.
         options = {"prefetch_factor": cfg["data.prefetch_factor"], "multiprocessing_context": "spawn",
-                   "worker_init_fn": leave_signals_to_the_rank}
-    return DataLoader(dataset, batch_sampler=batch_list, num_workers=workers, **options)
+                   "persistent_workers": True, "worker_init_fn": leave_signals_to_the_rank}
+    return DataLoader(Batches(dataset.images), batch_sampler=batch_list, collate_fn=as_it_is, num_workers=workers,
+                      **options)
+
+
+def read_ahead(loader, ahead):
+    """What a loader yields; without workers, a thread reads `ahead` batches before they are asked for."""
+    if loader.num_workers:
+        yield from loader
+        return
+    waiting, found = collections.deque(), iter(loader)
+    with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as thread:
+        for _ in range(ahead):
+            waiting.append(thread.submit(next, found, None))
+        while (batch := waiting.popleft().result()) is not None:
+            waiting.append(thread.submit(next, found, None))
+            yield batch
 
 
 def leave_signals_to_the_rank(worker):
@@ -83,44 +123,81 @@ def end_workers():
 def epoch_batches(cfg, dataset, listed, progress, share, ranks):
     """What a rank does from here to the end of the epoch.
 
-    Returns: iterator of (volumes, pairs), each the step's list of batches (images, positions, indices); in a batch of
-    pairs moving and fixed alternate.
+    Returns: iterator of (volumes, pairs), each the step's list of batches (images as stored, positions, indices); in a
+    batch of pairs moving and fixed alternate.
     """
     seed, epoch, mine = cfg["run.seed"], progress["epoch"], (ranks["rank"], ranks["world"])
     steps = steps_left(cfg, len(dataset), listed, share, progress["samples"], progress["pairs"])
     count = epoch_pair_count(cfg, len(dataset), listed, share)
     order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
-    order = batches(order, share["samples"], share["sample_batch"], progress["samples"], *mine)
-    drawn = epoch_pairs(seed, epoch, len(dataset), count, listed)
+    volumes = batches(order, share["samples"], share["sample_batch"], progress["samples"], *mine)
+    drawn = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
     drawn = batches(drawn, share["pairs"], share["pair_batch"], progress["pairs"], *mine)
-    flat = [[(2 * position + side, pair[side]) for position, pair in batch for side in (0, 1)] for batch in drawn]
-    volumes = iter(make_loader(dataset, order[:steps * share["sample_batches"]], cfg))
-    pairs = iter(make_loader(dataset, flat[:steps * share["pair_batches"]], cfg))
-    return zip(zip(*[volumes] * share["sample_batches"]), zip(*[pairs] * share["pair_batches"]))
+    pairs = [[(2 * position + side, pair[side]) for position, pair in batch for side in (0, 1)] for batch in drawn]
+    per_step = share["sample_batches"] + share["pair_batches"]
+    if dataset.loader is None:
+        dataset.loader = make_loader(dataset, [], cfg)
+    # One list, in the order in which the steps want them, so that one set of workers reads both.
+    both = ((volumes, share["sample_batches"]), (pairs, share["pair_batches"]))
+    dataset.loader.batch_sampler[:] = [batch for step in range(steps) for kind, number in both
+                                       for batch in kind[step * number:(step + 1) * number]]
+    found = read_ahead(dataset.loader, cfg["data.prefetch_factor"] * per_step)
+    return ((step[:share["sample_batches"]], step[share["sample_batches"]:]) for step in zip(*[found] * per_step))
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a config to data sets
+# ---------------------------------------------------------------------------------------------------------------------
 
 def read_datasets(cfg, headers_only=False):
-    """Datalists and data sets of a config.
+    """Data sets of a config: from the cache of data.cache, else from the files of data.root.
 
-    headers_only: look at the lists but read no volume yet.
+    headers_only: look at the lists but read no volume yet, and copy no cache.
     Returns: training VolumeDataset, validation VolumeDataset (maybe empty), and the listed training pairs or None.
-    Raises InputError if a folder is missing or there are fewer training volumes than data.expect_samples.
+    Raises InputError if a folder is missing, the cache is not that of the config or not whole, or there are fewer
+    training volumes than data.expect_samples.
     """
-    root, dims = cfg["data.root"], cfg["model.dims"]
-    train = read_datalist(root, dims, cfg["data.train_ids"])
-    val = read_datalist(root, dims, cfg["data.val_ids"]) if cfg["data.val_ids"] else []
+    root, dims, cache = cfg["data.root"], cfg["model.dims"], None
+    if cfg["data.cache"]:
+        cache = open_cache(cfg["data.cache"], {**cfg, "data.stage": ""} if headers_only else cfg)
+        root = cfg["data.cache"]
+        train = select(root, cache["items"], cfg["data.train_ids"])
+        val = select(root, cache["items"], cfg["data.val_ids"]) if cfg["data.val_ids"] else []
+    else:
+        train = read_datalist(root, dims, cfg["data.train_ids"])
+        val = read_datalist(root, dims, cfg["data.val_ids"]) if cfg["data.val_ids"] else []
     if len(train) < cfg["data.expect_samples"]:
-        raise InputError(f"{root}: {len(train)} training volumes, but data.expect_samples says "
+        refused = f" ({len(cache['refused'])} were refused when it was prepared)" if cache and cache["refused"] else ""
+        raise InputError(f"{root}: {len(train)} training volumes{refused}, but data.expect_samples says "
                          f"{cfg['data.expect_samples']}; restore the missing files, or lower the key if the smaller "
                          f"set is meant.")
-    shared = sorted({item["id"] for item in train} & {item["id"] for item in val})
+    shared = sorted({item["subject"] for item in train} & {item["subject"] for item in val})
     if shared:
-        raise InputError(f"data.val_ids: {shared[0]} is in the training set too; held-out volumes must be held out, so "
-                         f"narrow data.train_ids or data.val_ids.")
+        raise InputError(f"data.val_ids: {shared[0]} is in the training set too; held-out subjects must be held out: "
+                         "narrow data.train_ids or data.val_ids.")
     if len(train) < 2:
         raise InputError(f"{root}: one training volume is not enough, mode 3 needs pairs; add volumes or widen "
                          f"data.train_ids.")
+    rule = pair_rule(cfg, train)
     listed = read_pairs(cfg["data.pair_list"], train) if cfg["data.pair_list"] else None
-    grid = (cfg["data.img_size"], cfg["data.spacing_mm"], cfg["data.in_memory"] and not headers_only)
-    return (VolumeDataset(train, *grid, what="training volumes"),
-            VolumeDataset(val, *grid, what="validation volumes"), listed)
+    if cfg["data.pairing"] == "all":
+        listed = all_pairs(len(train), rule)
+    source = {"cache": cache, "cfg": cfg, "in_memory": cfg["data.in_memory"] and not headers_only}
+    return (make_dataset(train, rule, "training volumes", ("image",), **source),
+            make_dataset(val, pair_rule(cfg, val) if val else None, "validation volumes", ("image", "label"), **source),
+            listed)
+
+
+def make_dataset(items, rule, what, kinds, cache, cfg, in_memory):
+    """A VolumeDataset of some items, and its voxels from the cache, from memory, or from files at each use."""
+    if cache:
+        place = {item["id"]: number for number, item in enumerate(cache["items"])}
+        places = [[cache[column][place[item["id"]]] for item in items] for column in ("groups", "rows")]
+        # Pages of a copy in memory would count as this process's own, and look like a leak while they are first used.
+        return VolumeDataset(items, *[Rows(cache["folder"], kind, *places, keep=not cache["staged"])
+                                      for kind in ("image", "label")], rule)
+    if in_memory:
+        # All at once also finds every bad file before the training starts.
+        read = [on_grid(item, cfg, kinds) for item in tqdm(items, f"reading {what}", unit="vol", leave=False)]
+        return VolumeDataset(items, [found["image"] for found in read], [found["label"] for found in read], rule)
+    return VolumeDataset(items, Files(items, "image", cfg), Files(items, "label", cfg), rule)

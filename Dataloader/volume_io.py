@@ -66,6 +66,11 @@ def read_header(path, dims=3):
     return _squeezed_shape(path, image.shape, dims), _checked_affine(path, image.affine, dims)
 
 
+def read_raw_header(path):
+    """The nibabel header of a NIfTI file, unchanged. Raises InputError as `read_header` does."""
+    return _open(path).header
+
+
 def write_volume(path, array, affine, header=None):
     """Write a NIfTI file atomically.
 
@@ -97,19 +102,26 @@ def write_volume(path, array, affine, header=None):
         temporary.unlink(missing_ok=True)
 
 
-def normalise(array, low=0.5, high=99.5):
-    """Scale intensities to [0, 1] between two percentiles, clipped.
+def intensity_range(array, low=0.5, high=99.5):
+    """The two intensities of an array that become 0 and 1: its percentiles.
 
-    array: any shape. low, high: percent. Where both percentiles coincide (a sparse volume) minimum and maximum are
-    used instead; a constant array becomes 0.
-    Returns: float32, the same shape.
+    low, high: percent. Where both percentiles coincide (a sparse volume) they are minimum and maximum instead.
+    Returns: two floats; equal for a constant array.
     """
     bottom, top = np.percentile(array, [low, high])
-    if top <= bottom:
-        bottom, top = float(array.min()), float(array.max())
+    return (float(bottom), float(top)) if top > bottom else (float(array.min()), float(array.max()))
+
+
+def rescale(array, bottom, top):
+    """Intensities as 0 .. 1 between two of them, clipped; 0 everywhere where they are equal. Returns float32."""
     if top <= bottom:
         return np.zeros(array.shape, np.float32)
     return np.clip((array.astype(np.float64) - bottom) / (top - bottom), 0, 1).astype(np.float32)
+
+
+def normalise(array, low=0.5, high=99.5):
+    """`rescale` between two percentiles of the array itself. array: any shape. Returns: float32, the same shape."""
+    return rescale(array, *intensity_range(array, low, high))
 
 
 def to_canonical(array, affine):
@@ -127,38 +139,53 @@ def to_canonical(array, affine):
     return np.ascontiguousarray(orientations.apply_orientation(array, ornt)), new_affine
 
 
-def grid_transform(shape, affine, size, spacing_mm):
-    """Place an isotropic grid centred on a canonical volume.
+def foreground_box(inside):
+    """The smallest box around the True voxels of an array: first and past-the-end index of each axis, (2, dims) ints.
+
+    Where nothing is True it is the whole array.
+    """
+    if not inside.any():
+        return np.array([[0] * inside.ndim, inside.shape])
+    spans = [np.flatnonzero(inside.any(tuple(a for a in range(inside.ndim) if a != axis)))
+             for axis in range(inside.ndim)]
+    return np.array([[span[0] for span in spans], [span[-1] + 1 for span in spans]])
+
+
+def grid_transform(shape, affine, size, spacing_mm, box=None):
+    """Place an isotropic grid centred on a canonical volume, or on a box in it.
 
     shape: of the canonical array, D, H, W or H, W. affine: 4x4. size: target shape, an int or one per axis.
     spacing_mm: target voxel side in millimetres; 0: the smallest at which the whole field of view fits in `size`.
+    box: from `foreground_box`, what is to be centred and to fit instead of the field of view. What is around it and
+    within the grid stays.
     Returns: scale (dims,), offset (dims,), with index_in = scale * index_out + offset; new_affine 4x4.
     An axis whose scale is 1 within 1e-4 gets exactly 1 and a whole offset, so that it is copied, not interpolated.
     """
     dims = len(shape)
-    shape = np.asarray(shape, np.float64)
+    first, stop = np.asarray([[0] * dims, shape] if box is None else box, np.float64)
     size = np.broadcast_to(np.asarray(size, np.float64), (dims,))
     voxel_mm = np.linalg.norm(affine[:3, :dims], axis=0)
-    target_mm = spacing_mm or np.max(shape * voxel_mm / size)
+    target_mm = spacing_mm or np.max((stop - first) * voxel_mm / size)
     scale = target_mm / voxel_mm
     copied = np.abs(scale - 1) < 1e-4
     scale = np.where(copied, 1.0, scale)
-    offset = (shape - 1) / 2 - scale * (size - 1) / 2
+    offset = (first + stop - 1) / 2 - scale * (size - 1) / 2
     # A shape difference that is odd would put the centre half a voxel off and blur every voxel.
     offset = np.where(copied, np.floor(offset), offset)
     return scale, offset, np.asarray(affine, np.float64) @ _embed(np.diag(scale), offset)
 
 
-def to_grid(array, affine, size, spacing_mm, order=1):
+def to_grid(array, affine, size, spacing_mm, order=1, box=None):
     """Bring a volume to canonical orientation and onto the grid of `grid_transform`, interpolating at most once.
 
     array: (D, H, W) or (H, W). affine: 4x4. size: int or one per axis. spacing_mm: millimetres, 0 fits the volume.
+    box: in the canonical array, see `grid_transform`.
     order: 1 for images (float32 out; smoothed first along axes that shrink by more than 1.5), 0 for labels (dtype
     kept). Outside the volume: 0.
     Returns: array of shape `size`; its affine 4x4. Where only a crop or padding is needed the values are exact copies.
     """
     array, affine = to_canonical(array, affine)
-    scale, offset, new_affine = grid_transform(array.shape, affine, size, spacing_mm)
+    scale, offset, new_affine = grid_transform(array.shape, affine, size, spacing_mm, box)
     size = tuple(np.broadcast_to(size, (array.ndim,)).tolist())
     array = array.astype(np.float32 if order else array.dtype, copy=False)
     if np.all(np.abs(scale - 1) < 1e-4) and np.all(np.abs(offset - np.round(offset)) < 1e-3):
@@ -169,6 +196,19 @@ def to_grid(array, affine, size, spacing_mm, order=1):
     # grid-constant: plain "constant" drops the outer half voxel, and a border plane met with rounding error.
     array = ndimage.affine_transform(array, scale, offset, size, order=order, mode="grid-constant", cval=0)
     return array, new_affine
+
+
+def from_grid(array, grid_affine, shape, affine, order=1):
+    """Bring a volume on a grid of `to_grid` back to the grid of its file, orientation included.
+
+    array: (D, H, W) or (H, W) on the grid. grid_affine: of the grid. shape, affine: of the file. order: 1 for images
+    (float32 out), 0 for labels (dtype kept). Returns: array of `shape`; 0 where the grid does not reach.
+    """
+    dims = array.ndim
+    change = np.linalg.inv(grid_affine) @ np.asarray(affine, np.float64)
+    array = array.astype(np.float32 if order else array.dtype, copy=False)
+    return ndimage.affine_transform(array, change[:dims, :dims], change[:dims, 3], tuple(shape), order=order,
+                                    mode="grid-constant", cval=0)
 
 
 def _nifti_suffix(path):

@@ -1,7 +1,6 @@
 """What a network is worth on held-out volumes: recovery at fixed times, registration of fixed pairs."""
 import torch
 
-from Dataloader.dataset import read_labels
 from Dataloader.sampler import epoch_pairs
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
@@ -43,7 +42,7 @@ def validate(state, dataset, cfg):
     cosines, scores, picture = [], [], None
     times = sorted({max(cfg["diffusion.timesteps"] * share // 4, 1) for share in (1, 2, 3)})
     for index, counts in own_share(min(len(dataset), cfg["run.val_pairs"]), ranks):
-        x0 = dataset[0, index][0][None].to(device)
+        x0 = dataset.image(index)[None].to(device)
         for t in times:
             keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
             xt, true_field = ddpm.diffuse(x0, [t], keys)
@@ -51,20 +50,19 @@ def validate(state, dataset, cfg):
                 pred = net(xt, torch.tensor([t], device=device), make_condition(x0, cfg["model.condition_type"], keys))
             if counts:
                 cosines.append((index, t, recovery_terms(pred, true_field)[1].item()))
-    grid = (cfg["data.img_size"], cfg["data.spacing_mm"])
-    pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"])
+    pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"], rule=dataset.rule)
     for number, counts in own_share(len(pairs), ranks):
         pair = pairs[number]
-        moving, fixed = (dataset[0, index][0][None].to(device) for index in pair)
+        moving, fixed = (dataset.image(index)[None].to(device) for index in pair)
         warped, field = register(net, moving, fixed, cfg)
         if not counts:
             continue
         score = {"val_dice": None, "val_dice_before": None, "val_imgsim": mslncc(warped, fixed).item(),
                  "val_folding": folding_percent(field)}
-        paths = [dataset.items[index]["label"] for index in pair]
-        if all(paths):
-            labels = [read_labels(path, *grid)[None] for path in paths]
-            score["val_dice_before"], score["val_dice"], _ = dice_before_after(*labels, field.cpu())
+        labels = [dataset.label(index) for index in pair]
+        if all(label is not None for label in labels):
+            before_after = dice_before_after(*[label[None] for label in labels], field.cpu())
+            score["val_dice_before"], score["val_dice"], _ = before_after
         scores.append((number, score))
         if number == 0:
             picture = [volume[0, 0].cpu() for volume in (moving, fixed, warped)] + [field[0].cpu()]

@@ -85,6 +85,31 @@ def gallery_figure(copies):
     return figure
 
 
+def contact_sheet(volumes):
+    """Many volumes at a glance: the middle slices of each, side by side, with outlines of the labels.
+
+    volumes: list of (title, image, label or None); image and label (D, H, W) or (H, W), arrays or tensors of one shape;
+    the image is shown from 0 to its own percentile 99.5. Returns: a matplotlib Figure.
+    """
+    planes = len(PLANES[np.ndim(volumes[0][1])])
+    across = min(12 // planes, len(volumes))
+    rows = -(-len(volumes) // across)
+    figure = Figure(figsize=(0.95 * across * planes + 0.2, 1.25 * rows), layout="constrained")
+    axes = figure.subplots(rows, across * planes, squeeze=False).reshape(rows * across, planes)
+    for ax in axes[len(volumes):].flat:
+        ax.set_axis_off()
+    for row, (title, image, label) in zip(axes, volumes):
+        slices = middle_slices(image)
+        high = _limits(slices)[1]
+        outlines = [None] * planes if label is None else middle_slices(label)
+        for ax, plane, outline in zip(row, slices, outlines):
+            _show(ax, plane, "gray", 0, high)
+            for value in np.unique(outline[outline != 0]) if outline is not None else ():
+                ax.contour((outline == value).T, levels=[0.5], colors=[FIXED_LINE], linewidths=0.6)
+        row[0].set_title(textwrap.shorten(title, 30), fontsize=7, loc="left", parse_math=False)
+    return figure
+
+
 def curves_figure(history, panels):
     """Curves over the epochs, one panel below the other, linear axes. None, missing and non-finite values are gaps.
 

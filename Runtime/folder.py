@@ -28,13 +28,13 @@ def run_folder(root, data_name, net_name, fresh=False):
     return run
 
 
-def lock(run, stale_after_s, pid=None, token=None):
+def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with --fresh"):
     """Take the lock of a run folder, or join it as the second holder where `token` is the lock's. Returns its token.
 
     The lock (`<run>/lock.json`) outlives a crash and names its holders. A holder on this machine is dead when its
     process is; one of a Slurm job when the job is over or has been started anew; any other on another machine when the
     lock has not been touched for the time that the holder itself promised.
-    stale_after_s: longest time between two touches. pid: the holder, this process unless told.
+    stale_after_s: longest time between two touches. pid: the holder, else this process. instead: what else to do.
     Raises InputError naming the holder of a lock that is alive.
     """
     path, me = run / "lock.json", _identity(pid or os.getpid())
@@ -46,7 +46,7 @@ def lock(run, stale_after_s, pid=None, token=None):
             job = found["job"]
             raise InputError(f"{run} is in use by process {holder['pid']} on {holder['host']}"
                              f"{f' (job {job})' if job else ''} since {found['since']}: let it finish or stop it, or "
-                             f"start a new run with --fresh; if you know that it is dead, remove {path}.")
+                             f"{instead}; if you know that it is dead, remove {path}.")
         else:
             found = {"token": secrets.token_hex(8), "since": time.strftime("%Y-%m-%d %H:%M:%S"), "holders": [me],
                      "job": os.environ.get("SLURM_JOB_ID", ""), "start": os.environ.get("SLURM_RESTART_COUNT", "0")}

@@ -20,8 +20,8 @@ import traceback
 from Runtime.folder import touch
 
 WIDTH = 320  # bytes of the line that is overwritten
-ONE_OFF = ("start", "meet", "data set", "join", "restore", "epoch", "evaluate", "checkpoint", "refresh", "leave",
-           "exit")
+ONE_OFF = ("start", "meet", "data set", "stage", "join", "restore", "epoch", "evaluate", "checkpoint", "refresh",
+           "leave", "exit")
 STATE = {"file": None, "stop": None}
 
 

@@ -17,7 +17,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from Dataloader.dataset import read_image, read_labels  # noqa: E402
+from Dataloader.datalist import read_datalist  # noqa: E402
+from Dataloader.dataset import make_dataset  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
 from Diffusion.diffuser import DeformDDPM  # noqa: E402
 from Diffusion.evaluation import register  # noqa: E402
@@ -40,19 +41,18 @@ FOLDER = Path("Logs/demo")
 
 def register_held_out(net, cfg, device):
     """Register each held-out subject to the next one. Returns a list of dicts with scores and volumes."""
-    grid = (cfg["data.img_size"], cfg["data.spacing_mm"])
-    names = [f"subject_{seed:04d}.nii.gz" for seed in HELD_OUT]
+    items = read_datalist(FOLDER / "held_out", cfg["model.dims"])
+    dataset = make_dataset(items, None, "held-out volumes", ("image", "label"), None, cfg, True)
     cases = []
-    for moving_name, fixed_name in zip(names, names[1:] + names[:1]):
-        moving, fixed = (read_image(FOLDER / "held_out/imagesTr" / name, *grid)[None].to(device)
-                         for name in (moving_name, fixed_name))
-        moving_label, fixed_label = (read_labels(FOLDER / "held_out/labelsTr" / name, *grid)[None]
-                                     for name in (moving_name, fixed_name))
+    for number, item in enumerate(items):
+        other = (number + 1) % len(items)
+        moving, fixed = (dataset.image(index)[None].to(device) for index in (number, other))
+        moving_label, fixed_label = (dataset.label(index)[None] for index in (number, other))
         started = time.time()
         warped, field = register(net, moving, fixed, cfg)
         seconds = time.time() - started
         before, after, warped_label = dice_before_after(moving_label, fixed_label, field.cpu())
-        cases.append({"pair": f"{moving_name[:12]} to {fixed_name[:12]}", "before": before, "after": after,
+        cases.append({"pair": f"{item['id']} to {items[other]['id']}", "before": before, "after": after,
                       "folding": folding_percent(field), "seconds": seconds,
                       "volumes": [v[0, 0].cpu() for v in (moving, fixed, warped)] + [field[0].cpu()],
                       "labels": [v[0, 0] for v in (moving_label, fixed_label, warped_label)]})

@@ -1,4 +1,4 @@
-"""Draws, data sets, augmentation: all functions of keys, none of what ran before."""
+"""Draws and data sets: all functions of keys, none of what ran before."""
 import os
 import signal
 import subprocess
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from Dataloader.augment import augment, random_affine
-from Dataloader.dataset import make_loader, read_datasets, read_image, read_labels
+from Dataloader.dataset import Files, make_loader, read_datasets
+from Dataloader.prepare import on_grid
 from Dataloader.sampler import batches, epoch_order
 from Dataloader.synthetic import make_subject
 from Dataloader.volume_io import write_volume
@@ -23,7 +23,7 @@ from tests.tiny import ROOT, config, make_data
 ORPHANS = """
 import multiprocessing, os, sys
 from pathlib import Path
-from Dataloader.dataset import make_loader, read_datasets
+from Dataloader.dataset import Files, make_loader, read_datasets
 from tests.tiny import config
 if __name__ == "__main__":
     cfg = config(Path(sys.argv[1]), data__in_memory="false", data__num_workers=1)
@@ -57,12 +57,12 @@ def test_loader_with_workers_delivers_what_the_one_without_does(tmp_path):
     for workers in (0, 2):
         cfg = config(tmp_path, data__in_memory="false", data__num_workers=workers)
         dataset = read_datasets(cfg)[0]
-        assert dataset.images is None
+        assert isinstance(dataset.images, Files), "read at each use"
         found.append(list(make_loader(dataset, lists, cfg)))
     assert len(found[0]) == len(found[1]) == 3
     assert all(torch.equal(a, b) for left, right in zip(*found) for a, b in zip(left, right))
     in_memory = read_datasets(config(tmp_path))[0]
-    assert torch.equal(in_memory[0, 3][0], dataset[0, 3][0])
+    assert isinstance(in_memory.images, list) and torch.equal(in_memory.image(3), dataset.image(3))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
@@ -82,6 +82,17 @@ def test_a_worker_ends_whose_parent_was_killed_before_it_had_started(tmp_path):
     assert not alive
 
 
+def grid(size, spacing_mm):
+    """Keys of a config that put a volume on a grid."""
+    return {**config(), "data.img_size": list(size), "data.spacing_mm": spacing_mm}
+
+
+def read(path, size, spacing_mm, kind="image"):
+    """What training sees of an image, or of a file that is both image and label."""
+    item = {"image": path, "label": path if kind == "label" else None, "mask": None}
+    return torch.from_numpy(on_grid(item, grid(size, spacing_mm), (kind,))[kind])
+
+
 def test_volumes_of_different_sizes_orientations_and_spacings_land_on_one_grid(tmp_path):
     """The same anatomy stored flipped, permuted and shifted in space reads as the same array."""
     image = make_subject(0, (20, 24, 28))["image"]
@@ -95,21 +106,20 @@ def test_volumes_of_different_sizes_orientations_and_spacings_land_on_one_grid(t
     padded = np.pad(image, ((2, 2), (4, 4), (0, 0)))
     write_volume(tmp_path / "larger_4.nii.gz", padded, affine)
     size = (16, 16, 24)
-    paths = sorted(tmp_path.glob("*_?.nii*"), key=lambda path: path.name.split("_")[1])
-    read = [read_image(path, size, 1.0) for path in paths]
-    assert all(volume.shape == (1, *size) and volume.dtype == torch.float32 for volume in read)
-    assert torch.equal(read[0], read[1]) and torch.equal(read[0], read[2])
+    flipped, larger, permuted, plain = (read(path, size, 1.0) for path in sorted(tmp_path.glob("*_?.nii*")))
+    assert all(volume.shape == size and volume.dtype == torch.float32 for volume in (flipped, larger, permuted, plain))
+    assert torch.equal(plain, flipped) and torch.equal(plain, permuted)
     # More background moves the percentiles a little, not the anatomy.
-    assert (read[0] - read[3]).abs().max() < 0.1
-    scaled = read_image(tmp_path / "plain_1.nii.gz", (14, 14, 14), 0.0)
-    assert scaled.shape == (1, 14, 14, 14) and scaled[0, :2].max() == 0, "20 x 24 x 28 mm fit within 14^3 voxels"
+    assert (plain - larger).abs().max() < 0.1
+    scaled = read(tmp_path / "plain_1.nii.gz", (14, 14, 14), 0.0)
+    assert scaled.shape == (14, 14, 14) and scaled[:2].max() == 0, "20 x 24 x 28 mm fit within 14^3 voxels"
 
 
 def test_label_values_survive_the_grid(tmp_path):
     label = make_subject(0, (20, 24, 28))["label"]
     write_volume(tmp_path / "label.nii.gz", label.astype(np.uint8), np.diag([1.3, 0.9, 1.0, 1.0]))
-    read = read_labels(tmp_path / "label.nii.gz", (24, 24, 24), 1.0)
-    assert read.dtype == torch.int16 and set(read.unique().tolist()) == set(np.unique(label).tolist())
+    found = read(tmp_path / "label.nii.gz", (24, 24, 24), 1.0, "label")
+    assert found.dtype == torch.int16 and set(found.unique().tolist()) == set(np.unique(label).tolist())
 
 
 @pytest.mark.parametrize("damage, words", [
@@ -160,30 +170,3 @@ def test_other_conditions():
     assert make_condition(target, "none") is None
     whole = make_condition(target, "volume")
     assert torch.equal(whole[:, :1], target) and (whole[:, 1:] == 1).all()
-
-
-def test_augmentation_off_is_the_identity_and_on_is_keyed():
-    images = torch.rand(4, 1, 12, 14, 16)
-    off = config(augment__rotation=0, augment__scaling=0, augment__shift=0, augment__flip=0, augment__gamma=0)
-    assert augment(images, KEYS, off) is images
-    on = config(augment__rotation=10, augment__scaling=0.1, augment__shift=0.05, augment__gamma=0.3,
-                augment__noise=0.01)
-    once = augment(images, KEYS, on)
-    assert torch.equal(once, augment(images, KEYS, on)) and not torch.allclose(once, images, atol=0.01)
-    assert torch.allclose(once[1:2], augment(images[1:2], KEYS[1:2], on), atol=1e-6)
-
-
-@pytest.mark.parametrize("dims", [2, 3])
-def test_random_affine_stays_within_its_limits(dims):
-    cfg = config(augment__rotation=0, augment__scaling=0.2, augment__shift=0.1, augment__flip=0.5)
-    keys = [(0, 0, i) for i in range(300)]
-    matrix = random_affine(keys, dims, [20, 30, 40][:dims], cfg)
-    linear, shift = matrix[:, :, :dims], matrix[:, :, dims]
-    diagonal = torch.diagonal(linear, dim1=1, dim2=2)
-    assert torch.equal(torch.diag_embed(diagonal), linear)
-    assert diagonal.abs().max() <= 1.2 + 1e-5 and diagonal.abs().min() >= 1 / 1.2 - 1e-5
-    assert (shift.abs() <= torch.tensor([2.0, 3.0, 4.0][:dims]) + 1e-5).all()
-    assert 100 < (diagonal[:, 0] < 0).sum() < 200 and (diagonal[:, 1:] > 0).all(), "only the first axis is mirrored"
-    turned = random_affine(keys, dims, [20, 30, 40][:dims], config(augment__rotation=30, augment__scaling=0,
-                                                                   augment__shift=0))[:, :, :dims]
-    assert torch.allclose(turned @ turned.mT, torch.eye(dims).expand(300, -1, -1), atol=1e-5)

@@ -14,6 +14,7 @@ from Diffusion.figures import (
     FIXED_LINE,
     FOLDED,
     MOVING_LINE,
+    contact_sheet,
     curves_figure,
     gallery_figure,
     middle_slices,
@@ -174,3 +175,27 @@ def test_gallery_shows_image_outlines_and_grid_of_each_copy(size):
     still, moved = (np.concatenate([line.get_xdata() for line in ax.lines]) for ax in figure.axes[2:])
     assert (still == np.round(still)).all() and not (moved == np.round(moved)).all()
     assert len(still) == len(moved)
+
+
+@pytest.mark.parametrize("size", [(16, 20, 24), (16, 20)])
+@pytest.mark.parametrize("count", [1, 5, 14])
+def test_contact_sheet_shows_the_middle_slices_of_every_volume_with_the_outlines_of_its_labels(size, count):
+    images = [(np.random.default_rng(i).random(size) * 255).astype(np.uint8) for i in range(count)]
+    label = template(size, len(size))[1]
+    figure = contact_sheet([(f"$v_{i} of a name that is far too long for its place", image, None if i % 2 else label)
+                            for i, image in enumerate(images)])
+    planes = 3 if len(size) == 3 else 1
+    shown = [ax for ax in figure.axes if ax.images]
+    across = min(12 // planes, count)
+    assert len(shown) == planes * count and len(figure.axes) == -(-count // across) * across * planes
+    assert not any(ax.axison for ax in figure.axes if not ax.images)
+    for i, image in enumerate(images):
+        own = shown[i * planes:(i + 1) * planes]
+        assert own[0].get_title(loc="left").startswith(f"$v_{i}") and len(own[0].get_title(loc="left")) <= 30
+        high = np.percentile(np.concatenate([plane.ravel() for plane in middle_slices(image)]), 99.5)
+        for ax, plane in zip(own, middle_slices(image), strict=True):
+            np.testing.assert_array_equal(ax.images[0].get_array(), plane.T)
+            assert ax.images[0].get_clim() == (0, pytest.approx(high))
+            colors = {to_hex(color) for part in ax.collections for color in part.get_edgecolor()}
+            assert colors == (set() if i % 2 else {FIXED_LINE})
+    assert pixels(figure_png(figure)).std() > 20

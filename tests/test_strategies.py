@@ -186,7 +186,7 @@ def one_step(begun, cfg, ranks):
 def step_of_no_number(begun, cfg, ranks):
     """A step of mode 1 whose loss is not finite on the last rank. Returns whether the weights moved."""
     state, dataset, *_ = begun
-    batch = om.deform_batch(dataset[0, 0][0][None], [(0, 0, ranks["rank"])], state["ddpm"], cfg)
+    batch = om.deform_batch(dataset.image(0)[None], [(0, 0, ranks["rank"])], state["ddpm"], cfg)
     if ranks["rank"] == ranks["world"] - 1:
         batch["true_field"] *= math.nan
     return om.train_mode("diffusion", om.step_diffusion, [(batch,)], state, math.inf, cfg)["moved"]

@@ -228,8 +228,10 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
             read.add(key)
             return super().__getitem__(key)
 
-    plain = config(data, run__models=tmp_path / "Models", run__logs=tmp_path / "Logs", data__in_memory="false",
-                   data__num_workers=1, run__epochs=1)
+    changes = {"run__models": tmp_path / "Models", "run__logs": tmp_path / "Logs", "data__cache": tmp_path / "cache",
+               "data__num_workers": 1, "run__epochs": 1}
+    plain = config(data, **changes)
+    subprocess.run([sys.executable, str(ROOT / "OM_prepare.py"), *arguments(data, **changes)], check=True, timeout=120)
     monkeypatch.setattr(om, "load_config", lambda *a: Recorder(plain))
     monkeypatch.setattr(attempts, "load_config", lambda *a: Recorder(plain))
     assert om.main(["--config", "any"]) == 0

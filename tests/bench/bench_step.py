@@ -36,7 +36,7 @@ WARM_UP = 5
 
 def configuration(folder):
     """The hippocampus config with mode 3 always on, and its data."""
-    overrides = ["registration.gate=2", "data.repeats=100"]
+    overrides = ["registration.gate=2", "data.repeats=100", "data.cache="]
     real = ROOT.parent / "shared/data/hippocampus"
     if real.is_dir():
         return load_config(ROOT / "Config/config_hippocampus.yaml", [*overrides, f"data.root={real}"])

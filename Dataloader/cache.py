@@ -1,0 +1,358 @@
+"""The prepared cache: every volume once on the training grid, in a few large files that all ranks of a node map.
+
+    images_00000.npy   (n, D, H, W) of data.dtype: the volumes of part 0, whole numbers 0 .. 255 or 0.0 .. 1.0
+    labels_00000.npy   (n, D, H, W) uint8 or int16, masks_00000.npy likewise: only where a volume of the part has one
+    volumes_00000.json what came from where, headers and grids; written last, so a part is there when this file is
+    plan.json          which parts there will be, while OM_prepare.py is not through
+    refused.csv        which volumes are left out, and why
+    manifest.json      settings, volumes, size and SHA-256 of every file; written last, so a cache is whole when it is
+
+Every file is written under another name, flushed and renamed. OM_prepare.py writes, everything else only reads.
+"""
+import functools
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+
+from Dataloader.prepare import KINDS, describe, on_grid
+from Dataloader.staging import stage
+from Runtime.errors import InputError
+
+FORMAT = 1
+SETTINGS = ("data.name", "data.root", "model.dims", "data.img_size", "data.spacing_mm", "data.crop_above",
+            "data.percentiles", "data.window", "data.dtype")
+MOST_VOLUMES, MOST_BYTES = 16, 64 * 2 ** 20  # of a part, images alone
+OPEN_FILES = 128  # mapped at a time by a process; each takes a file handle, of which some systems give only 1024
+OURS = re.compile(r"(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)|(?:plan|manifest)\.json|refused\.csv)"
+                  r"(\.tmp-\d+)?")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------------------------------
+
+def settings(cfg):
+    """What the content of a cache depends on, of a config."""
+    return {"format": FORMAT, **{key: cfg[key] for key in SETTINGS}}
+
+
+def group_size(cfg):
+    """Volumes of a part."""
+    volume = math.prod(cfg["data.img_size"]) * np.dtype(cfg["data.dtype"]).itemsize
+    return max(min(MOST_VOLUMES, MOST_BYTES // volume), 1)
+
+
+def encode(image, dtype):
+    """Intensities 0 .. 1 as they are stored."""
+    return np.rint(image * 255).astype(np.uint8) if dtype == "uint8" else image.astype(dtype)
+
+
+def decode(image):
+    """Intensities 0 .. 1, float32, of a stored array."""
+    return image.astype(np.float32) / np.float32(255) if image.dtype == np.uint8 else image.astype(np.float32)
+
+
+def source(item):
+    """What tells whether the files of a volume have changed: size and time of each; None where one is missing."""
+    paths = [item[kind] for kind in KINDS if item[kind]]
+    try:
+        return [[found.st_size, found.st_mtime_ns] for found in map(os.stat, paths)]
+    except FileNotFoundError:
+        return None
+
+
+def entry(item, root):
+    """The lines of a volume that the datalist knows, as they are stored."""
+    base = Path(root) if Path(root).is_dir() else Path(root).parent
+    paths = {kind: item[kind] and os.path.relpath(item[kind], base) for kind in KINDS}
+    return {"id": item["id"], **paths, "subject": item["subject"], "modality": item["modality"]}
+
+
+def plan(folder, items, cfg):
+    """What of a cache is there already, and what is to be made: the same parts whenever it was interrupted.
+
+    Returns: {number: record} of the parts that stay; {number: items} of those to make. A part whose source files have
+    changed, or are not in the list any more, is made anew under another number while a finished cache still needs it.
+    """
+    wanted = {item["id"]: {**entry(item, cfg["data.root"]), "source": source(item)} for item in items}
+    kept, taken = {}, set()
+    for path in record_paths(folder):
+        number, found = int(path.stem.split("_")[1]), read_json(path)
+        taken.add(number)
+        usable = found and found["settings"] == settings(cfg) and not wrong_files(folder, found["files"])
+        lines = found["volumes"] + found["refused"] if usable else []
+        if lines and all({key: line[key] for key in wanted[line["id"]]} == wanted[line["id"]]
+                         if line["id"] in wanted else False for line in lines):
+            kept[number] = found
+    if not (Path(folder) / "manifest.json").is_file():
+        taken = set(kept)
+    there = {line["id"] for found in kept.values() for line in found["volumes"] + found["refused"]}
+    left = [item for item in items if item["id"] not in there]
+    numbers, size = (number for number in itertools.count() if number not in taken), group_size(cfg)
+    return kept, {next(numbers): left[first:first + size] for first in range(0, len(left), size)}
+
+
+def record_paths(folder):
+    """The volumes_*.json that are there, in the order of the parts."""
+    return sorted(path for path in Path(folder).glob("volumes_*.json") if OURS.fullmatch(path.name))
+
+
+def write_group(folder, number, items, cfg, done=lambda: None):
+    """Prepare one part of the cache. done() is called after each volume.
+
+    A volume that cannot be used is left out, with the reason in the part's record. Returns: the record.
+    """
+    volumes, refused, arrays = [], [], {kind: [] for kind in KINDS}
+    for item in items:
+        line = {**entry(item, cfg["data.root"]), "source": source(item)}
+        try:
+            found = on_grid(item, cfg)
+            found["image"] = encode(found["image"], cfg["data.dtype"])
+            volumes.append({**line, **describe(item, found)})
+            for kind in KINDS:
+                arrays[kind].append(found[kind])
+        except InputError as error:
+            refused.append({**line, "reason": str(error)})
+        done()
+    files = {}
+    if volumes:
+        name = f"images_{number:05d}.npy"
+        files[name] = write_array(folder, name, np.stack(arrays["image"]))
+    for kind in KINDS[1:]:
+        if any(array is not None for array in arrays[kind]):
+            empty = np.zeros(cfg["data.img_size"], np.int16)
+            stack = np.stack([empty if array is None else array for array in arrays[kind]])
+            stack = stack.astype(np.uint8) if stack.min() >= 0 and stack.max() <= 255 else stack
+            files[f"{kind}s_{number:05d}.npy"] = write_array(folder, f"{kind}s_{number:05d}.npy", stack)
+    record = {"settings": settings(cfg), "volumes": volumes, "refused": refused, "files": files}
+    write_json(folder, f"volumes_{number:05d}.json", {**record, "sha256": digest(record)})
+    return record
+
+
+def write_array(folder, name, array):
+    """Write an array as .npy. Returns: [bytes, SHA-256]."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return write_file(folder, name, buffer.getbuffer())
+
+
+def write_json(folder, name, content):
+    return write_file(folder, name, as_bytes(content))
+
+
+def as_bytes(content):
+    return (json.dumps(content, allow_nan=False) + "\n").encode()
+
+
+def write_file(folder, name, data):
+    """Write a file so that it is there whole or not at all. Returns: [bytes, SHA-256]."""
+    partial = Path(folder) / f"{name}.tmp-{os.getpid()}"
+    try:
+        with open(partial, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(partial, Path(folder) / name)
+        sync_folder(folder)
+    finally:
+        partial.unlink(missing_ok=True)
+    return [len(data), hashlib.sha256(data).hexdigest()]
+
+
+def sync_folder(folder):
+    """A new name is durable only after this."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(folder, cfg, groups):
+    """The cache is whole: say so. groups: {number: record of `write_group`}. Returns: the manifest."""
+    volumes, refused, files = [], [], {}
+    for number, record in sorted(groups.items()):
+        volumes += [[line["id"], line["subject"], line["modality"], number, row, bool(line["label"]),
+                     bool(line["mask"])] for row, line in enumerate(record["volumes"])]
+        refused += [[line["id"], line["image"], line["reason"]] for line in record["refused"]]
+        files.update(record["files"])
+        data = (Path(folder) / f"volumes_{number:05d}.json").read_bytes()
+        files[f"volumes_{number:05d}.json"] = [len(data), hashlib.sha256(data).hexdigest()]
+    manifest = {"settings": settings(cfg), "volumes": sorted(volumes), "refused": sorted(refused), "files": files}
+    write_json(folder, "manifest.json", {**manifest, "sha256": digest(manifest)})
+    return manifest
+
+
+def digest(content):
+    """SHA-256 of a record or manifest, which carries it under "sha256"."""
+    content = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Opening, checking
+# ---------------------------------------------------------------------------------------------------------------------
+
+def read_json(path):
+    """A record, plan or manifest; None where it is missing or damaged."""
+    try:
+        data = Path(path).read_bytes()
+        content = json.loads(data)
+        # The bytes too: 1e-05 and 1E-05 are the same number, but one flipped bit apart.
+        return content if content["sha256"] == digest(content) and data == as_bytes(content) else None
+    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+        return None
+
+
+def read_manifest(folder, cfg):
+    """The manifest of a cache made with this config's settings.
+
+    Raises InputError for a cache that is not there, not complete (naming volumes that are missing), or another one.
+    """
+    folder, again = Path(folder), "run OM_prepare.py with this config"
+    if not (folder / "manifest.json").is_file():
+        plan = read_json(folder / "plan.json")
+        if not plan:
+            raise InputError(f"data.cache {folder}: there is no prepared cache; {again} first.")
+        check_settings(folder, plan["settings"], cfg)
+        missing = {number: ids for number, ids in plan["groups"].items()
+                   if not (folder / f"volumes_{number}.json").is_file()}
+        names = [name for ids in missing.values() for name in ids]
+        raise InputError(f"data.cache {folder} is not complete: {len(names)} of its "
+                         f"{sum(map(len, plan['groups'].values()))} volumes are missing "
+                         f"({some(names) or 'the manifest is'}); {again}, which goes on where it stopped.")
+    manifest = read_json(folder / "manifest.json")
+    if not manifest:
+        raise InputError(f"{folder / 'manifest.json'} is damaged; {again} and --repair.")
+    check_settings(folder, manifest["settings"], cfg)
+    return manifest
+
+
+def check_settings(folder, found, cfg):
+    """Raises InputError naming what was different when the cache was made."""
+    wrong = [f"{key} {found.get(key)} (the config says {value})" for key, value in settings(cfg).items()
+             if found.get(key) != value]
+    if wrong:
+        raise InputError(f"data.cache {folder} was made with {', '.join(wrong)}; set these back, name another "
+                         "data.cache, or make it anew: OM_prepare.py with this config and --fresh.")
+
+
+def forget_damaged(folder, progress=iter):
+    """Remove the records of parts that are damaged or lack refused volumes, and the manifest: they are made anew.
+
+    progress: see `verify`. Returns: the names of the records removed.
+    """
+    removed = []
+    for name in progress([path.name for path in record_paths(folder)]):
+        found = read_json(Path(folder) / name)
+        if not found or found["refused"] or wrong_files(folder, found["files"]) or any(
+                sha256(Path(folder) / file) != checksum for file, (_, checksum) in found["files"].items()):
+            removed.append(name)
+    for name in ["manifest.json", *removed]:
+        (Path(folder) / name).unlink(missing_ok=True)
+    return removed
+
+
+def remove_all(folder, keep=()):
+    """Remove the files of a cache that are not in `keep`; nothing that is not of its making."""
+    for name in os.listdir(folder):
+        if OURS.fullmatch(name) and name not in keep:
+            (Path(folder) / name).unlink()
+
+
+def some(names, most=5):
+    """A few of many names for a sentence."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def wrong_files(folder, files):
+    """What is missing or of another size, as a list of texts."""
+    with os.scandir(folder) as listing:
+        found = {item.name: item.stat().st_size for item in listing if item.name in files}
+    return ([f"{name} is missing" for name in files if name not in found]
+            + [f"{name} is truncated: {found[name]} of {size} bytes" if found[name] < size else
+               f"{name} has {found[name]} bytes instead of {size}" for name, (size, _) in files.items()
+               if found.get(name, size) != size])
+
+
+def verify(folder, manifest, progress=iter):
+    """Read every file and compare it with its checksum. progress: takes and gives the list of files, e.g. tqdm.
+
+    Returns: {file: what is wrong}, in the order of names; files that do not belong to the cache too.
+    """
+    wrong = {text.split(" ")[0]: text for text in wrong_files(folder, manifest["files"])}
+    known = {*manifest["files"], "manifest.json", "refused.csv", "plan.json", ".lock", "lock.json"}
+    for name in sorted(set(os.listdir(folder)) - known):
+        wrong[name] = (f"{name} is of a run of OM_prepare.py that has not ended" if OURS.fullmatch(name) else
+                       f"{name} does not belong to the cache")
+    for name in progress(sorted(set(manifest["files"]) - set(wrong))):
+        if sha256(Path(folder) / name) != manifest["files"][name][1]:
+            wrong[name] = f"{name} is damaged: its checksum is not that of the manifest"
+    return dict(sorted(wrong.items()))
+
+
+def sha256(path):
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+class Rows:
+    """Volumes of one kind by number: `rows[i]` is a read-only (D, H, W) array in the page cache of the machine.
+
+    A pickle of it, for a loader worker, holds two short integers a volume. keep: whether maps stay for the next use.
+    """
+
+    def __init__(self, folder, kind, groups, rows, keep=True):
+        self.folder, self.kind, self.open = Path(folder), kind, map_once if keep else map_part
+        self.groups, self.rows = np.asarray(groups, np.int32), np.asarray(rows, np.int32)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.open(self.folder / f"{self.kind}s_{self.groups[index]:05d}.npy")[self.rows[index]]
+
+
+def map_part(path):
+    return np.load(path, mmap_mode="r")
+
+
+@functools.lru_cache(OPEN_FILES)
+def map_once(path):
+    return map_part(path)
+
+
+def open_cache(folder, cfg):
+    """Open the cache of a config.
+
+    Returns: dict of folder, items (dict(id, subject, modality, label, mask; the last two say whether there is one),
+    sorted by id), groups and rows (where each is), refused (id, file, reason), staged (whether folder is a copy).
+    Raises InputError naming what is missing or different.
+    """
+    manifest = read_manifest(folder, cfg)
+    if problems := wrong_files(folder, manifest["files"]):
+        raise InputError(f"data.cache {folder} is not complete: {some(problems)}; run OM_prepare.py with this "
+                         "config and --repair.")
+    if cfg["data.stage"]:
+        folder = stage(folder, manifest, cfg["data.stage"])
+    names = ("id", "subject", "modality", "group", "row", "label", "mask")
+    volumes = [dict(zip(names, line)) for line in manifest["volumes"]]
+    return {"folder": Path(folder), "groups": [line.pop("group") for line in volumes],
+            "rows": [line.pop("row") for line in volumes], "items": volumes, "refused": manifest["refused"],
+            "staged": bool(cfg["data.stage"])}
+
+
+def record(folder, identity):
+    """What is known of a volume besides its voxels, for `to_original`. Raises InputError for an unknown id."""
+    manifest = read_json(Path(folder) / "manifest.json") or {"volumes": []}
+    for name, _, _, group, row, _, _ in manifest["volumes"]:
+        if name == identity:
+            return read_json(Path(folder) / f"volumes_{group:05d}.json")["volumes"][row]
+    raise InputError(f"{folder}: there is no volume {identity} in this cache.")

@@ -1,0 +1,84 @@
+"""One volume of a data set: from its files onto the training grid, and back to the grid of its file."""
+import base64
+
+import nibabel
+import numpy as np
+
+from Dataloader.volume_io import (
+    foreground_box,
+    from_grid,
+    intensity_range,
+    read_label,
+    read_raw_header,
+    read_volume,
+    rescale,
+    to_canonical,
+    to_grid,
+)
+from Runtime.errors import InputError
+
+KINDS = ("image", "label", "mask")
+SAME_GRID = 0.1  # voxels by which the corners of a label may lie beside those of its image
+
+
+def on_grid(item, cfg, kinds=KINDS):
+    """Read a volume and what belongs to it, with one interpolation, as the config's data.* keys say.
+
+    item: from `read_datalist`. kinds: which of KINDS are wanted.
+    Returns: dict of image (D, H, W) float32 in [0, 1]; label, mask (D, H, W) int16 or None; shape and affine (4x4,
+    RAS) of the file; grid_affine (4x4) of the training grid; low, high: file intensities of 0 and 1.
+    Raises InputError naming the file for whatever `read_volume` refuses, and for a label on another grid.
+    """
+    dims, size, spacing_mm = cfg["model.dims"], cfg["data.img_size"], cfg["data.spacing_mm"]
+    array, affine = read_volume(item["image"], dims)
+    low, high = cfg["data.window"] if any(cfg["data.window"]) else intensity_range(array, *cfg["data.percentiles"])
+    image = rescale(array, low, high)
+    crop = cfg["data.crop_above"]
+    others = {kind: _read_beside(item, kind, array.shape, affine) for kind in KINDS[1:]
+              if item[kind] and (kind in kinds or (kind == "mask" and crop))}
+    box = None
+    if crop:
+        box = foreground_box(to_canonical(others["mask"] > 0 if "mask" in others else image > crop, affine)[0])
+    found = dict.fromkeys(KINDS[1:])
+    found["image"], grid_affine = to_grid(image, affine, size, spacing_mm, box=box)
+    found.update({kind: np.ascontiguousarray(to_grid(other, affine, size, spacing_mm, 0, box)[0])
+                  for kind, other in others.items() if kind in kinds})
+    return {**found, "shape": array.shape, "affine": affine, "grid_affine": grid_affine, "low": low, "high": high}
+
+
+def describe(item, found):
+    """What is kept of a volume besides its voxels, as JSON can hold it. found: from `on_grid`."""
+    header = read_raw_header(item["image"])
+    return {"shape": list(found["shape"]), "affine": found["affine"].tolist(),
+            "grid_affine": found["grid_affine"].tolist(), "low": float(found["low"]), "high": float(found["high"]),
+            "header": base64.b64encode(header.binaryblock).decode()}
+
+
+def original_header(record):
+    """The NIfTI header that the file of a volume had. record: from `describe`."""
+    block = base64.b64decode(record["header"])
+    kind = nibabel.Nifti1Header if len(block) == nibabel.Nifti1Header.template_dtype.itemsize else nibabel.Nifti2Header
+    return kind(block, check=False)
+
+
+def to_original(array, record, order=1, intensities=False):
+    """Something on the training grid, on the grid of the volume's file: `write_volume(path, this, affine, header)`.
+
+    array: (D, H, W) on the grid. record: from `describe`. order: 1 for images, 0 for labels. intensities: whether 0 and
+    1 become what they were in the file. Returns: array of the file's shape, 0 (low) where the grid does not reach.
+    """
+    array = from_grid(array, record["grid_affine"], record["shape"], record["affine"], order)
+    return array * np.float32(record["high"] - record["low"]) + np.float32(record["low"]) if intensities else array
+
+
+def _read_beside(item, kind, shape, affine):
+    """The label or mask of an image; its affine may differ by rounding only, and the image's is used."""
+    array, own_affine = read_label(item[kind], len(shape))
+    corners = np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
+                        for index in np.ndindex(*[2] * len(shape))], np.float64).T
+    apart = (np.linalg.inv(affine) @ own_affine @ corners - corners)[:len(shape)]
+    if array.shape != shape or np.abs(apart).max() > SAME_GRID:
+        raise InputError(f"{item[kind]}: the {kind} of {item['image']} is on another grid than the image (shapes "
+                         f"{array.shape} and {shape}, corners up to {np.abs(apart).max():.2g} voxels apart); resample "
+                         "it to the image.")
+    return array

@@ -1,0 +1,285 @@
+"""Build and check the prepared cache: every volume of data.root once on the training grid, where training maps it.
+
+    python OM_prepare.py --config Config/config_om.yaml [--set key=value ...]
+
+Run it once before the training, on one node, with as many cores as there are. Run the same command again after a kill,
+and it goes on; after adding volumes, and it prepares those. A volume that cannot be used is left out and reported with
+the reason (refused.csv in the cache, and a page in run.logs). Exit codes: 0 done, 43 bad input or damage found.
+"""
+import argparse
+import concurrent.futures
+import csv
+import functools
+import io
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from Dataloader import cache
+from Dataloader.datalist import read_datalist
+from Dataloader.prepare import original_header, to_original
+from Dataloader.volume_io import write_volume
+from Runtime import folder as run_folder
+from Runtime.config import load_config
+from Runtime.errors import DONE, STOP, InputError
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
+WORKER = {"counter": None}  # volumes done, shared with the main process
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Prepare the volumes of data.root once for all trainings: data.cache. "
+                                     "Run the same command again to go on after a kill, or after adding volumes.")
+    parser.add_argument("--config", required=True, help="YAML file with every key, e.g. Config/config_om.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override one key, e.g. --set data.root=/data/brains; may be repeated")
+    parser.add_argument("--workers", type=int, default=CORES, metavar="N",
+                        help="processes that read and resample (default: the cores of this machine, %(default)s)")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--verify", action="store_true", help="read everything and name each damaged, missing or "
+                        "foreign file; changes nothing")
+    action.add_argument("--repair", action="store_true", help="the same, and make anew the parts that are damaged or "
+                        "from which volumes were refused")
+    action.add_argument("--fresh", action="store_true", help="remove the cache and make it anew")
+    action.add_argument("--export", nargs=2, metavar=("ID", "FOLDER"), help="write one prepared volume as NIfTI files: "
+                        "as the training sees it, and mapped back to the grid of its own file")
+    return parser.parse_args(argv)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The workers
+# ---------------------------------------------------------------------------------------------------------------------
+
+def start_worker(counter, parent):
+    """A worker leaves interrupts to the main process, and does not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    WORKER["counter"] = counter
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+
+
+def end_with(parent):
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def make_group(folder, number, items, cfg):
+    return cache.write_group(folder, number, items, cfg, count_one)
+
+
+def count_one():
+    with WORKER["counter"].get_lock():
+        WORKER["counter"].value += 1
+
+
+def make_groups(folder, groups, cfg, workers, before):
+    """Prepare the parts that are missing, in parallel. before: volumes that are there. Returns: {number: record}."""
+    context, made = multiprocessing.get_context("spawn"), {}
+    counter, left = context.Value("q", 0), sum(map(len, groups.values()))
+    pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(groups)), context, start_worker,
+                                                  (counter, os.getpid()))
+    try:
+        waiting = {pool.submit(make_group, folder, number, items, cfg): number for number, items in groups.items()}
+        with tqdm(total=before + left, initial=before, desc=f"preparing {folder}", unit="vol") as bar:
+            while waiting:
+                ended, _ = concurrent.futures.wait(waiting, 0.3, concurrent.futures.FIRST_COMPLETED)
+                bar.update(before + counter.value - bar.n)
+                run_folder.touch(folder)
+                made.update({waiting.pop(future): future.result() for future in ended})
+    except (BrokenProcessPool, MemoryError):
+        raise InputError(f"{folder}: a worker was killed or gave up, most likely for want of memory; run the same "
+                         f"command again with fewer --workers than {workers}, it goes on where it stopped.") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was made, for people
+# ---------------------------------------------------------------------------------------------------------------------
+
+def report(folder, manifest, cfg, seconds):
+    """Say what is there: on the terminal, as refused.csv, and as a page with pictures in run.logs."""
+    volumes, refused = manifest["volumes"], manifest["refused"]
+    size = sum(length for length, _ in manifest["files"].values())
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([("id", "image", "reason"), *refused])
+    if refused:
+        cache.write_file(folder, "refused.csv", text.getvalue().encode())
+    else:
+        (folder / "refused.csv").unlink(missing_ok=True)
+    print(f"{folder}: {len(volumes)} volumes ({sum(line[5] for line in volumes)} with labels), {len(refused)} refused, "
+          f"{size / 2 ** 30:.2f} GiB, {seconds:.0f} s")
+    for name, _, reason in refused[:5]:
+        print(f"refused {name}: {reason}")
+    if len(refused) > 5:
+        print(f"and {len(refused) - 5} more: {folder / 'refused.csv'}")
+    print(f"look at them: {write_page(folder, manifest, cfg, size)}")
+
+
+def write_page(folder, manifest, cfg, size):
+    """Counts, refused volumes, and pictures of some volumes. Returns: the path of the page."""
+    from Diffusion.figures import contact_sheet  # here, because the workers need neither torch nor matplotlib
+    from Runtime.report import cards_html, figure_html, table_html, write_page
+    volumes, refused = manifest["volumes"], manifest["refused"]
+    chosen = sorted(random.Random(0).sample(range(len(volumes)), min(24, len(volumes))))
+    places = ([volumes[number][3] for number in chosen], [volumes[number][4] for number in chosen])
+    images, labels = (cache.Rows(folder, kind, *places) for kind in ("image", "label"))
+    sheet = contact_sheet([(volumes[number][0], np.asarray(images[row]), labels[row] if volumes[number][5] else None)
+                           for row, number in enumerate(chosen)])
+    cards = [("volumes", len(volumes), f"{len({line[1] for line in volumes})} subjects"),
+             ("with labels", sum(line[5] for line in volumes), ""), ("refused", len(refused), ""),
+             ("on disk", f"{size / 2 ** 20:,.0f} MiB", cfg["data.dtype"])]
+    sections = [("", cards_html(cards)),
+                ("Some of them", figure_html(sheet, "Middle slices on the training grid, outlines of their labels."))]
+    if refused:
+        sections.append(("Refused", table_html(["id", "file", "why"], refused, "Left out of the cache.")))
+    kept = "; ".join(f"{key} {value}" for key, value in cache.settings(cfg).items())
+    return write_page(Path(cfg["run.logs"]) / f"{cfg['data.name']}_prepared.html", f"Prepared: {cfg['data.name']}",
+                      f"{folder}, made with {kept}.", sections).resolve()
+
+
+def export(folder, cfg, identity, out):
+    """One volume as NIfTI: on the training grid, and mapped back; its label and mask likewise."""
+    opened = cache.open_cache(folder, {**cfg, "data.stage": ""})
+    known = cache.record(folder, identity)
+    number = [item["id"] for item in opened["items"]].index(identity)
+    for kind in cache.KINDS:
+        if not known[kind]:
+            continue
+        array = np.asarray(cache.Rows(folder, kind, opened["groups"], opened["rows"])[number])
+        image = kind == "image"
+        array = cache.decode(array) if image else array.astype(np.int16)
+        back = to_original(array, known, order=1 if image else 0, intensities=image)
+        for word, volume, affine in (("grid", array, known["grid_affine"]), ("original", back, known["affine"])):
+            path = Path(out) / f"{identity}_{kind}_{word}.nii.gz"
+            write_volume(path, volume, np.array(affine), original_header(known))
+            print(f"wrote {path}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps
+# ---------------------------------------------------------------------------------------------------------------------
+
+def check(folder, cfg):
+    """--verify: name everything that is wrong. Returns the exit code."""
+    manifest = cache.read_manifest(folder, cfg)
+    wrong = cache.verify(folder, manifest, functools.partial(tqdm, desc=f"verifying {folder}", unit="file"))
+    for text in wrong.values():
+        print(f"{folder}: {text}")
+    damaged = set(wrong) & set(manifest["files"])
+    if damaged:
+        print(f"error: {folder}: {len(damaged)} of {len(manifest['files'])} files are damaged; run OM_prepare.py with "
+              "this config and --repair.", file=sys.stderr)
+    elif wrong:
+        print(f"error: {folder}: all {len(manifest['files'])} files of the cache are whole, but {len(wrong)} others "
+              "are there; move away what is not of the cache, and run OM_prepare.py to its end.", file=sys.stderr)
+    else:
+        print(f"{folder}: all {len(manifest['files'])} files of {len(manifest['volumes'])} volumes are whole")
+    return STOP if wrong else DONE
+
+
+def require_same_settings(folder, cfg):
+    """A cache that was made, or begun, with other settings is left as it is."""
+    for path in (folder / "manifest.json", folder / "plan.json", *cache.record_paths(folder)):
+        if found := cache.read_json(path):
+            cache.check_settings(folder, found["settings"], cfg)
+            return
+
+
+def prepare(folder, cfg, args):
+    """Make what is missing, and say so. Returns the exit code."""
+    started = time.time()
+    if not args.fresh:
+        require_same_settings(folder, cfg)
+    items = read_datalist(cfg["data.root"], cfg["model.dims"])
+    if args.fresh:
+        cache.remove_all(folder)
+    if args.repair:
+        def progress(names):
+            for name in tqdm(names, f"verifying {folder}", unit="part"):
+                run_folder.touch(folder)
+                yield name
+
+        again = cache.forget_damaged(folder, progress)
+        print(f"{folder}: {len(again)} parts that are damaged or lack a volume are made anew")
+    kept, groups = cache.plan(folder, items, cfg)
+    before = len(items) - sum(map(len, groups.values()))
+    if before:
+        print(f"{folder}: {before} of {len(items)} volumes are there already")
+    if groups:
+        require_room(folder, groups, cfg)
+        planned = {f"{number:05d}": [item["id"] for item in group] for number, group in groups.items()}
+        planned.update({f"{number:05d}": [line["id"] for line in found["volumes"] + found["refused"]]
+                        for number, found in kept.items()})
+        content = {"settings": cache.settings(cfg), "groups": dict(sorted(planned.items()))}
+        cache.write_json(folder, "plan.json", {**content, "sha256": cache.digest(content)})
+        kept.update(make_groups(folder, groups, cfg, max(args.workers, 1), before))
+    if not any(found["volumes"] for found in kept.values()):
+        first = next(line for found in kept.values() for line in found["refused"])
+        raise InputError(f"{cfg['data.root']}: not one of the {len(items)} volumes can be used; the first, "
+                         f"{first['reason']}")
+    manifest = cache.write_manifest(folder, cfg, kept)
+    cache.remove_all(folder, keep={*manifest["files"], "manifest.json", "refused.csv"})
+    report(folder, manifest, cfg, time.time() - started)
+    return DONE
+
+
+def require_room(folder, groups, cfg):
+    """Images and labels of what is to be made must fit; labels in one byte, as most do."""
+    volumes, free = sum(map(len, groups.values())), shutil.disk_usage(folder).free
+    labels = sum(bool(item["label"]) + bool(item["mask"]) for group in groups.values() for item in group)
+    need = math.prod(cfg["data.img_size"]) * (volumes * np.dtype(cfg["data.dtype"]).itemsize + labels)
+    if need > free:
+        raise InputError(f"data.cache {folder}: {volumes} volumes need about {need / 2 ** 30:.1f} GiB, free are "
+                         f"{free / 2 ** 30:.1f}; make room, or name another folder.")
+
+
+def run(folder, cfg, args):
+    """Do what the command line asks for. Returns the exit code."""
+    if args.verify:
+        return check(folder, cfg)
+    if args.export:
+        return export(folder, cfg, *args.export) or DONE
+    folder.mkdir(parents=True, exist_ok=True)
+    token = run_folder.lock(folder, STALE_S, instead="name another data.cache")
+    try:
+        return prepare(folder, cfg, args)
+    finally:
+        run_folder.unlock(folder, token)
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    try:
+        cfg = load_config(args.config, args.overrides)
+        if not cfg["data.cache"]:
+            raise InputError(f"{args.config}: data.cache is empty; name the folder that is to hold the prepared "
+                             f"volumes, e.g. --set data.cache=Cache/{cfg['data.name']}.")
+        try:
+            return run(Path(cfg["data.cache"]), cfg, args)
+        except OSError as error:
+            raise InputError(f"data.cache {cfg['data.cache']}: reading or writing failed ({error}); make room, or "
+                             "correct the path, and run the same command again: it goes on.") from error
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again, it goes on", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,748 @@
+"""OM_prepare.py as it is used: real processes that are killed, disks that are full, files that are damaged."""
+import csv
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+import OM_prepare
+from Dataloader import cache, staging
+from Dataloader.datalist import read_datalist
+from Dataloader.dataset import as_float, epoch_batches, read_datasets
+from Dataloader.prepare import on_grid
+from Dataloader.synthetic import write_dataset
+from Runtime.errors import DONE, STOP, InputError
+from tests.tiny import ROOT, arguments, config
+
+COUNT, SIDE = 40, 20
+LOCKS = {".lock", "lock.json"}
+OTHER = {"data.name": "other", "data.root": "elsewhere", "model.dims": 2, "data.img_size": "[16, 16, 20]",
+         "data.spacing_mm": 1.5, "data.crop_above": 0.25, "data.percentiles": "[1.0, 99.0]",
+         "data.window": "[-100, 300]", "data.dtype": "float16"}
+SAME_DATA = """
+import hashlib, multiprocessing, sys
+from pathlib import Path
+from Dataloader.dataset import as_float, epoch_batches, read_datasets
+from tests.tiny import config
+SHARE = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
+if __name__ == "__main__":
+    for place, workers in (("", 0), (sys.argv[2], 0), (sys.argv[2], 2)):
+        cfg = config(Path(sys.argv[1]), data__cache=place, data__dtype="float32", data__in_memory="false",
+                     data__num_workers=workers, run__logs=sys.argv[1])
+        dataset, _, listed = read_datasets(cfg)
+        total, pids = hashlib.sha256(), []
+        for epoch in range(2):
+            progress = {"epoch": epoch, "samples": 0, "pairs": 0}
+            for step in epoch_batches(cfg, dataset, listed, progress, SHARE, {"rank": 0, "world": 1}):
+                for images, positions, indices in step[0] + step[1]:
+                    total.update(as_float(images).numpy().tobytes() + repr((positions, indices)).encode())
+            pids.append(sorted(worker.pid for worker in multiprocessing.active_children()))
+        print(bool(place), workers, total.hexdigest(), len(pids[0]), pids[0] == pids[1], flush=True)
+"""
+STAGER = """
+import json, sys
+from pathlib import Path
+from Dataloader.staging import release, stage
+folder = Path(sys.argv[1])
+try:
+    print(stage(folder, json.loads((folder / "manifest.json").read_text()), sys.argv[2]), flush=True)
+except ValueError as error:
+    print("error:", error, flush=True)
+for line in sys.stdin:
+    release(remove=line.strip() == "remove")
+    print("released", flush=True)
+"""
+RESTAGER = """
+import json, os, random, sys
+from pathlib import Path
+from Dataloader.staging import release, stage
+rng = random.Random(int(sys.argv[4]))
+for _ in range(int(sys.argv[5])):
+    folder = Path(sys.argv[rng.choice((1, 2))])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    copy = stage(folder, manifest, sys.argv[3])
+    for name, (size, _) in manifest["files"].items():
+        assert (copy / name).stat().st_size == size
+    release(remove=rng.random() < 0.5)
+print("done")
+"""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the tests are made of
+# ---------------------------------------------------------------------------------------------------------------------
+
+def write_raw(path, array):
+    """A NIfTI file of 1 mm voxels, quickly."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key = (array.shape, array.dtype)
+    if key not in HEADS:
+        HEADS[key] = nibabel.Nifti1Image(array, np.eye(4)).to_bytes()[:352]
+    path.write_bytes(HEADS[key] + array.tobytes(order="F"))
+
+
+HEADS = {}
+
+
+def write_volumes(folder, numbers, side=SIDE):
+    """Noise with labels: the image int16, the label 1 where it is bright."""
+    for number in numbers:
+        image = np.random.default_rng(number).integers(0, 1000, (side, side, side)).astype(np.int16)
+        write_raw(folder / f"data/imagesTr/v_{number:05d}.nii", image)
+        write_raw(folder / f"data/labelsTr/v_{number:05d}.nii", (image > 600).astype(np.uint8))
+    return folder
+
+
+def words(folder, place, *more, **changes):
+    changes = {"run__logs": place.parent / "Logs", "data__cache": place, **changes}
+    return arguments(folder, *map(str, more), **changes)
+
+
+def command(folder, place, *more, **changes):
+    return [sys.executable, str(ROOT / "OM_prepare.py"), *words(folder, place, *more, **changes)]
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def prepare(folder, place, *more, limit=None, **changes):
+    """OM_prepare.py as a process of its own. limit: bytes that a file may have."""
+    full = None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    return subprocess.run(command(folder, place, *more, **changes), capture_output=True, text=True, timeout=200,
+                          env=environment(), preexec_fn=full)
+
+
+def run_here(folder, place, *more, **changes):
+    """OM_prepare.py's main in this process: what needs no process of its own is faster so."""
+    return OM_prepare.main(words(folder, place, *more, **changes))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in LOCKS}
+
+
+def one_sentence(text):
+    """The last line of what went to stderr is the error, and nothing looks like a traceback."""
+    lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip()]
+    assert "Traceback" not in text and lines[-1].startswith("error: ") and lines[-1].endswith("."), text
+    assert sum(line.startswith("error:") for line in lines) == 1
+    return lines[-1]
+
+
+def parent_of(pid):
+    """None where the process is gone, or dead and not yet waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[1])
+
+
+def children(pid):
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(path.name) == pid]
+
+
+def workers_of(process):
+    return [pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def wait_until(condition, seconds=60.0):
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "it took too long"
+        time.sleep(0.01)
+
+
+def flip(path, at=-5, bit=0):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with data/ of three parts and cache/, which an undisturbed run has made."""
+    folder = write_volumes(tmp_path_factory.mktemp("made"), range(COUNT))
+    run = prepare(folder, folder / "cache", "--workers", "2")
+    assert run.returncode == DONE, run.stderr
+    assert f"{COUNT} volumes ({COUNT} with labels), 0 refused" in run.stdout
+    return folder
+
+
+@pytest.fixture
+def place(made, tmp_path):
+    """A copy of the cache of `made`, to spoil."""
+    return shutil.copytree(made / "cache", tmp_path / "cache")
+
+
+def cached(made, place, **changes):
+    return config(made, data__cache=place, run__logs=place.parent / "Logs", **changes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run makes
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_a_run_makes_a_few_large_files_that_hold_every_volume(made):
+    files = contents(made / "cache")
+    parts = [f"{kind}_{number:05d}.{suffix}" for number in range(3)
+             for kind, suffix in (("images", "npy"), ("labels", "npy"), ("volumes", "json"))]
+    assert set(files) == {*parts, "manifest.json"}
+    assert not (made / "cache/lock.json").exists()
+    page = (made / "Logs/demo_prepared.html").read_text()
+    assert "Prepared: demo" in page and "data:image/png" in page
+    cfg = cached(made, made / "cache", data__train_ids="")
+    dataset, held_out, _ = read_datasets({**cfg, "data.val_ids": ""})
+    assert len(dataset) == COUNT and not len(held_out)
+    for index in (0, 15, 16, 39):
+        item = {"id": "", "image": made / f"data/imagesTr/v_{index:05d}.nii", "mask": None,
+                "label": made / f"data/labelsTr/v_{index:05d}.nii"}
+        found = on_grid(item, cfg)
+        assert (dataset.image(index) - torch.from_numpy(found["image"])).abs().max() <= 0.5 / 255 + 1e-6
+        assert torch.equal(dataset.label(index)[0], torch.from_numpy(found["label"]))
+        assert not dataset.images[index].flags.writeable
+
+
+def test_a_second_run_finds_all_there(made, place, capsys):
+    before = {name: mark for name, mark in marks(place).items() if name != "manifest.json"}
+    assert run_here(made, place) == DONE
+    assert f"{COUNT} of {COUNT} volumes are there already" in capsys.readouterr().out
+    assert before.items() <= marks(place).items()
+    assert contents(place) == contents(made / "cache")
+
+
+def test_export_writes_nifti_on_the_grid_and_on_the_grid_of_the_file(made, tmp_path, capsys):
+    assert run_here(made, made / "cache", "--export", "v_00007", tmp_path / "out") == DONE
+    assert capsys.readouterr().out.count("wrote") == 4
+    source = nibabel.load(made / "data/imagesTr/v_00007.nii")
+    low, high = np.percentile(source.get_fdata(), [0.5, 99.5])
+    found = {path.name.split(".")[0]: nibabel.load(path) for path in (tmp_path / "out").iterdir()}
+    grid, original = found["v_00007_image_grid"], found["v_00007_image_original"]
+    assert grid.shape == (16, 16, 16) and original.shape == source.shape
+    np.testing.assert_array_equal(original.affine, source.affine)
+    np.testing.assert_array_equal(grid.affine[:3, 3], [2, 2, 2])
+    inner = (slice(2, 18),) * 3
+    apart = original.get_fdata()[inner] - np.clip(source.get_fdata()[inner], low, high)
+    assert np.abs(apart).max() <= (high - low) * 0.51 / 255
+    np.testing.assert_array_equal(found["v_00007_label_original"].get_fdata()[inner],
+                                  (source.get_fdata() > 600)[inner])
+    assert run_here(made, made / "cache", "--export", "v_99999", tmp_path / "out") == STOP
+    assert "there is no volume v_99999 in this cache" in one_sentence(capsys.readouterr().err)
+
+
+def test_2d_images_go_the_whole_way(tmp_path):
+    write_dataset(tmp_path / "data", range(8), 24, dims=2)
+    changes = {"model__dims": 2, "data__img_size": "[16, 24]"}
+    assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", **changes) == DONE
+    cfg = cached(tmp_path, tmp_path / "cache", **changes)
+    dataset, held_out, listed = read_datasets(cfg)
+    assert held_out.label(1).shape == (1, 16, 24) and set(held_out.label(1).unique().tolist()) > {0, 1}
+    share = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
+    progress = {"epoch": 0, "samples": 0, "pairs": 0}
+    steps = list(epoch_batches(cfg, dataset, listed, progress, share, {"rank": 0, "world": 1}))
+    images, _, indices = steps[0][0][0]
+    assert images.shape == (2, 1, 16, 24) and images.dtype == torch.uint8
+    assert torch.equal(as_float(images)[1], dataset.image(int(indices[1])))
+    assert run_here(tmp_path, tmp_path / "cache", "--export", "subject_0003", tmp_path / "out", **changes) == DONE
+    back, source = (nibabel.load(path).get_fdata() for path in (
+        tmp_path / "out/subject_0003_image_original.nii.gz", tmp_path / "data/imagesTr/subject_0003.nii.gz"))
+    low, high = np.percentile(source, [0.5, 99.5])
+    assert back.shape == source.shape
+    assert np.abs(back - np.clip(source, low, high))[4:20].max() <= (high - low) * 0.51 / 255
+
+
+def test_training_data_are_those_of_the_files_bit_for_bit_with_any_number_of_workers(tmp_path):
+    write_dataset(tmp_path / "data", range(8), 20)
+    assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", data__dtype="float32") == DONE
+    (tmp_path / "same.py").write_text(SAME_DATA)
+    run = subprocess.run([sys.executable, str(tmp_path / "same.py"), str(tmp_path), str(tmp_path / "cache")],
+                         capture_output=True, text=True, timeout=200, env=environment())
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines() if line.startswith(("True", "False"))]
+    assert [line[:2] for line in lines] == [["False", "0"], ["True", "0"], ["True", "2"]]
+    assert len({line[2] for line in lines}) == 1
+    assert lines[-1][3:] == ["2", "True"], "the same two workers in both epochs"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kills, full disks, two at once
+# ---------------------------------------------------------------------------------------------------------------------
+
+def kill_at(folder, place, rng, new_parts, workers, **changes):
+    """Start OM_prepare.py, kill -9 its main process at a random moment, and see that its workers end.
+
+    new_parts: how many parts it may finish before; it is killed at once when it is done. Returns: parts that are there.
+    """
+    place.mkdir(exist_ok=True)
+    before, delay = len(list(place.glob("volumes_*.json"))), rng.uniform(0, 0.1 if new_parts else 1.2)
+    with open(place.parent / "killed.txt", "a") as out:
+        process = subprocess.Popen(command(folder, place, "--workers", str(workers), **changes), stdout=out, stderr=out,
+                                   env=environment())
+    wait_until(lambda: process.poll() is not None or len(list(place.glob("volumes_*.json"))) >= before + new_parts)
+    time.sleep(delay)
+    process.send_signal(signal.SIGSTOP)  # so that the list of its workers is whole
+    orphans = children(process.pid)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(parent_of, orphans)), 10)
+    return len(list(place.glob("volumes_*.json")))
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bits(made, tmp_path):
+    place, rng = tmp_path / "cache", random.Random(0)
+    for parts, workers in ((0, 3), (1, 1)):
+        there = kill_at(made, place, rng, parts, workers)
+    (place / "images_00002.npy.tmp-99999").write_bytes(b"half")
+    run = prepare(made, place, "--workers", "3")
+    assert run.returncode == DONE, run.stderr
+    assert there and f"of {COUNT} volumes are there already" in run.stdout
+    assert contents(place) == contents(made / "cache")
+
+
+@pytest.mark.parametrize("parts", [0, 1])
+def test_no_worker_outlives_its_killed_parent(made, tmp_path, parts):
+    """Neither one that has just been started, nor one at work or waiting for work."""
+    place = tmp_path / "cache"
+    with open(tmp_path / "out.txt", "w") as out:
+        process = subprocess.Popen(command(made, place, "--workers", "2"), stdout=out, stderr=out, env=environment())
+    wait_until(lambda: len(workers_of(process)) == 2 and len(list(place.glob("volumes_*.json"))) >= parts)
+    process.send_signal(signal.SIGSTOP)  # so that the list of its workers is whole
+    time.sleep(0.5)  # until they have read what they are to do
+    orphans = children(process.pid)
+    assert len(workers_of(process)) == 2
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(parent_of, orphans)), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ten_kills_at_random_moments_change_no_bit(tmp_path, seed):
+    write_volumes(tmp_path, range(720), 30)
+    fitted = {"data__spacing_mm": 0.0}  # every volume is smoothed and interpolated
+    assert prepare(tmp_path, tmp_path / "whole", "--workers", "2", **fitted).returncode == DONE
+    rng, parts = random.Random(seed), []
+    for number in range(10):
+        parts.append(kill_at(tmp_path, tmp_path / "cache", rng, number % 2, rng.choice((1, 2)), **fitted))
+    print(f"parts after each kill: {parts}")
+    assert any(0 < count < 45 for count in parts), f"no kill met a part of the work: {parts}"
+    assert prepare(tmp_path, tmp_path / "cache", "--workers", "3", **fitted).returncode == DONE
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_one_at_a_time_and_a_killed_worker_is_one_sentence(made, tmp_path, capsys):
+    place = tmp_path / "cache"
+    place.mkdir()
+    process = subprocess.Popen(command(made, place, "--workers", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, env=environment())
+    wait_until(lambda: (place / "plan.json").exists())
+    assert run_here(made, place) == STOP
+    said = one_sentence(capsys.readouterr().err)
+    assert f"in use by process {process.pid} on" in said and "name another data.cache" in said
+    wait_until(lambda: workers_of(process))
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == STOP and "fewer --workers than 2" in one_sentence(said)
+    assert not (place / "manifest.json").exists() and not (place / "lock.json").exists()
+    assert run_here(made, place, "--workers", "1") == DONE
+    assert contents(place) == contents(made / "cache")
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(made, tmp_path):
+    place = tmp_path / "cache"
+    for limit in (600, 40000):  # not even plan.json may be written whole, or no part of 16 volumes
+        run = prepare(made, place, "--workers", "2", limit=limit)
+        said = one_sentence(run.stderr)
+        assert run.returncode == STOP and str(place) in said and "File too large" in said and "again" in said
+        assert set(contents(place)) == (set() if limit == 600 else {
+            "plan.json", "images_00002.npy", "labels_00002.npy", "volumes_00002.json"})
+    with pytest.raises(InputError, match=f"not complete: 32 of its {COUNT} volumes are missing .v_00000, v_00001, "
+                                         "v_00002, v_00003, v_00004 and 27 more.; run OM_prepare.py"):
+        read_datasets(cached(made, place))
+    assert run_here(made, place, "--workers", "1") == DONE
+    assert contents(place) == contents(made / "cache")
+
+
+def test_more_than_the_disk_has_is_refused_before_anything_is_made(made, tmp_path, capsys):
+    # 40 volumes of 4096^3 bytes and their labels: 5 TiB.
+    assert shutil.disk_usage(tmp_path).free < 2 * COUNT * 4096 ** 3
+    assert run_here(made, tmp_path / "cache", data__img_size=4096) == STOP
+    said = one_sentence(capsys.readouterr().err)
+    assert f"{COUNT} volumes need about 5120.0 GiB" in said
+    assert not contents(tmp_path / "cache")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_every_damage_is_named_and_repaired(made, place, capsys):
+    flip(place / "images_00000.npy")
+    flip(place / "labels_00001.npy", at=200)
+    flip(place / "volumes_00002.json", at=len((place / "volumes_00002.json").read_bytes()) // 2)
+    with open(place / "labels_00002.npy", "r+b") as file:
+        file.truncate(300)
+    (place / "images_00001.npy").unlink()
+    for name in ("notes.txt", "volumes_old.json", "images_00000.npy.bak"):
+        (place / name).write_text("ours")
+    assert run_here(made, place, "--verify") == STOP
+    out, err = capsys.readouterr()
+    for text in ("images_00000.npy is damaged", "labels_00001.npy is damaged", "volumes_00002.json is damaged",
+                 "labels_00002.npy is truncated: 300 of ", "images_00001.npy is missing",
+                 "notes.txt does not belong to the cache", "volumes_old.json does not belong",
+                 "images_00000.npy.bak does not belong"):
+        assert text in out
+    assert len(out.splitlines()) == 8 and "5 of 9 files are damaged" in one_sentence(err) and "--repair" in err
+    assert run_here(made, place, "--repair", "--workers", "1") == DONE
+    assert "3 parts that are damaged or lack a volume are made anew" in capsys.readouterr().out
+    kept = contents(place)
+    for name in ("notes.txt", "volumes_old.json", "images_00000.npy.bak"):
+        assert kept.pop(name) == b"ours"
+    assert kept == contents(made / "cache")
+    assert run_here(made, place, "--verify") == STOP
+    out, err = capsys.readouterr()
+    assert "all 9 files of the cache are whole, but 3 others are there" in one_sentence(err)
+
+
+def test_a_whole_cache_is_said_to_be_whole(made, capsys):
+    before = contents(made / "cache")
+    assert run_here(made, made / "cache", "--verify") == DONE
+    assert f"all 9 files of {COUNT} volumes are whole" in capsys.readouterr().out
+    assert contents(made / "cache") == before
+
+
+def test_any_flipped_bit_of_a_manifest_is_found(made, place, capsys):
+    whole = (place / "manifest.json").read_bytes()
+    rng = random.Random(0)
+    for number in range(300):
+        flip(place / "manifest.json", rng.randrange(len(whole)), rng.randrange(8))
+        assert cache.read_json(place / "manifest.json") is None, number
+        if number == 0:
+            assert run_here(made, place, "--verify") == STOP
+            assert "manifest.json is damaged" in one_sentence(capsys.readouterr().err)
+            with pytest.raises(InputError, match="manifest.json is damaged; run OM_prepare.py .* --repair"):
+                read_datasets(cached(made, place))
+        (place / "manifest.json").write_bytes(whole)
+    flip(place / "manifest.json", 40)
+    assert run_here(made, place, "--repair") == DONE
+    assert "0 parts that are damaged" in capsys.readouterr().out
+    assert contents(place) == contents(made / "cache")
+
+
+def test_a_flipped_bit_that_leaves_the_same_number_is_found(tmp_path):
+    content = {"low": 1e-05, "high": 0.1}
+    cache.write_json(tmp_path, "plan.json", {**content, "sha256": cache.digest(content)})
+    assert cache.read_json(tmp_path / "plan.json")["low"] == 1e-05
+    data = (tmp_path / "plan.json").read_bytes()
+    assert b"1e-05" in data
+    flip(tmp_path / "plan.json", data.index(b"1e-05") + 1, 5)
+    assert json.loads((tmp_path / "plan.json").read_bytes())["low"] == 1e-05
+    assert cache.read_json(tmp_path / "plan.json") is None
+
+
+@pytest.mark.parametrize("name", ["images_00001.npy", "labels_00000.npy", "volumes_00002.json"])
+def test_training_refuses_what_is_not_whole_when_it_opens_it(made, place, name):
+    read_datasets(cached(made, place))
+    with open(place / name, "r+b") as file:
+        file.truncate(200)
+    with pytest.raises(InputError, match=f"{name} is truncated: 200 of .*--repair"):
+        read_datasets(cached(made, place))
+    (place / name).unlink()
+    with pytest.raises(InputError, match=f"{name} is missing.*--repair"):
+        read_datasets(cached(made, place))
+
+
+def test_no_cache_is_one_sentence(made, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "nowhere", tmp_path / "file"):
+        with pytest.raises(InputError, match="there is no prepared cache; run OM_prepare.py with this config first"):
+            read_datasets(cached(made, path))
+    run = prepare(made, tmp_path / "file")
+    assert run.returncode == STOP and str(tmp_path / "file") in one_sentence(run.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other settings
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("key", cache.SETTINGS)
+def test_a_cache_of_other_settings_is_refused_with_both_values(made, place, key, capsys):
+    changes = {key.replace(".", "__"): OTHER[key]}
+    if key == "model.dims":
+        changes["data__img_size"] = 16
+    now, before = cached(made, place, **changes)[key], cached(made, place)[key]
+    said = f"was made with {'data.img_size [16, 16, 16]' if key == 'data.img_size' else f'{key} {before}'}"
+    with pytest.raises(InputError) as refused:
+        read_datasets(cached(made, place, **changes))
+    files = contents(place)
+    for more in ((), ("--repair",), ("--verify",)):
+        assert run_here(made, place, *more, **changes) == STOP
+        assert contents(place) == files
+    for text in (str(refused.value), *capsys.readouterr().err.strip().splitlines()):
+        assert said in text and f"{key} {before} (the config says {now})" in text and "--fresh" in text
+
+
+def test_settings_of_a_run_that_was_killed_count_too(made, place, capsys):
+    (place / "manifest.json").unlink()
+    for name in ("volumes_00000.json", "volumes_00001.json"):
+        (place / name).unlink()
+    assert run_here(made, place, data__dtype="float16") == STOP
+    assert "data.dtype uint8 (the config says float16)" in one_sentence(capsys.readouterr().err)
+
+
+def test_a_part_of_other_settings_is_made_anew(made, place):
+    cfg = cached(made, place)
+    items = read_datalist(cfg["data.root"])
+    assert not cache.plan(place, items, cfg)[1]
+    record = cache.read_json(place / "volumes_00001.json")
+    record["settings"]["data.dtype"] = "float16"
+    cache.write_json(place, "volumes_00001.json", {**record, "sha256": cache.digest(record)})
+    kept, groups = cache.plan(place, items, cfg)
+    assert set(kept) == {0, 2} and list(groups.values()) == [items[16:32]]
+
+
+def test_fresh_replaces_the_cache_and_leaves_what_is_not_of_it(made, place, capsys):
+    for name in ("notes.txt", "volumes_old.json", "images_00000.npy.bak"):
+        (place / name).write_text("ours")
+    assert run_here(made, place, "--fresh", "--workers", "1", data__dtype="float16", data__root=made / "data") == DONE
+    assert all((place / name).read_text() == "ours" for name in ("notes.txt", "volumes_old.json"))
+    cfg = cached(made, place, data__dtype="float16")
+    assert read_datasets(cfg)[0].images[0].dtype == np.float16
+    assert run_here(made, place, data__dtype="uint8") == STOP
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refused volumes; added, changed and removed ones
+# ---------------------------------------------------------------------------------------------------------------------
+
+def spoil(folder):
+    """Five volumes that cannot be used, each in its way. Returns: {id: a word of the reason}."""
+    data, image = folder / "data", np.random.default_rng(0).random((SIDE,) * 3).astype(np.float32)
+    image[3, 3, 3] = np.nan
+    write_raw(data / "imagesTr/v_00010.nii", image)
+    whole = data / "imagesTr/v_00011.nii.gz"
+    nibabel.save(nibabel.Nifti1Image(np.random.default_rng(0).random((SIDE,) * 3), np.eye(4)), whole)
+    whole.write_bytes(whole.read_bytes()[:-3000])
+    write_raw(data / "imagesTr/v_00012.nii", np.full((SIDE,) * 3, 7, np.int16))
+    write_volumes(folder, [13])
+    write_raw(data / "labelsTr/v_00013.nii", np.ones((SIDE, SIDE, SIDE - 1), np.uint8))
+    write_raw(data / "imagesTr/v_00014.nii", np.arange(400, dtype=np.int16).reshape(20, 20, 1))
+    for number in (10, 11, 12, 14):
+        write_raw(data / f"labelsTr/v_{number:05d}.nii", np.ones((SIDE,) * 3, np.uint8))
+    return {"v_00010": "NaN", "v_00011": "truncated", "v_00012": "empty", "v_00013": "another grid",
+            "v_00014": "not 3D"}
+
+
+def test_refused_volumes_are_left_out_and_reported(tmp_path, capsys):
+    write_volumes(tmp_path, range(8))
+    reasons, place = spoil(tmp_path), tmp_path / "cache"
+    run = prepare(tmp_path, place, "--workers", "2")
+    assert run.returncode == DONE and "8 volumes (8 with labels), 5 refused" in run.stdout, run.stderr
+    rows = {row["id"]: row for row in csv.DictReader(open(place / "refused.csv", encoding="utf-8"))}
+    assert set(rows) == set(reasons)
+    refused = {name: (file, why) for name, file, why in json.loads((place / "manifest.json").read_text())["refused"]}
+    page = (tmp_path / "Logs/demo_prepared.html").read_text()
+    for name, word in reasons.items():
+        assert word in rows[name]["reason"] and f"refused {name}: {rows[name]['reason']}" in run.stdout
+        assert refused[name] == (rows[name]["image"], rows[name]["reason"])
+        assert name in page and word in page
+    with pytest.raises(InputError, match=r"6 training volumes \(5 were refused when it was prepared\), but"):
+        read_datasets(cached(tmp_path, place, data__expect_samples=9))
+    assert len(read_datasets(cached(tmp_path, place))[0]) == 6
+    write_volumes(tmp_path, [12, 13])
+    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    assert "10 volumes (10 with labels), 3 refused" in capsys.readouterr().out
+    assert len(list(csv.DictReader(open(place / "refused.csv", encoding="utf-8")))) == 3
+    assert run_here(tmp_path, place, "--verify") == DONE
+
+
+def test_no_usable_volume_at_all_is_an_error(tmp_path):
+    for number in range(3):
+        write_raw(tmp_path / f"data/v_{number}.nii", np.full((SIDE,) * 3, 7, np.int16))
+    run = prepare(tmp_path, tmp_path / "cache", "--workers", "1")
+    said = one_sentence(run.stderr)
+    assert run.returncode == STOP and "not one of the 3 volumes can be used" in said and "v_0.nii: every voxel" in said
+    assert not (tmp_path / "cache/manifest.json").exists()
+
+
+def test_added_changed_and_removed_volumes(tmp_path):
+    write_volumes(tmp_path, range(36))
+    place = tmp_path / "cache"
+    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    inodes = {path.name: path.stat().st_ino for path in place.glob("*_0*")}
+    images = tmp_path / "data/imagesTr"
+    shutil.copyfile(images / "v_00000.nii", images / "v_00020.nii")
+    shutil.copyfile(tmp_path / "data/labelsTr/v_00000.nii", tmp_path / "data/labelsTr/v_00020.nii")
+    for kind in ("imagesTr", "labelsTr"):
+        (tmp_path / f"data/{kind}/v_00025.nii").unlink()
+    write_volumes(tmp_path, range(100, 103))
+    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    now = {path.name: path.stat().st_ino for path in place.glob("*_0*")}
+    assert {name[-9:-4] for name in now if name.startswith("images")} == {"00000", "00002", "00003", "00004"}
+    assert {name: inode for name, inode in now.items() if name[-9:-4] in ("00000", "00002")
+            or name in ("volumes_00000.json", "volumes_00002.json")}.items() <= inodes.items()
+    cfg = cached(tmp_path, place, data__train_ids="", data__val_ids="")
+    dataset = read_datasets(cfg)[0]
+    names = [item["id"] for item in dataset.items]
+    assert names == [f"v_{number:05d}" for number in (*range(25), *range(26, 36), *range(100, 103))]
+    for index, name in enumerate(names):
+        found = on_grid({"image": images / f"{name}.nii", "label": None, "mask": None}, cfg)["image"]
+        assert np.array_equal(dataset.images[index], cache.encode(found, "uint8")), name
+    assert torch.equal(dataset.image(20), dataset.image(0)) and torch.equal(dataset.label(20), dataset.label(0))
+    assert run_here(tmp_path, place, "--verify") == DONE
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Staging
+# ---------------------------------------------------------------------------------------------------------------------
+
+def stager(source, place):
+    return subprocess.Popen([sys.executable, "-c", STAGER, str(source), str(place)], stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment())
+
+
+def let_go(process, how):
+    process.stdin.write(f"{how}\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "released\n"
+    process.stdin.close()
+    process.wait(timeout=30)
+
+
+def marks(folder):
+    found = {path.name: path.stat() for path in folder.iterdir() if path.name != ".lock"}
+    return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
+
+
+@pytest.mark.timeout(120)
+def test_ranks_of_a_node_share_one_copy_which_the_last_one_removes(made, tmp_path):
+    both = [stager(made / "cache", tmp_path) for _ in range(2)]
+    copies = {process.stdout.readline().strip() for process in both}
+    assert len(copies) == 1 and copies != {""}
+    copy = Path(copies.pop())
+    assert contents(copy) == contents(made / "cache") and os.listdir(tmp_path) == [copy.name]
+    before = marks(copy)
+    third = stager(made / "cache", tmp_path)
+    assert third.stdout.readline().strip() == str(copy) and marks(copy) == before
+    let_go(both[0], "remove")
+    let_go(third, "keep")
+    assert marks(copy) == before, "one process still holds it"
+    let_go(both[1], "remove")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.timeout(120)
+def test_a_copy_nobody_holds_stays_for_the_same_cache_and_gives_way_to_another(made, place, tmp_path):
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    first = stager(made / "cache", stage)
+    copy = Path(first.stdout.readline().strip())
+    before = marks(copy)
+    first.kill()
+    first.wait()
+    for name in ("images_00000.npy", "manifest.json"):
+        assert (copy / name).exists()
+    again = stager(made / "cache", stage)
+    assert again.stdout.readline().strip() == str(copy) and marks(copy) == before
+    manifest = json.loads((place / "manifest.json").read_text())
+    manifest["refused"] = [["other", "other", "another cache"]]
+    cache.write_json(place, "manifest.json", {**manifest, "sha256": cache.digest(manifest)})
+    held = stager(place, stage)
+    other = Path(held.stdout.readline().strip())
+    assert other != copy and marks(copy) == before, "it is held"
+    let_go(again, "keep")
+    let_go(held, "keep")
+    last = stager(place, stage)
+    assert last.stdout.readline().strip() == str(other)
+    assert not copy.exists() and os.listdir(stage) == [other.name]
+    let_go(last, "remove")
+
+
+@pytest.mark.timeout(120)
+def test_a_damaged_file_is_found_while_it_is_copied(made, place, tmp_path):
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    flip(place / "images_00001.npy")
+    process = stager(place, stage)
+    assert f"error: {place / 'images_00001.npy'} is damaged" in process.stdout.readline()
+    process.stdin.close()
+    process.wait(timeout=30)
+    [copy] = stage.iterdir()
+    assert not (copy / "manifest.json").exists() and not list(copy.glob("images_00001*"))
+    shutil.copyfile(made / "cache/images_00001.npy", place / "images_00001.npy")
+    process = stager(place, stage)
+    assert process.stdout.readline().strip() == str(copy)
+    assert contents(copy) == contents(place)
+    let_go(process, "remove")
+
+
+@pytest.mark.timeout(120)
+def test_trainings_that_come_and_go_never_see_half_a_copy(tmp_path):
+    for word in ("one", "two", "stage"):
+        (tmp_path / word).mkdir()
+    for word in ("one", "two"):  # many small files: what a removal could meet half way
+        files = {f"{number}.npy": cache.write_file(tmp_path / word, f"{number}.npy", word.encode())
+                 for number in range(150)}
+        (tmp_path / word / "manifest.json").write_text(json.dumps({"files": files, "sha256": word * 8}))
+    folders = [str(tmp_path / word) for word in ("one", "two", "stage")]
+    several = [subprocess.Popen([sys.executable, "-c", RESTAGER, *folders, str(seed), "15"], stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True, env=environment()) for seed in range(4)]
+    for process in several:
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0 and out == "done\n", err
+
+
+def test_staged_training_data_and_places_that_cannot_be(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("NODE_DISK", str(tmp_path))
+    monkeypatch.delenv("NO_SUCH_VARIABLE", raising=False)
+    plain, staged = (read_datasets(cached(made, made / "cache", data__stage=stage))[0] for stage in ("", "$NODE_DISK"))
+    try:
+        assert staged.images.folder.parent == tmp_path and plain.images.folder == made / "cache"
+        assert all(torch.equal(plain.image(index), staged.image(index)) for index in range(len(plain)))
+    finally:
+        staging.release(remove=True)
+    assert not os.listdir(tmp_path)
+    for stage in (tmp_path / "missing", "$NO_SUCH_VARIABLE", "$NO_SUCH_VARIABLE/x"):
+        with pytest.raises(InputError, match="data.stage .*: no folder .* on this node; correct it"):
+            read_datasets(cached(made, made / "cache", data__stage=stage))
+        read_datasets(cached(made, made / "cache", data__stage=stage), headers_only=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many volumes
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+def test_fifteen_thousand_volumes_open_in_seconds(tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(15000):
+        write_raw(tmp_path / f"data/imagesTr/v_{number:05d}.nii", rng.integers(0, 99, (16, 16, 16), np.uint8))
+    changes = {"data__train_ids": '""', "data__val_ids": '""', "data__expect_samples": 15000}
+    started = time.time()
+    assert prepare(tmp_path, tmp_path / "cache", **changes).returncode == DONE
+    print(f"prepared in {time.time() - started:.1f} s")
+    for workers in (0, 2):
+        cfg = cached(tmp_path, tmp_path / "cache", data__num_workers=workers, **changes)
+        started = time.time()
+        dataset, _, listed = read_datasets(cfg)
+        opened = time.time()
+        share = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
+        progress = {"epoch": 0, "samples": 0, "pairs": 0}
+        batches = epoch_batches(cfg, dataset, listed, progress, share, {"rank": 0, "world": 1})
+        assert next(batches)[0][0][0].shape == (2, 1, 16, 16, 16)
+        first = time.time()
+        print(f"{workers} workers: opened in {opened - started:.2f} s, first batch after {first - opened:.2f} s more")
+        assert opened - started < 2 and first - opened < 5
+        assert len(dataset) == 15000

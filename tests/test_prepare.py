@@ -1,0 +1,278 @@
+"""One volume onto the training grid, into a part of the cache, and back to the grid of its file."""
+import base64
+import itertools
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK as sitk
+
+from Dataloader import cache
+from Dataloader.prepare import describe, on_grid, original_header, to_original
+from Dataloader.volume_io import from_grid, write_volume
+from Runtime.errors import InputError
+from tests.test_volume_io import OBLIQUE, make_affine, to_itk
+
+WAVES = np.array([[0.11, 0.05, -0.07], [-0.04, 0.12, 0.06], [0.03, -0.08, 0.1]])  # radians per mm
+LOW, HIGH = -1000.0, 2000.0
+PLACES = [  # shape and affine of the file, size of the grid, its spacing in mm
+    ((24, 30, 27), OBLIQUE, (26, 24, 28), 1.1),
+    ((24, 30, 27), make_affine(signs=(-1, -1, 1), spacing=(0.8, 1.0, 1.9)), (22, 30, 40), 1.1),
+    ((31, 18, 24), make_affine((1, 2, 0), (1, -1, 1), (1.3, 1, 0.9), (30, 5, -20)), (32, 32, 32), 1.2),
+    ((40, 33), make_affine((1, 0, 2), (-1, 1, 1), (0.8, 1.4, 1)), (30, 38), 1.1),
+    ((36, 28), make_affine((0, 2, 1), (1, -1, 1), (1.2, 0.9, 1), (0, 20, 0)), (40, 24), 1.0),
+]
+COPIES = [  # grids that are only a crop or a padding of the file
+    ((20, 26, 31), make_affine((2, 0, 1), (-1, 1, -1), (1, 1, 1), (12, -8, 15)), (24, 24, 24), 1.0),
+    ((20, 25, 31), make_affine((1, 2, 0), (1, -1, 1), (1.5, 1.5, 1.5)), (25, 31, 20), 1.5),
+    ((20, 27, 31), make_affine(signs=(-1, -1, 1)), (16, 30, 31), 1.0),
+    ((40, 33), make_affine((1, 0, 2), (-1, 1, 1)), (36, 36), 1.0),
+]
+
+
+def keys(size, spacing_mm=1.0, **changes):
+    """The keys of a config on which a prepared volume depends."""
+    known = {"model.dims": len(size), "data.name": "test", "data.root": "data", "data.img_size": list(size),
+             "data.spacing_mm": spacing_mm, "data.crop_above": 0.0, "data.percentiles": [0.5, 99.5],
+             "data.window": [LOW, HIGH], "data.dtype": "float32"}
+    return {**known, **{f"data.{key}": value for key, value in changes.items()}}
+
+
+def world(shape, affine):
+    """Positions of all voxels in mm, (3, *shape)."""
+    index = np.indices(shape).reshape(len(shape), -1)
+    return (affine[:3, :len(shape)] @ index + affine[:3, 3:]).reshape(3, *shape)
+
+
+def wave(where):
+    """A smooth function of the position, between LOW and HIGH."""
+    return LOW + (HIGH - LOW) * (0.5 + np.cos(np.tensordot(WAVES, where, 1)).sum(0) / 6)
+
+
+def bound(affine, step):
+    """Greatest error of linear interpolation of `wave` between points `step` voxels of `affine` apart, per axis."""
+    bends = (HIGH - LOW) / 6 * ((WAVES @ affine[:3, :len(step)]) ** 2).sum(0)
+    return float((np.square(step) * bends / 8).sum())
+
+
+def save(folder, image, affine, **others):
+    """Write an image, and label and mask where given. Returns: the item, as a datalist has it."""
+    item = {"id": "v_1", "subject": "v_1", "modality": "", "label": None, "mask": None}
+    for kind, array in {"image": image, **others}.items():
+        item[kind] = folder / f"{kind}.nii.gz"
+        write_volume(item[kind], array, affine)
+    return item
+
+
+def prepared(item, cfg):
+    """The volume on the grid, and the record of it as the cache keeps it."""
+    found = on_grid(item, cfg)
+    return found, describe(item, found)
+
+
+@pytest.mark.parametrize("shape, affine, size, spacing_mm", PLACES)
+def test_a_volume_comes_back_to_its_own_grid_within_the_error_of_two_interpolations(tmp_path, shape, affine, size,
+                                                                                    spacing_mm):
+    where = world(shape, affine)
+    image = wave(where).astype(np.float32)
+    radius = np.linalg.norm(where - where.reshape(3, -1).mean(1).reshape(3, *[1] * len(shape)), axis=0)
+    label = np.where(radius < 8, 7, 0).astype(np.int16)
+    found, record = prepared(save(tmp_path, image, affine, label=label), keys(size, spacing_mm))
+    back = to_original(found["image"], record, intensities=True)
+    assert back.shape == shape and back.dtype == np.float32
+    # Where each voxel of the file is on the grid: the permuted axes of the file.
+    grid = np.tensordot(np.linalg.inv(found["grid_affine"])[:len(shape)],
+                        np.concatenate([where, np.ones((1, *shape))]), 1)
+    sides = np.reshape(size, (-1, *[1] * len(shape)))
+    index = np.indices(shape)
+    inner = ((grid >= 0) & (grid <= sides - 1)).all(0) & (index >= 2).all(0)
+    inner &= (index <= np.reshape(shape, (-1, *[1] * len(shape))) - 3).all(0)
+    assert inner.mean() > 0.3
+    limit = bound(affine, [1] * len(shape)) + bound(found["grid_affine"], [1] * len(shape))
+    wrong = np.abs(back - image)[inner].max()
+    assert limit < 0.1 * (HIGH - LOW) and wrong < limit + 1e-3
+    assert wrong > 1, "something was interpolated"
+    outside = ((grid <= -1) | (grid >= sides)).any(0)
+    assert (back[outside] == LOW).all()
+    labels = to_original(found["label"], record, order=0)
+    sure = np.abs(radius - 8) > spacing_mm * 3 ** 0.5 / 2 + np.linalg.norm(affine[:3, :3], axis=0).max() * 3 ** 0.5 / 2
+    assert labels.dtype == np.int16 and np.array_equal(labels[sure & ~outside], label[sure & ~outside])
+    assert (labels[outside] == 0).all() and (labels == 7).any()
+
+
+@pytest.mark.parametrize("shape, affine, size, spacing_mm", COPIES)
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
+def test_a_crop_or_padding_comes_back_exactly(tmp_path, shape, affine, size, spacing_mm, dtype):
+    rng = np.random.default_rng(0)
+    image, label = rng.uniform(LOW, HIGH, shape).astype(np.float32), rng.integers(-3, 300, shape).astype(np.int16)
+    found, record = prepared(save(tmp_path, image, affine, label=label), keys(size, spacing_mm))
+    stored = cache.encode(found["image"], dtype)
+    assert stored.dtype == dtype
+    back = to_original(cache.decode(stored), record, intensities=True)
+    # Which voxels of the file the grid has: what comes back of a grid full of ones.
+    there = to_original(np.ones(size, np.int16), record, order=0) == 1
+    assert there.sum() > 0.2 * image.size
+    half_step = {"uint8": 0.5 / 255, "float16": 2.0 ** -12, "float32": 2.0 ** -24}[dtype]
+    assert np.abs(back - image)[there].max() <= (HIGH - LOW) * (half_step + 2.0 ** -22)
+    assert np.abs(back[~there] - LOW).max(initial=0) <= (HIGH - LOW) * 2.0 ** -22
+    labels = to_original(found["label"], record, order=0)
+    assert np.array_equal(labels, np.where(there, label, 0))
+    # The grid shows as many voxels of the file as fit along each axis of either.
+    turned = np.abs(np.rint(np.linalg.inv(found["grid_affine"]) @ affine))[:len(size), :len(size)]
+    assert there.sum() == np.prod(np.minimum(turned @ shape, size))
+
+
+@pytest.mark.parametrize("shape, affine, size, spacing_mm", PLACES[:3])
+def test_the_grid_is_where_itk_says_it_is(tmp_path, shape, affine, size, spacing_mm):
+    item = save(tmp_path, wave(world(shape, affine)).astype(np.float32), affine)
+    found, record = prepared(item, keys(size, spacing_mm))
+    file = sitk.ReadImage(str(item["image"]))
+    reference = to_itk(np.zeros(size, np.float32), found["grid_affine"])
+    theirs = sitk.Resample(file, reference, sitk.Transform(), sitk.sitkLinear, np.nan)
+    inner = np.isfinite(sitk.GetArrayFromImage(theirs).T)
+    apart = np.abs(sitk.GetArrayFromImage(theirs).T - (LOW + (HIGH - LOW) * found["image"].astype(np.float64)))
+    # ITK takes the outer half voxel from the edge, this grid fades to 0 there.
+    ones = on_grid(save(tmp_path, inside(shape), affine), keys(size, spacing_mm, window=[0, 1]))["image"]
+    assert (inner & (ones > 0.999)).mean() > 0.1 and apart[inner & (ones > 0.999)].max() < 0.05
+    back = to_original(found["image"], record, intensities=True)
+    ours = to_itk(found["image"], found["grid_affine"])
+    theirs = sitk.GetArrayFromImage(sitk.Resample(ours, file, sitk.Transform(), sitk.sitkLinear, 0.0)).T
+    reached = to_original(inside(size), record) > 0.999
+    assert reached.mean() > 0.2
+    assert np.abs(LOW + (HIGH - LOW) * theirs - back)[reached].max() < 0.05
+
+
+def inside(shape):
+    """1 but for a border of 0."""
+    array = np.zeros(shape, np.float32)
+    array[tuple(slice(1, -1) for _ in shape)] = 1
+    return array
+
+
+def test_from_grid_undoes_every_orientation_and_keeps_the_dtype():
+    array = np.random.default_rng(1).integers(0, 9, (4, 5, 6)).astype(np.uint8)
+    for axes, signs in itertools.product(itertools.permutations(range(3)), itertools.product((1, -1), repeat=3)):
+        affine = make_affine(axes, signs)
+        shape = tuple(np.array(array.shape)[list(axes)])
+        where = np.rint(world(shape, affine))
+        low = where.reshape(3, -1).min(1)
+        grid = np.eye(4)
+        grid[:3, 3] = low
+        back = from_grid(array, grid, shape, affine, order=0)
+        index = (where - low.reshape(3, 1, 1, 1)).astype(int)
+        assert back.dtype == np.uint8 and np.array_equal(back, array[tuple(index)])
+
+
+def part(folder, items, cfg):
+    """A part of a cache with these volumes: arrays by kind, and the record."""
+    record = cache.write_group(folder, 3, items, cfg)
+    return {name.split("_")[0]: np.load(folder / name) for name in record["files"]}, record
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
+@pytest.mark.parametrize("changes", [{"window": [-100.0, 300.0]}, {"window": [0, 0]},
+                                     {"window": [0, 0], "percentiles": [5.0, 80.0]}])
+def test_stored_intensities_are_those_of_the_window_or_the_percentiles_within_half_a_step(tmp_path, dtype, changes):
+    image = np.random.default_rng(2).normal(0, 400, (16, 18, 20)).astype(np.float32)
+    cfg = keys((16, 16, 16), **changes, dtype=dtype)
+    arrays, record = part(tmp_path, [save(tmp_path, image, np.eye(4))], cfg)
+    low, high = cfg["data.window"] if any(cfg["data.window"]) else np.percentile(image, cfg["data.percentiles"])
+    expected = np.clip((image.astype(np.float64) - low) / (high - low), 0, 1)[:, 1:17, 2:18]
+    stored = arrays["images"][0]
+    assert stored.dtype == dtype and set(arrays) == {"images"}
+    half_step = {"uint8": 0.5 / 255, "float16": 2.0 ** -12, "float32": 2.0 ** -24}[dtype]
+    assert np.abs(cache.decode(stored) - expected).max() <= half_step * 1.001
+    assert cache.decode(stored).min() == 0 and cache.decode(stored).max() == 1
+    line = record["volumes"][0]
+    assert (line["low"], line["high"]) == pytest.approx((low, high), rel=1e-6)
+
+
+@pytest.mark.parametrize("values, dtype", [((0, 255), "uint8"), ((0, 256), "int16"), ((-3, 200), "int16"),
+                                           ((0, 32767), "int16")])
+def test_labels_take_one_byte_where_they_fit(tmp_path, values, dtype):
+    label = np.random.default_rng(0).choice(values, (16, 16, 16)).astype(np.int16)
+    image = np.random.default_rng(0).random(label.shape).astype(np.float32)
+    item = save(tmp_path, image, np.eye(4), label=label)
+    plain = {**item, "label": None, "id": "v_2"}
+    arrays, record = part(tmp_path, [item, plain], keys((16, 16, 16)))
+    assert arrays["labels"].dtype == dtype and np.array_equal(arrays["labels"][0], label)
+    assert not arrays["labels"][1].any() and record["volumes"][1]["label"] is None
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spacing_mm", [1.0, 0.0])
+def test_the_grid_is_centred_on_the_foreground_or_on_the_mask(tmp_path, masked, spacing_mm):
+    affine = make_affine((2, 0, 1), (-1, 1, -1))
+    image, mask = np.zeros((2, 40, 44, 48), np.float32)
+    image[4:14, 6:16, 20:30] = 800
+    image[30, 30, 30] = 90  # below the threshold: is seen where the grid reaches, but not centred on
+    mask[20:32, 24:36, 28:40] = 1
+    cfg = keys((16, 16, 16), spacing_mm, crop_above=0.2, window=[0.0, 1000.0])
+    item = save(tmp_path, image, affine, **({"mask": mask.astype(np.uint8)} if masked else {}))
+    found, record = prepared(item, cfg)
+    box = ([20, 24, 28], [31, 35, 39]) if masked else ([4, 6, 20], [13, 15, 29])
+    centre = affine @ [*np.mean(box, 0), 1]
+    step = np.linalg.norm(found["grid_affine"][:3, :3], axis=0)
+    apart = np.linalg.inv(found["grid_affine"]) @ centre - [7.5, 7.5, 7.5, 1]
+    assert np.abs(apart).max() <= 0.5 + 1e-6
+    side = box[1][0] - box[0][0] + 1
+    assert step == pytest.approx([spacing_mm or side / 16] * 3)
+    assert (found["mask"] is not None) == masked
+    if spacing_mm:
+        kept = to_original(found["image"], record, intensities=True)
+        first = [np.ceil(c - 7.5 - 0.5) for c in np.mean(box, 0)]
+        there = to_original(np.ones((16, 16, 16), np.int16), record, order=0) == 1
+        assert there.sum() == 16 ** 3 and np.abs(np.argwhere(there).min(0) - first).max() <= 1
+        np.testing.assert_allclose(kept[there], image[there], atol=1e-3)
+        assert masked == bool((np.abs(kept[there] - 90) < 1e-3).any()), "what is around the box stays"
+
+
+def test_an_empty_mask_or_foreground_is_the_whole_volume(tmp_path):
+    image = np.random.default_rng(0).random((20, 20, 20)).astype(np.float32)
+    item = save(tmp_path, image, np.eye(4), mask=np.zeros((20, 20, 20), np.uint8))
+    whole = on_grid({**item, "mask": None}, keys((16, 16, 16), window=[0, 1]))
+    for other in (item, {**item, "mask": None}):
+        found = on_grid(other, keys((16, 16, 16), crop_above=1.0, window=[0, 1]))
+        assert np.array_equal(found["image"], whole["image"])
+
+
+def test_a_label_may_differ_by_rounding_of_its_affine_and_no_more(tmp_path):
+    image = np.random.default_rng(0).random((20, 22, 24)).astype(np.float32)
+    item = save(tmp_path, image, OBLIQUE, label=(image > 0.5).astype(np.uint8))
+    near, far, turned = OBLIQUE.copy(), OBLIQUE.copy(), OBLIQUE.copy()
+    near[:3, 3] += 0.05
+    far[:3, 3] += 0.3
+    turned[:3, :3] *= 1.01
+    write_volume(item["label"], (image > 0.5).astype(np.uint8), near)
+    assert on_grid(item, keys((16, 16, 16), 1.2))["label"].any()
+    for affine in (far, turned):
+        write_volume(item["label"], (image > 0.5).astype(np.uint8), affine)
+        with pytest.raises(InputError, match="label.nii.gz: the label of .*image.nii.gz is on another grid"):
+            on_grid(item, keys((16, 16, 16), 1.2))
+    write_volume(item["label"], (image > 0.5)[:-1].astype(np.uint8), OBLIQUE)
+    with pytest.raises(InputError, match=r"another grid .*\(19, 22, 24\) and \(20, 22, 24\)"):
+        on_grid(item, keys((16, 16, 16), 1.2))
+
+
+@pytest.mark.parametrize("kind", [nibabel.Nifti1Header, nibabel.Nifti2Header])
+@pytest.mark.parametrize("endian", ["<", ">"])
+def test_the_header_of_the_file_comes_back(tmp_path, kind, endian):
+    header = kind(endianness=endian)
+    header["descrip"] = b"scanner seven"
+    header.set_xyzt_units("mm", "sec")
+    array = np.random.default_rng(0).random((16, 16, 16)).astype(np.float32)
+    image = (nibabel.Nifti1Image if kind is nibabel.Nifti1Header else nibabel.Nifti2Image)(array, OBLIQUE, header)
+    image.set_sform(OBLIQUE, 4)
+    image.set_qform(OBLIQUE, 3)
+    nibabel.save(image, tmp_path / "image.nii")
+    item = {"id": "v_1", "image": tmp_path / "image.nii", "label": None, "mask": None}
+    found, record = prepared(item, keys((16, 16, 16), 1.2, window=[0, 1]))
+    again = original_header(record)
+    assert again.binaryblock == nibabel.load(tmp_path / "image.nii").header.binaryblock
+    assert base64.b64decode(record["header"]) == again.binaryblock
+    write_volume(tmp_path / "back.nii.gz", to_original(found["image"], record, intensities=True),
+                 np.array(record["affine"]), again)
+    back = nibabel.load(tmp_path / "back.nii.gz")
+    assert back.header["descrip"].item() == b"scanner seven"
+    assert (int(back.header["sform_code"]), int(back.header["qform_code"])) == (4, 3)
+    np.testing.assert_allclose(back.affine, OBLIQUE, atol=1e-5)
