@@ -21,15 +21,15 @@ HELD = {}  # folder: the open lock file; closing it, or the end of the process, 
 
 
 def stage(folder, manifest, place):
-    """Copy a cache to `place`/omnimorph_<user>_<checksum of the manifest>, unless it is there. Returns: that folder.
+    """Copy a cache to its folder in `place`, unless it is there. Returns: that folder.
 
     place: a folder; ~ and $VARIABLES are expanded. Every file is compared with its checksum on the way.
     Raises InputError where the place is missing or too small, and for a damaged file.
     """
-    parent = Path(os.path.expandvars(place)).expanduser()
+    parent = expanded(place)
     if "$" in str(parent) or not parent.is_dir():
         raise InputError(f"data.stage {place}: no folder {parent} on this node; correct it, or set it to \"\".")
-    target = parent / f"omnimorph_{os.getuid()}_{manifest['sha256'][:16]}"
+    target = copy_of(manifest, parent)
     remove_unused(parent, target)
     while target not in HELD:
         target.mkdir(exist_ok=True)
@@ -51,6 +51,15 @@ def stage(folder, manifest, place):
         raise InputError(f"data.stage {place}: {next(iter(missing))} of the copy is gone or not whole; remove {target} "
                          "and start again.")
     return target
+
+
+def expanded(place):
+    return Path(os.path.expandvars(place)).expanduser()
+
+
+def copy_of(manifest, parent):
+    """The folder of a cache's copy: of this user, and of this content."""
+    return parent / f"omnimorph_{os.getuid()}_{manifest['sha256'][:16]}"
 
 
 def release(remove=False):

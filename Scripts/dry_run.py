@@ -41,39 +41,47 @@ def weights_and_optimizer_bytes(network):
     return 4 * sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
 
 
-def dry_run(cfg, world, step_diffusion, step_contrastive, step_registration):
-    """Build everything on tensors that hold no numbers, print what a step costs, and last one line of JSON.
+def mode_costs(cfg, pair_batch, step_diffusion, step_contrastive, step_registration):
+    """`count_costs` of each mode of a config. pair_batch: pairs of one forward; the step functions: the training's.
 
-    world: ranks it is meant for. The step functions are those of the training script. Returns the exit code.
+    Returns: the network, on tensors that hold no numbers; {mode: costs}.
     """
     size, batchsize, word = cfg["data.img_size"], cfg["data.batchsize"], cfg["model.condition_type"]
-    try:
-        dataset, _, listed = read_datasets(cfg, headers_only=True)
-        volumes, source = len(dataset), cfg["data.root"]
-    except InputError as error:
-        volumes, listed, source = cfg["data.expect_samples"], None, f"data.expect_samples, since {error}"
-    share = shares(cfg, world)
-    steps, pairs = steps_left(cfg, volumes, listed, share), epoch_pair_count(cfg, volumes, listed, share)
-    pair_batch, together = share["pair_batch"], share["samples"]
     with FakeTensorMode():
         net, queue = network_class(cfg["model.name"])(cfg), new_queue(cfg, "cpu")
         t, image = torch.zeros(batchsize, dtype=torch.long), torch.zeros(batchsize, 1, *size)
         moving, fixed = torch.zeros(pair_batch, 1, *size), torch.zeros(pair_batch, 1, *size)
         batch = {"xt": image, "t": t, "true_field": torch.zeros(batchsize, len(size), *size), "keep": None,
                  "condition": make_condition(image, "none" if word == "none" else "volume")}
-        costs = {"diffusion": count_costs(lambda: step_diffusion(net, batch, cfg)[0], net),
-                 "contrastive": count_costs(lambda: step_contrastive(net, batch, t, queue, cfg)[0], net),
-                 "registration": count_costs(lambda: step_registration(net, moving, fixed, cfg)[0], net)}
+        return net, {"diffusion": count_costs(lambda: step_diffusion(net, batch, cfg)[0], net),
+                     "contrastive": count_costs(lambda: step_contrastive(net, batch, t, queue, cfg)[0], net),
+                     "registration": count_costs(lambda: step_registration(net, moving, fixed, cfg)[0], net)}
+
+
+def dry_run(cfg, world, step_diffusion, step_contrastive, step_registration):
+    """Build everything on tensors that hold no numbers, print what a step costs, and last one line of JSON.
+
+    world: ranks it is meant for. The step functions are those of the training script. Returns the exit code.
+    """
+    size, word = "x".join(map(str, cfg["data.img_size"])), cfg["model.condition_type"]
+    try:
+        dataset, _, listed = read_datasets(cfg, headers_only=True)
+        volumes, source = len(dataset), cfg["data.cache"] or cfg["data.root"]
+    except InputError as error:
+        volumes, listed, source = cfg["data.expect_samples"], None, f"data.expect_samples, since {error}"
+    share = shares(cfg, world)
+    steps, pairs = steps_left(cfg, volumes, listed, share), epoch_pair_count(cfg, volumes, listed, share)
+    net, costs = mode_costs(cfg, share["pair_batch"], step_diffusion, step_contrastive, step_registration)
     parameters, fixed_bytes = sum(p.numel() for p in net.parameters()), weights_and_optimizer_bytes(net)
     memory = fixed_bytes + max(kept for _, kept in costs.values())
-    print(f"{cfg['model.name']}: {parameters / 1e6:.1f} M parameters, {'x'.join(map(str, size))} voxels, "
-          f"batch {batchsize}, {cfg['diffusion.timesteps']} timesteps, condition {word}")
+    print(f"{cfg['model.name']}: {parameters / 1e6:.1f} M parameters, {size} voxels, batch {cfg['data.batchsize']}, "
+          f"{cfg['diffusion.timesteps']} timesteps, condition {word}")
     for mode, (flops, kept) in costs.items():
         print(f"{mode:>13}: {flops / 1e12:8.3f} Tflop, activations {kept / 2 ** 30:6.2f} GiB")
     print(f"memory per step about {memory / 2 ** 30:.1f} GiB: {fixed_bytes / 2 ** 30:.1f} for weights, gradients and "
           f"Adam, the rest for the activations of the largest mode")
-    print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; effective batch {together} "
-          f"(ranks: {world})")
+    print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; effective batch "
+          f"{share['samples']} (ranks: {world})")
     print(json.dumps({"parameters": parameters, "step_flops": sum(flops for flops, _ in costs.values()),
-                      "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": together}))
+                      "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": share["samples"]}))
     return DONE

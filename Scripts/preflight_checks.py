@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from Dataloader.sampler import shares
+from Dataloader.staging import expanded
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
 from Diffusion.networks import build_network, network_class
@@ -28,6 +28,7 @@ from Runtime import launch, memory
 from Runtime.device import autocast, backend, pick_device, prepare_device, synchronize
 from Runtime.errors import InputError
 from Runtime.provenance import SETTINGS, git
+from Scripts.memory_estimate import activation_bytes, held_bytes, host_room, memory_estimate, staged_bytes
 
 GIB = 2 ** 30
 OPEN_FILES = 4096  # sockets of all ranks, shared-memory files of all loader workers
@@ -150,82 +151,52 @@ def check_forward(context, at):
 # Memory of the node
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Anonymous memory of processes of this project, measured on x86-64 Linux with torch 2.13.0+cpu.
-TRAINING = 220 * 2 ** 20  # what a training of next to nothing adds to a preflight: 369 to 387 MiB against 167
-WORKER = 190 * 2 ** 20  # a loader worker that has read nothing: 188 MiB
-READING = 8  # volumes of the training grid in float32 that a worker holds while it reads one as large: 7.4
-LOADERS = 2  # each with data.num_workers workers: one for volumes, one for pairs (Dataloader/dataset.py)
-
-
-def memory_estimate(cfg, world, ranks, process, parameters, volumes=0, on_cpu=False, writes=False):
-    """Host memory of a node, in bytes.
-
-    world: ranks of the run; ranks: those on this node. process: bytes of one without the training. parameters: of the
-    network. volumes: that a rank reads where data.in_memory. on_cpu: gradients and Adam's moments are on the host too
-    (activations come on top). writes: whether rank 0 is here, which writes checkpoints.
-    Returns: {"rank", "worker", "workers" (their number in a rank), "batches" (shared, of one rank), "checkpoint",
-    "total": ranks x (rank + workers x worker + batches) + checkpoint}.
-    """
-    share, volume = shares(cfg, world), 4 * math.prod(cfg["data.img_size"])
-    rank = process + TRAINING + parameters * (16 if on_cpu else 4)  # weights are drawn on the host
-    rank += volumes * volume if cfg["data.in_memory"] else 0
-    per_loader = 0 if cfg["data.in_memory"] else cfg["data.num_workers"]
-    waiting = per_loader * cfg["data.prefetch_factor"]  # batches that each loader holds ready
-    batches = waiting * (share["sample_batch"] + 2 * share["pair_batch"]) * volume
-    worker, workers = WORKER + READING * volume, LOADERS * per_loader
-    checkpoint = 2 * 12 * parameters if writes else 0  # weights and two moments: the copy, and what is read back
-    return {"rank": rank, "worker": worker, "workers": workers, "batches": batches, "checkpoint": checkpoint,
-            "total": ranks * (rank + workers * worker + batches) + checkpoint}
-
-
-def host_room(cfg, ranks, variables):
-    """Bytes of host memory that the ranks of this node may take together: of the machine, its groups, Slurm, run.*."""
-    room = [memory.measure(torch.device("cpu"))["host_free"] or math.inf]
-    if variables.get("SLURM_MEM_PER_NODE", "0") != "0":  # "0" asks for all of it
-        room.append(int(variables["SLURM_MEM_PER_NODE"]) * 2 ** 20)
-    if cfg["run.memory_limit_gb"]:
-        room.append(cfg["run.memory_limit_gb"] * GIB * ranks)
-    return min(room)
-
-
-def volumes_to_hold(cfg):
-    """How many volumes a rank reads where data.in_memory: those of the datalists, else data.expect_samples."""
-    if not cfg["data.in_memory"]:
-        return 0
-    from Dataloader.dataset import read_datasets  # here, because scipy and nibabel take a second
-    try:
-        return sum(map(len, read_datasets(cfg, headers_only=True)[:2]))
-    except InputError:  # the training will say so; what is missing now may come until then
-        return cfg["data.expect_samples"]
-
-
 def check_memory(context, at):
-    """Ranks, loader workers and their batches against what the node has."""
+    """Ranks, their steps on a CPU, loader workers and batches, and a cache in memory, against what the node has."""
     cfg, ranks, variables = context["cfg"], context["tasks"], context["variables"]
     at("counting parameters")
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in network_class(cfg["model.name"])(cfg).parameters())
     at("counting volumes")
-    given = (context["world"], ranks, context["found"]["forward"]["process_bytes"] or 0, parameters,
-             volumes_to_hold(cfg), context["found"]["device"]["devices"] == 0, context["rank"] == 0)
-    need, room = memory_estimate(cfg, *given), host_room(cfg, ranks, variables)
+    parts = {"held": held_bytes(cfg), "staged": staged_bytes(cfg), "writes": context["rank"] == 0}
+    if context["found"]["device"]["devices"] == 0:
+        at("counting activations")
+        parts.update(on_cpu=True, activations=activation_bytes(cfg, context["world"]))
+    given = (context["world"], ranks, context["found"]["forward"]["process_bytes"] or 0, parameters)
+    need, room = memory_estimate(cfg, *given, **parts), host_room(cfg, ranks, variables)
     said = (f"needs {need['total'] / GIB:.1f} of {room / GIB:.1f} GiB: {ranks} ranks x ({need['rank'] / GIB:.2f} + "
-            f"{need['workers']} workers x {need['worker'] / GIB:.2f} + batches {need['batches'] / GIB:.2f})"
-            + (f" + checkpoint {need['checkpoint'] / GIB:.2f}" if need["checkpoint"] else ""))
+            + f"activations {need['activations'] / GIB:.2f} + " * (need["activations"] > 0)
+            + f"{need['workers']} workers x {need['worker'] / GIB:.2f} + batches {need['batches'] / GIB:.2f})"
+            + "".join(f" + {what} {need[part] / GIB:.2f}" for part, what in (
+                ("checkpoint", "checkpoint"), ("staged", "staged cache")) if need[part]))
     facts = {"worst": need["total"] / room, "need": need, "room": room}
-    shared, shm = ranks * need["batches"], Path("/dev/shm")
-    if need["total"] <= room and shm.is_dir() and shared > shutil.disk_usage(shm).free:
-        return failed(f"the loaders' batches need {shared / GIB:.1f} GiB of shared memory, {shm} has "
-                      f"{shutil.disk_usage(shm).free / GIB:.1f}",
-                      f"enlarge {shm}, or lower data.num_workers or data.prefetch_factor", **facts)
     if need["total"] <= room:
-        return passed(said, **facts)
-    fits = [count for count in range(cfg["data.num_workers"])
-            if memory_estimate({**cfg, "data.num_workers": count}, *given)["total"] <= room]
-    if fits and not cfg["data.in_memory"]:
+        lack, do = short_of_shared_memory(cfg, ranks, need)
+        return failed(lack, do, **facts) if lack else passed(said, **facts)
+    if need["total"] - need["staged"] <= room:
+        return failed(said, "set data.stage=\"\" or to a folder on a disk, or ask for more memory (--mem)", **facts)
+    fits = [count for count in range(need["workers"])
+            if memory_estimate({**cfg, "data.num_workers": count}, *given, **parts)["total"] <= room]
+    if fits:
         return failed(said, f"data.num_workers={fits[-1]} would fit; or ask for more memory (--mem)", **facts)
-    return failed(said, "set data.in_memory=false, " * cfg["data.in_memory"]
+    return failed(said, "set data.in_memory=false, " * (parts["held"] > 0)
                   + "ask for more memory (--mem) or fewer tasks on a node", **facts)
+
+
+def short_of_shared_memory(cfg, ranks, need):
+    """What does not fit into a folder in memory that is smaller than the memory itself, and what to do; or two ""."""
+    shm, place = Path("/dev/shm"), expanded(cfg["data.stage"])
+    shared = ranks * need["batches"] if need["workers"] else 0
+    if need["staged"]:
+        free = shutil.disk_usage(place).free
+        both = need["staged"] + (shared if place.resolve().is_relative_to(shm) else 0)
+        if both > free:
+            return (f"the staged cache needs {both / GIB:.1f} GiB with the loaders' batches, data.stage {place} has "
+                    f"{free / GIB:.1f}", f"enlarge {place}, or set data.stage=\"\" or to a folder on a disk")
+    if shm.is_dir() and shared > (free := shutil.disk_usage(shm).free):
+        return (f"the loaders' batches need {shared / GIB:.1f} GiB of shared memory, {shm} has {free / GIB:.1f}",
+                f"enlarge {shm}, or lower data.num_workers or data.prefetch_factor")
+    return "", ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_a_healthy_allocation_passes(slurm, shared):
     assert (code, excluded) == (0, ""), printed
     assert "preflight: passed on 2 nodes x 2 ranks" in printed and "FAILED" not in printed and "skipped" not in printed
     assert row(printed, "device", "ok")[2:5] == ["2 nodes", "4 ranks", "2 x cpu"]
-    need = r"needs 1\.\d of [\d.]+ GiB: 2 ranks x \(0\.\d\d \+ 2 workers x 0\.19"
+    need = r"needs 1\.\d of [\d.]+ GiB: 2 ranks x \(0\.\d\d \+ 1 workers x 0\.19"
     assert re.search(need, row(printed, "memory", "ok")[4])
     assert re.search(r"4 ranks by gloo, 4 MiB at [\d.e-]+ GiB/s", row(printed, "collective", "ok")[4])
     report = json.loads(next((shared / "Logs").glob("preflight_*.json")).read_text())
@@ -146,8 +146,8 @@ def test_more_loader_workers_than_the_memory_holds(slurm, shared):
     code, _, printed = preflight(slurm, words)
     failed = [line for line in printed.splitlines() if line.startswith("memory") and "FAILED" in line]
     assert code == 43 and len(failed) == 2 and "n1" in failed[0] and "n2" in failed[1]
-    assert re.search(r"needs \d+\.\d of \d+\.\d GiB: 2 ranks x \(0\.\d\d \+ 1000 workers x 0\.19 \+ batches \d\.\d\d\)",
-                     failed[0])
+    assert re.search(r"needs \d+\.\d of \d+\.\d GiB: 2 ranks x \(0\.\d\d \+ activations \d\.\d\d \+ "
+                     r"500 workers x 0\.19 \+ batches \d\.\d\d\)", failed[0])
     assert re.search(r"data\.num_workers=\d+ would fit", failed[0])
 
 

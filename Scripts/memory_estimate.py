@@ -1,0 +1,123 @@
+"""What a training will take of a node's host memory, before it starts: for the preflight (Scripts/preflight_checks.py).
+
+Counted is what does not give way: anonymous memory of the ranks and of their loader workers, batches in shared memory,
+and a cache staged in memory. Mapped files of a cache are not: the kernel drops their pages when it needs room.
+"""
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from Dataloader.sampler import shares
+from Dataloader.staging import copy_of, expanded
+from Runtime import memory
+from Runtime.errors import InputError
+
+GIB = 2 ** 30
+# Measured on x86-64 Linux with torch 2.13.0+cpu, glibc's malloc and one thread a rank: the highest anonymous memory of
+# trainings of 16^3 to 96^3 voxels and 50 thousand to 27 million parameters.
+TRAINING = 125 * 2 ** 20  # what a training of next to nothing adds to a preflight: its modules, TensorBoard, pictures
+WORKER = 190 * 2 ** 20  # a loader worker that has read nothing: 188 MiB
+READING = 8  # volumes of the training grid in float32 held while one as large is read from its file: 7.4
+# What a step on a CPU takes at its peak, as a multiple of the activations kept for the backward pass: gradients of
+# activations, fields and images in float32, scratch of oneDNN, gaps of malloc. Convolutions in float32 need more.
+PEAK = {"bf16": 1.37, "off": 1.6}
+RECOMPUTED = 1.2  # times that with model.use_checkpoint, where levels come up once more in the backward pass
+# Beside weights, gradients and moments, as a multiple of the weights, with two ranks or more on a CPU: gradients in
+# float64 on their way between ranks; with fsdp also blocks made whole, and their casts to bf16 of every pass.
+BETWEEN_RANKS = {"ddp": 1.25, "zero1": 1.25, "fsdp": 5}
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are memory
+
+
+def memory_estimate(cfg, world, ranks, process, parameters, held=0, activations=0, staged=0, on_cpu=False,
+                    writes=False):
+    """Host memory of a node, in bytes.
+
+    world: ranks of the run; ranks: those on this node. process: bytes of one without the training. parameters: of the
+    network. held, activations, staged: of `held_bytes`, `activation_bytes` (of a CPU), `staged_bytes`. on_cpu: the
+    network is trained on the host. writes: whether rank 0 is here, which writes checkpoints.
+    Returns: {"rank", "activations", "worker", "workers" (their number in a rank), "batches" (read ahead, of one rank),
+    "checkpoint", "staged", "total": ranks x (rank + activations + workers x worker + batches) + checkpoint + staged}.
+    """
+    share, voxels, cached = shares(cfg, world), math.prod(cfg["data.img_size"]), bool(cfg["data.cache"])
+    workers = 0 if cfg["data.in_memory"] and not cached else cfg["data.num_workers"]
+    reading = 0 if cached else READING * 4 * voxels
+    # Each worker has batches ready; a thread has whole steps; and the step at work has its own.
+    per_step = share["sample_batches"] + share["pair_batches"]
+    steps = 1 + cfg["data.prefetch_factor"] * (workers / per_step if workers else 1)
+    step = share["sample_batches"] * share["sample_batch"] + 2 * share["pair_batches"] * share["pair_batch"]
+    batches = round(steps * step * voxels * (np.dtype(cfg["data.dtype"]).itemsize if cached else 4))
+    weights = 4 * parameters
+    rank = process + TRAINING + held + (0 if workers else reading)
+    rank += round(weights * (copies(cfg, world, share) if on_cpu else 1))  # accelerators: they are drawn on the host
+    checkpoint = 3 * weights if writes else 0  # a copy of weights and two moments, while it is written
+    need = {"rank": rank, "activations": activations, "worker": WORKER + reading, "workers": workers,
+            "batches": batches, "checkpoint": checkpoint, "staged": staged}
+    return {**need, "total": ranks * (rank + activations + workers * need["worker"] + batches) + checkpoint + staged}
+
+
+def copies(cfg, world, share):
+    """How often a rank on a CPU holds as many bytes as the weights have: weights, gradients, two moments, sums."""
+    found, strategy = 4, cfg["run.strategy"]
+    if world > 1:
+        found = {"ddp": 4, "zero1": 2 + 2 / world, "fsdp": 4 / world}[strategy] + BETWEEN_RANKS[strategy]
+    if max(share["sample_batches"], share["pair_batches"]) > 1:  # batches that only add up, in float64 or float32
+        found += 2 if cfg["run.exact_sums"] else 1
+    return found
+
+
+def activation_bytes(cfg, world):
+    """Bytes that a step on a CPU takes at its peak, beside weights and their gradients. Counted in some seconds."""
+    import OM_train_3modes as training  # here, because a preflight without a CPU training needs none of it
+    from Scripts.dry_run import mode_costs
+    _, costs = mode_costs(cfg, shares(cfg, world)["pair_batch"], training.step_diffusion, training.step_contrastive,
+                          training.step_registration)
+    factor = PEAK[cfg["run.amp"]] * (RECOMPUTED if cfg["model.use_checkpoint"] else 1)
+    return round(factor * max(kept for _, kept in costs.values()))
+
+
+def held_bytes(cfg):
+    """Bytes of the volumes that a rank keeps with data.in_memory: images in float32, labels held out in int16."""
+    if not cfg["data.in_memory"] or cfg["data.cache"]:
+        return 0
+    from Dataloader.dataset import read_datasets  # here, because scipy and nibabel take a second
+    try:
+        train, val, _ = read_datasets(cfg, headers_only=True)
+        images, labels = len(train) + len(val), sum(bool(item["label"]) for item in val.items)
+    except InputError:  # the training will say so; what is missing now may come until then
+        images, labels = cfg["data.expect_samples"], 0
+    return math.prod(cfg["data.img_size"]) * (4 * images + 2 * labels)
+
+
+def staged_bytes(cfg):
+    """Bytes of memory that data.stage will take on this node: on a disk none, nor for what an earlier round left."""
+    place = expanded(cfg["data.stage"])
+    if not cfg["data.cache"] or not cfg["data.stage"] or file_system(place) not in IN_MEMORY:
+        return 0
+    from Dataloader.cache import read_manifest
+    try:
+        manifest = read_manifest(cfg["data.cache"], cfg)
+    except InputError:
+        return 0
+    copy = copy_of(manifest, place)
+    return sum(size for name, (size, _) in manifest["files"].items() if not (copy / name).is_file())
+
+
+def file_system(path):
+    """Type of the file system that a path is on, as /proc/mounts names it: "ext4", "tmpfs"; "" where nobody tells."""
+    path, mounts = Path(path).resolve(), Path("/proc/mounts")
+    lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.is_file() else []
+    above = [(len(point), number, kind) for number, (_, point, kind, *_) in enumerate(lines)
+             if path.is_relative_to(point.replace("\\040", " "))]
+    return max(above)[2] if above else ""
+
+
+def host_room(cfg, ranks, variables):
+    """Bytes of host memory that the ranks of this node may take together: of the machine, its groups, Slurm, run.*."""
+    room = [memory.measure(torch.device("cpu"))["host_free"] or math.inf]
+    if variables.get("SLURM_MEM_PER_NODE", "0") != "0":  # "0" asks for all of it
+        room.append(int(variables["SLURM_MEM_PER_NODE"]) * 2 ** 20)
+    if cfg["run.memory_limit_gb"]:
+        room.append(cfg["run.memory_limit_gb"] * GIB * ranks)
+    return min(room)
