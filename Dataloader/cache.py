@@ -56,7 +56,7 @@ def encode(image, dtype):
 
 def decode(image):
     """Intensities 0 .. 1, float32, of a stored array."""
-    return image.astype(np.float32) / np.float32(255) if image.dtype == np.uint8 else image.astype(np.float32)
+    return image.astype(np.float32) * np.float32(1 / 255) if image.dtype == np.uint8 else image.astype(np.float32)
 
 
 def source(item):

@@ -90,8 +90,8 @@ def make_loader(dataset, batch_list, cfg):
 
 
 def read_ahead(loader, ahead):
-    """What a loader yields; without workers, a thread reads `ahead` batches before they are asked for."""
-    if loader.num_workers:
+    """What a loader yields; without workers, a thread reads `ahead` batches before they are asked for, if any."""
+    if loader.num_workers or not ahead:
         yield from loader
         return
     waiting, found = collections.deque(), iter(loader)
@@ -141,7 +141,9 @@ def epoch_batches(cfg, dataset, listed, progress, share, ranks):
     both = ((volumes, share["sample_batches"]), (pairs, share["pair_batches"]))
     dataset.loader.batch_sampler[:] = [batch for step in range(steps) for kind, number in both
                                        for batch in kind[step * number:(step + 1) * number]]
-    found = read_ahead(dataset.loader, cfg["data.prefetch_factor"] * per_step)
+    # Where the step needs the cores itself, a thread would only take them from it.
+    on_cpu = cfg["run.device"] == "cpu" or not torch.accelerator.is_available()
+    found = read_ahead(dataset.loader, 0 if on_cpu else cfg["data.prefetch_factor"] * per_step)
     return ((step[:share["sample_batches"]], step[share["sample_batches"]:]) for step in zip(*[found] * per_step))
 
 

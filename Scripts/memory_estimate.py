@@ -43,9 +43,9 @@ def memory_estimate(cfg, world, ranks, process, parameters, held=0, activations=
     share, voxels, cached = shares(cfg, world), math.prod(cfg["data.img_size"]), bool(cfg["data.cache"])
     workers = 0 if cfg["data.in_memory"] and not cached else cfg["data.num_workers"]
     reading = 0 if cached else READING * 4 * voxels
-    # Each worker has batches ready; a thread has whole steps; and the step at work has its own.
+    # Each worker has batches ready; beside an accelerator a thread has whole steps; and the step at work has its own.
     per_step = share["sample_batches"] + share["pair_batches"]
-    steps = 1 + cfg["data.prefetch_factor"] * (workers / per_step if workers else 1)
+    steps = 1 + cfg["data.prefetch_factor"] * (workers / per_step if workers else not on_cpu)
     step = share["sample_batches"] * share["sample_batch"] + 2 * share["pair_batches"] * share["pair_batch"]
     batches = round(steps * step * voxels * (np.dtype(cfg["data.dtype"]).itemsize if cached else 4))
     weights = 4 * parameters

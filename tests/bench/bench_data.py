@@ -5,10 +5,11 @@
 cache_vs_nibabel, cache_vs_monai: samples/s of 128^3 volumes as float32 tensors in [0, 1], in batches of 2, by the
 training's own loader from the prepared cache, against reading the .nii.gz files with nibabel (decompressed and scaled
 to [0, 1], nothing resampled) and against MONAI's PersistentDataset in a DataLoader, each with the number of workers
-that suits it best. All files are in the system's file cache, all ways take turns, medians of the rounds.
+that suits it best. Each way has a process of its own; all take turns; files are in the system's file cache; medians.
 pss_growth: memory of 8 loader workers against 1, as proportional set sizes (pages that several processes map count
 once), each without the same workers before they have read anything; each worker has read every volume.
-data_wait_share: phase "data" of all phases of the steps of the hippocampus config, after the first ten.
+data_wait_share: phase "data" of all phases of the steps of the hippocampus config, after the first ten. The phase ends
+when the batch is on its way to the device, so the leak monitor (1 ms) is in it too.
 Real hippocampus volumes come from ../shared/data/hippocampus where that is present, else synthetic ones stand in.
 """
 import argparse
@@ -40,7 +41,7 @@ from Runtime.config import load_config  # noqa: E402
 from Runtime.errors import PLANNED_RESTART  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
 
-SIDE, BATCH, ROUNDS, DIFFERENT = 128, 2, 5, 6
+SIDE, BATCH, ROUNDS, DIFFERENT = 128, 2, 7, 6
 TARGETS = {"cache_vs_nibabel": (30, "least"), "cache_vs_monai": (2, "least"), "pss_growth": (0.10, "most"),
            "data_wait_share": (0.01, "most")}
 # A training's own loader in a process of its own; says when its workers have started, and when they have read all.
@@ -93,11 +94,11 @@ def make_volumes(folder, count):
 # Samples per second
 # ---------------------------------------------------------------------------------------------------------------------
 
-def by_cache(cfg, workers):
+def by_cache(cfg, workers, ahead=0):
     dataset = read_datasets(cfg)[0]
     lists = [[(0, index) for index in range(first, first + BATCH)] for first in range(0, len(dataset), BATCH)]
     loader = make_loader(dataset, lists, {**cfg, "data.num_workers": workers})
-    return lambda: (as_float(images) for images, _, _ in read_ahead(loader, 4))
+    return lambda: (as_float(images) for images, _, _ in read_ahead(loader, ahead))
 
 
 def by_nibabel(paths):
@@ -123,26 +124,45 @@ def by_monai(paths, folder, workers):
     return lambda: (batch["image"] for batch in loader)
 
 
-def samples_per_second(ways):
-    """{name: median over the rounds}, all ways in turn, the first round left out. ways: {name: function of batches}."""
-    seconds = {name: [] for name in ways}
-    for _ in tqdm(range(1 + ROUNDS), "rounds", file=sys.stderr, leave=False):
-        for name, batches in ways.items():
-            started, count = time.perf_counter(), 0
-            for images in batches():
-                count += len(images)
-                assert images.dtype == torch.float32 and images.shape[1:] == (1, SIDE, SIDE, SIDE), name
-            seconds[name].append((time.perf_counter() - started) / count)
-    return {name: 1 / statistics.median(times[1:]) for name, times in seconds.items()}
+WAYS = {"cache, no worker": lambda cfg, paths, folder: by_cache(cfg, 0),
+        "cache, a thread ahead": lambda cfg, paths, folder: by_cache(cfg, 0, 4),
+        "cache, 2 workers": lambda cfg, paths, folder: by_cache(cfg, 2),
+        ".nii.gz by nibabel": lambda cfg, paths, folder: by_nibabel(paths[:DIFFERENT]),
+        "MONAI, no worker": lambda cfg, paths, folder: by_monai(paths, folder, 0),
+        "MONAI, 2 workers": lambda cfg, paths, folder: by_monai(paths, folder, 2)}
 
 
-def speed(cfg, folder):
-    paths = sorted((folder / "data").iterdir())[:6 * DIFFERENT]
-    few = {**cfg, "data.train_ids": f"0-{len(paths) - 1}"}
-    ways = {"cache, thread": by_cache(few, 0), "cache, 2 workers": by_cache(few, 2),
-            ".nii.gz by nibabel": by_nibabel(paths[:DIFFERENT]), "MONAI, no worker": by_monai(paths, folder, 0),
-            "MONAI, 2 workers": by_monai(paths, folder, 2)}
-    found = samples_per_second({name: way for name, way in ways.items() if way})
+def one_way(name, overrides, folder):
+    """In a process of its own, as in a training: for each line of input a pass over the volumes; prints samples/s."""
+    paths = sorted((folder / "data").iterdir())[:24 * DIFFERENT]
+    cfg = load_config(ROOT / "Config/config_om.yaml", [*overrides, f"data.train_ids=0-{len(paths) - 1}"])
+    batches = WAYS[name](cfg, paths, folder)
+    print("ready" if batches else "not installed", flush=True)
+    for _ in sys.stdin:
+        started, count = time.perf_counter(), 0
+        for images in batches():
+            count += len(images)
+            assert images.dtype == torch.float32 and images.shape[1:] == (1, SIDE, SIDE, SIDE), name
+        print(count / (time.perf_counter() - started), flush=True)
+
+
+def speed(overrides, folder):
+    """Samples/s of the cache over that of nibabel and of MONAI; all ways take turns."""
+    processes = {name: subprocess.Popen([sys.executable, __file__, "--way", name, str(folder), *overrides], text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in WAYS}
+    for name, process in list(processes.items()):
+        if process.stdout.readline().strip() != "ready":
+            processes.pop(name).communicate()
+    found = {name: [] for name in processes}
+    for _ in tqdm(range(2 + ROUNDS), "rounds", file=sys.stderr, leave=False):
+        for name, process in processes.items():
+            process.stdin.write("again\n")
+            process.stdin.flush()
+            found[name].append(float(process.stdout.readline()))
+    for process in processes.values():
+        process.communicate()
+    # The first two rounds fill caches, start workers and let malloc learn the sizes.
+    found = {name: statistics.median(rates[2:]) for name, rates in found.items()}
     print(text_table(["128^3 volumes as float32", "samples/s"], found.items(), [None, ".1f"]) + "\n")
     best = {key: max((value for name, value in found.items() if key in name), default=float("nan"))
             for key in ("cache", "nibabel", "MONAI")}
@@ -233,14 +253,17 @@ def main():
     parser = argparse.ArgumentParser(description="Speed, memory and waiting of the data path.")
     parser.add_argument("--volumes", type=int, default=256, help="128^3 volumes in the cache (256; 2 MB each)")
     parser.add_argument("--steps", type=int, default=60, help="steps of the hippocampus config (60)")
+    parser.add_argument("--way", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.way:
+        return one_way(args.way[0], args.way[2:], Path(args.way[1]))
     with tempfile.TemporaryDirectory() as name:
         folder, config = Path(name), "Config/config_om.yaml"
         share = wait_share(folder, args.steps)
         overrides = make_volumes(folder, args.volumes)
         prepare(config, overrides)
-        grown = growth(overrides, folder)  # first: what this process maps itself would count as half
-        result = dict(zip(TARGETS, (*speed(load_config(ROOT / config, overrides), folder), grown, share)))
+        grown = growth(overrides, folder)
+        result = dict(zip(TARGETS, (*speed(overrides, folder), grown, share)))
     print(f"augmentation of 2 x {SIDE}^3, everything on: {augment_ms():.0f} ms\n")
     print(f"{os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name, value in result.items():
