@@ -94,13 +94,14 @@ def read_ahead(loader, ahead):
     if loader.num_workers or not ahead:
         yield from loader
         return
-    waiting, found = collections.deque(), iter(loader)
-    with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as thread:
-        for _ in range(ahead):
-            waiting.append(thread.submit(next, found, None))
+    found, thread = iter(loader), ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
+    try:
+        waiting = collections.deque(thread.submit(next, found, None) for _ in range(ahead))
         while (batch := waiting.popleft().result()) is not None:
             waiting.append(thread.submit(next, found, None))
             yield batch
+    finally:  # of an epoch that is left early too
+        thread.shutdown(cancel_futures=True)
 
 
 def leave_signals_to_the_rank(worker):

@@ -64,18 +64,18 @@ def meet(ranks, seconds):
     try:
         store = dist.TCPStore(address, int(port), ranks["world"], serves, wait_for_workers=False,
                               timeout=datetime.timedelta(seconds=seconds))
-    except dist.DistError as error:
+        store = dist.PrefixStore(f"launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        # Rank 0, which serves the store, may leave soon after: only when nobody asks for the others any more.
+        for word, waits in (("here", True), ("met", ranks["rank"] == 0)):
+            store.set(f"{word}/{ranks['rank']}", "1")
+            missing = list(range(ranks["world"])) if waits else []
+            while missing := [rank for rank in missing if not store.check([f"{word}/{rank}"])]:
+                if time.time() > ends:
+                    raise RuntimeError(f"rank {', '.join(map(str, missing))} of {ranks['world']} did not arrive within "
+                                       f"{seconds:.0f} s")
+                time.sleep(0.05)
+    except dist.DistError as error:  # never there, or gone because it waited in vain for another
         raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
-    store = dist.PrefixStore(f"launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    # Rank 0, which serves the store, may leave soon after: only when nobody asks for the others any more.
-    for word, waits in (("here", True), ("met", ranks["rank"] == 0)):
-        store.set(f"{word}/{ranks['rank']}", "1")
-        missing = list(range(ranks["world"])) if waits else []
-        while missing := [rank for rank in missing if not store.check([f"{word}/{rank}"])]:
-            if time.time() > ends:
-                raise RuntimeError(f"rank {', '.join(map(str, missing))} of {ranks['world']} did not arrive within "
-                                   f"{seconds:.0f} s")
-            time.sleep(0.05)
     ranks["store"] = store
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from Dataloader.dataset import Files, make_loader, read_datasets
+from Dataloader.dataset import Files, VolumeDataset, make_loader, read_ahead, read_datasets
 from Dataloader.prepare import on_grid
 from Dataloader.sampler import batches, epoch_order
 from Dataloader.synthetic import make_subject
@@ -63,6 +63,47 @@ def test_loader_with_workers_delivers_what_the_one_without_does(tmp_path):
     assert all(torch.equal(a, b) for left, right in zip(*found) for a, b in zip(left, right))
     in_memory = read_datasets(config(tmp_path))[0]
     assert isinstance(in_memory.images, list) and torch.equal(in_memory.image(3), dataset.image(3))
+
+
+class Slow:
+    """Four values a volume; each takes a while to read, and volume 5 cannot be read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        if index == 5:
+            raise InputError("volume 5 is damaged.")
+        self.read.append(index)
+        return np.full((2, 2), index, np.uint8)
+
+
+def test_a_thread_reads_ahead_what_the_loader_yields():
+    images = Slow()
+    loader = make_loader(VolumeDataset([], images, None, None), [[(0, index)] for index in range(5)], config())
+    batches_read = read_ahead(loader, 3)
+    assert next(batches_read)[0].flatten().tolist() == [0] * 4
+    time.sleep(0.3)
+    assert images.read == [0, 1, 2, 3], "three more, and no further"
+    assert [batch[2].item() for batch in batches_read] == [1, 2, 3, 4]
+    loader.batch_sampler[:] = [[(7, 1), (8, 2)]]
+    assert [batch[1].tolist() for batch in read_ahead(loader, 3)] == [[7, 8]], "the next epoch, by the same loader"
+
+
+def test_a_thread_that_reads_ahead_passes_errors_on_and_stops_when_nobody_listens():
+    images = Slow()
+    loader = make_loader(VolumeDataset([], images, None, None), [[(0, index)] for index in (4, 5, 6)], config())
+    found = read_ahead(loader, 3)
+    assert next(found)[2].item() == 4
+    with pytest.raises(InputError, match="volume 5 is damaged"):
+        next(found)
+    loader.batch_sampler[:] = [[(0, 0)]] * 500
+    found = read_ahead(loader, 400)
+    next(found)
+    started = time.time()
+    found.close()
+    assert time.time() - started < 2, "not until all 400 have been read"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")

@@ -89,7 +89,8 @@ def test_a_cpu_also_trains_on_the_host(tmp_path):
     cfg = config(tmp_path)
     need = memory_estimate(cfg, 1, 1, 0, 10 ** 8, activations=7, on_cpu=True)
     other = memory_estimate(cfg, 1, 1, 0, 10 ** 8)
-    assert need["total"] - other["total"] == 3 * 4 * 10 ** 8 + 7, "gradients and two moments"
+    assert need["rank"] - other["rank"] == 3 * 4 * 10 ** 8 and need["activations"] == 7, "gradients and two moments"
+    assert other["batches"] == 3 * need["batches"], "a thread reads two steps ahead, but only beside an accelerator"
     for strategy, world, batch, expected in (("ddp", 4, 0, 5.25), ("zero1", 4, 0, 3.75), ("fsdp", 4, 0, 6),
                                              ("ddp", 1, 0, 4), ("ddp", 1, 8, 6), ("ddp", 4, 32, 7.25)):
         cfg = config(tmp_path, run__strategy=strategy, data__global_batchsize=batch)
