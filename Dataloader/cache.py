@@ -88,8 +88,8 @@ def plan(folder, items, cfg):
         taken.add(number)
         usable = found and found["settings"] == settings(cfg) and not wrong_files(folder, found["files"])
         lines = found["volumes"] + found["refused"] if usable else []
-        if lines and all({key: line[key] for key in wanted[line["id"]]} == wanted[line["id"]]
-                         if line["id"] in wanted else False for line in lines):
+        if lines and all(line["id"] in wanted and all(line[key] == value for key, value in wanted[line["id"]].items())
+                         for line in lines):
             kept[number] = found
     if not (Path(folder) / "manifest.json").is_file():
         taken = set(kept)

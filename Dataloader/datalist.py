@@ -21,8 +21,9 @@ def read_datalist(root, dims=3, ids=""):
     """List the volumes of a data set.
 
     root: one of
-    - a folder with dataset.json, or a .json file: key "training" holds plain paths or {"image", "label", "mask",
-      "subject", "modality"} entries, of which only the image is needed; other keys are ignored;
+    - a folder with dataset.json (or one <task>_dataset.json), or a .json file: key "training" holds plain paths or
+      {"image", "label", "mask", "subject", "modality"} entries, of which only the image is needed; other keys are
+      ignored;
     - a .csv file: a header row with the column image and, if wanted, label, mask, id, subject, modality; comma or
       semicolon, UTF-8; an empty cell is absent, other columns are ignored;
     - another folder: all NIfTI files in its imagesTr, else anywhere under it. A labelsTr beside them must hold the
@@ -130,7 +131,12 @@ def _read_json(path):
 
 def _read_items(root):
     if root.is_dir():
-        return _from_json(root / "dataset.json") if (root / "dataset.json").is_file() else _from_folder(root)
+        # Learn2Reg names its list after the task.
+        lists = [root / "dataset.json"] if (root / "dataset.json").is_file() else sorted(root.glob("*_dataset.json"))
+        if len(lists) > 1:
+            raise InputError(f"{root}: which list, {lists[0].name} or {lists[1].name}? Give the file instead of the "
+                             "folder.")
+        return _from_json(lists[0]) if lists else _from_folder(root)
     if root.suffix.lower() not in (".json", ".csv"):
         raise InputError(f"{root}: a file, not a data folder, .json or .csv list; give the folder that holds it.")
     return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root)

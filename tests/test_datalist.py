@@ -282,6 +282,16 @@ def test_learn2reg_channels_are_modalities_of_one_subject(tmp_path):
     assert all(item["image"].name == item["label"].name == item["mask"].name for item in items)
 
 
+def test_a_list_named_after_its_task_is_found_in_the_folder(tmp_path):
+    path = learn2reg(tmp_path, [f"LungCT_{subject:04d}_0000.nii.gz" for subject in (1, 2)], {"0": "CT"}, ("image",))
+    assert read_datalist(tmp_path) == read_datalist(path) and len(read_datalist(path)) == 2
+    path.with_name("Other_dataset.json").write_text(path.read_text())
+    with pytest.raises(InputError, match="which list, Other_dataset.json or Task_dataset.json"):
+        read_datalist(tmp_path)
+    path.with_name("dataset.json").write_text(path.read_text())
+    assert len(read_datalist(tmp_path)) == 2, "dataset.json is meant"
+
+
 @pytest.mark.parametrize("modality, expected", [
     ({"0": "CT"}, ["", "", ""]), ({}, ["", "", ""]), ("CT", ["", "", ""]), (["MR", "CT"], ["", "", ""]),
     ({"0": "FBCT", "1": "CBCT", "2": "CBCT"}, ["FBCT", "CBCT", "CBCT"]), ({"0": "MR", "1": "CT"}, ["MR", "CT", ""])])
