@@ -5,6 +5,7 @@ import nibabel
 import numpy as np
 
 from Dataloader.volume_io import (
+    corners_apart,
     foreground_box,
     from_grid,
     intensity_range,
@@ -74,11 +75,9 @@ def to_original(array, record, order=1, intensities=False):
 def _read_beside(item, kind, shape, affine):
     """The label or mask of an image; its affine may differ by rounding only, and the image's is used."""
     array, own_affine = read_label(item[kind], len(shape))
-    corners = np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
-                        for index in np.ndindex(*[2] * len(shape))], np.float64).T
-    apart = (np.linalg.inv(affine) @ own_affine @ corners - corners)[:len(shape)]
-    if array.shape != shape or np.abs(apart).max() > SAME_GRID:
+    apart = corners_apart(shape, affine, own_affine)
+    if array.shape != shape or apart > SAME_GRID:
         raise InputError(f"{item[kind]}: the {kind} of {item['image']} is on another grid than the image (shapes "
-                         f"{array.shape} and {shape}, corners up to {np.abs(apart).max():.2g} voxels apart); resample "
-                         "it to the image.")
+                         f"{array.shape} and {shape}, corners up to {apart:.2g} voxels apart); resample it to the "
+                         "image.")
     return array

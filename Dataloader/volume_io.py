@@ -62,13 +62,29 @@ def read_header(path, dims=3):
     Returns: shape, a tuple of `dims` ints; affine 4x4 float64.
     Raises InputError as `read_volume` does for everything a header tells; a cut .nii.gz shows only when read whole.
     """
-    image = _open(path)
+    image = open_nifti(path)
     return _squeezed_shape(path, image.shape, dims), _checked_affine(path, image.affine, dims)
+
+
+def open_nifti(path):
+    """nibabel image with lazy voxels. Raises InputError for a missing, foreign or visibly cut file."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; check the path.")
+    try:
+        image = nibabel.load(path)
+    except READ_ERRORS as error:
+        raise InputError(f"{path}: not a readable NIfTI file ({error}); export it again as .nii.gz.") from error
+    if not isinstance(image, nibabel.Nifti1Image):
+        raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it to .nii.gz.")
+    if path.suffix != ".gz":
+        _require_bytes(path, image, path.stat().st_size)
+    return image
 
 
 def read_raw_header(path):
     """The nibabel header of a NIfTI file, unchanged. Raises InputError as `read_header` does."""
-    return _open(path).header
+    return open_nifti(path).header
 
 
 def write_volume(path, array, affine, header=None):
@@ -137,6 +153,13 @@ def to_canonical(array, affine):
     change = orientations.inv_ornt_aff(ornt, array.shape)
     new_affine = np.asarray(affine, np.float64) @ _embed(change[:-1, :-1], change[:-1, -1])
     return np.ascontiguousarray(orientations.apply_orientation(array, ornt)), new_affine
+
+
+def corners_apart(shape, affine, other):
+    """How far the corners of a grid lie apart under two affines, at most, in voxels. shape: D, H, W or H, W."""
+    corners = np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
+                        for index in np.ndindex(*[2] * len(shape))], np.float64).T
+    return float(np.abs(np.linalg.inv(affine) @ other @ corners - corners)[:len(shape)].max())
 
 
 def foreground_box(inside):
@@ -215,25 +238,9 @@ def _nifti_suffix(path):
     return next((suffix for suffix in (".nii.gz", ".nii") if path.name.endswith(suffix)), "")
 
 
-def _open(path):
-    """nibabel image with lazy voxels; InputError for a missing, foreign or visibly cut file."""
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; check the path.")
-    try:
-        image = nibabel.load(path)
-    except READ_ERRORS as error:
-        raise InputError(f"{path}: not a readable NIfTI file ({error}); export it again as .nii.gz.") from error
-    if not isinstance(image, nibabel.Nifti1Image):
-        raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it to .nii.gz.")
-    if path.suffix != ".gz":
-        _require_bytes(path, image, path.stat().st_size)
-    return image
-
-
 def _read(path, dims):
     """Voxels in the file's own (scaled) dtype with `dims` axes, and the checked affine."""
-    path, image = Path(path), _open(path)
+    path, image = Path(path), open_nifti(path)
     shape, affine = _squeezed_shape(path, image.shape, dims), _checked_affine(path, image.affine, dims)
     try:
         if path.suffix == ".gz":

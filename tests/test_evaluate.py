@@ -1,0 +1,166 @@
+"""OM_evaluate.py: scores of registrations whose answer is known."""
+import csv
+import json
+import re
+
+import numpy as np
+import pytest
+import SimpleITK as sitk
+
+import OM_evaluate
+from Dataloader.field_io import to_mm, write_field, write_field_learn2reg
+from Dataloader.synthetic import make_subject
+from Dataloader.volume_io import write_volume
+from tests.test_volume_io import OBLIQUE, make_affine
+
+SHAPE = (24, 28, 32)
+
+
+def boxes(shift=0, shape=SHAPE):
+    label = np.zeros(shape, np.uint8)
+    label[6 + shift:14 + shift, 8:16, 10:20] = 1
+    label[6 + shift:14 + shift, 18:22, 10:20] = 5
+    return label
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two boxes that are shifted by three voxels of the first axis, and the field that knows it."""
+    write_volume(tmp_path / "fixed.nii.gz", boxes(), OBLIQUE)
+    write_volume(tmp_path / "moving.nii.gz", boxes(3), OBLIQUE)
+    field = np.zeros((3, *SHAPE), np.float32)
+    field[0] = 3
+    write_field(tmp_path / "field.nii.gz", field, OBLIQUE)
+    write_field_learn2reg(tmp_path / "voxels.nii.gz", field, OBLIQUE)
+    return tmp_path
+
+
+def run(folder, *words):
+    return OM_evaluate.main([*map(str, words), "--out", str(folder / "out")])
+
+
+def scores(folder):
+    return json.loads((folder / "out/scores.json").read_text())["pairs"]
+
+
+@pytest.mark.parametrize("field", ["field.nii.gz", "voxels.nii.gz"])
+def test_a_shift_that_the_field_knows(pair, capsys, field):
+    assert run(pair, "--fixed-label", pair / "fixed.nii.gz", "--moving-label", pair / "moving.nii.gz",
+               "--field", pair / field) == 0
+    found = scores(pair)[0]
+    assert found["dice"] == 1 and found["hd95_mm"] == 0 and found["folding_percent"] == 0 and found["sdlogj"] < 1e-6
+    assert found["dice_before"] == pytest.approx(5 / 8)
+    spacing = np.linalg.norm(OBLIQUE[:3, 0])
+    assert found["hd95_before_mm"] == pytest.approx(3 * spacing, rel=1e-5)
+    assert set(found["labels"]) == {"1", "5"} and found["labels"]["5"]["dice"] == 1
+    out = capsys.readouterr().out
+    assert "dice" in out and json.loads(out.strip().splitlines()[-1])["dice"] == 1
+    with open(pair / "out/scores.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["label"] for row in rows] == ["all", "1", "5"] and float(rows[0]["dice_before"]) == pytest.approx(0.625)
+    assert "Worst Dice first" in (pair / "out/scores.html").read_text()
+
+
+def test_labels_on_another_grid_agree_with_simpleitk(tmp_path):
+    fixed = make_subject(0, SHAPE)
+    moving = make_subject(1, (30, 26, 22))
+    other = make_affine((1, 2, 0), (1, -1, 1), (1.2, 1.0, 1.3), (8, -4, 2))
+    centre = [*np.divide(moving["label"].shape, 2), 1]
+    other[:3, 3] += (OBLIQUE @ [*np.divide(SHAPE, 2), 1] - other @ centre)[:3]
+    write_volume(tmp_path / "fixed.nii.gz", fixed["label"], OBLIQUE)
+    write_volume(tmp_path / "moving.nii.gz", moving["label"], other)
+    write_field(tmp_path / "field.nii.gz", fixed["field"], OBLIQUE)
+    pair = {key: str(tmp_path / f"{name}.nii.gz") for key, name in (
+        ("fixed_label", "fixed"), ("moving_label", "moving"), ("field", "field"))}
+    ours = OM_evaluate.score_pair(pair)
+    images = {name: sitk.ReadImage(str(tmp_path / f"{name}.nii.gz"), sitk.sitkInt16) for name in ("fixed", "moving")}
+    transform = sitk.DisplacementFieldTransform(sitk.ReadImage(pair["field"], sitk.sitkVectorFloat64))
+    for end, how in (("_before", sitk.Transform()), ("", transform)):
+        warped = sitk.Resample(images["moving"], images["fixed"], how, sitk.sitkNearestNeighbor)
+        measure = sitk.LabelOverlapMeasuresImageFilter()
+        measure.Execute(images["fixed"], warped)
+        for label, values in ours["labels"].items():
+            assert values[f"dice{end}"] == pytest.approx(measure.GetDiceCoefficient(int(label)), abs=0.01), label
+
+
+def test_landmarks(pair):
+    voxels = np.array([[8.0, 9, 12], [10, 20, 15]])
+    for name, points in (("fixed", voxels), ("moving", voxels + [3, 0, 0])):
+        world = points @ OBLIQUE[:3, :3].T + OBLIQUE[:3, 3]
+        np.savetxt(pair / f"{name}.csv", world, delimiter=",", header="x,y,z", comments="")
+    assert run(pair, "--field", pair / "field.nii.gz", "--fixed-points", pair / "fixed.csv",
+               "--moving-points", pair / "moving.csv") == 0
+    found = scores(pair)[0]
+    shift = np.linalg.norm(to_mm(np.array([3.0, 0, 0]).reshape(3, 1, 1, 1), OBLIQUE))
+    assert found["tre_before_mm"] == pytest.approx(shift) and found["tre_mm"] == pytest.approx(0, abs=1e-4)
+
+
+def test_a_list_of_pairs_with_a_folded_field(pair):
+    field = np.zeros((3, *SHAPE), np.float32)
+    field[0] = -2.0 * np.arange(SHAPE[0])[:, None, None]
+    write_field(pair / "folded.nii.gz", field, OBLIQUE)
+    files = {"fixed_label": "fixed.nii.gz", "moving_label": "moving.nii.gz", "field": "field.nii.gz"}
+    content = [{"name": "good", **files}, {"name": "folded", "field": "folded.nii.gz"},
+               {"fixed_label": "fixed.nii.gz", "warped_label": "moving.nii.gz"}]
+    (pair / "pairs.json").write_text(json.dumps({"pairs": content}))
+    assert run(pair, "--pairs", pair / "pairs.json") == 0
+    good, folded, warped = scores(pair)
+    assert good["dice"] == 1 and folded["folding_percent"] == 100 and "dice" not in folded
+    assert warped["name"] == "pair 3" and warped["dice"] == pytest.approx(5 / 8)
+    mean = json.loads((pair / "out/scores.json").read_text())["mean"]
+    assert mean["dice"] == pytest.approx((1 + 5 / 8) / 2) and mean["folding_percent"] == 50
+
+
+def test_a_label_that_is_nowhere_in_the_moving_image(pair):
+    write_volume(pair / "moving.nii.gz", np.where(boxes() == 5, 0, boxes()), OBLIQUE)
+    assert run(pair, "--fixed-label", pair / "fixed.nii.gz", "--moving-label", pair / "moving.nii.gz",
+               "--field", pair / "field.nii.gz") == 0
+    found = scores(pair)[0]["labels"]["5"]
+    assert found["dice"] == 0 and found["hd95_mm"] is None, "NaN in JSON is null"
+
+
+def test_slices(tmp_path):
+    affine = make_affine(spacing=(0.8, 1.1, 1))
+    write_volume(tmp_path / "fixed.nii.gz", boxes()[:, :, 12], affine)
+    write_volume(tmp_path / "moving.nii.gz", boxes(2)[:, :, 12], affine)
+    field = np.zeros((2, *SHAPE[:2]), np.float32)
+    field[0] = 2
+    write_field(tmp_path / "field.nii.gz", field, affine)
+    assert run(tmp_path, "--fixed-label", tmp_path / "fixed.nii.gz", "--moving-label", tmp_path / "moving.nii.gz",
+               "--field", tmp_path / "field.nii.gz", "--dims", 2) == 0
+    assert scores(tmp_path)[0]["dice"] == 1
+
+
+@pytest.mark.parametrize("words, message", [
+    ((), "give either --pairs or the files of one pair"),
+    (("--pairs", "p.json", "--field", "f"), "give either --pairs or the files of one pair"),
+    (("--pairs", "nowhere.json"), "nowhere.json: no such list"),
+    (("--fixed-label", "nowhere.nii.gz"), "nowhere.nii.gz: no such file"),
+    (("--fixed-label", "empty.nii.gz"), "empty.nii.gz: no label but 0"),
+    (("--fixed-label", "fixed.nii.gz", "--field", "small.nii.gz"), "small.nii.gz: it is on another grid than"),
+    (("--fixed-label", "fixed.nii.gz", "--warped-label", "shifted.nii.gz"), "shifted.nii.gz: it is on another grid"),
+    (("--moving-label", "moving.nii.gz"), "nothing to score"),
+    (("--fixed-points", "one.csv", "--moving-points", "two.csv"), "one.csv: 1 landmarks, .*two.csv has 2"),
+])
+def test_what_does_not_fit_is_one_sentence(pair, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(pair)
+    write_volume(pair / "empty.nii.gz", np.zeros(SHAPE, np.uint8), OBLIQUE)
+    write_field(pair / "small.nii.gz", np.zeros((3, 8, 8, 8), np.float32), OBLIQUE)
+    shifted = OBLIQUE.copy()
+    shifted[:3, 3] += 4
+    write_volume(pair / "shifted.nii.gz", boxes(), shifted)
+    (pair / "one.csv").write_text("1,2,3\n")
+    (pair / "two.csv").write_text("1,2,3\n4,5,6\n")
+    assert run(pair, *words) == 43
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1 and re.search(message, error[0])
+    assert not (pair / "out").exists()
+
+
+@pytest.mark.parametrize("text, message", [
+    ("{", "not valid JSON"), ("[]", "no list of pairs"), ('{"pairs": 3}', "no list of pairs"),
+    ('[{"fixed": "a.nii"}]', "pair 1 has the unknown key fixed")])
+def test_bad_lists_are_one_sentence(tmp_path, capsys, text, message):
+    (tmp_path / "pairs.json").write_text(text)
+    assert run(tmp_path, "--pairs", tmp_path / "pairs.json") == 43
+    assert f"{tmp_path / 'pairs.json'}: {message}" in capsys.readouterr().err

@@ -1,0 +1,157 @@
+"""Fields as files: what is written moves other people's images as it moves ours."""
+import itertools
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK as sitk
+import torch
+
+from Dataloader.field_io import (
+    move_points,
+    read_field,
+    read_points,
+    to_mm,
+    to_voxels,
+    write_field,
+    write_field_learn2reg,
+)
+from Dataloader.synthetic import random_field
+from Dataloader.volume_io import write_volume
+from Diffusion.fields import across, warp
+from Runtime.errors import InputError
+from tests.test_volume_io import OBLIQUE, blob, make_affine
+
+FIXED = [((20, 26, 31), make_affine()), ((22, 30, 18), make_affine(signs=(-1, -1, 1), spacing=(1.3, 0.8, 2.0))),
+         ((24, 18, 29), OBLIQUE), ((31, 18, 24), make_affine((1, 2, 0), (1, -1, 1), (1.5, 1, 0.7), (10, 20, -5)))]
+
+
+def smooth(shape, affine):
+    """Blobs at fixed places of the world."""
+    where = np.indices(shape).reshape(3, -1)
+    where = (affine[:3, :3] @ where + affine[:3, 3:]).reshape(3, *shape)
+    centre = where.reshape(3, -1).mean(1)
+    places = [centre + offset for offset in ([0, 0, 0], [5, -4, 3], [-6, 2, -3])]
+    return sum(np.exp(-((where - place.reshape(3, 1, 1, 1)) ** 2).sum(0) / (2 * 5.0 ** 2)) for place in places)
+
+
+@pytest.mark.parametrize("fixed, moving", list(itertools.product(range(len(FIXED)), repeat=2)))
+def test_simpleitk_warps_by_our_file_as_we_do(tmp_path, fixed, moving):
+    (shape, affine), (other_shape, other) = FIXED[fixed], FIXED[moving]
+    other = other.copy()  # the moving volume about the same place of the world
+    other[:3, 3] += (affine @ [*np.divide(shape, 2), 1] - other @ [*np.divide(other_shape, 2), 1])[:3]
+    image = smooth(other_shape, other).astype(np.float32)
+    field = random_field(fixed, shape, 0.06)
+    write_volume(tmp_path / "moving.nii.gz", image, other)
+    write_volume(tmp_path / "fixed.nii.gz", np.zeros(shape, np.float32), affine)
+    write_field(tmp_path / "field.nii.gz", field, affine)
+
+    reference = sitk.ReadImage(str(tmp_path / "fixed.nii.gz"))
+    vectors = sitk.ReadImage(str(tmp_path / "field.nii.gz"), sitk.sitkVectorFloat64)
+    assert vectors.GetDimension() == 3 and vectors.GetNumberOfComponentsPerPixel() == 3
+    transform = sitk.DisplacementFieldTransform(vectors)
+    theirs = sitk.Resample(sitk.ReadImage(str(tmp_path / "moving.nii.gz")), reference, transform, sitk.sitkLinear, 0.0)
+    theirs = sitk.GetArrayFromImage(theirs).T
+
+    change = (np.linalg.inv(other) @ affine)[:3]
+    moved = across(torch.from_numpy(field)[None], change)
+    ours = warp(torch.from_numpy(image)[None, None], moved)[0, 0].numpy()
+    inside = warp(torch.ones(1, 1, *other_shape), moved)[0, 0].numpy() > 0.999  # ITK ends half a voxel further out
+    assert inside.mean() > 0.1 and ours[inside].std() > 0.05
+    assert np.abs(ours - theirs)[inside].max() < 1e-3 * image.max()
+    # The displacement matters: without it the images differ.
+    plain = warp(torch.from_numpy(image)[None, None], across(torch.zeros(1, 3, *shape), change))[0, 0].numpy()
+    assert np.abs(plain - theirs)[inside].max() > 0.02 * image.max()
+
+
+@pytest.mark.parametrize("shape, affine", FIXED)
+def test_a_field_reads_back(tmp_path, shape, affine):
+    field = random_field(1, shape, 0.06)
+    write_field(tmp_path / "itk.nii.gz", field, affine)
+    write_field_learn2reg(tmp_path / "disp_0001_0002.nii.gz", field, affine)
+    image = nibabel.load(tmp_path / "itk.nii.gz")
+    assert image.shape == (*shape, 1, 3) and int(image.header["intent_code"]) == 1007
+    assert image.header.get_xyzt_units()[0] == "mm" and image.get_data_dtype() == np.float32
+    assert nibabel.load(tmp_path / "disp_0001_0002.nii.gz").shape == (*shape, 3)
+    for name in ("itk.nii.gz", "disp_0001_0002.nii.gz"):
+        found, its_affine = read_field(tmp_path / name)
+        assert found.dtype == np.float32 and np.abs(found - field).max() < 1e-4
+        np.testing.assert_allclose(its_affine, affine, atol=1e-5)
+    first = np.asarray(image.dataobj)[3, 4, 5, 0]
+    np.testing.assert_allclose(first, (affine[:3, :3] @ field[:, 3, 4, 5]) * [-1, -1, 1], atol=1e-5)
+
+
+def test_a_field_keeps_what_the_header_of_the_fixed_volume_says(tmp_path):
+    header = nibabel.Nifti1Header()
+    header["descrip"] = b"scanner seven"
+    header["sform_code"] = 4
+    write_field(tmp_path / "field.nii", np.ones((3, 4, 5, 6), np.float32), OBLIQUE, header)
+    found = nibabel.load(tmp_path / "field.nii").header
+    assert found["descrip"].item() == b"scanner seven" and int(found["sform_code"]) == 4
+    assert int(header["intent_code"]) == 0, "the header given is left as it is"
+
+
+def test_fields_of_slices(tmp_path):
+    affine = make_affine(signs=(-1, 1, 1), spacing=(0.7, 1.2, 3))
+    field = random_field(2, (20, 24), 0.06, dims=2)
+    write_field(tmp_path / "field.nii.gz", field, affine)
+    assert nibabel.load(tmp_path / "field.nii.gz").shape == (20, 24, 1, 1, 3)
+    found, _ = read_field(tmp_path / "field.nii.gz", dims=2)
+    assert found.shape == (2, 20, 24) and np.abs(found - field).max() < 1e-4
+    write_field(tmp_path / "field.nii.gz", random_field(2, (8, 9, 10), 0.06), affine)
+    with pytest.raises(InputError, match="field.nii.gz: a field of 10 planes"):
+        read_field(tmp_path / "field.nii.gz", dims=2)
+
+
+def test_millimetres_and_voxels_are_each_others_inverse():
+    field = random_field(3, (10, 11, 12), 0.06)
+    there = to_mm(field, OBLIQUE)
+    assert np.abs(to_voxels(there, OBLIQUE) - field).max() < 1e-5
+    lengths = np.linalg.norm(to_mm(np.eye(3).reshape(3, 3, 1, 1), OBLIQUE)[:, :, 0, 0], axis=0)
+    np.testing.assert_allclose(lengths, np.linalg.norm(OBLIQUE[:3, :3], axis=0))
+
+
+def test_points_go_where_the_image_comes_from(tmp_path):
+    shape, affine = FIXED[2]
+    place = np.array([11, 8, 15])
+    field = random_field(4, shape, 0.06)
+    there = place + field[:, 11, 8, 15]
+    warped = warp(torch.from_numpy(blob(shape, there).astype(np.float32))[None, None], torch.from_numpy(field)[None])
+    assert warped[0, 0, 11, 8, 15] > 0.95 * warped.max(), "the blob at `there` shows at `place`"
+    world = affine[:3, :3] @ place + affine[:3, 3]
+    moved = move_points(world[None], field, affine)
+    np.testing.assert_allclose(moved[0], affine[:3, :3] @ there + affine[:3, 3], atol=1e-4)
+    outside = world[None] + 1000
+    border = move_points(outside, field, affine) - outside
+    assert np.abs(border).max() <= np.abs(to_mm(field, affine)).max() + 1e-6
+
+
+def test_landmarks_are_read(tmp_path):
+    path = tmp_path / "points.csv"
+    path.write_text("\ufeffx,y,z\n1,2,3.5\n\n-4;5;6\n", encoding="utf-8")
+    assert read_points(path).tolist() == [[1, 2, 3.5], [-4, 5, 6]]
+    for text, words in (("x,y,z\n", "no landmarks"), ("1,2\n", "no landmarks of three"),
+                        ("1,2,3\n4,a,6\n", "row 2: 4,a,6")):
+        path.write_text(text)
+        with pytest.raises(InputError, match=f"points.csv.*{words}"):
+            read_points(path)
+    with pytest.raises(InputError, match="nowhere.csv: no such file"):
+        read_points(tmp_path / "nowhere.csv")
+
+
+@pytest.mark.parametrize("array, words", [
+    (np.zeros((4, 5, 6), np.float32), "shape .4, 5, 6. is no displacement field"),
+    (np.zeros((4, 5, 6, 2), np.float32), "is no displacement field"),
+    (np.full((4, 5, 6, 3), np.nan, np.float32), "360 numbers are NaN")])
+def test_what_is_no_field_is_refused(tmp_path, array, words):
+    write_volume(tmp_path / "field.nii.gz", array, np.eye(4))
+    with pytest.raises(InputError, match=f"field.nii.gz: .*{words}"):
+        read_field(tmp_path / "field.nii.gz")
+
+
+def test_a_cut_field_is_refused(tmp_path):
+    write_field(tmp_path / "field.nii.gz", random_field(0, (16, 16, 16), 0.06), np.eye(4))
+    data = (tmp_path / "field.nii.gz").read_bytes()
+    (tmp_path / "field.nii.gz").write_bytes(data[:len(data) // 2])
+    with pytest.raises(InputError, match="field.nii.gz: truncated or corrupt"):
+        read_field(tmp_path / "field.nii.gz")
