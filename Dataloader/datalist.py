@@ -11,7 +11,7 @@ from Dataloader.volume_io import read_header
 from Runtime.errors import InputError
 
 SUFFIXES = (".nii.gz", ".nii")
-PAIR_KEYS = ("pairs", "registration_val", "registration_test")
+PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first there is
 SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, behind the number of the subject
 COLUMNS = ("image", "label", "mask", "id", "subject", "modality")

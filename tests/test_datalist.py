@@ -226,7 +226,8 @@ PAIRS = [{"fixed": "./imagesTr/OASIS_0001_0000.nii.gz", "moving": "./imagesTr/OA
 
 
 @pytest.mark.parametrize("content", [PAIRS, {"pairs": PAIRS}, {"registration_val": PAIRS, "name": "x"},
-                                     {"registration_test": PAIRS}])
+                                     {"registration_test": PAIRS},
+                                     {"registration_val": PAIRS[:1], "training_paired_images": PAIRS}])
 def test_pairs_are_moving_then_fixed(tmp_path, content):
     (tmp_path / "pairs.json").write_text(json.dumps(content))
     assert read_pairs(tmp_path / "pairs.json", ITEMS) == [(2, 0), (0, 1)]
