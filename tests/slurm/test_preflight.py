@@ -76,7 +76,7 @@ def test_a_healthy_allocation_passes(slurm, shared):
     assert (code, excluded) == (0, ""), printed
     assert "preflight: passed on 2 nodes x 2 ranks" in printed and "FAILED" not in printed and "skipped" not in printed
     assert row(printed, "device", "ok")[2:5] == ["2 nodes", "4 ranks", "2 x cpu"]
-    need = r"needs 1\.\d of [\d.]+ GiB: 2 ranks x \(0\.\d\d \+ 1 workers x 0\.19"
+    need = r"needs [01]\.\d of [\d.]+ GiB: 2 ranks x \(0\.\d\d \+ 1 workers x 0\.19"
     assert re.search(need, row(printed, "memory", "ok")[4])
     assert re.search(r"4 ranks by gloo, 4 MiB at [\d.e-]+ GiB/s", row(printed, "collective", "ok")[4])
     report = json.loads(next((shared / "Logs").glob("preflight_*.json")).read_text())
