@@ -133,12 +133,12 @@ def newest_attempt(folder):
 
 
 def test_a_campaign_through_kill_stop_hang_and_walltime(slurm, checkout, place):
-    epochs = 16
-    wanted = reference(place, "undisturbed campaign", run__epochs=epochs, run__val_every=16)
+    epochs = 40  # long enough to be there still when the walltime comes, after all the other faults
+    wanted = reference(place, "undisturbed campaign", run__epochs=epochs, run__val_every=40)
     folder = prepared(place, "campaign")
     # The hang is injected, for the first rank of the second node; the signals come from outside.
     fault = {"id": "hang", "do": "hold_gil", "rank": 2, "phase": "forward", "mode": "diffusion", "step": 40}
-    job = submit(slurm, checkout, options(folder, run__epochs=epochs, run__val_every=16), "--time=3",
+    job = submit(slurm, checkout, options(folder, run__epochs=epochs, run__val_every=40), "--time=4",
                  "--signal=B:USR1@90", FAULTS=f"[{fault}]".replace("'", '"'), FAULT_DIR=str(folder),
                  PYTHONPATH=str(ROOT / "tests/faults/inject"))
     last = -1

@@ -32,7 +32,8 @@ def stop(fault, frame):
 
 
 def hold_gil(fault, frame):
-    ctypes.PyDLL(None).sleep(10 ** 6)
+    while True:  # a signal ends the sleep, but must not end the hang
+        ctypes.PyDLL(None).sleep(10 ** 6)
 
 
 def endless_c_call(fault, frame):
