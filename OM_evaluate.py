@@ -20,14 +20,13 @@ import torch
 from tqdm import tqdm
 
 from Dataloader.field_io import move_points, read_field, read_points
-from Dataloader.volume_io import corners_apart, read_label
+from Dataloader.volume_io import SAME_GRID, corners_apart, read_label
 from Diffusion.fields import across, warp
 from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.report import cards_html, table_html, text_table, write_page
 
 FILES = ("fixed_label", "moving_label", "field", "warped_label", "fixed_points", "moving_points")
-SAME_GRID = 0.1  # voxels by which corners of grids that are called the same may lie apart
 COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_mm": ".2f", "tre_before_mm": ".2f",
            "tre_mm": ".2f", "folding_percent": ".4f", "sdlogj": ".4f"}
 

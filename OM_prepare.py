@@ -225,7 +225,7 @@ def prepare(folder, cfg, args):
         planned.update({f"{number:05d}": [line["id"] for line in found["volumes"] + found["refused"]]
                         for number, found in kept.items()})
         content = {"settings": cache.settings(cfg), "groups": dict(sorted(planned.items()))}
-        cache.write_json(folder, "plan.json", {**content, "sha256": cache.digest(content)})
+        cache.write_json(folder, "plan.json", content)
         kept.update(make_groups(folder, groups, cfg, max(args.workers, 1), before))
     if not any(found["volumes"] for found in kept.values()):
         first = next(line for found in kept.values() for line in found["refused"])

@@ -1,11 +1,10 @@
 """Augmentation of whole batches on the device, keyed by sample."""
 import functools
-import hashlib
 import math
 
 import torch
 
-from Diffusion.draws import uniform
+from Diffusion.draws import hashed, uniform
 from Diffusion.fields import affine_field, warp
 
 PIECE = 2 ** 18  # voxels: 1 MiB of float32 stays in a processor's cache from one operation to the next
@@ -48,7 +47,7 @@ def noise(key, purpose, size, device="cpu"):
     key: (seed, epoch, sample). purpose: str naming what is drawn. size: voxels per side.
     Returns: (*size) float32.
     """
-    words = hashlib.blake2b(repr((int(key[0]), purpose, *map(int, key[1:]))).encode(), digest_size=8).digest()
+    words = hashed(key[0], purpose, *key[1:])
     a, b = (int.from_bytes(words[at:at + 4], "little", signed=True) for at in (0, 4))
     count, place = math.prod(size), torch.device(device)
     half = (count + 1) // 2

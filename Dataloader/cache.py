@@ -22,8 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from Dataloader.prepare import KINDS, describe, on_grid
-from Dataloader.staging import stage
+from Dataloader.staging import file_sizes, stage
 from Runtime.errors import InputError
+from Runtime.folder import replace, sha256
 
 FORMAT = 1
 SETTINGS = ("data.name", "data.root", "model.dims", "data.img_size", "data.spacing_mm", "data.crop_above",
@@ -82,11 +83,11 @@ def plan(folder, items, cfg):
     changed, or are not in the list any more, is made anew under another number while a finished cache still needs it.
     """
     wanted = {item["id"]: {**entry(item, cfg["data.root"]), "source": source(item)} for item in items}
-    kept, taken = {}, set()
+    kept, taken, sizes = {}, set(), file_sizes(folder)
     for path in record_paths(folder):
         number, found = int(path.stem.split("_")[1]), read_json(path)
         taken.add(number)
-        usable = found and found["settings"] == settings(cfg) and not wrong_files(folder, found["files"])
+        usable = found and found["settings"] == settings(cfg) and not wrong_files(sizes, found["files"])
         lines = found["volumes"] + found["refused"] if usable else []
         if lines and all(line["id"] in wanted and all(line[key] == value for key, value in wanted[line["id"]].items())
                          for line in lines):
@@ -132,7 +133,7 @@ def write_group(folder, number, items, cfg, done=lambda: None):
             stack = stack.astype(np.uint8) if stack.min() >= 0 and stack.max() <= 255 else stack
             files[f"{kind}s_{number:05d}.npy"] = write_array(folder, f"{kind}s_{number:05d}.npy", stack)
     record = {"settings": settings(cfg), "volumes": volumes, "refused": refused, "files": files}
-    write_json(folder, f"volumes_{number:05d}.json", {**record, "sha256": digest(record)})
+    write_json(folder, f"volumes_{number:05d}.json", record)
     return record
 
 
@@ -144,7 +145,8 @@ def write_array(folder, name, array):
 
 
 def write_json(folder, name, content):
-    return write_file(folder, name, as_bytes(content))
+    """Write a record, plan or manifest, with its own checksum. Returns: [bytes, SHA-256]."""
+    return write_file(folder, name, as_bytes({**content, "sha256": digest(content)}))
 
 
 def as_bytes(content):
@@ -159,20 +161,10 @@ def write_file(folder, name, data):
             handle.write(data)
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(partial, Path(folder) / name)
-        sync_folder(folder)
+        replace(partial, Path(folder) / name)
     finally:
         partial.unlink(missing_ok=True)
     return [len(data), hashlib.sha256(data).hexdigest()]
-
-
-def sync_folder(folder):
-    """A new name is durable only after this."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_manifest(folder, cfg, groups):
@@ -186,7 +178,7 @@ def write_manifest(folder, cfg, groups):
         data = (Path(folder) / f"volumes_{number:05d}.json").read_bytes()
         files[f"volumes_{number:05d}.json"] = [len(data), hashlib.sha256(data).hexdigest()]
     manifest = {"settings": settings(cfg), "volumes": sorted(volumes), "refused": sorted(refused), "files": files}
-    write_json(folder, "manifest.json", {**manifest, "sha256": digest(manifest)})
+    write_json(folder, "manifest.json", manifest)
     return manifest
 
 
@@ -249,10 +241,10 @@ def forget_damaged(folder, progress=iter):
 
     progress: see `verify`. Returns: the names of the records removed.
     """
-    removed = []
+    removed, sizes = [], file_sizes(folder)
     for name in progress([path.name for path in record_paths(folder)]):
         found = read_json(Path(folder) / name)
-        if not found or found["refused"] or wrong_files(folder, found["files"]) or any(
+        if not found or found["refused"] or wrong_files(sizes, found["files"]) or any(
                 sha256(Path(folder) / file) != checksum for file, (_, checksum) in found["files"].items()):
             removed.append(name)
     for name in ["manifest.json", *removed]:
@@ -272,10 +264,8 @@ def some(names, most=5):
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def wrong_files(folder, files):
-    """What is missing or of another size, as a list of texts."""
-    with os.scandir(folder) as listing:
-        found = {item.name: item.stat().st_size for item in listing if item.name in files}
+def wrong_files(found, files):
+    """What is missing or of another size, as a list of texts. found: from `file_sizes`. files: {name: [bytes, ...]}."""
     return ([f"{name} is missing" for name in files if name not in found]
             + [f"{name} is truncated: {found[name]} of {size} bytes" if found[name] < size else
                f"{name} has {found[name]} bytes instead of {size}" for name, (size, _) in files.items()
@@ -287,7 +277,7 @@ def verify(folder, manifest, progress=iter):
 
     Returns: {file: what is wrong}, in the order of names; files that do not belong to the cache too.
     """
-    wrong = {text.split(" ")[0]: text for text in wrong_files(folder, manifest["files"])}
+    wrong = {text.split(" ")[0]: text for text in wrong_files(file_sizes(folder), manifest["files"])}
     known = {*manifest["files"], "manifest.json", "refused.csv", "plan.json", ".lock", "lock.json"}
     for name in sorted(set(os.listdir(folder)) - known):
         wrong[name] = (f"{name} is of a run of OM_prepare.py that has not ended" if OURS.fullmatch(name) else
@@ -296,11 +286,6 @@ def verify(folder, manifest, progress=iter):
         if sha256(Path(folder) / name) != manifest["files"][name][1]:
             wrong[name] = f"{name} is damaged: its checksum is not that of the manifest"
     return dict(sorted(wrong.items()))
-
-
-def sha256(path):
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 class Rows:
@@ -337,7 +322,7 @@ def open_cache(folder, cfg):
     Raises InputError naming what is missing or different.
     """
     manifest = read_manifest(folder, cfg)
-    if problems := wrong_files(folder, manifest["files"]):
+    if problems := wrong_files(file_sizes(folder), manifest["files"]):
         raise InputError(f"data.cache {folder} is not complete: {some(problems)}; run OM_prepare.py with this "
                          "config and --repair.")
     if cfg["data.stage"]:

@@ -5,6 +5,7 @@ import nibabel
 import numpy as np
 
 from Dataloader.volume_io import (
+    SAME_GRID,
     corners_apart,
     foreground_box,
     from_grid,
@@ -19,7 +20,6 @@ from Dataloader.volume_io import (
 from Runtime.errors import InputError
 
 KINDS = ("image", "label", "mask")
-SAME_GRID = 0.1  # voxels by which the corners of a label may lie beside those of its image
 
 
 def on_grid(item, cfg, kinds=KINDS):

@@ -105,10 +105,15 @@ def lock_at_once(handle, kind=fcntl.LOCK_EX):
     return False
 
 
+def file_sizes(folder):
+    """Bytes of every file of a folder, by name."""
+    with os.scandir(folder) as listing:
+        return {item.name: item.stat().st_size for item in listing}
+
+
 def not_copied(manifest, target):
     """Files of the cache that are not there, or not whole: {name: bytes}."""
-    with os.scandir(target) as listing:
-        there = {item.name: item.stat().st_size for item in listing}
+    there = file_sizes(target)
     return {name: size for name, (size, _) in manifest["files"].items() if there.get(name) != size}
 
 

@@ -20,6 +20,7 @@ READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.Hea
                nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError, gzip.BadGzipFile)
 SMOOTH_ABOVE = 1.5
 SMOOTH_SIGMA = 0.4
+SAME_GRID = 0.1  # voxels by which the corners of what is called the same grid may lie apart
 
 
 def read_volume(path, dims=3):
@@ -133,11 +134,6 @@ def rescale(array, bottom, top):
     if top <= bottom:
         return np.zeros(array.shape, np.float32)
     return np.clip((array.astype(np.float64) - bottom) / (top - bottom), 0, 1).astype(np.float32)
-
-
-def normalise(array, low=0.5, high=99.5):
-    """`rescale` between two percentiles of the array itself. array: any shape. Returns: float32, the same shape."""
-    return rescale(array, *intensity_range(array, low, high))
 
 
 def to_canonical(array, affine):

@@ -8,14 +8,18 @@ import hashlib
 import torch
 
 
-def generator(seed, purpose, *counters):
-    """A CPU generator keyed by a hash of its arguments.
+def hashed(seed, purpose, *counters):
+    """The hash of a draw's key: 8 bytes.
 
     seed: int. purpose: str naming what is drawn, so that two uses never share numbers.
     counters: ints, e.g. epoch and global sample index.
     """
-    key = hashlib.blake2b(repr((int(seed), purpose, *map(int, counters))).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(key, "little") & (2 ** 63 - 1))
+    return hashlib.blake2b(repr((int(seed), purpose, *map(int, counters))).encode(), digest_size=8).digest()
+
+
+def generator(seed, purpose, *counters):
+    """A CPU generator keyed by a hash of its arguments, see `hashed`."""
+    return torch.Generator().manual_seed(int.from_bytes(hashed(seed, purpose, *counters), "little") & (2 ** 63 - 1))
 
 
 def uniform(keys, purpose, *shape):

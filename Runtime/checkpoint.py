@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from Runtime.errors import InputError
+from Runtime.folder import replace, sha256
 
 FORMAT = 1
 REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")
@@ -74,7 +75,7 @@ def save(run, relative, state, metrics=None, best=None):
                 best = best if best["value"] > manifest["best"]["value"] else None
             # Announced before the rename, so that a kill on either side of it leaves a file whose SHA-256 is known.
             _write_manifest(run, manifest | {"pending": {"checkpoint": relative, "entry": entry, "best": best}})
-            _replace(partial, target)
+            replace(partial, target)
             manifest["checkpoints"][relative] = entry
             _write_manifest(run, manifest | {"best": best or manifest["best"]})
         except (OSError, RuntimeError) as error:
@@ -321,15 +322,6 @@ def _write_and_read_back(path, plain):
             raise OSError(errno.EIO, f"{(saved or found)[0]} reads back differently")
 
 
-def _replace(partial, path):
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name itself is durable only after this
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def _raise_write_failure(error, target):
     """An OSError with the free space; torch.save hides the writer's OSError in the context of a RuntimeError."""
     cause = error
@@ -350,15 +342,10 @@ def _is_dead(pid):
     return False
 
 
-def _sha256(path):
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
 def _entry(path, state, metrics):
     info = path.stat()
     written = datetime.datetime.fromtimestamp(info.st_mtime, datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"epoch": state["epoch"], "step": state["step"], "sha256": _sha256(path), "bytes": info.st_size,
+    return {"epoch": state["epoch"], "step": state["step"], "sha256": sha256(path), "bytes": info.st_size,
             "weights_sha256": weights_sha256(state["model"]), "written": written, "metrics": metrics}
 
 
@@ -367,7 +354,7 @@ def _mismatch(path, entry):
         size = path.stat().st_size
         if size != entry["bytes"]:
             return f"{'truncated' if size < entry['bytes'] else 'too long'}: {size} of {entry['bytes']} bytes"
-        if _sha256(path) != entry["sha256"]:
+        if sha256(path) != entry["sha256"]:
             return "SHA-256 differs"
         torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except FileNotFoundError:
@@ -435,6 +422,6 @@ def _write_manifest(run, manifest):
             json.dump(manifest, handle, indent=2, allow_nan=False)
             handle.flush()
             os.fsync(handle.fileno())
-        _replace(partial, path)
+        replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

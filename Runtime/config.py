@@ -117,8 +117,7 @@ def convert_number(key, value, kind, low, high, path):
 
 def check_together(cfg, path):
     """What must hold between keys."""
-    dims = cfg["model.dims"]
-    size = cfg["data.img_size"]
+    dims, size = cfg["model.dims"], cfg["data.img_size"]
     cfg["data.img_size"] = size = [size] * dims if isinstance(size, int) else size
     grids = cfg["diffusion.grids"]
     if len(size) != dims:

@@ -1,6 +1,7 @@
-"""The run folder: its name, and the lock that lets one run at a time have it. Needs no torch."""
+"""The run folder: its name, the lock that lets one run at a time have it, files that last. Needs no torch."""
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -69,6 +70,21 @@ def unlock(run, token):
         found = _read(run / "lock.json")
         if found and found["token"] == token:
             (run / "lock.json").unlink()
+
+
+def replace(partial, path):
+    """Give a file that has been written and flushed its name, whatever had it before."""
+    os.replace(partial, path)
+    folder = os.open(Path(path).parent, os.O_RDONLY)  # the new name itself is durable only after this
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def sha256(path):
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _identity(pid):

@@ -93,8 +93,7 @@ def open_run(ranks, cfg, fresh):
 
     A launcher has done all but the meeting, and says so by OMNIMORPH_* variables. Returns the folder.
     """
-    seconds = cfg["run.join_s"]
-    launched = "OMNIMORPH_RUN" in os.environ
+    seconds, launched = cfg["run.join_s"], "OMNIMORPH_RUN" in os.environ
     if launched:
         run, attempt = Path(os.environ["OMNIMORPH_RUN"]), int(os.environ["OMNIMORPH_ATTEMPT"])
         watchdog.start(run, ranks["rank"], attempt, cfg, launched)

@@ -9,10 +9,11 @@ import SimpleITK as sitk
 
 from Dataloader.volume_io import (
     grid_transform,
-    normalise,
+    intensity_range,
     read_header,
     read_label,
     read_volume,
+    rescale,
     to_canonical,
     to_grid,
     write_volume,
@@ -21,6 +22,11 @@ from Runtime.errors import InputError
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 LPS = np.diag([-1.0, -1.0, 1.0])
+
+
+def normalise(array):
+    """As Dataloader/prepare.py does."""
+    return rescale(array, *intensity_range(array))
 
 
 def rotation(degrees):
