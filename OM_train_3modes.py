@@ -16,7 +16,6 @@ import time
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from Dataloader.augment import augment
 from Dataloader.dataset import epoch_batches, read_datasets
@@ -24,11 +23,12 @@ from Dataloader.sampler import shares, steps_left
 from Dataloader.staging import release
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.draws import uniform
-from Diffusion.evaluation import register, validate
+from Diffusion.evaluation import align, validate
 from Diffusion.figures import registration_figure
 from Diffusion.gradients import new_gradients, put_together, set_aside
 from Diffusion.losses import info_nce, mslncc, new_queue, push, recovery_terms, regularity
 from Diffusion.networks import build_network
+from Diffusion.schedule import averaged, learning_rate, new_average, update_average
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
 from Runtime import agree, checkpoint, launch, memory, watchdog
 from Runtime.config import MODEL_KEYS, load_config
@@ -36,7 +36,7 @@ from Runtime.device import autocast, describe, pick_device, prepare_device
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.provenance import save_launch
 from Scripts.dry_run import dry_run
-from Scripts.progress import add_terms, averages, new_sums, progress_bars, show, show_progress
+from Scripts.progress import add_terms, averages, new_sums, progress_bars, show_epoch, show_progress
 
 REASONS = {"steps": "--max-steps-before-restart", "time": "--max-seconds-before-restart", "signal": "asked by a signal",
            "memory": "memory of another rank runs out"}
@@ -97,7 +97,7 @@ def step_contrastive(net, batch, subjects, queue, cfg):
 
 def step_registration(net, moving, fixed, cfg):
     """Mode 3: align two volumes, seeing all of the fixed one."""
-    warped, field = register(net, moving, fixed, cfg)
+    warped, field = align(net, moving, fixed, cfg)
     imgsim = -mslncc(warped, fixed, cfg["registration.window"], cfg["registration.scales"], cfg["registration.squared"])
     imgmse = (warped - fixed).square().mean()
     ddf = regularity(field, cfg["loss.waiver"], cfg["loss.folding"])
@@ -125,9 +125,10 @@ def save_state(state, relative, cfg, metrics=None, best=None):
     watchdog.phase("checkpoint")
     finish_saving(state)
     weights, adam = gather_state(net, optimizer, ranks)
+    average = gather(state["average"], ranks)
     if ranks["rank"] == 0:
         content = {"format": 1, "model": weights, "optimizer": adam, "queue": state["queue"], "config": cfg,
-                   **state["progress"]}
+                   **({"average": {**weights, **average}} if average else {}), **state["progress"]}
         state["saving"] = checkpoint.save_in_background(
             state["run"], relative, content, metrics, best, (cfg["run.keep_last"], cfg["run.keep_every"], 2))
     agree.agree(ranks, state["progress"]["step"], "checkpoint")  # wait here, under this deadline, not in the next step
@@ -152,7 +153,7 @@ def finish_saving(state, last=False):
 def restore_state(state, cfg, init_from=None):
     """Continue from the newest checkpoint that verifies, as rank 0 finds it; or start, from given weights or anew.
 
-    Returns Adam's state of that checkpoint, for an optimizer that does not exist yet; None where there is none.
+    Returns Adam's state and averaged weights of that checkpoint, for what does not exist yet; None for what it lacks.
     """
     run, ranks, net = state["run"], state["ranks"], state["net"]
     relative = ""
@@ -167,7 +168,7 @@ def restore_state(state, cfg, init_from=None):
         raise InputError(f"--init-from: {run} has checkpoints already and would be continued; add --fresh to start a "
                          f"new run from {init_from}.")
     if not path:
-        return None
+        return None, None
     content = checkpoint.load(path, map_location=next(net.parameters()).device)
     changes = checkpoint.check_compatible(content, cfg, path, MODEL_KEYS)
     checkpoint.load_weights(net, content, path)
@@ -185,7 +186,7 @@ def restore_state(state, cfg, init_from=None):
         print(f"continuing from {path}, epoch {progress['epoch']}, step {progress['step']}" if relative
               else f"weights from {path}")
     agree.agree(ranks, state["progress"]["step"], "checkpoint", weights=net.state_dict())
-    return content["optimizer"] if relative else None
+    return (content["optimizer"], content.get("average")) if relative else (None, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,6 +270,7 @@ def train_step(state, volumes, pairs, cfg, **raised):
         del both, third
         memory.empty_cache(cfg, device)
 
+    update_average(state["average"], state["net"], cfg, progress["step"])
     failed = moved.count(False)
     sums["steps"], sums["open"], sums["nonfinite"] = (sums["steps"] + 1, sums["open"] + gate_open,
                                                       sums["nonfinite"] + failed)
@@ -295,9 +297,9 @@ def set_up(cfg, args, ranks, run):
              "queue": new_queue(cfg, device), "progress": new_progress(), "failed_saves": 0,
              "gradients": new_gradients(cfg["run.exact_sums"], device), "board": None,
              "watch": memory.new_watch(device, cfg["run.memory_limit_gb"])}
-    adam = restore_state(state, cfg, args.init_from)
+    adam, average = restore_state(state, cfg, args.init_from)
     state["model"] = wrap(net, ranks, device, state["gradients"], cfg)
-    state["optimizer"] = make_optimizer(net, ranks, cfg)
+    state["optimizer"], state["average"] = make_optimizer(net, ranks, cfg), new_average(net, cfg, average)
     if adam:
         load_optimizer(state["optimizer"], adam)
     if ranks["rank"] == 0:
@@ -323,6 +325,7 @@ def train(cfg, args, ranks, run):
     launched = saved = time.time()
     state, dataset, held_out, listed, share = set_up(cfg, args, ranks, run)
     progress, chief, done_here, leave = state["progress"], ranks["rank"] == 0, 0, None
+    per_epoch = steps_left(cfg, len(dataset), listed, share)
 
     while progress["epoch"] < cfg["run.epochs"] and not leave:
         watchdog.phase("epoch")
@@ -338,7 +341,7 @@ def train(cfg, args, ranks, run):
         with bar, below:
             for volumes, pairs in epoch_batches(cfg, dataset, listed, progress, share, ranks):
                 for group in state["optimizer"].param_groups:
-                    group["lr"] = cfg["optim.lr"] * min((progress["step"] + 1) / max(cfg["optim.warmup_steps"], 1), 1.0)
+                    group["lr"] = learning_rate(cfg, progress["step"], per_epoch * cfg["run.epochs"])
                 done_here += 1
                 due = chief and 0 < 60 * cfg["run.checkpoint_minutes"] < time.time() - saved
                 line, agreed = train_step(state, volumes, pairs, cfg, save=due,
@@ -367,7 +370,7 @@ def train(cfg, args, ranks, run):
     finish_saving(state, last=True)
     weights = None if leave else gather(state["net"].state_dict(), ranks)
     watchdog.phase("leave")
-    state.update(model=None, net=None, optimizer=None)
+    state.update(model=None, net=None, optimizer=None, average=None)
     launch.leave(ranks)
     if leave:
         leak = state["watch"]["leak"] if leave == "memory" else None
@@ -401,18 +404,14 @@ def finish_epoch(state, held_out, cfg, started):
     scores, picture = {}, None
     if len(held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last):
         watchdog.phase("evaluate")
-        scores, picture = validate(state, held_out, cfg)
+        with averaged(state["net"], state["average"]):
+            scores, picture = validate(state, held_out, cfg)
         watchdog.phase("evaluate")
     if board:
         entry = {**averages(sums), "steps": sums["steps"], "open_share": sums["open"] / max(sums["steps"], 1),
                  "nonfinite": sums["nonfinite"], **scores}
-        tqdm.write(f"epoch {epoch + 1}: " + " ".join(f"{name} {show(value)}" for name, value in entry.items())
-                   + f" (gate {cfg['registration.gate']}, {time.time() - started:.0f} s)")
         watchdog.event("epoch", **{**entry, "epoch": epoch, "step": progress["step"]})
-        for name, value in entry.items():
-            if value is not None:
-                folder = "validation/" if name.startswith("val_") else "train/"
-                board.add_scalar(folder + name, value, progress["step"])
+        show_epoch(board, entry, progress, cfg, time.time() - started)
         if picture and cfg["run.picture_every"] and ((epoch + 1) % cfg["run.picture_every"] == 0 or last):
             figure = registration_figure(*picture, title=f"epoch {epoch + 1}")
             board.add_figure("registration", figure, progress["step"])

@@ -10,7 +10,7 @@ from Runtime import agree
 from Runtime.device import autocast
 
 
-def register(net, moving, fixed, cfg):
+def align(net, moving, fixed, cfg):
     """Align (B, 1, *spatial) volumes: returns warped and the field in voxels."""
     t = torch.full((len(moving),), cfg["diffusion.timesteps"], device=moving.device)
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
@@ -54,7 +54,7 @@ def validate(state, dataset, cfg):
     for number, counts in own_share(len(pairs), ranks):
         pair = pairs[number]
         moving, fixed = (dataset.image(index)[None].to(device) for index in pair)
-        warped, field = register(net, moving, fixed, cfg)
+        warped, field = align(net, moving, fixed, cfg)
         if not counts:
             continue
         score = {"val_dice": None, "val_dice_before": None, "val_imgsim": mslncc(warped, fixed).item(),

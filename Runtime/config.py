@@ -2,6 +2,7 @@
 
 A config file holds every key of KEYS (Config/keys.yaml) and no other. config_om.yaml explains them.
 """
+import contextlib
 import difflib
 from pathlib import Path
 
@@ -35,7 +36,12 @@ def load_config(path, overrides=()):
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
         raise InputError(f"{path}: not valid YAML{line}: {getattr(error, 'problem', error)}.") from None
-    flat = flatten(nested, path)
+    return check_config({**flatten(nested, path), **overridden(overrides)}, path)
+
+
+def overridden(overrides):
+    """What `key=value` words say, as a dict {dotted key: value}, not yet checked."""
+    flat = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -44,7 +50,7 @@ def load_config(path, overrides=()):
             flat[key.strip()] = yaml.safe_load(text) if text.strip() else ""
         except yaml.YAMLError:
             flat[key.strip()] = text
-    return check_config(flat, path)
+    return flat
 
 
 def flatten(nested, path):
@@ -53,10 +59,8 @@ def flatten(nested, path):
         raise InputError(f"{path}: a config is a YAML mapping of sections, like Config/config_om.yaml.")
     flat = {}
     for section, values in nested.items():
-        if isinstance(values, dict):
-            flat.update({f"{section}.{key}": value for key, value in values.items()})
-        else:
-            flat[str(section)] = values
+        flat.update({f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict)
+                    else {str(section): values})
     return flat
 
 
@@ -103,10 +107,9 @@ def convert(key, value, rule, path):
 
 def convert_number(key, value, kind, low, high, path):
     wanted = "a whole number" if kind == "int" else "a number"
-    try:
-        number = float(value) if not isinstance(value, bool) else float("nan")
-    except (TypeError, ValueError):
-        number = float("nan")
+    number = float("nan")
+    with contextlib.suppress(TypeError, ValueError):
+        number = float(value) if not isinstance(value, bool) else number
     if number != number or (kind == "int" and number != int(number)):
         raise InputError(f"{path}: {key} is {wanted}, not {value!r}.")
     if (low is not None and number < low) or (high is not None and number > high) or abs(number) == float("inf"):
@@ -136,8 +139,9 @@ def check_together(cfg, path):
     for key in ("data.percentiles", "data.window"):
         if len(cfg[key]) != 2 or (cfg[key][0] >= cfg[key][1] and cfg[key] != [0, 0]):
             raise InputError(f"{path}: {key} is two rising numbers such as [0.5, 99.5], or [0, 0], not {cfg[key]}.")
-    if cfg["registration.window"] % 2 == 0:
-        raise InputError(f"{path}: registration.window must be odd, not {cfg['registration.window']}.")
+    for key in ("registration.window", "refine.window"):
+        if cfg[key] % 2 == 0:
+            raise InputError(f"{path}: {key} must be odd, not {cfg[key]}.")
     if min(size) < 2 ** (cfg["registration.scales"] - 1):
         raise InputError(f"{path}: data.img_size {size} cannot be halved for registration.scales "
                          f"{cfg['registration.scales']}.")

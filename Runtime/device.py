@@ -41,9 +41,7 @@ def backend(device):
 
 def autocast(device, amp):
     """The autocast context of the network's forward pass: bf16 where run.amp says so."""
-    if amp == "off":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext() if amp == "off" else torch.autocast(device.type, torch.bfloat16)
 
 
 def prepare_device(device, threads):

@@ -2,6 +2,7 @@
 
     python -m Runtime.provenance        print the settings of this shell
 """
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -44,13 +45,10 @@ def save_launch(run, cfg, step):
     folder.mkdir(parents=True)
     save_config(cfg, folder / "config.yaml")
     names = [re.split(r"[^\w.-]", r)[0] for r in importlib.metadata.requires("torch") or []]
-    packages = ["torch", "numpy", "nibabel", "pyyaml", "tensorboard", "tqdm", "scipy", "matplotlib", *names]
-    versions = {}
-    for name in dict.fromkeys(packages):
-        try:
+    names, versions = ["torch", "numpy", "nibabel", "pyyaml", "tensorboard", "tqdm", "scipy", "matplotlib", *names], {}
+    for name in dict.fromkeys(names):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
     job = {name: value for name, value in sorted(os.environ.items()) if re.match("SLURM_(JOB|NTASKS|NNODES)", name)}
     launch = {"started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "step": step,

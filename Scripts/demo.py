@@ -21,7 +21,7 @@ from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.dataset import make_dataset  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
 from Diffusion.diffuser import DeformDDPM  # noqa: E402
-from Diffusion.evaluation import register  # noqa: E402
+from Diffusion.evaluation import align  # noqa: E402
 from Diffusion.fields import warp  # noqa: E402
 from Diffusion.figures import curves_figure, gallery_figure, registration_figure  # noqa: E402
 from Diffusion.metrics import average, dice_before_after, folding_percent  # noqa: E402
@@ -49,7 +49,7 @@ def register_held_out(net, cfg, device):
         moving, fixed = (dataset.image(index)[None].to(device) for index in (number, other))
         moving_label, fixed_label = (dataset.label(index)[None] for index in (number, other))
         started = time.time()
-        warped, field = register(net, moving, fixed, cfg)
+        warped, field = align(net, moving, fixed, cfg)
         seconds = time.time() - started
         before, after, warped_label = dice_before_after(moving_label, fixed_label, field.cpu())
         cases.append({"pair": f"{item['id']} to {items[other]['id']}", "before": before, "after": after,

@@ -47,3 +47,12 @@ def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds
     bar.set_postfix_str(f"{rate} | {shown}" if below.disable else rate, refresh=False)
     below.set_description_str(shown)
     bar.update()
+
+
+def show_epoch(board, entry, progress, cfg, seconds):
+    """An epoch's averages and scores: a line in the log, and each of them on TensorBoard."""
+    tqdm.write(f"epoch {progress['epoch'] + 1}: " + " ".join(f"{name} {show(value)}" for name, value in entry.items())
+               + f" (gate {cfg['registration.gate']}, {seconds:.0f} s)")
+    for name, value in entry.items():
+        if value is not None:
+            board.add_scalar(("validation/" if name.startswith("val_") else "train/") + name, value, progress["step"])

@@ -16,6 +16,8 @@ import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches, read_datasets
 from Dataloader.sampler import shares
 from Diffusion.gradients import new_gradients
+from Diffusion.refine import refine
+from Diffusion.trained import load_model
 from Runtime import attempts, checkpoint
 from Scripts.progress import AVERAGES
 from tests.tiny import ROOT, arguments, config, log_lines, make_data
@@ -54,7 +56,7 @@ def new_state(cfg):
     return {"net": net, "model": net, "ddpm": om.DeformDDPM(cfg), "device": torch.device("cpu"), "run": "run",
             "ranks": {"rank": 0, "world": 1}, "optimizer": torch.optim.Adam(net.parameters(), lr=1e-3),
             "queue": om.new_queue(cfg, "cpu"), "progress": om.new_progress(),
-            "gradients": new_gradients(cfg["run.exact_sums"])}
+            "gradients": new_gradients(cfg["run.exact_sums"]), "average": None}
 
 
 def first_batches(cfg, state):
@@ -110,6 +112,26 @@ def test_a_restart_at_the_end_of_an_epoch_leaves_the_validation_to_the_next_laun
     assert [line["step"] for line in log_lines(tmp_path, "step")] == list(range(STEPS))
     assert [line["epoch"] for line in log_lines(tmp_path, "epoch")] == [0, 1]
     assert final_weights(capfd.readouterr().out) == undisturbed
+
+
+def test_the_average_of_the_weights_survives_restarts_and_is_what_later_tools_load(data, tmp_path, capfd):
+    """Every step of the average depends on all before it: a restart that lost it would show in its last bit."""
+    changes = {"optim__average": 0.9, "optim__schedule": "cosine", "optim__lr": 1e-3}
+    assert run_here(data, tmp_path / "whole", **changes) == 0
+    whole = tmp_path / "whole/Models/demo_om_net"
+    for _ in range(3):
+        code = run_here(data, tmp_path / "parts", "--max-steps-before-restart", "5", **changes)
+    assert code == 0
+    parts = tmp_path / "parts/Models/demo_om_net"
+    states = [checkpoint.load(run / checkpoint.newest(run)) for run in (whole, parts)]
+    assert states[0]["model"].keys() == states[0]["average"].keys()
+    for kind in ("model", "average"):
+        assert all(torch.equal(tensor, states[1][kind][name]) for name, tensor in states[0][kind].items())
+    differs = [name for name, tensor in states[0]["model"].items() if not torch.equal(tensor, states[0]["average"][name])]
+    assert len(differs) > len(states[0]["model"]) / 2
+    net, cfg = load_model(whole / checkpoint.newest(whole), overrides=["run.threads=2"])
+    assert cfg["optim.average"] == 0.9 and cfg["run.threads"] == 2 and not net.training
+    assert all(torch.equal(tensor, states[0]["average"][name]) for name, tensor in net.state_dict().items())
 
 
 def test_epoch_averages_survive_a_restart(data, tmp_path):
@@ -237,6 +259,7 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
     assert om.main(["--config", "any"]) == 0
     om.refuse_nonfinite(new_state(plain), Recorder(plain))
     attempts.launcher_begin(["--config", "any", "--launcher-pid", str(os.getpid()), "--ranks", "1"])
+    refine(*torch.rand(2, 1, 1, 16, 16, 16), None, 2, Recorder(plain))
     assert not set(plain) - read, f"keys that nothing reads: {sorted(set(plain) - read)}"
 
 

@@ -1,0 +1,58 @@
+"""The learning rate over a run, and the moving average of the weights with which registration and augmentation work."""
+import contextlib
+import math
+
+import torch
+
+from Diffusion.sharding import part_like
+
+
+def learning_rate(cfg, step, steps):
+    """The learning rate of one step: linear over optim.warmup_steps, then constant or half a cosine down to zero.
+
+    step: from 0. steps: of the whole run, all epochs, where a cosine ends.
+    """
+    rate = cfg["optim.lr"] * min((step + 1) / max(cfg["optim.warmup_steps"], 1), 1.0)
+    if cfg["optim.schedule"] == "cosine":
+        rate *= 0.5 + 0.5 * math.cos(math.pi * min(step / max(steps, 1), 1.0))
+    return rate
+
+
+def new_average(net, cfg, saved=None):
+    """The moving average {name: tensor} of a network's parameters, sliced as they are; None where optim.average is 0.
+
+    saved: the whole average of a checkpoint, to go on from; otherwise it starts from the weights.
+    """
+    if not cfg["optim.average"]:
+        return None
+    return {name: parameter.detach().clone() if saved is None else part_like(parameter, saved[name]).clone()
+            for name, parameter in net.named_parameters()}
+
+
+@torch.no_grad()
+def update_average(average, net, cfg, step):
+    """Move the average towards the weights after step `step` (from 0): by 1 - optim.average, more in the first steps.
+
+    With a constant weight the first averages would consist of the weights before the training.
+    """
+    if average:
+        decay = min(cfg["optim.average"], (1 + step) / (10 + step))
+        for name, parameter in net.named_parameters():
+            average[name].lerp_(parameter, 1 - decay)
+
+
+@contextlib.contextmanager
+def averaged(net, average):
+    """Within it, the network has the averaged weights; without an average, its own."""
+    own = {name: parameter.detach().clone() for name, parameter in net.named_parameters()} if average else {}
+    try:
+        put_weights(net, average)
+        yield net
+    finally:
+        put_weights(net, own)
+
+
+@torch.no_grad()
+def put_weights(net, weights):
+    for name, parameter in net.named_parameters() if weights else ():
+        parameter.copy_(weights[name])

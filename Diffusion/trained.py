@@ -1,0 +1,63 @@
+"""A trained network from its file: for registration, augmentation and whatever else comes after the training."""
+import json
+from pathlib import Path
+
+from Diffusion.networks import build_network
+from Runtime import checkpoint
+from Runtime.config import check_config, load_config, overridden
+from Runtime.errors import InputError
+
+# Keys that came after a checkpoint was written, and the tools' own, are taken from here.
+DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
+
+
+def find_checkpoint(path):
+    """The checkpoint file that `path` names: a file itself, or of a run's folder the best one, else the newest."""
+    path = Path(path)
+    if not path.is_dir():
+        if not path.is_file():
+            raise InputError(f"{path}: no such model; give a checkpoint (.pth), a .safetensors file or a run's folder.")
+        return path
+    try:
+        best = (json.loads((path / "manifest.json").read_text())["best"] or {}).get("checkpoint")
+    except (OSError, ValueError, KeyError):
+        best = None
+    relative = best if best and (path / best).is_file() else checkpoint.newest(path)
+    if not relative:
+        raise InputError(f"{path}: no checkpoint in this folder; give a run's folder, such as Models/all_om_net, or a "
+                         "file.")
+    return path / relative
+
+
+def load_model(path, device="cpu", overrides=()):
+    """A network in evaluation mode with the weights of `path`, and the config it was trained with.
+
+    path: checkpoint (.pth), .safetensors file or run folder. overrides: "key=value" that change the config.
+    The averaged weights are taken where the training kept them (optim.average).
+    Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
+    """
+    path = find_checkpoint(path)
+    state = _read_safetensors(path, device) if path.suffix == ".safetensors" else checkpoint.load(path, device)
+    if not isinstance(state.get("config"), dict):
+        raise InputError(f"{path} holds no config: take a checkpoint that a training wrote.")
+    known = load_config(DEFAULTS)
+    kept = {key: value for key, value in state["config"].items() if key in known}
+    cfg = check_config({**known, **kept, **overridden(overrides)}, path)
+    net = build_network(cfg, device)
+    checkpoint.load_weights(net, {"model": state.get("average") or state["model"]}, path)
+    return net.eval(), cfg
+
+
+def _read_safetensors(path, device):
+    """What Scripts/export_model.py wrote: {"model": weights, "config": flat dict}."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise InputError(f"{path}: reading .safetensors needs a package: pip install safetensors, or give the "
+                         ".pth file.") from None
+    try:
+        with safe_open(path, "pt", device=str(device)) as file:
+            config = json.loads((file.metadata() or {}).get("config", "null"))
+            return {"model": {name: file.get_tensor(name) for name in file.keys()}, "config": config}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{path}: not a readable .safetensors file ({error}); export the model again.") from error

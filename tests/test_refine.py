@@ -1,0 +1,93 @@
+"""Refinement of one pair: it finds known deformations, keeps its promises about folding, starts from where it is told."""
+import numpy as np
+import pytest
+import torch
+
+from Dataloader.synthetic import make_subject
+from Diffusion.fields import jacobian_determinant, warp
+from Diffusion.refine import flow, refine, smaller, smooth
+from tests.tiny import config
+
+SIZES = {3: (24, 32, 28), 2: (40, 48)}
+
+
+def wave(size, amplitude):
+    """A smooth field (1, N, *size) that vanishes at the border."""
+    axes = torch.meshgrid(*[torch.linspace(0, np.pi, n) for n in size], indexing="ij")
+    bump = torch.stack([axis.sin() for axis in axes]).prod(0)
+    return amplitude * torch.stack([bump * (1 if i % 2 else -1) for i in range(len(size))])[None]
+
+
+def pair(dims, amplitude=2.5):
+    image = torch.from_numpy(make_subject(3, SIZES[dims], dims=dims)["image"])[None, None].float()
+    true = wave(SIZES[dims], amplitude)
+    return image, warp(image, true, padding="border"), true
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("kind", ["diffeomorphic", "symmetric", "displacement"])
+def test_a_known_deformation_is_found(dims, kind):
+    moving, fixed, true = pair(dims)
+    cfg = config(refine__kind=kind, refine__levels=2)
+    field, info = refine(moving, fixed, None, 60, cfg)
+    inside = (..., *[slice(4, -4)] * dims)
+    seen = ((moving - fixed).abs() > 0.05)[0, 0]
+    error, size = (part.square().sum(1).sqrt()[0][seen].mean() for part in (field - true, true))
+    assert error < 0.5 * size and field[inside].abs().mean() > 0.2
+    before, after = ((image - fixed).square().mean() for image in (moving, warp(moving, field, padding="border")))
+    assert after < 0.15 * before
+    assert info["similarity_after"] > info["similarity_before"] + 0.05
+    assert info["folding_percent"] == pytest.approx(100.0 * float((jacobian_determinant(field) <= 0).float().mean()))
+
+
+def test_it_goes_on_from_the_field_given_and_interpolates_once():
+    moving, fixed, true = pair(3)
+    cfg = config()
+    field, info = refine(moving, fixed, true, 0, cfg)
+    assert torch.allclose(field, true, atol=1e-5)  # but for the rounding of coordinates
+    assert info["similarity_after"] == pytest.approx(info["similarity_before"], abs=1e-5)
+    field, better = refine(moving, fixed, 0.5 * true, 20, cfg)
+    _, from_zero = refine(moving, fixed, None, 20, cfg)
+    assert better["similarity_before"] > from_zero["similarity_before"]
+    assert better["similarity_after"] > from_zero["similarity_after"]
+
+
+def test_diffeomorphic_updates_do_not_fold_where_displacements_do():
+    """Unrelated noise pulls as hard as anything can."""
+    moving, fixed = (torch.rand(1, 1, 20, 24, 22, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    folded = {kind: refine(moving, fixed, None, 60, config(refine__kind=kind, refine__weight=0, refine__lr=0.3,
+                                                           refine__smooth=1.0))[1]["folding_percent"]
+              for kind in ("displacement", "diffeomorphic")}
+    assert folded["displacement"] > 5 and folded["diffeomorphic"] < 2
+
+
+def test_same_input_same_bits_and_no_gradient_is_left_behind():
+    moving, fixed, _ = pair(3)
+    with torch.no_grad():
+        first, second = (refine(moving, fixed, None, 6, config())[0] for _ in range(2))
+    assert torch.equal(first, second) and not first.requires_grad
+
+
+def test_small_volumes_leave_out_the_levels_that_would_be_smaller_than_a_window():
+    image = torch.rand(1, 1, 9, 11, 10, generator=torch.Generator().manual_seed(0))
+    field, info = refine(image, image.roll(1, 2), None, 4, config(refine__levels=8))
+    assert field.shape == (1, 3, 9, 11, 10) and field.isfinite().all()
+
+
+def test_flow_of_a_linear_velocity_is_the_exponential():
+    """v(x) = a x flows to x exp(a) (in one axis, away from the border)."""
+    x = torch.arange(41.0) - 20
+    velocity = torch.zeros(1, 2, 41, 41)
+    velocity[0, 0] = (0.2 * x)[:, None]
+    found = flow(velocity)[0, 0, 10:31, 20]
+    assert torch.allclose(found, x[10:31] * (np.exp(0.2) - 1), atol=0.02)
+
+
+def test_smoothing_keeps_constants_and_shrinking_keeps_corners():
+    x = torch.rand(1, 2, 7, 9, 8)
+    assert torch.allclose(smooth(torch.ones_like(x), 1.7), torch.ones_like(x), atol=1e-6)
+    assert smooth(x, 0) is x and smooth(x, 3.0).std() < 0.3 * x.std()
+    ramp = torch.linspace(0, 1, 21)[None, None, :, None].expand(1, 1, 21, 15)
+    small = smaller(ramp, 2)
+    assert small.shape == (1, 1, 11, 8)
+    assert torch.allclose(small[0, 0, 2:-2, 4], torch.linspace(0, 1, 11)[2:-2], atol=1e-3)

@@ -1,0 +1,60 @@
+"""The learning rate over a run, and the moving average of the weights."""
+import math
+
+import pytest
+import torch
+
+from Diffusion.networks import build_network
+from Diffusion.schedule import averaged, learning_rate, new_average, update_average
+from tests.tiny import config
+
+
+def test_warm_up_is_linear_and_a_constant_rate_stays():
+    cfg = {"optim.lr": 1e-3, "optim.warmup_steps": 4, "optim.schedule": "constant"}
+    assert [learning_rate(cfg, step, 100) for step in (0, 1, 3, 4, 99)] == [2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3]
+
+
+def test_cosine_ends_at_zero_with_the_last_step_and_not_before():
+    cfg = {"optim.lr": 2.0, "optim.warmup_steps": 0, "optim.schedule": "cosine"}
+    assert learning_rate(cfg, 0, 100) == 2.0
+    assert learning_rate(cfg, 50, 100) == pytest.approx(1.0)
+    assert learning_rate(cfg, 99, 100) == pytest.approx(1 + math.cos(0.99 * math.pi))
+    assert learning_rate(cfg, 99, 100) > 0 and learning_rate(cfg, 100, 100) == 0 == learning_rate(cfg, 250, 100)
+
+
+def test_average_follows_its_definition():
+    cfg = config(optim__average=0.5)
+    net = build_network(cfg)
+    average = new_average(net, cfg)
+    expected = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    for step in range(12):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(1.0 + step)
+        update_average(average, net, cfg, step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = {name: decay * expected[name] + (1 - decay) * p.detach() for name, p in net.named_parameters()}
+    for name, tensor in average.items():
+        assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-4)
+
+
+def test_no_average_costs_nothing_and_changes_nothing():
+    cfg = config()
+    net = build_network(cfg)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    average = new_average(net, cfg)
+    update_average(average, net, cfg, 0)
+    with averaged(net, average):
+        assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert average is None and all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_averaged_weights_are_put_back_even_after_an_error():
+    cfg = config(optim__average=0.9)
+    net = build_network(cfg)
+    average = {name: torch.zeros_like(parameter) for name, parameter in net.named_parameters()}
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with pytest.raises(RuntimeError, match="in the middle"), averaged(net, average):
+        assert all(not parameter.any() for parameter in net.parameters())
+        raise RuntimeError("in the middle")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
