@@ -1,4 +1,4 @@
-"""Refinement of one pair: it finds known deformations, keeps its promises about folding, starts from where it is told."""
+"""Refinement of one pair: it finds known deformations, does not fold, and starts from where it is told."""
 import numpy as np
 import pytest
 import torch

@@ -127,8 +127,8 @@ def test_the_average_of_the_weights_survives_restarts_and_is_what_later_tools_lo
     assert states[0]["model"].keys() == states[0]["average"].keys()
     for kind in ("model", "average"):
         assert all(torch.equal(tensor, states[1][kind][name]) for name, tensor in states[0][kind].items())
-    differs = [name for name, tensor in states[0]["model"].items() if not torch.equal(tensor, states[0]["average"][name])]
-    assert len(differs) > len(states[0]["model"]) / 2
+    model, average = states[0]["model"], states[0]["average"]
+    assert sum(not torch.equal(tensor, average[name]) for name, tensor in model.items()) > len(model) / 2
     net, cfg = load_model(whole / checkpoint.newest(whole), overrides=["run.threads=2"])
     assert cfg["optim.average"] == 0.9 and cfg["run.threads"] == 2 and not net.training
     assert all(torch.equal(tensor, states[0]["average"][name]) for name, tensor in net.state_dict().items())

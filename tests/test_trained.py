@@ -1,0 +1,81 @@
+"""Loading a trained network: which file, which weights, and one sentence for what cannot be used."""
+import json
+
+import pytest
+import torch
+
+from Diffusion.networks import build_network
+from Diffusion.trained import find_checkpoint, load_model
+from Runtime import checkpoint
+from Runtime.errors import InputError
+from tests.tiny import config
+
+PROGRESS = {"epoch": 1, "step_in_epoch": 0, "step": 6, "samples": 0, "pairs": 0}
+
+
+def state(cfg, **more):
+    return {"format": 1, "model": build_network(cfg).state_dict(), "optimizer": {}, "config": cfg, **PROGRESS, **more}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with two epochs, of which the first is the best."""
+    cfg = config()
+    for epoch, score in ((1, 0.8), (2, 0.7)):
+        content = state({**cfg, "run.seed": epoch}, epoch=epoch, step=6 * epoch)
+        content["model"] = build_network({**cfg, "run.seed": epoch}).state_dict()
+        checkpoint.save(tmp_path / "run", checkpoint.epoch_name(epoch, "d", "om_net"), content, {"val_dice": score},
+                        ("val_dice", score))
+    return tmp_path / "run"
+
+
+def test_a_folder_gives_its_best_checkpoint_and_a_file_itself(run):
+    best, newest = (run / checkpoint.epoch_name(epoch, "d", "om_net") for epoch in (1, 2))
+    assert find_checkpoint(run) == best and find_checkpoint(newest) == newest
+    assert load_model(run)[1]["run.seed"] == 1 and load_model(newest)[1]["run.seed"] == 2
+    best.unlink()
+    assert find_checkpoint(run) == newest
+
+
+def test_the_network_is_ready_to_use_and_keys_that_came_later_get_defaults(tmp_path):
+    old = {key: value for key, value in config().items() if not key.startswith("refine.")}
+    torch.save({**state(config()), "config": {**old, "gone.key": 1}}, tmp_path / "old.pth")
+    net, cfg = load_model(tmp_path / "old.pth", overrides=["refine.window=7"])
+    assert not net.training and cfg["refine.window"] == 7 and cfg["refine.stride"] == 2 and "gone.key" not in cfg
+    assert cfg["model.channels"] == old["model.channels"]
+    field = net(torch.rand(1, 1, 16, 16, 16), torch.tensor([cfg["diffusion.timesteps"]]))
+    assert field.shape == (1, 3, 16, 16, 16)
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda folder: folder / "none.pth", "no such model"),
+    (lambda folder: folder / "empty", "no checkpoint in this folder"),
+    (lambda folder: folder / "cut.pth", "restore the file"),
+    (lambda folder: folder / "foreign.pth", "not a checkpoint of this project"),
+    (lambda folder: folder / "bare.pth", "holds no config"),
+    (lambda folder: folder / "other.pth", "do not fit the network"),
+])
+def test_what_cannot_be_used_is_named(tmp_path, spoil, words):
+    cfg = config()
+    (tmp_path / "empty").mkdir()
+    torch.save(state(cfg), tmp_path / "good.pth")
+    (tmp_path / "cut.pth").write_bytes((tmp_path / "good.pth").read_bytes()[:5000])
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.pth")
+    torch.save({**state(cfg), "config": None}, tmp_path / "bare.pth")
+    torch.save({**state(cfg), "config": {**cfg, "model.channels": [8, 16, 16]}}, tmp_path / "other.pth")
+    path = spoil(tmp_path)
+    with pytest.raises(InputError, match=words) as error:
+        load_model(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_unknown_override_is_named(tmp_path):
+    torch.save(state(config()), tmp_path / "good.pth")
+    with pytest.raises(InputError, match="unknown key refine.windw; did you mean refine.window"):
+        load_model(tmp_path / "good.pth", overrides=["refine.windw=7"])
+
+
+def test_config_of_a_checkpoint_is_plain_json(run):
+    """What the .safetensors file carries along has to be text."""
+    _, cfg = load_model(run)
+    assert json.loads(json.dumps(cfg)) == cfg
