@@ -1,0 +1,384 @@
+"""OM_register.py from the command line: real files, real processes."""
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK as sitk
+import torch
+
+import OM_evaluate
+import OM_register
+from Dataloader.field_io import move_points, read_field, read_points
+from Dataloader.synthetic import make_subject
+from Dataloader.volume_io import read_volume, write_volume
+from Diffusion.networks import build_network
+from Diffusion.registration import register
+from Runtime import checkpoint
+from tests import tiny
+from tests.test_volume_io import OBLIQUE, make_affine
+
+FLIPPED = make_affine((1, 0, 2), (-1, 1, -1), (1.3, 0.9, 1.1), (5, -3, 8))
+GRIDS = {"a_0001": ((22, 26, 30), OBLIQUE), "b_0002": ((28, 24, 26), FLIPPED), "c_0003": ((22, 26, 30), OBLIQUE)}
+POINTS = "x,y,z\n-3.5,2.0,1.0\n4.0,-6.0,2.5\n"
+
+
+def centred(shape, affine):
+    """The same grid with its centre in the origin of the world."""
+    affine = affine.copy()
+    affine[:3, 3] = -affine[:3, :3] @ (np.subtract(shape, 1) / 2)
+    return affine
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Three subjects on two grids with labels, landmarks, and a checkpoint whose network deforms a little."""
+    folder = tmp_path_factory.mktemp("register")
+    for seed, (name, (shape, affine)) in enumerate(GRIDS.items()):
+        subject = make_subject(seed, shape)
+        header = nibabel.Nifti1Header()
+        header["descrip"] = name.encode()
+        write_volume(folder / f"imagesTr/{name}.nii.gz", np.rint(1000 * subject["image"]).astype(np.int16),
+                     centred(shape, affine), header)
+        write_volume(folder / f"labelsTr/{name}.nii.gz", subject["label"].astype(np.uint8), centred(shape, affine))
+    (folder / "points.csv").write_text(POINTS)
+    cfg = tiny.config(data__img_size=24, data__spacing_mm=1.5, run__amp="off")
+    net = build_network(cfg)
+    for head in (net.fine, net.coarse.conv):
+        torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    state = {**dict.fromkeys(checkpoint.REQUIRED), "format": checkpoint.FORMAT, "model": net.state_dict(),
+             "config": cfg}
+    checkpoint.save(folder / "run", "000001_demo_om_net.pth", state)
+    return folder
+
+
+def process(*words, **more):
+    command = [sys.executable, str(tiny.ROOT / "OM_register.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
+
+
+def image(place, name, kind="images"):
+    return place / f"{kind}Tr/{name}.nii.gz"
+
+
+def pair_words(place, fixed="a_0001", moving="b_0002"):
+    return ["--fixed", image(place, fixed), "--moving", image(place, moving), "--fixed-label",
+            image(place, fixed, "labels"), "--moving-label", image(place, moving, "labels")]
+
+
+def refused(capsys, words, *arguments):
+    """The script prints one sentence and ends with 43."""
+    assert OM_register.main([str(word) for word in arguments]) == 43
+    printed = capsys.readouterr()
+    lines = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and re.search(words, lines[0]), printed.err
+    assert "Traceback" not in printed.err
+
+
+@pytest.fixture(scope="module")
+def pair(place):
+    """One pair, registered by a process of its own."""
+    found = process(*pair_words(place), "--model", place / "run", "--inverse", "--points", place / "points.csv",
+                    "--out", place / "pair", "--device", "cpu")
+    assert found.returncode == 0, found.stderr
+    return found
+
+
+def test_one_pair(place, pair):
+    out = place / "pair"
+    assert {path.name for path in out.iterdir()} == {
+        "warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
+        "picture.png", "points.csv", "results.json", "results.csv", "report.html"}
+    means = json.loads(pair.stdout.strip().splitlines()[-1])
+    row = json.loads((out / "results.json").read_text())["pairs"][0]
+    assert means["pairs"] == 1 and means["failed"] == 0 and means["dice"] == pytest.approx(row["dice"], abs=1e-5)
+    assert row["name"] == "b_0002 to a_0001" and set(row["labels"]) == {"1", "2", "3", "4", "5", "6"}
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png") == 3 and "<table>" in page and not re.search(r"(src|href)=\"http", page)
+    assert (out / "picture.png").read_bytes()[:4] == b"\x89PNG"
+    with open(out / "results.csv") as file:
+        assert [line["label"] for line in csv.DictReader(file)] == ["all", "1", "2", "3", "4", "5", "6"]
+
+
+def test_the_files_are_what_the_function_returns(place, pair):
+    ours = register(image(place, "a_0001"), image(place, "b_0002"), place / "run", inverse=True)
+    for name, key, which in (("field", "field", "fixed"), ("inverse_field", "inverse", "moving")):
+        field, affine = read_field(place / f"pair/{name}.nii.gz")
+        np.testing.assert_allclose(field, ours[key], atol=2e-3)  # numbers of threads differ
+        np.testing.assert_allclose(affine, ours[which][1], atol=1e-5)
+    assert np.abs(ours["field"]).max() > 0.1, "the network does something"
+    warped = nibabel.load(place / "pair/warped.nii.gz")
+    assert warped.get_data_dtype() == np.int16 and warped.header["descrip"].item() == b"a_0001"
+    np.testing.assert_allclose(np.asarray(warped.dataobj), ours["warped"], atol=3)
+    determinant = nibabel.load(place / "pair/jacobian.nii.gz").get_fdata()
+    row = json.loads((place / "pair/results.json").read_text())["pairs"][0]
+    assert 100 * (determinant <= 0).mean() == pytest.approx(row["folding_percent"], abs=1e-4)
+    assert row["similarity"] == pytest.approx(ours["similarity"], abs=1e-4)
+
+
+def test_simpleitk_and_the_scores_agree_with_the_files(place, pair):
+    reference = sitk.ReadImage(str(image(place, "a_0001")))
+    moving = sitk.ReadImage(str(image(place, "b_0002")), sitk.sitkFloat32)
+    field = sitk.DisplacementFieldTransform(sitk.ReadImage(str(place / "pair/field.nii.gz"), sitk.sitkVectorFloat64))
+    theirs = sitk.GetArrayFromImage(sitk.Resample(moving, reference, field, sitk.sitkLinear, 0.0)).T
+    ours = nibabel.load(place / "pair/warped.nii.gz").get_fdata()
+    inner = sitk.ConstantPad(sitk.Crop(moving, [1] * 3, [1] * 3) * 0 + 1, [1] * 3, [1] * 3, 0.0)
+    inside = sitk.GetArrayFromImage(sitk.Resample(inner, reference, field, sitk.sitkLinear, 0.0)).T > 0.999
+    assert inside.mean() > 0.2 and np.abs(ours - theirs)[inside].max() < 0.51, "rounded to whole numbers"
+    scores = OM_evaluate.score_pair({"fixed_label": image(place, "a_0001", "labels"), "moving_label": image(
+        place, "b_0002", "labels"), "field": place / "pair/field.nii.gz", "warped_label": place
+        / "pair/warped_label.nii.gz"})
+    row = json.loads((place / "pair/results.json").read_text())["pairs"][0]
+    for key in ("dice_before", "dice", "folding_percent", "sdlogj"):
+        assert scores[key] == pytest.approx(row[key], abs=1e-3), key
+    assert nibabel.load(place / "pair/warped_label.nii.gz").get_data_dtype() == np.uint8
+
+
+def test_landmarks_go_into_the_moving_space(place, pair):
+    field, affine = read_field(place / "pair/field.nii.gz")
+    moved = read_points(place / "pair/points.csv")
+    np.testing.assert_allclose(moved, move_points(read_points(place / "points.csv"), field, affine), atol=1e-3)
+    assert (place / "pair/points.csv").read_text().startswith("x,y,z\n")
+
+
+def test_a_saved_field_for_further_images_labels_and_landmarks(place, pair, capsys):
+    words = ["--apply", place / "pair/field.nii.gz", "--moving", image(place, "b_0002"), "--moving-label",
+             image(place, "b_0002", "labels"), "--points", place / "points.csv", "--fixed", image(place, "a_0001"),
+             "--out", place / "applied"]
+    assert OM_register.main([str(word) for word in words]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["images"] == 1
+    for name in ("warped", "warped_label"):
+        first, again = (nibabel.load(place / f"{folder}/{name}.nii.gz") for folder in ("pair", "applied"))
+        assert np.abs(first.get_fdata() - again.get_fdata()).max() <= 1 and first.get_data_dtype() == \
+            again.get_data_dtype()
+        np.testing.assert_allclose(again.affine, first.affine, atol=1e-5)
+        assert again.header["descrip"].item() == b"a_0001"
+    assert (place / "applied/points.csv").read_text() == (place / "pair/points.csv").read_text()
+    several = [image(place, name) for name in GRIDS]
+    assert OM_register.main([*map(str, ["--apply", place / "pair/field.nii.gz", "--moving", *several, "--out",
+                                        place / "applied"])]) == 0
+    assert all((place / f"applied/warped_{name}.nii.gz").is_file() for name in GRIDS)
+
+
+def test_whole_numbers_stay_whole_and_scaled_ones_do_not(place, pair, tmp_path):
+    array, affine = read_volume(image(place, "b_0002"))
+    scaled = nibabel.Nifti1Image(array / 1000, affine)
+    scaled.set_data_dtype(np.int16)  # nibabel then stores a slope
+    nibabel.save(scaled, tmp_path / "scaled.nii.gz")
+    write_volume(tmp_path / "bytes.nii.gz", np.clip(array / 4, 0, 255).astype(np.uint8), affine)
+    words = ["--apply", place / "pair/field.nii.gz", "--moving", tmp_path / "scaled.nii.gz", tmp_path / "bytes.nii.gz",
+             "--out", tmp_path / "out"]
+    assert OM_register.main([str(word) for word in words]) == 0
+    found = nibabel.load(tmp_path / "out/warped_scaled.nii.gz")
+    assert found.get_data_dtype() == np.float32
+    warped = nibabel.load(place / "pair/warped.nii.gz").get_fdata()
+    assert np.abs(found.get_fdata() * 1000 - warped).max() < 1
+    assert nibabel.load(tmp_path / "out/warped_bytes.nii.gz").get_data_dtype() == np.uint8
+
+
+def test_a_list_goes_on_after_a_bad_pair(place):
+    entries = [{"fixed": "imagesTr/a_0001.nii.gz", "moving": "imagesTr/c_0003.nii.gz"},
+               {"fixed": "imagesTr/a_0001.nii.gz", "moving": "imagesTr/cut_0009.nii.gz", "name": "bad"},
+               {"fixed": "imagesTr/c_0003.nii.gz", "moving": "imagesTr/a_0001.nii.gz"}]
+    (place / "pairs.json").write_text(json.dumps({"name": "Learn2Reg", "registration_val": entries}))
+    data = image(place, "c_0003").read_bytes()
+    image(place, "cut_0009").write_bytes(data[:len(data) // 2])
+    words = ["--pairs", place / "pairs.json", "--model", place / "run", "--learn2reg", "--out", place / "list",
+             "--device", "cpu", "--no-picture"]
+    found = process(*words)
+    assert found.returncode == 43 and found.stderr.count("error: ") == 1 and "Traceback" not in found.stderr
+    assert re.search(r"error: bad: .*cut_0009.nii.gz: (truncated|not a readable)", found.stderr)
+    results = json.loads((place / "list/results.json").read_text())
+    assert [row["name"] for row in results["pairs"]] == ["c_0003_to_a_0001", "a_0001_to_c_0003"]
+    assert results["failed"][0]["name"] == "bad" and results["mean"]["failed"] == 1
+    assert json.loads(found.stdout.strip().splitlines()[-1]) == results["mean"]
+    assert "Failed pairs" in (place / "list/report.html").read_text()
+    for row in results["pairs"]:  # the labels beside the images were found
+        assert row["dice"] is not None and (place / "list" / row["name"] / "warped_label.nii.gz").is_file()
+    voxels, _ = read_field(place / "list/disp_0001_0003.nii.gz")
+    field, _ = read_field(place / "list/c_0003_to_a_0001/field.nii.gz")
+    np.testing.assert_allclose(voxels, field, atol=1e-4)
+    before = (place / "list/c_0003_to_a_0001/field.nii.gz").stat().st_mtime_ns
+    assert OM_register.main([str(word) for word in words]) == 43, "over what is there"
+    assert (place / "list/c_0003_to_a_0001/field.nii.gz").stat().st_mtime_ns > before
+    assert not [path for path in (place / "list").rglob(".*")], "no half-written file is left"
+
+
+def test_labels_of_a_learn2reg_list(place):
+    entries = [{"fixed": "imagesTr/a_0001.nii.gz", "moving": "imagesTr/b_0002.nii.gz"}]
+    listed = [{"image": "imagesTr/b_0002.nii.gz", "label": "labelsTr/c_0003.nii.gz"}]
+    path = place / "learn2reg.json"
+    path.write_text(json.dumps({"registration_val": entries, "registration_test": [entries[0]] * 1, "pairs": [],
+                                "training": listed}))
+    pair, = OM_register.read_list(path, "registration_val")
+    assert pair["moving_label"].name == "c_0003.nii.gz" and pair["fixed_label"] == image(place, "a_0001", "labels")
+    assert pair["name"] == "b_0002_to_a_0001" and OM_register.read_list(path)[0]["fixed"] == image(place, "a_0001")
+
+
+def test_without_a_model_by_refinement(place):
+    pytest.importorskip("Diffusion.refine")
+    words = [*pair_words(place), "--model", "none", "--refine", 6, "--out", place / "refined", "--set",
+             "refine.levels=2", "--device", "cpu", "--no-picture"]
+    assert OM_register.main([str(word) for word in words]) == 0
+    row = json.loads((place / "refined/results.json").read_text())["pairs"][0]
+    assert row["similarity"] > row["similarity_before"] and row["seconds_of"]["refine"] > 0
+
+
+def test_slices(tmp_path):
+    pytest.importorskip("Diffusion.refine")
+    for seed, name in enumerate(("f", "m")):
+        subject = make_subject(seed, (40, 36), dims=2)
+        write_volume(tmp_path / f"{name}.nii.gz", subject["image"], make_affine(signs=(-1, 1, 1)))
+        write_volume(tmp_path / f"{name}_label.nii.gz", subject["label"], make_affine(signs=(-1, 1, 1)))
+    (tmp_path / "points.csv").write_text("1,2,3\n")
+    words = ["--fixed", tmp_path / "f.nii.gz", "--moving", tmp_path / "m.nii.gz", "--fixed-label",
+             tmp_path / "f_label.nii.gz", "--moving-label", tmp_path / "m_label.nii.gz", "--points",
+             tmp_path / "points.csv", "--model", "none", "--refine", 4, "--dims", 2, "--out", tmp_path / "out",
+             "--set", "refine.levels=1", "--inverse", "--device", "cpu"]
+    assert OM_register.main([str(word) for word in words]) == 0
+    assert read_field(tmp_path / "out/field.nii.gz", 2)[0].shape == (2, 40, 36)
+    assert read_points(tmp_path / "out/points.csv")[0, 2] == pytest.approx(3)
+    assert nibabel.load(tmp_path / "out/warped.nii.gz").shape == (40, 36, 1)
+
+
+def test_volumes_apart_are_said_on_the_terminal_and_on_the_page(place, tmp_path, capsys):
+    array, affine = read_volume(image(place, "c_0003"))
+    affine[:3, 3] += [25, 0, 0]
+    write_volume(tmp_path / "away.nii.gz", array, affine)
+    words = ["--fixed", image(place, "a_0001"), "--moving", tmp_path / "away.nii.gz", "--model", place / "run",
+             "--device", "cpu", "--no-picture"]
+    assert OM_register.main([str(word) for word in [*words, "--out", tmp_path / "out"]]) == 0
+    assert re.search(r"warning: .*away.nii.gz covers \d+ % .*--affine or --start centre", capsys.readouterr().err)
+    assert "--start centre" in (tmp_path / "out/report.html").read_text()
+    assert OM_register.main([str(word) for word in [*words, "--start", "centre", "--out", tmp_path / "out"]]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def broken(place, folder, kind):
+    """A volume that is bad in one way."""
+    path, good = folder / f"{kind}.nii.gz", image(place, "b_0002")
+    array = nibabel.load(good).get_fdata().astype(np.float32)
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "truncated":
+        path.write_bytes(good.read_bytes()[:3000])
+    elif kind != "missing":
+        array = {"four": np.stack([array] * 2, -1), "nan": np.where(array > 500, np.nan, array), "flat": array * 0,
+                 "slice": array[:, :, 0]}[kind]
+        write_volume(path, array, np.eye(4))
+    return path
+
+
+@pytest.mark.parametrize("kind, words", [
+    ("missing", "missing.nii.gz: no such file"), ("empty", "empty.nii.gz: not a readable NIfTI"),
+    ("truncated", "truncated.nii.gz: (truncated|not a readable)"), ("four", "four.nii.gz: shape .* neither 2D nor 3D"),
+    ("nan", "nan.nii.gz: .* are NaN"), ("flat", "flat.nii.gz: every voxel is 0"),
+    ("slice", "a_0001.nii.gz is 3D and .*slice.nii.gz is 2D")])
+def test_bad_volumes(place, tmp_path, capsys, kind, words):
+    good, bad = image(place, "a_0001"), broken(place, tmp_path, kind)
+    for fixed, moving in ((good, bad), (bad, good)):
+        if kind != "slice" or fixed == good:
+            refused(capsys, words, "--fixed", fixed, "--moving", moving, "--model", place / "run", "--out",
+                    tmp_path / "out", "--device", "cpu")
+    assert not list((tmp_path / "out").glob("*.nii.gz"))
+
+
+def test_a_process_prints_no_traceback(place, tmp_path):
+    found = process("--fixed", image(place, "a_0001"), "--moving", broken(place, tmp_path, "nan"), "--model",
+                    place / "run", "--out", tmp_path / "out", "--device", "cpu")
+    assert found.returncode == 43 and "Traceback" not in found.stderr and not found.stdout
+    assert found.stderr.strip().splitlines()[-1].startswith(f"error: {tmp_path / 'nan.nii.gz'}: ")
+
+
+def test_labels_that_do_not_belong_to_their_image(place, tmp_path, capsys):
+    words = ["--fixed", image(place, "a_0001"), "--moving", image(place, "b_0002"), "--model", place / "run", "--out",
+             tmp_path / "out", "--device", "cpu", "--moving-label"]
+    refused(capsys, "a_0001.nii.gz: the label is on another grid than its image .*b_0002.nii.gz", *words,
+            image(place, "a_0001", "labels"))
+    label = nibabel.load(image(place, "b_0002", "labels"))
+    far = label.affine.copy()
+    far[:3, 3] += 500
+    write_volume(tmp_path / "far.nii.gz", np.asarray(label.dataobj), far)
+    refused(capsys, "far.nii.gz: the label lies outside its image .*b_0002.nii.gz", *words, tmp_path / "far.nii.gz")
+    write_volume(tmp_path / "half.nii.gz", np.asarray(label.dataobj) * 0.5, label.affine)
+    refused(capsys, "half.nii.gz: .* label voxels are not whole", *words, tmp_path / "half.nii.gz")
+
+
+def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
+    field = ["--apply", place / "pair/field.nii.gz", "--out", tmp_path / "out"]
+    refused(capsys, r"field.nii.gz: the field is on another grid than .*b_0002.nii.gz \(shapes", *field, "--moving",
+            image(place, "a_0001"), "--fixed", image(place, "b_0002"))
+    refused(capsys, "a_0001.nii.gz: shape .* is no displacement field", "--apply", image(place, "a_0001"), "--moving",
+            image(place, "a_0001"), "--out", tmp_path / "out")
+    refused(capsys, "--apply needs something to move", *field)
+    refused(capsys, "leave out --pairs, --model", *field, "--moving", image(place, "a_0001"), "--refine", 3)
+
+
+@pytest.mark.parametrize("more, words", [
+    (["--model", "nowhere.pth"], "nowhere.pth: no such model"), ([], "--model is missing"),
+    (["--model", "none"], "--model none needs --refine N"), (["--model", "none", "--refine", "-3"], "--refine -3"),
+    (["--model", "RUN", "--dims", "2"], "--config and --dims are for --model none"),
+    (["--model", "RUN", "--set", "refine.speed=3"], "unknown key refine.speed"),
+    (["--model", "RUN", "--pairs", "list.json"], "give either --pairs or the files of one pair"),
+    (["--model", "none", "--refine", "2", "--config", "no.yaml"], "no.yaml: there is no such config")])
+def test_bad_options(place, tmp_path, capsys, more, words):
+    more = [place / "run" if word == "RUN" else word for word in more]
+    refused(capsys, words, "--fixed", image(place, "a_0001"), "--moving", image(place, "b_0002"), "--device", "cpu",
+            "--out", tmp_path / "out", *more)
+
+
+def test_the_output_cannot_be_a_file(place, tmp_path, capsys):
+    (tmp_path / "out").write_text("here I am")
+    refused(capsys, "out: no folder can be made there", *pair_words(place), "--model", place / "run", "--device",
+            "cpu", "--out", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "here I am"
+
+
+def test_results_never_take_the_place_of_what_is_read(place, tmp_path, capsys):
+    shutil.copy(place / "points.csv", tmp_path / "points.csv")
+    shutil.copy(image(place, "b_0002"), tmp_path / "warped.nii.gz")
+    words = ["--fixed", image(place, "a_0001"), "--model", place / "run", "--out", tmp_path, "--device", "cpu"]
+    refused(capsys, "points.csv: the result of that name would take its place", *words, "--moving",
+            image(place, "b_0002"), "--points", tmp_path / "points.csv")
+    refused(capsys, "warped.nii.gz: the result", *words, "--moving", tmp_path / "warped.nii.gz")
+    assert (tmp_path / "points.csv").read_text() == POINTS and not (tmp_path / "field.nii.gz").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_is_one_sentence(place, pair, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / f"out/.points.csv.{os.getpid()}").symlink_to("/dev/full")
+    refused(capsys, "No space left on device; results cannot be written", "--apply", place / "pair/field.nii.gz",
+            "--points", place / "points.csv", "--out", tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_learn2reg_names_need_numbers_and_one_grid(place, tmp_path, capsys):
+    shutil.copy(image(place, "a_0001"), tmp_path / "nameless.nii.gz")
+    words = ["--model", place / "run", "--out", tmp_path / "out", "--learn2reg", "--device", "cpu"]
+    refused(capsys, "names fields by the numbers", "--fixed", image(place, "c_0003"), "--moving",
+            tmp_path / "nameless.nii.gz", *words)
+    refused(capsys, "--learn2reg needs both on one grid", "--fixed", image(place, "a_0001"), "--moving",
+            image(place, "b_0002"), *words)
+
+
+@pytest.mark.parametrize("content, words", [
+    ("not json", "not valid JSON"), ("[]", "no list of pairs"), ("{\"pairs\": 3}", "no list of pairs under pairs"),
+    ('[{"fixed": "a.nii"}]', "pair 1 has no fixed or no moving"),
+    ('[{"fixed": "a.nii", "moving": "b.nii", "mask": "c.nii"}]', "pair 1 has the unknown key mask"),
+    ('[{"fixed": 3, "moving": "b.nii"}]', "pair 1: fixed is 3, not a path"),
+    ('[{"fixed": "a.nii", "moving": "b.nii", "name": "../x"}]', "the name ../x"),
+    ('[{"fixed": "a.nii", "moving": "b.nii"}, {"fixed": "a.nii", "moving": "b.nii"}]', "two pairs are called b_to_a")])
+def test_bad_lists(place, tmp_path, capsys, content, words):
+    (tmp_path / "pairs.json").write_text(content)
+    refused(capsys, f"pairs.json: .*{re.escape(words) if '..' in words else words}", "--pairs",
+            tmp_path / "pairs.json", "--model", place / "run", "--out", tmp_path / "out", "--device", "cpu")
+    refused(capsys, "nowhere.json: no such list", "--pairs", tmp_path / "nowhere.json", "--model", place / "run",
+            "--out", tmp_path / "out", "--device", "cpu")

@@ -1,0 +1,350 @@
+"""Two grids and one field: the mathematics of Diffusion/registration.py against SimpleITK, ANTs and known answers."""
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+import SimpleITK as sitk
+import torch
+from scipy import ndimage
+
+from Dataloader.field_io import LPS, move_points, write_field
+from Dataloader.prepare import on_grid
+from Dataloader.synthetic import make_subject, random_field
+from Dataloader.volume_io import write_volume
+from Diffusion import registration
+from Diffusion.pair_figures import SQUARES, box_figure, checkerboard_figure
+from Diffusion.registration import (
+    apply_field,
+    overlap_percent,
+    register,
+    start_matrix,
+    total_field,
+    working_grid,
+)
+from OM_register import register as of_the_script
+from Runtime.errors import InputError
+from Runtime.report import figure_png
+from tests import tiny
+from tests.test_field_io import FIXED, smooth
+from tests.test_volume_io import OBLIQUE, make_affine, rotation
+
+PLACES = list(itertools.product(range(len(FIXED)), repeat=2))
+apart_is_said_elsewhere = pytest.mark.filterwarnings("ignore:moving covers")
+
+
+def settings(size=24, spacing_mm=1.2, **changes):
+    return tiny.config(data__img_size=size, data__spacing_mm=spacing_mm, run__amp="off", **changes)
+
+
+class Known(torch.nn.Module):
+    """A network whose answer is known: a smooth field. It keeps what it was shown."""
+
+    def __init__(self, amplitude=0.05, seed=3):
+        super().__init__()
+        self.amplitude, self.seed = amplitude, seed
+
+    def forward(self, image, t, condition=None):
+        size = tuple(image.shape[2:])
+        self.moving, self.condition = image, condition
+        self.field = random_field(self.seed, size, 0.05, dims=len(size)) * np.float32(self.amplitude / 0.05)
+        return torch.from_numpy(self.field)[None]
+
+
+def known_transform(affine, shape):
+    """A rotation, scaling and shift about the middle of a volume: T, 4x4."""
+    middle = (affine @ [*np.divide(shape, 2), 1])[:3]
+    matrix = np.eye(4)
+    matrix[:3, :3] = rotation((6, -9, 5)) @ np.diag([1.05, 0.94, 1.02])
+    matrix[:3, 3] = middle - matrix[:3, :3] @ middle + [1.5, -2.0, 1.0]
+    return matrix
+
+
+def two_volumes(fixed, moving):
+    """A fixed and a moving volume on two grids about the same place of the world, each (array, affine)."""
+    (shape, affine), (other_shape, other) = FIXED[fixed], FIXED[moving]
+    other = other.copy()
+    other[:3, 3] += (affine @ [*np.divide(shape, 2), 1] - other @ [*np.divide(other_shape, 2), 1])[:3]
+    return (smooth(shape, affine).astype(np.float32), affine), (smooth(other_shape, other).astype(np.float32), other)
+
+
+def read_both(tmp_path, fixed, moving):
+    for name, (array, affine) in (("fixed", fixed), ("moving", moving)):
+        write_volume(tmp_path / f"{name}.nii.gz", array, affine)
+    return [sitk.ReadImage(str(tmp_path / f"{name}.nii.gz")) for name in ("fixed", "moving")]
+
+
+def itk_field(path):
+    return sitk.DisplacementFieldTransform(sitk.ReadImage(str(path), sitk.sitkVectorFloat64))
+
+
+def itk_affine(matrix):
+    flip = np.diag([*LPS, 1])
+    matrix = flip @ matrix @ flip
+    found = sitk.AffineTransform(3)
+    found.SetMatrix(matrix[:3, :3].ravel().tolist())
+    found.SetTranslation(matrix[:3, 3].tolist())
+    return found
+
+
+def seen_inside(found):
+    """Where the fixed grid shows the inside of the moving volume: ITK's ends half a voxel further out than ours."""
+    moving, affine = found["moving"]
+    ones = apply_field(np.pad(np.ones(np.subtract(moving.shape, 2), np.float32), 1), affine, found["field"],
+                       found["fixed"][1])
+    return ones > 0.999
+
+
+@apart_is_said_elsewhere
+@pytest.mark.parametrize("fixed, moving", PLACES)
+def test_affine_and_field_are_one_field_that_simpleitk_applies_alike(tmp_path, fixed, moving):
+    fixed, moving = two_volumes(fixed, moving)
+    matrix, net = known_transform(fixed[1], fixed[0].shape), Known()
+    found = register(fixed, moving, (net, settings()), start=matrix)
+    reference, image = read_both(tmp_path, fixed, moving)
+    write_field(tmp_path / "field.nii.gz", found["field"], fixed[1])
+    saved = sitk.Resample(image, reference, itk_field(tmp_path / "field.nii.gz"), sitk.sitkLinear, 0.0)
+    # The same from its parts: the field of the working grid, then the affine (the last added is applied first).
+    work_affine = working_grid(fixed[0], fixed[1], settings(), True)[1]
+    write_field(tmp_path / "part.nii.gz", net.field, work_affine)
+    parts = sitk.CompositeTransform([itk_affine(matrix), itk_field(tmp_path / "part.nii.gz")])
+    inside = seen_inside(found)
+    assert inside.mean() > 0.15 and found["warped"][inside].std() > 0.05
+    for theirs in (saved, sitk.Resample(image, reference, parts, sitk.sitkLinear, 0.0)):
+        assert np.abs(found["warped"] - sitk.GetArrayFromImage(theirs).T)[inside].max() < 1e-3 * np.ptp(moving[0])
+    plain = sitk.GetArrayFromImage(sitk.Resample(image, reference, itk_affine(matrix), sitk.sitkLinear, 0.0)).T
+    assert np.abs(found["warped"] - plain)[inside].max() > 0.02 * np.ptp(moving[0]), "the field matters"
+
+
+@apart_is_said_elsewhere
+@pytest.mark.parametrize("fixed, moving", [(3, 1), (2, 3)])
+def test_ants_applies_the_field_as_we_do(tmp_path, fixed, moving):
+    ants = pytest.importorskip("ants")
+    fixed, moving = two_volumes(fixed, moving)
+    found = register(fixed, moving, (Known(), settings()), start=known_transform(fixed[1], fixed[0].shape))
+    read_both(tmp_path, fixed, moving)
+    write_field(tmp_path / "field.nii.gz", found["field"], fixed[1])
+    images = [ants.image_read(str(tmp_path / f"{name}.nii.gz")) for name in ("fixed", "moving")]
+    theirs = ants.apply_transforms(*images, transformlist=[str(tmp_path / "field.nii.gz")], interpolator="linear")
+    inside = seen_inside(found)
+    assert np.abs(found["warped"] - theirs.numpy())[inside].max() < 1e-3 * np.ptp(moving[0])
+
+
+@apart_is_said_elsewhere
+@pytest.mark.parametrize("fixed, moving", [(0, 0), (1, 3), (2, 1), (3, 2)])
+def test_the_inverse_leads_back(fixed, moving):
+    fixed, moving = two_volumes(fixed, moving)
+    found = register(fixed, moving, (Known(), settings()), start=known_transform(fixed[1], fixed[0].shape),
+                     inverse=True)
+    shape, affine = moving[0].shape, moving[1]
+    assert found["inverse"].shape == (3, *shape) and found["inverse_error"] < 0.01
+    world = (affine[:3, :3] @ np.indices(shape).reshape(3, -1) + affine[:3, 3:]).T
+    there = move_points(world, found["inverse"], affine)
+    back = move_points(there, found["field"], fixed[1])
+    voxels = np.linalg.inv(fixed[1])[:3, :3] @ there.T + np.linalg.inv(fixed[1])[:3, 3:]
+    within = ((voxels > 1) & (voxels < np.reshape(fixed[0].shape, (3, 1)) - 2)).all(0)
+    lengths = np.linalg.norm(np.linalg.inv(affine)[:3, :3] @ (back - world).T, axis=0)[within]
+    assert within.mean() > 0.2 and lengths.max() < 0.4 and lengths.mean() < 0.08
+    assert np.linalg.norm(there - world, axis=1)[within].mean() > 2, "points move by millimetres"
+
+
+def test_nothing_to_do_is_exactly_nothing():
+    fixed, moving = two_volumes(3, 3)
+    found = register(fixed, moving)
+    assert not found["field"].any() and found["folding_percent"] == 0 and found["sdlogj"] < 1e-6
+    np.testing.assert_allclose(found["warped"], moving[0], atol=1e-6)
+    assert found["similarity"] == pytest.approx(found["similarity_before"], abs=1e-5)
+    assert found["overlap_percent"] == 100
+    assert set(found["seconds"]) == {"affine", "network", "refine", "total"}
+
+
+@pytest.mark.parametrize("affine", [make_affine(), make_affine((2, 0, 1), (-1, 1, -1))])
+def test_a_working_grid_that_coincides_gives_the_field_itself(affine):
+    fixed = (smooth((21, 26, 18), affine).astype(np.float32), affine)
+    net = Known()
+    found = register(fixed, fixed, (net, settings(8, 1.0)))["field"]
+    ornt = [int(np.argmax(np.abs(affine[axis, :3]))) for axis in range(3)]  # voxel axis along each axis of the world
+    signs = [int(np.sign(affine[axis, ornt[axis]])) for axis in range(3)]
+    assert net.field.shape[1:] == tuple(fixed[0].shape[axis] for axis in ornt), "enlarged until the volume fits"
+    expected = np.empty_like(found)
+    for axis, (own, sign) in enumerate(zip(ornt, signs)):
+        part = np.flip(net.field[axis], [a for a in range(3) if signs[a] < 0]) * sign
+        expected[own] = np.moveaxis(part, [0, 1, 2], ornt)
+    assert np.abs(found - expected).max() < 1e-4 < np.abs(found).max()
+
+
+@pytest.mark.parametrize("shape, affine", [FIXED[0], FIXED[3]])
+@pytest.mark.parametrize("changes", [{}, {"data__crop_above": 0.2}, {"data__window": "[100, 900]"}])
+def test_the_network_sees_what_the_training_showed_it(tmp_path, shape, affine, changes):
+    cfg = settings(48, 1.1, **changes)
+    items = []
+    for seed in (1, 2):
+        write_volume(tmp_path / f"{seed}.nii.gz", 1000 * make_subject(seed, shape)["image"], affine)
+        items.append({"image": tmp_path / f"{seed}.nii.gz", "label": None, "mask": None})
+    net = Known(0)
+    register(items[0]["image"], items[1]["image"], (net, cfg))
+    shown = [net.condition[:, :1], net.moving]
+    for image, item in zip(shown, items):
+        if changes.get("data__crop_above") and item is items[1]:
+            continue  # the training centres each volume on its own foreground
+        np.testing.assert_allclose(image[0, 0], on_grid(item, cfg)["image"], atol=2e-5)
+
+
+def test_working_grids():
+    affine = make_affine(signs=(-1, 1, 1), spacing=(0.5, 0.5, 4.0))
+    image = np.random.default_rng(0).random((40, 36, 8)).astype(np.float32)
+    work, grid = working_grid(image, affine, settings(), False)
+    np.testing.assert_allclose(np.linalg.norm(grid[:3, :3], axis=0), 1.0)
+    assert work.shape == (20, 18, 32), "voxels of the geometric mean, over the same field of view"
+    work, grid = working_grid(image, affine, settings([16, 24, 16], 1.5), True)
+    assert work.shape == (16, 24, 22) and np.allclose(np.linalg.norm(grid[:3, :3], axis=0), 1.5)
+    work, grid = working_grid(image, affine, settings([16, 24, 16], 0), True)
+    assert work.shape == (16, 24, 16) and np.allclose(np.linalg.norm(grid[:3, :3], axis=0), 2.0)
+    np.testing.assert_allclose(grid @ [7.5, 11.5, 7.5, 1], affine @ [19.5, 17.5, 3.5, 1], atol=1e-9)
+
+
+def test_a_volume_beyond_memory_gets_a_coarser_grid_and_a_sentence(monkeypatch):
+    monkeypatch.setattr(registration, "MOST_VOXELS", 2000)
+    fixed, moving = two_volumes(0, 0)
+    with pytest.warns(UserWarning, match="fixed has more voxels .* on a grid of 2.* mm"):
+        found = register(fixed, moving)
+    assert found["field"].shape == (3, *fixed[0].shape) and len(found["warnings"]) == 1
+
+
+def test_volumes_apart_are_said_and_brought_together_by_their_centres():
+    image = smooth(*FIXED[0]).astype(np.float32)
+    away = FIXED[0][1].copy()
+    away[:3, 3] += [16, 3, -5]
+    with pytest.warns(UserWarning, match="moving covers [0-9]+ % of the field of view of fixed.*--start centre"):
+        register((image, FIXED[0][1]), (image, away))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = register((image, FIXED[0][1]), (image, away), start="centre")
+    np.testing.assert_allclose(found["matrix"][:3, 3], [16, 3, -5])
+    assert np.abs(found["warped"] - image).max() < 1e-4 and found["similarity"] > found["similarity_before"]
+
+
+def test_overlap_is_a_share_of_the_fixed_field_of_view():
+    shape, affine = FIXED[2]
+    half = affine.copy()
+    half[:3, 3] += affine[:3, 0] * shape[0] / 2
+    assert overlap_percent(shape, affine, shape, half, np.eye(4)) == pytest.approx(50, abs=3)
+    assert overlap_percent(shape, affine, shape, half, half @ np.linalg.inv(affine)) == 100
+
+
+def test_slices():
+    (shape, affine), (other_shape, other) = ((40, 33), make_affine((1, 0, 2), (-1, 1, 1), (0.8, 1.4, 1))), (
+        (36, 44), make_affine((0, 1, 2), (1, -1, 1), (1.2, 0.9, 1), (0, 0, 0), (-25, 20, 3)))
+    cfg, net = settings([32, 40], 1.0, model__dims=2), Known()
+    fixed, moving = ((make_subject(seed, size, dims=2)["image"], grid)
+                     for seed, size, grid in ((0, shape, affine), (1, other_shape, other)))
+    found = register(fixed, moving, (net, cfg), start="centre", inverse=True)
+    assert found["field"].shape == (2, *shape) and found["inverse"].shape == (2, *other_shape)
+    work_affine = working_grid(fixed[0], affine, cfg, True)[1]
+    place = np.array([17, 20])
+    y = (np.linalg.inv(work_affine) @ affine @ [*place, 0, 1])[:2]
+    y = y + [ndimage.map_coordinates(part, y[:, None], order=1)[0] for part in net.field]
+    there = np.linalg.inv(other) @ found["matrix"] @ work_affine @ [*y, 0, 1]
+    expected = ndimage.map_coordinates(moving[0], there[:2, None], order=1)[0]
+    assert found["warped"][tuple(place)] == pytest.approx(expected, abs=1e-4) and expected > 0.01
+    assert found["inverse_error"] < 0.01
+
+
+def test_labels_are_nearest_and_keep_their_type():
+    label = make_subject(0, (20, 22, 24))["label"].astype(np.uint8)
+    field = random_field(1, (18, 26, 20), 0.05)
+    moved = apply_field(label, OBLIQUE, field, OBLIQUE, order=0)
+    where = np.rint(np.indices(field.shape[1:]) + field).astype(int)
+    inside = ((where >= 0) & (where < np.reshape(label.shape, (3, 1, 1, 1)))).all(0)
+    expected = np.where(inside, label[tuple(np.clip(where, 0, np.reshape(label.shape, (3, 1, 1, 1)) - 1))], 0)
+    assert moved.dtype == np.uint8 and (moved == expected).mean() > 0.999 and len(np.unique(moved)) > 3
+
+
+def test_outside_the_moving_image_is_its_least_intensity():
+    image = make_subject(0, (20, 22, 24))["image"] * 2000 - 1000
+    far = np.full((3, 20, 22, 24), 30.0, np.float32)
+    np.testing.assert_allclose(apply_field(image, OBLIQUE, far, OBLIQUE), -1000, atol=1e-3)
+
+
+def test_a_field_on_one_grid_is_the_same_deformation_on_another():
+    u = torch.from_numpy(random_field(5, (30, 26, 34), 0.05))[None]
+    half = np.diag([0.5, 0.5, 0.5, 1])
+    fine = total_field(u, half, np.linalg.inv(half), (59, 51, 67))
+    np.testing.assert_allclose(fine[:, ::2, ::2, ::2], 2 * u[0].numpy(), atol=1e-3)
+
+
+def test_refinement_alone_and_from_a_network():
+    pytest.importorskip("Diffusion.refine")
+    shape = (26, 22, 24)
+    fixed, moving = ((make_subject(seed, shape)["image"], make_affine(spacing=(1, 1.1, 1.2))) for seed in (0, 1))
+    alone = register(fixed, moving, refine=12)
+    assert alone["similarity"] > alone["similarity_before"] + 0.02 and alone["seconds"]["refine"] > 0
+    further = register(fixed, moving, (Known(0.01), settings()), refine=12)
+    assert further["similarity"] > further["similarity_before"] and further["folding_percent"] < 1
+
+
+def test_affine_alignment_begins_where_the_start_says():
+    pytest.importorskip("Diffusion.affine")
+    image = make_subject(0, (26, 30, 28))["image"]
+    turned = make_affine(degrees=(0, 0, 8), origin=(40, -7, 3))
+    for start in ("header", "centre"):
+        found = register((image, make_affine()), (image, turned), affine=True, start=start)
+        error = np.linalg.inv(turned) @ found["matrix"] @ make_affine() - np.eye(4)
+        assert np.abs(error @ [13, 15, 14, 1])[:3].max() < 1.0 and np.abs(error[:3, :3]).max() < 0.1
+        assert found["similarity"] > 0.9 and found["seconds"]["affine"] > 0 and found["overlap_percent"] > 70
+
+
+@pytest.mark.parametrize("fixed, moving, more, words", [
+    (np.ones((8, 9, 10)), None, {}, "fixed: the array is empty, constant or has NaN"),
+    (None, np.full((8, 9, 10), np.nan), {}, "moving: the array is empty, constant or has NaN"),
+    (None, np.random.default_rng(0).random((8, 9)), {}, "fixed is 3D and moving is 2D"),
+    (None, np.random.default_rng(0).random((8, 9, 10, 2)), {}, "moving: shape .8, 9, 10, 2. is neither 2D nor 3D"),
+    (np.random.default_rng(0).random((8, 9, 2)), None, {}, "fixed: shape .8, 9, 2. has fewer than 4 voxels"),
+    (None, None, {"start": "middle"}, "start is header or centre or a 4x4 matrix, not 'middle'"),
+    (None, None, {"start": np.zeros((4, 4))}, "invertible 4x4 matrix"),
+    (None, None, {"affine": "similarity"}, "affine is rigid or affine, not 'similarity'"),
+    (None, None, {"config": tiny.config(model__dims=2)}, "are 3D, but the model, or --dims, is 2D")])
+def test_bad_input_is_one_sentence(fixed, moving, more, words):
+    good = np.random.default_rng(1).random((8, 9, 10))
+    with pytest.raises(InputError, match=words) as found:
+        register((good if fixed is None else fixed, np.eye(4)), (good if moving is None else moving, np.eye(4)), **more)
+    assert "\n" not in str(found.value)
+
+
+def test_a_singular_affine_and_a_broken_network_are_refused():
+    good = np.random.default_rng(1).random((8, 9, 10))
+    with pytest.raises(InputError, match="moving: the affine .* is no invertible 4x4"):
+        register((good, np.eye(4)), (good, np.zeros((4, 4))))
+    with pytest.raises(InputError, match="field has NaN"):
+        register((good, np.eye(4)), (good, np.eye(4)), (Known(np.inf), settings(16, 1.0)))
+
+
+@pytest.mark.parametrize("shape", [(40, 30, 22), (36, 28)])
+def test_checkerboards_take_turns(shape):
+    rng = np.random.default_rng(0)
+    fixed, before, after = (rng.random(shape).astype(np.float32) for _ in range(3))
+    figure = checkerboard_figure(fixed, before, after)
+    shown = [ax.images[0].get_array() for ax in figure.axes]
+    assert len(shown) == (6 if len(shape) == 3 else 2)
+    first, last = shown[0], shown[len(shown) // 2]
+    same = np.isclose(first, last)
+    assert 0.3 < same.mean() < 0.7, "the fixed volume's squares are the same before and after"
+    side = max(2, round(max(first.shape) / SQUARES))
+    assert same[:side, :side].all() and not same[:side, side:2 * side].all()
+    assert same[side:2 * side, side:2 * side].all()
+
+
+@pytest.mark.parametrize("labels, pairs", [(0, 1), (2, 6), (37, 40)])
+def test_boxes(labels, pairs):
+    values = np.linspace(0.2, 0.9, pairs).tolist()
+    figure = box_figure({str(label): (values, [None, *values[1:]]) for label in range(labels)},
+                        (values, values), [float("nan"), *values[1:]])
+    assert len(figure.axes) == 2 + (labels > 0)
+    if labels:
+        assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == [str(n) for n in range(labels)]
+        assert len(figure.axes[0].patches) == 2 * labels, "a box before and a box after"
+    assert len(figure_png(figure)) > 5000
+
+
+def test_the_script_gives_the_same_function():
+    assert of_the_script is register and np.array_equal(start_matrix("header", (3,), np.eye(4), (3,), None), np.eye(4))
