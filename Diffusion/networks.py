@@ -13,8 +13,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from Diffusion.diffuser import typical_displacement
-from Diffusion.fields import LINEAR, compose, side_lengths, warp
+from Diffusion.diffuser import image_count, label_count, typical_displacement
+from Diffusion.fields import LINEAR, affine_field, compose, identity, side_lengths, warp
 from Runtime.errors import InputError
 
 
@@ -208,6 +208,57 @@ class MutualAttention(nn.Module):
         return self.norm(tokens).mean(1)
 
 
+class AffineMatch(nn.Module):
+    """Where the tokens of the condition are in the image, as one affine displacement field.
+
+    Convolutions see a volume piece by piece and are slow to learn a shift, rotation or scaling of all of it. Here a
+    token's place in the image is the mean of all places, weighted by the likeness of features and by nearness; where it
+    would find itself among its own tokens is taken off, so that equal volumes give exactly zero. The affine map through
+    all tokens is a weighted least-squares fit, in closed form, so that all of it can be learned.
+    """
+
+    RIDGE = 0.01  # towards no displacement, against mean squares of order one
+
+    def __init__(self, cfg):
+        super().__init__()
+        channels, times = cfg["model.channels"][-1], cfg["diffusion.timesteps"]
+        self.project = nn.Linear(channels, cfg["model.attention_width"], bias=False)
+        self.trust = start_at_zero(nn.Linear(channels, 1))
+        self.log_sharpness = nn.Parameter(torch.full((1,), math.log(10.0)))
+        self.log_reach = nn.Parameter(torch.full((1,), math.log(1.5)))  # of nearness, in tokens
+        # Registration wants all of the way from the image to the condition, recovery the part to be undone at t.
+        share = [label_count(t) / image_count(t) for t in range(times)] + [1.0]
+        self.register_buffer("share", torch.tensor(share))
+
+    def features(self, tokens):
+        return F.normalize(self.project(tokens - tokens.mean(1, keepdim=True)), dim=-1)
+
+    def forward(self, image, condition, t, size):
+        """image, condition: bottleneck features (B, C, *tokens), zero where dropped. t: (B,). size: voxels per side.
+
+        Returns: displacement (B, N, *size) in voxels.
+        """
+        with torch.autocast(image.device.type, enabled=False):
+            known = condition.flatten(1).any(1).float().view(-1, 1, 1)
+            grid = condition.shape[2:]
+            image, condition = (part.float().flatten(2).transpose(1, 2) for part in (image, condition))  # (B, 512, C)
+            places = identity(grid, image.device)[0].flatten(1).T                                        # (512, 3)
+            near = (places[:, None] - places).square().sum(-1) / (-2 * torch.exp(2 * self.log_reach))
+            asks, sharpness = self.features(condition), self.log_sharpness.exp()
+            there, here = ((sharpness * asks @ others.transpose(1, 2) + near).softmax(-1) @ places
+                           for others in (self.features(image), asks))                               # (B, 512, 3)
+            side = side_lengths(size, image.device).flatten()
+            step = side / side_lengths(grid, image.device).flatten()  # voxels between tokens; the first is at voxel 0
+            x = F.pad((places * step - (side - 1) / 2) / (side / 2), (0, 1), value=1.0)                  # (512, 4)
+            trust = F.softplus(self.trust(condition))                                                    # (B, 512, 1)
+            weighted = (x * trust / trust.sum(1, keepdim=True)).transpose(1, 2)                          # (B, 4, 512)
+            gram = weighted @ x + self.RIDGE * torch.eye(x.shape[1], device=x.device)
+            found = torch.linalg.solve(gram, weighted @ ((there - here) * step))                         # (B, 4, 3)
+            found = (found * known * self.share[t].view(-1, 1, 1)).transpose(1, 2)
+            linear = found[:, :, :-1] / (side / 2) + torch.eye(len(side), device=x.device)
+            return affine_field(torch.cat([linear, found[:, :, -1:]], dim=2), size)
+
+
 def recurse(one_pass, image, rec_num, detach):
     """Run a network `rec_num` times with the same weights and compose the answers.
 
@@ -259,6 +310,7 @@ class OM_net(nn.Module):
         self.attention = MutualAttention(dims, channels[-1], width, cfg["model.attention_depth"],
                                          cfg["model.attention_heads"], time_width)
         self.embedding = nn.Linear(width, cfg["contrastive.embedding"])
+        self.match = AffineMatch(cfg) if cfg["model.affine_match"] and self.conditioned else None
         joined = 3 if self.conditioned else 2
         levels = range(len(channels) - 2, -1 if self.stride == 1 else 0, -1)       # 3, 2, 1, 0
         up = TransposedConv if self.transposed else UpsampleConv
@@ -284,7 +336,7 @@ class OM_net(nn.Module):
         keep = keep.view(-1, *[1] * (self.dims + 1))
         return [torch.where(keep, f, torch.zeros((), dtype=f.dtype, device=f.device)) for f in features]
 
-    def one_pass(self, image, time, condition):
+    def one_pass(self, image, t, time, condition):
         features = self.encode_image(image, time)
         if self.conditioned and condition is None:
             condition = [torch.zeros_like(f) for f in features]
@@ -295,10 +347,12 @@ class OM_net(nn.Module):
             x = up(x, skip.shape[2:])                                              # 16^3 32^3 64^3 128^3
             parts = [x, skip, condition[-2 - step]] if self.conditioned else [x, skip]
             x = join(torch.cat(parts, dim=1), time)
-        field = self.fine(x).float() + coarse.float()                              # (B, 3, 128^3)
+        field = self.field_scale(self.fine(x).float() + coarse.float(), t, image.shape[2:])      # (B, 3, 128^3)
         if self.stride > 1:
             # Both heads speak in voxels of the full grid; only the sampling is coarser.
             field = F.interpolate(field, scale_factor=self.stride, mode=LINEAR[self.dims], align_corners=False)
+        if self.match is not None:
+            field = field + self.match(features[-1], condition[-1], t, tuple(field.shape[2:]))
         return crop(field, image.shape[2:])
 
     def forward(self, image, t, condition=None, keep=None, embed=False):
@@ -309,9 +363,7 @@ class OM_net(nn.Module):
             own = self.attention.pooled(features[-1], 0)
             other = self.attention.pooled(encoded[-1], 1) if encoded is not None else own
             return [F.normalize(self.embedding(pooled).float(), dim=1) for pooled in (own, other)]
-        def one_pass(x):
-            return self.field_scale(self.one_pass(x, time, encoded), t, image.shape[2:])
-        return recurse(one_pass, image, self.rec_num, self.detach)
+        return recurse(lambda x: self.one_pass(x, t, time, encoded), image, self.rec_num, self.detach)
 
 
 class RecMulModMutAttnNet(OM_net):

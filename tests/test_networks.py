@@ -1,9 +1,12 @@
 """Networks: shapes, sizes, recursion, condition, and what training relies on."""
+import math
+
 import pytest
 import torch
 
-from Diffusion.fields import compose, warp
-from Diffusion.networks import NETWORKS, FieldScale, UpsampleConv, build_network, network_class, recurse
+from Diffusion.diffuser import make_condition
+from Diffusion.fields import compose, identity, warp
+from Diffusion.networks import NETWORKS, AffineMatch, FieldScale, UpsampleConv, build_network, network_class, recurse
 from Runtime.checkpoint import weights_sha256
 from Runtime.config import load_config
 from Runtime.errors import InputError
@@ -166,3 +169,65 @@ def test_field_scale_grows_with_time_and_with_the_side():
 def test_unknown_network_lists_the_known_ones():
     with pytest.raises(InputError, match="nothing.*om_net, recresacnet, recmulmodmutattnnet"):
         network_class("nothing")
+
+
+def matched(features_at, dims=3, **changes):
+    """AffineMatch's field for token features given as a function of place: features_at(places) -> (T, C)."""
+    cfg = config(model__affine_match=True, model__dims=dims, model__channels="[8, 8, 16]", model__attention_width=64,
+                 data__img_size=16, **changes)
+    torch.manual_seed(0)
+    match = AffineMatch(cfg)
+    with torch.no_grad():
+        match.project.weight.copy_(torch.randn(64, 16))
+        match.log_sharpness.fill_(math.log(200.0))
+        match.log_reach.fill_(math.log(30.0))
+    grid = {2: (30, 34), 3: (14, 17, 15)}[dims]
+    places = identity(grid)[0].flatten(1).T
+    image, condition = (features.T.reshape(1, -1, *grid) for features in features_at(places))
+    return match, image, condition, tuple(4 * n for n in grid)
+
+
+def waves(places):
+    """Smooth features that tell every place from every other: (T, 16)."""
+    directions = torch.randn(places.shape[1], 8, generator=torch.Generator().manual_seed(1)) * 0.35
+    return torch.cat([(places @ directions).sin(), (places @ directions).cos()], dim=1)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_affine_match_finds_an_affine_map_of_the_features(dims):
+    """The condition's token at x looks like the image's at A x + b: the field has to lead there."""
+    linear = torch.eye(dims) + torch.tensor([[-0.12, 0.1, 0], [-0.08, -0.15, 0.07], [0.1, 0, -0.1]])[:dims, :dims]
+    shift, centre = torch.tensor([0.6, -0.4, 0.5])[:dims], torch.tensor([7.0, 8.0, 7.0])[:dims]
+
+    def features_at(places):
+        return waves(places), waves((places - centre) @ linear.T + centre + shift)
+
+    match, image, condition, size = matched(features_at, dims)
+    field = match(image, condition, torch.tensor([80]), size)
+    voxels = identity(size)[0].flatten(1).T / 4  # in tokens
+    true = ((voxels - centre) @ linear.T + centre + shift - voxels).T.reshape(1, dims, *size) * 4
+    assert (field - true).square().sum(1).sqrt().mean() < 0.2 * true.square().sum(1).sqrt().mean()
+
+
+def test_affine_match_of_equal_volumes_and_of_a_dropped_condition_is_zero():
+    match, image, condition, size = matched(lambda places: (waves(places), waves(places)))
+    assert match(image, condition, torch.tensor([80]), size).abs().max() < 1e-3
+    match, image, condition, size = matched(lambda places: (waves(places), waves(places + 0.5)))
+    assert match(image, condition, torch.tensor([80]), size).abs().max() > 0.5
+    assert not match(image, torch.zeros_like(condition), torch.tensor([80]), size).any()
+
+
+def test_affine_match_takes_the_part_of_the_way_that_time_t_asks_for():
+    match, image, condition, size = matched(lambda places: (waves(places), waves(places + 0.5)))
+    whole, part = (match(image, condition, torch.tensor([t]), size) for t in (80, 79))
+    assert torch.allclose(part, whole * 13 / 195, atol=1e-4)
+
+
+def test_network_with_affine_match_learns_through_it():
+    cfg = config(model__affine_match=True, model__condition_type="volume")
+    net = build_network(cfg)
+    image, fixed = torch.rand(2, 2, 1, 16, 18, 20)
+    field = net(image, torch.tensor([80, 5]), make_condition(fixed, "volume"), torch.tensor([True, False]))
+    assert field[0].any() and not field[1].any()  # its other outputs start at zero
+    field.square().mean().backward()
+    assert all(parameter.grad.any() for name, parameter in net.named_parameters() if name.startswith("match."))
