@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=omnimorph-infer
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --gres=gpu:1
+#SBATCH --cpus-per-task=12
+#SBATCH --time=04:00:00
+#SBATCH --output=Logs/infer_%j.out
+#
+# What comes after the training, as a job: one process on one device.
+#
+#   sbatch Scripts/bash_infer.sh register --pairs pairs.json --model Models/all_om_net --refine 50 --out Results/run
+#   bash Scripts/bash_infer.sh augment --data Data/all --model Models/all_om_net --device auto --out Results/augmented
+#   bash Scripts/bash_infer.sh evaluate --pairs scored.json --out Results/scores
+#
+# What follows the task goes to OM_register.py, OM_augment.py or OM_evaluate.py (each with --help). Without a device:
+# sbatch --gres=none. The folder Logs has to be there when a job is submitted, for Slurm writes its output into it.
+#
+# CLUSTER=name    settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if there is such
+#                 a file, else local)
+# PYTHON=path     the interpreter (default: .venv/bin/python, else python3)
+#
+# Exit code: that of the program (0 done, 43 bad input), 43 where this command cannot run.
+set -u
+
+# Paths on the command line are those of where it was typed; Slurm runs a copy of this file from its spool folder.
+root=""
+for folder in "$(dirname "${BASH_SOURCE[0]}")/.." "$PWD" "${SLURM_SUBMIT_DIR:-}" "${SLURM_SUBMIT_DIR:-}/.."; do
+    [[ -f $folder/OM_train_3modes.py ]] && root=$(cd "$folder" && pwd) && break
+done
+stop() { echo "error: $1" >&2; exit 43; }
+[[ -n $root ]] || stop "there is no OM_train_3modes.py in $PWD: submit from the repository's folder."
+
+task=${1:-}
+case $task in
+    register | augment | evaluate) program=$root/OM_$task.py ;;
+    "") stop "name a task: register, augment or evaluate, then its options; see the head of Scripts/bash_infer.sh." ;;
+    *) stop "$task is no task: it is register, augment or evaluate; see the head of Scripts/bash_infer.sh." ;;
+esac
+shift
+
+if [[ -z ${CLUSTER:-} ]]; then
+    CLUSTER=local
+    [[ -f $root/Config/cluster/${SLURM_CLUSTER_NAME:-}.env ]] && CLUSTER=$SLURM_CLUSTER_NAME
+fi
+if [[ ! -f $root/Config/cluster/$CLUSTER.env ]]; then
+    known=$(cd "$root/Config/cluster" && ls -- *.env)
+    stop "CLUSTER=$CLUSTER: there is no Config/cluster/$CLUSTER.env; known are ${known//$'\n'/, }."
+fi
+export CLUSTER NODE_COUNT=1
+set -a  # every variable of the site's file is exported
+here=$PWD
+cd "$root" || exit 43  # the files name others by their place in the repository
+# shellcheck source=/dev/null
+source "Config/cluster/$CLUSTER.env"
+cd "$here" || exit 43
+set +a
+ulimit -c 0  # no core files
+ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
+
+if [[ -z ${PYTHON:-} ]]; then
+    PYTHON=python3
+    [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
+fi
+cores=${SLURM_CPUS_PER_TASK:-$(nproc)}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
+unset RANK LOCAL_RANK WORLD_SIZE SITE_OPTIONS
+job=${SLURM_JOB_ID:+, job $SLURM_JOB_ID}
+echo "$(date '+%F %T') $task on $(hostname), $OMP_NUM_THREADS threads, settings of $CLUSTER$job" >&2
+# In place of this shell: signals reach the program, and its exit code is the job's.
+exec "$PYTHON" "$program" "$@"

@@ -1,0 +1,210 @@
+"""Give a trained network away: its weights as .safetensors beside the .pth, and a model card.
+
+    python Scripts/export_model.py --model Models/all_om_net [--out FOLDER] [--licence "CC-BY-SA 4.0"]
+
+Of a run's folder the best checkpoint is taken, else the newest. The weights are those that registration and
+augmentation work with: the averaged ones where the training kept them. The file holds the config too, so --model of
+every tool takes it. Needs safetensors (requirements-export.txt). Exit codes: 0 done, 43 bad input.
+"""
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from Dataloader.datalist import read_datalist  # noqa: E402
+from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
+from Runtime import checkpoint  # noqa: E402
+from Runtime.errors import DONE, STOP, InputError  # noqa: E402
+from Runtime.folder import replace, sha256  # noqa: E402
+
+UNSTATED = "not stated; name it by --licence, the terms of the training data may decide it"
+MODES = """1. Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing {condition}.
+2. Contrastive: the embedding of a deformed volume is close to that of its own condition, far from other subjects'.
+3. Registration: two volumes are aligned, the network seeing all of the fixed one. No labels are used."""
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Write a trained network as .safetensors, with a model card.")
+    parser.add_argument("--model", required=True, metavar="F", help="a checkpoint (.pth) or the folder of a run")
+    parser.add_argument("--out", metavar="FOLDER", help="where the two files go (default: beside the checkpoint)")
+    parser.add_argument("--licence", default=UNSTATED, metavar="TEXT", help="licence of the weights, for the card")
+    return parser.parse_args(argv)
+
+
+def about_run(path, state):
+    """What the run's folder knows about a checkpoint: its validation figures, and the commit and torch it began with.
+
+    Returns: dict of metrics (maybe empty), commit and torch (None where the folder does not tell).
+    """
+    run = path.parent.parent if path.parent.name == "tmp" else path.parent
+    found = {"metrics": {}, "commit": None, "torch": None}
+    try:
+        entry = json.loads((run / "manifest.json").read_text())["checkpoints"][path.relative_to(run).as_posix()]
+        found["metrics"] = entry["metrics"] or {}
+    except (OSError, ValueError, LookupError):
+        pass  # a checkpoint that was copied out of its run has no figures
+    launches = sorted(run.glob("launches/*/launch.json"))
+    launches = [launch for launch in map(json.loads, (file.read_text() for file in launches))
+                if launch["step"] <= state["step"]]
+    if launches:
+        found["commit"] = f"{launches[-1]['commit']}{' with local changes' * bool(launches[-1]['changed'])}"
+        found["torch"] = launches[-1]["packages"].get("torch")
+    return found
+
+
+def write_weights(path, weights, config, commit):
+    """Write `path` (.safetensors) and read it back before it gets its name. Returns the SHA-256 of the file."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    digest = checkpoint.weights_sha256(weights)
+    metadata = {"format": "pt", "config": json.dumps(config), "commit": commit or "", "weights_sha256": digest}
+    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        # Tensors of one storage would be refused.
+        save_file({name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}, partial, metadata)
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        with safe_open(partial, "pt") as file:
+            if checkpoint.weights_sha256({name: file.get_tensor(name) for name in file.keys()}) != digest:
+                raise OSError(f"{path} reads back differently")
+        replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return sha256(path)
+
+
+def training_volumes(cfg):
+    """How many volumes it was trained on, in words: counted where the data are here, else as the config says."""
+    try:
+        return f"{len(read_datalist(cfg['data.root'], cfg['model.dims'], cfg['data.train_ids']))} volumes"
+    except InputError:
+        expected = cfg["data.expect_samples"]
+        return f"at least {expected} volumes" if expected else "number of volumes not recorded"
+
+
+def table(rows):
+    return "\n".join(["| | |", "|---|---|", *[f"| {name} | {value} |" for name, value in rows]])
+
+
+def architecture(net, cfg):
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    spacing = f"{cfg['data.spacing_mm']:g} mm" if cfg["data.spacing_mm"] else "as large as the field of view needs"
+    return table([
+        ("Network", f"`{cfg['model.name']}`, {cfg['model.dims']}D, {parameters:,} parameters"),
+        ("Channels of the levels", cfg["model.channels"]),
+        ("Attention at the bottom", f"{cfg['model.attention_depth']} layers, width {cfg['model.attention_width']}, "
+                                    f"{cfg['model.attention_heads']} heads"),
+        ("Field", f"at 1/{cfg['model.field_stride']} of the resolution, {cfg['model.rec_num']} passes"),
+        ("Input", f"grid of {' x '.join(map(str, cfg['data.img_size']))} voxels, {spacing}; intensities as 0 to 1 "
+                  f"between the percentiles {cfg['data.percentiles']}"),
+        ("Output", "displacement in voxels of the fixed grid; warped(x) = moving(x + field(x))")])
+
+
+def training(state, cfg, about):
+    losses = ", ".join(f"{key.removeprefix('loss.')} {value:g}" for key, value in cfg.items()
+                       if key.startswith("loss."))
+    return table([
+        ("Data", f"{cfg['data.name']}, {training_volumes(cfg)}, ids {cfg['data.train_ids'] or 'all'}; validation ids "
+                 f"{cfg['data.val_ids'] or 'none'}"),
+        ("Length", f"{state['epoch']} epochs and {state['step_in_epoch']} steps, {state['step']} steps in all"),
+        ("Batch", f"{cfg['data.global_batchsize'] or cfg['data.batchsize']} "
+                  f"({'of all ranks' if cfg['data.global_batchsize'] else 'on each rank'})"),
+        ("Optimizer", f"Adam, learning rate {cfg['optim.lr']:g}"),
+        ("Weights exported", "moving average" if state.get("average") else "as the last step left them"),
+        ("Weights of the losses", losses),
+        ("Precision", cfg["run.amp"]), ("torch", about["torch"] or "not recorded"), ("Seed", cfg["run.seed"]),
+        ("Commit", about["commit"] or "not recorded")])
+
+
+def card(name, net, state, cfg, about, digest, licence):
+    """The text of MODEL_CARD.md. name: of the .safetensors file. digest: its SHA-256."""
+    seen = {"none": "nothing else", "slice": "one to several slices of the original",
+            "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
+    figures = table((key, "-" if value is None else f"{value:.4g}") for key, value in about["metrics"].items())
+    return f"""---
+license: {json.dumps(licence)}
+tags: [image-registration, medical-imaging, deformation]
+---
+# {cfg["data.name"]}: a deformation network
+
+One network for deformable registration of medical images and for realistic random deformations (augmentation). Given a
+volume, a time and a condition, it predicts a displacement field.
+
+## Architecture
+{architecture(net, cfg)}
+
+## Training
+{MODES.format(condition=seen)}
+
+{training(state, cfg, about)}
+
+## Validation
+On volumes that the training has not seen, found by the training itself at this checkpoint; Dice needs labels, which are
+used for this figure only.
+
+{figures if about["metrics"] else "No figures were recorded for this checkpoint."}
+
+## Intended use
+Research: aligning images of the kind it was trained on (same modality and anatomy), carrying labels and points over,
+drawing deformed copies of labelled images for the training of other networks.
+
+## Limits
+- Not a medical device; not for diagnosis, nor for decisions about a patient.
+- Trained on {cfg["data.name"]} alone: other anatomy, modality, resolution or pathology needs a check first.
+- It finds deformations, not positions: volumes that lie far apart need `--affine` first.
+- Folding is discouraged in the training, not impossible: every tool reports it for each field.
+
+## Use
+    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --out Results/pair
+    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --refine 100 --out Results/pair
+    python OM_augment.py --image I.nii.gz --label L.nii.gz --model {name} --out Results/augmented
+    python -c "from Diffusion.trained import load_model; net, cfg = load_model('{name}')"
+
+## File
+{table([("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)])}
+"""
+
+
+def export(model, out=None, licence=UNSTATED):
+    """Write <checkpoint>.safetensors and MODEL_CARD.md.
+
+    model: checkpoint or run folder. out: folder, default that of the checkpoint. Returns the paths of the two files.
+    Raises InputError for what is no checkpoint of this project, and where safetensors is not installed.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise InputError("writing .safetensors needs a package: pip install safetensors")
+    source = find_checkpoint(model)
+    if source.suffix == ".safetensors":
+        raise InputError(f"{source} is exported already; give the checkpoint (.pth) or the run's folder.")
+    state = checkpoint.load(source)
+    net, cfg = load_model(source)  # refuses weights that do not fit the config
+    folder = Path(out or source.parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    target, about = folder / f"{source.stem}.safetensors", about_run(source, state)
+    weights = state.get("average") or state["model"]
+    digest = write_weights(target, weights, state["config"], about["commit"])
+    page = folder / "MODEL_CARD.md"
+    partial = page.with_name(f"{page.name}.tmp-{os.getpid()}")
+    partial.write_text(card(target.name, net, state, cfg, about, digest, licence), encoding="utf-8")
+    replace(partial, page)
+    return target, page
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    try:
+        target, page = export(args.model, args.out, args.licence)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+    print(f"weights: {target} ({target.stat().st_size / 2**20:.1f} MiB)\nmodel card: {page}")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

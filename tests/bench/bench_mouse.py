@@ -1,0 +1,81 @@
+"""Mouse brains without any training: this project's affine stage and refinement against antspyx SyN with correlation.
+
+    python tests/bench/bench_mouse.py [--refine N] [--out FOLDER]
+
+Three brains (112 x 128 x 80 voxels of 0.15 mm, 37 labels) in different positions, registered in all six orders. Ours is
+what `OM_register.py --model none --affine --refine N` does. The peer is antspyx SyN with local correlation of radius 2,
+iterations 40/20/5, after its own affine stage. Files, scores, threads and seconds are as in bench_registration.py; no
+pair goes before the first one, since minutes do not notice a start. The last line is one line of JSON.
+"""
+import argparse
+import itertools
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from bench_registration import ROOT, SYN_CC, ours, peer, prepare_pairs, publish, run_method  # and the rest's sys.path
+from peers import peers_python
+
+from Diffusion.trained import DEFAULTS
+from Runtime.config import load_config
+from Runtime.errors import DONE, STOP, InputError
+
+DATA, PEER = ROOT.parent / "shared/data/mouse", "antspyx_syn_cc"
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Registration of mouse brains: this project and antspyx SyN-CC.")
+    parser.add_argument("--methods", nargs="+", choices=("refine", PEER), default=("refine", PEER), metavar="NAME",
+                        help=f"refine, {PEER} or both (both)")
+    parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override a key of Config/config_om.yaml, such as refine.* , for ours")
+    parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N of the six pairs")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of both (all cores)")
+    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="mouse data (%(default)s)")
+    parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
+    parser.add_argument("--resume", action="store_true", help="continue what the output folder holds")
+    parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_mouse", metavar="FOLDER")
+    return parser.parse_args(argv)
+
+
+def read_brains(data):
+    """{name: (image, label)}. Raises InputError where there are fewer than two."""
+    found = {path.name.removesuffix(".nii.gz"): (path, data / "labelsTr" / path.name)
+             for path in sorted((data / "imagesTr").glob("*.nii.gz"))}
+    if len(found) < 2:
+        raise InputError(f"{data}: {len(found)} mouse brains there, and a pair needs two; give the folder of imagesTr "
+                         "and labelsTr by --data.")
+    return found
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
+    torch.set_num_threads(args.threads)
+    try:
+        brains, cfg = read_brains(args.data), load_config(DEFAULTS, args.overrides)
+        pairs = list(itertools.permutations(brains, 2))[:args.limit]
+        pairs = prepare_pairs(brains, pairs, args.out / "work/volumes", "header")
+        methods = {"refine": lambda rest: ours(rest, None, True, args.refine, cfg, warm_up=False)}
+        settings = {"refine": {"refine": args.refine, "overrides": args.overrides}, PEER: SYN_CC}
+        if PEER in args.methods:
+            python = peers_python(args.peers_python)
+            methods[PEER] = lambda rest: peer(rest, "ants", SYN_CC, args.out / "work" / PEER, python, args.threads,
+                                              warm_up=False)
+        results = {name: run_method(name, methods[name], pairs, args.out / f"{name}.json",
+                                    {**settings[name], "threads": args.threads}, args.resume)
+                   for name in ("refine", PEER) if name in args.methods}
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+    publish(results, args.out, "Registration of mouse brains", f"{len(pairs)} ordered pairs of {len(brains)} brains; "
+            f"{args.threads} threads. Ours: affine stage and refinement of {args.refine} steps, no network.",
+            ("refine",))
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,398 @@
+"""Registration of hippocampus pairs: this project beside what a user would take instead, on the same pairs in one run.
+
+    python tests/bench/bench_registration.py [--train-minutes 40 | --checkpoint F] [--vxm-minutes 40 | --vxm-weights F]
+
+The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and no choice of settings has seen. Ours:
+`net`, the network alone, and `refine`, the same with --refine. Peers, in an environment of their own (.venv-peers, made
+here from requirements-peers.txt): antspyx (affine, SyN, and SyN with local correlation of radius 2 and iterations
+40/20/5), DIPY's SyN with local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as
+long on the same volumes. All get the same files (intensities 0 to 1, headers kept) and the same threads. Those without
+an affine stage begin with the centres of the volumes together, as `identity` shows; the others find their own
+beginning. Labels are warped nearest neighbour by the method's own means; Dice and HD95 are means over both labels.
+Folding is that of the whole transform on the fixed grid (an affine part changes no sign). Seconds run from images in
+memory to the transform, after one pair that is not counted. What comes is written at once, and --resume goes on from
+there. The last line is one line of JSON.
+"""
+import argparse
+import json
+import math
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from peers import peer, peers_python, start_peer
+from scipy.stats import wilcoxon
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from Dataloader.volume_io import (  # noqa: E402
+    intensity_range,
+    read_header,
+    read_label,
+    read_volume,
+    rescale,
+    write_volume,
+)
+from Diffusion.fields import across  # noqa: E402
+from Diffusion.metrics import average, dice, folding_percent, hd95  # noqa: E402
+from Diffusion.registration import register, rows, start_matrix  # noqa: E402
+from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
+from OM_evaluate import labels_on_fixed_grid  # noqa: E402
+from Runtime import checkpoint  # noqa: E402
+from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError  # noqa: E402
+from Runtime.folder import sha256  # noqa: E402
+from Runtime.report import cards_html, figure_html, table_html, text_table, write_page  # noqa: E402
+
+LIST, DATA = Path(__file__).parent / "hippocampus_pairs.json", ROOT.parent / "shared/data/hippocampus"
+TRAINING, VALIDATION, TEST = range(1, 61), range(201, 231), range(231, 281)
+SYN_CC = {"type_of_transform": "SyN", "syn_metric": "CC", "syn_sampling": 2, "reg_iterations": [40, 20, 5]}
+PEERS = {  # name: the method of peers.py and its options
+    "antspyx_affine": ("ants", {"type_of_transform": "Affine"}),
+    "antspyx_syn": ("ants", {"type_of_transform": "SyN"}),
+    "antspyx_syn_cc": ("ants", SYN_CC),
+    "dipy_syn_cc": ("dipy", {"metric": "CC"}),
+    # Its defaults. On pairs of the validation ids weaker regularisation gave the same Dice and much more folding.
+    "convexadam": ("convexadam", {"grid_sp": 6, "disp_hw": 4, "grid_sp_adam": 2}),
+    "voxelmorph": ("voxelmorph", {}),
+}
+OURS = ("net", "refine")
+METHODS = ("identity", *PEERS, *OURS)
+FEATURES = [16] * 5, [16, 32, 32, 32]  # the default of VxmPairwise; four levels of the first paper's widths
+VXM_SETTINGS = [{"nb_features": features, "integration_steps": 5, "lr": lr, "weight": weight} for features, lr, weight
+                in ((FEATURES[0], 1e-3, 1.0), (FEATURES[0], 1e-3, 0.3), (FEATURES[1], 1e-3, 1.0),
+                    (FEATURES[1], 1e-3, 0.3), (FEATURES[0], 1e-4, 1.0))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs
+# ---------------------------------------------------------------------------------------------------------------------
+
+def subjects(data, ids):
+    """{id: (image, label)} of those ids that are in the data folder."""
+    found = {int(re.search(r"_(\d+)\.nii", path.name)[1]): (path, data / "labelsTr" / path.name)
+             for path in sorted((data / "imagesTr").glob("hippocampus_*.nii.gz"))}
+    return {number: paths for number, paths in found.items() if number in ids}
+
+
+def draw_pairs(ids, count, seed=0, apart=5):
+    """Ordered pairs (fixed, moving) of ids more than `apart` apart: neighbouring ids are often one person."""
+    pairs = sorted((fixed, moving) for fixed in ids for moving in ids if abs(fixed - moving) > apart)
+    return random.Random(seed).sample(pairs, min(count, len(pairs)))
+
+
+def read_pairs(data):
+    """The committed pairs. Raises InputError where the data folder holds other volumes than those they came from."""
+    if not (data / "imagesTr").is_dir():
+        raise InputError(f"{data}: no hippocampus data there; give the folder of imagesTr and labelsTr by --data.")
+    pairs = [tuple(pair) for pair in json.loads(LIST.read_text())["pairs"]]
+    if pairs != draw_pairs(subjects(data, TEST), len(pairs)):
+        raise InputError(f"{LIST}: these are not the pairs that are drawn from the volumes in {data}; take the data "
+                         "set that the list was made from.")
+    return pairs
+
+
+def write_normalised(volumes, folder):
+    """Copies with intensities 0 to 1. volumes: {name: (image, label)}. Returns: {name: path}."""
+    files = {name: str(folder / f"{name}.nii.gz") for name in volumes}
+    for name, (image, _) in volumes.items():
+        array, affine = read_volume(image)
+        write_volume(files[name], rescale(array, *intensity_range(array)), affine)
+    return files
+
+
+def prepare_pairs(volumes, pairs, folder, start):
+    """Files of each pair (fixed, moving), for every method the same: list of dicts of name, paths and start.
+
+    start: "header" or "centre" of the fields of view, to the next whole voxel, so that nothing is interpolated for it.
+    """
+    files = write_normalised({name: volumes[name] for pair in pairs for name in pair}, folder)
+    prepared = []
+    for fixed, moving in pairs:
+        (shape, affine), (moving_shape, moving_affine) = (read_header(files[name]) for name in (fixed, moving))
+        matrix = start_matrix(start, shape, affine, moving_shape, moving_affine)
+        change = np.linalg.inv(moving_affine) @ matrix @ affine
+        change[:3, 3] = np.round(change[:3, 3]) if start == "centre" else change[:3, 3]
+        prepared.append({"name": f"{moving} to {fixed}", "fixed": files[fixed], "moving": files[moving],
+                         "fixed_label": str(volumes[fixed][1]), "moving_label": str(volumes[moving][1]),
+                         "start": (moving_affine @ change @ np.linalg.inv(affine)).tolist()})
+    return prepared
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Methods: each yields field, label on the fixed grid and seconds for the pairs in turn
+# ---------------------------------------------------------------------------------------------------------------------
+
+def identity(pairs):
+    """The start itself."""
+    for pair in pairs:
+        (fixed, fixed_affine), (moving, affine) = (read_label(pair[f"{part}_label"]) for part in ("fixed", "moving"))
+        change = np.linalg.inv(fixed_affine) @ pair["start"] @ fixed_affine
+        still = torch.zeros(1, 3, *fixed.shape)
+        field = across(still, rows(change, 3))[0].numpy()
+        yield field, labels_on_fixed_grid(moving, affine, field, fixed_affine), 0.0
+
+
+def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True):
+    """register() of this project. model: (net, config), or None and a config."""
+    for number, pair in enumerate(pairs[:1] * warm_up + pairs):
+        fixed, moving = read_volume(pair["fixed"]), read_volume(pair["moving"])
+        started = time.perf_counter()
+        found = register(fixed, moving, model=model, affine=affine, refine=refine, start=pair["start"], config=config)
+        seconds = time.perf_counter() - started
+        if number or not warm_up:
+            label, label_affine = read_label(pair["moving_label"])
+            yield found["field"], labels_on_fixed_grid(label, label_affine, found["field"], fixed[1]), seconds
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training: ours and VoxelMorph, on the volumes 1-60 without labels
+# ---------------------------------------------------------------------------------------------------------------------
+
+def train_ours(minutes, data, out, threads):
+    """A training of that many minutes as the config has it. Returns its newest checkpoint."""
+    keys = {"data.root": data, "data.cache": "", "run.models": out / "Models", "run.logs": out / "Logs",
+            "run.epochs": 100000, "run.threads": threads, "optim.decay_minutes": minutes}
+    words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    done = subprocess.run([sys.executable, ROOT / "OM_train_3modes.py", "--config",
+                           ROOT / "Config/config_hippocampus.yaml", *words, "--fresh",
+                           "--max-seconds-before-restart", str(60 * minutes)], cwd=ROOT, stdout=sys.stderr)
+    if done.returncode not in (DONE, PLANNED_RESTART):
+        raise InputError(f"the training ended with {done.returncode}; see what it said above.")
+    run = max((out / "Models").glob("hippocampus_*"), key=lambda folder: folder.stat().st_mtime)
+    return run / checkpoint.newest(run)
+
+
+def train_voxelmorph(minutes, data, out, python, threads):
+    """Write voxelmorph.pt: each of VXM_SETTINGS has a tenth of the time, the best one is trained anew for all of it."""
+    folder = out / "work/voxelmorph-training"
+    training, held_out = subjects(data, TRAINING), subjects(data, VALIDATION)
+    job = {"volumes": list(write_normalised(training, folder).values()), "settings": VXM_SETTINGS, "minutes": minutes,
+           "validation": prepare_pairs(held_out, draw_pairs(held_out, 20), folder, "centre"),
+           "weights": str(out / "voxelmorph.pt")}
+    shown = "{l_bar}{bar}| {n:.1f}/{total:.1f} min {postfix}"
+    with tqdm(total=minutes * (1 + len(VXM_SETTINGS) / 10), desc="VoxelMorph's training", bar_format=shown) as bar:
+        for line in start_peer("voxelmorph-train", job, folder, python, threads):
+            if "done" in line:
+                write_json(out / "voxelmorph-training.json", line)
+            else:
+                bar.set_postfix_str(f"step {line['steps']}, loss {line['loss']:.3f}", refresh=False)
+                bar.update(line["minutes"] - bar.n)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scores
+# ---------------------------------------------------------------------------------------------------------------------
+
+def score(pair, field, label, seconds):
+    """Scores of one pair. agreement: Dice of the method's own warped labels with those that its field gives."""
+    (fixed, affine), (moving, moving_affine) = (read_label(pair[f"{part}_label"]) for part in ("fixed", "moving"))
+    labels = [int(value) for value in np.unique(fixed) if value]
+    values = [None if math.isnan(value) else value for value in dice(label, fixed, labels)]
+    by_field = labels_on_fixed_grid(moving, moving_affine, field, affine)
+    return {"name": pair["name"], "dice": average(values), "labels": dict(zip(map(str, labels), values)),
+            "hd95_mm": average(hd95(label, fixed, labels, np.linalg.norm(affine[:3, :3], axis=0))),
+            "folding_percent": folding_percent(torch.from_numpy(field)[None]), "seconds": seconds,
+            "agreement": average(dice(by_field, label, labels))}
+
+
+def run_method(name, method, pairs, path, settings, resume):
+    """Scores of one method on all pairs, written to `path` after each; `resume` continues what is there.
+
+    method(pairs): a generator as above. settings: what has to be the same to resume.
+    """
+    begin = [[pair["name"], pair["start"]] for pair in pairs]
+    settings, scores = json.loads(json.dumps({**settings, "pairs": begin})), []
+    if resume and path.exists() and (kept := json.loads(path.read_text()))["settings"] == settings:
+        scores = kept["scores"]
+    with tqdm(total=len(pairs), initial=len(scores), desc=name, unit="pair", file=sys.stderr) as bar:
+        rest = pairs[len(scores):]
+        for found, pair in zip(method(rest), rest) if rest else ():
+            scores.append(score(pair, *found))
+            write_json(path, {"settings": settings, "scores": scores})
+            bar.update()
+    agreement = average([entry["agreement"] for entry in scores])
+    if agreement is not None and agreement < 0.98:
+        print(f"{name}: the field and the warped labels agree by a Dice of {agreement:.3f} only, so its folding may "
+              "not be that of its transform.", file=sys.stderr)
+    return scores
+
+
+def write_json(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def summary(scores):
+    """Means over the pairs, the deviation of Dice, and the median of the seconds."""
+    found = {key: average([entry[key] for entry in scores]) for key in ("dice", "hd95_mm", "folding_percent")}
+    values, seconds = [entry["dice"] for entry in scores], [entry["seconds"] for entry in scores]
+    return {**found, "seconds": statistics.median(seconds), "seconds_mean": statistics.fmean(seconds),
+            "dice_sd": statistics.stdev(values) if len(values) > 1 else 0.0,
+            "labels": {label: average([entry["labels"].get(label) for entry in scores])
+                       for label in scores[0]["labels"]}}
+
+
+def paired(mine, other):
+    """Dice of one method minus that of another on the same pairs: mean, deviation, pairs won, p of Wilcoxon's test."""
+    gains = np.array([a["dice"] - b["dice"] for a, b in zip(mine, other)])
+    p = float(wilcoxon(gains).pvalue) if gains.any() else 1.0
+    return {"mean": float(gains.mean()), "sd": float(gains.std(ddof=1)) if len(gains) > 1 else 0.0,
+            "won": int((gains > 0).sum()), "pairs": len(gains), "p": p}
+
+
+def box_plots(results):
+    """Figure of Dice, HD95 and seconds of every method."""
+    figure = Figure(figsize=(10.5, 0.42 * len(results) + 1.1), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    for ax, (key, title) in zip(axes, (("dice", "Dice"), ("hd95_mm", "HD95, mm"), ("seconds", "seconds per pair"))):
+        columns = [[entry[key] for entry in scores if entry[key] is not None] for scores in results.values()]
+        ax.boxplot(columns, orientation="horizontal", manage_ticks=False, widths=0.6, flierprops={"marker": "."},
+                   medianprops={"color": "#c2410c"})
+        ax.set_title(title, fontsize=10)
+        ax.grid(axis="x", color="#e2e6ea")
+        if key == "seconds":
+            ax.set_xscale("symlog", linthresh=0.1)
+    axes[0].set_yticks(range(1, len(results) + 1), list(results))
+    axes[0].invert_yaxis()
+    return figure
+
+
+def publish(results, out, title, lead, references):
+    """Table, results.json, report.html and the last line of JSON. references: methods the others are compared with."""
+    means = {name: summary(scores) for name, scores in results.items()}
+    labels = sorted({label for mean in means.values() for label in mean["labels"]}, key=int)
+    labels = labels if len(labels) < 6 else []
+    header = ["method", "Dice", "sd", *[f"Dice {label}" for label in labels], "HD95 mm", "folded %", "s, median",
+              "s, mean"]
+    formats = [None, ".4f", ".4f", *[".4f"] * len(labels), ".3f", ".4f", ".2f", ".2f"]
+    rows = [[name, mean["dice"], mean["dice_sd"], *[mean["labels"][label] for label in labels], mean["hd95_mm"],
+             mean["folding_percent"], mean["seconds"], mean["seconds_mean"]] for name, mean in means.items()]
+    gains = {mine: {name: paired(results[mine], scores) for name, scores in results.items() if name != mine}
+             for mine in references if mine in results}
+    gain_header = ["difference of Dice", "mean", "sd", "pairs won", "of", "Wilcoxon p"]
+    gain_rows = [[f"{mine} - {name}", *found.values()] for mine, others in gains.items()
+                 for name, found in others.items()]
+    gain_formats = [None, "+.4f", ".4f", None, None, ".2g"]
+    write_json(out / "results.json", {"summary": means, "paired": gains, "scores": results})
+    sections = [("", cards_html([(name, f"{means[name]['dice']:.3f}", f"Dice, {means[name]['seconds']:.2f} s a pair")
+                                 for name in references if name in means])),
+                ("Methods", table_html(header, rows, "Means over the pairs.", formats)),
+                ("Pairs", figure_html(box_plots(results), "Box: quartiles; line: median; whiskers: 1.5 boxes."))]
+    if gain_rows:
+        sections.append(("Pair by pair", table_html(gain_header, gain_rows, "Positive: better.", gain_formats)))
+    page = write_page(out / "report.html", title, lead, sections)
+    print(text_table(header, rows, formats) + "\n")
+    if gain_rows:
+        print(text_table(gain_header, gain_rows, gain_formats) + "\n")
+    print(f"report: {page.resolve()}")
+    print(json.dumps({name: {key: mean[key] and round(mean[key], 5) for key in ("dice", "hd95_mm", "folding_percent",
+                                                                               "seconds")}
+                      for name, mean in means.items()}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Registration of 40 hippocampus pairs: this project and its peers.")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--train-minutes", type=float, default=40, metavar="N", help="train first (%(default)s)")
+    model.add_argument("--checkpoint", metavar="F", help="a checkpoint, .safetensors file or run folder instead")
+    parser.add_argument("--vxm-minutes", type=float, default=40, metavar="N", help="train VoxelMorph (%(default)s)")
+    parser.add_argument("--vxm-weights", metavar="F", help="voxelmorph.pt of an earlier run instead")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
+                        help=f"some of {', '.join(METHODS)} (all)")
+    parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
+    parser.add_argument("--affine", action="store_true", help="align by our affine stage first, before both of ours")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override a key of our config, such as one of refine.*; may be repeated")
+    parser.add_argument("--start", choices=("centre", "header"), default="centre", help="how volumes begin: by the "
+                        "centres of their fields of view, as in the training, or by their headers (%(default)s)")
+    parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every method (all cores)")
+    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="hippocampus data (%(default)s)")
+    parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
+    parser.add_argument("--resume", action="store_true", help="continue what the output folder holds")
+    parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_registration", metavar="FOLDER")
+    return parser.parse_args(argv)
+
+
+def made_in(note, minutes):
+    """Whether a training of that many minutes has been finished, as its note says."""
+    return note.exists() and json.loads(note.read_text())["minutes"] == minutes
+
+
+def our_model(args):
+    """The checkpoint of --checkpoint, of a training that --resume finds, or of a new one."""
+    if args.checkpoint:
+        return find_checkpoint(args.checkpoint)
+    note = args.out / "training.json"
+    if args.resume and made_in(note, args.train_minutes):
+        return find_checkpoint(json.loads(note.read_text())["checkpoint"])
+    path = train_ours(args.train_minutes, args.data, args.out, args.threads)
+    write_json(note, {"minutes": args.train_minutes, "checkpoint": str(path)})
+    return path
+
+
+def method_of(name, args, model, python):
+    """(generator of a method, what has to be the same to resume it)."""
+    if name == "identity":
+        return identity, {}
+    if name in OURS:
+        options = {"affine": args.affine, "refine": args.refine if name == "refine" else 0}
+        settings = {**options, "weights": sha256(model[0]), "overrides": args.overrides, "threads": args.threads}
+        return lambda pairs: ours(pairs, model[1], **options), settings
+    kind, options = PEERS[name]
+    if name == "voxelmorph":
+        weights = Path(args.vxm_weights or args.out / "voxelmorph.pt")
+        note = args.out / "voxelmorph-training.json"
+        if not args.vxm_weights and not (args.resume and made_in(note, args.vxm_minutes)):
+            train_voxelmorph(args.vxm_minutes, args.data, args.out, python, args.threads)
+        if not weights.is_file():
+            raise InputError(f"--vxm-weights {weights}: no such file; leave it out to have them trained.")
+        options = {"weights": str(weights)}
+    folder = args.out / "work" / name
+    settings = {"options": options, "threads": args.threads,
+                **({"weights": sha256(options["weights"])} if "weights" in options else {})}
+    return lambda pairs: peer(pairs, kind, options, folder, python, args.threads), settings
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
+    torch.set_num_threads(args.threads)
+    try:
+        pairs = read_pairs(args.data)[:args.limit]
+        pairs = prepare_pairs(subjects(args.data, TEST), pairs, args.out / "work/volumes", args.start)
+        python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) else None
+        model = None
+        if set(args.methods) & set(OURS):
+            path = our_model(args)
+            model = (path, load_model(path, overrides=args.overrides))
+        results = {}
+        for name in (name for name in METHODS if name in args.methods):
+            method, settings = method_of(name, args, model, python)
+            results[name] = run_method(name, method, pairs, args.out / f"{name}.json", settings, args.resume)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+    lead = (f"{len(pairs)} ordered pairs of volumes that no training has seen; {args.threads} threads. "
+            + (f"Ours: {model[0].name}, refinement of {args.refine} steps." if model else ""))
+    publish(results, args.out, "Registration of the hippocampus", lead, OURS)
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""The registration methods of others, in an environment of their own: one process does all pairs of one method.
+
+    python tests/bench/peers.py METHOD JOB.json
+
+bench_registration.py and bench_mouse.py start this, by `peer` below, with an interpreter of requirements-peers.txt. The
+job names the pairs, all of them NIfTI files: {"pairs": [{"fixed", "moving", "moving_label", "out"}, ...], "options":
+{...}, "warm_up": true}; "start" of a pair is the 4x4 matrix, fixed world to moving world, from which methods without an
+affine stage begin. For each pair come <out>.label.npy, the moving label on the fixed grid, nearest neighbour, by
+the method's own means; <out>.field.npy, the whole transform as a field of this project, displacement in voxels of the
+fixed grid; and a line of JSON with the seconds from images in memory to the transform. Where METHOD is
+voxelmorph-train, see train_voxelmorph.
+"""
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nibabel
+import numpy as np
+from scipy import ndimage
+
+ROOT, FILES = Path(__file__).resolve().parent.parent.parent, ("fixed", "moving", "moving_label")
+sys.path.insert(0, str(ROOT))
+
+from Dataloader.field_io import read_field  # noqa: E402
+from Runtime.errors import InputError  # noqa: E402
+
+
+def read(path):
+    image = nibabel.load(path)
+    return np.asarray(image.dataobj), image.affine
+
+
+def on_grid(array, affine, target_affine, size, order):
+    """A volume on another grid by the headers alone; 0 outside."""
+    change = np.linalg.inv(affine) @ target_affine
+    return ndimage.affine_transform(array, change[:3, :3], change[:3, 3], size, order=order, mode="grid-constant")
+
+
+def shared_grid(fixed_shape, moving_shape, multiple):
+    """A grid around the fixed one that is large enough for both volumes, every side a multiple of what a method needs.
+
+    Returns: its size; the slices of it that are the fixed grid.
+    """
+    size = tuple(-(-max(pair) // multiple) * multiple for pair in zip(fixed_shape, moving_shape))
+    return size, tuple(slice((n - m) // 2, (n - m) // 2 + m) for n, m in zip(size, fixed_shape))
+
+
+def on_shared_grid(pair, multiple):
+    """Files of a pair for a method that knows one grid only: fixed, moving and moving label on it as they start.
+
+    Returns: the three arrays; slices of the fixed grid; `total`, which makes of the method's field on it, displacement
+    in voxels, the field of the fixed grid with the start in it.
+    """
+    (fixed, fixed_affine), (moving, affine), (label, _) = (read(pair[key]) for key in FILES)
+    size, inside = shared_grid(fixed.shape, moving.shape, multiple)
+    start, shift = np.array(pair.get("start", np.eye(4))), np.eye(4)
+    shift[:3, 3] = [-part.start for part in inside]
+    grid = fixed_affine @ shift
+    arrays = [on_grid(fixed, fixed_affine, grid, size, 1), on_grid(moving, affine, start @ grid, size, 1),
+              on_grid(label, affine, start @ grid, size, 0)]
+
+    def total(moved):
+        points = np.moveaxis(np.indices(fixed.shape) + moved[(slice(None), *inside)], 0, -1)
+        world = start @ fixed_affine
+        return voxels(points @ world[:3, :3].T + world[:3, 3], fixed_affine)
+    return arrays, inside, total
+
+
+def voxels(world, affine):
+    """Points of the moving world, (*spatial, 3), as a field of the fixed grid with that affine: (3, *spatial)."""
+    inverse = np.linalg.inv(affine)
+    there = np.moveaxis(world @ inverse[:3, :3].T + inverse[:3, 3], -1, 0)
+    return (there - np.indices(there.shape[1:])).astype(np.float32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For the benchmarks: start a method and read what it finds
+# ---------------------------------------------------------------------------------------------------------------------
+
+def peer(pairs, name, options, folder, python, threads, warm_up=True):
+    """A method of peers.py in a process of its own, which starts once for all pairs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {"pairs": [{**pair, "out": str(folder / str(number))} for number, pair in enumerate(pairs)],
+           "options": options, "warm_up": warm_up}
+    for line in start_peer(name, job, folder, python, threads):
+        field, label = (Path(f"{job['pairs'][line['number']]['out']}.{what}.npy") for what in ("field", "label"))
+        yield np.load(field), np.load(label), line["seconds"]
+        field.unlink()
+        label.unlink()
+
+
+def start_peer(name, job, folder, python, threads):
+    """Run peers.py and yield its lines. Raises InputError with the end of its log where it fails."""
+    (folder / "job.json").write_text(json.dumps(job))
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "ANTS_RANDOM_SEED": "1",
+                   "ITK_GLOBAL_DEFAULT_NUMBER_OF_THREADS": str(threads)}
+    with open(folder / "log.txt", "w") as log:
+        process = subprocess.Popen([python, __file__, name, folder / "job.json"], text=True,
+                                   stdout=subprocess.PIPE, stderr=log, env=environment)
+    try:
+        yield from map(json.loads, process.stdout)
+    finally:
+        if process.poll() is None and sys.exc_info()[0]:
+            process.kill()
+        code = process.wait()
+    if code:
+        last = (folder / "log.txt").read_text().strip().splitlines() or ["it said nothing"]
+        raise InputError(f"{name}: it ended with {code} ({last[-1][:200]}); see {folder / 'log.txt'}, or leave the "
+                         "method out by --methods.")
+
+
+def peers_python(given):
+    """The interpreter of the peers: the one given, or that of .venv-peers, which is made where there is none."""
+    folder = ROOT / ".venv-peers"
+    python = Path(given or folder / "bin/python")
+    if given and not python.is_file():
+        raise InputError(f"--peers-python {given}: no such interpreter; leave it out to have .venv-peers made.")
+    if not given and not (folder / ".ready").exists():
+        print(f"making {folder}, once", file=sys.stderr)
+        for command in ([sys.executable, "-m", "venv", folder],
+                        [python, "-m", "pip", "install", "--quiet", "-r", ROOT / "requirements-peers.txt"]):
+            if subprocess.run(command, stdout=sys.stderr).returncode:
+                raise InputError(f"{' '.join(map(str, command))} failed; install the peers by hand and name that "
+                                 "interpreter by --peers-python.")
+        (folder / ".ready").touch()
+    return str(python)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Each method: files of a pair and options -> field, label, seconds
+# ---------------------------------------------------------------------------------------------------------------------
+
+def ants_method(pair, options):
+    """antspyx: options are arguments of ants.registration, which begins at the centres of mass.
+
+    Its preset "SyNCC" ignores syn_sampling and reg_iterations; "SyN" with syn_metric "CC" takes both.
+    """
+    import ants
+    fixed, moving, label = (ants.image_read(str(pair[key])) for key in FILES)
+    folder = tempfile.mkdtemp()
+    try:
+        started = time.perf_counter()
+        found = ants.registration(fixed, moving, outprefix=f"{folder}/", **options)
+        seconds = time.perf_counter() - started
+        transforms = found["fwdtransforms"]
+        warped = ants.apply_transforms(fixed, label, transforms, interpolator="nearestNeighbor").numpy()
+        field, _ = read_field(ants.apply_transforms(fixed, moving, transforms, compose=f"{folder}/all"))
+    finally:
+        shutil.rmtree(folder)
+    return field, warped, seconds
+
+
+def dipy_method(pair, options):
+    """DIPY: its affine pipeline (centre of mass, translation, rigid, affine), then SyN with its local correlation."""
+    from dipy.align import affine_registration, syn_registration
+    (fixed, fixed_affine), (moving, affine), (label, _) = (read(pair[key]) for key in FILES)
+    started = time.perf_counter()
+    _, matrix = affine_registration(moving, fixed, moving_affine=affine, static_affine=fixed_affine)
+    _, mapping = syn_registration(moving, fixed, moving_affine=affine, static_affine=fixed_affine, prealign=matrix,
+                                  **options)
+    seconds = time.perf_counter() - started
+    warped = mapping.transform(label.astype(np.float32), interpolation="nearest")
+    # DIPY moves a point of the fixed world by the field first and by the affine then.
+    matrix = mapping.prealign_inv if mapping.is_inverse else mapping.prealign
+    world = np.moveaxis(np.indices(fixed.shape), 0, -1) @ fixed_affine[:3, :3].T + fixed_affine[:3, 3]
+    world = (world + np.asarray(mapping.get_forward_field())) @ matrix[:3, :3].T + matrix[:3, 3]
+    return voxels(world, fixed_affine), warped, seconds
+
+
+def convexadam_method(pair, options):
+    """ConvexAdam on MIND features. It has no affine stage, and its control grids have to divide the volume."""
+    import torch
+    from convexAdam.convex_adam_MIND import convex_adam_pt
+    multiple = int(np.lcm(options["grid_sp"], options["grid_sp_adam"]))
+    (fixed, moving, label), inside, total = on_shared_grid(pair, multiple)
+    started = time.perf_counter()
+    moved = convex_adam_pt(fixed, moving, dtype=torch.float32, device=torch.device("cpu"), **options)
+    seconds = time.perf_counter() - started
+    moved = np.moveaxis(moved, -1, 0)
+    return total(moved), ndimage.map_coordinates(label, moved + np.indices(label.shape), order=0)[inside], seconds
+
+
+def voxelmorph_method(pair, options):
+    """A VoxelMorph U-Net that `voxelmorph-train` has trained. It has no affine stage either."""
+    import torch
+    if "net" not in options:
+        state = torch.load(options["weights"], weights_only=True)
+        options["net"] = new_voxelmorph(state["settings"])
+        options["net"].load_state_dict(state["model"])
+        options["net"].eval()
+    (fixed, moving, label), inside, total = on_shared_grid(pair, options["net"].multiple)
+    started = time.perf_counter()
+    with torch.no_grad():
+        moved = options["net"](batch(moving), batch(fixed))
+    seconds = time.perf_counter() - started
+    return total(moved[0].numpy()), nearest(batch(label), moved)[0, 0].numpy()[inside], seconds
+
+
+METHODS = {"ants": ants_method, "dipy": dipy_method, "convexadam": convexadam_method, "voxelmorph": voxelmorph_method}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# VoxelMorph's training
+# ---------------------------------------------------------------------------------------------------------------------
+
+def new_voxelmorph(settings):
+    from voxelmorph.nn.models import VxmPairwise
+    net = VxmPairwise(ndim=3, source_channels=1, target_channels=1, nb_features=settings["nb_features"],
+                      integration_steps=settings["integration_steps"])
+    net.multiple = 2 ** len(settings["nb_features"])  # a halving for each number of features
+    return net
+
+
+def batch(array):
+    import torch
+    return torch.from_numpy(np.ascontiguousarray(array, np.float32))[None, None]
+
+
+def nearest(label, field):
+    from voxelmorph.nn.functional import spatial_transform
+    return spatial_transform(label, field, method="nearest")
+
+
+def fit(images, settings, minutes, spent, tell):
+    """A network trained on random ordered pairs for some minutes: 1 - NCC + weight x squared gradient of the field.
+
+    images: list of arrays; they are centred on one grid. spent: minutes of the trainings before, for the progress bar.
+    Returns: network, steps.
+    """
+    import torch
+    from neurite.nn.modules import NCC, SpatialGradient
+    torch.manual_seed(0)
+    draw, net = random.Random(0), new_voxelmorph(settings)
+    size, _ = shared_grid(np.max([image.shape for image in images], 0), (1, 1, 1), net.multiple)
+    volumes = []
+    for image in images:
+        volumes.append(torch.zeros(1, 1, *size))
+        volumes[-1][(0, 0, *shared_grid(image.shape, size, 1)[1])] = torch.from_numpy(np.array(image, np.float32))
+    optimizer = torch.optim.Adam(net.parameters(), lr=settings["lr"])
+    correlation, gradient = NCC(), SpatialGradient("l2")
+    began, steps, losses = time.perf_counter(), 0, []
+    while (share := (time.perf_counter() - began) / (60 * minutes)) < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = settings["lr"] * 0.5 * (1 + np.cos(np.pi * share))
+        moving, fixed = draw.sample(volumes, 2)
+        field, warped = net(moving, fixed, return_warped_source=True)
+        # NCC refuses values that rounding has brought out of 0 .. 1; in double precision there are none.
+        loss = 1 - correlation(warped.double(), fixed.double()).mean() + settings["weight"] * gradient(field)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        steps += 1
+        losses.append(loss.item())
+        if steps % 20 == 0:
+            tell(minutes=spent + share * minutes, steps=steps, loss=float(np.mean(losses[-100:])))
+    return net.eval(), steps
+
+
+def mean_dice(net, pairs):
+    """Mean Dice over pairs of files and over the labels of the fixed one."""
+    import torch
+    scores = []
+    for pair in pairs:
+        (fixed, moving, label), inside, _ = on_shared_grid(pair, net.multiple)
+        with torch.no_grad():
+            warped = nearest(batch(label), net(batch(moving), batch(fixed)))[0, 0].numpy()[inside]
+        true, _ = read(pair["fixed_label"])
+        for value in np.unique(true)[1:]:
+            a, b = warped == value, true == value
+            scores.append(2 * (a & b).sum() / (a.sum() + b.sum()))
+    return float(np.mean(scores))
+
+
+def train_voxelmorph(job, tell):
+    """Try each of the settings for a tenth of the time, then train the best one from new for all of it.
+
+    job: {"volumes", "validation" (pairs with fixed_label), "settings", "minutes", "weights"}. The best one has the
+    highest Dice on the validation pairs, whose labels nothing else sees.
+    """
+    import torch
+    images, tenth, tried = [read(path)[0] for path in job["volumes"]], job["minutes"] / 10, []
+    for settings in job["settings"]:
+        net, steps = fit(images, settings, tenth, len(tried) * tenth, tell)
+        tried.append({"settings": settings, "steps": steps, "dice": mean_dice(net, job["validation"])})
+    best = max(tried, key=lambda found: found["dice"])["settings"]
+    net, steps = fit(images, best, job["minutes"], len(tried) * tenth, tell)
+    state = {"model": net.state_dict(), "settings": best, "minutes": job["minutes"], "steps": steps, "tried": tried,
+             "validation_dice": mean_dice(net, job["validation"])}
+    partial = Path(f"{job['weights']}.tmp-{os.getpid()}")
+    torch.save(state, partial)
+    os.replace(partial, job["weights"])
+    tell(done=True, **{key: value for key, value in state.items() if key != "model"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def save(path, array):
+    """An array file that is whole or not there."""
+    partial = Path(f"{path}.tmp-{os.getpid()}")
+    with open(partial, "wb") as file:
+        np.save(file, array)
+    os.replace(partial, path)
+
+
+def main():
+    name, path = sys.argv[1:]
+    # Libraries print what they like: lines of JSON go to the real output, everything else to the log.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(**line):
+        print(json.dumps(line), file=results, flush=True)
+
+    job = json.loads(Path(path).read_text())
+    if name == "voxelmorph-train":
+        return train_voxelmorph(job, tell)
+    method, options = METHODS[name], job["options"]
+    if job["warm_up"] and job["pairs"]:
+        method(job["pairs"][0], options)
+    for number, pair in enumerate(job["pairs"]):
+        field, label, seconds = method(pair, options)
+        save(f"{pair['out']}.field.npy", np.ascontiguousarray(field, np.float32))
+        save(f"{pair['out']}.label.npy", np.rint(np.asarray(label)).astype(np.int16))
+        tell(number=number, seconds=seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A network as .safetensors with a model card: the same weights bit for bit, and what is damaged is refused."""
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from Diffusion.networks import build_network
+from Diffusion.trained import load_model
+from Runtime import checkpoint
+from Runtime.errors import InputError
+from Runtime.folder import sha256
+from Scripts import export_model
+from tests.tiny import ROOT, config
+
+safetensors = pytest.importorskip("safetensors", reason="pip install -r requirements-export.txt")
+
+
+def make_run(folder, average=False, changed=False):
+    """A run folder with one checkpoint of random weights. Returns the folder and the weights."""
+    cfg = config(folder)
+    run = folder / "Models/demo_om_net"
+    (run / "launches/0000").mkdir(parents=True)
+    launch = {"step": 0, "commit": "0123abcd", "changed": changed, "packages": {"torch": "9.9"}}
+    (run / "launches/0000/launch.json").write_text(json.dumps(launch))
+    net = build_network(cfg, "cpu")
+    generator = torch.Generator().manual_seed(3)
+    weights = {name: torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else tensor
+               for name, tensor in net.state_dict().items()}
+    state = {"format": 1, "model": weights, "optimizer": {}, "queue": {}, "config": cfg, "epoch": 2, "step_in_epoch": 0,
+             "step": 30}
+    if average:
+        state["average"] = weights = {name: tensor * 0.5 for name, tensor in weights.items()}
+    checkpoint.save(run, checkpoint.epoch_name(2, "demo", "om_net"), state,
+                    metrics={"val_dice": 0.71234, "val_ang": float("nan")}, best=("val_dice", 0.71234))
+    return run, weights
+
+
+def same(found, expected):
+    return list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_program_writes_the_same_weights_and_a_card(tmp_path):
+    run, weights = make_run(tmp_path)
+    done = subprocess.run([sys.executable, str(ROOT / "Scripts/export_model.py"), "--model", str(run), "--licence",
+                           "CC-BY-SA 4.0"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    target = run / "000002_demo_om_net.safetensors"
+    net, cfg = load_model(target)
+    assert same(net.state_dict(), weights) and not net.training
+    expected_net, expected_cfg = load_model(run)
+    assert cfg == expected_cfg and same(net.state_dict(), expected_net.state_dict())
+    page = (run / "MODEL_CARD.md").read_text()
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    for part in (sha256(target), "CC-BY-SA 4.0", f"{parameters:,} parameters", "16 x 16 x 16 voxels", "0.7123",
+                 "30 steps in all", "0123abcd", "9.9", "ids 0-5", "as the last step left them"):
+        assert part in page, part
+    assert "| val_ang | - |" in page and "with local changes" not in page and str(tmp_path) not in page
+    assert not list(run.glob("*.tmp-*"))
+
+
+def test_the_file_says_what_it_is(tmp_path):
+    run, weights = make_run(tmp_path, changed=True)
+    target, page = export_model.export(run, tmp_path / "given away")
+    assert target.parent == page.parent == tmp_path / "given away"
+    with safetensors.safe_open(target, "pt") as file:
+        found = file.metadata()
+    assert json.loads(found["config"])["model.name"] == "om_net"
+    assert found["format"] == "pt" and found["commit"] == "0123abcd with local changes"
+    assert found["weights_sha256"] == checkpoint.weights_sha256(weights)
+
+
+def test_averaged_weights_are_the_ones_given_away(tmp_path):
+    run, weights = make_run(tmp_path, average=True)
+    target, page = export_model.export(run)
+    assert same(load_model(target)[0].state_dict(), weights) and "moving average" in page.read_text()
+
+
+def test_a_checkpoint_outside_its_run_has_a_card_without_figures(tmp_path):
+    run, weights = make_run(tmp_path)
+    copy = tmp_path / "alone" / "mine.pth"
+    copy.parent.mkdir()
+    copy.write_bytes((run / "000002_demo_om_net.pth").read_bytes())
+    target, page = export_model.export(copy)
+    assert target.name == "mine.safetensors" and same(load_model(target)[0].state_dict(), weights)
+    assert "No figures were recorded" in page.read_text() and "not recorded" in page.read_text()
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:len(content) // 2], lambda content: content[:6],
+                                    lambda content: b"\xff" * 8 + content[8:], lambda content: b""])
+def test_a_damaged_file_is_one_sentence(tmp_path, damage):
+    target, _ = export_model.export(make_run(tmp_path)[0])
+    target.write_bytes(damage(target.read_bytes()))
+    with pytest.raises(InputError, match=f"{target}: not a readable .safetensors file") as caught:
+        load_model(target)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_the_package_the_command_to_install_it(tmp_path):
+    run, _ = make_run(tmp_path)
+    code = ("import sys; sys.modules['safetensors'] = None; from Scripts.export_model import main; "
+            f"sys.exit(main(['--model', {str(run)!r}]))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 43 and not list(run.glob("*.safetensors"))
+    assert done.stderr == "error: writing .safetensors needs a package: pip install safetensors\n"
+
+
+def test_what_cannot_be_exported(tmp_path, capsys):
+    target, _ = export_model.export(make_run(tmp_path)[0])
+    (tmp_path / "text.pth").write_text("no weights")
+    for given, part in ((target, "exported already"), (tmp_path / "none.pth", "no such model"),
+                        (tmp_path / "text.pth", "text.pth cannot be read")):
+        assert export_model.main(["--model", str(given)]) == 43
+        printed = capsys.readouterr().err
+        assert printed.startswith("error: ") and part in printed and printed.count("\n") == 1

@@ -1,0 +1,91 @@
+"""Scripts/bash_infer.sh as a person calls it, and as Slurm runs its copy of it."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from Dataloader.volume_io import write_volume
+from tests.tiny import ROOT
+
+SCRIPT = ROOT / "Scripts/bash_infer.sh"
+
+
+def call(*words, script=SCRIPT, folder=ROOT, **variables):
+    kept = {name: value for name, value in os.environ.items() if "SLURM" not in name and name != "CLUSTER"}
+    return subprocess.run(["bash", str(script), *map(str, words)], cwd=folder, capture_output=True, text=True,
+                          timeout=120, env={**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables})
+
+
+def python_that(path, does):
+    """An interpreter of our own: a shell script."""
+    path.write_text(f"#!/usr/bin/env bash\n{does}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def write_labels(folder):
+    """Two label images on an oblique grid, the second moved by one voxel; and their Dice."""
+    affine = np.array([[0.8, 0.6, 0, 3], [-0.6, 0.8, 0, -2], [0, 0, 1.5, 7], [0, 0, 0, 1.0]])
+    fixed = np.zeros((12, 10, 8), np.int16)
+    fixed[2:8, 3:7, 2:6] = 1
+    write_volume(folder / "fixed.nii.gz", fixed, affine)
+    write_volume(folder / "warped.nii.gz", np.roll(fixed, 1, axis=0), affine)
+    return 5 / 6
+
+
+@pytest.mark.parametrize("task", ["register", "augment", "evaluate"])
+def test_each_task_reaches_its_program(task):
+    done = call(task, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: OM_{task}.py"), done.stderr
+
+
+def test_paths_are_those_of_where_the_command_was_typed(tmp_path):
+    expected = write_labels(tmp_path)
+    done = call("evaluate", "--fixed-label", "fixed.nii.gz", "--warped-label", "warped.nii.gz", "--out", "scores",
+                folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["dice"] == pytest.approx(expected, abs=1e-5)
+    assert (tmp_path / "scores/scores.csv").is_file() and "evaluate on" in done.stderr
+
+
+def test_bad_input_passes_its_exit_code_and_sentence_on(tmp_path):
+    done = call("register", "--fixed", tmp_path / "none.nii.gz", "--moving", tmp_path / "none.nii.gz", "--model",
+                "none", "--affine", "--out", tmp_path / "out")
+    assert done.returncode == 43 and "none.nii.gz" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words, sentence", [
+    ([], "name a task: register, augment or evaluate"), (["infer"], "infer is no task: it is register, augment or")])
+def test_an_unknown_task_is_one_sentence(words, sentence):
+    done = call(*words)
+    assert done.returncode == 43 and not done.stdout
+    assert done.stderr.startswith(f"error: {sentence}") and done.stderr.count("\n") == 1
+
+
+def test_an_unknown_site_is_one_sentence():
+    done = call("register", "--help", CLUSTER="mars")
+    assert done.returncode == 43 and done.stderr.count("\n") == 1
+    assert "CLUSTER=mars" in done.stderr and "dawn.env, gilbreth.env, local.env" in done.stderr
+
+
+def test_settings_of_the_site_limits_and_exit_code(tmp_path):
+    python = python_that(tmp_path / "python", 'env; echo "core=$(ulimit -c)"; echo "$@"; exit 7')
+    done = call("augment", "--out", "two words", PYTHON=python, CLUSTER="gilbreth", RANK="3")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 7 and lines[-1] == f"{ROOT}/OM_augment.py --out two words"
+    assert {"NCCL_P2P_LEVEL=NVL", "NODE_COUNT=1", "core=0", "OMP_NUM_THREADS=1"} <= set(lines)
+    assert "RANK=3" not in lines, "a single process is no rank"
+
+
+def test_the_copy_in_slurms_spool_folder(tmp_path):
+    copy = shutil.copy(SCRIPT, tmp_path / "slurm_script")
+    done = call("evaluate", "--help", script=copy, folder=tmp_path, SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID="17",
+                SLURM_CLUSTER_NAME="lumi")
+    assert done.returncode == 0 and "usage: OM_evaluate.py" in done.stdout
+    assert "settings of lumi, job 17" in done.stderr
+    lost = call("evaluate", "--help", script=copy, folder=tmp_path)
+    assert lost.returncode == 43 and lost.stderr.startswith("error: there is no OM_train_3modes.py in")
