@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # On a machine without an accelerator: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: help venv demo test test-all test-slurm faults bench lint clean
+.PHONY: help venv demo test test-all test-slurm faults bench bench-registration lint clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -41,6 +41,10 @@ bench: .venv/.ready   ## benchmarks: operations, the share of a step that is not
 	$(PY) tests/bench/bench_step.py
 	$(PY) tests/bench/bench_runtime.py
 	$(PY) tests/bench/bench_data.py
+
+bench-registration: .venv/.ready   ## registration against ANTs, DIPY, ConvexAdam, VoxelMorph on real volumes (hours; makes .venv-peers)
+	$(PY) tests/bench/bench_registration.py
+	$(PY) tests/bench/bench_mouse.py
 
 lint: .venv/.ready   ## style of the code
 	$(PY) -m ruff check --quiet .

@@ -57,7 +57,10 @@ def _read_safetensors(path, device):
                          ".pth file.") from None
     try:
         with safe_open(path, "pt", device=str(device)) as file:
-            config = json.loads((file.metadata() or {}).get("config", "null"))
-            return {"model": {name: file.get_tensor(name) for name in file.keys()}, "config": config}
+            about, weights = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+            config = json.loads(about.get("config", "null"))
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path}: not a readable .safetensors file ({error}); export the model again.") from error
+    if about.get("weights_sha256") not in (None, checkpoint.weights_sha256(weights)):
+        raise InputError(f"{path}: its weights are not those that were exported; copy the file again.")
+    return {"model": weights, "config": config}

@@ -97,6 +97,15 @@ def test_a_damaged_file_is_one_sentence(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+def test_one_flipped_bit_of_the_weights_is_noticed(tmp_path):
+    target, _ = export_model.export(make_run(tmp_path)[0])
+    content = bytearray(target.read_bytes())
+    content[-1000] ^= 1
+    target.write_bytes(content)
+    with pytest.raises(InputError, match=f"{target}: its weights are not those that were exported"):
+        load_model(target)
+
+
 def test_without_the_package_the_command_to_install_it(tmp_path):
     run, _ = make_run(tmp_path)
     code = ("import sys; sys.modules['safetensors'] = None; from Scripts.export_model import main; "
