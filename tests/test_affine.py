@@ -1,0 +1,225 @@
+"""The affine stage recovers known maps whatever the headers are, and aligns real volumes."""
+import itertools
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+from scipy.spatial.transform import Rotation
+
+from Dataloader.synthetic import make_subject
+from Dataloader.volume_io import intensity_range, read_label, read_volume, rescale
+from Diffusion.affine import align_affine, global_correlation, weighted_correlation
+from Diffusion.fields import across, warp
+from Diffusion.losses import local_correlation
+from Diffusion.metrics import average, dice
+from Runtime.errors import InputError
+
+REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+
+
+def subject(dims=3, seed=0):
+    size = {2: (64, 80), 3: (32, 40, 28)}[dims]
+    return make_subject(seed, size, dims=dims)["image"].clip(0, 1)
+
+
+def middle_mm(size, affine):
+    return (affine @ [*(np.array(size) - 1) / 2, *[0] * (3 - len(size)), 1])[:3]
+
+
+def random_map(numbers, fixed, affine, kind, degrees=30, shift=0.3, scale=1.25):
+    """4x4, mm to mm: a turn, scales of 1 / scale to scale, shears and a shift (fraction of the longest side)."""
+    dims = fixed.ndim
+    axis = numbers.normal(size=3) if dims == 3 else np.array([0.0, 0.0, 1.0])
+    direction = np.pad(numbers.normal(size=dims), (0, 3 - dims))
+    linear = Rotation.from_rotvec(np.deg2rad(degrees) * axis / np.linalg.norm(axis)).as_matrix()
+    if kind == "affine":
+        change = np.diag(np.exp(numbers.uniform(-1, 1, dims) * np.log(scale)))
+        change += np.triu(numbers.uniform(-0.1, 0.1, (dims, dims)), 1)
+        linear[:dims, :dims] = linear[:dims, :dims] @ change
+    extent = np.max(np.linalg.norm(affine[:3, :dims], axis=0) * fixed.shape)
+    centre, full = middle_mm(fixed.shape, affine), np.eye(4)
+    full[:3, :3] = linear
+    full[:3, 3] = centre + shift * extent * direction / np.linalg.norm(direction) - linear @ centre
+    return full
+
+
+def random_grid(numbers, centre_mm, extent_mm):
+    """Affine and size of a grid around a point: other voxels on each axis, flipped, permuted, 15 degrees oblique."""
+    dims = len(extent_mm)
+    spacing = np.ones(3)
+    spacing[:dims] = numbers.uniform(0.8, 1.6, dims)
+    size = tuple(np.ceil(np.max(extent_mm) * 1.15 / spacing[:dims]).astype(int) + np.arange(dims))
+    order = np.eye(3)
+    order[:dims, :dims] = np.eye(dims)[numbers.permutation(dims)] * numbers.choice([-1, 1], dims)
+    axis = numbers.normal(size=3) if dims == 3 else np.array([0.0, 0.0, 1.0])
+    turn = Rotation.from_rotvec(np.deg2rad(15) * axis / np.linalg.norm(axis)).as_matrix()
+    affine = np.eye(4)
+    affine[:3, :3] = turn @ order @ np.diag(spacing)
+    affine[:3, 3] = centre_mm - affine[:3, :dims] @ ((np.array(size) - 1) / 2)
+    return affine, size
+
+
+def moved(fixed, fixed_affine, true, affine, size, numbers=None):
+    """What a map makes of a volume on another grid: moving(true x) = fixed(x); with other contrast and noise."""
+    change, dims = np.linalg.inv(fixed_affine) @ np.linalg.inv(true) @ affine, fixed.ndim
+    moving = ndimage.affine_transform(fixed, change[:dims, :dims], change[:dims, 3], size, order=1)
+    if numbers is not None:
+        moving = moving.clip(0, 1) ** numbers.uniform(0.8, 1.25) + numbers.normal(0, 0.02, size)
+    return moving.clip(0, 1).astype(np.float32)
+
+
+def error(found, true, fixed, affine):
+    """Largest distance in fixed voxels between two maps over the voxels of the head."""
+    points = np.argwhere(fixed > 0.1)
+    points = affine @ np.column_stack([points, np.zeros((len(points), 3 - fixed.ndim)), np.ones(len(points))]).T
+    return np.linalg.norm((np.linalg.inv(affine) @ (found - true) @ points)[:3], axis=0).max()
+
+
+@pytest.mark.parametrize("dims, kind, seed", [(3, "affine", 0), (3, "affine", 1), (3, "rigid", 3),
+                                              (2, "affine", 4), (2, "affine", 5), (2, "rigid", 6)])
+def test_a_known_map_is_recovered_between_any_two_grids(dims, kind, seed):
+    numbers, fixed = np.random.default_rng(seed), subject(dims, seed)
+    fixed_affine = random_grid(numbers, np.array([40.0, -70.0, 15.0]), fixed.shape)[0]
+    fixed_affine[:3, :3] /= 1.2
+    true = random_map(numbers, fixed, fixed_affine, kind)
+    extent = np.linalg.norm(fixed_affine[:3, :dims], axis=0) * fixed.shape
+    affine, size = random_grid(numbers, (true @ [*middle_mm(fixed.shape, fixed_affine), 1])[:3], extent)
+    moving = moved(fixed, fixed_affine, true, affine, size, numbers)
+    assert error(np.eye(4), true, fixed, fixed_affine) > 10
+    found = align_affine(fixed, fixed_affine, moving, affine, kind)
+    assert found.shape == (4, 4) and found.dtype == np.float64
+    assert error(found, true, fixed, fixed_affine) < 0.7
+    if kind == "rigid":
+        np.testing.assert_allclose(found[:3, :3] @ found[:3, :3].T, np.eye(3), atol=1e-9)
+        assert np.linalg.det(found[:3, :3]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_header_that_is_moved_is_followed(dims):
+    fixed, header = subject(dims), np.diag([0.9, 1.1, 1.3, 1.0])
+    shifted = np.eye(4)
+    shifted[:dims, 3] = [100.0, -250.0, 33.0][:dims]
+    found = align_affine(fixed, header, fixed, shifted @ header)
+    assert error(found, shifted, fixed, header) < 0.02
+    np.testing.assert_array_equal(found, align_affine(fixed, header, fixed, shifted @ header))
+
+
+def test_the_order_in_which_a_volume_is_stored_does_not_matter():
+    numbers, fixed = np.random.default_rng(7), subject()
+    true = random_map(numbers, fixed, np.eye(4), "affine", 10, 0.1)
+    moving = moved(fixed, np.eye(4), true, np.eye(4), (37, 42, 33), numbers)
+    found = align_affine(fixed, np.eye(4), moving, np.eye(4))
+    flip = np.array([[0, 0, 1, 0], [0, -1, 0, 41], [1, 0, 0, 0], [0, 0, 0, 1.0]])
+    again = align_affine(fixed, np.eye(4), moving.transpose(2, 1, 0)[:, ::-1], flip)
+    assert error(again, found, fixed, np.eye(4)) < 0.02
+
+
+def test_a_volume_that_its_field_of_view_cuts_off_is_aligned():
+    numbers, fixed = np.random.default_rng(8), subject()
+    true = random_map(numbers, fixed, np.eye(4), "affine", 15, 0.1, 1.1)
+    part = moved(fixed, np.eye(4), true, np.eye(4), (32, 40, 28), numbers)[:, :26]
+    assert error(align_affine(fixed, np.eye(4), part, np.eye(4)), true, fixed, np.eye(4)) < 1.0
+    back = align_affine(part, np.eye(4), fixed, np.eye(4))
+    assert error(np.linalg.inv(back), true, fixed, np.eye(4)) < 1.0
+
+
+def test_slices_of_different_planes():
+    fixed, plane = subject(2), np.eye(4)
+    plane[:3, :3] = np.array([[0, 1, 0], [0, 0, 1], [1, 0, 0]]).T  # a sagittal slice beside an axial one
+    plane[:3, 3] = [30.0, 20.0, 10.0]
+    found = align_affine(fixed, np.eye(4), fixed, plane)
+    assert error(found, plane, fixed, np.eye(4)) < 0.02
+
+
+def test_weighted_correlation_sees_only_what_it_is_to_see():
+    numbers = torch.Generator().manual_seed(1)
+    image = torch.rand(1, 1, 14, 17, 12, generator=numbers)
+    weight = torch.ones_like(image)
+    weight[:, :, :, 9:] = 0.0
+    target = torch.where(weight > 0, 0.2 + 0.5 * image, torch.rand(image.shape, generator=numbers))
+    assert float(weighted_correlation(image, target, weight)) == pytest.approx(1.0, abs=1e-3)
+    assert float(global_correlation(image, 1.0 - target, weight)) == pytest.approx(-1.0, abs=1e-3)
+    assert float(weighted_correlation(image, target, torch.ones_like(weight))) < 0.8
+    # Zeros around both are as good as the zeros that the plain one adds.
+    inner = torch.nn.functional.pad(image * 0.5, [8] * 6), torch.nn.functional.pad(target, [8] * 6)
+    plain = local_correlation(*inner, window=7)
+    weighted = weighted_correlation(*inner, torch.ones_like(inner[0]), window=7)
+    assert float(weighted) == pytest.approx(float(plain), abs=1e-4)
+
+
+def test_bad_input_is_one_sentence():
+    good, eye = subject(), np.eye(4)
+    broken = good.copy()
+    broken[3, 4, 5] = np.nan
+    for arguments, words in [((good, eye, np.full(good.shape, 0.3), eye), "moving volume is 0.3 everywhere"),
+                             ((np.zeros((9, 8, 7)), eye, good, eye), "fixed volume is 0 everywhere"),
+                             ((good, eye, subject(2), eye), "3 axes, the moving one 2"),
+                             ((good[None], eye, good, eye), "fixed volume has the shape"),
+                             ((broken, eye, good, eye), "NaN or infinite"),
+                             ((good, eye, good, np.diag([1.0, 1.0, 0.0, 1.0])), "affine of the moving volume"),
+                             ((good, eye, good, np.eye(3)), "affine of the moving volume"),
+                             ((good, eye, good, eye, "similarity"), "give affine or rigid")]:
+        with pytest.raises(InputError, match=words):
+            align_affine(*arguments)
+
+
+def real_pair_scores(paths):
+    """Mean Dice over the labels before and after, (pairs, 2)."""
+    scores, volumes = [], {}
+    for path in set(itertools.chain(*paths)):
+        image, affine = read_volume(path)
+        label = torch.from_numpy(read_label(str(path).replace("imagesTr", "labelsTr"))[0])
+        volumes[path] = rescale(image, *intensity_range(image)), affine, label
+    for fixed, moving in paths:
+        (image, affine, label), (other, other_affine, other_label) = volumes[fixed], volumes[moving]
+        still = torch.zeros(1, 3, *label.shape)
+        labels = sorted(set(label.unique().tolist()) - {0})
+        scores.append([])
+        for found in (np.eye(4), align_affine(image, affine, other, other_affine)):
+            field = across(still, (np.linalg.inv(other_affine) @ found @ affine)[:3])
+            warped = warp(other_label[None, None].float(), field, mode="nearest")[0, 0]
+            scores[-1].append(average(dice(warped, label, labels)))
+    return np.array(scores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["affine", "rigid"])
+def test_a_known_map_of_a_real_brain_is_recovered(kind):
+    paths = sorted((REAL / "mouse/imagesTr").glob("*.nii.gz"))
+    if not paths:
+        pytest.skip(f"{REAL / 'mouse'} is not there")
+    numbers, (fixed, fixed_affine) = np.random.default_rng(9), read_volume(paths[0])
+    fixed = rescale(fixed, *intensity_range(fixed))
+    fixed_affine[:3, :3] *= 1.25 / 0.15  # voxels of 1.25 mm, as those of random_grid
+    true = random_map(numbers, fixed, fixed_affine, kind)
+    affine, size = random_grid(numbers, (true @ [*middle_mm(fixed.shape, fixed_affine), 1])[:3],
+                               1.25 * np.array(fixed.shape))
+    moving = moved(fixed, fixed_affine, true, affine, size, numbers)
+    assert error(align_affine(fixed, fixed_affine, moving, affine, kind), true, fixed, fixed_affine) < 0.4
+
+
+@pytest.mark.slow
+def test_real_mouse_brains_are_aligned():
+    paths = sorted((REAL / "mouse/imagesTr").glob("*.nii.gz"))
+    if not paths:
+        pytest.skip(f"{REAL / 'mouse'} is not there")
+    scores = real_pair_scores(list(itertools.permutations(paths, 2)))
+    assert (scores[:, 0] < 0.6).all()
+    assert scores[:, 1].mean() >= 0.85 and scores[:, 1].min() >= 0.84
+
+
+@pytest.mark.slow
+def test_real_hippocampi_are_aligned():
+    paths = [path for path in sorted((REAL / "hippocampus/imagesTr").glob("*.nii.gz")) if 201 <= number(path) <= 230]
+    if not paths:
+        pytest.skip(f"{REAL / 'hippocampus'} is not there")
+    pairs = [pair for pair in itertools.permutations(paths, 2) if abs(number(pair[0]) - number(pair[1])) > 5]
+    before, after = real_pair_scores(random.Random(0).sample(pairs, 20)).mean(0)
+    assert after > before + 0.1 and after >= 0.65
+
+
+def number(path):
+    return int(path.name[12:15])
