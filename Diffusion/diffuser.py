@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from Diffusion.draws import generator, normal, uniform
 from Diffusion.fields import LINEAR, compose, resize_field, self_compose, warp
+from Runtime.device import autocast
 
 
 def image_count(t):
@@ -89,6 +90,40 @@ class DeformDDPM:
         """
         image_field, true_field = self.draw_fields(x0.shape[2:], times, keys, x0.device)
         return warp(x0, image_field), true_field
+
+    @torch.no_grad()
+    def draw_image_field(self, size, times, keys, device):
+        """The image field of `draw_fields`, bit for bit, without the label field: for where nothing is trained."""
+        velocity = draw_velocity(keys, "velocity", self.dims, self.grids, self.v_scale).to(device)
+        extra = draw_velocity(keys, "velocity noise", self.dims, self.grids, self.v_scale).to(device)
+        image = self_compose(compose(velocity, self.noise_ratio * extra), [image_count(t) for t in times],
+                             middle(self.grids[-1], self.dims))
+        return resize_field(image, size)
+
+    @torch.no_grad()
+    def recover(self, net, x0, start, keys, cfg, condition=None, stride=1):
+        """A random deformation as at time `start`, of which a network then undoes what it can, down to time 0.
+
+        At time t the image is deformed by image_count(t) compositions, and a perfect prediction p undoes label_count(t)
+        of them, about four times as many as lie between t and t - 1. So p is scaled to the share that leads to the next
+        time, and all shares together undo exactly what was done. p belongs to the voxels of the deformed image and acts
+        on it last: warp(warp(x0, field), p) is warp(x0, compose(field, p)). Always the original is warped, by the field
+        composed so far, so that it is interpolated once.
+
+        net: called as net(image, t, condition), like a network of `build_network`. x0: (B, 1, *spatial). start: 1 ..
+        timesteps - 1. keys: B tuples (seed, epoch, sample). condition: of `make_condition`: of x0 to come back to it,
+        of another image to be drawn towards that one, None for any image that the network finds likely. stride: times
+        per step; up to 4 no prediction has to be stretched, except by little near the end.
+        Returns: field (B, N, *spatial) in voxels, by which x0 is to be warped.
+        """
+        field = self.draw_image_field(x0.shape[2:], [start] * len(x0), keys, x0.device)
+        for t in range(start, 0, -stride):
+            share = (image_count(t) - (image_count(t - stride) if t > stride else 0)) / label_count(t)
+            if share:  # the first two times are alike
+                with autocast(x0.device, cfg["run.amp"]):
+                    pred = net(warp(x0, field), torch.full((len(x0),), t, device=x0.device), condition)
+                field = compose(field, share * pred.float())
+        return field
 
 
 def make_condition(target, kind, keys=None):

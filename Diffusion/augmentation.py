@@ -1,0 +1,204 @@
+"""Deformed copies of a volume, on its own grid: random deformations, which a trained network may recover from.
+
+Fields are drawn on the training grid (isotropic, canonical, see Dataloader/prepare.py) and brought to the grid of the
+volume, which is then interpolated once. Every draw is a function of (seed, subject, draw): nothing else changes it.
+"""
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from Dataloader.volume_io import foreground_box, grid_transform, intensity_range, rescale, to_canonical, to_grid
+from Diffusion.diffuser import DeformDDPM, make_condition
+from Diffusion.draws import generator, hashed, uniform
+from Diffusion.fields import across, jacobian_determinant, warp
+from Runtime.config import load_config
+from Runtime.errors import InputError
+
+DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
+MODES = ("bilinear", "nearest")
+STRIDE = 4  # times per step of the recovery: what one prediction undoes, see DeformDDPM.recover
+
+
+def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw=0, target=None, target_affine=None,
+            condition="slice", slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu"):
+    """A deformed copy of a volume.
+
+    image: (D, H, W) or (H, W), any real numbers. label: the same shape, or None. affine: 4x4, voxel to world in
+    millimetres, default the identity. model: (network, config) from `load_model`; None: the random deformation alone.
+    start: the time of the random deformation, 1 .. diffusion.timesteps - 1, its strength; or (low, high), between which
+    it is drawn; default the largest. seed, subject, draw: the key of the draw; a file that OM_augment.py writes has the
+    id of the volume as subject. target: volume towards which the network deforms, on a grid of its own
+    (target_affine); of it the network is shown, by `condition`, "slice": as many planes as `slices` says (0: as in
+    training), "volume": all. stride: see `DeformDDPM.recover`. mask: what data.crop_above puts the grid on. cfg:
+    without a model, the config whose diffusion.* and data.* keys are taken; default config_om.yaml.
+    Returns: image, of its dtype, whole numbers rounded; label or None, nearest neighbour; field (N, *spatial) float32
+    in voxels: image(x) is what was at x + field(x).
+    Raises InputError for what cannot be used.
+    """
+    image = require_volume(image, "image")
+    if label is not None and np.shape(label) != image.shape:
+        raise InputError(f"label: shape {np.shape(label)} is not that of the image, {image.shape}; give its own label.")
+    net, cfg = model or (None, cfg or default_config(image.ndim))
+    key = (seed, subject_number(subject), draw)
+    shown = None
+    if target is not None:
+        if net is None:
+            raise InputError("target: only a network can deform towards it; give a model.")
+        target = require_volume(target, "target", image.ndim)
+        shown = show(place(target, target_affine, cfg)[0], condition, slices, key, cfg).to(device)
+    field = draw_field(image, affine, cfg, key, start, net, shown, stride, mask, device)
+    return deform(image, field), None if label is None else deform(label, field, "nearest"), field
+
+
+def draw_field(image, affine, cfg, key, start=None, net=None, condition=None, stride=STRIDE, mask=None, device="cpu"):
+    """A random deformation of one volume, on its own grid: (N, *spatial) float32 in voxels.
+
+    image: (*spatial), of which only the shape counts without a network, and without data.crop_above. key: (seed,
+    subject, draw), ints. condition: (1, 2, *size) on the training grid, or None. Others as in `augment`.
+    """
+    dims = cfg["model.dims"]
+    if image.ndim != dims:
+        raise InputError(f"image: shape {image.shape} is not {dims}D, as model.dims says; give a {dims}D volume, or "
+                         "another model or config.")
+    affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
+    ddpm, t = DeformDDPM(cfg), draw_start(start, key, cfg)
+    if net is None:
+        grid_affine, size = training_grid(image, affine, cfg, mask), np.broadcast_to(cfg["data.img_size"], (dims,))
+        # Straight from the control points, which span the training grid from corner to corner.
+        points = cfg["diffusion.grids"][-1] // 2
+        field = ddpm.draw_image_field([points] * dims, [t], [key], "cpu")
+        grid_affine = grid_affine @ np.diag([*(size - 1) / (points - 1), *[1] * (4 - dims)])
+    else:
+        placed, grid_affine = place(image, affine, cfg, mask)
+        field = ddpm.recover(net, placed.to(device), t, [key], cfg, condition, stride).cpu()
+    return to_native(field, grid_affine, image.shape, affine)[0].numpy()
+
+
+def deform(array, field, mode="bilinear"):
+    """An array seen through a field: what was at x + field(x); beyond the border, the nearest voxel's.
+
+    array: (*spatial); values up to 2^24 are exact. field: (N, *spatial) in voxels. mode: "bilinear" for images (linear
+    along each axis), "nearest" for labels. Returns: the same shape and dtype, whole numbers rounded.
+    """
+    array = np.asarray(array)
+    plain = torch.from_numpy(np.ascontiguousarray(array, np.float32))[None, None]
+    values = warp(plain, torch.from_numpy(field)[None], mode=mode, padding="border")[0, 0].numpy()
+    return (np.rint(values) if array.dtype.kind in "bui" else values).astype(array.dtype)
+
+
+def measure(field, affine):
+    """How much a field deforms: dict of mean, p95 and max, the length of the displacement over the voxels, in percent
+    of the longest side of the field of view (both in millimetres); and folding, the percentage of voxels whose Jacobian
+    determinant is <= 0.
+
+    field: (N, *spatial) in voxels. affine: 4x4 of its grid.
+    """
+    axes = np.asarray(affine, np.float64)[:3, :len(field)]
+    side_mm = (np.linalg.norm(axes, axis=0) * field.shape[1:]).max()
+    percent = 100 * np.linalg.norm(np.tensordot(axes, field, 1), axis=0) / side_mm
+    determinant = jacobian_determinant(torch.from_numpy(field)[None])
+    return {"mean": float(percent.mean()), "p95": float(np.percentile(percent, 95)), "max": float(percent.max()),
+            "folding": 100 * float((determinant <= 0).double().mean())}
+
+
+@functools.cache
+def default_config(dims):
+    return load_config(DEFAULTS, [f"model.dims={dims}"])
+
+
+def subject_number(subject):
+    """The name of a subject as a number for the key of a draw."""
+    return int.from_bytes(hashed(0, f"subject {subject}"), "little")
+
+
+def draw_start(start, key, cfg):
+    """The time of the random deformation. start: int, (low, high) or None, the largest."""
+    last = cfg["diffusion.timesteps"] - 1
+    low, high = (last, last) if start is None else (start, start) if np.ndim(start) == 0 else start
+    if not 1 <= low <= high <= last:
+        raise InputError(f"start {start}: the random deformation has a time from 1 to {last} (diffusion.timesteps - "
+                         "1), or a range of such times, the smaller first.")
+    return int(low) + int(float(uniform([key], "start")) * (int(high) - int(low) + 1))
+
+
+def require_volume(array, name, dims=None):
+    """An array of two or three axes of finite numbers, or InputError."""
+    array = np.asarray(array)
+    if array.ndim not in (2, 3) or dims not in (None, array.ndim):
+        raise InputError(f"{name}: shape {array.shape} is not {dims or '2D or 3'}D; give one {dims or 3}D volume.")
+    if array.dtype.kind not in "buif":
+        raise InputError(f"{name}: voxels of type {array.dtype} are not one real number each; convert it.")
+    if bad := array.size - np.count_nonzero(np.isfinite(array)):
+        raise InputError(f"{name}: {bad} of {array.size} voxels are NaN or infinite; repair or remove the volume.")
+    return array
+
+
+def show(target, kind, slices, key, cfg):
+    """What the network is shown of a target, drawn once for all steps: values and mask, (1, 2, *size).
+
+    target: (1, 1, *size) on the training grid. kind, slices: as in `augment`.
+    """
+    if cfg["model.condition_type"] == "none":
+        raise InputError("target: the model was trained without a condition (model.condition_type none) and cannot be "
+                         "shown one; take another model, or no target.")
+    if kind not in ("slice", "volume"):
+        raise InputError(f"condition {kind}: of a target the network can be shown slice or volume.")
+    planes = [(axis, plane) for axis, n in enumerate(target.shape[2:]) for plane in range(n)]
+    if not slices or kind == "volume":
+        return make_condition(target, kind, [key])
+    if not 1 <= slices <= len(planes):
+        raise InputError(f"slices {slices}: the training grid has {len(planes)} planes; give 1 to {len(planes)}, or 0 "
+                         "for a random number.")
+    mask = torch.zeros_like(target)
+    for number in torch.randperm(len(planes), generator=generator(key[0], "planes", *key[1:]))[:slices].tolist():
+        axis, plane = planes[number]
+        mask.select(axis + 2, plane).fill_(1.0)
+    return torch.cat([target * mask, mask], dim=1)
+
+
+def training_grid(image, affine, cfg, mask=None):
+    """The affine of the training grid of a volume, 4x4, without resampling it."""
+    box = focus(image, affine, cfg, mask)
+    empty, affine = to_canonical(np.broadcast_to(np.uint8(0), image.shape), affine)
+    return grid_transform(empty.shape, affine, cfg["data.img_size"], cfg["data.spacing_mm"], box)[2]
+
+
+def place(image, affine, cfg, mask=None):
+    """A volume on the training grid, just as `on_grid` puts a file there: (1, 1, *size), and the grid's affine."""
+    affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
+    placed, grid_affine = to_grid(normalised(image, cfg), affine, cfg["data.img_size"], cfg["data.spacing_mm"],
+                                  box=focus(image, affine, cfg, mask))
+    return torch.from_numpy(placed)[None, None], grid_affine
+
+
+def focus(image, affine, cfg, mask=None):
+    """The box of the canonical volume that the grid is put on; None, all of it, without data.crop_above."""
+    if not cfg["data.crop_above"]:
+        return None
+    inside = mask > 0 if mask is not None else normalised(image, cfg) > cfg["data.crop_above"]
+    return foreground_box(to_canonical(inside, affine)[0])
+
+
+def normalised(image, cfg):
+    """Intensities in 0 .. 1 as the training has them."""
+    image = np.asarray(image, np.float32)
+    low, high = cfg["data.window"] if any(cfg["data.window"]) else intensity_range(image, *cfg["data.percentiles"])
+    return rescale(image, low, high)
+
+
+def to_native(field, grid_affine, shape, affine):
+    """A field on one grid, as displacement on another: (B, N, *shape) in voxels of that one.
+
+    The voxel x of the new grid is y = A_grid^-1 A x in the old one, and goes to A^-1 A_grid (y + field(y)). Linear
+    between voxels; beyond the old grid the displacement of its border.
+    field: (B, N, *spatial) in voxels of its grid. grid_affine, affine: 4x4 of the old and the new grid.
+    """
+    dims = field.shape[1]
+    change = np.linalg.inv(grid_affine) @ affine
+    still = torch.zeros(len(field), dims, *shape)
+    there = across(still, np.hstack([change[:dims, :dims], change[:dims, 3:]]))
+    moved = warp(field, there, padding="border")
+    back = torch.from_numpy(np.linalg.inv(change)[:dims, :dims]).float()
+    return torch.einsum("ij,bj...->bi...", back, moved)

@@ -1,0 +1,114 @@
+"""Random deformations as a MONAI-style dictionary transform; MONAI itself is not needed.
+
+In a file of its own, because importing MONAI, where it is installed, takes seconds.
+"""
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from Diffusion.augmentation import MODES, STRIDE, default_config, deform, draw_field, draw_start
+from Runtime.errors import InputError
+
+try:
+    from monai.transforms import Randomizable as Base  # by which Compose finds whose random state it has to set
+except ImportError:
+    Base = object
+
+
+class RandDeformationd(Base):
+    """Deforms several volumes of a dictionary by one random field.
+
+    keys: names of the entries, arrays or tensors (C, *spatial) on one grid. mode: "bilinear" for images or "nearest"
+    for labels, one for all keys or one for each. prob: how often anything is done. start: as in `augment`; (low, high)
+    draws a strength for each sample. model: (network, config) from `load_model`; the network sees the first channel of
+    the first key. cfg: without a model, whose diffusion.* and data.* keys are taken; default config_om.yaml. stride: as
+    in `augment`. field_key: entry that receives the field, (N, *spatial) in voxels, zero where nothing was done.
+    allow_missing_keys: whether entries may be absent. seed: of the random state; None: another one each time.
+
+    Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. Types, dtypes and meta
+    data of the entries stay. Each worker of a DataLoader draws numbers of its own.
+    """
+
+    def __init__(self, keys, mode="bilinear", prob=0.1, start=None, model=None, cfg=None, stride=STRIDE, field_key=None,
+                 allow_missing_keys=False, seed=None):
+        self.keys = (keys,) if isinstance(keys, str) else tuple(keys)
+        words = (mode,) * len(self.keys) if isinstance(mode, str) else tuple(mode)
+        self.modes = [str(getattr(word, "value", word)) for word in words]
+        if len(self.modes) != len(self.keys) or not set(self.modes) <= set(MODES):
+            raise InputError(f"mode {mode}: give {' or '.join(MODES)}, one for all keys or one for each of them, "
+                             f"{self.keys}.")
+        self.prob, self.start, self.stride, self.field_key = prob, start, stride, field_key
+        self.net, self.cfg = model or (None, cfg)
+        self.allow_missing_keys, self.worker_seed = allow_missing_keys, None
+        self.set_random_state(seed)
+
+    def set_random_state(self, seed=None, state=None):
+        """Start the random numbers anew from a seed, or take a RandomState. Returns the transform."""
+        self.R = state if state is not None else np.random.RandomState(None if seed is None else int(seed) % 2 ** 32)
+        return self
+
+    def randomize(self, data=None):
+        """Draw whether anything is done, and the number of the field."""
+        worker = get_worker_info()
+        if worker is not None and worker.seed != self.worker_seed:
+            # Workers begin as copies of one process, with one and the same state.
+            self.worker_seed = worker.seed
+            self.R = np.random.RandomState([int(self.R.randint(2 ** 32, dtype=np.uint32)), worker.seed % 2 ** 32])
+        self.chosen = bool(self.R.rand() < self.prob)
+        self.number = int(self.R.randint(2 ** 32, dtype=np.uint32))
+
+    def __call__(self, data):
+        found, entries = dict(data), [(key, mode) for key, mode in zip(self.keys, self.modes) if key in data]
+        if len(entries) < len(self.keys) and not self.allow_missing_keys:
+            raise InputError(f"{next(key for key in self.keys if key not in data)}: no such entry in the dictionary; "
+                             "correct the keys, or set allow_missing_keys.")
+        self.randomize()
+        if not entries or not (self.chosen or self.field_key):
+            return found
+        shapes = {key: tuple(found[key].shape[1:]) for key, _ in entries}
+        first = entries[0][0]
+        if other := [key for key in shapes if shapes[key] != shapes[first]]:
+            raise InputError(f"{other[0]}: shape {shapes[other[0]]} is not that of {first}, {shapes[first]}; bring "
+                             "both to one grid.")
+        if not self.chosen:
+            found[self.field_key] = np.zeros((len(shapes[first]), *shapes[first]), np.float32)
+            return found
+        field = self.draw(found, first)
+        for key, mode in entries:
+            found[key] = like(np.stack([deform(channel, field, mode) for channel in plain(found[key])]), found[key])
+        if self.field_key:
+            found[self.field_key] = field
+        return found
+
+    def draw(self, data, key):
+        """The field for the volumes of a dictionary; `key` is the one that a network sees."""
+        cfg = self.cfg or default_config(data[key].ndim - 1)
+        image, numbers = plain(data[key])[0], (self.number, 0, 0)
+        device = next(self.net.parameters()).device if self.net is not None else "cpu"
+        start = draw_start(self.start, numbers, cfg)
+        return draw_field(image, affine_of(data, key), cfg, numbers, start, self.net, None, self.stride, device=device)
+
+
+def plain(value):
+    """An array or tensor of whatever kind as a numpy array."""
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def like(array, value):
+    """An array as the kind of thing that `value` is, its meta data included."""
+    if not isinstance(value, torch.Tensor):
+        return array
+    return value.detach().clone().copy_(torch.from_numpy(array))
+
+
+def affine_of(data, key):
+    """The 4x4 affine of an entry, or None. A 2D volume's 3x3 becomes 4x4."""
+    affine = getattr(data[key], "affine", None)
+    if affine is None:
+        affine = (data.get(f"{key}_meta_dict") or {}).get("affine")
+    if affine is None:
+        return None
+    affine, whole = plain(affine).astype(np.float64), np.eye(4)
+    dims = len(affine) - 1
+    whole[:dims, :dims], whole[:dims, 3] = affine[:dims, :dims], affine[:dims, dims]
+    return whole

@@ -1,0 +1,560 @@
+"""OM_augment.py and the functions behind it: geometry, files, repeatability, the dictionary transform, bad input."""
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK as sitk
+import torch
+
+import OM_augment
+from Dataloader.datalist import read_datalist
+from Dataloader.field_io import read_field
+from Dataloader.prepare import on_grid
+from Dataloader.synthetic import make_subject
+from Dataloader.volume_io import read_volume, write_volume
+from Diffusion.augmentation import augment, deform, measure, place, to_native, training_grid
+from Diffusion.dict_transform import RandDeformationd
+from Diffusion.networks import build_network
+from Diffusion.trained import load_model
+from Runtime import checkpoint
+from Runtime.config import load_config
+from Runtime.errors import InputError
+from tests.test_volume_io import DATA, OBLIQUE, make_affine
+from tests.tiny import CONFIG, ROOT, config
+
+SHAPE = (24, 28, 33)
+FLIPPED = make_affine((1, 2, 0), (1, -1, 1), (1.3, 1.0, 0.8), (20, -10, 8))
+SMALL = ["diffusion.grids=[4,8]", "data.img_size=24", "data.spacing_mm=0"]
+WORDS = ["--model", "none", "--config", CONFIG, *[word for key in SMALL for word in ("--set", key)]]
+CFG = load_config(CONFIG, SMALL)
+
+
+def write_subject(folder, number, affine=OBLIQUE, shape=SHAPE):
+    """One subject in the Decathlon layout: image of int16 up to 1000, label of uint8."""
+    subject = make_subject(number, shape)
+    header = nibabel.Nifti1Header()
+    header["descrip"], header["cal_max"] = b"a scanner", 777
+    header.set_xyzt_units("mm", "sec")
+    image = (1000 * subject["image"]).astype(np.int16)
+    for kind, array in (("imagesTr", image), ("labelsTr", subject["label"].astype(np.uint8))):
+        write_volume(folder / kind / f"s_{number:03d}.nii.gz", array, affine, header)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    for number, affine in ((1, OBLIQUE), (2, FLIPPED)):
+        write_subject(tmp_path / "data", number, affine)
+    return tmp_path
+
+
+def run(*words):
+    return OM_augment.main([str(word) for word in words])
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def contents(folder):
+    """All files of a result but the page, which has the time on it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.name not in ("report.html", ".lock")}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A checkpoint of a tiny network with random weights, whose predictions are small but not zero."""
+    folder = tmp_path_factory.mktemp("model")
+    changes = {"model__condition_type": "slice", "diffusion__timesteps": 20, "run__amp": "off"}
+    cfg = config(folder, **changes)
+    net = build_network(cfg, "cpu")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    state = {"format": 1, "model": net.state_dict(), "optimizer": {}, "epoch": 1, "step_in_epoch": 0, "step": 1,
+             "config": cfg}
+    checkpoint.save(folder, "000001_demo_om_net.pth", state)
+    return folder / "000001_demo_om_net.pth"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Geometry
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("affine", [OBLIQUE, FLIPPED, make_affine(signs=(-1, -1, 1), spacing=(0.7, 1, 2.1))])
+def test_a_deformation_of_the_world_is_the_same_on_every_grid(affine):
+    cfg = {**CFG, "data.img_size": [48, 44, 52], "data.spacing_mm": 1.5}
+    grid_affine = training_grid(np.zeros(SHAPE), affine, cfg)
+    matrix = np.array([[0.05, -0.02, 0.01], [0.03, -0.04, 0.02], [-0.01, 0.06, 0.03]])
+    shift = np.array([1.5, -2.0, 0.7])
+
+    def bent(shape, affine):
+        """The displacement p -> matrix p + shift of the world, in voxels of a grid."""
+        world = np.tensordot(affine[:3, :3], np.indices(shape), 1) + affine[:3, 3].reshape(3, 1, 1, 1)
+        moved = np.tensordot(matrix, world, 1) + shift.reshape(3, 1, 1, 1)
+        return np.tensordot(np.linalg.inv(affine[:3, :3]), moved, 1)
+
+    field = torch.from_numpy(bent((48, 44, 52), grid_affine)[None].astype(np.float32))
+    found = to_native(field, grid_affine, SHAPE, affine)[0].numpy()
+    where = np.linalg.inv(grid_affine) @ affine
+    voxels = np.tensordot(where[:3, :3], np.indices(SHAPE), 1) + where[:3, 3].reshape(3, 1, 1, 1)
+    inside = np.all((voxels >= 0) & (voxels <= np.reshape([47, 43, 51], (3, 1, 1, 1))), axis=0)
+    assert inside.mean() > 0.5
+    assert np.abs(found - bent(SHAPE, affine))[:, inside].max() < 1e-3
+
+
+def test_the_grid_is_that_of_the_training(data):
+    for number, changes in ((1, {}), (2, {"data.crop_above": 0.2}), (2, {"data.img_size": [20, 26, 30],
+                                                                        "data.spacing_mm": 1.1})):
+        cfg = {**CFG, **changes}
+        path = data / f"data/imagesTr/s_00{number}.nii.gz"
+        found = on_grid({"image": path, "label": None, "mask": None}, cfg)
+        image, affine = read_volume(path)
+        placed, grid_affine = place(image, affine, cfg)
+        assert np.array_equal(placed[0, 0].numpy(), found["image"])
+        assert np.array_equal(grid_affine, found["grid_affine"])
+        assert np.array_equal(training_grid(image, affine, cfg), grid_affine)
+
+
+def test_simpleitk_finds_the_same_images(data):
+    assert run("--data", data / "data", *WORDS, "--out", data / "out", "--draws", 2) == 0
+    for item in read_datalist(data / "out"):
+        source = data / "data/imagesTr" / f"{item['subject']}.nii.gz"
+        original = sitk.ReadImage(str(source), sitk.sitkFloat32)
+        field = sitk.ReadImage(str(item["image"]).replace("imagesTr", "fieldsTr"), sitk.sitkVectorFloat64)
+        warped = sitk.Resample(original, original, sitk.DisplacementFieldTransform(field), sitk.sitkLinear, -1e4)
+        theirs, ours = sitk.GetArrayFromImage(warped), sitk.GetArrayFromImage(sitk.ReadImage(str(item["image"])))
+        seen = theirs > -1  # where the field does not point out of the image
+        assert seen.mean() > 0.8 and np.abs(theirs - ours)[seen].max() < 0.5 + 1e-3 * 1000
+
+
+def test_measures_of_known_fields():
+    affine = np.diag([2.0, 1.0, 0.5, 1.0])
+    field = np.zeros((3, 10, 30, 20), np.float32)
+    field[0] = 1.5  # 3 mm, of sides of 20, 30 and 10 mm
+    found = measure(field, affine)
+    assert found == pytest.approx({"mean": 10, "p95": 10, "max": 10, "folding": 0})
+    field[0] = -2.0 * np.arange(10)[:, None, None]
+    assert measure(field, affine)["folding"] == 100
+
+
+def test_the_deformation_is_strong_and_does_not_fold(tmp_path, capsys):
+    """32 draws for each volume, as the hippocampus config makes them."""
+    real = (DATA / "hippocampus").is_dir()
+    write_subject(tmp_path / "data", 1, make_affine(signs=(-1, 1, 1)), (35, 50, 36))
+    words = ["--data", DATA / "hippocampus", "--ids", "231-232"] if real else ["--data", tmp_path / "data"]
+    assert run(*words, "--model", "none", "--config", ROOT / "Config/config_hippocampus.yaml", "--draws", 32, "--out",
+               tmp_path / "out") == 0
+    result = last_line(capsys)
+    assert result["draws"] == 32 * result["subjects"] >= 32
+    assert result["folding_percent_max"] < 1 and result["deformation_percent_mean"] > 5
+    items = read_datalist(tmp_path / "out")
+    assert len(items) == result["draws"] and all(item["label"] for item in items)
+
+
+def test_start_is_the_strength():
+    image = make_subject(0, SHAPE)["image"]
+    means = [measure(augment(image, start=start, cfg=CFG)[2], np.eye(4))["mean"] for start in (1, 20, 50, 79)]
+    assert means == sorted(means) and means[0] < 0.05 and means[-1] > 0.8
+    assert np.array_equal(augment(image, cfg=CFG)[2], augment(image, start=79, cfg=CFG)[2])
+    drawn = [measure(augment(image, start=(1, 79), draw=draw, cfg=CFG)[2], np.eye(4))["mean"] for draw in range(8)]
+    assert min(drawn) < 0.5 * max(drawn)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_headers_dtypes_and_labels_are_kept(data, capsys):
+    assert run("--data", data / "data", *WORDS, "--out", data / "out", "--draws", 3) == 0
+    assert last_line(capsys)["draws"] == 6
+    items = read_datalist(data / "out")
+    assert [item["id"] for item in items] == [f"s_00{n}_draw0{k}" for n in (1, 2) for k in range(3)]
+    assert len(read_datalist(data / "out", ids="2")) == 3, "by the number of the subject"
+    for item in items:
+        assert item["subject"] == item["id"][:5]
+        for kind, folder in (("image", "imagesTr"), ("label", "labelsTr")):
+            source = data / f"data/{folder}/{item['subject']}.nii.gz"
+            ours, theirs = nibabel.load(item[kind]), nibabel.load(source)
+            assert ours.shape == theirs.shape and ours.get_data_dtype() == theirs.get_data_dtype()
+            assert np.array_equal(ours.affine, theirs.affine)
+            for field in ("descrip", "cal_max", "xyzt_units", "sform_code", "qform_code", "pixdim"):
+                assert np.array_equal(ours.header[field], theirs.header[field]), field
+            if kind == "label":
+                assert set(np.unique(ours.dataobj)) <= set(np.unique(theirs.dataobj))
+                assert not np.array_equal(ours.dataobj, theirs.dataobj)
+        header = nibabel.load(str(item["image"]).replace("imagesTr", "fieldsTr")).header
+        assert header.get_data_shape() == (*SHAPE, 1, 3) and int(header["intent_code"]) == 1007
+    page = (data / "out/report.html").read_text()
+    assert page.count("data:image/png") == 2 and "s_002_draw02" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_same_seed_same_files_for_any_workers_and_any_list(data):
+    both = [*WORDS, "--draws", 3]
+    assert run("--data", data / "data", *both, "--out", data / "a") == 0
+    whole = contents(data / "a")
+    assert len(whole) == 2 * 3 * 3 + 4
+    command = [sys.executable, ROOT / "OM_augment.py", "--data", data / "data", *both, "--out", data / "b",
+               "--workers", "2"]
+    subprocess.run([str(word) for word in command], check=True, capture_output=True, cwd=data)
+    assert contents(data / "b") == whole
+    paths = [data / f"data/{folder}/s_002.nii.gz" for folder in ("imagesTr", "labelsTr")]
+    assert run("--image", paths[0], "--label", paths[1], *both, "--out", data / "c") == 0
+    one = {name: content for name, content in contents(data / "c").items() if name.endswith(".nii.gz")}
+    assert len(one) == 9 and all(whole[name] == content for name, content in one.items())
+    assert run("--image", paths[0], "--label", paths[1], *both, "--out", data / "d", "--seed", 1) == 0
+    other = contents(data / "d")
+    assert not any(other[name] == one[name] for name in one)
+    assert len({content for name, content in one.items() if "field" in name}) == 3
+
+
+def test_the_function_gives_what_the_script_writes(data):
+    path = data / "data/imagesTr/s_002.nii.gz"
+    assert run("--image", path, "--label", data / "data/labelsTr/s_002.nii.gz", *WORDS, "--out", data / "out",
+               "--draws", 2, "--start", "30-60") == 0
+    image, affine = read_volume(path)
+    label = np.asarray(nibabel.load(data / "data/labelsTr/s_002.nii.gz").dataobj)
+    image = image.astype(np.int16)
+    copy, moved, field = augment(image, label, affine, start=(30, 60), draw=1, subject="s_002", cfg=CFG)
+    assert copy.dtype == np.int16 and moved.dtype == label.dtype and field.dtype == np.float32
+    for folder, array in (("imagesTr", copy), ("labelsTr", moved)):
+        assert np.array_equal(np.asarray(nibabel.load(data / f"out/{folder}/s_002_draw01.nii.gz").dataobj), array)
+    assert np.allclose(read_field(data / "out/fieldsTr/s_002_draw01.nii.gz")[0], field, atol=1e-4)
+    assert np.array_equal(deform(label, field, "nearest"), moved)
+
+
+def test_scaled_and_floating_numbers_stay_what_they_mean(tmp_path):
+    subject = make_subject(0, SHAPE)["image"]
+    stored = {"scaled": np.rint(1000 * subject + 300).astype(np.int16), "double": 10 * subject.astype(np.float64)}
+    for name, array in stored.items():
+        image = nibabel.Nifti1Image(array, OBLIQUE)
+        if name == "scaled":
+            image.header.set_slope_inter(0.01, -3.0)
+        nibabel.save(image, tmp_path / f"{name}.nii.gz")
+        assert run("--image", tmp_path / f"{name}.nii.gz", *WORDS, "--out", tmp_path / name, "--draws", 1) == 0
+        found = nibabel.load(tmp_path / name / f"imagesTr/{name}_draw00.nii.gz")
+        assert found.get_data_dtype() == (np.float32 if name == "scaled" else np.float64)
+        field, _ = read_field(tmp_path / name / f"fieldsTr/{name}_draw00.nii.gz")
+        assert np.abs(found.get_fdata() - deform(subject * 10, field)).max() < 0.02
+
+
+def test_slices(tmp_path, capsys):
+    subject = make_subject(0, (40, 52), dims=2)
+    affine = make_affine((1, 0, 2), (1, -1, 1), (0.8, 1.2, 3))
+    for kind in ("image", "label"):
+        array = subject[kind] if kind == "image" else subject[kind].astype(np.int16)
+        write_volume(tmp_path / f"{kind}.nii.gz", array, affine)
+    assert run("--image", tmp_path / "image.nii.gz", "--label", tmp_path / "label.nii.gz", *WORDS, "--set",
+               "model.dims=2", "--out", tmp_path / "out", "--draws", 2) == 0
+    assert last_line(capsys)["deformation_percent_mean"] > 1
+    item = read_datalist(tmp_path / "out", dims=2)[1]
+    field, _ = read_field(tmp_path / "out/fieldsTr/image_draw01.nii.gz", dims=2)
+    assert np.abs(read_volume(item["image"], 2)[0] - deform(subject["image"], field)).max() < 1e-3
+
+
+def test_masks_move_along(data):
+    shutil.copytree(data / "data/labelsTr", data / "data/masksTr")
+    more = ["--set", "data.crop_above=0.1", "--draws", 1]
+    assert run("--data", data / "data", *WORDS, *more, "--out", data / "out") == 0
+    for item in read_datalist(data / "out"):
+        assert item["mask"].read_bytes() == item["label"].read_bytes()
+
+
+def test_a_bad_volume_among_others_is_named_and_the_others_are_done(data, capsys):
+    write_subject(data / "data", 3)
+    path = data / "data/imagesTr/s_001.nii.gz"
+    array, affine = read_volume(path)
+    array[3, 4, 5] = np.nan
+    write_volume(path, array, affine)
+    assert run("--data", data / "data", *WORDS, "--out", data / "out", "--draws", 10) == 43
+    printed = capsys.readouterr()
+    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "s_001.nii.gz: 1 of" in errors[0] and "NaN" in errors[0]
+    result = json.loads(printed.out.strip().splitlines()[-1])
+    assert (result["draws"], result["subjects"], result["refused"]) == (20, 2, 1)
+    assert {item["subject"] for item in read_datalist(data / "out")} == {"s_002", "s_003"}
+    assert "Left out" in (data / "out/report.html").read_text()
+    assert not list((data / "out").rglob("s_001*"))
+
+
+def test_a_second_run_goes_on(data, capsys):
+    words = ["--data", data / "data", *WORDS, "--out", data / "out"]
+    assert run(*words, "--draws", 2) == 0
+    first = {path: path.stat().st_mtime_ns for path in (data / "out").rglob("*.nii.gz")}
+    lines = (data / "out/draws.jsonl").read_text()
+    (data / "out/draws.jsonl").write_text(lines[:-20])  # the last line cut, as by a kill
+    write_subject(data / "data", 1, OBLIQUE @ np.diag([1, 1, 1.1, 1]))  # and a file that has changed since
+    assert run(*words, "--draws", 3) == 0
+    assert last_line(capsys)["draws"] == 6
+    after = {path: path.stat().st_mtime_ns for path in (data / "out").rglob("*.nii.gz")}
+    assert len(after) == 18
+    kept = {path.name for path in first if after[path] == first[path]}
+    assert kept == {"s_002_draw00.nii.gz"}
+    assert run(*words, "--draws", 3, "--seed", 5) == 43
+    assert "holds draws with seed 0, not 5" in capsys.readouterr().err
+    assert run("--data", data / "data", *WORDS, "--out", data / "data") == 43
+    assert "holds other things" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_whole_files_and_ends_as_an_undisturbed_one(data):
+    words = ["--data", data / "data", *WORDS, "--draws", "60"]
+    assert run(*words, "--out", data / "whole") == 0
+    command = [sys.executable, ROOT / "OM_augment.py", *words, "--out", data / "out", "--workers", "2"]
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 100
+    while not list((data / "out").rglob("fieldsTr/*_draw0*.nii.gz")) and time.time() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    time.sleep(2)  # the workers end with it
+    (data / "out/fieldsTr/.s_001_draw07.123.nii.gz").write_bytes(b"half")
+    assert not (data / "out/dataset.json").exists()
+    for path in (data / "out").rglob("[!.]*.nii.gz"):
+        assert np.isfinite(nibabel.load(path).get_fdata()).all()
+    assert run(*words, "--out", data / "out") == 0
+    assert set(contents(data / "out")) == set(contents(data / "whole"))
+    for name, content in contents(data / "whole").items():
+        assert (data / "out" / name).read_bytes() == content, name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With a network
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_a_network_changes_the_draws_and_a_target_changes_them_again(data, model, capsys):
+    image, label = (data / f"data/{folder}/s_001.nii.gz" for folder in ("imagesTr", "labelsTr"))
+    target = data / "data/imagesTr/s_002.nii.gz"
+    words = ["--image", image, "--label", label, "--model", model, "--draws", 2]
+    fields = {}
+    for name, more in (("alone", []), ("finer", ["--stride", 2]), ("slices", ["--target", target, "--slices", 3]),
+                       ("random", ["--target", target]), ("volume", ["--target", target, "--condition", "volume"])):
+        assert run(*words, *more, "--out", data / name) == 0
+        assert last_line(capsys)["draws"] == 2
+        fields[name] = [read_field(data / name / f"fieldsTr/s_001_draw0{draw}.nii.gz")[0] for draw in range(2)]
+    names = list(fields)
+    assert [(a, b) for a in names for b in names if a < b and np.abs(fields[a][0] - fields[b][0]).max() < 1e-5] == []
+    assert "3 planes" in (data / "slices/report.html").read_text()
+    array, affine = read_volume(image)
+    shown, shown_affine = read_volume(target)
+    copy, _, field = augment(array, None, affine, load_model(model), draw=1, target=shown, target_affine=shown_affine,
+                             slices=3, subject="s_001")
+    assert np.allclose(field, fields["slices"][1], atol=1e-4)
+    drawn = [RandDeformationd("image", prob=1.0, seed=0, field_key="field", **words)({"image": array[None]})["field"]
+             for words in ({"model": load_model(model)}, {"cfg": load_model(model)[1]})]
+    assert np.abs(drawn[0] - drawn[1]).max() > 1e-3
+    written = np.asarray(nibabel.load(data / "slices/imagesTr/s_001_draw01.nii.gz").dataobj)
+    assert np.array_equal(np.rint(copy), written)
+
+
+def test_with_a_network_too_workers_change_nothing(data, model):
+    words = ["--data", data / "data", "--model", model, "--draws", 1, "--target", data / "data/imagesTr/s_002.nii.gz"]
+    assert run(*words, "--out", data / "a") == 0
+    assert run(*words, "--out", data / "b", "--workers", 2) == 0
+    assert contents(data / "a") == contents(data / "b")
+
+
+def test_a_silent_network_leaves_the_random_deformation():
+    cfg, image = {**CFG, "run.amp": "off"}, make_subject(0, SHAPE)["image"]
+
+    def silent(image, t, condition):
+        return torch.zeros(len(image), 3, *image.shape[2:])
+
+    fields = [augment(image, affine=FLIPPED, model=(silent, cfg), draw=4)[2],
+              augment(image, affine=FLIPPED, cfg=cfg, draw=4)[2]]
+    # Once by way of the training grid, once straight from the control points.
+    assert np.abs(fields[0] - fields[1]).max() < 0.1 * np.abs(fields[1]).max()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dictionary transform
+# ---------------------------------------------------------------------------------------------------------------------
+
+def sample():
+    subject = make_subject(0, SHAPE)
+    return {"image": np.stack([subject["image"]] * 2), "label": subject["label"][None].astype(np.uint8), "name": "s"}
+
+
+def transform(**changes):
+    return RandDeformationd(["image", "label"], ["bilinear", "nearest"],
+                            **{"prob": 1.0, "cfg": CFG, "seed": 0, "field_key": "field", **changes})
+
+
+def test_the_transform_moves_image_and_label_together():
+    data = sample()
+    before = {key: value.copy() for key, value in data.items() if key != "name"}
+    found = transform()(data)
+    assert all(np.array_equal(data[key], before[key]) for key in before), "the input is left as it is"
+    assert found["name"] == "s" and found["label"].dtype == np.uint8 and found["image"].dtype == np.float32
+    field = found["field"]
+    assert np.array_equal(found["image"][1], deform(data["image"][1], field))
+    assert np.array_equal(found["label"][0], deform(data["label"][0], field, "nearest"))
+    tensors = transform()({key: torch.from_numpy(before[key]) for key in before})
+    assert tensors["label"].dtype == torch.uint8
+    assert all(np.array_equal(tensors[key].numpy(), found[key]) for key in before)
+
+
+def test_the_state_of_the_transform():
+    first, again = transform(start=(1, 79)), transform(start=(1, 79))
+    draws = [first(sample())["field"] for _ in range(3)]
+    assert all(np.array_equal(again(sample())["field"], field) for field in draws)
+    assert not np.array_equal(draws[0], draws[1])
+    assert np.array_equal(first.set_random_state(seed=0)(sample())["field"], draws[0])
+    assert np.array_equal(first.set_random_state(state=np.random.RandomState(0))(sample())["field"], draws[0])
+    rare, data = transform(prob=0.3), sample()
+    done = [bool(rare(data)["field"].any()) for _ in range(20)]
+    assert 1 <= sum(done) <= 12
+    assert transform(prob=0.0, field_key=None)(data)["image"] is data["image"]
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.transform(sample())["field"][:, ::6, ::6, ::6].copy()
+
+
+def test_workers_of_a_loader_draw_different_fields():
+    torch.manual_seed(0)
+    loader = torch.utils.data.DataLoader(Samples(transform()), batch_size=None, num_workers=2)
+    fields = [field.numpy() for field in loader]
+    assert all(not np.array_equal(a, b) for number, a in enumerate(fields) for b in fields[:number])
+
+
+def test_inside_monai():
+    monai = pytest.importorskip("monai")
+    from monai.transforms import Compose, EnsureTyped, RandFlipd
+    affine = torch.from_numpy(FLIPPED)
+    data = {key: monai.data.MetaTensor(torch.from_numpy(value), affine=affine, meta={"patient": 7})
+            for key, value in sample().items() if key != "name"}
+    chain = Compose([EnsureTyped(["image", "label"]), transform(seed=None), RandFlipd("image", prob=0.0)])
+    found = [chain.set_random_state(seed)(data) for seed in (3, 3, 4)]
+    assert isinstance(found[0]["image"], monai.data.MetaTensor) and found[0]["label"].meta["patient"] == 7
+    assert torch.equal(found[0]["image"].affine, affine) and found[0]["label"].dtype == torch.uint8
+    assert torch.equal(found[0]["image"], found[1]["image"]) and not torch.equal(found[0]["image"], found[2]["image"])
+    plain = {key: torch.from_numpy(value) for key, value in sample().items() if key != "name"}
+    plain["image_meta_dict"] = {"affine": FLIPPED}
+    again = Compose([transform(seed=None)]).set_random_state(3)
+    chain = Compose([transform(seed=None)]).set_random_state(3)
+    assert torch.equal(again(plain)["image"], chain(data)["image"].as_tensor()), "the affine counts, wherever it is"
+
+
+def test_without_monai():
+    code = ("import sys; sys.modules['monai'] = None; sys.path.insert(0, sys.argv[1]); import numpy as np\n"
+            "from Diffusion.dict_transform import RandDeformationd\n"
+            "found = RandDeformationd('image', prob=1.0, seed=0)({'image': np.random.rand(1, 12, 14, 16)})\n"
+            "print(found['image'].shape, RandDeformationd.__mro__[1])")
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(1, 12, 14, 16) <class 'object'>"
+
+
+@pytest.mark.parametrize("changes, entries, message", [
+    ({"mode": "cubic"}, {}, "mode cubic: give bilinear or nearest"),
+    ({"keys": ["image", "mask"]}, {}, "mask: no such entry"),
+    ({}, {"label": np.zeros((1, 5, 5, 5))}, "label: shape .* is not that of image"),
+    ({"cfg": {**CFG, "model.dims": 2}}, {}, "is not 2D, as model.dims says"),
+    ({"start": 80}, {}, "start 80: .* from 1 to 79"),
+])
+def test_what_the_transform_refuses(changes, entries, message):
+    words = {"keys": ["image", "label"], "mode": "nearest", "prob": 1.0, "cfg": CFG, **changes}
+    with pytest.raises(InputError, match=message):
+        RandDeformationd(**words)({**sample(), **entries})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("words, message", [
+    (["--image", "nowhere.nii.gz"], "nowhere.nii.gz: no such file"),
+    (["--data", "nowhere"], "nowhere: no such data folder"),
+    (["--image", "four.nii.gz"], r"four.nii.gz: shape \(8, 8, 8, 3\) is not 3D"),
+    (["--image", "nan.nii.gz"], "nan.nii.gz: 1 of 512 voxels are NaN"),
+    (["--image", "flat.nii.gz"], "flat.nii.gz: every voxel is 4"),
+    (["--image", "good.nii.gz", "--label", "other.nii.gz"], "other.nii.gz: the label of .* is on another grid"),
+    (["--image", "good.nii.gz", "--label", "moved.nii.gz"], "moved.nii.gz: the label of .* is on another grid"),
+    (["--image", "good.nii.gz", "--label", "half.nii.gz"], "half.nii.gz: .* not whole numbers"),
+    (["--image", "good.nii.gz", "--start", "80"], "start 80: .* a time from 1 to 79"),
+    (["--image", "good.nii.gz", "--start", "0"], "start 0: .* a time from 1 to 79"),
+    (["--image", "good.nii.gz", "--start", "60-20"], "a range of such times, the smaller first"),
+    (["--image", "good.nii.gz", "--start", "much"], "--start much: give one time such as 79"),
+    (["--image", "good.nii.gz", "--draws", "0"], "--draws 0: ask for at least 1"),
+    (["--image", "good.nii.gz", "--workers", "0"], "--workers 0"),
+    (["--image", "good.nii.gz", "--stride", "0"], "--stride 0"),
+    (["--image", "good.nii.gz", "--data", "."], "give either --image or --data"),
+    ([], "give either --image or --data"),
+    (["--image", "good.nii.gz", "--target", "good.nii.gz"], "--target: only a network"),
+    (["--image", "good.nii.gz", "--condition", "slice"], "--condition slice is about a --target"),
+    (["--image", "good.nii.gz", "--set", "diffusion.size=3"], "unknown key diffusion.size"),
+])
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    good = np.random.default_rng(0).integers(0, 9, (8, 8, 8)).astype(np.float32)
+    spoilt, moved = good.copy(), np.eye(4)
+    spoilt[1, 2, 3], moved[0, 3] = np.nan, 2
+    for name, array, affine in (("good", good, np.eye(4)), ("four", np.stack([good] * 3, -1), np.eye(4)),
+                                ("nan", spoilt, np.eye(4)), ("flat", np.full((8, 8, 8), 4.0), np.eye(4)),
+                                ("other", good[1:], np.eye(4)), ("moved", good, moved), ("half", good / 2, np.eye(4))):
+        write_volume(tmp_path / f"{name}.nii.gz", array, affine)
+    assert run(*words, *WORDS, "--out", tmp_path / "out") == 43
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert re.search(message, errors[0]), errors[0]
+    assert not list(tmp_path.glob("out/**/*.nii.gz")) and not (tmp_path / "out/dataset.json").exists()
+
+
+def test_what_does_not_fit_a_model(data, model, capsys):
+    image, flat = data / "data/imagesTr/s_001.nii.gz", data / "flat.nii.gz"
+    write_volume(flat, np.random.default_rng(0).random((20, 24)), np.eye(4))
+    for words, message in (
+            (["--target", flat], r"flat.nii.gz: shape .* is not 3D"),
+            (["--target", data / "nowhere.nii.gz"], "nowhere.nii.gz: no such file"),
+            (["--target", image, "--slices", 99], "slices 99: the training grid has 48 planes"),
+            (["--target", image, "--slices", -1], "--slices -1"),
+            (["--target", image, "--condition", "none"], "with --condition none it would not be looked at"),
+            (["--config", CONFIG], "--config is for --model none"),
+            (["--start", "20"], "a time from 1 to 19")):
+        assert run("--image", image, "--model", model, *words, "--out", data / "out") == 43
+        assert re.search(message, capsys.readouterr().err), message
+    assert run("--image", image, "--model", data / "nowhere.pth", "--out", data / "out") == 43
+    assert "no such model" in capsys.readouterr().err
+    cfg = {**load_model(model)[1], "model.condition_type": "none"}
+    array = make_subject(0, SHAPE)["image"]
+    with pytest.raises(InputError, match="trained without a condition"):
+        augment(array, model=(load_model(model)[0], cfg), target=array)
+
+
+def test_what_the_function_refuses():
+    image = make_subject(0, SHAPE)["image"]
+    spoilt = image.copy()
+    spoilt[0, 0, 0] = np.inf
+    for words, message in (
+            ({"image": spoilt}, "image: 1 of .* NaN or infinite"), ({"image": image[0, 0]}, "image: shape .* is not"),
+            ({"label": image[1:]}, "label: shape"), ({"start": 80}, "start 80"), ({"target": image}, "give a model"),
+            ({"image": image[0]}, "is not 3D, as model.dims says")):
+        with pytest.raises(InputError, match=message):
+            augment(**{"image": image, "cfg": CFG, **words})
+
+
+def test_one_run_at_a_time(data, capsys):
+    words = ["--data", data / "data", *WORDS, "--out", data / "out", "--draws", 1]
+    assert run(*words) == 0
+    token = OM_augment.run_folder.lock(data / "out", 60, pid=os.getpid())
+    assert run(*words) == 43
+    assert "is in use by process" in capsys.readouterr().err
+    OM_augment.run_folder.unlock(data / "out", token)
+    assert run(*words) == 0
