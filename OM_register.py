@@ -66,8 +66,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--model", metavar="FILE", help="checkpoint, .safetensors file or run folder; or none")
     parser.add_argument("--affine", nargs="?", const="affine", choices=AFFINES, help="align by this first")
     parser.add_argument("--refine", type=int, default=0, metavar="N", help="N steps of optimisation for each pair")
-    parser.add_argument("--start", choices=STARTS, default="header", help="where the moving volume begins: as the "
-                        "headers say, or with the centres of the fields of view on each other (%(default)s)")
+    parser.add_argument("--start", choices=STARTS, default="auto", help="where the moving volume begins: as the "
+                        "headers say, with the centres of the fields of view on each other, or the more similar of "
+                        "the two (%(default)s)")
     parser.add_argument("--inverse", action="store_true", help="write inverse_field.nii.gz too, on the moving grid")
     parser.add_argument("--learn2reg", action="store_true", help="write disp_<fixed>_<moving>.nii.gz too")
     parser.add_argument("--no-picture", action="store_true", help="no picture.png for each pair")
@@ -219,7 +220,8 @@ def register_pair(pair, model, cfg, args, folder):
     (_, affine), (_, moving_affine), field = found["fixed"], found["moving"], found["field"]
     row = {"name": pair["name"], **{key: str(pair[key]) for key in FILES if key in pair}, "folder": str(folder),
            **{key: found[key] for key in (*COLUMNS, "overlap_percent", "inverse_error", "warnings") if key in found},
-           "seconds": found["seconds"]["total"], "seconds_of": found["seconds"], "matrix": found["matrix"].tolist()}
+           "seconds": found["seconds"]["total"], "seconds_of": found["seconds"], "start": found["start"],
+           "matrix": found["matrix"].tolist()}
     make_folder(folder)
     header = read_raw_header(pair["fixed"])
     row.update(carry_labels(pair, labels, found, folder, header))

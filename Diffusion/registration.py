@@ -40,24 +40,27 @@ from Runtime.errors import InputError
 
 LEAST_SIDE = 4  # voxels: fewer along an axis have no derivatives worth the name
 MOST_VOXELS = 256 ** 3  # of a working grid that no network asks for
-STARTS = ("header", "centre")
+STARTS = ("auto", "header", "centre")
+BETTER = 0.02  # of similarity that the centres need over the headers, which usually know
 AFFINES = ("rigid", "affine")
 FAR_APART = 50.0  # percent of the fixed field of view that the moving one has to cover before we say nothing
 
 
-def register(fixed, moving, model=None, affine=False, refine=0, start="header", device="cpu", inverse=False,
+def register(fixed, moving, model=None, affine=False, refine=0, start="auto", device="cpu", inverse=False,
              config=None):
     """Find the field that brings `moving` onto `fixed`.
 
     fixed, moving: path of a NIfTI file, or (array, affine 4x4), array (D, H, W) or (H, W) with any intensities.
     model: path for `load_model`, what it returned (net, config), or None. affine: False, "rigid", or True or "affine":
-    align by that first. refine: steps of optimisation for this pair, 0 for none. start: "header", "centre" (of the
-    fields of view) or a 4x4 matrix, fixed world to moving world in mm. inverse: find the inverse field too.
+    align by that first. refine: steps of optimisation for this pair, 0 for none. start: "header" (as the headers place
+    the volumes), "centre" (of the fields of view on each other), "auto" (the more similar one of the two; an affine
+    alignment has starts of its own), or a 4x4 matrix, fixed world to moving world in mm. inverse: find the inverse too.
     config: flat dict of config keys where there is no model; default Config/config_om.yaml.
     Returns: dict of
       field (N, *fixed) float32, displacement in voxels of the fixed grid, and inverse (N, *moving) of the moving grid;
       warped (*fixed) float32, intensities of the moving file; fixed, moving: (array, affine) as they were read;
-      matrix: T, 4x4; overlap_percent: how much of the fixed field of view the moving one covers under T;
+      start: what was taken; matrix: T, 4x4; overlap_percent: how much of the fixed field of view the moving one covers
+      under it;
       similarity_before (as the headers place the volumes), similarity: multi-scale local correlation on the working
       grid, 1 is perfect; folding_percent, sdlogj: of the field; inverse_error: how far, in voxels of the working grid
       and on average, a point of the moving volume that went there and back is from where it was;
@@ -78,12 +81,14 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="header", 
     (fixed, fixed_affine), (moving, moving_affine) = (_volume(*both, dims) for both in zip((fixed, moving), names))
     began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
     fixed01, moving01 = (_normalised(array, cfg) for array in (fixed, moving))
+    work, work_affine = working_grid(fixed01, fixed_affine, cfg, net is not None)
+    if isinstance(start, str) and start == "auto":
+        start = "header" if affine else better_start(fixed, fixed_affine, moving01, moving_affine, work, work_affine)
     matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
     if affine:
         matrix = _aligned(fixed01, fixed_affine, moving01, moving_affine, matrix, affine)
         seconds["affine"] = time.perf_counter() - began
     covered = overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix)
-    work, work_affine = working_grid(fixed01, fixed_affine, cfg, net is not None)
     said = _warnings(names, covered, work_affine, None if net else fixed_affine, dims)
     seen, by_header, work = (torch.from_numpy(part)[None, None].to(device) for part in (
         _on_working_grid(moving01, moving_affine, matrix @ work_affine, work.shape),
@@ -98,6 +103,7 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="header", 
             moving.shape)
     seconds["total"] = time.perf_counter() - began
     return {**found, "fixed": (fixed, fixed_affine), "moving": (moving, moving_affine), "overlap_percent": covered,
+             "start": start if isinstance(start, str) else "matrix",
             "similarity_before": _similarity(by_header, work, cfg), "similarity": _similarity(
                 warp(seen, u.to(device)), work, cfg), **regularity_scores(field), "seconds": seconds, "warnings": said}
 
@@ -119,12 +125,12 @@ def apply_field(image, affine, field, fixed_affine, order=1):
 
 def start_matrix(start, shape, affine, moving_shape, moving_affine):
     """T before any alignment, 4x4: `start` is "header", "centre" of the fields of view, or the matrix itself."""
-    if isinstance(start, str) and start not in STARTS:
-        raise InputError(f"start is {' or '.join(STARTS)} or a 4x4 matrix, not {start!r}.")
+    if isinstance(start, str) and start not in STARTS[1:]:
+        raise InputError(f"start is {', '.join(STARTS)} or a 4x4 matrix, not {start!r}.")
     if not isinstance(start, str):
         matrix = np.array(start, np.float64)
         if matrix.shape != (4, 4) or not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
-            raise InputError(f"start is {' or '.join(STARTS)} or an invertible 4x4 matrix, not {matrix.tolist()}.")
+            raise InputError(f"start is {', '.join(STARTS)} or an invertible 4x4 matrix, not {matrix.tolist()}.")
         return matrix
     matrix = np.eye(4)
     if start == "centre":
@@ -132,6 +138,26 @@ def start_matrix(start, shape, affine, moving_shape, moving_affine):
                    for size, grid in ((shape, affine), (moving_shape, moving_affine))]
         matrix[:3, 3] = (middles[1] - middles[0])[:3]
     return matrix
+
+
+def better_start(fixed, fixed_affine, moving, moving_affine, work, work_affine):
+    """ "header", or "centre" where that makes the volumes clearly more alike, or by the headers they barely meet.
+
+    moving: in 0..1. work: the fixed volume on the working grid. Compared where both fields of view are: two crops of
+    one volume have other centres and belong as their headers say.
+    """
+    from Diffusion.affine import weighted_correlation
+    similarity = {}
+    for start in STARTS[1:]:
+        matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
+        if overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix) < FAR_APART:
+            similarity[start] = 0.0
+            continue
+        seen, inside = (torch.from_numpy(_on_working_grid(part, moving_affine, matrix @ work_affine, work.shape))
+                        for part in (moving, np.ones_like(moving)))
+        images = (part[None, None] for part in (seen / inside.clamp(min=1e-3), torch.from_numpy(work), inside))
+        similarity[start] = float(weighted_correlation(*images))
+    return "centre" if similarity["centre"] > similarity["header"] + BETTER else "header"
 
 
 def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):

@@ -216,12 +216,23 @@ def test_volumes_apart_are_said_and_brought_together_by_their_centres():
     away = FIXED[0][1].copy()
     away[:3, 3] += [16, 3, -5]
     with pytest.warns(UserWarning, match="moving covers [0-9]+ % of the field of view of fixed.*--start centre"):
-        register((image, FIXED[0][1]), (image, away))
+        register((image, FIXED[0][1]), (image, away), start="header")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = register((image, FIXED[0][1]), (image, away), start="centre")
+        found = register((image, FIXED[0][1]), (image, away))  # finds that out by itself
+    assert found["start"] == "centre"
     np.testing.assert_allclose(found["matrix"][:3, 3], [16, 3, -5])
     assert np.abs(found["warped"] - image).max() < 1e-4 and found["similarity"] > found["similarity_before"]
+
+
+def test_headers_that_are_right_are_kept_though_the_fields_of_view_differ():
+    """Two crops of one volume: their centres are apart, and belong apart."""
+    image, affine = smooth(*FIXED[0]).astype(np.float32), FIXED[0][1]
+    shifted = affine.copy()
+    shifted[:3, 3] += affine[:3, 0] * 5
+    found = register((image[:-5], affine), (image[5:], shifted))
+    assert found["start"] == "header" and (found["matrix"] == np.eye(4)).all()
+    assert register((image, affine), (image, affine))["start"] == "header"
 
 
 def test_overlap_is_a_share_of_the_fixed_field_of_view():
@@ -300,7 +311,7 @@ def test_affine_alignment_begins_where_the_start_says():
     (None, np.random.default_rng(0).random((8, 9)), {}, "fixed is 3D and moving is 2D"),
     (None, np.random.default_rng(0).random((8, 9, 10, 2)), {}, "moving: shape .8, 9, 10, 2. is neither 2D nor 3D"),
     (np.random.default_rng(0).random((8, 9, 2)), None, {}, "fixed: shape .8, 9, 2. has fewer than 4 voxels"),
-    (None, None, {"start": "middle"}, "start is header or centre or a 4x4 matrix, not 'middle'"),
+    (None, None, {"start": "middle"}, "start is auto, header, centre or a 4x4 matrix, not 'middle'"),
     (None, None, {"start": np.zeros((4, 4))}, "invertible 4x4 matrix"),
     (None, None, {"affine": "similarity"}, "affine is rigid or affine, not 'similarity'"),
     (None, None, {"config": tiny.config(model__dims=2)}, "are 3D, but the model, or --dims, is 2D")])
