@@ -50,6 +50,8 @@ from Diffusion.registration import register, rows, start_matrix  # noqa: E402
 from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
 from OM_evaluate import labels_on_fixed_grid  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
+from Runtime.attempts import read_lines  # noqa: E402
+from Runtime.config import load_config  # noqa: E402
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError  # noqa: E402
 from Runtime.folder import sha256  # noqa: E402
 from Runtime.report import cards_html, figure_html, table_html, text_table, write_page  # noqa: E402
@@ -160,16 +162,33 @@ def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def train_ours(minutes, data, out, threads):
-    """A training of that many minutes as the config has it. Returns its newest checkpoint."""
+    """A training of config_hippocampus.yaml with as many epochs as that many minutes hold: the path of its checkpoint.
+
+    The learning rate falls to zero in the last of run.epochs, so a short first run finds out how many there is time
+    for. It counts, and so does everything else: what is not done when the minutes are over is cut off.
+    """
+    began, config = time.time(), ROOT / "Config/config_hippocampus.yaml"
     keys = {"data.root": data, "data.cache": "", "run.models": out / "Models", "run.logs": out / "Logs",
-            "run.epochs": 100000, "run.threads": threads, "optim.decay_minutes": minutes}
-    words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    done = subprocess.run([sys.executable, ROOT / "OM_train_3modes.py", "--config",
-                           ROOT / "Config/config_hippocampus.yaml", *words, "--fresh",
-                           "--max-seconds-before-restart", str(60 * minutes)], cwd=ROOT, stdout=sys.stderr)
-    if done.returncode not in (DONE, PLANNED_RESTART):
-        raise InputError(f"the training ended with {done.returncode}; see what it said above.")
-    run = max((out / "Models").glob("hippocampus_*"), key=lambda folder: folder.stat().st_mtime)
+            "run.threads": threads}
+
+    def train(**more):
+        words = [f"{key}={value}" for key, value in {**keys, **more}.items()]
+        left = str(max(60 * minutes - (time.time() - began), 1))
+        done = subprocess.run([sys.executable, ROOT / "OM_train_3modes.py", "--config", config, "--fresh",
+                               "--max-seconds-before-restart", left, *[w for word in words for w in ("--set", word)]],
+                              cwd=ROOT, stdout=sys.stderr)
+        if done.returncode not in (DONE, PLANNED_RESTART):
+            raise InputError(f"the training ended with {done.returncode}; see what it said above.")
+        return max((out / "Models").glob("hippocampus_*"), key=lambda folder: folder.stat().st_mtime)
+
+    lines = read_lines(train(**{"run.epochs": 1, "data.repeats": 1}) / "rank0.jsonl")
+    steps, epoch = ([line["time"] for line in lines if line["event"] == kind] for kind in ("step", "epoch"))
+    step = (steps[-1] - steps[len(steps) // 3]) / (len(steps) - 1 - len(steps) // 3)
+    cfg = load_config(config)
+    per_epoch = -(-len(subjects(data, TRAINING)) * cfg["data.repeats"] // cfg["data.batchsize"])
+    seconds = per_epoch * step + (epoch[-1] - steps[-1]) / cfg["run.val_every"] + 1.0  # and a checkpoint
+    epochs = max(int(0.96 * (60 * minutes - (time.time() - began) - 20) / seconds), 1)
+    run = train(**{"run.epochs": epochs})
     return run / checkpoint.newest(run)
 
 
