@@ -7,9 +7,12 @@ Conventions, used everywhere in the project:
   warp(image, field)(x) = image(x + field(x))
 Fields are float32 throughout, also under autocast: half precision cannot resolve a tenth of a voxel at x = 100.
 """
+import math
+
 import torch
 import torch.nn.functional as F
 
+SLABS = 4  # a CPU shares grid_sample out over the batch only, so a single field is cut into a batch of slabs
 LINEAR = {2: "bilinear", 3: "trilinear"}  # F.interpolate's names of linear interpolation in N dimensions
 
 
@@ -53,8 +56,14 @@ def warp(image, field, mode="bilinear", padding="zeros", origin=None):
     with torch.autocast(image.device.type, enabled=False):
         axes = [torch.add(base[i], field[:, i].float(), alpha=2.0 / max(image_size[i] - 1, 1))
                 for i in reversed(range(len(size)))]
-        return F.grid_sample(image.float(), torch.stack(axes, dim=1).movedim(1, -1), mode=mode, padding_mode=padding,
-                             align_corners=True)
+        grid, image, rows = torch.stack(axes, dim=1).movedim(1, -1), image.float(), math.prod(size[:-1])
+        options = {"mode": mode, "padding_mode": padding, "align_corners": True}
+        parts = next(k for k in (SLABS, 2, 1) if rows % k == 0)
+        if len(grid) > 1 or grid.device.type != "cpu" or parts == 1:
+            return F.grid_sample(image, grid, **options)
+        grid = grid.reshape(parts, rows // parts, *[1] * (len(size) - 2), size[-1], len(size))
+        slabs = F.grid_sample(image.expand(parts, *image.shape[1:]), grid, **options)
+        return slabs.transpose(0, 1).reshape(1, -1, *size)
 
 
 def across(field, change):

@@ -27,8 +27,10 @@ def recovery_terms(pred_field, true_field):
     r = warp(pred_field, true_field, padding="border") / side
     squared = label.square().sum(1)
     dist = ((r + label).square().sum(1) / (squared + NEGLIGIBLE)).flatten(1).mean(1)
-    # The clamp inside keeps the gradient finite where the prediction is still zero.
-    cosine = F.cosine_similarity(r, label, dim=1, eps=NEGLIGIBLE ** 0.5)
+    # The clamp keeps the gradient finite where the prediction is still zero. (F.cosine_similarity takes its norms over
+    # the channels of a volume five times slower.)
+    lengths = r.square().sum(1).clamp(min=NEGLIGIBLE) * squared.clamp(min=NEGLIGIBLE)
+    cosine = (r * label).sum(1) * lengths.rsqrt()
     counted = (squared > NEGLIGIBLE).float()
     ang = (cosine * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1.0)
     return dist, ang

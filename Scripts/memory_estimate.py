@@ -51,7 +51,8 @@ def memory_estimate(cfg, world, ranks, process, parameters, held=0, activations=
     weights = 4 * parameters
     rank = process + TRAINING + held + (0 if workers else reading)
     rank += round(weights * (copies(cfg, world, share) if on_cpu else 1))  # accelerators: they are drawn on the host
-    checkpoint = 3 * weights if writes else 0  # a copy of weights and two moments, while it is written
+    averages = bool(cfg["optim.average"])
+    checkpoint = (3 + averages) * weights if writes else 0  # a copy of weights and moments, while it is written
     need = {"rank": rank, "activations": activations, "worker": WORKER + reading, "workers": workers,
             "batches": batches, "checkpoint": checkpoint, "staged": staged}
     return {**need, "total": ranks * (rank + activations + workers * need["worker"] + batches) + checkpoint + staged}
@@ -62,6 +63,8 @@ def copies(cfg, world, share):
     found, strategy = 4, cfg["run.strategy"]
     if world > 1:
         found = {"ddp": 4, "zero1": 2 + 2 / world, "fsdp": 4 / world}[strategy] + BETWEEN_RANKS[strategy]
+    if cfg["optim.average"]:
+        found += 1 / world if strategy == "fsdp" else 1
     if max(share["sample_batches"], share["pair_batches"]) > 1:  # batches that only add up, in float64 or float32
         found += 2 if cfg["run.exact_sums"] else 1
     return found

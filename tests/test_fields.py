@@ -367,3 +367,19 @@ def test_affine_field_is_exact_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         under = affine_field(matrix, (20, 30, 40))
     assert torch.equal(under, affine_field(matrix, (20, 30, 40)))
+
+
+@pytest.mark.parametrize("size", [(5, 7, 6), (4, 6, 5), (6, 5, 3), (8, 6), (7, 5)])
+def test_a_volume_on_its_own_is_warped_as_in_a_batch(size):
+    """On a CPU one volume is cut into slabs: values and gradients must not show where."""
+    torch.manual_seed(0)
+    image, field = torch.rand(2, 2, *size), torch.randn(2, len(size), *size)
+    grads = []
+    for batched in (True, False):
+        i, f = image.clone().requires_grad_(), field.clone().requires_grad_()
+        out = warp(i, f) if batched else torch.cat([warp(i[k:k + 1], f[k:k + 1]) for k in range(2)])
+        (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+        grads.append((out.detach(), i.grad, f.grad))
+    for one, other in zip(*grads):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-4)
+    assert torch.equal(grads[0][0], grads[1][0])
