@@ -216,7 +216,7 @@ def register_pair(pair, model, cfg, args, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they are in the row, and printed from there
         found = register(pair["fixed"], pair["moving"], model, args.affine or False, args.refine, args.start,
-                         args.device, args.inverse, cfg)
+                         args.device, args.inverse, cfg, progress=True)
     (_, affine), (_, moving_affine), field = found["fixed"], found["moving"], found["field"]
     row = {"name": pair["name"], **{key: str(pair[key]) for key in FILES if key in pair}, "folder": str(folder),
            **{key: found[key] for key in (*COLUMNS, "overlap_percent", "inverse_error", "warnings") if key in found},

@@ -47,7 +47,7 @@ FAR_APART = 50.0  # percent of the fixed field of view that the moving one has t
 
 
 def register(fixed, moving, model=None, affine=False, refine=0, start="auto", device="cpu", inverse=False,
-             config=None):
+             config=None, progress=False):
     """Find the field that brings `moving` onto `fixed`.
 
     fixed, moving: path of a NIfTI file, or (array, affine 4x4), array (D, H, W) or (H, W) with any intensities.
@@ -55,7 +55,7 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     align by that first. refine: steps of optimisation for this pair, 0 for none. start: "header" (as the headers place
     the volumes), "centre" (of the fields of view on each other), "auto" (the more similar one of the two; an affine
     alignment has starts of its own), or a 4x4 matrix, fixed world to moving world in mm. inverse: find the inverse too.
-    config: flat dict of config keys where there is no model; default Config/config_om.yaml.
+    config: flat dict of config keys where there is no model; default Config/config_om.yaml. progress: show a bar.
     Returns: dict of
       field (N, *fixed) float32, displacement in voxels of the fixed grid, and inverse (N, *moving) of the moving grid;
       warped (*fixed) float32, intensities of the moving file; fixed, moving: (array, affine) as they were read;
@@ -93,7 +93,7 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     seen, by_header, work = (torch.from_numpy(part)[None, None].to(device) for part in (
         _on_working_grid(moving01, moving_affine, matrix @ work_affine, work.shape),
         _on_working_grid(moving01, moving_affine, work_affine, work.shape), work))
-    u = _find_field(net, seen, work, refine, cfg, seconds)
+    u = _find_field(net, seen, work, refine, cfg, seconds, progress)
     to_work = np.linalg.inv(work_affine) @ fixed_affine
     field = total_field(u, to_work, np.linalg.inv(fixed_affine) @ matrix @ work_affine, fixed.shape)
     found = {"field": field, "warped": apply_field(moving, moving_affine, field, fixed_affine), "matrix": matrix}
@@ -103,7 +103,7 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
             moving.shape)
     seconds["total"] = time.perf_counter() - began
     return {**found, "fixed": (fixed, fixed_affine), "moving": (moving, moving_affine), "overlap_percent": covered,
-             "start": start if isinstance(start, str) else "matrix",
+            "start": start if isinstance(start, str) else "matrix",
             "similarity_before": _similarity(by_header, work, cfg), "similarity": _similarity(
                 warp(seen, u.to(device)), work, cfg), **regularity_scores(field), "seconds": seconds, "warnings": said}
 
@@ -334,7 +334,7 @@ def _voxels(extent_mm, spacing_mm):
     return np.ceil(np.asarray(extent_mm) / spacing_mm - 1e-3).astype(int)
 
 
-def _find_field(net, moving, fixed, refine, cfg, seconds):
+def _find_field(net, moving, fixed, refine, cfg, seconds, progress):
     """u, (1, N, *work) float32 on the CPU, by network and refinement."""
     field, device = None, fixed.device
     if net is not None:
@@ -346,7 +346,7 @@ def _find_field(net, moving, fixed, refine, cfg, seconds):
     if refine:
         from Diffusion.refine import refine as optimise
         began = time.perf_counter()
-        field = optimise(moving, fixed, field, refine, cfg)[0].detach()
+        field = optimise(moving, fixed, field, refine, cfg, progress)[0].detach()
         synchronize(device)
         seconds["refine"] = time.perf_counter() - began
     if field is None:
