@@ -116,10 +116,10 @@ def shares(cfg, world):
     Raises InputError naming the numbers that do not divide.
     """
     size, ratio = cfg["data.batchsize"], cfg["data.diff_reg_batch_ratio"]
-    pair_size = max(size // ratio, 1)
+    pair_size = max(int(size / ratio), 1)
     samples, pairs = size * world, pair_size * world
     if total := cfg["data.global_batchsize"]:
-        samples, pairs = total, max(total // ratio, 1)
+        samples, pairs = total, max(int(total / ratio), 1)
         if total % (size * world):
             raise InputError(f"data.global_batchsize {total} is not a multiple of data.batchsize {size} x {world} "
                              f"ranks: change one of them.")

@@ -143,6 +143,7 @@ def test_an_epoch_ends_with_the_shorter_loader():
     ({"data__batchsize": 2}, 3, (6, 3, 2, 1, 1, 1)),
     ({"data__batchsize": 4, "data__diff_reg_batch_ratio": 2}, 1, (4, 2, 4, 2, 1, 1)),
     ({"data__batchsize": 1, "data__diff_reg_batch_ratio": 4}, 2, (2, 2, 1, 1, 1, 1)),
+    ({"data__batchsize": 1, "data__diff_reg_batch_ratio": 0.5}, 2, (2, 4, 1, 2, 1, 1)),
     ({"data__batchsize": 2, "data__global_batchsize": 16}, 4, (16, 8, 2, 1, 2, 2)),
     ({"data__batchsize": 2, "data__global_batchsize": 16}, 1, (16, 8, 2, 1, 8, 8)),
     ({"data__batchsize": 1, "data__global_batchsize": 8, "data__diff_reg_batch_ratio": 4}, 2, (8, 2, 1, 1, 4, 1)),

@@ -29,7 +29,7 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Registration of mouse brains: this project and antspyx SyN-CC.")
     parser.add_argument("--methods", nargs="+", choices=("refine", PEER), default=("refine", PEER), metavar="NAME",
                         help=f"refine, {PEER} or both (both)")
-    parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
+    parser.add_argument("--refine", type=int, default=60, metavar="N", help="steps of our refinement (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of Config/config_om.yaml, such as refine.* , for ours")
     parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N of the six pairs")
