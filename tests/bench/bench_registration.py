@@ -193,14 +193,14 @@ def train_ours(minutes, data, out, threads):
 
 
 def train_voxelmorph(minutes, data, out, python, threads):
-    """Write voxelmorph.pt: each of VXM_SETTINGS has a tenth of the time, the best one is trained anew for all of it."""
+    """Write voxelmorph.pt: each of VXM_SETTINGS has a twentieth of the time, the best is trained anew for all of it."""
     folder = out / "work/voxelmorph-training"
     training, held_out = subjects(data, TRAINING), subjects(data, VALIDATION)
     job = {"volumes": list(write_normalised(training, folder).values()), "settings": VXM_SETTINGS, "minutes": minutes,
            "validation": prepare_pairs(held_out, draw_pairs(held_out, 20), folder, "centre"),
            "weights": str(out / "voxelmorph.pt")}
     shown = "{l_bar}{bar}| {n:.1f}/{total:.1f} min {postfix}"
-    with tqdm(total=minutes * (1 + len(VXM_SETTINGS) / 10), desc="VoxelMorph's training", bar_format=shown) as bar:
+    with tqdm(total=minutes * (1 + len(VXM_SETTINGS) / 20), desc="VoxelMorph's training", bar_format=shown) as bar:
         for line in start_peer("voxelmorph-train", job, folder, python, threads):
             if "done" in line:
                 write_json(out / "voxelmorph-training.json", line)
