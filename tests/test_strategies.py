@@ -27,7 +27,8 @@ STRATEGIES = ("ddp", "zero1", "fsdp")
 EXACT = {"ddp", "zero1", "alone"}  # fsdp takes the mean over the ranks after each use of a weight, and rounds each
 TOLERANCE = 1e-4  # of a weight; a step of Adam moves it by up to 1e-3
 SETTINGS = {"data__batchsize": 1, "data__diff_reg_batch_ratio": 1, "run__amp": "off", "run__epochs": 1,
-            "run__checksum_every": 1, "optim__lr": 1e-3, "run__val_pairs": 3, "run__pause_planned_s": 0}
+            "run__checksum_every": 1, "optim__lr": 1e-3, "optim__average": 0.9, "run__val_pairs": 3,
+            "run__pause_planned_s": 0}
 STEPS = 20
 
 
@@ -85,10 +86,13 @@ def test_the_weights_at_the_end_are_the_same_too(trained):
     states = {strategy: epoch_end(folder) for strategy, folder in trained.items()}
     sums = {strategy: checkpoint.weights_sha256(state["model"]) for strategy, state in states.items()}
     assert sums["zero1"] == sums["ddp"]
+    assert checkpoint.weights_sha256(states["zero1"]["average"]) == checkpoint.weights_sha256(states["ddp"]["average"])
+    assert checkpoint.weights_sha256(states["ddp"]["average"]) != sums["ddp"]
     for strategy, folder in trained.items():
         assert re.search(r"weights ([0-9a-f]{64})", (folder / "printed").read_text())[1] == sums[strategy]
     for name, tensor in states["ddp"]["model"].items():
         assert torch.allclose(states["fsdp"]["model"][name], tensor, rtol=0, atol=TOLERANCE), name
+        assert torch.allclose(states["fsdp"]["average"][name], states["ddp"]["average"][name], rtol=0, atol=TOLERANCE)
 
 
 def test_each_rank_holds_its_part_of_the_optimizer_only(trained):
@@ -120,8 +124,9 @@ def test_validation_of_three_pairs_on_two_ranks_is_the_same(trained):
 def test_planned_restarts_give_the_same_bits(data, tmp_path, trained, strategy):
     printed = train(data, tmp_path, 2, "--max-steps-before-restart", "7", run__strategy=strategy)
     assert "done after 3 rounds" in printed
-    assert checkpoint.weights_sha256(epoch_end(tmp_path)["model"]) == checkpoint.weights_sha256(
-        epoch_end(trained[strategy])["model"])
+    one, other = epoch_end(tmp_path), epoch_end(trained[strategy])
+    for kind in ("model", "average"):
+        assert checkpoint.weights_sha256(one[kind]) == checkpoint.weights_sha256(other[kind])
 
 
 @pytest.mark.slow
@@ -193,7 +198,7 @@ def step_of_no_number(begun, cfg, ranks):
 
 
 def end(begun, ranks):
-    begun[0].update(model=None, net=None, optimizer=None)
+    begun[0].update(model=None, net=None, optimizer=None, average=None)
     launch.leave(ranks)
 
 
@@ -237,11 +242,13 @@ def main(data, folder, **changes):
             cfg, begun = start(reader, folder / writer)
             state = begun[0]
             weights, adam = gather_state(state["net"], state["optimizer"], ranks)
+            average = gather(state["average"], ranks)
             seen["optimizer bytes"][pair] = footprint(state["net"], state["optimizer"], state["device"])[
                 "optimizer_bytes"]
             if ranks["rank"] == 0:
                 saved = checkpoint.load(folder / writer / "tmp/000000_step0001_demo.pth")
-                seen["whole state"][pair] = same_state(weights, adam, saved)
+                seen["whole state"][pair] = same_state(weights, adam, saved) and all(
+                    torch.equal(tensor, saved["average"][name]) for name, tensor in average.items())
                 seen["counters"][pair] = [state["progress"]["step"], state["progress"]["samples"],
                                           state["queue"]["next"], state["progress"]["sums"]["steps"]]
             if writer == "ddp":

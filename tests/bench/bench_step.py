@@ -73,7 +73,7 @@ def measure(cfg, steps):
     net, ranks = om.build_network(cfg, device), {"rank": 0, "world": 1}
     state = {"net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
              "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True),
-             "queue": om.new_queue(cfg, device), "progress": om.new_progress(),
+             "queue": om.new_queue(cfg, device), "progress": om.new_progress(), "average": None,
              "gradients": new_gradients(cfg["run.exact_sums"])}
     steps_of_epoch = iter(epoch_batches(cfg, dataset, listed, state["progress"], shares(cfg, 1), ranks))
     whole, network = [], []
