@@ -28,29 +28,12 @@ from tqdm import tqdm
 
 from Dataloader.datalist import read_datalist, volume_id
 from Dataloader.field_io import write_field
-from Dataloader.prepare import on_grid
-from Dataloader.volume_io import (
-    SAME_GRID,
-    corners_apart,
-    open_nifti,
-    read_header,
-    read_label,
-    read_raw_header,
-    read_volume,
-    write_volume,
-)
+from Dataloader.prepare import on_grid, read_beside
+from Dataloader.volume_io import open_nifti, read_header, read_raw_header, read_volume, write_volume
 from Diffusion.augment_report import MEASURES, describe, draw_name, draw_paths, write_report
-from Diffusion.augmentation import (
-    DEFAULTS,
-    STRIDE,
-    deform,
-    draw_field,
-    draw_start,
-    measure,
-    show,
-    subject_number,
-)
-from Diffusion.trained import find_checkpoint, load_model
+from Diffusion.augmentation import STRIDE, deform, draw_field, draw_start, measure, show, subject_number
+from Diffusion.pair_figures import write_bytes
+from Diffusion.trained import DEFAULTS, find_checkpoint, load_model
 from Runtime import folder as run_folder
 from Runtime.config import load_config
 from Runtime.device import pick_device
@@ -163,7 +146,7 @@ def claim_folder(out, job):
             if found.get(key) != wanted[key]:
                 raise InputError(f"{out} holds draws with {key} {found.get(key)}, not {wanted[key]}; name a new "
                                  "folder.")
-    write_text(path, json.dumps(wanted, indent=1) + "\n")
+    write_bytes(path, (json.dumps(wanted, indent=1) + "\n").encode())
     for unfinished in out.glob("*Tr/.*.nii.gz"):  # of a run that was killed
         unfinished.unlink()
     return records
@@ -174,12 +157,6 @@ def read_records(path):
     lines = path.read_text().splitlines() if path.is_file() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last one
     return {record["name"]: record for record in records}
-
-
-def write_text(path, text):
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def read_items(args, cfg):
@@ -227,14 +204,8 @@ def read_item(item, dims):
     """Image (float32), affine, and the arrays with affines of what is deformed like labels, {kind: (array, affine)}."""
     image, affine = read_volume(item["image"], dims)
     beside = {}
-    for kind in ("label", "mask"):
-        if not item[kind]:
-            continue
-        array, own = read_label(item[kind], dims)
-        if array.shape != image.shape or corners_apart(image.shape, affine, own) > SAME_GRID:
-            raise InputError(f"{item[kind]}: the {kind} of {item['image']} is on another grid than the image (shapes "
-                             f"{array.shape} and {image.shape}); resample it to the image.")
-        beside[kind] = (array, own)
+    for kind in [kind for kind in ("label", "mask") if item[kind]]:
+        beside[kind] = read_beside(item, kind, image.shape, affine)
     return image, affine, beside
 
 
@@ -336,15 +307,15 @@ def write_lists(out, items, draws, records):
             kept.append(records[draw_name(item, draw)])
             words = {"modality": item["modality"]} if item["modality"] else {}
             entries.append({**draw_paths(item, draw), "subject": item["subject"], **words, "draw": draw})
-    write_text(out / "draws.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+    write_bytes(out / "draws.jsonl", "".join(json.dumps(record) + "\n" for record in kept).encode())
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["name", "id", "draw", *MEASURES.values()])
     writer.writerows([record["name"], record["id"], record["draw"], *[record[word] for word in MEASURES]]
                      for record in kept)
-    write_text(out / "draws.csv", text.getvalue())
+    write_bytes(out / "draws.csv", text.getvalue().encode())
     content = {"name": "deformed copies", "numTraining": len(entries), "training": entries}
-    write_text(out / "dataset.json", json.dumps(content, indent=1) + "\n")
+    write_bytes(out / "dataset.json", (json.dumps(content, indent=1) + "\n").encode())
     return kept
 
 

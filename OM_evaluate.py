@@ -11,7 +11,6 @@ scores.json and scores.html. Exit codes: 0 done, 43 bad input.
 import argparse
 import csv
 import json
-import statistics
 import sys
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from tqdm import tqdm
 
 from Dataloader.field_io import move_points, read_field, read_points
 from Dataloader.volume_io import SAME_GRID, corners_apart, read_label
-from Diffusion.fields import across, warp
-from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj
+from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spread
+from Diffusion.registration import apply_field
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.report import cards_html, table_html, text_table, write_page
 
@@ -75,15 +74,6 @@ def require_same_grid(path, fixed_path, shape, affine, fixed_shape, fixed_affine
                          f"{tuple(fixed_shape)}); give the one of this pair.")
 
 
-def labels_on_fixed_grid(label, affine, field, fixed_affine):
-    """A label image seen from the fixed grid through a field: (*spatial) int16, nearest neighbour."""
-    dims = len(field)
-    change = np.linalg.inv(affine) @ fixed_affine
-    change = np.hstack([change[:dims, :dims], change[:dims, 3:]])
-    moved = across(torch.from_numpy(field)[None], change)
-    return warp(torch.from_numpy(label)[None, None], moved, mode="nearest")[0, 0].numpy().astype(np.int16)
-
-
 def score_labels(pair, field, grid, dims, scores):
     """Dice and HD95 of each label of the fixed image, before and after, into `scores`."""
     fixed, fixed_affine = read_label(pair["fixed_label"], dims)
@@ -93,9 +83,9 @@ def score_labels(pair, field, grid, dims, scores):
     if "moving_label" in pair:
         moving, affine = read_label(pair["moving_label"], dims)
         still = np.zeros((dims, *fixed.shape), np.float32)
-        images["before"] = labels_on_fixed_grid(moving, affine, still, fixed_affine)
+        images["before"] = apply_field(moving, affine, still, fixed_affine, order=0)
         if field is not None:
-            images["after"] = labels_on_fixed_grid(moving, affine, field, fixed_affine)
+            images["after"] = apply_field(moving, affine, field, fixed_affine, order=0)
     if "warped_label" in pair:
         images["after"], affine = read_label(pair["warped_label"], dims)
         require_same_grid(pair["warped_label"], pair["fixed_label"], images["after"].shape, affine, fixed.shape,
@@ -146,21 +136,10 @@ def score_pair(pair, dims=3):
     return scores
 
 
-def summary(scores):
-    """Mean and standard deviation over the pairs of every column that there is: {column: (mean, deviation, pairs)}."""
-    found = {}
-    for column in COLUMNS:
-        values = [score[column] for score in scores if score.get(column) is not None]
-        if values:
-            deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-            found[column] = (statistics.fmean(values), deviation, len(values))
-    return found
-
-
 def write_scores(folder, scores):
     """scores.csv, scores.json, scores.html; and the table on the terminal."""
     folder.mkdir(parents=True, exist_ok=True)
-    means = summary(scores)
+    means = spread(scores, COLUMNS)
     with open(folder / "scores.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["pair", "label", *COLUMNS])

@@ -32,10 +32,10 @@ def on_grid(item, cfg, kinds=KINDS):
     """
     dims, size, spacing_mm = cfg["model.dims"], cfg["data.img_size"], cfg["data.spacing_mm"]
     array, affine = read_volume(item["image"], dims)
-    low, high = cfg["data.window"] if any(cfg["data.window"]) else intensity_range(array, *cfg["data.percentiles"])
+    low, high = intensity_limits(array, cfg)
     image = rescale(array, low, high)
     crop = cfg["data.crop_above"]
-    others = {kind: _read_beside(item, kind, array.shape, affine) for kind in KINDS[1:]
+    others = {kind: read_beside(item, kind, array.shape, affine)[0] for kind in KINDS[1:]
               if item[kind] and (kind in kinds or (kind == "mask" and crop))}
     box = None
     if crop:
@@ -45,6 +45,11 @@ def on_grid(item, cfg, kinds=KINDS):
     found.update({kind: np.ascontiguousarray(to_grid(other, affine, size, spacing_mm, 0, box)[0])
                   for kind, other in others.items() if kind in kinds})
     return {**found, "shape": array.shape, "affine": affine, "grid_affine": grid_affine, "low": low, "high": high}
+
+
+def intensity_limits(array, cfg):
+    """The two intensities of a volume that become 0 and 1, as data.window or data.percentiles say."""
+    return cfg["data.window"] if any(cfg["data.window"]) else intensity_range(array, *cfg["data.percentiles"])
 
 
 def describe(item, found):
@@ -72,12 +77,12 @@ def to_original(array, record, order=1, intensities=False):
     return array * np.float32(record["high"] - record["low"]) + np.float32(record["low"]) if intensities else array
 
 
-def _read_beside(item, kind, shape, affine):
-    """The label or mask of an image; its affine may differ by rounding only, and the image's is used."""
+def read_beside(item, kind, shape, affine):
+    """The label or mask of an image, and its own affine, which may differ from the image's by rounding only."""
     array, own_affine = read_label(item[kind], len(shape))
     apart = corners_apart(shape, affine, own_affine)
     if array.shape != shape or apart > SAME_GRID:
         raise InputError(f"{item[kind]}: the {kind} of {item['image']} is on another grid than the image (shapes "
                          f"{array.shape} and {shape}, corners up to {apart:.2g} voxels apart); resample it to the "
                          "image.")
-    return array
+    return array, own_affine

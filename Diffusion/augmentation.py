@@ -3,20 +3,18 @@
 Fields are drawn on the training grid (isotropic, canonical, see Dataloader/prepare.py) and brought to the grid of the
 volume, which is then interpolated once. Every draw is a function of (seed, subject, draw): nothing else changes it.
 """
-import functools
-from pathlib import Path
-
 import numpy as np
 import torch
 
-from Dataloader.volume_io import foreground_box, grid_transform, intensity_range, rescale, to_canonical, to_grid
+from Dataloader.prepare import intensity_limits
+from Dataloader.volume_io import foreground_box, grid_transform, rescale, to_canonical, to_grid
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.draws import generator, hashed, uniform
-from Diffusion.fields import across, jacobian_determinant, warp
-from Runtime.config import load_config
+from Diffusion.fields import jacobian_determinant, warp
+from Diffusion.registration import total_field
+from Diffusion.trained import default_config
 from Runtime.errors import InputError
 
-DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
 MODES = ("bilinear", "nearest")
 STRIDE = 4  # times per step of the recovery: what one prediction undoes, see DeformDDPM.recover
 
@@ -73,7 +71,7 @@ def draw_field(image, affine, cfg, key, start=None, net=None, condition=None, st
     else:
         placed, grid_affine = place(image, affine, cfg, mask)
         field = ddpm.recover(net, placed.to(device), t, [key], cfg, condition, stride).cpu()
-    return to_native(field, grid_affine, image.shape, affine)[0].numpy()
+    return to_native(field, grid_affine, image.shape, affine)
 
 
 def deform(array, field, mode="bilinear"):
@@ -101,11 +99,6 @@ def measure(field, affine):
     determinant = jacobian_determinant(torch.from_numpy(field)[None])
     return {"mean": float(percent.mean()), "p95": float(np.percentile(percent, 95)), "max": float(percent.max()),
             "folding": 100 * float((determinant <= 0).double().mean())}
-
-
-@functools.cache
-def default_config(dims):
-    return load_config(DEFAULTS, [f"model.dims={dims}"])
 
 
 def subject_number(subject):
@@ -184,21 +177,13 @@ def focus(image, affine, cfg, mask=None):
 def normalised(image, cfg):
     """Intensities in 0 .. 1 as the training has them."""
     image = np.asarray(image, np.float32)
-    low, high = cfg["data.window"] if any(cfg["data.window"]) else intensity_range(image, *cfg["data.percentiles"])
-    return rescale(image, low, high)
+    return rescale(image, *intensity_limits(image, cfg))
 
 
 def to_native(field, grid_affine, shape, affine):
-    """A field on one grid, as displacement on another: (B, N, *shape) in voxels of that one.
+    """A field (1, N, *spatial) of one grid as displacement on another, (N, *shape) in voxels of that one.
 
-    The voxel x of the new grid is y = A_grid^-1 A x in the old one, and goes to A^-1 A_grid (y + field(y)). Linear
-    between voxels; beyond the old grid the displacement of its border.
-    field: (B, N, *spatial) in voxels of its grid. grid_affine, affine: 4x4 of the old and the new grid.
+    grid_affine, affine: 4x4 of the old and the new grid.
     """
-    dims = field.shape[1]
     change = np.linalg.inv(grid_affine) @ affine
-    still = torch.zeros(len(field), dims, *shape)
-    there = across(still, np.hstack([change[:dims, :dims], change[:dims, 3:]]))
-    moved = warp(field, there, padding="border")
-    back = torch.from_numpy(np.linalg.inv(change)[:dims, :dims]).float()
-    return torch.einsum("ij,bj...->bi...", back, moved)
+    return total_field(field, change, np.linalg.inv(change), shape)

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from Diffusion.augmentation import MODES, STRIDE, default_config, deform, draw_field, draw_start
+from Diffusion.augmentation import MODES, STRIDE, deform, draw_field, draw_start
+from Diffusion.trained import default_config
 from Runtime.errors import InputError
 
 try:

@@ -69,15 +69,15 @@ def warp(image, field, mode="bilinear", padding="zeros", origin=None):
 def across(field, change):
     """The field by which `warp` samples a volume of another grid: x -> change(x + field(x)) - x.
 
-    field: (B, N, *spatial), displacement in voxels of its own (fixed) grid. change: (N, N + 1), voxels of that grid to
-    voxels of the other one: of A_moving^-1 A_fixed the rows and columns of the N axes, and the shift.
+    field: (B, N, *spatial), displacement in voxels of its own (fixed) grid. change: voxels of that grid to those of the
+    other one, A_moving^-1 A_fixed; 4x4, of which the N axes and the shift are taken, or just these, (N, N + 1).
     Returns: (B, N, *spatial) in voxels of the other grid.
     """
     dims, size = field.shape[1], tuple(field.shape[2:])
     start = identity(size, field.device)
     change = torch.as_tensor(change, dtype=torch.float32, device=field.device)
     with torch.autocast(field.device.type, enabled=False):
-        there = change[:, :dims] @ (start + field.float()).flatten(2) + change[:, dims:]
+        there = change[:dims, :dims] @ (start + field.float()).flatten(2) + change[:dims, -1:]
     return there.view(len(field), dims, *size) - start
 
 

@@ -1,5 +1,6 @@
 """Scores of a registration: Dice, HD95, folding, SDlogJ. Plain functions on single cases."""
 import math
+import statistics
 
 import numpy as np
 import torch
@@ -39,6 +40,20 @@ def average(values):
     """Mean of the finite values; None if there are none."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return sum(finite) / len(finite) if finite else None
+
+
+def spread(rows, columns):
+    """Mean, standard deviation and number of the values of each column that there is: {column: (mean, sd, count)}.
+
+    rows: dicts, one for each case; what is None or missing does not count.
+    """
+    found = {}
+    for column in columns:
+        values = [row[column] for row in rows if row.get(column) is not None]
+        if values:
+            deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+            found[column] = (statistics.fmean(values), deviation, len(values))
+    return found
 
 
 def hd95(first, second, labels, spacing_mm):

@@ -3,7 +3,6 @@ import csv
 import io
 import json
 import os
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from matplotlib.patches import Patch
 from Dataloader.field_io import read_field
 from Dataloader.volume_io import read_label, read_volume
 from Diffusion.figures import CELL, FIXED_LINE, MOVING_LINE, middle_slices, registration_figure
+from Diffusion.metrics import spread
 from Diffusion.registration import apply_field
 from Runtime.report import cards_html, figure_html, table_html, text_table, write_page
 
@@ -118,19 +118,9 @@ def pair_figures(row, dims):
             checkerboard_figure(fixed, start, warped))
 
 
-def summary(rows):
-    """Mean and standard deviation over the pairs of every column that there is: {column: (mean, deviation)}."""
-    found = {}
-    for column in COLUMNS:
-        values = [row[column] for row in rows if row.get(column) is not None]
-        if values:
-            found[column] = (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
-    return found
-
-
 def means(rows, failed):
     """The means of all columns, and how many pairs are done and failed, as one flat dict."""
-    return {**{column: round(mean, 5) for column, (mean, _) in summary(rows).items()}, "pairs": len(rows),
+    return {**{column: round(mean, 5) for column, (mean, *_) in spread(rows, COLUMNS).items()}, "pairs": len(rows),
             "failed": len(failed)}
 
 
@@ -166,7 +156,7 @@ def worst_first(rows):
 
 def write_report(folder, rows, failed, lead, dims):
     """report.html and the table on the terminal. rows: of the results, at least one. Returns: the page's path."""
-    found, (ordered, by) = summary(rows), worst_first(rows)
+    found, (ordered, by) = spread(rows, COLUMNS), worst_first(rows)
     words = [column.replace("_percent", " %").replace("_", " ") for column in found]
     header, formats = ["pair", *words], [None, *[COLUMNS[column] for column in found]]
     ends = [[word, *[pair[part] for pair in found.values()]] for part, word in enumerate(("mean", "sd"))]
@@ -174,7 +164,7 @@ def write_report(folder, rows, failed, lead, dims):
     ends = ends if len(rows) > 1 else []
     sections = [("", cards_html([(word, f"{mean:{COLUMNS[column]}}",
                                   f"sd {deviation:{COLUMNS[column]}}" if len(rows) > 1 else "")
-                                 for word, (column, (mean, deviation)) in zip(words, found.items())]))]
+                                 for word, (column, (mean, deviation, _)) in zip(words, found.items())]))]
     notes = [[entry["name"], "failed", entry["reason"]] for entry in failed]
     notes += [[row["name"], "warning", sentence] for row in ordered for sentence in row["warnings"]]
     if notes:

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from scipy import ndimage
 
+from Dataloader.prepare import intensity_limits
 from Dataloader.volume_io import (
     SMOOTH_ABOVE,
     SMOOTH_SIGMA,
     foreground_box,
-    intensity_range,
     open_nifti,
     read_volume,
     rescale,
@@ -33,8 +33,7 @@ from Diffusion.evaluation import align
 from Diffusion.fields import across, warp
 from Diffusion.losses import mslncc
 from Diffusion.metrics import folding_percent, sdlogj
-from Diffusion.trained import DEFAULTS, load_model
-from Runtime.config import load_config
+from Diffusion.trained import default_config, load_model
 from Runtime.device import synchronize
 from Runtime.errors import InputError
 
@@ -80,7 +79,7 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
                          "give what fits.")
     (fixed, fixed_affine), (moving, moving_affine) = (_volume(*both, dims) for both in zip((fixed, moving), names))
     began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
-    fixed01, moving01 = (_normalised(array, cfg) for array in (fixed, moving))
+    fixed01, moving01 = (rescale(array, *intensity_limits(array, cfg)) for array in (fixed, moving))
     work, work_affine = working_grid(fixed01, fixed_affine, cfg, net is not None)
     if isinstance(start, str) and start == "auto":
         start = "header" if affine else better_start(fixed, fixed_affine, moving01, moving_affine, work, work_affine)
@@ -90,9 +89,8 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
         seconds["affine"] = time.perf_counter() - began
     covered = overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix)
     said = _warnings(names, covered, work_affine, None if net else fixed_affine, dims)
-    seen, by_header, work = (torch.from_numpy(part)[None, None].to(device) for part in (
-        _on_working_grid(moving01, moving_affine, matrix @ work_affine, work.shape),
-        _on_working_grid(moving01, moving_affine, work_affine, work.shape), work))
+    seen, work = (torch.from_numpy(part)[None, None].to(device) for part in (
+        _on_working_grid(moving01, moving_affine, matrix @ work_affine, work.shape), work))
     u = _find_field(net, seen, work, refine, cfg, seconds, progress)
     to_work = np.linalg.inv(work_affine) @ fixed_affine
     field = total_field(u, to_work, np.linalg.inv(fixed_affine) @ matrix @ work_affine, fixed.shape)
@@ -102,6 +100,8 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
             u, np.linalg.inv(matrix @ work_affine) @ moving_affine, np.linalg.inv(moving_affine) @ work_affine,
             moving.shape)
     seconds["total"] = time.perf_counter() - began
+    by_header = _on_working_grid(moving01, moving_affine, work_affine, tuple(work.shape[2:]))
+    by_header = torch.from_numpy(by_header)[None, None].to(device)
     return {**found, "fixed": (fixed, fixed_affine), "moving": (moving, moving_affine), "overlap_percent": covered,
             "start": start if isinstance(start, str) else "matrix",
             "similarity_before": _similarity(by_header, work, cfg), "similarity": _similarity(
@@ -115,7 +115,7 @@ def apply_field(image, affine, field, fixed_affine, order=1):
     fixed_affine: 4x4. order: 1 for images (float32 out), 0 for labels (dtype kept).
     Returns: (*fixed); outside the image its least intensity, for labels 0.
     """
-    change = rows(np.linalg.inv(affine) @ fixed_affine, len(field))
+    change = np.linalg.inv(affine) @ fixed_affine
     there = across(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)
     lowest = np.float32(image.min()) if order else 0
     shown = torch.from_numpy(np.asarray(image, np.float32) - lowest)[None, None]
@@ -203,9 +203,8 @@ def total_field(u, before, after, shape):
     file's grid to those of the working grid, and from there to the file's. shape: of the file's grid.
     Returns: (N, *shape) float32 in voxels of the file's grid.
     """
-    dims = len(shape)
-    still = torch.zeros(1, dims, *shape)
-    moved = warp(u, across(still, rows(before, dims)), padding="border")
+    still = torch.zeros(1, len(shape), *shape)
+    moved = warp(u, across(still, before), padding="border")
     return _joined(moved, before, after, still)
 
 
@@ -216,9 +215,8 @@ def inverse_field(u, before, after, shape, rounds=50):
     converge wherever u does not fold; whole ones need derivatives below one.
     Returns: (N, *shape) float32; mean length of v + u(y + v) that is left, in voxels of the working grid.
     """
-    dims = len(shape)
-    still = torch.zeros(1, dims, *shape)
-    there, v = across(still, rows(before, dims)), still
+    still = torch.zeros(1, len(shape), *shape)
+    there, v = across(still, before), still
     for _ in range(rounds):
         rest = v + warp(u, there + v, padding="border")
         length = rest.square().sum(1).sqrt()
@@ -245,7 +243,7 @@ def _joined(moved, before, after, still):
     dims = moved.shape[1]
     linear = torch.from_numpy(np.asarray(after, np.float64)[:dims, :dims].astype(np.float32))
     rest = (linear @ moved.flatten(2)).view(still.shape)
-    return (across(still, rows(np.round(after @ before, 12), dims)) + rest)[0].numpy()
+    return (across(still, np.round(after @ before, 12)) + rest)[0].numpy()
 
 
 def _settings(model, config, dims, device):
@@ -255,7 +253,7 @@ def _settings(model, config, dims, device):
     if model is not None:
         net, cfg = model
         return net.to(device), cfg
-    return None, load_config(DEFAULTS, [f"model.dims={dims}"]) if config is None else config
+    return None, default_config(dims) if config is None else config
 
 
 def _dims(fixed, moving, names):
@@ -304,12 +302,6 @@ def _warnings(names, covered, work_affine, fixed_affine, dims):
     for sentence in said:
         warnings.warn(sentence, stacklevel=3)
     return said
-
-
-def _normalised(array, cfg):
-    """Intensities as 0..1, as the training saw them."""
-    window = cfg["data.window"]
-    return rescale(array, *(window if any(window) else intensity_range(array, *cfg["data.percentiles"])))
 
 
 def _aligned(fixed, fixed_affine, moving, moving_affine, matrix, kind):

@@ -1,4 +1,5 @@
 """A trained network from its file: for registration, augmentation and whatever else comes after the training."""
+import functools
 import json
 from pathlib import Path
 
@@ -9,6 +10,12 @@ from Runtime.errors import InputError
 
 # Keys that came after a checkpoint was written, and the tools' own, are taken from here.
 DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
+
+
+@functools.cache
+def default_config(dims):
+    """The config of what is done without a model, for volumes of 2 or 3 axes."""
+    return load_config(DEFAULTS, [f"model.dims={dims}"])
 
 
 def find_checkpoint(path):

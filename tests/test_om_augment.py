@@ -105,7 +105,7 @@ def test_a_deformation_of_the_world_is_the_same_on_every_grid(affine):
         return np.tensordot(np.linalg.inv(affine[:3, :3]), moved, 1)
 
     field = torch.from_numpy(bent((48, 44, 52), grid_affine)[None].astype(np.float32))
-    found = to_native(field, grid_affine, SHAPE, affine)[0].numpy()
+    found = to_native(field, grid_affine, SHAPE, affine)
     where = np.linalg.inv(grid_affine) @ affine
     voxels = np.tensordot(where[:3, :3], np.indices(SHAPE), 1) + where[:3, 3].reshape(3, 1, 1, 1)
     inside = np.all((voxels >= 0) & (voxels <= np.reshape([47, 43, 51], (3, 1, 1, 1))), axis=0)

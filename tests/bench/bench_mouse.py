@@ -9,13 +9,11 @@ pair goes before the first one, since minutes do not notice a start. The last li
 """
 import argparse
 import itertools
-import os
 import signal
 import sys
-from pathlib import Path
 
 import torch
-from bench_registration import ROOT, SYN_CC, ours, peer, prepare_pairs, publish, run_method  # and the rest's sys.path
+from bench_registration import ROOT, SYN_CC, add_shared, ours, peer, prepare_pairs, publish, run_method  # and sys.path
 from peers import peers_python
 
 from Diffusion.trained import DEFAULTS
@@ -32,12 +30,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--refine", type=int, default=60, metavar="N", help="steps of our refinement (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of Config/config_om.yaml, such as refine.* , for ours")
-    parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N of the six pairs")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of both (all cores)")
-    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="mouse data (%(default)s)")
-    parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
-    parser.add_argument("--resume", action="store_true", help="continue what the output folder holds")
-    parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_mouse", metavar="FOLDER")
+    add_shared(parser, DATA, "bench_mouse")
     return parser.parse_args(argv)
 
 

@@ -46,9 +46,8 @@ from Dataloader.volume_io import (  # noqa: E402
 )
 from Diffusion.fields import across  # noqa: E402
 from Diffusion.metrics import average, dice, folding_percent, hd95  # noqa: E402
-from Diffusion.registration import register, rows, start_matrix  # noqa: E402
+from Diffusion.registration import apply_field, register, start_matrix  # noqa: E402
 from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
-from OM_evaluate import labels_on_fixed_grid  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
@@ -141,8 +140,8 @@ def identity(pairs):
         (fixed, fixed_affine), (moving, affine) = (read_label(pair[f"{part}_label"]) for part in ("fixed", "moving"))
         change = np.linalg.inv(fixed_affine) @ pair["start"] @ fixed_affine
         still = torch.zeros(1, 3, *fixed.shape)
-        field = across(still, rows(change, 3))[0].numpy()
-        yield field, labels_on_fixed_grid(moving, affine, field, fixed_affine), 0.0
+        field = across(still, change)[0].numpy()
+        yield field, apply_field(moving, affine, field, fixed_affine, order=0), 0.0
 
 
 def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True):
@@ -154,7 +153,7 @@ def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True):
         seconds = time.perf_counter() - started
         if number or not warm_up:
             label, label_affine = read_label(pair["moving_label"])
-            yield found["field"], labels_on_fixed_grid(label, label_affine, found["field"], fixed[1]), seconds
+            yield found["field"], apply_field(label, label_affine, found["field"], fixed[1], 0), seconds
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -218,7 +217,7 @@ def score(pair, field, label, seconds):
     (fixed, affine), (moving, moving_affine) = (read_label(pair[f"{part}_label"]) for part in ("fixed", "moving"))
     labels = [int(value) for value in np.unique(fixed) if value]
     values = [None if math.isnan(value) else value for value in dice(label, fixed, labels)]
-    by_field = labels_on_fixed_grid(moving, moving_affine, field, affine)
+    by_field = apply_field(moving, moving_affine, field, affine, order=0)
     return {"name": pair["name"], "dice": average(values), "labels": dict(zip(map(str, labels), values)),
             "hd95_mm": average(hd95(label, fixed, labels, np.linalg.norm(affine[:3, :3], axis=0))),
             "folding_percent": folding_percent(torch.from_numpy(field)[None]), "seconds": seconds,
@@ -339,13 +338,18 @@ def parse_arguments(argv=None):
                         help="override a key of our config, such as one of refine.*; may be repeated")
     parser.add_argument("--start", choices=("centre", "header"), default="centre", help="how volumes begin: by the "
                         "centres of their fields of view, as in the training, or by their headers (%(default)s)")
+    add_shared(parser, DATA, "bench_registration")
+    return parser.parse_args(argv)
+
+
+def add_shared(parser, data, name):
+    """The options that bench_mouse.py has too. data: the default of --data. name: of the output folder in Logs."""
     parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every method (all cores)")
-    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="hippocampus data (%(default)s)")
+    parser.add_argument("--data", type=Path, default=data, metavar="FOLDER", help="the volumes (%(default)s)")
     parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
     parser.add_argument("--resume", action="store_true", help="continue what the output folder holds")
-    parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_registration", metavar="FOLDER")
-    return parser.parse_args(argv)
+    parser.add_argument("--out", type=Path, default=ROOT / "Logs" / name, metavar="FOLDER")
 
 
 def made_in(note, minutes):
