@@ -2,9 +2,8 @@
 
     python OM_train_3modes.py --config Config/config_om.yaml [--set key=value ...]
 
-The same command continues an interrupted run from its newest checkpoint; bash_train_multi_nodes.sh starts many ranks
-and does so by itself. Reads top to bottom: arguments, the three step functions, one step, one loop. Exit
-codes: 0 done, 42 planned restart, 43 stop (bad input), others a crash.
+The same command continues an interrupted run from its newest checkpoint; bash_train_multi_nodes.sh starts many ranks.
+Three step functions, one step, one loop. Exit codes: 0 done, 42 planned restart, 43 stop (bad input), others a crash.
 """
 import argparse
 import collections
@@ -24,6 +23,7 @@ from Dataloader.staging import release
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.draws import uniform
 from Diffusion.evaluation import align, validate
+from Diffusion.fields import warp
 from Diffusion.figures import registration_figure
 from Diffusion.gradients import new_gradients, put_together, set_aside
 from Diffusion.losses import info_nce, mslncc, new_queue, push, recovery_terms, regularity
@@ -97,7 +97,8 @@ def step_contrastive(net, batch, subjects, queue, cfg):
 
 def step_registration(net, moving, fixed, cfg):
     """Mode 3: align two volumes, seeing all of the fixed one."""
-    warped, field = align(net, moving, fixed, cfg)
+    field = align(net, moving, fixed, cfg)
+    warped = warp(moving, field)
     imgsim = -mslncc(warped, fixed, cfg["registration.window"], cfg["registration.scales"], cfg["registration.squared"])
     imgmse = (warped - fixed).square().mean()
     ddf = regularity(field, cfg["loss.waiver"], cfg["loss.folding"])

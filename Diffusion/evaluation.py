@@ -3,7 +3,7 @@ import torch
 
 from Dataloader.sampler import epoch_pairs
 from Diffusion.diffuser import make_condition
-from Diffusion.fields import warp
+from Diffusion.fields import compose, flow, warp
 from Diffusion.losses import mslncc, recovery_terms
 from Diffusion.metrics import average, dice_before_after, folding_percent
 from Runtime import agree
@@ -11,12 +11,29 @@ from Runtime.device import autocast
 
 
 def align(net, moving, fixed, cfg):
-    """Align (B, 1, *spatial) volumes: returns warped and the field in voxels."""
+    """The field (B, N, *spatial) in voxels that aligns (B, 1, *spatial) volumes, by one question, as in training."""
     t = torch.full((len(moving),), cfg["diffusion.timesteps"], device=moving.device)
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
     with autocast(moving.device, cfg["run.amp"]):
-        field = net(moving, t, make_condition(fixed, kind))
-    return warp(moving, field), field
+        return net(moving, t, make_condition(fixed, kind))
+
+
+def best_field(net, moving, fixed, cfg):
+    """The field (B, N, *spatial) in voxels that registers two volumes once the training is done.
+
+    registration.symmetric: fixed to moving is asked as well. With u = exp(v) - id one way and exp(-v) - id the other,
+    half the difference of both is v up to third order; errors that do not depend on the direction cancel, and the flow
+    of v does not fold. registration.rounds: the network is asked so often, each time with the moving volume as the
+    field so far shows it, so that it can better what it has not reached at once.
+    """
+    field = None
+    for _ in range(cfg["registration.rounds"]):
+        seen = moving if field is None else warp(moving, field)
+        update = align(net, seen, fixed, cfg)
+        if cfg["registration.symmetric"]:
+            update = flow(0.5 * (update - align(net, fixed, seen, cfg)))
+        field = update if field is None else compose(first=field, then=update)
+    return field
 
 
 def own_share(count, ranks):
@@ -54,7 +71,8 @@ def validate(state, dataset, cfg):
     for number, counts in own_share(len(pairs), ranks):
         pair = pairs[number]
         moving, fixed = (dataset.image(index)[None].to(device) for index in pair)
-        warped, field = align(net, moving, fixed, cfg)
+        field = best_field(net, moving, fixed, cfg)
+        warped = warp(moving, field)
         if not counts:
             continue
         score = {"val_dice": None, "val_dice_before": None, "val_imgsim": mslncc(warped, fixed).item(),

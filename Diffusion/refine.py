@@ -2,17 +2,15 @@
 
 The update is the flow of a stationary velocity on a coarse control grid, found by Adam on the similarity that training
 uses, from coarse to fine images. It is composed onto the field given: total = compose(first=field, then=exp(velocity)).
-Such a flow cannot fold (Arsigny et al., MICCAI 2006), up to the interpolation of its samples.
+Such a flow does not fold.
 """
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from Diffusion.fields import LINEAR, compose, resize_field, warp
+from Diffusion.fields import LINEAR, compose, flow, resize_field, warp
 from Diffusion.losses import local_correlation, mslncc
 from Diffusion.metrics import folding_percent
-
-SQUARINGS = 5  # 32 steps of a flow: below a fifth of a control spacing each for all that registration needs
 
 
 def smooth(x, sigma):
@@ -28,14 +26,6 @@ def smooth(x, sigma):
         weights = weights / weights.sum(1, keepdim=True)
         x = (x.transpose(axis, -1) @ weights.T).transpose(axis, -1)
     return x
-
-
-def flow(velocity):
-    """The displacement after unit time along a stationary velocity, by scaling and squaring. Shapes as `compose`."""
-    field = velocity / 2 ** SQUARINGS
-    for _ in range(SQUARINGS):
-        field = compose(field, field)
-    return field
 
 
 def smaller(image, factor):

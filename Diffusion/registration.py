@@ -29,7 +29,7 @@ from Dataloader.volume_io import (
     to_canonical,
     to_grid,
 )
-from Diffusion.evaluation import align
+from Diffusion.evaluation import best_field
 from Diffusion.fields import across, warp
 from Diffusion.losses import mslncc
 from Diffusion.metrics import folding_percent, sdlogj
@@ -332,7 +332,7 @@ def _find_field(net, moving, fixed, refine, cfg, seconds, progress):
     if net is not None:
         began = time.perf_counter()
         with torch.no_grad():
-            field = align(net, moving, fixed, cfg)[1].float()
+            field = best_field(net, moving, fixed, cfg)
         synchronize(device)
         seconds["network"] = time.perf_counter() - began
     if refine:
