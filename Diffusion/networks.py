@@ -6,6 +6,7 @@ Every network is called as net(image, t, condition) and returns one displacement
 net(image, t, condition, embed=True) returns two unit vectors (B, E) instead: of the image and of the condition.
 Shape comments give 128^3 with the channels of config_om.yaml.
 """
+import itertools
 import math
 
 import torch
@@ -259,6 +260,38 @@ class AffineMatch(nn.Module):
             return affine_field(torch.cat([linear, found[:, :, -1:]], dim=2), size)
 
 
+class LocalMatch(nn.Module):
+    """How alike each voxel's features are to the condition's at the same place and at the neighbouring ones.
+
+    Convolutions would have to learn to compare before they can measure a displacement; here the comparison is given, as
+    in networks for optical flow. Its reach is one voxel of its level: what is further apart the coarser levels bring
+    together, and the next pass, which sees the image warped, measures what is left.
+    """
+
+    WIDTH = 16  # channels that are compared
+
+    def __init__(self, dims, channels):
+        super().__init__()
+        layer = nn.Conv3d if dims == 3 else nn.Conv2d
+        self.project = layer(channels, self.WIDTH, 1, bias=False)  # no bias: a dropped condition is like nothing
+        self.sharpness = nn.Parameter(torch.full((1,), 10.0))
+        self.places = list(itertools.product(range(3), repeat=dims))
+
+    def features(self, x):
+        return F.normalize(self.project(x), dim=1, eps=1e-3).movedim(1, -1)        # (B, *size, 16)
+
+    def forward(self, image, condition):
+        """image, condition: (B, C, *size). Returns: (B, 3^N, *size), cosines less their mean, sharpened."""
+        size, kind = image.shape[2:], image.dtype
+        with torch.autocast(image.device.type, enabled=False):  # neighbours' cosines differ by less than bf16 can tell
+            image, condition = self.features(image.float()), self.features(condition.float())
+            around = F.pad(condition, [0, 0] + [1, 1] * len(size))
+            likeness = [(image * around[(slice(None), *[slice(i, i + n) for i, n in zip(place, size)])]).sum(-1)
+                        for place in self.places]
+            likeness = torch.stack(likeness, dim=1)
+            return (self.sharpness * (likeness - likeness.mean(1, keepdim=True))).to(kind)
+
+
 def recurse(one_pass, image, rec_num, detach):
     """Run a network `rec_num` times with the same weights and compose the answers.
 
@@ -311,11 +344,13 @@ class OM_net(nn.Module):
                                          cfg["model.attention_heads"], time_width)
         self.embedding = nn.Linear(width, cfg["contrastive.embedding"])
         self.match = AffineMatch(cfg) if cfg["model.affine_match"] and self.conditioned else None
-        joined = 3 if self.conditioned else 2
+        joined, matched = 3 if self.conditioned else 2, cfg["model.local_match"] and self.conditioned
         levels = range(len(channels) - 2, -1 if self.stride == 1 else 0, -1)       # 3, 2, 1, 0
         up = TransposedConv if self.transposed else UpsampleConv
         self.up = nn.ModuleList(up(dims, channels[i + 1], channels[i]) for i in levels)
-        self.join = nn.ModuleList(ConvBlock(dims, joined * channels[i], channels[i], time_width) for i in levels)
+        self.join = nn.ModuleList(ConvBlock(dims, joined * channels[i] + matched * 3 ** dims, channels[i], time_width)
+                                  for i in levels)
+        self.local = nn.ModuleList(LocalMatch(dims, channels[i]) for i in levels) if matched else None
         self.fine = start_at_zero(conv(dims, channels[levels[-1]], dims))
         factor = self.multiple // self.stride
         self.coarse = (TransposedConv(dims, channels[-1], dims, factor) if self.transposed
@@ -336,23 +371,37 @@ class OM_net(nn.Module):
         keep = keep.view(-1, *[1] * (self.dims + 1))
         return [torch.where(keep, f, torch.zeros((), dtype=f.dtype, device=f.device)) for f in features]
 
+    def on_grid(self, field, size):
+        """A field sampled on another grid of the same extent; it stays in its own voxels."""
+        return F.interpolate(field, size=tuple(size), mode=LINEAR[self.dims], align_corners=False)
+
     def one_pass(self, image, t, time, condition):
         features = self.encode_image(image, time)
         if self.conditioned and condition is None:
             condition = [torch.zeros_like(f) for f in features]
         x = self.attention(features[-1], condition[-1] if self.conditioned else None, time)      # (B, 256, 8^3)
         coarse = self.coarse(x, features[self.stride - 1].shape[2:])             # (B, 3, 128^3)
+        size = tuple(features[0].shape[2:])
+        affine = self.match(features[-1], condition[-1], t, size) if self.match is not None else None
+        if self.local is not None:
+            ahead = self.field_scale(coarse.float(), t, image.shape[2:])
+            ahead = ahead if affine is None else ahead + self.on_grid(affine, ahead.shape[2:])
         for step, (up, join) in enumerate(zip(self.up, self.join)):
             skip = features[-2 - step]
+            if self.local is not None:
+                # What the bottleneck has found brings the features together; only the rest is left to be measured.
+                near = self.on_grid(ahead, skip.shape[2:]) * (skip.shape[2] / size[0])
+                skip = warp(skip, near, padding="border").to(skip.dtype)
             x = up(x, skip.shape[2:])                                              # 16^3 32^3 64^3 128^3
             parts = [x, skip, condition[-2 - step]] if self.conditioned else [x, skip]
+            if self.local is not None:
+                parts.append(self.local[step](skip, condition[-2 - step]))
             x = join(torch.cat(parts, dim=1), time)
         field = self.field_scale(self.fine(x).float() + coarse.float(), t, image.shape[2:])      # (B, 3, 128^3)
         if self.stride > 1:
             # Both heads speak in voxels of the full grid; only the sampling is coarser.
             field = F.interpolate(field, scale_factor=self.stride, mode=LINEAR[self.dims], align_corners=False)
-        if self.match is not None:
-            field = field + self.match(features[-1], condition[-1], t, tuple(field.shape[2:]))
+        field = field if affine is None else field + affine
         return crop(field, image.shape[2:])
 
     def forward(self, image, t, condition=None, keep=None, embed=False):

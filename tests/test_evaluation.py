@@ -27,7 +27,7 @@ def centre(image):
 
 
 def partial(image, t, condition):
-    """A network that goes seven tenths of the way from one centre of mass to the other, and always 0.5 voxels astray."""
+    """A network that goes seven tenths of the way between the centres of mass, and always half a voxel astray."""
     way = centre(image) - centre(condition[:, :1])
     way = 0.7 * way + torch.tensor([0.0, 0.5, 0.0])
     return way.view(1, 3, 1, 1, 1).expand(1, 3, *image.shape[2:])

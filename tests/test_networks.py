@@ -6,7 +6,16 @@ import torch
 
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import compose, identity, warp
-from Diffusion.networks import NETWORKS, AffineMatch, FieldScale, UpsampleConv, build_network, network_class, recurse
+from Diffusion.networks import (
+    NETWORKS,
+    AffineMatch,
+    FieldScale,
+    LocalMatch,
+    UpsampleConv,
+    build_network,
+    network_class,
+    recurse,
+)
 from Runtime.checkpoint import weights_sha256
 from Runtime.config import load_config
 from Runtime.errors import InputError
@@ -221,6 +230,48 @@ def test_affine_match_takes_the_part_of_the_way_that_time_t_asks_for():
     match, image, condition, size = matched(lambda places: (waves(places), waves(places + 0.5)))
     whole, part = (match(image, condition, torch.tensor([t]), size) for t in (80, 79))
     assert torch.allclose(part, whole * 13 / 195, atol=1e-4)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_local_match_tells_in_which_direction_the_condition_is_alike(dims):
+    torch.manual_seed(0)
+    match, image = LocalMatch(dims, 24), torch.randn(2, 24, *(9, 10, 8)[:dims])
+    for place in match.places:
+        there = image.roll([i - 1 for i in place], dims=tuple(range(2, 2 + dims)))
+        found = match(image, there)[(..., *[slice(2, -2)] * dims)]
+        assert found.shape[1] == 3 ** dims
+        assert (found.argmax(1) == match.places.index(place)).float().mean() > 0.99
+    assert not match(image, torch.zeros_like(image)).any(), "a dropped condition is like nothing"
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_network_with_local_match_learns_through_it(affine):
+    cfg = config(model__local_match=True, model__affine_match=affine, model__condition_type="volume")
+    net = build_network(cfg)
+    image, fixed = torch.rand(2, 2, 1, 16, 18, 20)
+    with torch.no_grad():
+        for layer in (net.fine, net.coarse.conv):
+            torch.nn.init.normal_(layer.weight, std=0.1)
+    field = net(image, torch.tensor([80, 5]), make_condition(fixed, "volume"), torch.tensor([True, False]))
+    field.square().mean().backward()
+    assert all(parameter.grad.any() for name, parameter in net.named_parameters() if name.startswith("local."))
+
+
+def test_features_are_compared_where_the_bottleneck_has_brought_them():
+    """With the coarse answer set to the true shift, equal features meet at the middle place."""
+    cfg = config(model__local_match=True, model__condition_type="volume", model__rec_num=1)
+    net, seen = build_network(cfg).eval(), []
+    image = torch.rand(1, 1, 32, 32, 32)
+    fixed = image.roll(-4, dims=2)  # fixed(x) = image(x + 4)
+    with torch.no_grad():
+        net.coarse.conv.bias.copy_(torch.tensor([4.0, 0, 0]) / net.field_scale.typical[80] / 32)
+        net.local[-1].register_forward_hook(lambda module, args, found: seen.append(found.argmax(1)))
+        net(image, torch.tensor([80]), make_condition(fixed, "volume"))
+        net.coarse.conv.bias.zero_()
+        net(image, torch.tensor([80]), make_condition(fixed, "volume"))
+    middle = net.local[-1].places.index((1, 1, 1))
+    shares = [(found[:, 3:-3, 3:-3, 3:-3] == middle).float().mean() for found in seen]
+    assert shares[0] > 0.9 and shares[1] < 0.3
 
 
 def test_network_with_affine_match_learns_through_it():
