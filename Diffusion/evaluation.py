@@ -29,9 +29,11 @@ def best_field(net, moving, fixed, cfg):
     field = None
     for _ in range(cfg["registration.rounds"]):
         seen = moving if field is None else warp(moving, field)
-        update = align(net, seen, fixed, cfg)
         if cfg["registration.symmetric"]:
-            update = flow(0.5 * (update - align(net, fixed, seen, cfg)))
+            there, back = align(net, torch.cat([seen, fixed]), torch.cat([fixed, seen]), cfg).chunk(2)
+            update = flow(0.5 * (there - back))
+        else:
+            update = align(net, seen, fixed, cfg)
         field = update if field is None else compose(first=field, then=update)
     return field
 

@@ -30,7 +30,7 @@ def partial(image, t, condition):
     """A network that goes seven tenths of the way between the centres of mass, and always half a voxel astray."""
     way = centre(image) - centre(condition[:, :1])
     way = 0.7 * way + torch.tensor([0.0, 0.5, 0.0])
-    return way.view(1, 3, 1, 1, 1).expand(1, 3, *image.shape[2:])
+    return way.view(-1, 3, 1, 1, 1).expand(-1, 3, *image.shape[2:])
 
 
 MOVING, FIXED = ball(9.0, 12.0, 12.0), ball(13.0, 12.0, 10.0)
@@ -66,7 +66,7 @@ def test_the_other_way_round_is_the_inverse_and_nothing_folds():
 
     def rough(image, t, condition):
         """Answers that fold and that are no inverses of each other, but for what is their own of each direction."""
-        sign = 1.0 if centre(image)[0, 0] < 11 else -1.0
+        sign = torch.where(centre(image)[:, 0] < 11, 1.0, -1.0).view(-1, 1, 1, 1, 1)
         return sign * velocity + 1.5 * torch.cos(identity((24, 24, 24), "cpu"))
 
     cfg = config(rounds=1, symmetric=True)
