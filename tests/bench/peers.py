@@ -157,13 +157,18 @@ def ants_method(pair, options):
 
 
 def dipy_method(pair, options):
-    """DIPY: its affine pipeline (centre of mass, translation, rigid, affine), then SyN with its local correlation."""
+    """DIPY: its affine pipeline (centre of mass, translation, rigid, affine), then SyN with its local correlation.
+
+    It refuses a resolution at which a side is shorter than its correlation's window (9 voxels); those are left out.
+    """
     from dipy.align import affine_registration, syn_registration
     (fixed, fixed_affine), (moving, affine), (label, _) = (read(pair[key]) for key in FILES)
+    shortest = min(*fixed.shape, *moving.shape)
+    iterations = [count for level, count in zip((2, 1, 0), (10, 10, 5)) if shortest / 2 ** level >= 8.5] or [5]
     started = time.perf_counter()
     _, matrix = affine_registration(moving, fixed, moving_affine=affine, static_affine=fixed_affine)
     _, mapping = syn_registration(moving, fixed, moving_affine=affine, static_affine=fixed_affine, prealign=matrix,
-                                  **options)
+                                  level_iters=iterations, **options)
     seconds = time.perf_counter() - started
     warped = mapping.transform(label.astype(np.float32), interpolation="nearest")
     # DIPY moves a point of the fixed world by the field first and by the affine then.
