@@ -264,8 +264,8 @@ class LocalMatch(nn.Module):
     """How alike each voxel's features are to the condition's at the same place and at the neighbouring ones.
 
     Convolutions would have to learn to compare before they can measure a displacement; here the comparison is given, as
-    in networks for optical flow. Its reach is one voxel of its level: what is further apart the coarser levels bring
-    together, and the next pass, which sees the image warped, measures what is left.
+    in networks for optical flow. Its reach is one voxel of its level: the field of the coarser levels brings together
+    what is further apart, and the next pass, which sees the image warped, measures what is left.
     """
 
     WIDTH = 16  # channels that are compared
@@ -350,7 +350,10 @@ class OM_net(nn.Module):
         self.up = nn.ModuleList(up(dims, channels[i + 1], channels[i]) for i in levels)
         self.join = nn.ModuleList(ConvBlock(dims, joined * channels[i] + matched * 3 ** dims, channels[i], time_width)
                                   for i in levels)
-        self.local = nn.ModuleList(LocalMatch(dims, channels[i]) for i in levels) if matched else None
+        self.local = self.middle = None
+        if matched:
+            self.local = nn.ModuleList(LocalMatch(dims, channels[i]) for i in levels)
+            self.middle = nn.ModuleList(start_at_zero(conv(dims, channels[i], dims)) for i in levels[:-1])
         self.fine = start_at_zero(conv(dims, channels[levels[-1]], dims))
         factor = self.multiple // self.stride
         self.coarse = (TransposedConv(dims, channels[-1], dims, factor) if self.transposed
@@ -383,21 +386,22 @@ class OM_net(nn.Module):
         coarse = self.coarse(x, features[self.stride - 1].shape[2:])             # (B, 3, 128^3)
         size = tuple(features[0].shape[2:])
         affine = self.match(features[-1], condition[-1], t, size) if self.match is not None else None
-        if self.local is not None:
-            ahead = self.field_scale(coarse.float(), t, image.shape[2:])
-            ahead = ahead if affine is None else ahead + self.on_grid(affine, ahead.shape[2:])
+        found = coarse.float()
         for step, (up, join) in enumerate(zip(self.up, self.join)):
             skip = features[-2 - step]
             if self.local is not None:
-                # What the bottleneck has found brings the features together; only the rest is left to be measured.
-                near = self.on_grid(ahead, skip.shape[2:]) * (skip.shape[2] / size[0])
-                skip = warp(skip, near, padding="border").to(skip.dtype)
+                # What is found so far brings the features together; only the rest is left to be measured.
+                ahead = self.field_scale(self.on_grid(found, skip.shape[2:]), t, image.shape[2:])
+                ahead = ahead if affine is None else ahead + self.on_grid(affine, skip.shape[2:])
+                skip = warp(skip, ahead * (skip.shape[2] / size[0]), padding="border").to(skip.dtype)
             x = up(x, skip.shape[2:])                                              # 16^3 32^3 64^3 128^3
             parts = [x, skip, condition[-2 - step]] if self.conditioned else [x, skip]
             if self.local is not None:
                 parts.append(self.local[step](skip, condition[-2 - step]))
             x = join(torch.cat(parts, dim=1), time)
-        field = self.field_scale(self.fine(x).float() + coarse.float(), t, image.shape[2:])      # (B, 3, 128^3)
+            if self.local is not None and step < len(self.up) - 1:
+                found = found + self.on_grid(self.middle[step](x).float(), found.shape[2:])
+        field = self.field_scale(self.fine(x).float() + found, t, image.shape[2:])               # (B, 3, 128^3)
         if self.stride > 1:
             # Both heads speak in voxels of the full grid; only the sampling is coarser.
             field = F.interpolate(field, scale_factor=self.stride, mode=LINEAR[self.dims], align_corners=False)

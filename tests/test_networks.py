@@ -254,7 +254,8 @@ def test_network_with_local_match_learns_through_it(affine):
             torch.nn.init.normal_(layer.weight, std=0.1)
     field = net(image, torch.tensor([80, 5]), make_condition(fixed, "volume"), torch.tensor([True, False]))
     field.square().mean().backward()
-    assert all(parameter.grad.any() for name, parameter in net.named_parameters() if name.startswith("local."))
+    new = [parameter for name, parameter in net.named_parameters() if name.startswith(("local.", "middle."))]
+    assert len(new) > 4 and all(parameter.grad.any() for parameter in new)
 
 
 def test_features_are_compared_where_the_bottleneck_has_brought_them():
