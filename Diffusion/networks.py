@@ -19,9 +19,9 @@ from Diffusion.fields import LINEAR, affine_field, compose, identity, side_lengt
 from Runtime.errors import InputError
 
 
-def conv(dims, inputs, outputs, kernel=3, stride=1, dilation=1):
+def conv(dims, inputs, outputs, kernel=3, stride=1, dilation=1, bias=True):
     layer = nn.Conv3d if dims == 3 else nn.Conv2d
-    return layer(inputs, outputs, kernel, stride, padding=dilation * (kernel // 2), dilation=dilation)
+    return layer(inputs, outputs, kernel, stride, padding=dilation * (kernel // 2), dilation=dilation, bias=bias)
 
 
 def group_norm(channels):
@@ -272,8 +272,8 @@ class LocalMatch(nn.Module):
 
     def __init__(self, dims, channels):
         super().__init__()
-        layer = nn.Conv3d if dims == 3 else nn.Conv2d
-        self.project = layer(channels, self.WIDTH, 1, bias=False)  # no bias: a dropped condition is like nothing
+        # No bias: a dropped condition is like nothing.
+        self.project = conv(dims, channels, self.WIDTH, kernel=1, bias=False)
         self.sharpness = nn.Parameter(torch.full((1,), 10.0))
         self.places = list(itertools.product(range(3), repeat=dims))
 
@@ -404,7 +404,7 @@ class OM_net(nn.Module):
         field = self.field_scale(self.fine(x).float() + found, t, image.shape[2:])               # (B, 3, 128^3)
         if self.stride > 1:
             # Both heads speak in voxels of the full grid; only the sampling is coarser.
-            field = F.interpolate(field, scale_factor=self.stride, mode=LINEAR[self.dims], align_corners=False)
+            field = self.on_grid(field, size)
         field = field if affine is None else field + affine
         return crop(field, image.shape[2:])
 
