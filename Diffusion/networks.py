@@ -121,6 +121,13 @@ class TransposedConv(nn.Module):
         return self.up(x)
 
 
+def recomputed(wanted, function, *inputs):
+    """function(*inputs); where wanted, the backward pass computes its activations once more instead of keeping them."""
+    if wanted and torch.is_grad_enabled():
+        return checkpoint(function, *inputs, use_reentrant=False)
+    return function(*inputs)
+
+
 class Encoder(nn.Module):
     """Features at full, half, quarter, ... resolution, one block of two convolutions each (one at full resolution)."""
 
@@ -140,10 +147,7 @@ class Encoder(nn.Module):
         features = []
         for index in range(len(self.down) + 1):
             # The three finest levels hold nearly all of the activations.
-            if self.use_checkpoint and index < 3 and torch.is_grad_enabled():
-                x = checkpoint(self.level, index, x, time, use_reentrant=False)
-            else:
-                x = self.level(index, x, time)
+            x = recomputed(self.use_checkpoint and index < 3, self.level, index, x, time)
             features.append(x)  # (B, 16, 128^3) (B, 32, 64^3) (B, 64, 32^3) (B, 128, 16^3) (B, 256, 8^3)
         return features
 
@@ -397,7 +401,7 @@ class OM_net(nn.Module):
             x = up(x, skip.shape[2:])                                              # 16^3 32^3 64^3 128^3
             parts = [x, skip, condition[-2 - step]] if self.conditioned else [x, skip]
             if self.local is not None:
-                parts.append(self.local[step](skip, condition[-2 - step]))
+                parts.append(recomputed(self.encoder.use_checkpoint, self.local[step], skip, condition[-2 - step]))
             x = join(torch.cat(parts, dim=1), time)
             if self.local is not None and step < len(self.up) - 1:
                 found = found + self.on_grid(self.middle[step](x).float(), found.shape[2:])

@@ -23,6 +23,7 @@ READING = 8  # volumes of the training grid in float32 held while one as large i
 # What a step on a CPU takes at its peak, as a multiple of the activations kept for the backward pass: gradients of
 # activations, fields and images in float32, scratch of oneDNN, gaps of malloc. Convolutions in float32 need more.
 PEAK = {"bf16": 1.37, "off": 1.6}
+LOCAL_MATCH = 1.12  # times that with amp off and model.local_match, which gives convolutions 27 channels more
 RECOMPUTED = 1.2  # times that with model.use_checkpoint, where levels come up once more in the backward pass
 # Beside weights, gradients and moments, as a multiple of the weights, with two ranks or more on a CPU: gradients in
 # float64 on their way between ranks; with fsdp also blocks made whole, and their casts to bf16 of every pass.
@@ -77,6 +78,7 @@ def activation_bytes(cfg, world):
     _, costs = mode_costs(cfg, shares(cfg, world)["pair_batch"], training.step_diffusion, training.step_contrastive,
                           training.step_registration)
     factor = PEAK[cfg["run.amp"]] * (RECOMPUTED if cfg["model.use_checkpoint"] else 1)
+    factor *= LOCAL_MATCH if cfg["run.amp"] == "off" and cfg["model.local_match"] else 1
     return round(factor * max(kept for _, kept in costs.values()))
 
 

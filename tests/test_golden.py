@@ -13,17 +13,17 @@ from Scripts.progress import AVERAGES
 from tests.tiny import arguments, log_lines, make_data
 
 GOLDEN = {
-    "total": 0.000113198,
-    "ang": 0.109116,
-    "dist": 1.0205,
-    "regul": 0.000236972,
-    "contrastive": 0.685865,
-    "regist": -0.00212163,
-    "imgsim": -0.725174,
-    "imgmse": 0.0163747,
-    "ddf": 0.00476495,
-    "val_ang": 0.1397,
-    "val_imgsim": 0.876754,
+    "total": 0.000124635,
+    "ang": 0.0929144,
+    "dist": 1.15024,
+    "regul": 0.00031957,
+    "contrastive": 0.571571,
+    "regist": -0.00213869,
+    "imgsim": -0.731281,
+    "imgmse": 0.0158906,
+    "ddf": 0.00747556,
+    "val_ang": 0.0079524,
+    "val_imgsim": 0.900324,
 }
 
 
@@ -36,8 +36,9 @@ def averages_of_six_steps(folder):
 
 def test_six_steps_give_the_golden_averages(tmp_path):
     found = averages_of_six_steps(tmp_path)
-    # Another processor rounds differently; a change of the method is larger than this.
-    assert found == {name: pytest.approx(value, rel=1e-2, abs=1e-6) for name, value in GOLDEN.items()}
+    # Another processor rounds differently; a change of the method is larger than this. Cosines may be about zero.
+    assert found == {name: pytest.approx(value, rel=1e-2, abs=1e-3 if name.endswith("ang") else 1e-6)
+                     for name, value in GOLDEN.items()}
 
 
 if __name__ == "__main__":
