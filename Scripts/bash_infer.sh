@@ -39,32 +39,8 @@ case $task in
 esac
 shift
 
-if [[ -z ${CLUSTER:-} ]]; then
-    CLUSTER=local
-    [[ -f $root/Config/cluster/${SLURM_CLUSTER_NAME:-}.env ]] && CLUSTER=$SLURM_CLUSTER_NAME
-fi
-if [[ ! -f $root/Config/cluster/$CLUSTER.env ]]; then
-    known=$(cd "$root/Config/cluster" && ls -- *.env)
-    stop "CLUSTER=$CLUSTER: there is no Config/cluster/$CLUSTER.env; known are ${known//$'\n'/, }."
-fi
-export CLUSTER NODE_COUNT=1
-set -a  # every variable of the site's file is exported
-here=$PWD
-cd "$root" || exit 43  # the files name others by their place in the repository
 # shellcheck source=/dev/null
-source "Config/cluster/$CLUSTER.env"
-cd "$here" || exit 43
-set +a
-ulimit -c 0  # no core files
-ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
-
-if [[ -z ${PYTHON:-} ]]; then
-    PYTHON=python3
-    [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
-fi
-cores=${SLURM_CPUS_PER_TASK:-$(nproc)}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
-unset RANK LOCAL_RANK WORLD_SIZE SITE_OPTIONS
+source "$root/Scripts/site.sh"
 job=${SLURM_JOB_ID:+, job $SLURM_JOB_ID}
 echo "$(date '+%F %T') $task on $(hostname), $OMP_NUM_THREADS threads, settings of $CLUSTER$job" >&2
 # In place of this shell: signals reach the program, and its exit code is the job's.

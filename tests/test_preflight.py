@@ -262,7 +262,7 @@ def test_memory_beyond_what_slurm_gave(tmp_path):
     found = preflight_checks.check_memory(given, print)
     # 2 ranks x (1 GiB + 125 MiB + 12 workers x 190 MiB and little more)
     assert not found["ok"]
-    assert re.match(r"needs 6\.7 of 5\.9 GiB: 2 ranks x \(1\.1\d \+ activations 0\.01 \+ 12 workers x 0\.19 \+ batches "
+    assert re.match(r"needs 6\.7 of 5\.9 GiB: 2 ranks x \(1\.1\d \+ activations 0\.02 \+ 12 workers x 0\.19 \+ batches "
                     r"0\.00\) \+ checkpoint 0\.00$", found["said"])
     assert found["do"].startswith("data.num_workers=9 would fit")
     given["variables"]["SLURM_MEM_PER_NODE"] = "8000"

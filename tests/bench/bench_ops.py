@@ -21,11 +21,12 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from Diffusion.diffuser import draw_velocity, image_count, middle  # noqa: E402
-from Diffusion.fields import compose, identity, resize_field, self_compose, warp  # noqa: E402
+from Diffusion.fields import identity, resize_field, self_compose, warp  # noqa: E402
 from Diffusion.losses import local_correlation, mslncc  # noqa: E402
+from tests.plain_step import dense_correlation, step_by_step  # noqa: E402
 
 GRIDS, V_SCALE, TIME = [8, 16, 32, 64], 4e-5, 79
-WINDOW, EPS = 9, 1e-5
+WINDOW = 9
 HEADINGS = ["operation", "ours ms", "reference ms", "ratio", "error", "target"]
 
 
@@ -51,13 +52,6 @@ def in_turns(label, ours, reference, repeats, reference_repeats=None):
 
 def relative(x, exact):
     return float((x - exact).norm() / exact.norm())
-
-
-def step_by_step(velocity, count, region):
-    result = velocity
-    for _ in range(count - 1):
-        result = compose(result, velocity)
-    return result[(..., *region)]
 
 
 def trajectories(velocity, count, region):
@@ -95,15 +89,6 @@ def similar_images(size):
     smooth = F.interpolate(coarse, size=[size] * 3, mode="trilinear", align_corners=True)
     first = (0.9 * smooth + 0.1 * torch.rand(smooth.shape, generator=numbers)).clamp(0, 1)
     return first, first + 0.2 * torch.rand(smooth.shape, generator=numbers)
-
-
-def dense_correlation(a, b):
-    """Squared local correlation as several packages write it: five convolutions with a cube of ones."""
-    ones = torch.ones(1, 1, WINDOW, WINDOW, WINDOW)
-    count = WINDOW ** 3
-    sum_a, sum_b, aa, bb, ab = (F.conv3d(x, ones, padding=WINDOW // 2) / count for x in (a, b, a * a, b * b, a * b))
-    variances = (aa - sum_a * sum_a).clamp(min=0) * (bb - sum_b * sum_b).clamp(min=0)
-    return ((ab - sum_a * sum_b) ** 2 / (variances + EPS ** 2)).mean()
 
 
 def with_backward(function, a, b):

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=omnimorph-compare
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --gres=gpu:1
+#SBATCH --cpus-per-task=12
+#SBATCH --time=01:00:00
+#SBATCH --output=Logs/compare_%j.out
+#
+# The training step as it is against the same step written plainly: tests/compare_3modes_speed.py on one device. That
+# both compute the same is tested by tests/test_3modes_opt_equivalence.py, which runs first.
+#
+#   sbatch Scripts/bash_compare.sh
+#   bash Scripts/bash_compare.sh --size 40 --device cpu               (its options; with --help a list)
+#
+# Slurm writes its output into the folder Logs, which has to be there when a job is submitted. Without a device:
+# sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
+#
+# Exit code: 0 done, 1 the two do not compute the same, 43 this cannot run.
+set -u
+
+stop() { echo "error: $1" >&2; exit 43; }
+root=""
+for folder in "$(dirname "${BASH_SOURCE[0]}")/.." "$PWD" "${SLURM_SUBMIT_DIR:-}"; do
+    [[ -f $folder/OM_train_3modes.py ]] && root=$(cd "$folder" && pwd) && break
+done
+[[ -n $root ]] || stop "there is no OM_train_3modes.py in $PWD: submit from the repository's folder."
+# shellcheck source=/dev/null
+source "$root/Scripts/site.sh"
+cd "$root" || exit 43
+"$PYTHON" -m pytest -q tests/test_3modes_opt_equivalence.py || exit 1
+exec "$PYTHON" tests/compare_3modes_speed.py "$@"

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=omnimorph-stratB
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --gres=gpu:8
+#SBATCH --cpus-per-task=12
+#SBATCH --time=02:15:00
+#SBATCH --output=Logs/stratB_%j.out
+#
+# The leak rate of the training by itself: the production config on one node and on volumes that are made up, for two
+# hours, without validation, without checkpoints but the one at the end, without restarts. Each rank watches its memory; what
+# grows is said at once and again at the end. It leaves early only where memory would run out.
+#
+#   sbatch Scripts/bash_train_stratB.sh
+#   SECONDS_LONG=300 bash Scripts/bash_train_stratB.sh --set data.img_size=64     (options of OM_train_3modes.py)
+#
+# SECONDS_LONG=S  how long (default 7200)
+# SIDE=N          side of the volumes that are made up (default 128)
+# STRATB=folder   where all of it goes (default Logs/stratB)
+# RANKS=N         ranks, each with a device of its own (default: the devices that torch sees; on a CPU one)
+#
+# Slurm writes its output into the folder Logs, which has to be there when a job is submitted. Without a device:
+# sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
+#
+# Exit code: 0 memory stays where it is, 1 something grows, others: the training's.
+set -u
+
+stop() { echo "error: $1" >&2; exit 43; }
+root=""
+for folder in "$(dirname "${BASH_SOURCE[0]}")/.." "$PWD" "${SLURM_SUBMIT_DIR:-}"; do
+    [[ -f $folder/OM_train_3modes.py ]] && root=$(cd "$folder" && pwd) && break
+done
+[[ -n $root ]] || stop "there is no OM_train_3modes.py in $PWD: submit from the repository's folder."
+# shellcheck source=/dev/null
+source "$root/Scripts/site.sh"
+cd "$root" || exit 43
+RANKS=${RANKS:-$("$PYTHON" -c "import torch; print(max(torch.accelerator.device_count(), 1))")}
+export OMP_NUM_THREADS=$((OMP_NUM_THREADS > RANKS ? OMP_NUM_THREADS / RANKS : 1))
+folder=$(realpath -m "${STRATB:-Logs/stratB}")
+
+[[ -f $folder/data/dataset.json ]] || "$PYTHON" -m Dataloader.synthetic --out "$folder/data" --count 4 \
+    --size "${SIDE:-128}" || exit 43
+# So many repeats that no epoch ends: nothing is validated and nothing written.
+training=("$PYTHON" OM_train_3modes.py --config Config/config_om.yaml
+    --fresh --max-seconds-before-restart "${SECONDS_LONG:-7200}"
+    --set data.root="$folder/data" --set data.cache= --set data.train_ids=0-3 --set data.val_ids=
+    --set data.expect_samples=0 --set data.pairs=0 --set data.in_memory=true --set data.repeats=100000
+    --set registration.gate=2 --set run.checkpoint_steps=0 --set run.checkpoint_minutes=0
+    --set run.models="$folder/Models" --set run.logs="$folder" "$@")
+port=$("$PYTHON" -c "from Runtime.attempts import free_port; print(free_port())") || exit 43
+pids=()
+trap 'kill "${pids[@]}" 2> /dev/null' INT TERM  # the ranks save and leave
+for ((rank = RANKS - 1; rank >= 0; rank--)); do
+    exec {out}>&1
+    ((rank == 0)) || exec {out}> "$folder/rank$rank.log"
+    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS MASTER_ADDR=127.0.0.1 MASTER_PORT=$port \
+        "${training[@]}" >&"$out" 2>&1 &
+    pids+=($!)
+    exec {out}>&-
+done
+code=0
+for pid in "${pids[@]}"; do
+    wait "$pid"
+    ended=$?
+    while ((ended > 128)) && kill -0 "$pid" 2> /dev/null; do  # a signal ended the wait, not the rank
+        wait "$pid"
+        ended=$?
+    done
+    ((ended == 0 || ended == 42)) || code=$ended
+done
+run=$(find "$folder/Models" -mindepth 1 -maxdepth 1 -type d -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)
+echo "steps of rank 0: $(grep -c '"event": "step"' "$run/rank0.jsonl")"
+leaks=$(grep -o '"sentence": "[^"]*"' "$run"/rank*.jsonl)
+if [[ -n $leaks ]]; then
+    echo "$leaks"
+    exit 1
+fi
+((code == 0)) || exit $code
+echo "no rank's memory grows by a MiB a step or more"

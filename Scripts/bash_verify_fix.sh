@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=omnimorph-verify_fix
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --gres=gpu:1
+#SBATCH --cpus-per-task=12
+#SBATCH --time=00:30:00
+#SBATCH --output=Logs/verify_fix_%j.out
+#
+# Does UpsampleConv help on this device? ConvTranspose3d, which it replaced, leaks with some Intel drivers. Both by
+# tests/diagnose_xpu_leak_ops.py, each in a process of its own.
+#
+#   sbatch Scripts/bash_verify_fix.sh
+#   bash Scripts/bash_verify_fix.sh --scale 0.125 --device cpu        (its options but --only)
+#
+# Slurm writes its output into the folder Logs, which has to be there when a job is submitted. Without a device:
+# sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
+#
+# Exit code: 0 UpsampleConv does not leak, 1 it does, 43 this cannot run.
+set -u
+
+stop() { echo "error: $1" >&2; exit 43; }
+root=""
+for folder in "$(dirname "${BASH_SOURCE[0]}")/.." "$PWD" "${SLURM_SUBMIT_DIR:-}"; do
+    [[ -f $folder/OM_train_3modes.py ]] && root=$(cd "$folder" && pwd) && break
+done
+[[ -n $root ]] || stop "there is no OM_train_3modes.py in $PWD: submit from the repository's folder."
+# shellcheck source=/dev/null
+source "$root/Scripts/site.sh"
+cd "$root" || exit 43
+
+leaks() {  # operation, options: true if it leaks
+    "$PYTHON" tests/diagnose_xpu_leak_ops.py "${@:2}" --only "$1"
+    local code=$?
+    ((code <= 1)) || exit $code
+    return $((1 - code))
+}
+
+before=no
+after=no
+leaks ConvTranspose3d "$@" && before=yes
+leaks UpsampleConv "$@" && after=yes
+case $before$after in
+    yesno) echo "the fix holds: ConvTranspose3d leaks here, UpsampleConv does not" ;;
+    nono) echo "neither leaks here: the fix costs nothing and is not needed with this driver" ;;
+    yesyes) echo "the fix does not help: both leak here; find the operation with Scripts/bash_diagnose_ops.sh" ;;
+    noyes) echo "UpsampleConv leaks here and ConvTranspose3d does not: train recmulmodmutattnnet (model.name) here" ;;
+esac
+[[ $after == no ]]

@@ -1,0 +1,34 @@
+# Sourced by the job scripts of this folder, which have set `root`, the repository's folder, and `stop`.
+#
+# CLUSTER=name    settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if there is such
+#                 a file, else local)
+# PYTHON=path     the interpreter (default: .venv/bin/python, else python3)
+#
+# Afterwards every variable of the site's file is exported, PYTHON is the interpreter, and OMP_NUM_THREADS the cores.
+# shellcheck shell=bash disable=SC2154  # root is the caller's
+if [[ -z ${CLUSTER:-} ]]; then
+    CLUSTER=local
+    [[ -f $root/Config/cluster/${SLURM_CLUSTER_NAME:-}.env ]] && CLUSTER=$SLURM_CLUSTER_NAME
+fi
+if [[ ! -f $root/Config/cluster/$CLUSTER.env ]]; then
+    known=$(cd "$root/Config/cluster" && ls -- *.env)
+    stop "CLUSTER=$CLUSTER: there is no Config/cluster/$CLUSTER.env; known are ${known//$'\n'/, }."
+fi
+export CLUSTER NODE_COUNT=1
+set -a  # every variable of the site's file is exported
+here=$PWD
+cd "$root" || exit 43  # the files name others by their place in the repository
+# shellcheck source=/dev/null
+source "Config/cluster/$CLUSTER.env"
+cd "$here" || exit 43
+set +a
+ulimit -c 0  # no core files
+ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
+
+if [[ -z ${PYTHON:-} ]]; then
+    PYTHON=python3
+    [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
+fi
+cores=${SLURM_CPUS_PER_TASK:-$(nproc)}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
+unset RANK LOCAL_RANK WORLD_SIZE SITE_OPTIONS

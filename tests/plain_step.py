@@ -1,0 +1,88 @@
+"""The three modes of a training step written plainly, from their definitions: slow, for comparison with what is used.
+
+Deformations are composed one after the other, local correlations are five convolutions with a cube of ones. Arguments
+and results are those of the functions in OM_train_3modes.py, Diffusion/diffuser.py and Diffusion/losses.py.
+"""
+import torch
+import torch.nn.functional as F
+
+import OM_train_3modes as om
+from Dataloader.augment import augment
+from Diffusion.diffuser import draw_velocity, image_count, label_count, make_condition, middle
+from Diffusion.draws import uniform
+from Diffusion.evaluation import align
+from Diffusion.fields import compose, resize_field, warp
+from Diffusion.losses import NEGLIGIBLE, regularity
+from Runtime.device import autocast
+
+EPS = 1e-5
+
+
+def step_by_step(velocity, count, region):
+    """A velocity composed with itself `count` times, 1 or more, on a region of its grid."""
+    result = velocity
+    for _ in range(count - 1):
+        result = compose(result, velocity)
+    return result[(..., *region)]
+
+
+def dense_correlation(a, b, window=9):
+    """Squared local correlation as several packages write it: five convolutions with a cube of ones."""
+    ones = torch.ones(1, 1, *[window] * (a.dim() - 2), device=a.device)
+    count, box = window ** (a.dim() - 2), F.conv3d if a.dim() == 5 else F.conv2d
+    sum_a, sum_b, aa, bb, ab = (box(x, ones, padding=window // 2) / count for x in (a, b, a * a, b * b, a * b))
+    variances = (aa - sum_a * sum_a).clamp(min=0) * (bb - sum_b * sum_b).clamp(min=0)
+    return ((ab - sum_a * sum_b) ** 2 / (variances + EPS ** 2)).mean()
+
+
+def diffuse(ddpm, x0, times, keys):
+    """DeformDDPM.diffuse, one sample and one composition after the other."""
+    images, fields = [], []
+    for image, t, key in zip(x0, times, keys):
+        velocity, extra = (draw_velocity([key], word, ddpm.dims, ddpm.grids, ddpm.v_scale).to(x0.device)
+                           for word in ("velocity", "velocity noise"))
+        region, size = middle(ddpm.grids[-1], ddpm.dims), x0.shape[2:]
+        fields.append(resize_field(step_by_step(velocity, label_count(t), region), size))
+        noisy = compose(velocity, ddpm.noise_ratio * extra)
+        images.append(warp(image[None], resize_field(step_by_step(noisy, image_count(t), region), size)))
+    return torch.cat(images), torch.cat(fields)
+
+
+def deform_batch(images, keys, ddpm, cfg):
+    x0, times = augment(images, keys, cfg), ddpm.draw_times(keys)
+    xt, true_field = diffuse(ddpm, x0, times, keys)
+    return {"xt": xt, "true_field": true_field, "t": torch.tensor(times, device=x0.device),
+            "condition": make_condition(x0, cfg["model.condition_type"], keys),
+            "keep": (uniform(keys, "keep") >= cfg["model.condition_dropout"]).to(x0.device)}
+
+
+def step_diffusion(net, batch, cfg):
+    with autocast(batch["xt"].device, cfg["run.amp"]):
+        pred_field = net(batch["xt"], batch["t"], batch["condition"], batch["keep"])
+    true_field = batch["true_field"]
+    side = torch.tensor(true_field.shape[2:], device=true_field.device).view(1, -1, *[1] * (true_field.dim() - 2))
+    label, undone = true_field / side, warp(pred_field.float(), true_field, padding="border") / side
+    lengths = label.norm(dim=1)
+    dist = ((undone + label).norm(dim=1) ** 2 / (lengths ** 2 + NEGLIGIBLE)).mean()
+    cosine = (undone * label).sum(1) / (undone.norm(dim=1).clamp(min=NEGLIGIBLE ** 0.5)
+                                        * lengths.clamp(min=NEGLIGIBLE ** 0.5))
+    ang = torch.stack([one[known].mean() for one, known in zip(cosine, lengths > NEGLIGIBLE ** 0.5)]).mean()
+    regul = regularity(pred_field, cfg["loss.waiver"], cfg["loss.folding"])
+    loss = cfg["loss.dist"] * dist + cfg["loss.ang"] * ang + cfg["loss.regul"] * regul
+    return loss, {"total": loss, "ang": ang, "dist": dist, "regul": regul}
+
+
+step_contrastive = om.step_contrastive  # nothing in it was written for speed
+
+
+def step_registration(net, moving, fixed, cfg):
+    field = align(net, moving, fixed, cfg)
+    warped = warp(moving, field)
+    imgsim, pool = 0.0, F.avg_pool3d if moving.dim() == 5 else F.avg_pool2d
+    for level in range(cfg["registration.scales"]):
+        image, target = (pool(x, 2 ** level) if level else x for x in (warped, fixed))
+        imgsim = imgsim - dense_correlation(image, target, cfg["registration.window"]) / cfg["registration.scales"]
+    imgmse = ((warped - fixed) ** 2).mean()
+    ddf = regularity(field, cfg["loss.waiver"], cfg["loss.folding"])
+    loss = cfg["loss.imgsim"] * imgsim + cfg["loss.imgmse"] * imgmse + cfg["loss.ddf"] * ddf
+    return loss, {"regist": loss, "imgsim": imgsim, "imgmse": imgmse, "ddf": ddf}
