@@ -20,15 +20,10 @@
 # Exit code: 0 nothing grows, 1 something grows with every iteration, 43 this cannot run.
 set -u
 
-stop() { echo "error: $1" >&2; exit 43; }
-root=""
-for folder in "$(dirname "${BASH_SOURCE[0]}")/.." "$PWD" "${SLURM_SUBMIT_DIR:-}"; do
-    [[ -f $folder/OM_train_3modes.py ]] && root=$(cd "$folder" && pwd) && break
-done
-[[ -n $root ]] || stop "there is no OM_train_3modes.py in $PWD: submit from the repository's folder."
+root=$(dirname "${BASH_SOURCE[0]}")/..
+[[ -f $root/Scripts/site.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}  # sbatch runs a copy of this file
+cd "$root" && root=$PWD
 # shellcheck source=/dev/null
-source "$root/Scripts/site.sh"
-cd "$root" || exit 43
-RANKS=${RANKS:-$("$PYTHON" -c "import torch; print(max(torch.accelerator.device_count(), 1))")}
-export OMP_NUM_THREADS=$((OMP_NUM_THREADS > RANKS ? OMP_NUM_THREADS / RANKS : 1))
+source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
+count_ranks
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" tests/diagnose_xpu_leak.py "$@"

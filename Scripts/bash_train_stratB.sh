@@ -8,8 +8,8 @@
 #SBATCH --output=Logs/stratB_%j.out
 #
 # The leak rate of the training by itself: the production config on one node and on volumes that are made up, for two
-# hours, without validation, without checkpoints but the one at the end, without restarts. Each rank watches its memory; what
-# grows is said at once and again at the end. It leaves early only where memory would run out.
+# hours, without validation, without checkpoints but the one at the end, without restarts. Each rank watches its memory;
+# what grows is said at once and again at the end. It leaves early only where memory would run out.
 #
 #   sbatch Scripts/bash_train_stratB.sh
 #   SECONDS_LONG=300 bash Scripts/bash_train_stratB.sh --set data.img_size=64     (options of OM_train_3modes.py)
@@ -25,17 +25,12 @@
 # Exit code: 0 memory stays where it is, 1 something grows, others: the training's.
 set -u
 
-stop() { echo "error: $1" >&2; exit 43; }
-root=""
-for folder in "$(dirname "${BASH_SOURCE[0]}")/.." "$PWD" "${SLURM_SUBMIT_DIR:-}"; do
-    [[ -f $folder/OM_train_3modes.py ]] && root=$(cd "$folder" && pwd) && break
-done
-[[ -n $root ]] || stop "there is no OM_train_3modes.py in $PWD: submit from the repository's folder."
+root=$(dirname "${BASH_SOURCE[0]}")/..
+[[ -f $root/Scripts/site.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}  # sbatch runs a copy of this file
+cd "$root" && root=$PWD
 # shellcheck source=/dev/null
-source "$root/Scripts/site.sh"
-cd "$root" || exit 43
-RANKS=${RANKS:-$("$PYTHON" -c "import torch; print(max(torch.accelerator.device_count(), 1))")}
-export OMP_NUM_THREADS=$((OMP_NUM_THREADS > RANKS ? OMP_NUM_THREADS / RANKS : 1))
+source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
+count_ranks
 folder=$(realpath -m "${STRATB:-Logs/stratB}")
 
 [[ -f $folder/data/dataset.json ]] || "$PYTHON" -m Dataloader.synthetic --out "$folder/data" --count 4 \

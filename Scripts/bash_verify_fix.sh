@@ -19,15 +19,11 @@
 # Exit code: 0 UpsampleConv does not leak, 1 it does, 43 this cannot run.
 set -u
 
-stop() { echo "error: $1" >&2; exit 43; }
-root=""
-for folder in "$(dirname "${BASH_SOURCE[0]}")/.." "$PWD" "${SLURM_SUBMIT_DIR:-}"; do
-    [[ -f $folder/OM_train_3modes.py ]] && root=$(cd "$folder" && pwd) && break
-done
-[[ -n $root ]] || stop "there is no OM_train_3modes.py in $PWD: submit from the repository's folder."
+root=$(dirname "${BASH_SOURCE[0]}")/..
+[[ -f $root/Scripts/site.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}  # sbatch runs a copy of this file
+cd "$root" && root=$PWD
 # shellcheck source=/dev/null
-source "$root/Scripts/site.sh"
-cd "$root" || exit 43
+source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
 
 leaks() {  # operation, options: true if it leaks
     "$PYTHON" tests/diagnose_xpu_leak_ops.py "${@:2}" --only "$1"

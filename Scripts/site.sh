@@ -1,4 +1,4 @@
-# Sourced by the job scripts of this folder, which have set `root`, the repository's folder, and `stop`.
+# Sourced by the job scripts of this folder; `root` is the repository's folder.
 #
 # CLUSTER=name    settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if there is such
 #                 a file, else local)
@@ -6,6 +6,12 @@
 #
 # Afterwards every variable of the site's file is exported, PYTHON is the interpreter, and OMP_NUM_THREADS the cores.
 # shellcheck shell=bash disable=SC2154  # root is the caller's
+stop() { echo "error: $1" >&2; exit 43; }
+count_ranks() {  # RANKS: by default one for each device that torch sees, on a CPU one; they share the cores
+    RANKS=${RANKS:-$("$PYTHON" -c "import torch; print(max(torch.accelerator.device_count(), 1))")}
+    export OMP_NUM_THREADS=$((OMP_NUM_THREADS > RANKS ? OMP_NUM_THREADS / RANKS : 1))
+}
+
 if [[ -z ${CLUSTER:-} ]]; then
     CLUSTER=local
     [[ -f $root/Config/cluster/${SLURM_CLUSTER_NAME:-}.env ]] && CLUSTER=$SLURM_CLUSTER_NAME

@@ -60,7 +60,7 @@ def one_step(way, net, ddpm, volumes, keys, queue, cfg, device):
         seconds[part] = time.perf_counter() - began
         return found
 
-    batch = measured("deform", lambda: way.deform_batch(volumes, keys, ddpm, cfg))
+    batch = measured("deform", lambda: om.deform_batch(volumes, keys, ddpm, cfg))
     measured("diffusion", lambda: way.step_diffusion(net, batch, cfg))
     measured("contrastive", lambda: way.step_contrastive(net, batch, subjects, queue, cfg))
     measured("registration", lambda: way.step_registration(net, volumes, volumes.flip(0).roll(1, 2), cfg))
@@ -76,14 +76,15 @@ def main(argv=None):
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
-    net, ddpm, queue = build_network(cfg, device), DeformDDPM(cfg), new_queue(cfg, device)
+    net, queue = build_network(cfg, device), new_queue(cfg, device)
     dims, count = cfg["model.dims"], cfg["data.batchsize"]
     images = [make_subject(number, cfg["data.img_size"], dims=dims)["image"] for number in range(count)]
     volumes = torch.from_numpy(np.stack(images))[:, None].to(device)
-    ways, found = {"as it is": om, "plain": plain_step}, {"as it is": [], "plain": []}
+    ways = {"as it is": (om, DeformDDPM(cfg)), "plain": (plain_step, plain_step.PlainDDPM(cfg))}
+    found = {name: [] for name in ways}
     for step in tqdm(range(args.steps + 1), "steps"):
         keys = [(0, step, number) for number in range(count)]
-        for name, way in ways.items():
+        for name, (way, ddpm) in ways.items():
             found[name].append(one_step(way, net, ddpm, volumes, keys, queue, cfg, device))
     medians = {name: {part: statistics.median(one[part] for one in steps[1:]) for part in PARTS}
                for name, steps in found.items()}

@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import OM_train_3modes as om
-from Dataloader.augment import augment
-from Diffusion.diffuser import draw_velocity, image_count, label_count, make_condition, middle
-from Diffusion.draws import uniform
+from Diffusion.diffuser import DeformDDPM, draw_velocity, image_count, label_count, middle
 from Diffusion.evaluation import align
 from Diffusion.fields import compose, resize_field, warp
 from Diffusion.losses import NEGLIGIBLE, regularity
@@ -35,25 +33,20 @@ def dense_correlation(a, b, window=9):
     return ((ab - sum_a * sum_b) ** 2 / (variances + EPS ** 2)).mean()
 
 
-def diffuse(ddpm, x0, times, keys):
-    """DeformDDPM.diffuse, one sample and one composition after the other."""
-    images, fields = [], []
-    for image, t, key in zip(x0, times, keys):
-        velocity, extra = (draw_velocity([key], word, ddpm.dims, ddpm.grids, ddpm.v_scale).to(x0.device)
-                           for word in ("velocity", "velocity noise"))
-        region, size = middle(ddpm.grids[-1], ddpm.dims), x0.shape[2:]
-        fields.append(resize_field(step_by_step(velocity, label_count(t), region), size))
-        noisy = compose(velocity, ddpm.noise_ratio * extra)
-        images.append(warp(image[None], resize_field(step_by_step(noisy, image_count(t), region), size)))
-    return torch.cat(images), torch.cat(fields)
+class PlainDDPM(DeformDDPM):
+    """The same deformations, one sample and one composition after the other."""
 
-
-def deform_batch(images, keys, ddpm, cfg):
-    x0, times = augment(images, keys, cfg), ddpm.draw_times(keys)
-    xt, true_field = diffuse(ddpm, x0, times, keys)
-    return {"xt": xt, "true_field": true_field, "t": torch.tensor(times, device=x0.device),
-            "condition": make_condition(x0, cfg["model.condition_type"], keys),
-            "keep": (uniform(keys, "keep") >= cfg["model.condition_dropout"]).to(x0.device)}
+    @torch.no_grad()
+    def diffuse(self, x0, times, keys):
+        images, fields = [], []
+        for image, t, key in zip(x0, times, keys):
+            velocity, extra = (draw_velocity([key], word, self.dims, self.grids, self.v_scale).to(x0.device)
+                               for word in ("velocity", "velocity noise"))
+            region, size = middle(self.grids[-1], self.dims), x0.shape[2:]
+            fields.append(resize_field(step_by_step(velocity, label_count(t), region), size))
+            noisy = compose(velocity, self.noise_ratio * extra)
+            images.append(warp(image[None], resize_field(step_by_step(noisy, image_count(t), region), size)))
+        return torch.cat(images), torch.cat(fields)
 
 
 def step_diffusion(net, batch, cfg):
