@@ -3,15 +3,19 @@
     python OM_augment.py --data Data/hippocampus --ids 1-60 --model none --config Config/config_hippocampus.yaml --out A
     python OM_augment.py --image I.nii.gz --label L.nii.gz --model Models/hippocampus_om_net --out A --draws 32
     python OM_augment.py --image I.nii.gz --model CKPT --target F.nii.gz --slices 3 --out A
+    python OM_augment.py --data Labelled --model CKPT --target Data/hippocampus --out A
 
 --model none takes the random deformations alone; a network then undoes what it can of them, which leaves a shape that
-it finds likely, or with --target draws the image towards that one. A draw depends on the seed, the id of the volume and
-its own number, and on nothing else. The folder can be used for training as it is: dataset.json lists the draws. Run the
+it finds likely, or with --target draws the image towards that one; of a whole data set without labels, towards another
+volume in every draw. A draw depends on the seed, the id of the volume, its own number and the targets, and on nothing
+else. The folder can be used for training as it is: dataset.json lists the draws. Run the
 same command again after a kill, and it goes on. Exit codes: 0 done, 43 bad input (the other volumes are done).
 """
 import argparse
 import concurrent.futures
 import csv
+import functools
+import hashlib
 import io
 import json
 import multiprocessing
@@ -26,12 +30,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from Dataloader.datalist import read_datalist, volume_id
+from Dataloader.datalist import SUFFIXES, read_datalist, volume_id
 from Dataloader.field_io import write_field
 from Dataloader.prepare import on_grid, read_beside
 from Dataloader.volume_io import open_nifti, read_header, read_raw_header, read_volume, write_volume
 from Diffusion.augment_report import MEASURES, describe, draw_name, draw_paths, write_report
 from Diffusion.augmentation import STRIDE, deform, draw_field, draw_start, measure, show, subject_number
+from Diffusion.draws import uniform
 from Diffusion.pair_figures import write_bytes
 from Diffusion.trained import DEFAULTS, find_checkpoint, load_model
 from Runtime import folder as run_folder
@@ -41,7 +46,7 @@ from Runtime.errors import DONE, STOP, InputError
 
 CHUNK = 4  # draws that a worker makes of a volume that it has read
 STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
-WORKER = {}  # what every worker has: job, config, network, target
+WORKER = {}  # what every worker has: job, config, network, items of the targets
 
 
 def parse_arguments(argv=None):
@@ -56,9 +61,10 @@ def parse_arguments(argv=None):
     parser.add_argument("--draws", type=int, default=32, help="copies of each volume (%(default)s)")
     parser.add_argument("--start", metavar="T", help="time of the random deformation, or a range of times such as "
                         "40-79: the larger the stronger (default: diffusion.timesteps - 1, the largest)")
-    parser.add_argument("--target", help="volume towards which the network deforms")
+    parser.add_argument("--target", help="volume towards which the network deforms; or a folder or list of volumes, as "
+                        "for --data: every draw towards one of them, drawn at random, never itself")
     parser.add_argument("--condition", choices=("slice", "volume", "none"), help="what the network is shown of the "
-                        "target (default: slice with a target, else none)")
+                        "target (default: what it was trained with)")
     parser.add_argument("--slices", type=int, default=0, help="planes of the target that are shown (default: a random "
                         "number, as in training)")
     parser.add_argument("--stride", type=int, default=STRIDE, help="times per step of the recovery; 1 is finest and "
@@ -114,17 +120,26 @@ def make_job(args):
     model = None if args.model == "none" else str(find_checkpoint(args.model))
     job = {"seed": args.seed, "start": read_start(args.start), "model": model, "stride": args.stride,
            "config": str(args.config or DEFAULTS), "overrides": args.overrides, "target": args.target,
-           "condition": args.condition or "slice", "slices": args.slices, "out": args.out, "device": args.device}
+           "condition": args.condition, "slices": args.slices, "out": args.out, "device": args.device}
     prepare_worker(job)
-    draw_start(job["start"], (0, 0, 0), WORKER["cfg"])
+    cfg = WORKER["cfg"]
+    draw_start(job["start"], (0, 0, 0), cfg)
     if args.target:
-        show(WORKER["target"], job["condition"], job["slices"], (0, 0, 0), WORKER["cfg"])
+        job["condition"] = args.condition or ("slice" if args.slices else cfg["model.condition_type"])
+        for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
+            placed_target(number)  # one that cannot be used is named before anything is drawn
+        show(placed_target(0), job["condition"], job["slices"], (0, 0, 0), cfg)
+        if cfg["model.condition_type"] == "volume" and job["condition"] == "slice":
+            print(f"warning: {args.model} was trained with whole volumes (model.condition_type volume) and has not "
+                  "learned to use a few planes; look at the draws before you use them.", file=sys.stderr)
     return job
 
 
 def settings(job, cfg):
     """What must be the same for earlier draws to be kept."""
-    digest = {key: job[key] and run_folder.sha256(job[key]) for key in ("model", "target")}
+    shown = "".join(run_folder.sha256(item["image"]) for item in WORKER["targets"])
+    digest = {"model": job["model"] and run_folder.sha256(job["model"]),
+              "target": (shown if len(shown) <= 64 else hashlib.sha256(shown.encode()).hexdigest()) or None}
     kept = {key: value for key, value in cfg.items() if key.split(".")[0] in ("model", "diffusion") or key in (
         "data.img_size", "data.spacing_mm", "data.crop_above", "data.percentiles", "data.window", "run.amp")}
     plain = {**{key: job[key] for key in ("seed", "start", "stride", "condition", "slices")}, **digest, **kept}
@@ -173,7 +188,7 @@ def read_items(args, cfg):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def prepare_worker(job):
-    """What every process needs: the config, the network, the target on the training grid."""
+    """What every process needs: the config, the network, which targets there are."""
     torch.set_num_threads(1)  # the same rounding for any number of workers
     device = pick_device(job["device"])
     net, cfg = None, None
@@ -181,11 +196,31 @@ def prepare_worker(job):
         net, cfg = load_model(job["model"], device, job["overrides"])
     else:
         cfg = load_config(job["config"], job["overrides"])
-    target = None
-    if job["target"]:
-        item = {"image": Path(job["target"]), "label": None, "mask": None}
-        target = torch.from_numpy(on_grid(item, cfg, ("image",))["image"])[None, None]
-    WORKER.update(job=job, net=net, cfg=cfg, target=target, device=device)
+    WORKER.update(job=job, net=net, cfg=cfg, device=device, targets=read_targets(job["target"], cfg["model.dims"]))
+    placed_target.cache_clear()
+
+
+def read_targets(path, dims):
+    """The items that --target names: one volume, or those of a data set; none without it."""
+    if not path:
+        return []
+    if not path.endswith(SUFFIXES):
+        return read_datalist(path, dims)
+    read_header(path, dims)
+    return [{"id": volume_id(path), "image": Path(path), "label": None, "mask": None}]
+
+
+@functools.lru_cache(maxsize=8)
+def placed_target(number):
+    """One of the targets on the training grid: (1, 1, *size)."""
+    return torch.from_numpy(on_grid(WORKER["targets"][number], WORKER["cfg"], ("image",))["image"])[None, None]
+
+
+def pick_target(item, key):
+    """The number of the target of a draw: of several any but the volume itself. None where there are no targets."""
+    targets, own = WORKER["targets"], item["image"].resolve()
+    others = [number for number, target in enumerate(targets) if len(targets) == 1 or target["image"].resolve() != own]
+    return others[int(float(uniform([key], "target")) * len(others))] if others else None
 
 
 def start_worker(job):
@@ -227,8 +262,9 @@ def make_draws(item, draws):
     digest, records = digests(item), []
     for draw in draws:
         key, condition = (job["seed"], subject_number(item["id"]), draw), None
-        if WORKER["target"] is not None:
-            condition = show(WORKER["target"], job["condition"], job["slices"], key, cfg).to(WORKER["device"])
+        target = pick_target(item, key)
+        if target is not None:
+            condition = show(placed_target(target), job["condition"], job["slices"], key, cfg).to(WORKER["device"])
         field = draw_field(image, affine, cfg, key, job["start"], WORKER["net"], condition, job["stride"],
                            beside.get("mask", (None,))[0], WORKER["device"])
         name, paths = draw_name(item, draw), draw_paths(item, draw)
@@ -236,7 +272,8 @@ def make_draws(item, draws):
         for kind, (array, own) in beside.items():
             write_like(out / paths[kind], deform(array, field, "nearest"), item[kind], own)
         write_field(out / paths["field"], field, affine, read_raw_header(item["image"]))
-        records.append({"name": name, "id": item["id"], "draw": draw, "source": digest, **{
+        towards = "" if target is None else WORKER["targets"][target]["id"]
+        records.append({"name": name, "id": item["id"], "draw": draw, "target": towards, "source": digest, **{
             word: round(measured, 5) for word, measured in measure(field, affine).items()}})
     return records
 
@@ -310,9 +347,9 @@ def write_lists(out, items, draws, records):
     write_bytes(out / "draws.jsonl", "".join(json.dumps(record) + "\n" for record in kept).encode())
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["name", "id", "draw", *MEASURES.values()])
-    writer.writerows([record["name"], record["id"], record["draw"], *[record[word] for word in MEASURES]]
-                     for record in kept)
+    named = ("name", "id", "draw", "target")
+    writer.writerow([*named, *MEASURES.values()])
+    writer.writerows([record[word] for word in (*named, *MEASURES)] for record in kept)
     write_bytes(out / "draws.csv", text.getvalue().encode())
     content = {"name": "deformed copies", "numTraining": len(entries), "training": entries}
     write_bytes(out / "dataset.json", (json.dumps(content, indent=1) + "\n").encode())

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 
+from Dataloader.datalist import SUFFIXES
 from Dataloader.field_io import read_field
 from Dataloader.volume_io import intensity_range, read_label, read_volume, rescale
 from Diffusion.figures import gallery_figure
@@ -33,7 +34,8 @@ def describe(job, cfg):
         lead += f", from which {Path(job['model']).name} recovered in steps of {job['stride']}"
     if job["target"]:
         shown = f"{job['slices'] or 'a random number of'} planes" if job["condition"] == "slice" else "all of it"
-        lead += f", towards {Path(job['target']).name} ({shown})"
+        others = "" if job["target"].endswith(SUFFIXES) else "others of "
+        lead += f", towards {others}{Path(job['target']).name} ({shown})"
     return f"{lead}."
 
 

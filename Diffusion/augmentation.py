@@ -20,7 +20,7 @@ STRIDE = 4  # times per step of the recovery: what one prediction undoes, see De
 
 
 def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw=0, target=None, target_affine=None,
-            condition="slice", slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu"):
+            condition=None, slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu"):
     """A deformed copy of a volume.
 
     image: (D, H, W) or (H, W), any real numbers. label: the same shape, or None. affine: 4x4, voxel to world in
@@ -29,8 +29,9 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     it is drawn; default the largest. seed, subject, draw: the key of the draw; a file that OM_augment.py writes has the
     id of the volume as subject. target: volume towards which the network deforms, on a grid of its own
     (target_affine); of it the network is shown, by `condition`, "slice": as many planes as `slices` says (0: as in
-    training), "volume": all. stride: see `DeformDDPM.recover`. mask: what data.crop_above puts the grid on. cfg:
-    without a model, the config whose diffusion.* and data.* keys are taken; default config_om.yaml.
+    training), "volume": all, None: what it was trained with, or planes if `slices` is given. stride: see
+    `DeformDDPM.recover`. mask: what data.crop_above puts the grid on. cfg: without a model, the config whose
+    diffusion.* and data.* keys are taken; default config_om.yaml.
     Returns: image, of its dtype, whole numbers rounded; label or None, nearest neighbour; field (N, *spatial) float32
     in voxels: image(x) is what was at x + field(x).
     Raises InputError for what cannot be used.
@@ -136,6 +137,7 @@ def show(target, kind, slices, key, cfg):
     if cfg["model.condition_type"] == "none":
         raise InputError("target: the model was trained without a condition (model.condition_type none) and cannot be "
                          "shown one; take another model, or no target.")
+    kind = kind or ("slice" if slices else cfg["model.condition_type"])
     if kind not in ("slice", "volume"):
         raise InputError(f"condition {kind}: of a target the network can be shown slice or volume.")
     planes = [(axis, plane) for axis, n in enumerate(target.shape[2:]) for plane in range(n)]

@@ -312,6 +312,12 @@ def recurse(one_pass, image, rec_num, detach):
     return field
 
 
+def unit_embedding(layer, pooled):
+    """Unit vectors (B, E) of pooled features (B, C), in float32: subjects differ by less than bf16 can tell."""
+    with torch.autocast(pooled.device.type, enabled=False):
+        return F.normalize(layer(pooled.float()), dim=1)
+
+
 def pad_to_multiple(x, multiple):
     """Zeros at the end of each spatial axis, so that the sides can be halved often enough."""
     padding = [(-n) % multiple for n in x.shape[2:]]
@@ -419,7 +425,7 @@ class OM_net(nn.Module):
             features = self.encode_image(image, time)
             own = self.attention.pooled(features[-1], 0)
             other = self.attention.pooled(encoded[-1], 1) if encoded is not None else own
-            return [F.normalize(self.embedding(pooled).float(), dim=1) for pooled in (own, other)]
+            return [unit_embedding(self.embedding, pooled) for pooled in (own, other)]
         return recurse(lambda x: self.one_pass(x, t, time, encoded), image, self.rec_num, self.detach)
 
 
@@ -490,7 +496,7 @@ class RecResACNet(nn.Module):
                                 time)[-1]
             other = self.features(torch.zeros_like(pad_to_multiple(image, 4)), condition, time)[-1] \
                 if self.conditioned else own
-            return [F.normalize(self.embedding(f.flatten(2).mean(2)).float(), dim=1) for f in (own, other)]
+            return [unit_embedding(self.embedding, f.flatten(2).mean(2)) for f in (own, other)]
         def one_pass(x):
             return self.field_scale(self.one_pass(x, time, condition), t, image.shape[2:])
         return recurse(one_pass, image, self.rec_num, self.detach)

@@ -1,4 +1,5 @@
 """OM_augment.py and the functions behind it: geometry, files, repeatability, the dictionary transform, bad input."""
+import csv
 import json
 import os
 import re
@@ -355,6 +356,55 @@ def test_a_network_changes_the_draws_and_a_target_changes_them_again(data, model
     assert np.abs(drawn[0] - drawn[1]).max() > 1e-3
     written = np.asarray(nibabel.load(data / "slices/imagesTr/s_001_draw01.nii.gz").dataobj)
     assert np.array_equal(np.rint(copy), written)
+
+
+def test_every_draw_goes_towards_another_volume_of_a_data_set(data, model, capsys):
+    image, others = data / "data/imagesTr/s_001.nii.gz", data / "data/imagesTr"
+    write_subject(data / "data", 3)
+    words = ["--image", image, "--model", model, "--draws", 6]
+    assert run(*words, "--target", others, "--out", data / "all") == 0
+    assert "towards others of imagesTr" in (data / "all/report.html").read_text()
+    with open(data / "all/draws.csv", newline="", encoding="utf-8") as table:
+        targets = [line["target"] for line in csv.DictReader(table)]
+    assert set(targets) == {"s_002", "s_003"}, "never the volume itself"
+    fields = [read_field(data / f"all/fieldsTr/s_001_draw0{draw}.nii.gz")[0] for draw in range(6)]
+    draw = targets.index("s_003")
+    array, affine = read_volume(image)
+    shown, shown_affine = read_volume(others / "s_003.nii.gz")
+    field = augment(array, None, affine, load_model(model), draw=draw, target=shown, target_affine=shown_affine,
+                    subject="s_001")[2]
+    assert np.allclose(field, fields[draw], atol=1e-4)
+    assert run(*words, "--target", others, "--workers", 2, "--out", data / "by two") == 0
+    for name, content in contents(data / "all").items():
+        assert (data / "by two" / name).read_bytes() == content, name
+    capsys.readouterr()
+    assert run(*words, "--target", others, "--slices", 3, "--out", data / "all") == 43
+    assert "holds draws with slices 0, not 3" in capsys.readouterr().err
+    spoilt = np.asarray(read_volume(others / "s_002.nii.gz")[0]).copy()
+    spoilt[0, 0, 0] = np.nan
+    write_volume(data / "more/spoilt.nii.gz", spoilt, affine)
+    assert run(*words, "--target", data / "more", "--out", data / "none") == 43
+    assert "spoilt.nii.gz" in capsys.readouterr().err and not (data / "none").exists()
+
+
+def test_without_a_word_a_target_is_shown_as_in_training(data, model, capsys):
+    net, cfg = load_model(model)
+    array, target = (read_volume(data / f"data/imagesTr/s_00{number}.nii.gz")[0] for number in (1, 2))
+    fields = {}
+    for trained in ("slice", "volume"):
+        for asked in (None, "slice", "volume"):
+            whole = {**cfg, "model.condition_type": trained}
+            fields[trained, asked] = augment(array, model=(net, whole), target=target, condition=asked)[2]
+        assert np.array_equal(fields[trained, None], fields[trained, trained])
+    assert np.abs(fields["slice", None] - fields["volume", None]).max() > 1e-5
+    content = checkpoint.load(model)
+    content["config"]["model.condition_type"] = "volume"
+    checkpoint.save(data / "whole", "000001_demo_om_net.pth", content)
+    words = ["--image", data / "data/imagesTr/s_001.nii.gz", "--model", data / "whole/000001_demo_om_net.pth",
+             "--target", data / "data/imagesTr/s_002.nii.gz", "--draws", 1]
+    for more, warned in (([], False), (["--slices", 3], True), (["--condition", "slice"], True)):
+        assert run(*words, *more, "--out", data / f"warned {len(more)} {warned} {more[:1]}") == 0
+        assert ("has not learned to use a few planes" in capsys.readouterr().err) == warned
 
 
 def test_with_a_network_too_workers_change_nothing(data, model):

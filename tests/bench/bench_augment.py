@@ -8,6 +8,7 @@ every volume --draws times, once for all trainings:
   none            the five volumes as they are
   random          ours, --model none: random deformations of the times --start
   recovered       ours, with the checkpoint's recovery from them (only with --checkpoint)
+  towards         ours, with recovery towards another volume of ids 1-60, whose label is not looked at (the same)
   elastic         MONAI's Rand3DElasticd with the settings of its tutorials: sigma 5-7 voxels, magnitude 50-150
   elastic_strong  the same with magnitude 150-350, whose displacements are about as long as ours
 All volumes are deformed on their own grids, linear for images and nearest neighbour for labels, beyond the border the
@@ -36,7 +37,7 @@ from Dataloader.augment import augment as common_augment  # noqa: E402
 from Dataloader.augment import random_affine  # noqa: E402
 from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.volume_io import intensity_range, read_label, read_volume, rescale, to_grid  # noqa: E402
-from Diffusion.augmentation import STRIDE, augment, measure  # noqa: E402
+from Diffusion.augmentation import STRIDE, augment, measure, subject_number  # noqa: E402
 from Diffusion.draws import generator, uniform  # noqa: E402
 from Diffusion.fields import affine_field, warp  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
@@ -48,7 +49,7 @@ from Runtime.report import text_table  # noqa: E402
 
 DATA = ROOT.parent / "shared/data/hippocampus"
 CONFIG = ROOT / "Config/config_hippocampus.yaml"
-METHODS = ("none", "random", "recovered", "elastic", "elastic_strong")
+METHODS = ("none", "random", "recovered", "towards", "elastic", "elastic_strong")
 MAGNITUDE = {"elastic": (50, 150), "elastic_strong": (150, 350)}
 SIGMA = (5, 7)
 TRAIN_IDS, TRAINED, LABELS, BATCH, LR = "1-60", 5, (1, 2), 2, 2e-3
@@ -58,7 +59,7 @@ WIDTHS = (8, 16, 32)
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Segmentation learned from five volumes, by how they were augmented.")
     parser.add_argument("--data", default=str(DATA), help="volumes with labels 1 and 2 (%(default)s)")
-    parser.add_argument("--checkpoint", help="model for the method `recovered`")
+    parser.add_argument("--checkpoint", help="model for the methods `recovered` and `towards`")
     parser.add_argument("--methods", default=",".join(METHODS), help="some of %(default)s")
     parser.add_argument("--steps", type=int, default=600, help="optimiser steps of a training (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each method (%(default)s)")
@@ -115,10 +116,14 @@ def elastic(magnitude):
     return deform
 
 
-def ours(model, args, cfg):
+def ours(model, args, cfg, targets=()):
+    """A function that deforms (image, label), for each draw towards another one of the targets, if there are any."""
     def deform(image, label, affine, identity, number):
+        others = [target for target in targets if target[0] != identity]
+        shown = others[int(float(uniform([(0, subject_number(identity), number)], "target")) * len(others))] if others \
+            else (None, None, None)
         return augment(image, label, affine, model, read_start(args.start), draw=number, stride=args.stride,
-                       subject=identity, cfg=cfg)
+                       target=shown[1], target_affine=shown[2], subject=identity, cfg=cfg)
 
     return deform
 
@@ -129,7 +134,9 @@ def draw_pool(method, volumes, args, cfg):
     if method in MAGNITUDE:
         deform = elastic(MAGNITUDE[method])
     elif method != "none":
-        deform = ours(load_model(args.checkpoint, "cpu") if method == "recovered" else None, args, cfg)
+        items = read_datalist(args.data, 3, TRAIN_IDS) if method == "towards" else []
+        deform = ours(None if method == "random" else load_model(args.checkpoint), args, cfg,
+                      [(item["id"], *read_volume(item["image"])) for item in items])
     pool, measures = [], []
     for identity, image, label, affine in tqdm(volumes, f"drawing {method}", unit="vol"):
         limits = intensity_range(image, *cfg["data.percentiles"])
@@ -241,7 +248,7 @@ def main(argv=None):
         if unknown := [method for method in methods if method not in METHODS]:
             raise InputError(f"--methods {unknown[0]}: the methods are {', '.join(METHODS)}.")
         if not args.checkpoint:
-            methods = [method for method in methods if method != "recovered"]
+            methods = [method for method in methods if method not in ("recovered", "towards")]
         cfg = load_config(CONFIG, args.overrides)
         items = read_datalist(args.data, 3, TRAIN_IDS)
         volumes = read(sorted(random.Random(0).sample(items, TRAINED), key=lambda item: item["id"]))
