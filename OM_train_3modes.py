@@ -26,7 +26,7 @@ from Diffusion.evaluation import align, validate
 from Diffusion.fields import warp
 from Diffusion.figures import registration_figure
 from Diffusion.gradients import new_gradients, put_together, set_aside
-from Diffusion.losses import info_nce, mslncc, new_queue, push, recovery_terms, regularity
+from Diffusion.losses import info_nce, mslncc, new_queue, push, recovery_terms, regularity, without_drift
 from Diffusion.networks import build_network
 from Diffusion.schedule import averaged, learning_rate, new_average, update_average
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
@@ -88,10 +88,10 @@ def step_contrastive(net, batch, subjects, queue, cfg):
     with autocast(batch["xt"].device, cfg["run.amp"]):
         of_image, of_condition = net(batch["xt"], batch["t"], batch["condition"], embed=True)
     allowed = (queue["subjects"] >= 0) & (queue["subjects"] != subjects[:, None])
-    temperature = cfg["contrastive.temperature"]
+    image, condition, images, conditions = without_drift(queue, of_image, of_condition)
     loss = cfg["loss.contrastive"] * 0.5 * (
-        info_nce(of_image, of_condition, queue["conditions"], allowed, temperature)
-        + info_nce(of_condition, of_image, queue["images"], allowed, temperature))
+        info_nce(image, condition, conditions, allowed, cfg["contrastive.temperature"])
+        + info_nce(condition, image, images, allowed, cfg["contrastive.temperature"]))
     return loss, {"contrastive": loss}, (of_image.detach(), of_condition.detach())
 
 

@@ -238,7 +238,7 @@ def run_method(method, volumes, held_out, args, cfg):
     return {"dice": statistics.fmean(means), "sd": statistics.stdev(means) if len(means) > 1 else 0.0,
             **{f"dice_{label}": statistics.fmean(values) for label, values in zip(LABELS, zip(*labels))},
             "deformation_percent": measures["mean"], "deformation_percent_p95": measures["p95"],
-            "folding_percent": measures["folding"]}
+            "folding_percent": measures["folding"], "dice_of_seeds": [round(mean, 5) for mean in means]}
 
 
 def main(argv=None):
@@ -261,10 +261,10 @@ def main(argv=None):
         print(f"error: {error}", file=sys.stderr)
         return STOP
     header = ["method", "Dice", "sd", *[f"label {label}" for label in LABELS], "deformed %", "95th %", "folded %"]
-    rows = [[method, *found.values()] for method, found in result.items()]
+    rows = [[method, *list(found.values())[:-1]] for method, found in result.items()]
     print(f"\n{len(held_out)} held-out volumes, {args.seeds} seeds, {args.steps} steps of {BATCH} samples")
     print(text_table(header, rows, [None, *[".4f"] * 4, ".2f", ".2f", ".4f"]))
-    print(json.dumps({method: {key: value if value is None else round(value, 5) for key, value in found.items()}
+    print(json.dumps({method: {key: round(value, 5) if isinstance(value, float) else value for key, value in found.items()}
                       for method, found in result.items()}))
     return 0
 
