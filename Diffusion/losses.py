@@ -159,8 +159,8 @@ def without_drift(queue, of_image, of_condition):
     from another. So the mean path of the queue, a quadratic in age for images and one for conditions, is found by least
     squares, and the directions in which it runs are taken out: there is nothing to be gained along them.
 
-    of_image, of_condition: (B, E) unit vectors. Returns: these and the queue's images and conditions (K, E), unit
-    vectors, in this order; as they are while the queue holds fewer than MIN_FIT. Of E directions at most a quarter goes.
+    of_image, of_condition: (B, E) unit vectors. Returns: these and the queue's images and conditions (K, E), in this
+    order, unit vectors; as they are while the queue holds fewer than MIN_FIT. At most a quarter of all directions goes.
     """
     found, (size, width) = [of_image, of_condition, queue["images"], queue["conditions"]], queue["images"].shape
     filled = min(queue["next"], size)

@@ -5,8 +5,17 @@ import pytest
 import torch
 
 from Diffusion.fields import affine_field, identity, invert, jacobian_determinant, side_lengths
-from Diffusion.losses import (MIN_FIT, folding, info_nce, new_queue, push, recovery_terms, regularity, roughness,
-                              without_drift)
+from Diffusion.losses import (
+    MIN_FIT,
+    folding,
+    info_nce,
+    new_queue,
+    push,
+    recovery_terms,
+    regularity,
+    roughness,
+    without_drift,
+)
 
 
 @pytest.fixture(params=[(24, 33), (16, 21, 26)], ids=["2d", "3d"])
@@ -228,8 +237,10 @@ def test_info_nce_gradient_pulls_the_positive_and_pushes_the_allowed_negative():
 
 
 def moving_queue(rate, told_apart, count=200, places=128, width=64, noise=0.3):
-    """Samples whose embeddings all move along a circle, `rate` radians each; image and condition of one differ by noise,
-    or in nothing. Returns: the queue, and the loss of the later samples without and with the drift taken out."""
+    """Samples whose embeddings all move along a circle, `rate` radians each; image and condition by noise or not.
+
+    Returns: the queue, and the loss of the later samples in units of chance, as it is and with the drift taken out.
+    """
     generator, losses, allowed = torch.Generator().manual_seed(0), [], torch.ones(1, places, dtype=torch.bool)
     queue = new_queue({"contrastive.queue": places, "contrastive.embedding": width}, "cpu")
     plane = torch.linalg.qr(torch.randn(width, 2, generator=generator))[0]

@@ -264,8 +264,8 @@ def main(argv=None):
     rows = [[method, *list(found.values())[:-1]] for method, found in result.items()]
     print(f"\n{len(held_out)} held-out volumes, {args.seeds} seeds, {args.steps} steps of {BATCH} samples")
     print(text_table(header, rows, [None, *[".4f"] * 4, ".2f", ".2f", ".4f"]))
-    print(json.dumps({method: {key: round(value, 5) if isinstance(value, float) else value for key, value in found.items()}
-                      for method, found in result.items()}))
+    print(json.dumps({method: {key: round(value, 5) if isinstance(value, float) else value
+                               for key, value in found.items()} for method, found in result.items()}))
     return 0
 
 
