@@ -1,5 +1,9 @@
 """What a network is worth on held-out volumes: recovery at fixed times, registration of fixed pairs."""
+import itertools
+
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from Dataloader.sampler import epoch_pairs
 from Diffusion.diffuser import make_condition
@@ -47,28 +51,41 @@ def own_share(count, ranks):
     return [(number % count, number < count) for number in range(rank, -(-count // world) * world, world)]
 
 
+def retrieval(images, conditions):
+    """Share of the images that are nearer to their own condition than to any other, 0 .. 1; by chance 1 / n.
+
+    images, conditions: (n, E) embeddings, seen from their means: what all have in common does not count in mode 2.
+    """
+    images, conditions = (F.normalize(one - one.mean(0), dim=1) for one in (images, conditions))
+    return ((images @ conditions.T).argmax(1) == torch.arange(len(images))).double().mean().item()
+
+
 @torch.no_grad()
 def validate(state, dataset, cfg):
     """Scores on held-out volumes, shared among the ranks, and the first pair for a picture.
 
     state: the training's net, ddpm, device, ranks and progress. Every rank calls this.
-    Returns: dict of val_ang (mean over times), val_dice and val_dice_before (None without labels), val_imgsim (mean
-    local correlation, 1 is perfect), val_folding (percent of voxels); and (moving, fixed, warped, field) of pair 0,
-    None on other ranks than 0.
+    Returns: dict of val_ang (mean over times), val_retrieval (share of volumes known by their condition at the middle
+    time), val_dice and val_dice_before (None without labels), val_imgsim (mean local correlation, 1 is perfect),
+    val_folding (percent of voxels); and (moving, fixed, warped, field) of pair 0, None on other ranks than 0.
     """
     net, ddpm, device, ranks = state["net"], state["ddpm"], state["device"], state["ranks"]
     net.eval()
-    cosines, scores, picture = [], [], None
+    cosines, embeddings, scores, picture = [], [], [], None
     times = sorted({max(cfg["diffusion.timesteps"] * share // 4, 1) for share in (1, 2, 3)})
     for index, counts in own_share(min(len(dataset), cfg["run.val_pairs"]), ranks):
         x0 = dataset.image(index)[None].to(device)
         for t in times:
             keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
             xt, true_field = ddpm.diffuse(x0, [t], keys)
+            asked = (xt, torch.tensor([t], device=device), make_condition(x0, cfg["model.condition_type"], keys))
             with autocast(device, cfg["run.amp"]):
-                pred = net(xt, torch.tensor([t], device=device), make_condition(x0, cfg["model.condition_type"], keys))
+                pred = net(*asked)
+                known = net(*asked, embed=True) if t == times[len(times) // 2] else None
             if counts:
                 cosines.append((index, t, recovery_terms(pred, true_field)[1].item()))
+            if counts and known:
+                embeddings.append((index, torch.cat(known).cpu().numpy()))
     pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"], rule=dataset.rule)
     for number, counts in own_share(len(pairs), ranks):
         pair = pairs[number]
@@ -88,8 +105,9 @@ def validate(state, dataset, cfg):
             picture = [volume[0, 0].cpu() for volume in (moving, fixed, warped)] + [field[0].cpu()]
     net.train()
     agree.agree(ranks, state["progress"]["step"], "evaluate")
-    found = agree.gather_objects(ranks, (cosines, scores))
+    found = agree.gather_objects(ranks, (cosines, embeddings, scores))
     # In the order of their numbers, so that the averages are the same for any number of ranks.
-    cosines = [cosine for _, _, cosine in sorted(row for part, _ in found for row in part)]
-    scores = [score for _, score in sorted((row for _, part in found for row in part), key=lambda row: row[0])]
-    return {"val_ang": average(cosines), **{name: average([s[name] for s in scores]) for name in scores[0]}}, picture
+    cosines, embeddings, scores = ([row[-1] for row in sorted(itertools.chain(*parts), key=lambda row: row[:-1])]
+                                   for parts in zip(*found))
+    return {"val_ang": average(cosines), "val_retrieval": retrieval(*torch.from_numpy(np.stack(embeddings, axis=1))),
+            **{name: average([score[name] for score in scores]) for name in scores[0]}}, picture

@@ -88,7 +88,7 @@ def write_report(cases, history, model, seconds):
     panels = [("Mode 1: recovery of a random deformation (ang: -1 is perfect)", ["ang", "dist", "regul"]),
               ("Mode 2: contrastive", ["contrastive"]),
               ("Mode 3: registration (imgsim: -1 is perfect)", ["imgsim", "imgmse", "ddf"]),
-              ("Validation", ["val_dice", "val_dice_before", "val_imgsim", "val_ang"])]
+              ("Validation", ["val_dice", "val_dice_before", "val_imgsim", "val_ang", "val_retrieval"])]
     header = ["pair", "Dice before", "Dice after", "gain", "refined", "folded %", "seconds"]
     rows = [[c["pair"], c["before"], c["after"], c["after"] - c["before"], c["refined"], c["folding"], c["seconds"]]
             for c in cases]

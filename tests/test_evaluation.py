@@ -1,8 +1,8 @@
-"""What registration makes of a network's answers: rounds, and both directions."""
+"""What registration makes of a network's answers: rounds, and both directions; whom mode 2 knows."""
 import pytest
 import torch
 
-from Diffusion.evaluation import align, best_field
+from Diffusion.evaluation import align, best_field, retrieval
 from Diffusion.fields import compose, flow, identity, warp
 from Diffusion.metrics import folding_percent
 from Diffusion.networks import build_network
@@ -77,3 +77,16 @@ def test_the_other_way_round_is_the_inverse_and_nothing_folds():
     assert folding_percent(rough(MOVING, None, None)) > 0.5
     assert folding_percent(there) == 0.0
     torch.testing.assert_close(there, flow(velocity))
+
+
+def test_retrieval_counts_whose_own_condition_is_nearest_to_what_is_its_own():
+    generator = torch.Generator().manual_seed(0)
+    own = torch.nn.functional.normalize(torch.randn(10, 32, generator=generator), dim=1)
+    assert retrieval(own, own) == 1.0 and retrieval(own, own.roll(1, 0)) == 0.0
+    assert retrieval(own, torch.cat([own[:6], own[6:].roll(1, 0)])) == pytest.approx(0.6)
+    common = 50 * torch.ones(32)
+    alike = [torch.nn.functional.normalize(one + common, dim=1) for one in (own, own.roll(3, 0))]
+    assert retrieval(alike[0], alike[0]) == 1.0, "what all have in common does not count"
+    assert retrieval(alike[0], alike[1]) == 0.0
+    many = torch.randn(2, 2000, 16, generator=generator)
+    assert retrieval(*many) == pytest.approx(1 / 2000, abs=0.003), "chance"

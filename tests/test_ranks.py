@@ -78,7 +78,8 @@ def together(data, tmp_path_factory):
 def test_two_ranks_train_as_one_that_accumulates(data, alone, together):
     assert sha256(together) == sha256(alone), "run.exact_sums: the same bits"
     one, two = (log_lines(folder, "epoch")[-1] for folder in (alone, together))
-    for name in [*AVERAGES, "steps", "open_share", "nonfinite", "val_ang", "val_imgsim", "val_dice", "val_folding"]:
+    for name in [*AVERAGES, "steps", "open_share", "nonfinite", "val_ang", "val_retrieval", "val_imgsim", "val_dice",
+                 "val_folding"]:
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     assert len(log_lines(together, "step")) == 3 and not log_lines(together, "step", rank=1), "rank 0 logs the steps"
     assert len(log_lines(together, "end", rank=1)) == 1 and decisions(together) == ["done"]

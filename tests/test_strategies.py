@@ -114,7 +114,7 @@ def test_each_rank_holds_its_part_of_the_optimizer_only(trained):
 def test_validation_of_three_pairs_on_two_ranks_is_the_same(trained):
     """Rank 1 has nothing left for the last pair, and repeats one that does not count."""
     scores = {strategy: log_lines(folder, "epoch")[0] for strategy, folder in trained.items()}
-    for name in ("val_ang", "val_imgsim", "val_dice", "val_dice_before", "val_folding"):
+    for name in ("val_ang", "val_retrieval", "val_imgsim", "val_dice", "val_dice_before", "val_folding"):
         assert scores["zero1"][name] == scores["ddp"][name]
         assert scores["fsdp"][name] == pytest.approx(scores["ddp"][name], rel=1e-4, abs=1e-6), name
 

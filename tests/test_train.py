@@ -139,7 +139,7 @@ def test_epoch_averages_survive_a_restart(data, tmp_path):
     assert run_here(data, tmp_path / "parts", "--max-steps-before-restart", "4", run__epochs=1) == 42
     assert run_here(data, tmp_path / "parts", run__epochs=1) == 0
     whole, parts = (log_lines(tmp_path / name, "epoch")[-1] for name in ("whole", "parts"))
-    for name in [*AVERAGES, "steps", "open_share", "nonfinite", "val_dice", "val_ang"]:
+    for name in [*AVERAGES, "steps", "open_share", "nonfinite", "val_dice", "val_ang", "val_retrieval"]:
         assert whole[name] == parts[name], name
     assert whole["steps"] == 6 and whole["open_share"] == 1.0
 
