@@ -8,8 +8,8 @@
 --model none takes the random deformations alone; a network then undoes what it can of them, which leaves a shape that
 it finds likely, or with --target draws the image towards that one; of a whole data set without labels, towards another
 volume in every draw. A draw depends on the seed, the id of the volume, its own number and the targets, and on nothing
-else. The folder can be used for training as it is: dataset.json lists the draws. Run the
-same command again after a kill, and it goes on. Exit codes: 0 done, 43 bad input (the other volumes are done).
+else. The folder can be used for training as it is: dataset.json lists the draws. Run the same command again after a
+kill, and it goes on. Exit codes: 0 done, 43 bad input (the other volumes are done).
 """
 import argparse
 import concurrent.futures
@@ -35,8 +35,17 @@ from Dataloader.field_io import write_field
 from Dataloader.prepare import on_grid, read_beside
 from Dataloader.volume_io import open_nifti, read_header, read_raw_header, read_volume, write_volume
 from Diffusion.augment_report import MEASURES, describe, draw_name, draw_paths, write_report
-from Diffusion.augmentation import STRIDE, deform, draw_field, draw_start, measure, show, subject_number
-from Diffusion.draws import uniform
+from Diffusion.augmentation import (
+    STRIDE,
+    deform,
+    draw_field,
+    draw_start,
+    measure,
+    pick_target,
+    show,
+    shown_kind,
+    subject_number,
+)
 from Diffusion.pair_figures import write_bytes
 from Diffusion.trained import DEFAULTS, find_checkpoint, load_model
 from Runtime import folder as run_folder
@@ -125,7 +134,7 @@ def make_job(args):
     cfg = WORKER["cfg"]
     draw_start(job["start"], (0, 0, 0), cfg)
     if args.target:
-        job["condition"] = args.condition or ("slice" if args.slices else cfg["model.condition_type"])
+        job["condition"] = shown_kind(args.condition, args.slices, cfg)
         for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
             placed_target(number)  # one that cannot be used is named before anything is drawn
         show(placed_target(0), job["condition"], job["slices"], (0, 0, 0), cfg)
@@ -177,10 +186,14 @@ def read_records(path):
 def read_items(args, cfg):
     if args.data:
         return read_datalist(args.data, cfg["model.dims"], args.ids)
-    read_header(args.image, cfg["model.dims"])
-    name = volume_id(args.image)
-    return [{"id": name, "image": Path(args.image), "label": args.label and Path(args.label), "mask": None,
-             "subject": name, "modality": ""}]
+    return [{**read_one(args.image, cfg["model.dims"]), "label": args.label and Path(args.label)}]
+
+
+def read_one(path, dims):
+    """The item of a single volume, like those of `read_datalist`."""
+    read_header(path, dims)
+    name = volume_id(path)
+    return {"id": name, "image": Path(path), "label": None, "mask": None, "subject": name, "modality": ""}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,10 +217,8 @@ def read_targets(path, dims):
     """The items that --target names: one volume, or those of a data set; none without it."""
     if not path:
         return []
-    if not path.endswith(SUFFIXES):
-        return read_datalist(path, dims)
-    read_header(path, dims)
-    return [{"id": volume_id(path), "image": Path(path), "label": None, "mask": None}]
+    items = [read_one(path, dims)] if path.endswith(SUFFIXES) else read_datalist(path, dims)
+    return [{**item, "file": item["image"].resolve()} for item in items]  # once, to be compared in every draw
 
 
 @functools.lru_cache(maxsize=8)
@@ -216,11 +227,11 @@ def placed_target(number):
     return torch.from_numpy(on_grid(WORKER["targets"][number], WORKER["cfg"], ("image",))["image"])[None, None]
 
 
-def pick_target(item, key):
+def target_of(item, key):
     """The number of the target of a draw: of several any but the volume itself. None where there are no targets."""
     targets, own = WORKER["targets"], item["image"].resolve()
-    others = [number for number, target in enumerate(targets) if len(targets) == 1 or target["image"].resolve() != own]
-    return others[int(float(uniform([key], "target")) * len(others))] if others else None
+    others = [number for number, target in enumerate(targets) if len(targets) == 1 or target["file"] != own]
+    return pick_target(others, key) if others else None
 
 
 def start_worker(job):
@@ -262,7 +273,7 @@ def make_draws(item, draws):
     digest, records = digests(item), []
     for draw in draws:
         key, condition = (job["seed"], subject_number(item["id"]), draw), None
-        target = pick_target(item, key)
+        target = target_of(item, key)
         if target is not None:
             condition = show(placed_target(target), job["condition"], job["slices"], key, cfg).to(WORKER["device"])
         field = draw_field(image, affine, cfg, key, job["start"], WORKER["net"], condition, job["stride"],

@@ -129,6 +129,16 @@ def require_volume(array, name, dims=None):
     return array
 
 
+def pick_target(others, key):
+    """Of several targets the one of a draw."""
+    return others[int(float(uniform([key], "target")) * len(others))]
+
+
+def shown_kind(kind, slices, cfg):
+    """What a network is shown of a target where nothing else is asked for: what it was trained with."""
+    return kind or ("slice" if slices else cfg["model.condition_type"])
+
+
 def show(target, kind, slices, key, cfg):
     """What the network is shown of a target, drawn once for all steps: values and mask, (1, 2, *size).
 
@@ -137,7 +147,7 @@ def show(target, kind, slices, key, cfg):
     if cfg["model.condition_type"] == "none":
         raise InputError("target: the model was trained without a condition (model.condition_type none) and cannot be "
                          "shown one; take another model, or no target.")
-    kind = kind or ("slice" if slices else cfg["model.condition_type"])
+    kind = shown_kind(kind, slices, cfg)
     if kind not in ("slice", "volume"):
         raise InputError(f"condition {kind}: of a target the network can be shown slice or volume.")
     planes = [(axis, plane) for axis, n in enumerate(target.shape[2:]) for plane in range(n)]

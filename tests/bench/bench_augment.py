@@ -39,7 +39,7 @@ from Dataloader.augment import augment as common_augment  # noqa: E402
 from Dataloader.augment import random_affine  # noqa: E402
 from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.volume_io import intensity_range, read_label, read_volume, rescale, to_grid  # noqa: E402
-from Diffusion.augmentation import STRIDE, augment, measure, subject_number  # noqa: E402
+from Diffusion.augmentation import STRIDE, augment, measure, pick_target, subject_number  # noqa: E402
 from Diffusion.draws import generator, uniform  # noqa: E402
 from Diffusion.fields import affine_field, warp  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
@@ -124,8 +124,7 @@ def ours(model, args, cfg, targets=()):
     """A function that deforms (image, label), for each draw towards another one of the targets, if there are any."""
     def deform(image, label, affine, identity, number):
         others = [target for target in targets if target[0] != identity]
-        shown = others[int(float(uniform([(0, subject_number(identity), number)], "target")) * len(others))] if others \
-            else (None, None, None)
+        shown = pick_target(others, (0, subject_number(identity), number)) if others else (None, None, None)
         return augment(image, label, affine, model, read_start(args.start), draw=number, stride=args.stride,
                        target=shown[1], target_affine=shown[2], subject=identity, cfg=cfg)
 
