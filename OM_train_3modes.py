@@ -22,11 +22,12 @@ from Dataloader.sampler import shares, steps_left
 from Dataloader.staging import release
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.draws import uniform
+from Diffusion.embeddings import embed, embed_steadily, new_queue, push
 from Diffusion.evaluation import align, validate
 from Diffusion.fields import warp
 from Diffusion.figures import registration_figure
 from Diffusion.gradients import new_gradients, put_together, set_aside
-from Diffusion.losses import info_nce, mslncc, new_queue, push, recovery_terms, regularity, without_drift
+from Diffusion.losses import info_nce, mslncc, recovery_terms, regularity
 from Diffusion.networks import build_network
 from Diffusion.schedule import averaged, learning_rate, new_average, update_average
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
@@ -85,14 +86,13 @@ def step_diffusion(net, batch, cfg):
 
 def step_contrastive(net, batch, subjects, queue, cfg):
     """Mode 2: know a deformed volume by its own slices among embeddings of other subjects."""
-    with autocast(batch["xt"].device, cfg["run.amp"]):
-        of_image, of_condition = net(batch["xt"], batch["t"], batch["condition"], embed=True)
+    of_image, of_condition = embed(net, batch, cfg)
+    image, condition = batch.get("steady") or (of_image, of_condition)
     allowed = (queue["subjects"] >= 0) & (queue["subjects"] != subjects[:, None])
-    image, condition, images, conditions = without_drift(queue, of_image, of_condition)
     loss = cfg["loss.contrastive"] * 0.5 * (
-        info_nce(image, condition, conditions, allowed, cfg["contrastive.temperature"])
-        + info_nce(condition, image, images, allowed, cfg["contrastive.temperature"]))
-    return loss, {"contrastive": loss}, (of_image.detach(), of_condition.detach())
+        info_nce(of_image, condition, queue["conditions"], allowed, cfg["contrastive.temperature"])
+        + info_nce(of_condition, image, queue["images"], allowed, cfg["contrastive.temperature"]))
+    return loss, {"contrastive": loss}, (image.detach(), condition.detach())
 
 
 def step_registration(net, moving, fixed, cfg):
@@ -249,6 +249,7 @@ def train_step(state, volumes, pairs, cfg, **raised):
                        weights=replicated(state["net"]) if compare else None, **raised)
     memory.empty_cache(cfg, device)
 
+    embed_steadily(state["net"], state["average"], [batch[0] for batch in batches], cfg)
     second = train_mode("contrastive", step_contrastive, batches, state, cfg["contrastive.clip_norm"], cfg)
     if second["moved"]:
         rows = [torch.cat([*kept, batch[1][:, None]], dim=1) for kept, batch in zip(second["kept"], batches)]
@@ -260,10 +261,9 @@ def train_step(state, volumes, pairs, cfg, **raised):
 
     gate_open = first["moved"] and first["terms"]["ang"] < cfg["registration.gate"]
     if gate_open:
-        both = []
-        for volumes, positions, _ in pairs:
-            # Negative positions: the draws of mode 3 must not be those of mode 1.
-            both.append(augment(volumes.to(device), [(seed, epoch, -1 - p) for p in positions.tolist()], cfg))
+        # Negative positions: the draws of mode 3 must not be those of mode 1.
+        both = [augment(volumes.to(device), [(seed, epoch, -1 - p) for p in positions.tolist()], cfg)
+                for volumes, positions, _ in pairs]
         third = train_mode("registration", step_registration, [(b[0::2], b[1::2]) for b in both], state,
                            cfg["registration.clip_norm"], cfg)
         moved.append(third["moved"])

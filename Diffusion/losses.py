@@ -10,7 +10,6 @@ from Diffusion.fields import jacobian_determinant, side_lengths, warp
 
 # Squared fraction of the image side below which a displacement counts as none (0.04 voxels at 128).
 NEGLIGIBLE = 1e-7
-MIN_FIT = 16  # embeddings in the queue, for a quadratic path to mean something
 
 
 def recovery_terms(pred_field, true_field):
@@ -149,40 +148,3 @@ def info_nce(anchors, positives, negatives, allowed, temperature):
     others = (anchors @ negatives.T).masked_fill(~allowed, float("-inf"))
     logits = torch.cat([positive, others], dim=1) / temperature
     return (torch.logsumexp(logits, dim=1) - logits[:, 0]).mean()
-
-
-def without_drift(queue, of_image, of_condition):
-    """Embeddings without what all of them have in common, now and over the time that the queue goes back.
-
-    Each step of the weights carries all embeddings along while the queue's stay where they were made. A sample could be
-    told from the queue by when it was made, moving on would lower the loss further, and no subject would ever be told
-    from another. So the mean path of the queue, a quadratic in age for images and one for conditions, is found by least
-    squares, and the directions in which it runs are taken out: there is nothing to be gained along them.
-
-    of_image, of_condition: (B, E) unit vectors. Returns: these and the queue's images and conditions (K, E), in this
-    order, unit vectors; as they are while the queue holds fewer than MIN_FIT. At most a quarter of all directions goes.
-    """
-    found, (size, width) = [of_image, of_condition, queue["images"], queue["conditions"]], queue["images"].shape
-    filled = min(queue["next"], size)
-    if filled < MIN_FIT:
-        return found
-    age = ((queue["next"] - 1 - torch.arange(filled)) % size + 1).double() / filled
-    fit = torch.linalg.pinv(torch.stack([torch.ones_like(age), age, age.square()], dim=1))
-    paths = torch.cat([fit @ kept[:filled].cpu().double() for kept in found[2:]])                     # (6, E)
-    run = torch.linalg.svd(paths, full_matrices=False)[2][:max(width // 4, 1)].to(of_image)          # (6, E)
-    return [F.normalize(one - one @ run.T @ run, dim=1) for one in found]
-
-
-def new_queue(cfg, device):
-    """Embeddings of recent samples, oldest overwritten first; subject -1 marks an empty place."""
-    size, width = cfg["contrastive.queue"], cfg["contrastive.embedding"]
-    return {"images": torch.zeros(size, width, device=device), "conditions": torch.zeros(size, width, device=device),
-            "subjects": torch.full((size,), -1, device=device), "next": 0}
-
-
-def push(queue, images, conditions, subjects):
-    """Put a step's embeddings into the queue, in global sample order. images, conditions: (B, E). subjects: (B,)."""
-    for image, condition, subject in zip(images, conditions, subjects):
-        place = queue["next"] % len(queue["subjects"])
-        queue["images"][place], queue["conditions"][place], queue["subjects"][place] = image, condition, subject
-        queue["next"] += 1

@@ -3,7 +3,8 @@
 Every network is called as net(image, t, condition) and returns one displacement field in voxels, float32:
   image (B, 1, *spatial), any size; t (B,) long, 0 .. timesteps - 1 for diffusion, timesteps for registration;
   condition (B, 2, *spatial) values x mask and mask, or None; keep (B,) bool, False drops a sample's condition.
-net(image, t, condition, embed=True) returns two unit vectors (B, E) instead: of the image and of the condition.
+net(image, t, condition, embed=True) returns two unit vectors (B, E) instead: of the image and of the condition, both as
+if t were 0. Told t, both could be a function of it, and be known by it among samples of other times, whoever they show.
 Shape comments give 128^3 with the channels of config_om.yaml.
 """
 import itertools
@@ -419,7 +420,7 @@ class OM_net(nn.Module):
         return crop(field, image.shape[2:])
 
     def forward(self, image, t, condition=None, keep=None, embed=False):
-        time = self.time(t)
+        time = self.time(torch.zeros_like(t) if embed else t)
         encoded = self.encode_condition(condition, keep, time)
         if embed:
             features = self.encode_image(image, time)
@@ -484,7 +485,7 @@ class RecResACNet(nn.Module):
         return crop(self.out(x).float(), image.shape[2:])
 
     def forward(self, image, t, condition=None, keep=None, embed=False):
-        time = self.time(t)
+        time = self.time(torch.zeros_like(t) if embed else t)
         if self.conditioned:
             empty = image.new_zeros(len(image), 2, *image.shape[2:])
             condition = empty if condition is None else condition

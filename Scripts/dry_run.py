@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from Dataloader.dataset import read_datasets
 from Dataloader.sampler import epoch_pair_count, shares, steps_left
 from Diffusion.diffuser import make_condition
-from Diffusion.losses import new_queue
+from Diffusion.embeddings import new_queue
 from Diffusion.networks import network_class
 from Runtime.errors import DONE, InputError
 

@@ -5,7 +5,7 @@ from Runtime.attempts import history, read_lines
 from Runtime.errors import InputError
 from Runtime.report import text_table
 
-STEP = ("deform", "forward", "accumulate", "agree", "backward", "optimizer", "between steps")
+STEP = ("deform", "embeddings", "forward", "accumulate", "agree", "backward", "optimizer", "between steps")
 PHASES = {"data": "waiting for data", "epoch": "waiting for data", "checkpoint": "checkpoints",
           "evaluate": "validation", "refresh": "process-group refresh", **dict.fromkeys(STEP, "steps")}
 

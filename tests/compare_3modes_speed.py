@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 import OM_train_3modes as om  # noqa: E402
 from Dataloader.synthetic import make_subject  # noqa: E402
 from Diffusion.diffuser import DeformDDPM  # noqa: E402
-from Diffusion.losses import new_queue  # noqa: E402
+from Diffusion.embeddings import new_queue  # noqa: E402
 from Diffusion.networks import build_network  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device, synchronize  # noqa: E402

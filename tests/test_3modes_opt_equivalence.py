@@ -8,7 +8,7 @@ import torch
 import OM_train_3modes as om
 from Dataloader.synthetic import make_subject
 from Diffusion.diffuser import DeformDDPM
-from Diffusion.losses import new_queue, push
+from Diffusion.embeddings import new_queue, push
 from Diffusion.networks import build_network
 from tests import plain_step
 from tests.tiny import config

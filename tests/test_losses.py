@@ -5,17 +5,7 @@ import pytest
 import torch
 
 from Diffusion.fields import affine_field, identity, invert, jacobian_determinant, side_lengths
-from Diffusion.losses import (
-    MIN_FIT,
-    folding,
-    info_nce,
-    new_queue,
-    push,
-    recovery_terms,
-    regularity,
-    roughness,
-    without_drift,
-)
+from Diffusion.losses import folding, info_nce, recovery_terms, regularity, roughness
 
 
 @pytest.fixture(params=[(24, 33), (16, 21, 26)], ids=["2d", "3d"])
@@ -234,59 +224,3 @@ def test_info_nce_gradient_pulls_the_positive_and_pushes_the_allowed_negative():
     assert torch.isfinite(of_anchors).all() and torch.isfinite(of_queue).all()
     assert (of_anchors * positives).sum() < 0
     assert not of_queue[2].any() and of_queue[1].any()
-
-
-def moving_queue(rate, told_apart, count=200, places=128, width=64, noise=0.3):
-    """Samples whose embeddings all move along a circle, `rate` radians each; image and condition by noise or not.
-
-    Returns: the queue, and the loss of the later samples in units of chance, as it is and with the drift taken out.
-    """
-    generator, losses, allowed = torch.Generator().manual_seed(0), [], torch.ones(1, places, dtype=torch.bool)
-    queue = new_queue({"contrastive.queue": places, "contrastive.embedding": width}, "cpu")
-    plane = torch.linalg.qr(torch.randn(width, 2, generator=generator))[0]
-    for step in range(count):
-        own = noise * torch.randn(2, 1, width, generator=generator) / width ** 0.5
-        own[1] = own[0] if told_apart else own[1]
-        common = plane @ torch.tensor([math.cos(rate * step), math.sin(rate * step)])
-        pair = torch.nn.functional.normalize(common + own, dim=-1)
-        if step >= places:
-            seen = [(*pair, queue["images"], queue["conditions"]), without_drift(queue, *pair)]
-            losses.append([float(info_nce(image, condition, negatives, allowed, 0.1))
-                           for image, condition, _, negatives in seen])
-        push(queue, *pair, torch.tensor([step]))
-    return queue, torch.tensor(losses).mean(0) / math.log(places + 1)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.005, 0.02])
-def test_a_common_drift_tells_no_subject_from_another(rate):
-    _, (alike, alike_without) = moving_queue(rate, told_apart=False)
-    _, (apart, apart_without) = moving_queue(rate, told_apart=True)
-    assert alike_without > 0.95, "what is chance stays chance"
-    assert apart_without < 0.05 < apart, "and what is different is seen to be"
-    if rate == 0.02:
-        assert alike < 0.7, "as it is, the drift alone lowers the loss"
-
-
-def test_nothing_can_be_gained_along_the_path_of_the_queue():
-    queue, _ = moving_queue(0.01, told_apart=False)
-    pair = unit_vectors(3, 64).requires_grad_(), unit_vectors(4, 64)[:3]
-    image, condition, images, conditions = without_drift(queue, *pair)
-    assert [len(part) for part in (image, condition, images, conditions)] == [3, 3, 128, 128]
-    assert torch.allclose(images.norm(dim=1), torch.ones(128)) and abs(images.mean(0)).max() < 0.05
-    loss = info_nce(image, condition, conditions, torch.ones(3, 128, dtype=torch.bool), 0.1)
-    gradient = torch.autograd.grad(loss, pair[0])[0]
-    ages = (199 - queue["subjects"]).float()
-    path = torch.stack([queue["images"][ages < 64].mean(0), queue["images"][ages >= 64].mean(0)])
-    assert (gradient @ path.T).abs().max() < 0.02 * gradient.norm() * path.norm()
-
-
-def test_a_young_queue_and_a_narrow_embedding_are_left_enough():
-    for pushed, places, changed in ((MIN_FIT - 1, 32, False), (MIN_FIT, 32, True), (40, MIN_FIT - 1, False)):
-        queue = new_queue({"contrastive.queue": places, "contrastive.embedding": 16}, "cpu")
-        push(queue, unit_vectors(pushed), unit_vectors(pushed + 1)[:pushed], torch.arange(pushed))
-        image = without_drift(queue, unit_vectors(3), unit_vectors(4)[:3])[0]
-        assert torch.equal(image, unit_vectors(3)) != changed
-    for width, left in ((2, 1), (8, 6), (64, 58)):
-        queue, _ = moving_queue(0.02, told_apart=True, count=40, places=32, width=width)
-        image = without_drift(queue, unit_vectors(100, width), unit_vectors(100, width))[0]
-        assert torch.linalg.matrix_rank(image, atol=1e-3) == left

@@ -90,6 +90,8 @@ def test_embeddings_are_unit_vectors_of_their_own_input(name):
     other_image, same_condition = net(image.flip(2), t, condition, embed=True)
     assert torch.equal(same_condition, of_condition), "the condition's embedding must not see the image"
     assert not torch.equal(other_image, of_image)
+    assert all(map(torch.equal, net(image, t.flip(0) + 1, condition, embed=True), (of_image, of_condition))), (
+        "samples must not be known by their times")
 
 
 def test_recursion_warps_the_original_and_composes():

@@ -234,11 +234,32 @@ def test_contrastive_loss_is_zero_until_the_queue_holds_another_subject(data):
     net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.new_queue(cfg, "cpu")
     images, subjects = torch.rand(2, 1, 16, 16, 16), torch.tensor([3, 3])
     batch = om.deform_batch(images, [(0, 0, 0), (0, 0, 1)], ddpm, cfg)
-    loss, _, embeddings = om.step_contrastive(net, batch, subjects, queue, cfg)
+    loss, _, kept = om.step_contrastive(net, batch, subjects, queue, cfg)
     assert loss.item() == 0.0
-    om.push(queue, *embeddings, subjects)
+    om.push(queue, *kept, subjects)
     assert om.step_contrastive(net, batch, subjects, queue, cfg)[0].item() == 0.0
     assert om.step_contrastive(net, batch, torch.tensor([4, 5]), queue, cfg)[0].item() > 0.0
+
+
+def test_mode_2_matches_and_keeps_what_the_averaged_weights_make_of_a_sample(data):
+    cfg = config(data)
+    net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.new_queue(cfg, "cpu")
+    before = checkpoint.weights_sha256(net.state_dict())
+    average = {name: parameter.detach() + 0.01 * torch.randn_like(parameter) for name, parameter in
+               net.named_parameters()}
+    batch = om.deform_batch(torch.rand(2, 1, 16, 16, 16), [(0, 0, 0), (0, 0, 1)], ddpm, cfg)
+    om.push(queue, *(one.detach() for one in om.embed(net, batch, cfg)), torch.tensor([7, 8]))
+    subjects = torch.tensor([3, 4])
+    losses = [om.step_contrastive(net, batch, subjects, queue, cfg)[0].item()]
+    om.embed_steadily(net, average, [batch], cfg)
+    loss, _, kept = om.step_contrastive(net, batch, subjects, queue, cfg)
+    assert checkpoint.weights_sha256(net.state_dict()) == before, "the weights are back"
+    loss.backward()
+    assert all(parameter.grad.any() for parameter in net.embedding.parameters())
+    with om.averaged(net, average):
+        expected = om.embed(net, batch, cfg)
+    assert all(torch.equal(*pair) for pair in zip(kept, expected)) and not any(one.requires_grad for one in kept)
+    assert not torch.equal(kept[0], om.embed(net, batch, cfg)[0]) and loss.item() != losses[0]
 
 
 def test_every_key_is_read(data, tmp_path, monkeypatch):

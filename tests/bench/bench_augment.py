@@ -46,6 +46,7 @@ from Diffusion.metrics import average, dice  # noqa: E402
 from Diffusion.trained import load_model  # noqa: E402
 from OM_augment import read_start  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
+from Runtime.device import autocast  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
 
@@ -211,13 +212,15 @@ def train(pool, seed, args, cfg, name):
     """A network after --steps steps. Its weights begin the same for every method."""
     with torch.random.fork_rng():
         torch.manual_seed(int(torch.randint(2 ** 31, (), generator=generator(seed, "segmentation weights"))))
-        net = UNet()
+        net = UNet().to(memory_format=torch.channels_last_3d)
     optimizer = torch.optim.Adam(net.parameters(), lr=LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     for step in tqdm(range(args.steps), name, unit="step"):
         image, label = batch_of(pool, seed, step, args.share, None if args.no_common else cfg)
         optimizer.zero_grad(set_to_none=True)
-        loss_of(net(image), label).backward()
+        with autocast(image.device, cfg["run.amp"]):
+            logits = net(image.to(memory_format=torch.channels_last_3d))
+        loss_of(logits.float(), label).backward()
         optimizer.step()
         schedule.step()
     return net.eval()

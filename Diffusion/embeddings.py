@@ -1,0 +1,43 @@
+"""Mode 2's embeddings: of a step's samples, of the averaged weights, and the queue of those of recent samples."""
+import torch
+
+from Diffusion.schedule import averaged
+from Runtime import watchdog
+from Runtime.device import autocast
+
+
+def new_queue(cfg, device):
+    """Embeddings of recent samples, oldest overwritten first; subject -1 marks an empty place."""
+    size, width = cfg["contrastive.queue"], cfg["contrastive.embedding"]
+    return {"images": torch.zeros(size, width, device=device), "conditions": torch.zeros(size, width, device=device),
+            "subjects": torch.full((size,), -1, device=device), "next": 0}
+
+
+def push(queue, images, conditions, subjects):
+    """Put a step's embeddings into the queue, in global sample order. images, conditions: (B, E). subjects: (B,)."""
+    for image, condition, subject in zip(images, conditions, subjects):
+        place = queue["next"] % len(queue["subjects"])
+        queue["images"][place], queue["conditions"][place], queue["subjects"][place] = image, condition, subject
+        queue["next"] += 1
+
+
+def embed(net, batch, cfg):
+    """Unit vectors of the deformed volumes and of their conditions, (B, E) each."""
+    with autocast(batch["xt"].device, cfg["run.amp"]):
+        return net(batch["xt"], batch["t"], batch["condition"], embed=True)
+
+
+@torch.no_grad()
+def embed_steadily(net, average, batches, cfg):
+    """Add to each batch, as "steady", its embeddings by the averaged weights, (B, E) each: what mode 2 is to match, and
+    what goes into the queue. (A slow second encoder for both: He et al., "Momentum Contrast", CVPR 2020.)
+
+    The queue's embeddings stay where they were made while the weights move on. At a high learning rate a sample can be
+    told from them by that alone, and no subject need be told from another; the average hardly moves as long as they
+    last. Every rank calls this: with fsdp the forward gathers the weights. Without an average it does nothing.
+    """
+    if average:
+        watchdog.phase("embeddings", "contrastive")
+        with averaged(net, average):
+            for batch in batches:
+                batch["steady"] = embed(net, batch, cfg)
