@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from Dataloader.dataset import read_datasets
 from Dataloader.sampler import epoch_pair_count, shares, steps_left
 from Diffusion.diffuser import make_condition
-from Diffusion.embeddings import new_queue
+from Diffusion.embeddings import embed, new_queue
 from Diffusion.networks import network_class
 from Runtime.errors import DONE, InputError
 
@@ -47,6 +47,13 @@ def mode_costs(cfg, pair_batch, step_diffusion, step_contrastive, step_registrat
     Returns: the network, on tensors that hold no numbers; {mode: costs}.
     """
     size, batchsize, word = cfg["data.img_size"], cfg["data.batchsize"], cfg["model.condition_type"]
+
+    def contrastive():
+        if cfg["optim.average"]:
+            with torch.no_grad():
+                embed(net, batch, cfg)  # by the averaged weights
+        return step_contrastive(net, batch, t, queue, cfg)[0]
+
     with FakeTensorMode():
         net, queue = network_class(cfg["model.name"])(cfg), new_queue(cfg, "cpu")
         t, image = torch.zeros(batchsize, dtype=torch.long), torch.zeros(batchsize, 1, *size)
@@ -54,7 +61,7 @@ def mode_costs(cfg, pair_batch, step_diffusion, step_contrastive, step_registrat
         batch = {"xt": image, "t": t, "true_field": torch.zeros(batchsize, len(size), *size), "keep": None,
                  "condition": make_condition(image, "none" if word == "none" else "volume")}
         return net, {"diffusion": count_costs(lambda: step_diffusion(net, batch, cfg)[0], net),
-                     "contrastive": count_costs(lambda: step_contrastive(net, batch, t, queue, cfg)[0], net),
+                     "contrastive": count_costs(contrastive, net),
                      "registration": count_costs(lambda: step_registration(net, moving, fixed, cfg)[0], net)}
 
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import OM_train_3modes as om
-from Scripts.dry_run import count_costs, weights_and_optimizer_bytes
+from Scripts.dry_run import count_costs, mode_costs, weights_and_optimizer_bytes
 from tests.tiny import ROOT, arguments, config, make_data
 
 
@@ -40,6 +40,13 @@ def test_dry_run_costs_nothing_and_ends_in_json(tmp_path, capsys):
     assert costs["steps_per_epoch"] == 6 and costs["effective_batch"] == 2
     assert costs["step_flops"] > 0 and costs["step_memory_bytes"] > 16 * costs["parameters"]
     assert not (tmp_path / "Models").exists()
+
+
+def test_averaged_weights_cost_mode_2_another_forward():
+    counted = [mode_costs(config(optim__average=average), 1, om.step_diffusion, om.step_contrastive,
+                          om.step_registration)[1] for average in (0.0, 0.9)]
+    (flops, kept), (more_flops, same) = (costs.pop("contrastive") for costs in counted)
+    assert 1.2 * flops < more_flops < 1.5 * flops and same == kept and counted[0] == counted[1]
 
 
 def test_production_config_has_its_recorded_size(capsys):
