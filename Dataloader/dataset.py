@@ -92,7 +92,11 @@ def make_loader(dataset, batch_list, cfg):
 def read_ahead(loader, ahead):
     """What a loader yields; without workers, a thread reads `ahead` batches before they are asked for, if any."""
     if loader.num_workers or not ahead:
-        yield from loader
+        try:
+            yield from loader
+        except (ConnectionError, EOFError) as error:  # which would look like the death of another rank
+            raise RuntimeError("a DataLoader worker was killed while it handed over a batch "
+                               f"({type(error).__name__})") from error
         return
     found, thread = iter(loader), ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
     try:

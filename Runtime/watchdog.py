@@ -36,9 +36,8 @@ def start(run, rank, attempt, cfg, launcher):
         end += os.pwrite(file, b"\n", end)  # a node died in the middle of a line
     STATE.update(run=run, file=file, end=end, stack=stack, rank=rank, attempt=attempt, number=0, step=0, mode="",
                  name="start", since=time.time(), entered=time.time(), spent=collections.Counter(), took={},
-                 floor=cfg["run.deadline_floor_s"], factor=cfg["run.deadline_factor"],
-                 first=cfg["run.deadline_first_s"],
-                 steps=collections.deque(maxlen=20), step_began=None, host=socket.gethostname())
+                 floor=cfg["run.deadline_floor_s"], factor=cfg["run.deadline_factor"], host=socket.gethostname(),
+                 first=cfg["run.deadline_first_s"], steps=collections.deque(maxlen=20), step_began=None)
     faulthandler.enable(file=stack)
     sys.excepthook = _last_words
     event("start", host=STATE["host"], pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
@@ -137,6 +136,7 @@ def _write(lines):
 
 
 def _last_words(kind, error, trace):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises in it once a worker has died, and would cut them off
     frames = [f"{os.path.relpath(f.filename)}:{f.lineno} {f.name}" for f in traceback.extract_tb(trace)]
     event("died", error=f"{kind.__name__}: {error}"[:2000], phase=STATE["name"], mode=STATE["mode"], stack=frames[-12:])
     sys.__excepthook__(kind, error, trace)

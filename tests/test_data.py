@@ -1,5 +1,6 @@
 """Draws and data sets: all functions of keys, none of what ran before."""
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from Dataloader.volume_io import write_volume
 from Diffusion.diffuser import make_condition
 from Diffusion.draws import generator, normal, uniform
 from Runtime.errors import InputError
+from Runtime.verdict import ECHOES, name_error
 from tests.tiny import ROOT, config, make_data
 
 ORPHANS = """
@@ -30,6 +32,23 @@ if __name__ == "__main__":
     loader = iter(make_loader(read_datasets(cfg)[0], [[(0, 0)]] * 4, cfg))
     print(multiprocessing.active_children()[0].pid, flush=True)
     os.kill(os.getpid(), 9)
+"""
+HAND_OVER = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # in all threads: the death of the worker is heard too late
+import multiprocessing, os, sys, time
+from pathlib import Path
+from Dataloader.dataset import make_loader, read_ahead, read_datasets
+from tests.tiny import config
+if __name__ == "__main__":
+    cfg = config(Path(sys.argv[1]), data__in_memory="false", data__num_workers=1)
+    loader = make_loader(read_datasets(cfg)[0], [[(0, 0)]] * 4, cfg)
+    found = read_ahead(loader, 0)
+    next(found)
+    while loader._iterator._data_queue.empty():
+        time.sleep(0.01)
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    next(found)
 """
 KEYS = [(0, 3, position) for position in range(4)]
 
@@ -121,6 +140,17 @@ def test_a_worker_ends_whose_parent_was_killed_before_it_had_started(tmp_path):
     if alive:
         os.kill(worker, signal.SIGKILL)
     assert not alive
+
+
+def test_a_worker_that_dies_handing_over_a_batch_is_not_taken_for_a_rank(tmp_path):
+    make_data(tmp_path)
+    (tmp_path / "hand_over.py").write_text(HAND_OVER)
+    done = subprocess.run([sys.executable, str(tmp_path / "hand_over.py"), str(tmp_path)], capture_output=True,
+                          text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("RuntimeError: a DataLoader worker was killed while it handed over a batch"), done.stderr
+    assert name_error(said) == "a loader worker died" and not any(echo in said.lower() for echo in ECHOES)
+    assert re.search("Connection.*Error: ", done.stderr), "and how it showed"
 
 
 def grid(size, spacing_mm):

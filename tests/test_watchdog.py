@@ -191,6 +191,24 @@ outer()
     assert re.search(r":\d+ inner$", died["stack"][-1]) and not events(tmp_path, "end")
 
 
+def test_a_child_that_dies_meanwhile_does_not_cut_the_last_words_off(tmp_path):
+    body = """
+import subprocess
+def complain(*_):  # as torch does when a loader's worker has died
+    raise RuntimeError("a child is dead")
+signal.signal(signal.SIGCHLD, complain)
+class Error(RuntimeError):
+    def __str__(self):
+        subprocess.run(["true"])
+        return "the cause"
+raise Error()
+"""
+    done = run_process(tmp_path, body)
+    died, = events(tmp_path, "died")
+    assert died["error"] == "Error: the cause" and done.returncode == 1
+    assert "excepthook" not in done.stderr and "a child is dead" not in done.stderr
+
+
 def test_a_full_disk_ends_only_the_log(tmp_path):
     body = """
 limit = (RUN / "rank1.jsonl").stat().st_size + 10
