@@ -47,19 +47,19 @@ def mode_costs(cfg, pair_batch, step_diffusion, step_contrastive, step_registrat
     Returns: the network, on tensors that hold no numbers; {mode: costs}.
     """
     size, batchsize, word = cfg["data.img_size"], cfg["data.batchsize"], cfg["model.condition_type"]
-
-    def contrastive():
-        if cfg["optim.average"]:
-            with torch.no_grad():
-                embed(net, batch, cfg)  # by the averaged weights
-        return step_contrastive(net, batch, t, queue, cfg)[0]
-
     with FakeTensorMode():
         net, queue = network_class(cfg["model.name"])(cfg), new_queue(cfg, "cpu")
         t, image = torch.zeros(batchsize, dtype=torch.long), torch.zeros(batchsize, 1, *size)
         moving, fixed = torch.zeros(pair_batch, 1, *size), torch.zeros(pair_batch, 1, *size)
         batch = {"xt": image, "t": t, "true_field": torch.zeros(batchsize, len(size), *size), "keep": None,
                  "condition": make_condition(image, "none" if word == "none" else "volume")}
+
+        def contrastive():
+            if cfg["optim.average"]:
+                with torch.no_grad():
+                    embed(net, batch, cfg)  # by the averaged weights
+            return step_contrastive(net, batch, t, queue, cfg)[0]
+
         return net, {"diffusion": count_costs(lambda: step_diffusion(net, batch, cfg)[0], net),
                      "contrastive": count_costs(contrastive, net),
                      "registration": count_costs(lambda: step_registration(net, moving, fixed, cfg)[0], net)}
