@@ -46,12 +46,12 @@ from Diffusion.augmentation import (
     shown_kind,
     subject_number,
 )
-from Diffusion.pair_figures import write_bytes
 from Diffusion.trained import DEFAULTS, find_checkpoint, load_model
 from Runtime import folder as run_folder
 from Runtime.config import load_config
 from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import write_file
 
 CHUNK = 4  # draws that a worker makes of a volume that it has read
 STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
@@ -170,7 +170,7 @@ def claim_folder(out, job):
             if found.get(key) != wanted[key]:
                 raise InputError(f"{out} holds draws with {key} {found.get(key)}, not {wanted[key]}; name a new "
                                  "folder.")
-    write_bytes(path, (json.dumps(wanted, indent=1) + "\n").encode())
+    write_file(path, (json.dumps(wanted, indent=1) + "\n").encode())
     for unfinished in out.glob("*Tr/.*.nii.gz"):  # of a run that was killed
         unfinished.unlink()
     return records
@@ -355,15 +355,15 @@ def write_lists(out, items, draws, records):
             kept.append(records[draw_name(item, draw)])
             words = {"modality": item["modality"]} if item["modality"] else {}
             entries.append({**draw_paths(item, draw), "subject": item["subject"], **words, "draw": draw})
-    write_bytes(out / "draws.jsonl", "".join(json.dumps(record) + "\n" for record in kept).encode())
+    write_file(out / "draws.jsonl", "".join(json.dumps(record) + "\n" for record in kept).encode())
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     named = ("name", "id", "draw", "target")
     writer.writerow([*named, *MEASURES.values()])
     writer.writerows([record[word] for word in (*named, *MEASURES)] for record in kept)
-    write_bytes(out / "draws.csv", text.getvalue().encode())
+    write_file(out / "draws.csv", text.getvalue().encode())
     content = {"name": "deformed copies", "numTraining": len(entries), "training": entries}
-    write_bytes(out / "dataset.json", (json.dumps(content, indent=1) + "\n").encode())
+    write_file(out / "dataset.json", (json.dumps(content, indent=1) + "\n").encode())
     return kept
 
 

@@ -117,7 +117,7 @@ def report(folder, manifest, cfg, seconds):
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("id", "image", "reason"), *refused])
     if refused:
-        cache.write_file(folder, "refused.csv", text.getvalue().encode())
+        cache.write_bytes(folder, "refused.csv", text.getvalue().encode())
     else:
         (folder / "refused.csv").unlink(missing_ok=True)
     print(f"{folder}: {len(volumes)} volumes ({sum(line[5] for line in volumes)} with labels), {len(refused)} refused, "

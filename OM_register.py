@@ -37,12 +37,13 @@ from Dataloader.volume_io import (
 )
 from Diffusion.fields import jacobian_determinant
 from Diffusion.metrics import average, dice
-from Diffusion.pair_figures import COLUMNS, means, pair_figures, write_bytes, write_report, write_results
+from Diffusion.pair_figures import COLUMNS, means, pair_figures, write_report, write_results
 from Diffusion.registration import AFFINES, STARTS, apply_field, overlap_percent, register
 from Diffusion.trained import DEFAULTS, load_model
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
 from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import write_file
 from Runtime.report import figure_png
 
 OUTPUTS = r"(warped.*|field|inverse_field|jacobian)\.nii(\.gz)?$|points\.csv$"
@@ -203,7 +204,7 @@ def write_points(path, points_mm, field, affine):
     if len(field) == 2:  # one plane of a 3D field
         field = np.concatenate([field, np.zeros_like(field[:1])])[..., None]
     moved = move_points(points_mm, field, affine)
-    write_bytes(path, ("x,y,z\n" + "".join("{:.6f},{:.6f},{:.6f}\n".format(*point) for point in moved)).encode())
+    write_file(path, ("x,y,z\n" + "".join("{:.6f},{:.6f},{:.6f}\n".format(*point) for point in moved)).encode())
 
 
 def register_pair(pair, model, cfg, args, folder):
@@ -236,7 +237,7 @@ def register_pair(pair, model, cfg, args, folder):
     if points is not None:
         write_points(folder / "points.csv", points, field, affine)
     if not args.no_picture:
-        write_bytes(folder / "picture.png", figure_png(pair_figures(row, dims)[0]))
+        write_file(folder / "picture.png", figure_png(pair_figures(row, dims)[0]))
     return row
 
 

@@ -35,6 +35,7 @@ from Runtime import agree, checkpoint, launch, memory, watchdog
 from Runtime.config import MODEL_KEYS, load_config
 from Runtime.device import autocast, describe, pick_device, prepare_device
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
+from Runtime.files import remove_leftovers
 from Runtime.provenance import save_launch
 from Scripts.dry_run import dry_run
 from Scripts.progress import add_terms, averages, new_sums, progress_bars, show_epoch, show_progress
@@ -159,7 +160,7 @@ def restore_state(state, cfg, init_from=None):
     run, ranks, net = state["run"], state["ranks"], state["net"]
     relative = ""
     if ranks["rank"] == 0:
-        checkpoint.clean_leftovers(run)
+        remove_leftovers(run)
         if reason := os.environ.get("OMNIMORPH_STEP_BACK"):
             checkpoint.step_back(run, reason)
         relative = checkpoint.newest(run) or ""

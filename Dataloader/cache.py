@@ -24,14 +24,14 @@ import numpy as np
 from Dataloader.prepare import KINDS, describe, on_grid
 from Dataloader.staging import file_sizes, stage
 from Runtime.errors import InputError
-from Runtime.folder import replace, sha256
+from Runtime.files import sha256, write_file
 
 FORMAT = 1
 SETTINGS = ("data.name", "data.root", "model.dims", "data.img_size", "data.spacing_mm", "data.crop_above",
             "data.percentiles", "data.window", "data.dtype")
 MOST_VOLUMES, MOST_BYTES = 16, 64 * 2 ** 20  # of a part, images alone
 OPEN_FILES = 128  # mapped at a time by a process; each takes a file handle, of which some systems give only 1024
-OURS = re.compile(r"(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)|(?:plan|manifest)\.json|refused\.csv)"
+OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)|(?:plan|manifest)\.json|refused\.csv)"
                   r"(\.tmp-\d+)?")
 
 
@@ -141,29 +141,21 @@ def write_array(folder, name, array):
     """Write an array as .npy. Returns: [bytes, SHA-256]."""
     buffer = io.BytesIO()
     np.save(buffer, array)
-    return write_file(folder, name, buffer.getbuffer())
+    return write_bytes(folder, name, buffer.getbuffer())
 
 
 def write_json(folder, name, content):
     """Write a record, plan or manifest, with its own checksum. Returns: [bytes, SHA-256]."""
-    return write_file(folder, name, as_bytes({**content, "sha256": digest(content)}))
+    return write_bytes(folder, name, as_bytes({**content, "sha256": digest(content)}))
 
 
 def as_bytes(content):
     return (json.dumps(content, allow_nan=False) + "\n").encode()
 
 
-def write_file(folder, name, data):
-    """Write a file so that it is there whole or not at all. Returns: [bytes, SHA-256]."""
-    partial = Path(folder) / f"{name}.tmp-{os.getpid()}"
-    try:
-        with open(partial, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        replace(partial, Path(folder) / name)
-    finally:
-        partial.unlink(missing_ok=True)
+def write_bytes(folder, name, data):
+    """Write a file of the cache. Returns: [bytes, SHA-256]."""
+    write_file(Path(folder) / name, data)
     return [len(data), hashlib.sha256(data).hexdigest()]
 
 

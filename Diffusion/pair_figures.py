@@ -2,7 +2,6 @@
 import csv
 import io
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from Dataloader.volume_io import read_label, read_volume
 from Diffusion.figures import CELL, FIXED_LINE, MOVING_LINE, middle_slices, registration_figure
 from Diffusion.metrics import spread
 from Diffusion.registration import apply_field
+from Runtime.files import write_file
 from Runtime.report import cards_html, figure_html, table_html, text_table, write_page
 
 COLUMNS = {"dice_before": ".3f", "dice": ".3f", "similarity_before": ".3f", "similarity": ".3f",
@@ -135,17 +135,7 @@ def write_results(folder, rows, failed):
         for label, values in row["labels"].items():
             writer.writerow([row["name"], label, *[values.get(column) for column in COLUMNS]])
     for name, written in (("results.json", content + "\n"), ("results.csv", text.getvalue())):
-        write_bytes(folder / name, written.encode(errors="replace"))
-
-
-def write_bytes(path, content):
-    """Write a file that is there as a whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        write_file(folder / name, written.encode(errors="replace"))
 
 
 def worst_first(rows):

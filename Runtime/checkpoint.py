@@ -18,7 +18,6 @@ import shutil
 import struct
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 
 from Runtime.errors import InputError
-from Runtime.folder import replace, sha256
+from Runtime.files import partial_path, replace, sha256, write_file
 
 FORMAT = 1
 REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")
@@ -64,7 +63,7 @@ def save(run, relative, state, metrics=None, best=None):
     metrics = metrics and {name: None if value is None or not math.isfinite(value) else float(value)
                            for name, value in metrics.items()}
     best = None if best is None else {"checkpoint": relative, "metric": best[0], "value": float(best[1])}
-    partial = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    partial = partial_path(target)
     with TURN:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -95,20 +94,6 @@ def save_in_background(run, relative, state, metrics=None, best=None, keep=None)
     """
     plain = _savable(state, relative, copy=True)
     return BACKGROUND.submit(_save_and_prune, run, relative, plain, metrics and dict(metrics), best, keep)
-
-
-def clean_leftovers(run):
-    """Remove `*.tmp-<pid>` files whose process is dead on this host, or that are a day old. Returns their paths."""
-    removed = []
-    for path in Path(run).rglob("*.tmp-*"):
-        pid = path.name.rpartition(".tmp-")[2]
-        try:
-            if pid.isdecimal() and len(pid) < 10 and (_is_dead(int(pid)) or time.time() - path.stat().st_mtime > 86400):
-                path.unlink()
-                removed.append(path)
-        except FileNotFoundError:
-            continue  # its owner finished in the meantime
-    return removed
 
 
 def verify(run, relative):
@@ -334,14 +319,6 @@ def _raise_write_failure(error, target):
     raise OSError(cause.errno, f"{target} could not be written ({cause.strerror or cause}; {free})") from error
 
 
-def _is_dead(pid):
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno == errno.ESRCH
-    return False
-
-
 def _entry(path, state, metrics):
     info = path.stat()
     written = datetime.datetime.fromtimestamp(info.st_mtime, datetime.timezone.utc).isoformat(timespec="seconds")
@@ -415,13 +392,4 @@ def _manifest(run, warn):
 
 
 def _write_manifest(run, manifest):
-    path = run / "manifest.json"
-    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(partial, "w", encoding="utf-8") as handle:
-            json.dump(manifest, handle, indent=2, allow_nan=False)
-            handle.flush()
-            os.fsync(handle.fileno())
-        replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_file(run / "manifest.json", json.dumps(manifest, indent=2, allow_nan=False))

@@ -1,6 +1,7 @@
 """Configuration: one YAML file, flattened to a plain dict of dotted keys, every one checked.
 
-A config file holds every key of KEYS (Config/keys.yaml) and no other. config_om.yaml explains them.
+A config holds every key of KEYS (Config/keys.yaml) and no other. config_om.yaml explains them; a file that begins with
+`base: config_om.yaml` takes from there what it does not list.
 """
 import contextlib
 import difflib
@@ -11,8 +12,8 @@ import yaml
 from Runtime.errors import InputError
 
 # key: (type, limits ...); the notation is explained there.
-KEYS = {key: tuple(rule) for key, rule in yaml.safe_load(
-    (Path(__file__).parent.parent / "Config/keys.yaml").read_text()).items()}
+CONFIGS = Path(__file__).parent.parent / "Config"
+KEYS = {key: tuple(rule) for key, rule in yaml.safe_load((CONFIGS / "keys.yaml").read_text()).items()}
 
 # What a checkpoint's weights depend on: these must agree for it to be continued.
 MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
@@ -21,13 +22,38 @@ MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
 
 
 def load_config(path, overrides=()):
-    """Read a YAML config and apply `key=value` overrides.
+    """Read a YAML config, what its `base` adds, and `key=value` overrides.
 
     Returns a flat dict {dotted key: value} with every key of KEYS, converted and checked.
     Raises InputError with one sentence for a missing file, bad YAML, or an unknown, missing or mistyped key.
     """
+    return check_config({**read_config(path), **overridden(overrides)}, path)
+
+
+def read_config(path, above=()):
+    """The flat dict of a config file, laid over that of its `base`; not yet checked.
+
+    base: a path from the file's own folder, or the name of a config in Config/. above: the files that led here.
+    """
+    flat = flatten(read_yaml(path), path)
+    base = flat.pop("base", None)
+    if base is None:
+        return flat
+    if not isinstance(base, str):
+        raise InputError(f"{path}: base is the path of another config, such as config_om.yaml, not {base!r}.")
+    beside = Path(path).parent / base
+    found = beside if beside.is_file() else CONFIGS / base
+    if not found.is_file():
+        raise InputError(f"{path}: base: there is no config {beside}, and none of that name in {CONFIGS}.")
+    above = (*above, Path(path).resolve())
+    if found.resolve() in above:
+        raise InputError(f"{path}: base: {found} leads back to this file; remove one of the two lines.")
+    return {**read_config(found, above), **flat}
+
+
+def read_yaml(path):
     try:
-        nested = yaml.safe_load(Path(path).read_text())
+        return yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such config file; see Config/ for those of the project.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -36,7 +62,6 @@ def load_config(path, overrides=()):
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
         raise InputError(f"{path}: not valid YAML{line}: {getattr(error, 'problem', error)}.") from None
-    return check_config({**flatten(nested, path), **overridden(overrides)}, path)
 
 
 def overridden(overrides):
@@ -75,7 +100,8 @@ def check_config(flat, path):
         if key not in flat:
             near = difflib.get_close_matches(key, flat, n=1, cutoff=0.0)
             beside = f" (beside {near[0]})" if near else ""
-            raise InputError(f"{path}: the key {key} is missing; add it{beside}, config_om.yaml says what it takes.")
+            raise InputError(f"{path}: the key {key} is missing; add it{beside}, or begin the file with "
+                             "`base: config_om.yaml`, which has every key.")
         cfg[key] = convert(key, flat[key], rule, path)
     check_together(cfg, path)
     return cfg
@@ -110,7 +136,7 @@ def convert_number(key, value, kind, low, high, path):
     number = float("nan")
     with contextlib.suppress(TypeError, ValueError):
         number = float(value) if not isinstance(value, bool) else number
-    if number != number or (kind == "int" and number != int(number)):
+    if number != number or (kind == "int" and not number.is_integer()):
         raise InputError(f"{path}: {key} is {wanted}, not {value!r}.")
     if (low is not None and number < low) or (high is not None and number > high) or abs(number) == float("inf"):
         limits = f"at least {low}" if high is None else f"between {low} and {high}"

@@ -1,7 +1,6 @@
-"""The run folder: its name, the lock that lets one run at a time have it, files that last. Needs no torch."""
+"""The run folder: its name, and the lock that lets one run at a time have it. Needs no torch."""
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 
 from Runtime.errors import InputError
+from Runtime.files import write_file
 
 
 def run_folder(root, data_name, net_name, fresh=False):
@@ -52,9 +52,7 @@ def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with
             found = {"token": secrets.token_hex(8), "since": time.strftime("%Y-%m-%d %H:%M:%S"), "holders": [me],
                      "job": os.environ.get("SLURM_JOB_ID", ""), "start": os.environ.get("SLURM_RESTART_COUNT", "0")}
         found["stale_after_s"] = stale_after_s
-        partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        partial.write_text(json.dumps(found))
-        os.replace(partial, path)
+        write_file(path, json.dumps(found))
     return found["token"]
 
 
@@ -70,21 +68,6 @@ def unlock(run, token):
         found = _read(run / "lock.json")
         if found and found["token"] == token:
             (run / "lock.json").unlink()
-
-
-def replace(partial, path):
-    """Give a file that has been written and flushed its name, whatever had it before."""
-    os.replace(partial, path)
-    folder = os.open(Path(path).parent, os.O_RDONLY)  # the new name itself is durable only after this
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def sha256(path):
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _identity(pid):

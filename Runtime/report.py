@@ -4,7 +4,6 @@
 """
 import base64
 import io
-import os
 import platform
 import sys
 from datetime import datetime
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from Runtime.errors import InputError
+from Runtime.files import write_file
 from Runtime.provenance import git
 
 NUMBER = (int, float, np.number)
@@ -95,14 +95,8 @@ def write_page(path, title, lead, sections):
 {body}</main>
 <footer><p>{escape(_origin())}</p></footer></body></html>
 """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        # File names that are not UTF-8 reach us as lone surrogates, which cannot be encoded.
-        partial.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    # File names that are not UTF-8 reach us as lone surrogates, which cannot be encoded.
+    write_file(path, page.encode(errors="replace"))
     return path
 
 

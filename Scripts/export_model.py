@@ -20,7 +20,7 @@ from Dataloader.datalist import read_datalist  # noqa: E402
 from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
-from Runtime.folder import replace, sha256  # noqa: E402
+from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E402
 
 UNSTATED = "not stated; name it by --licence, the terms of the training data may decide it"
 MODES = """1. Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing {condition}.
@@ -63,7 +63,7 @@ def write_weights(path, weights, config, commit):
     from safetensors.torch import save_file
     digest = checkpoint.weights_sha256(weights)
     metadata = {"format": "pt", "config": json.dumps(config), "commit": commit or "", "weights_sha256": digest}
-    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    partial = partial_path(path)
     try:
         # Tensors of one storage would be refused.
         save_file({name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}, partial, metadata)
@@ -189,9 +189,7 @@ def export(model, out=None, licence=UNSTATED):
     weights = state.get("average") or state["model"]
     digest = write_weights(target, weights, state["config"], about["commit"])
     page = folder / "MODEL_CARD.md"
-    partial = page.with_name(f"{page.name}.tmp-{os.getpid()}")
-    partial.write_text(card(target.name, net, state, cfg, about, digest, licence), encoding="utf-8")
-    replace(partial, page)
+    write_file(page, card(target.name, net, state, cfg, about, digest, licence))
     return target, page
 
 

@@ -27,6 +27,7 @@ from Diffusion.networks import build_network, network_class
 from Runtime import launch, memory
 from Runtime.device import autocast, backend, pick_device, prepare_device, synchronize
 from Runtime.errors import InputError
+from Runtime.files import write_file
 from Runtime.provenance import SETTINGS, git
 from Scripts.memory_estimate import activation_bytes, held_bytes, host_room, memory_estimate, staged_bytes
 
@@ -211,12 +212,7 @@ def marker_folder(cfg, key, variables):
 
 def write_and_read_back(path, text):
     """As checkpoints are written: a file of another name, to the disk, and renamed over what is there."""
-    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    write_file(path, text)
     if path.read_text() != text:
         raise OSError(f"{path} reads back differently after a rename")
 

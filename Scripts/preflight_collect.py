@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from Dataloader.sampler import shares
 from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import write_file
 from Runtime.report import text_table
 from Scripts.preflight_checks import CHECKS, OF_THE_NODE, skipped
 
@@ -336,10 +337,7 @@ def most_nodes(cfg, count, tasks):
 def write_report(cfg, report):
     """`<run.logs>/preflight_<job>.json`. A folder that cannot be written is in the table already."""
     path = Path(cfg["run.logs"]) / f"preflight_{os.environ.get('SLURM_JOB_ID', 'local')}.json"
-    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(report, indent=1) + "\n")
-        os.replace(partial, path)
+        write_file(path, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         print(f"preflight: the report was not written ({error})", file=sys.stderr)

@@ -693,7 +693,7 @@ def test_trainings_that_come_and_go_never_see_half_a_copy(tmp_path):
     for word in ("one", "two", "stage"):
         (tmp_path / word).mkdir()
     for word in ("one", "two"):  # many small files: what a removal could meet half way
-        files = {f"{number}.npy": cache.write_file(tmp_path / word, f"{number}.npy", word.encode())
+        files = {f"{number}.npy": cache.write_bytes(tmp_path / word, f"{number}.npy", word.encode())
                  for number in range(150)}
         (tmp_path / word / "manifest.json").write_text(json.dumps({"files": files, "sha256": word * 8}))
     folders = [str(tmp_path / word) for word in ("one", "two", "stage")]

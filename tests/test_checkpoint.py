@@ -16,6 +16,7 @@ import torch
 
 from Runtime import checkpoint
 from Runtime.errors import InputError
+from Runtime.files import remove_leftovers
 from Runtime.folder import run_folder
 
 CONFIG = {"model.name": "om_net", "model.channels": [8, 16], "lr": 1e-5}
@@ -397,7 +398,7 @@ def test_kill_during_saves_in_the_background_leaves_a_good_checkpoint(run):
         state = checkpoint.load(run / checkpoint.newest(run, said.append))
         assert said == [] and state["step"] in (last["saved"], last["saving"]), output
         assert torch.equal(state["model"]["w"], torch.full((700_000,), float(state["step"])))
-        checkpoint.clean_leftovers(run)
+        remove_leftovers(run)
         assert not list(run.rglob("*.tmp-*")) and len(list(run.rglob("*.pth"))) <= 4
         done = state["step"]
 
@@ -417,7 +418,7 @@ def test_kill_at_any_moment_leaves_a_good_checkpoint(run, naming):
         state = checkpoint.load(run / checkpoint.newest(run, said.append))
         assert said == [] and announced <= state["step"] <= announced + 1
         assert torch.equal(state["model"]["w"], torch.full((700_000,), float(state["step"])))
-        checkpoint.clean_leftovers(run)
+        remove_leftovers(run)
         assert not list(run.rglob("*.tmp-*"))
         done = state["step"]
 
@@ -431,17 +432,6 @@ def test_death_at_every_file_operation_leaves_the_old_or_the_new(run):
         assert step in (current, last) and best == step and warnings == 0, output
         current = step
     assert current == lines[-1][0] and any(killed and step == last for last, killed, step, *_ in lines), output
-
-
-def test_clean_leftovers_spares_the_living(run):
-    gone = subprocess.run(["sh", "-c", "echo $$"], stdout=subprocess.PIPE, check=True)
-    dead, alive = run / f"a.pth.tmp-{int(gone.stdout)}", run / "tmp" / f"b.pth.tmp-{os.getpid()}"
-    old, notes = run / f"c.pth.tmp-{os.getpid()}", run / "notes.tmp-mine"
-    for path in (dead, alive, old, notes):
-        path.write_bytes(b"x")
-        os.utime(path, (time.time() - 90000 * (path in (old, notes)),) * 2)
-    assert sorted(checkpoint.clean_leftovers(run)) == sorted([dead, old])
-    assert alive.exists() and notes.exists() and not dead.exists() and not old.exists()
 
 
 def test_load_names_what_is_wrong(run):

@@ -1,30 +1,76 @@
 """Configuration: every key explained, checked and converted; every error one sentence with the nearest key."""
+import math
 import re
 
 import pytest
 import yaml
 
-from Runtime.config import KEYS, load_config, save_config
+from Dataloader.sampler import shares, steps_left
+from Runtime.config import KEYS, flatten, load_config, save_config
 from Runtime.errors import InputError
 from tests.tiny import ROOT
 
 OM = ROOT / "Config/config_om.yaml"
 
 
-@pytest.mark.parametrize("name", ["config_om", "config_hippocampus", "config_demo"])
+@pytest.mark.parametrize("name", ["config_om", "config_campaign", "config_medium", "config_hippocampus", "config_demo"])
 def test_shipped_configs_load(name):
     cfg = load_config(ROOT / f"Config/{name}.yaml")
     assert list(cfg) == list(KEYS)
 
 
-def test_recorded_values_of_the_production_config():
-    cfg = load_config(OM)
+def test_recorded_values_of_the_campaign():
+    cfg = load_config(ROOT / "Config/config_campaign.yaml")
     expected = {"data.name": "all", "data.img_size": [128] * 3, "data.batchsize": 2, "diffusion.timesteps": 80,
                 "optim.lr": 1e-5, "model.condition_type": "slice", "run.device": "auto", "registration.gate": -0.7,
                 "diffusion.grids": [8, 16, 32, 64], "diffusion.v_scale": 4e-5, "diffusion.noise_ratio": 0.08,
                 "loss.regul": 10.0, "contrastive.clip_norm": 1e-3, "registration.clip_norm": 0.1,
-                "data.diff_reg_batch_ratio": 2, "model.rec_num": 2}
+                "data.diff_reg_batch_ratio": 2, "model.rec_num": 2, "data.expect_samples": 14814, "data.pairs": 2583,
+                "loss.dist": 1.0, "loss.ang": 1.0, "optim.average": 0.0, "optim.schedule": "constant"}
     assert {key: cfg[key] for key in expected} == expected
+
+
+def test_the_campaign_takes_41_steps_an_epoch_on_64_ranks():
+    cfg = load_config(ROOT / "Config/config_campaign.yaml")
+    share = shares(cfg, 64)
+    assert (share["samples"], share["pairs"]) == (128, 64)
+    assert steps_left(cfg, 14814, None, share) == 41 == math.ceil(2583 / 64)
+
+
+def test_the_production_config_has_the_recipe_of_the_small_ones():
+    om, small = load_config(OM), load_config(ROOT / "Config/config_hippocampus.yaml")
+    same = [key for key in KEYS if key.startswith(("loss.", "augment.", "optim.")) and key != "optim.lr"]
+    same += ["registration.gate", "model.affine_match", "model.local_match", "data.diff_reg_batch_ratio"]
+    assert {key: om[key] for key in same} == {key: small[key] for key in same}
+    assert om["data.expect_samples"] == 0
+
+
+@pytest.mark.parametrize("name", ["config_medium", "config_hippocampus", "config_demo"])
+def test_configs_list_only_what_differs(name):
+    own = flatten(yaml.safe_load((ROOT / f"Config/{name}.yaml").read_text()), name)
+    assert own.pop("base") == "config_om.yaml"
+    om, cfg = load_config(OM), load_config(ROOT / f"Config/{name}.yaml")
+    assert [key for key in own if om[key] == cfg[key]] == []
+
+
+def test_a_base_is_looked_for_beside_the_file_and_then_in_config(tmp_path):
+    (tmp_path / "mine.yaml").write_text("base: config_demo.yaml\noptim:\n  lr: 5.0e-5\n")
+    cfg = load_config(tmp_path / "mine.yaml", ["data.batchsize=3"])
+    demo = load_config(ROOT / "Config/config_demo.yaml")
+    assert cfg == {**demo, "optim.lr": 5e-5, "data.batchsize": 3}
+    (tmp_path / "config_demo.yaml").write_text("base: config_om.yaml\nmodel:\n  rec_num: 7\n")
+    assert load_config(tmp_path / "mine.yaml")["model.rec_num"] == 7
+
+
+@pytest.mark.parametrize("base, words", [
+    ("config_on.yaml", ["mine.yaml", "no config", "config_on.yaml"]), ("[a, b]", ["mine.yaml", "base", "path"]),
+    ("mine.yaml", ["mine.yaml", "leads back"]),
+])
+def test_a_base_that_cannot_be_used_is_one_sentence(tmp_path, base, words):
+    (tmp_path / "mine.yaml").write_text(f"base: {base}\n")
+    with pytest.raises(InputError) as error:
+        load_config(tmp_path / "mine.yaml")
+    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_every_key_is_explained_with_default_unit_and_allowed_values():
@@ -39,7 +85,7 @@ def test_every_key_is_explained_with_default_unit_and_allowed_values():
         assert len(fields) == 4 and all(fields), f"{key}: a comment gives default | unit | allowed | meaning"
         default, given = yaml.safe_load(fields[0]), yaml.safe_load(value)
         same = float(default) == float(given) if KEYS[key][0] in ("int", "float") else default == given
-        assert same or key == "run.amp", f"{key} is {given}, its comment says {default}"
+        assert same, f"{key} is {given}, its comment says {default}"
         choices = KEYS[key][1] if KEYS[key][0] == "str" and len(KEYS[key]) > 1 else ()
         assert all(word in fields[2] for word in choices), f"{key}: the comment misses an allowed value"
 
@@ -68,6 +114,7 @@ def test_overrides_are_converted(override, value):
     ("optim.lr=fast", ["optim.lr", "number", "fast"]),
     ("optim.lr=nan", ["optim.lr", "nan"]),
     ("optim.lr=.inf", ["optim.lr", "inf"]),
+    ("run.epochs=.inf", ["run.epochs", "whole number", "inf"]),
     ("optim.lr=0", ["optim.lr", "at least"]),
     ("optim.lr=true", ["optim.lr", "True"]),
     ("data.batchsize=2.5", ["data.batchsize", "whole number", "2.5"]),

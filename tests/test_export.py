@@ -10,7 +10,7 @@ from Diffusion.networks import build_network
 from Diffusion.trained import load_model
 from Runtime import checkpoint
 from Runtime.errors import InputError
-from Runtime.folder import sha256
+from Runtime.files import sha256
 from Scripts import export_model
 from tests.tiny import ROOT, config
 
