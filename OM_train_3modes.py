@@ -33,13 +33,14 @@ from Diffusion.schedule import averaged, learning_rate, new_average, update_aver
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
 from Runtime import agree, checkpoint, launch, memory, watchdog
 from Runtime.config import MODEL_KEYS, load_config
-from Runtime.device import autocast, describe, pick_device, prepare_device
+from Runtime.device import autocast, describe, pick_device, precision, prepare_device
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import remove_leftovers
 from Runtime.provenance import save_launch
 from Scripts.dry_run import dry_run
 from Scripts.progress import add_terms, averages, new_sums, progress_bars, show_epoch, show_progress
 
+PRECISIONS = {"bf16": "bf16", "off": "float32"}
 REASONS = {"steps": "--max-steps-before-restart", "time": "--max-seconds-before-restart", "signal": "asked by a signal",
            "memory": "memory of another rank runs out"}
 
@@ -152,6 +153,26 @@ def finish_saving(state, last=False):
     state["saving"] = None
 
 
+def choose_precision(cfg, ranks, device):
+    """Turn run.amp "auto" into what all ranks take: bf16 where every device computes it fast. Every rank calls this.
+
+    Returns: whether it was "auto".
+    """
+    asked = cfg["run.amp"]
+    found = agree.gather_objects(ranks, precision(asked, device))
+    cfg["run.amp"] = "off" if "off" in found else "bf16"
+    return asked == "auto"
+
+
+def keep_precision(cfg, begun, is_main):
+    """With run.amp "auto": a run goes on in the precision in which it began, which is another on another device."""
+    if begun in ("bf16", "off") and begun != cfg["run.amp"]:
+        if is_main:
+            print(f"run.amp: this run began with {begun} and goes on so; on these devices auto would choose "
+                  f"{cfg['run.amp']}, which `--set run.amp={cfg['run.amp']}` takes.")
+        cfg["run.amp"] = begun
+
+
 def restore_state(state, cfg, init_from=None):
     """Continue from the newest checkpoint that verifies, as rank 0 finds it; or start, from given weights or anew.
 
@@ -172,6 +193,8 @@ def restore_state(state, cfg, init_from=None):
     if not path:
         return None, None
     content = checkpoint.load(path, map_location=next(net.parameters()).device)
+    if relative and state["auto_amp"]:
+        keep_precision(cfg, (content.get("config") or {}).get("run.amp"), ranks["rank"] == 0)
     changes = checkpoint.check_compatible(content, cfg, path, MODEL_KEYS)
     checkpoint.load_weights(net, content, path)
     if relative:
@@ -293,12 +316,13 @@ def set_up(cfg, args, ranks, run):
     watchdog.phase("join")
     launch.join(ranks, device, cfg)
     watchdog.phase("restore")
+    auto_amp = choose_precision(cfg, ranks, device)
     # With fsdp no device ever holds the whole network.
     net = build_network(cfg, "cpu" if cfg["run.strategy"] == "fsdp" else device)
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "saving": None,
              "queue": new_queue(cfg, device), "progress": new_progress(), "failed_saves": 0,
              "gradients": new_gradients(cfg["run.exact_sums"], device), "board": None,
-             "watch": memory.new_watch(device, cfg["run.memory_limit_gb"])}
+             "watch": memory.new_watch(device, cfg["run.memory_limit_gb"]), "auto_amp": auto_amp}
     adam, average = restore_state(state, cfg, args.init_from)
     state["model"] = wrap(net, ranks, device, state["gradients"], cfg)
     state["optimizer"], state["average"] = make_optimizer(net, ranks, cfg), new_average(net, cfg, average)
@@ -308,7 +332,7 @@ def set_up(cfg, args, ranks, run):
         step = state["progress"]["step"]
         save_launch(run, cfg, step)
         print(f"{run}: {len(dataset)} training and {len(held_out)} validation volumes, {share['samples']} samples and "
-              f"{share['pairs']} pairs a step, on {ranks['world']} x {describe(device)}")
+              f"{share['pairs']} pairs a step, on {ranks['world']} x {describe(device)}, {PRECISIONS[cfg['run.amp']]}")
         state["board"] = SummaryWriter(f"{cfg['run.logs']}/{run.name}", purge_step=step)
     return state, dataset, held_out, listed, share
 

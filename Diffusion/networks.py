@@ -20,8 +20,44 @@ from Diffusion.fields import LINEAR, affine_field, compose, identity, side_lengt
 from Runtime.errors import InputError
 
 
+def takes_slow_path(x, weight):
+    """Whether torch would compute this 3D convolution by `slow_conv3d` instead of oneDNN.
+
+    On a CPU it leaves oneDNN out for one small sample in float32 (ATen/native/Convolution.cpp, use_mkldnn), where its
+    own loop takes four times as long.
+    """
+    kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    return (x.device.type == "cpu" and kind == torch.float32 and len(x) == 1 and x.shape[1:4].numel() <= 20480
+            and torch.backends.mkldnn.is_available() and weight.shape[-1] <= 3)
+
+
+def convolve_in_slabs(x, weight, bias, stride, padding, dilation):
+    """The 3D convolution of one sample, as a batch of its two halves along the first axis, which share a border.
+
+    x: (1, C, D, H, W). Returns: (1, K, ...), what F.conv3d returns up to rounding.
+    """
+    reach, step = dilation[0] * (weight.shape[2] - 1) + 1, stride[0]
+    planes = (x.shape[2] + 2 * padding[0] - reach) // step + 1
+    half = (planes + 1) // 2
+    slab = step * (half - 1) + reach                                    # planes of the input that make `half` planes
+    behind = max(step * half + slab - x.shape[2] - padding[0], 0)       # at least the padding; more for an odd number
+    x = F.pad(x, [0, 0, 0, 0, padding[0], behind])
+    x = torch.cat([x.narrow(2, 0, slab), x.narrow(2, step * half, slab)])
+    x = F.conv3d(x, weight, bias, stride, (0, *padding[1:]), dilation)                  # (2, K, half, ...)
+    return torch.cat([x[:1], x[1:, :, :planes - half]], dim=2)
+
+
+class Conv3d(nn.Conv3d):
+    """nn.Conv3d that keeps to oneDNN on a CPU."""
+
+    def _conv_forward(self, x, weight, bias):
+        if takes_slow_path(x, weight):
+            return convolve_in_slabs(x, weight, bias, self.stride, self.padding, self.dilation)
+        return super()._conv_forward(x, weight, bias)
+
+
 def conv(dims, inputs, outputs, kernel=3, stride=1, dilation=1, bias=True):
-    layer = nn.Conv3d if dims == 3 else nn.Conv2d
+    layer = Conv3d if dims == 3 else nn.Conv2d
     return layer(inputs, outputs, kernel, stride, padding=dilation * (kernel // 2), dilation=dilation, bias=bias)
 
 
@@ -265,6 +301,42 @@ class AffineMatch(nn.Module):
             return affine_field(torch.cat([linear, found[:, :, -1:]], dim=2), size)
 
 
+def neighbours(dims):
+    """Where the 3^N voxels around one are, itself at (1, 1, 1), in the order of LocalMatch's channels."""
+    return list(itertools.product(range(3), repeat=dims))
+
+
+def neighbourhoods(around, size):
+    """Views of `around`, (B, *(size + 2), C), one for each of `neighbours`: 3^N times (B, *size, C)."""
+    for place in neighbours(len(size)):
+        yield around[(slice(None), *[slice(i, i + n) for i, n in zip(place, size)])]
+
+
+class NeighbourProducts(torch.autograd.Function):
+    """Scalar product of each voxel's features with those of the 3^N voxels around it in another volume.
+
+    Autograd would write a whole gradient of `around` for each of the 3^N views, and then add them up; here each view
+    adds its part in place, which takes less than half the time.
+    """
+
+    @staticmethod
+    def forward(ctx, image, around):
+        """image: (B, *size, C). around: (B, *(size + 2), C). Returns: (B, 3^N, *size)."""
+        ctx.save_for_backward(image, around)
+        return torch.stack([(image * view).sum(-1) for view in neighbourhoods(around, image.shape[1:-1])], dim=1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        image, around = ctx.saved_tensors
+        of_image, of_around = torch.zeros_like(image), torch.zeros_like(around)
+        size = image.shape[1:-1]
+        views = zip(neighbourhoods(around, size), neighbourhoods(of_around, size), grad.unsqueeze(-1).unbind(1))
+        for view, of_view, part in views:
+            of_image.addcmul_(view, part)
+            of_view.addcmul_(image, part)
+        return of_image, of_around
+
+
 class LocalMatch(nn.Module):
     """How alike each voxel's features are to the condition's at the same place and at the neighbouring ones.
 
@@ -280,7 +352,6 @@ class LocalMatch(nn.Module):
         # No bias: a dropped condition is like nothing.
         self.project = conv(dims, channels, self.WIDTH, kernel=1, bias=False)
         self.sharpness = nn.Parameter(torch.full((1,), 10.0))
-        self.places = list(itertools.product(range(3), repeat=dims))
 
     def features(self, x):
         return F.normalize(self.project(x), dim=1, eps=1e-3).movedim(1, -1)        # (B, *size, 16)
@@ -290,10 +361,7 @@ class LocalMatch(nn.Module):
         size, kind = image.shape[2:], image.dtype
         with torch.autocast(image.device.type, enabled=False):  # neighbours' cosines differ by less than bf16 can tell
             image, condition = self.features(image.float()), self.features(condition.float())
-            around = F.pad(condition, [0, 0] + [1, 1] * len(size))
-            likeness = [(image * around[(slice(None), *[slice(i, i + n) for i, n in zip(place, size)])]).sum(-1)
-                        for place in self.places]
-            likeness = torch.stack(likeness, dim=1)
+            likeness = NeighbourProducts.apply(image, F.pad(condition, [0, 0] + [1, 1] * len(size)))
             return (self.sharpness * (likeness - likeness.mean(1, keepdim=True))).to(kind)
 
 
@@ -345,6 +413,7 @@ class OM_net(nn.Module):
         dims, channels = cfg["model.dims"], cfg["model.channels"]
         width, time_width = cfg["model.attention_width"], 4 * channels[0]
         self.rec_num, self.detach = cfg["model.rec_num"], cfg["model.detach_recovery"]
+        self.first_is_detached = self.detach and self.rec_num > 1
         self.stride, self.dims = cfg["model.field_stride"], dims
         self.conditioned = cfg["model.condition_type"] != "none"
         self.multiple = 2 ** (len(channels) - 1)
@@ -371,26 +440,37 @@ class OM_net(nn.Module):
                        else UpsampleConv(dims, channels[-1], dims))
         start_at_zero(self.coarse.up if self.transposed else self.coarse.conv)
 
-    def encode_image(self, image, time):
+    def as_known(self, image):
+        """An image as a condition that shows all of it: values and a mask of ones."""
         image = pad_to_multiple(image, self.multiple)
-        return self.encoder(torch.cat([image, torch.ones_like(image)], dim=1), time)
+        return torch.cat([image, torch.ones_like(image)], dim=1)                   # (B, 2, 128^3)
 
-    def encode_condition(self, condition, keep, time):
-        """Features of the condition at every level; zero for the samples whose condition is dropped."""
+    def encode(self, image, condition, keep, time, together):
+        """Features at every level, of the image and of the condition (None without one).
+
+        together: both in one batch, which takes less time than one after the other; otherwise those of the image are
+        left to the passes, and None here. keep: (B,) bool, where it is False the condition's features are zero.
+        """
+        image = self.as_known(image)                                               # (B, 2, 128^3)
         if not self.conditioned or condition is None:
-            return None
-        features = self.encoder(pad_to_multiple(condition, self.multiple), time)
-        if keep is None:
-            return features
-        keep = keep.view(-1, *[1] * (self.dims + 1))
-        return [torch.where(keep, f, torch.zeros((), dtype=f.dtype, device=f.device)) for f in features]
+            return self.encoder(image, time), None
+        condition, features = pad_to_multiple(condition, self.multiple), None      # (B, 2, 128^3)
+        if together:
+            both = self.encoder(torch.cat([image, condition]), torch.cat([time, time]))
+            features, encoded = zip(*[level.chunk(2) for level in both])
+        else:
+            encoded = self.encoder(condition, time)
+        if keep is not None:
+            keep = keep.view(-1, *[1] * (self.dims + 1))
+            encoded = [torch.where(keep, f, torch.zeros((), dtype=f.dtype, device=f.device)) for f in encoded]
+        return features, encoded
 
     def on_grid(self, field, size):
         """A field sampled on another grid of the same extent; it stays in its own voxels."""
         return F.interpolate(field, size=tuple(size), mode=LINEAR[self.dims], align_corners=False)
 
-    def one_pass(self, image, t, time, condition):
-        features = self.encode_image(image, time)
+    def one_pass(self, image, features, condition, t, time):
+        """The field of one pass. features: of the image; condition: features of the condition, None without one."""
         if self.conditioned and condition is None:
             condition = [torch.zeros_like(f) for f in features]
         x = self.attention(features[-1], condition[-1] if self.conditioned else None, time)      # (B, 256, 8^3)
@@ -421,13 +501,17 @@ class OM_net(nn.Module):
 
     def forward(self, image, t, condition=None, keep=None, embed=False):
         time = self.time(torch.zeros_like(t) if embed else t)
-        encoded = self.encode_condition(condition, keep, time)
+        features, encoded = self.encode(image, condition, keep, time, together=embed or not self.first_is_detached)
         if embed:
-            features = self.encode_image(image, time)
             own = self.attention.pooled(features[-1], 0)
             other = self.attention.pooled(encoded[-1], 1) if encoded is not None else own
             return [unit_embedding(self.embedding, pooled) for pooled in (own, other)]
-        return recurse(lambda x: self.one_pass(x, t, time, encoded), image, self.rec_num, self.detach)
+
+        def one_pass(seen):
+            known = features if seen is image and features else self.encoder(self.as_known(seen), time)
+            return self.one_pass(seen, known, encoded, t, time)
+
+        return recurse(one_pass, image, self.rec_num, self.detach)
 
 
 class RecMulModMutAttnNet(OM_net):

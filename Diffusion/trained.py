@@ -3,9 +3,12 @@ import functools
 import json
 from pathlib import Path
 
+import torch
+
 from Diffusion.networks import build_network
 from Runtime import checkpoint
 from Runtime.config import check_config, load_config, overridden
+from Runtime.device import precision
 from Runtime.errors import InputError
 
 # Keys that came after a checkpoint was written, and the tools' own, are taken from here.
@@ -40,7 +43,8 @@ def load_model(path, device="cpu", overrides=()):
     """A network in evaluation mode with the weights of `path`, and the config it was trained with.
 
     path: checkpoint (.pth), .safetensors file or run folder. overrides: "key=value" that change the config.
-    The averaged weights are taken where the training kept them (optim.average).
+    The averaged weights are taken where the training kept them (optim.average). The precision is that of this device,
+    not that of the training, unless overrides name run.amp.
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
     """
     path = find_checkpoint(path)
@@ -48,8 +52,9 @@ def load_model(path, device="cpu", overrides=()):
     if not isinstance(state.get("config"), dict):
         raise InputError(f"{path} holds no config: take a checkpoint that a training wrote.")
     known = load_config(DEFAULTS)
-    kept = {key: value for key, value in state["config"].items() if key in known}
+    kept = {key: value for key, value in state["config"].items() if key in known and key != "run.amp"}
     cfg = check_config({**known, **kept, **overridden(overrides)}, path)
+    cfg["run.amp"] = precision(cfg["run.amp"], torch.device(device))
     net = build_network(cfg, device)
     checkpoint.load_weights(net, {"model": state.get("average") or state["model"]}, path)
     return net.eval(), cfg

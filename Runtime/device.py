@@ -39,9 +39,27 @@ def backend(device):
     return found
 
 
+def computes_bf16(device):
+    """Whether a device computes bf16 as such. One that emulates it is slower than in float32, a CPU twenty times."""
+    if device.type == "cpu":
+        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type in ("cuda", "xpu"):
+        return torch.get_device_module(device).is_bf16_supported(including_emulation=False)
+    return False
+
+
+def precision(amp, device):
+    """What run.amp means on a device: "bf16" or "off", which is float32; "auto" takes bf16 where it is fast."""
+    if amp != "auto":
+        return amp
+    return "bf16" if computes_bf16(device) else "off"
+
+
 def autocast(device, amp):
-    """The autocast context of the network's forward pass: bf16 where run.amp says so."""
-    return contextlib.nullcontext() if amp == "off" else torch.autocast(device.type, torch.bfloat16)
+    """The autocast context of the network's forward pass, by run.amp."""
+    return contextlib.nullcontext() if precision(amp, device) == "off" else torch.autocast(device.type, torch.bfloat16)
 
 
 def prepare_device(device, threads):

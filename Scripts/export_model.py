@@ -117,7 +117,8 @@ def training(state, cfg, about):
         ("Optimizer", f"Adam, learning rate {cfg['optim.lr']:g}"),
         ("Weights exported", "moving average" if state.get("average") else "as the last step left them"),
         ("Weights of the losses", losses),
-        ("Precision", cfg["run.amp"]), ("torch", about["torch"] or "not recorded"), ("Seed", cfg["run.seed"]),
+        ("Precision", state["config"]["run.amp"]), ("torch", about["torch"] or "not recorded"),
+        ("Seed", cfg["run.seed"]),
         ("Commit", about["commit"] or "not recorded")])
 
 

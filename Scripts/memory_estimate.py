@@ -12,6 +12,7 @@ import torch
 from Dataloader.sampler import shares
 from Dataloader.staging import copy_of, expanded
 from Runtime import memory
+from Runtime.device import precision
 from Runtime.errors import InputError
 
 GIB = 2 ** 30
@@ -77,8 +78,9 @@ def activation_bytes(cfg, world):
     from Scripts.dry_run import mode_costs
     _, costs = mode_costs(cfg, shares(cfg, world)["pair_batch"], training.step_diffusion, training.step_contrastive,
                           training.step_registration)
-    factor = PEAK[cfg["run.amp"]] * (RECOMPUTED if cfg["model.use_checkpoint"] else 1)
-    factor *= LOCAL_MATCH if cfg["run.amp"] == "off" and cfg["model.local_match"] else 1
+    amp = precision(cfg["run.amp"], torch.device("cpu"))
+    factor = PEAK[amp] * (RECOMPUTED if cfg["model.use_checkpoint"] else 1)
+    factor *= LOCAL_MATCH if amp == "off" and cfg["model.local_match"] else 1
     return round(factor * max(kept for _, kept in costs.values()))
 
 

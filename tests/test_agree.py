@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from OM_train_3modes import choose_precision
 from Runtime import agree, launch, watchdog
 from Runtime.attempts import free_port
 from Runtime.errors import InputError
@@ -59,6 +60,8 @@ def main(folder):
     seen["none compared"] = error_of(agree.agree, ranks, 8, "diffusion", weights=None if rank == 1 else WEIGHTS)
     seen["gather"] = agree.gather(ranks, torch.tensor([[rank, 1], [2, 3]]).t()).tolist()
     seen["objects"] = agree.gather_objects(ranks, {"rank": rank, "much": "x" * rank})
+    cfg = {"run.amp": "off" if rank == 1 else "bf16"}
+    seen["precision"] = [choose_precision(cfg, ranks, torch.device("cpu")), cfg["run.amp"]]
     seen["phase"] = [watchdog.STATE["name"], watchdog.STATE["mode"]]
     launch.refresh(ranks, torch.device("cpu"), {"run.deadline_first_s": 20, "run.backend_timeout_s": 20})
     seen["refreshed"] = [ranks["generation"], agree.gather(ranks, torch.tensor([rank])).flatten().tolist()]
@@ -123,6 +126,10 @@ def test_what_differs_stands_in_the_log(seen):
         assert [(event["differs"], event["what"]) for event in one["events"]][:8] == [
             (1, "step"), (0, "branch"), (2, "shapes"), (1, "step"), *((2, name) for name in WEIGHTS), (1, "weights")]
         assert (one["events"][0]["found"], one["events"][0]["wanted"]) == ("9", "8")
+
+
+def test_all_ranks_take_float32_where_one_of_them_cannot_take_bf16(seen):
+    assert [one["precision"] for one in seen] == [[False, "off"]] * 3
 
 
 def test_a_rank_with_fewer_weights_is_named_too(seen):

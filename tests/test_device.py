@@ -1,5 +1,6 @@
 """Devices by name and the backend of each, also where this machine has neither."""
 import os
+import platform
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from Diffusion.gradients import new_gradients
-from Runtime.device import backend, pick_device
+from Runtime.device import autocast, backend, computes_bf16, pick_device, precision
 from Runtime.errors import InputError
 from tests.tiny import ROOT
 
@@ -48,6 +49,21 @@ def test_the_cpu_is_always_there():
         assert pick_device("auto", 3) == torch.device("cpu")
         with pytest.raises(InputError, match="run.device: cuda is asked for, but torch .* sees no such device"):
             pick_device("cuda")
+
+
+def test_auto_takes_bf16_where_the_processor_computes_it():
+    cpu = torch.device("cpu")
+    assert [precision(word, cpu) for word in ("bf16", "off")] == ["bf16", "off"]
+    assert precision("auto", cpu) == ("bf16" if computes_bf16(cpu) else "off")
+    with autocast(cpu, "auto"):
+        assert torch.is_autocast_enabled("cpu") == computes_bf16(cpu)
+    # A processor without AVX-512, or this one told to be so: what torch then computes is float32.
+    ask = ("import torch; from Runtime.device import precision; cpu = torch.device('cpu'); "
+           "print(torch.backends.cpu.get_cpu_capability(), precision('auto', cpu))")
+    lesser = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    ended = subprocess.run([sys.executable, "-c", ask], env={**os.environ, **lesser, "PYTHONPATH": str(ROOT)},
+                           capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split()[-1] == "off" or platform.machine() != "x86_64"
 
 
 def test_each_device_has_its_backend():

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import compose, identity, warp
@@ -11,8 +12,12 @@ from Diffusion.networks import (
     AffineMatch,
     FieldScale,
     LocalMatch,
+    NeighbourProducts,
     UpsampleConv,
     build_network,
+    conv,
+    convolve_in_slabs,
+    neighbours,
     network_class,
     recurse,
 )
@@ -234,15 +239,68 @@ def test_affine_match_takes_the_part_of_the_way_that_time_t_asks_for():
     assert torch.allclose(part, whole * 13 / 195, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [(20, 14, 12), (5, 7, 5), (1, 4, 4), (2, 3, 9)])
+@pytest.mark.parametrize("kernel, stride, dilation", [(3, 1, 1), (3, 2, 1), (1, 1, 1), (3, 1, 2), (3, 1, 4)])
+def test_a_convolution_in_slabs_is_the_convolution(size, kernel, stride, dilation):
+    torch.manual_seed(0)
+    layer = conv(3, 5, 6, kernel, stride, dilation).double()
+    x = torch.randn(1, 5, *size, dtype=torch.float64, requires_grad=True)
+    arguments = (layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation)
+    plain, slabs = F.conv3d(x, *arguments), convolve_in_slabs(x, *arguments)
+    assert torch.allclose(plain, slabs, atol=1e-12)
+    weights = torch.randn_like(plain)
+    for inputs in (x, layer.weight, layer.bias):
+        wanted, found = (torch.autograd.grad(y, inputs, weights, retain_graph=True)[0] for y in (plain, slabs))
+        assert torch.allclose(wanted, found, atol=1e-10)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("name", ["config_demo", "config_hippocampus", "config_medium", "config_om"])
+def test_no_convolution_of_a_shipped_config_falls_back_to_the_slow_loop(name):
+    cfg = load_config(ROOT / f"Config/{name}.yaml", ["model.attention_width=16", "model.attention_heads=1"])
+    net, image = build_network(cfg), torch.rand(1, 1, 32, 32, 32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        for words in ({}, {"embed": True}):
+            net(image, torch.tensor([3]), make_condition(image, "volume"), **words)[0].sum().backward()
+    called = {row.key for row in seen.key_averages()}
+    assert "aten::mkldnn_convolution" in called and "aten::slow_conv3d_forward" not in called
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_neighbour_products_are_those_of_the_shifted_volumes(dims):
+    torch.manual_seed(0)
+    size = (4, 3, 5)[:dims]
+    image = torch.randn(2, *size, 3, dtype=torch.float64, requires_grad=True)
+    around = torch.randn(2, *[n + 2 for n in size], 3, dtype=torch.float64, requires_grad=True)
+    found = NeighbourProducts.apply(image, around)
+    for channel, place in enumerate(neighbours(dims)):
+        shifted = around[(slice(None), *[slice(i, i + n) for i, n in zip(place, size)])]
+        assert torch.allclose(found[:, channel], (image * shifted).sum(-1))
+    assert torch.autograd.gradcheck(NeighbourProducts.apply, (image, around))
+
+
+@pytest.mark.parametrize("detach", ["true", "false"])
+def test_the_condition_has_the_same_gradient_encoded_alone_or_with_the_image(detach):
+    """With earlier passes detached the condition is encoded by itself, otherwise beside the image."""
+    net, _ = tiny(model__detach_recovery=detach, model__rec_num=1)
+    image, t, condition = inputs(3)
+    time = wake(net).time(t)
+    alone = net.encode(image, condition, None, time, together=False)
+    both = net.encode(image, condition, None, time, together=True)
+    assert alone[0] is None and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone[1], both[1]))
+    for own, other in zip(net.encoder(net.as_known(image), time), both[0]):
+        assert torch.allclose(own, other, atol=1e-5)
+
+
 @pytest.mark.parametrize("dims", [2, 3])
 def test_local_match_tells_in_which_direction_the_condition_is_alike(dims):
     torch.manual_seed(0)
     match, image = LocalMatch(dims, 24), torch.randn(2, 24, *(9, 10, 8)[:dims])
-    for place in match.places:
+    for place in neighbours(dims):
         there = image.roll([i - 1 for i in place], dims=tuple(range(2, 2 + dims)))
         found = match(image, there)[(..., *[slice(2, -2)] * dims)]
         assert found.shape[1] == 3 ** dims
-        assert (found.argmax(1) == match.places.index(place)).float().mean() > 0.99
+        assert (found.argmax(1) == neighbours(dims).index(place)).float().mean() > 0.99
     assert not match(image, torch.zeros_like(image)).any(), "a dropped condition is like nothing"
 
 
@@ -272,7 +330,7 @@ def test_features_are_compared_where_the_bottleneck_has_brought_them():
         net(image, torch.tensor([80]), make_condition(fixed, "volume"))
         net.coarse.conv.bias.zero_()
         net(image, torch.tensor([80]), make_condition(fixed, "volume"))
-    middle = net.local[-1].places.index((1, 1, 1))
+    middle = neighbours(3).index((1, 1, 1))
     shares = [(found[:, 3:-3, 3:-3, 3:-3] == middle).float().mean() for found in seen]
     assert shares[0] > 0.9 and shares[1] < 0.3
 

@@ -19,6 +19,7 @@ from Diffusion.gradients import new_gradients
 from Diffusion.refine import refine
 from Diffusion.trained import load_model
 from Runtime import attempts, checkpoint
+from Runtime.device import precision
 from Scripts.progress import AVERAGES
 from tests.tiny import ROOT, arguments, config, log_lines, make_data
 
@@ -89,6 +90,23 @@ def test_planned_restarts_at_any_step_give_the_same_weights(data, tmp_path, undi
         codes.append(run_here(data, tmp_path, "--max-steps-before-restart", "5"))
     assert codes == [42, 42, 0]
     assert final_weights(capfd.readouterr().out) == undisturbed
+
+
+def test_a_run_goes_on_in_the_precision_in_which_it_began(data, tmp_path, capfd):
+    here = precision("auto", torch.device("cpu"))
+    other = {"off": "bf16", "bf16": "off"}[here]
+    assert run_here(data, tmp_path, "--max-steps-before-restart", "1", run__amp=other) == 42
+    capfd.readouterr()
+    assert run_here(data, tmp_path, "--max-steps-before-restart", "1", run__amp="auto") == 42
+    said = capfd.readouterr().out
+    assert f"run.amp: this run began with {other} and goes on so; on these devices auto would choose {here}" in said
+    assert f"threads, {om.PRECISIONS[other]}" in said
+    run = tmp_path / "Models/demo_om_net"
+    assert checkpoint.load(run / checkpoint.newest(run))["config"]["run.amp"] == other
+    assert run_here(data, tmp_path, "--max-steps-before-restart", "1", run__amp=here) == 42
+    assert f"changed since the checkpoint: run.amp: {other} -> {here}" in capfd.readouterr().out
+    assert load_model(run)[1]["run.amp"] == here == load_model(run, overrides=["run.amp=auto"])[1]["run.amp"]
+    assert load_model(run, overrides=[f"run.amp={other}"])[1]["run.amp"] == other
 
 
 def test_a_time_limit_ends_in_a_planned_restart_too(data, tmp_path, undisturbed, capfd):

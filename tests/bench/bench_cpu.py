@@ -1,0 +1,158 @@
+"""What a training step takes on a CPU, in float32 and in bf16, with AVX-512 and without, beside an earlier commit.
+
+    python tests/bench/bench_cpu.py [--steps 12] [--rounds 2] [--base ae2d719 | --base none]
+
+Every figure comes from the training itself: OM_train_3modes.py is started with a shipped config, makes some steps and
+leaves, and its log says when each ended. The earlier commit is unpacked into a folder and trained in turn with this
+tree, on the same volumes. One more start of each runs under torch's profiler: which share of the time each kind of
+operation has, and how often `slow_conv3d` was called, the loop that torch falls back to where it leaves oneDNN out.
+
+"AVX2" is this processor told to do without AVX-512 (ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2), as laptops and
+many desktops are; oneDNN then also says that it does not compute bf16, so bf16 is measured where it does. Volumes of
+the hippocampus come from ../shared/data/hippocampus where that is present, else synthetic ones of that size.
+"""
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from Dataloader.synthetic import write_dataset  # noqa: E402
+from Runtime.attempts import read_lines  # noqa: E402
+from Runtime.device import computes_bf16, describe  # noqa: E402
+from Runtime.report import text_table  # noqa: E402
+
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+WARM_UP = 3  # steps that are not counted: the first ones make oneDNN's kernels
+PROFILED = 4
+KINDS = {
+    "slow_conv3d": "slow_conv3d", "convolution": "convolution", "normalisation": "group_norm|layer_norm",
+    "warping, resampling": "grid_sampler|upsample|interpolate|avg_pool",
+    "attention, linear": "mm|scaled_dot_product|linear",
+    "copies, layout": "copy_|fill_|zero_|cat|clone|contiguous|_to_copy", "pointwise, sums": "",
+}
+# Trains a few steps under the profiler; in the tree that is the working folder, whatever its age.
+PROFILE = """
+import json, sys
+sys.path.insert(0, ".")
+import torch
+import OM_train_3modes as om
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+    code = om.main(sys.argv[2:])
+rows = [(row.key, row.count, row.self_cpu_time_total) for row in seen.key_averages() if row.key.startswith("aten::")]
+open(sys.argv[1], "w").write(json.dumps(rows))
+sys.exit(code)
+"""
+
+
+def volumes(folder):
+    """{config: overrides that name its volumes}."""
+    write_dataset(folder / "demo", range(8), 40)
+    words = {"demo": [f"data.root={folder}/demo", "data.train_ids=0-5", "data.val_ids=6-7", "data.expect_samples=6"]}
+    real = ROOT.parent / "shared/data/hippocampus"
+    if real.is_dir():
+        return {**words, "hippocampus": [f"data.root={real}"]}
+    write_dataset(folder / "hippocampus", range(38), (36, 50, 36))
+    ids = ["data.train_ids=0-35", "data.val_ids=36-37", "data.expect_samples=36"]
+    return {**words, "hippocampus": [f"data.root={folder}/hippocampus", *ids]}
+
+
+def unpack(commit, folder):
+    """The tree of a commit in a folder of its own."""
+    folder.mkdir()
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+    return folder
+
+
+def start(tree, config, amp, words, isa, steps, program):
+    """Run `program` in a tree with the arguments of a training of `steps` steps. Returns the lines of its log."""
+    with tempfile.TemporaryDirectory() as place:
+        words = [*words, f"run.amp={amp}", "data.cache=", "data.repeats=1000", "registration.gate=2",
+                 "run.checkpoint_steps=0", "run.checkpoint_minutes=0", f"run.models={place}", f"run.logs={place}"]
+        arguments = ["--config", f"Config/config_{config}.yaml", "--max-steps-before-restart", str(steps)]
+        arguments += [word for item in words for word in ("--set", item)]
+        ended = subprocess.run([sys.executable, *program, *arguments], cwd=tree, env={**os.environ, **isa},
+                               capture_output=True, text=True)
+        if ended.returncode != 42:
+            raise SystemExit(f"a training in {tree} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
+        return read_lines(next(Path(place).glob("*/rank0.jsonl")))
+
+
+def step_seconds(tree, config, amp, words, isa, steps):
+    """Seconds of each step, from the end of one to the end of the next, data included."""
+    lines = start(tree, config, amp, words, isa, steps, ["OM_train_3modes.py"])
+    ends = [line["time"] for line in lines if line["event"] == "step"][WARM_UP - 1:]
+    return [after - before for before, after in zip(ends, ends[1:])]
+
+
+def profile(tree, config, amp, words, isa):
+    """({kind of operation: share of the time}, calls of slow_conv3d in a step)."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        start(tree, config, amp, words, isa, PROFILED, ["-c", PROFILE, file.name])
+        rows = json.load(file)
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for name, _, self_time in rows:
+        seconds[next(kind for kind, words in KINDS.items() if re.search(words, name))] += self_time
+    calls = sum(count for name, count, _ in rows if name == "aten::slow_conv3d_forward")
+    return {kind: value / sum(seconds.values()) for kind, value in seconds.items()}, calls / PROFILED
+
+
+def measure(trees, words, steps, rounds):
+    """Rows of (config, isa, amp, tree, median seconds of a step, shares, slow calls). Trees take turns."""
+    fast = {"as it is": {}, "AVX2": AVX2}
+    cases = [(config, isa, amp) for config in words for isa in fast for amp in ("off", "bf16")
+             if amp == "off" or (isa == "as it is" and computes_bf16(torch.device("cpu")))]
+    rows = []
+    for config, isa, amp in cases:
+        seconds = {name: [] for name in trees}
+        for _ in range(rounds):
+            for name, tree in trees.items():
+                seconds[name] += step_seconds(tree, config, amp, words[config], fast[isa], steps)
+        for name, tree in trees.items():
+            shares, calls = profile(tree, config, amp, words[config], fast[isa])
+            rows.append((config, isa, amp, name, statistics.median(seconds[name]), shares, calls))
+            print(f"{config}, {isa}, {'float32' if amp == 'off' else amp}, {name}: {rows[-1][4]:.3f} s a step",
+                  file=sys.stderr, flush=True)
+    return rows
+
+
+def show(rows):
+    kinds = list(KINDS)
+    table = [[config, isa, "float32" if amp == "off" else amp, name, seconds, calls,
+              *[100 * shares[kind] for kind in kinds]] for config, isa, amp, name, seconds, shares, calls in rows]
+    header = ["config", "CPU", "precision", "tree", "s a step", "slow_conv3d calls", *[f"{kind} %" for kind in kinds]]
+    print(text_table(header, table, [None, None, None, None, ".3f", ".0f", *[".0f"] * len(kinds)]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Seconds of a training step on a CPU, by precision and processor.")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each start (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each tree, in turns (%(default)s)")
+    parser.add_argument("--base", default="ae2d719", help="commit to compare with, or none (%(default)s)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        trees = {} if args.base == "none" else {args.base: unpack(args.base, Path(name) / "base")}
+        rows = measure({**trees, "now": ROOT}, volumes(Path(name)), args.steps, args.rounds)
+    print(f"{describe(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}; "
+          f"mode 3 in every step; medians over {args.rounds} x {args.steps - WARM_UP} steps\n")
+    show(rows)
+    found = {(config, isa, amp, tree): seconds for config, isa, amp, tree, seconds, *_ in rows}
+    ours, base = (found.get(("hippocampus", "AVX2", "off", tree)) for tree in ("now", args.base))
+    bf16 = found.get(("hippocampus", "as it is", "bf16", "now"))
+    print("\n" + json.dumps({"slow_conv_calls": sum(row[6] for row in rows if row[3] == "now"),
+                             "step_s_fp32": round(ours, 4), "speedup_fp32": base and round(base / ours, 3),
+                             "step_s_bf16": bf16 and round(bf16, 4)}))
+
+
+if __name__ == "__main__":
+    main()
