@@ -50,8 +50,8 @@ from Diffusion.trained import DEFAULTS, find_checkpoint, load_model
 from Runtime import folder as run_folder
 from Runtime.config import load_config
 from Runtime.device import pick_device
-from Runtime.errors import DONE, STOP, InputError
-from Runtime.files import write_file
+from Runtime.errors import DONE, STOP, InputError, first_line, is_out_of_memory
+from Runtime.files import sha256, write_file
 
 CHUNK = 4  # draws that a worker makes of a volume that it has read
 STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
@@ -146,8 +146,8 @@ def make_job(args):
 
 def settings(job, cfg):
     """What must be the same for earlier draws to be kept."""
-    shown = "".join(run_folder.sha256(item["image"]) for item in WORKER["targets"])
-    digest = {"model": job["model"] and run_folder.sha256(job["model"]),
+    shown = "".join(sha256(item["image"]) for item in WORKER["targets"])
+    digest = {"model": job["model"] and sha256(job["model"]),
               "target": (shown if len(shown) <= 64 else hashlib.sha256(shown.encode()).hexdigest()) or None}
     kept = {key: value for key, value in cfg.items() if key.split(".")[0] in ("model", "diffusion") or key in (
         "data.img_size", "data.spacing_mm", "data.crop_above", "data.percentiles", "data.window", "run.amp")}
@@ -171,8 +171,8 @@ def claim_folder(out, job):
                 raise InputError(f"{out} holds draws with {key} {found.get(key)}, not {wanted[key]}; name a new "
                                  "folder.")
     write_file(path, (json.dumps(wanted, indent=1) + "\n").encode())
-    for unfinished in out.glob("*Tr/.*.nii.gz"):  # of a run that was killed
-        unfinished.unlink()
+    for unfinished in out.glob("*Tr/.*.tmp-*"):  # of a run that was killed; the lock says that no other is at work
+        unfinished.unlink(missing_ok=True)
     return records
 
 
@@ -263,13 +263,23 @@ def write_like(path, array, source, affine):
     write_volume(path, array.astype(dtype), affine, header)
 
 
-def make_draws(item, draws):
+def try_draws(item, draws):
     """Some draws of one volume. Returns: their records; or the sentence that says why it cannot be used."""
-    job, cfg, out = WORKER["job"], WORKER["cfg"], Path(WORKER["job"]["out"])
     try:
-        image, affine, beside = read_item(item, cfg["model.dims"])
+        return make_draws(item, draws)
     except InputError as error:
         return str(error)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return (f"{item['image']}: there is not enough memory for this volume ({first_line(error)}); use fewer "
+                "--workers, a smaller volume or a machine with more.")
+
+
+def make_draws(item, draws):
+    """Write some draws of one volume. Returns: their records. Raises InputError for a volume that cannot be used."""
+    job, cfg, out = WORKER["job"], WORKER["cfg"], Path(WORKER["job"]["out"])
+    image, affine, beside = read_item(item, cfg["model.dims"])
     digest, records = digests(item), []
     for draw in draws:
         key, condition = (job["seed"], subject_number(item["id"]), draw), None
@@ -284,22 +294,37 @@ def make_draws(item, draws):
             write_like(out / paths[kind], deform(array, field, "nearest"), item[kind], own)
         write_field(out / paths["field"], field, affine, read_raw_header(item["image"]))
         towards = "" if target is None else WORKER["targets"][target]["id"]
-        records.append({"name": name, "id": item["id"], "draw": draw, "target": towards, "source": digest, **{
-            word: round(measured, 5) for word, measured in measure(field, affine).items()}})
+        records.append({"name": name, "id": item["id"], "draw": draw, "target": towards, "source": digest,
+                        "bytes": sizes(paths, out), **{
+                            word: round(measured, 5) for word, measured in measure(field, affine).items()}})
     return records
+
+
+def sizes(paths, out):
+    """Bytes of the files of a draw, by kind; None for one that is not there.
+
+    Every file was flushed before it got its name, so one that was torn later shows by its size.
+    """
+    files = {kind: out / path for kind, path in paths.items()}
+    return {kind: file.stat().st_size if file.is_file() else None for kind, file in files.items()}
 
 
 def digests(item):
     """What the files of a volume hold, so that a changed file is deformed anew."""
-    return [run_folder.sha256(item[kind]) for kind in ("image", "label", "mask") if item[kind]]
+    return [sha256(item[kind]) for kind in ("image", "label", "mask") if item[kind]]
 
 
 def missing_draws(item, draws, records, out):
-    """The draws of a volume that no earlier run has made from these files."""
-    digest = digests(item) if records else None
-    names = {draw: draw_name(item, draw) for draw in range(draws)}
-    return [draw for draw, name in names.items() if name not in records or records[name]["source"] != digest
-            or not all((out / path).is_file() for path in draw_paths(item, draw).values())]
+    """The draws of a volume that no earlier run has made from these files, or whose own files are not as it left them.
+
+    Records of older versions have no sizes: those draws are made anew, for their files were not flushed.
+    """
+    digest, missing = digests(item) if records else None, []
+    for draw in range(draws):
+        record = records.get(draw_name(item, draw), {})
+        if record.get("source") != digest or record.get("bytes") != sizes(draw_paths(item, draw), out):
+            missing.append(draw)
+    return missing
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,11 +356,11 @@ def run_tasks(job, tasks, workers):
     """Yields ((item, draws), result) as they come, from this process or from `workers` others."""
     workers = min(workers, len(tasks))
     if workers <= 1 or WORKER["device"].type != "cpu":
-        yield from ((task, make_draws(*task)) for task in tasks)
+        yield from ((task, try_draws(*task)) for task in tasks)
         return
     pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (job,))
     try:
-        waiting = {pool.submit(make_draws, *task): task for task in tasks}
+        waiting = {pool.submit(try_draws, *task): task for task in tasks}
         for future in concurrent.futures.as_completed(waiting):
             yield waiting[future], future.result()
     except BrokenProcessPool:

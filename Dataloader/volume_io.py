@@ -1,11 +1,10 @@
 """NIfTI volumes in and out, and the one interpolation that brings a volume onto the training grid.
 
 The nibabel array is used untransposed: D, H, W are its i, j, k (2D: H, W are i, j). Affines are 4x4 float64,
-voxel to world in millimetres, RAS, in 2D too.
+voxel to world in millimetres, RAS, in 2D too: of a file in other units they are converted, as ITK does.
 """
 import gzip
 import math
-import os
 import zlib
 from pathlib import Path
 
@@ -15,11 +14,13 @@ from nibabel import orientations
 from scipy import ndimage
 
 from Runtime.errors import InputError
+from Runtime.files import write_file
 
 READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError,
                nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError, gzip.BadGzipFile)
 SMOOTH_ABOVE = 1.5
 SMOOTH_SIGMA = 0.4
+MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes of metre and micrometre; ITK takes all others for millimetres
 SAME_GRID = 0.1  # voxels by which the corners of what is called the same grid may lie apart
 
 
@@ -64,7 +65,7 @@ def read_header(path, dims=3):
     Raises InputError as `read_volume` does for everything a header tells; a cut .nii.gz shows only when read whole.
     """
     image = open_nifti(path)
-    return _squeezed_shape(path, image.shape, dims), _checked_affine(path, image.affine, dims)
+    return _squeezed_shape(path, image.shape, dims), read_affine(path, image, dims)
 
 
 def open_nifti(path):
@@ -88,14 +89,36 @@ def read_raw_header(path):
     return open_nifti(path).header
 
 
+def mm_of_unit(header):
+    """How many millimetres the unit of length of a nibabel header has; 1 where it does not say."""
+    return MM_OF_UNIT.get(int(header["xyzt_units"]) & 7, 1.0)
+
+
+def read_affine(path, image, dims):
+    """The affine of a nibabel image, 4x4 float64, voxel to world in millimetres.
+
+    A 2D file's missing third axis becomes the normal. Raises InputError naming the file where it is singular.
+    """
+    affine = np.array(image.affine, np.float64)
+    affine[:3] *= mm_of_unit(image.header)
+    if dims == 2 and np.isfinite(affine).all() and not affine[:3, 2].any():
+        affine[:3, 2] = np.cross(affine[:3, 0], affine[:3, 1])
+        affine[:3, 2] /= np.linalg.norm(affine[:3, 2]) or 1
+    lengths = np.linalg.norm(affine[:3, :3], axis=0)
+    usable = np.isfinite(affine).all() and lengths.min() > 0
+    if not usable or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-6:
+        raise InputError(f"{path}: the affine {affine[:3].round(4).tolist()} is singular; repair the header.")
+    return affine
+
+
 def write_volume(path, array, affine, header=None):
-    """Write a NIfTI file atomically.
+    """Write a NIfTI file, whole and durable (Runtime/files.py). The same input gives the same bytes.
 
     path: .nii or .nii.gz; its folder is made if missing.
     array: (D, H, W), (H, W) stored as (H, W, 1), or more axes, stored as they are. The dtype is kept; bool becomes
     uint8 and float16 float32, which NIfTI lacks.
-    affine: 4x4 voxel to world, RAS; written as qform and sform with the codes of `header`, or 1 where it has none.
-    header: nibabel header whose descriptive fields are kept; it is not changed.
+    affine: 4x4 voxel to world in millimetres, RAS; written as qform and sform with the codes of `header`, or 1 where it
+    has none, and in its unit of length. header: nibabel header whose descriptive fields are kept; it is not changed.
     """
     path = Path(path)
     suffix = _nifti_suffix(path)
@@ -104,19 +127,26 @@ def write_volume(path, array, affine, header=None):
     array = np.asarray(array)
     array = array[..., None] if array.ndim == 2 else array
     array = array.astype({"bool": np.uint8, "float16": np.float32}.get(array.dtype.name, array.dtype), copy=False)
+    affine = np.array(affine, np.float64)
+    if header is not None:
+        affine[:3] /= mm_of_unit(header)
     image = nibabel.Nifti1Image(array, affine, header, dtype=array.dtype)
     # From the header given: nibabel resets the codes in its copy when the affine is a new one.
     image.set_qform(affine, 1 if header is None else int(header["qform_code"]) or 1)
     image.set_sform(affine, 1 if header is None else int(header["sform_code"]) or 1)
-    if image.header.get_xyzt_units()[0] == "unknown":
-        image.header.set_xyzt_units("mm")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:-len(suffix)]}.{os.getpid()}{suffix}")
-    try:
-        nibabel.save(image, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    if not int(image.header["xyzt_units"]) & 7:
+        image.header["xyzt_units"] |= 2  # millimetres; the unit of time stays
+    write_file(path, lambda file: _write_nifti(file, image, suffix == ".nii.gz"))
+
+
+def _write_nifti(file, image, compressed):
+    """A nibabel image into an open binary file, with the bytes that nibabel.save would write."""
+    if not compressed:
+        image.to_stream(file)
+        return
+    # No name and no time in its header: the same content is the same file, whatever it is called.
+    with gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as stream:
+        image.to_stream(stream)
 
 
 def intensity_range(array, low=0.5, high=99.5):
@@ -237,7 +267,7 @@ def _nifti_suffix(path):
 def _read(path, dims):
     """Voxels in the file's own (scaled) dtype with `dims` axes, and the checked affine."""
     path, image = Path(path), open_nifti(path)
-    shape, affine = _squeezed_shape(path, image.shape, dims), _checked_affine(path, image.affine, dims)
+    shape, affine = _squeezed_shape(path, image.shape, dims), read_affine(path, image, dims)
     try:
         if path.suffix == ".gz":
             # nibabel stops before the checksum at the end; decompressing the whole file verifies it.
@@ -276,19 +306,6 @@ def _squeezed_shape(path, shape, dims):
     if len(kept) < dims or min(kept) < 1:
         raise InputError(f"{path}: shape {shape} is not {dims}D; check the file and the setting of dims.")
     return kept
-
-
-def _checked_affine(path, affine, dims):
-    """float64 copy of an affine whose axes are independent; a 2D file's missing third axis becomes the normal."""
-    affine = np.array(affine, np.float64)
-    if dims == 2 and np.isfinite(affine).all() and not affine[:3, 2].any():
-        affine[:3, 2] = np.cross(affine[:3, 0], affine[:3, 1])
-        affine[:3, 2] /= np.linalg.norm(affine[:3, 2]) or 1
-    lengths = np.linalg.norm(affine[:3, :3], axis=0)
-    usable = np.isfinite(affine).all() and lengths.min() > 0
-    if not usable or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-6:
-        raise InputError(f"{path}: the affine {affine[:3].round(4).tolist()} is singular; repair the header.")
-    return affine
 
 
 def _embed(matrix, offset):

@@ -149,9 +149,54 @@ def test_what_is_no_field_is_refused(tmp_path, array, words):
         read_field(tmp_path / "field.nii.gz")
 
 
-def test_a_cut_field_is_refused(tmp_path):
-    write_field(tmp_path / "field.nii.gz", random_field(0, (16, 16, 16), 0.06), np.eye(4))
-    data = (tmp_path / "field.nii.gz").read_bytes()
-    (tmp_path / "field.nii.gz").write_bytes(data[:len(data) // 2])
-    with pytest.raises(InputError, match="field.nii.gz: truncated or corrupt"):
+def test_a_damaged_field_is_refused(tmp_path):
+    write_field(tmp_path / "good.nii.gz", random_field(0, (16, 16, 16), 0.06), np.eye(4))
+    data, path = (tmp_path / "good.nii.gz").read_bytes(), tmp_path / "field.nii.gz"
+    flipped = [bytearray(data), bytearray(data)]
+    flipped[0][len(data) // 3] ^= 0xFF  # within the stream, which zlib finds
+    flipped[1][-6] ^= 0x01  # in the checksum at the end
+    for content in (data[:len(data) // 2], data[:-3], *flipped):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="field.nii.gz: (truncated or corrupt|not a readable NIfTI)"):
+            read_field(path)
+
+
+@pytest.mark.parametrize("write, shape", [("itk", (5, 6, 7, 1, 3)), ("learn2reg", (5, 6, 7, 3))])
+def test_a_field_with_a_singular_affine_is_refused(tmp_path, write, shape):
+    image = nibabel.Nifti1Image(np.ones(shape, np.float32), None)
+    image.header.set_sform(np.diag([1.0, 1, 0, 1]), 1)
+    nibabel.save(image, tmp_path / "field.nii.gz")
+    with pytest.raises(InputError, match="field.nii.gz: the affine .* is singular; repair the header"):
         read_field(tmp_path / "field.nii.gz")
+
+
+def test_a_field_of_complex_numbers_is_refused(tmp_path):
+    nibabel.save(nibabel.Nifti1Image(np.ones((5, 6, 7, 3), np.complex64), np.eye(4)), tmp_path / "field.nii.gz")
+    with pytest.raises(InputError, match="field.nii.gz: numbers of type complex64 are no displacements"):
+        read_field(tmp_path / "field.nii.gz")
+
+
+@pytest.mark.parametrize("unit, mm", [("micron", 1e-3), ("meter", 1e3)])
+def test_itk_moves_an_image_of_other_units_by_our_field(tmp_path, unit, mm):
+    """ITK converts the grid of such files to millimetres, but not the vectors."""
+    shape, affine = FIXED[2]
+    header = nibabel.Nifti1Header()
+    header.set_xyzt_units(unit)
+    image = smooth(shape, affine).astype(np.float32)
+    write_volume(tmp_path / "image.nii.gz", image, affine, header)
+    np.testing.assert_allclose(nibabel.load(tmp_path / "image.nii.gz").affine[:3], affine[:3] / mm, rtol=1e-5)
+    field = random_field(1, shape, 0.06)
+    write_field(tmp_path / "field.nii.gz", field, affine, header)
+    found, its_affine = read_field(tmp_path / "field.nii.gz")
+    assert nibabel.load(tmp_path / "field.nii.gz").header.get_xyzt_units()[0] == unit
+    assert np.abs(found - field).max() < 1e-4
+    np.testing.assert_allclose(its_affine, affine, rtol=1e-5)
+
+    moving = sitk.ReadImage(str(tmp_path / "image.nii.gz"))
+    vectors = sitk.ReadImage(str(tmp_path / "field.nii.gz"), sitk.sitkVectorFloat64)
+    theirs = sitk.Resample(moving, moving, sitk.DisplacementFieldTransform(vectors), sitk.sitkLinear, 0.0)
+    theirs = sitk.GetArrayFromImage(theirs).T
+    ours = warp(torch.from_numpy(image)[None, None], torch.from_numpy(field)[None])[0, 0].numpy()
+    inside = warp(torch.ones(1, 1, *shape), torch.from_numpy(field)[None])[0, 0].numpy() > 0.999
+    assert inside.mean() > 0.1 and np.abs(ours - theirs)[inside].max() < 1e-3 * image.max()
+    assert np.abs(image - theirs)[inside].max() > 0.02 * image.max(), "the displacement matters"

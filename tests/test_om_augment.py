@@ -29,7 +29,7 @@ from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests.test_volume_io import DATA, OBLIQUE, make_affine
-from tests.tiny import CONFIG, ROOT, config
+from tests.tiny import CONFIG, ROOT, config, little_memory
 
 SHAPE = (24, 28, 33)
 FLIPPED = make_affine((1, 2, 0), (1, -1, 1), (1.3, 1.0, 0.8), (20, -10, 8))
@@ -288,6 +288,42 @@ def test_a_bad_volume_among_others_is_named_and_the_others_are_done(data, capsys
     assert not list((data / "out").rglob("s_001*"))
 
 
+def test_a_volume_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(data, capsys):
+    large = np.zeros((400, 400, 400), np.int16)
+    large[:200] = 7
+    for folder in ("imagesTr", "labelsTr"):
+        write_volume(data / f"data/{folder}/s_003.nii.gz", large, np.eye(4))
+    del large
+    words = ["--data", data / "data", *WORDS, "--out", data / "out", "--draws", 2]
+    with little_memory(150 * 2 ** 20):
+        assert run(*words) == 43
+    printed = capsys.readouterr()
+    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "s_003.nii.gz: there is not enough memory for this volume" in errors[0]
+    assert json.loads(printed.out.strip().splitlines()[-1])["draws"] == 4
+
+
+def test_a_second_run_makes_torn_files_anew(data):
+    words = ["--data", data / "data", *WORDS, "--out", data / "out", "--draws", 2]
+    assert run(*words) == 0
+    whole = contents(data / "out")
+    (data / "out/imagesTr/s_001_draw00.nii.gz").write_bytes(b"")
+    torn = data / "out/fieldsTr/s_002_draw01.nii.gz"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    (data / "out/labelsTr/s_002_draw00.nii.gz").unlink()
+    (data / "out/fieldsTr/.s_001_draw01.nii.gz.tmp-123").write_bytes(b"half")
+    assert run(*words) == 0
+    assert contents(data / "out") == whole
+    # Older versions kept no sizes in their records, and did not flush their files.
+    path = data / "out/draws.jsonl"
+    old = [{key: value for key, value in json.loads(line).items() if key != "bytes"}
+           for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(record) + "\n" for record in old))
+    before = torn.stat().st_mtime_ns
+    assert run(*words) == 0
+    assert contents(data / "out") == whole and torn.stat().st_mtime_ns > before
+
+
 def test_a_second_run_goes_on(data, capsys):
     words = ["--data", data / "data", *WORDS, "--out", data / "out"]
     assert run(*words, "--draws", 2) == 0
@@ -316,10 +352,11 @@ def test_a_killed_run_leaves_whole_files_and_ends_as_an_undisturbed_one(data):
     deadline = time.time() + 100
     while not list((data / "out").rglob("fieldsTr/*_draw0*.nii.gz")) and time.time() < deadline:
         time.sleep(0.02)
+    assert list((data / "out").rglob("fieldsTr/*_draw0*.nii.gz")), "no draw within the time"
     process.send_signal(signal.SIGKILL)
     process.wait()
     time.sleep(2)  # the workers end with it
-    (data / "out/fieldsTr/.s_001_draw07.123.nii.gz").write_bytes(b"half")
+    (data / "out/fieldsTr/.s_001_draw07.nii.gz.tmp-123").write_bytes(b"half")
     assert not (data / "out/dataset.json").exists()
     for path in (data / "out").rglob("[!.]*.nii.gz"):
         assert np.isfinite(nibabel.load(path).get_fdata()).all()

@@ -21,6 +21,7 @@ from Dataloader.volume_io import read_volume, write_volume
 from Diffusion.networks import build_network
 from Diffusion.registration import register
 from Runtime import checkpoint
+from Runtime.files import partial_path
 from tests import tiny
 from tests.test_volume_io import OBLIQUE, make_affine
 
@@ -354,7 +355,7 @@ def test_results_never_take_the_place_of_what_is_read(place, tmp_path, capsys):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_a_full_disk_is_one_sentence(place, pair, tmp_path, capsys):
     (tmp_path / "out").mkdir()
-    (tmp_path / f"out/.points.csv.{os.getpid()}").symlink_to("/dev/full")
+    partial_path(tmp_path / "out/points.csv").symlink_to("/dev/full")
     refused(capsys, "No space left on device; results cannot be written", "--apply", place / "pair/field.nii.gz",
             "--points", place / "points.csv", "--out", tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())

@@ -1,5 +1,6 @@
 import gzip
 import itertools
+import os
 from pathlib import Path
 
 import nibabel
@@ -19,6 +20,7 @@ from Dataloader.volume_io import (
     write_volume,
 )
 from Runtime.errors import InputError
+from Runtime.files import partial_path
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 LPS = np.diag([-1.0, -1.0, 1.0])
@@ -122,6 +124,79 @@ def test_write_replaces_and_leaves_the_old_file_on_failure(tmp_path):
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     write_volume(path, noise((3, 4, 5)), np.eye(4))
     assert read_header(path)[0] == (3, 4, 5)
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_the_bytes_are_those_of_nibabel_whatever_the_name(tmp_path, suffix):
+    array = noise((30, 31, 32))
+    image = nibabel.Nifti1Image(array, OBLIQUE, dtype=np.float32)
+    image.set_qform(OBLIQUE, 1)
+    image.set_sform(OBLIQUE, 1)
+    image.header.set_xyzt_units("mm")
+    nibabel.save(image, tmp_path / f"theirs{suffix}")
+    for name in ("a", "another"):
+        write_volume(tmp_path / f"{name}{suffix}", array, OBLIQUE)
+        assert (tmp_path / f"{name}{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_leaves_the_old_file(tmp_path, suffix):
+    path = tmp_path / f"v{suffix}"
+    write_volume(path, noise(), np.eye(4))
+    before = path.read_bytes()
+    partial_path(path).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_volume(path, noise((40, 41, 42)), np.eye(4))
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_content_and_name_are_on_the_disk_before_the_call_returns(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def flushed(handle):
+        done.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def renamed(old, new):
+        done.append("renamed")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_volume(tmp_path / "v.nii.gz", noise(), np.eye(4))
+    assert done == [str(partial_path(tmp_path / "v.nii.gz")), "renamed", str(tmp_path)]
+
+
+@pytest.mark.parametrize("unit, mm", [("mm", 1), ("micron", 1e-3), ("meter", 1e3), ("unknown", 1)])
+@pytest.mark.parametrize("codes", [(1, 1), (0, 1), (1, 0)])
+def test_units_of_length_as_in_itk(tmp_path, unit, mm, codes):
+    affine = np.diag([1 / mm] * 3 + [1]) @ OBLIQUE
+    image = nibabel.Nifti1Image(noise(), affine)
+    image.set_qform(affine, codes[0])
+    image.set_sform(affine, codes[1])
+    image.header.set_xyzt_units(unit, "sec")
+    nibabel.save(image, tmp_path / "v.nii.gz")
+    array, found = read_volume(tmp_path / "v.nii.gz")
+    theirs = sitk.ReadImage(str(tmp_path / "v.nii.gz"))
+    np.testing.assert_allclose(np.linalg.norm(found[:3, :3], axis=0), theirs.GetSpacing(), rtol=1e-5)
+    np.testing.assert_allclose(LPS @ found[:3, 3], theirs.GetOrigin(), rtol=1e-5)
+    np.testing.assert_allclose(read_header(tmp_path / "v.nii.gz")[1], OBLIQUE, atol=1e-4)
+    write_volume(tmp_path / "w.nii.gz", array, found, nibabel.load(tmp_path / "v.nii.gz").header)
+    again = nibabel.load(tmp_path / "w.nii.gz")
+    assert again.header.get_xyzt_units() == ("mm" if unit == "unknown" else unit, "sec")
+    np.testing.assert_allclose(again.affine, affine, rtol=1e-5, atol=1e-4 / mm)
+    assert sitk.ReadImage(str(tmp_path / "w.nii.gz")).GetSpacing() == pytest.approx(theirs.GetSpacing())
+
+
+def test_a_code_that_is_no_unit_means_millimetres(tmp_path):
+    image = nibabel.Nifti1Image(noise(), OBLIQUE)
+    image.header["xyzt_units"] = 5
+    nibabel.save(image, tmp_path / "v.nii.gz")
+    array, affine = read_volume(tmp_path / "v.nii.gz")
+    np.testing.assert_allclose(affine, OBLIQUE, atol=1e-5)
+    write_volume(tmp_path / "w.nii.gz", array, affine, nibabel.load(tmp_path / "v.nii.gz").header)
+    np.testing.assert_allclose(read_header(tmp_path / "w.nii.gz")[1], OBLIQUE, atol=1e-5)
 
 
 def test_write_refuses_other_suffixes(tmp_path):

@@ -1,5 +1,7 @@
 """A training small enough for tests: 16^3 synthetic volumes, a few thousand weights, milliseconds per step."""
+import contextlib
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -52,3 +54,15 @@ def launcher_environment(ranks, **more):
     kept = {name: value for name, value in os.environ.items() if "SLURM" not in name and name not in (
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FAULTS")}
     return {**kept, "RANKS": str(ranks), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **more}
+
+
+@contextlib.contextmanager
+def little_memory(more):
+    """Within, this process may map only `more` bytes beyond what it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
