@@ -12,6 +12,7 @@ help:            ## this list
 venv: .venv/.ready   ## the virtual environment .venv with everything pinned
 
 .venv/.ready: requirements.txt requirements-test.txt
+	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed, and $(PYTHON) is %d.%d: name another one, such as make PYTHON=python3.11." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv 1>&2
 	$(PY) -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements-test.txt 1>&2
 	touch $@

@@ -11,6 +11,9 @@ volume in every draw. A draw depends on the seed, the id of the volume, its own 
 else. The folder can be used for training as it is: dataset.json lists the draws. Run the same command again after a
 kill, and it goes on. Exit codes: 0 done, 43 bad input (the other volumes are done).
 """
+import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+
+# isort: split
 import argparse
 import concurrent.futures
 import csv
@@ -159,7 +162,8 @@ def claim_folder(out, job):
     """Take an empty folder, or go on in one of the same settings. Returns: the draws that are there, {name: record}."""
     path, wanted, records = out / "settings.json", settings(job, WORKER["cfg"]), read_records(out / "draws.jsonl")
     if not path.is_file():
-        if others := [entry.name for entry in out.iterdir() if entry.name not in ("lock.json", ".lock")]:
+        others = [entry.name for entry in out.iterdir() if entry.name not in ("lock.json", ".lock")]
+        if others:
             raise InputError(f"{out} holds other things ({sorted(others)[0]}); name a new folder.")
     elif records:
         try:
@@ -338,8 +342,8 @@ def make_all(job, items, draws, workers, records):
         missing = missing_draws(item, draws, records, out)
         tasks += [(item, missing[first:first + CHUNK]) for first in range(0, len(missing), CHUNK)]
     left = sum(len(part) for _, part in tasks)
-    with (tqdm(total=len(items) * draws, initial=len(items) * draws - left, desc="augmenting", unit="draw") as bar,
-          open(out / "draws.jsonl", "a", encoding="utf-8") as lines):
+    bar = tqdm(total=len(items) * draws, initial=len(items) * draws - left, desc="augmenting", unit="draw")
+    with bar, open(out / "draws.jsonl", "a", encoding="utf-8") as lines:
         for (item, part), made in run_tasks(job, tasks, workers):
             bar.update(len(part))
             run_folder.touch(out)

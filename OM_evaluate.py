@@ -8,6 +8,9 @@ if wanted, "name"; paths are relative to the list. A field is a file of ITK or A
 (voxels), on the fixed grid. Whatever is not given is not scored. Writes scores.csv (a row for each pair and label),
 scores.json and scores.html. Exit codes: 0 done, 43 bad input.
 """
+import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+
+# isort: split
 import argparse
 import csv
 import json
@@ -60,7 +63,8 @@ def read_list(path):
         raise InputError(f"{path}: no list of pairs; write objects with fixed_label, moving_label, field.")
     pairs = []
     for number, pair in enumerate(content, 1):
-        if unknown := [key for key in pair if key not in (*FILES, "name")]:
+        unknown = [key for key in pair if key not in (*FILES, "name")]
+        if unknown:
             raise InputError(f"{path}: pair {number} has the unknown key {unknown[0]}; the keys are {', '.join(FILES)} "
                              "and name.")
         pairs.append({"name": str(pair.get("name", f"pair {number}")),

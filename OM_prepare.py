@@ -6,6 +6,9 @@ Run it once before the training, on one node, with as many cores as there are. R
 and it goes on; after adding volumes, and it prepares those. A volume that cannot be used is left out and reported with
 the reason (refused.csv in the cache, and a page in run.logs). Exit codes: 0 done, 43 bad input or damage found.
 """
+import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+
+# isort: split
 import argparse
 import concurrent.futures
 import csv
@@ -194,7 +197,8 @@ def check(folder, cfg):
 def require_same_settings(folder, cfg):
     """A cache that was made, or begun, with other settings is left as it is."""
     for path in (folder / "manifest.json", folder / "plan.json", *cache.record_paths(folder)):
-        if found := cache.read_json(path):
+        found = cache.read_json(path)
+        if found:
             cache.check_settings(folder, found["settings"], cfg)
             return
 

@@ -11,6 +11,9 @@ warped_label.nii.gz (on the fixed grid), field.nii.gz (millimetres, for ITK, ANT
 line on the terminal is one line of JSON with the means. Exit codes: 0 done, 43 bad input; of a list whose other pairs
 are done, too.
 """
+import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+
+# isort: split
 import argparse
 import json
 import re
@@ -130,7 +133,8 @@ def read_list(path, key=None):
               if isinstance(entry, dict) and entry.get("image") and entry.get("label")}
     pairs = [_listed(path, number, entry, labels) for number, entry in enumerate(entries, 1)]
     names = [pair["name"] for pair in pairs]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
         raise InputError(f"{path}: two pairs are called {twice}; give each a name of its own.")
     return pairs
 

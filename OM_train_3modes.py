@@ -5,6 +5,9 @@
 The same command continues an interrupted run from its newest checkpoint; bash_train_multi_nodes.sh starts many ranks.
 Three step functions, one step, one loop. Exit codes: 0 done, 42 planned restart, 43 stop (bad input), others a crash.
 """
+import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+
+# isort: split
 import argparse
 import collections
 import contextlib
@@ -182,7 +185,8 @@ def restore_state(state, cfg, init_from=None):
     relative = ""
     if ranks["rank"] == 0:
         remove_leftovers(run)
-        if reason := os.environ.get("OMNIMORPH_STEP_BACK"):
+        reason = os.environ.get("OMNIMORPH_STEP_BACK")
+        if reason:
             checkpoint.step_back(run, reason)
         relative = checkpoint.newest(run) or ""
     relative = launch.tell(ranks, "newest checkpoint", relative)
@@ -198,7 +202,8 @@ def restore_state(state, cfg, init_from=None):
     changes = checkpoint.check_compatible(content, cfg, path, MODEL_KEYS)
     checkpoint.load_weights(net, content, path)
     if relative:
-        if missing := [name for name in state["progress"] if name not in content]:
+        missing = [name for name in state["progress"] if name not in content]
+        if missing:
             raise InputError(f"{path} has no {missing[0]}: it is of an older version; start a new run with --fresh "
                              f"--init-from {path}.")
         state["queue"].update({name: value if name == "next" else value.to(state["device"])

@@ -2,6 +2,9 @@
 
     python -m Dataloader.synthetic --out DIR --count 40 --size 48
 """
+import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+
+# isort: split
 import argparse
 import itertools
 import json

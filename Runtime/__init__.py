@@ -1,0 +1,10 @@
+"""Keeps a run alive. Every program imports this first, so that a Python that is too old ends in one sentence."""
+import sys
+
+OLDEST = (3, 11)
+
+if sys.version_info < OLDEST:
+    # Written so that Python 3.6, which clusters still call python3, can read it.
+    sys.stderr.write("error: Python %d.%d or newer is needed, and %s is %d.%d: use .venv/bin/python, which `make venv "
+                     "PYTHON=python3.11` sets up.\n" % (OLDEST + (sys.executable,) + tuple(sys.version_info[:2])))
+    sys.exit(43)

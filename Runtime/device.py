@@ -1,17 +1,22 @@
 """Devices by one set of names: CPU, CUDA (also ROCm), XPU; and how ranks on them talk to each other."""
 import contextlib
 import importlib
+import sys
 
 import torch
 import torch.distributed as dist
 
 from Runtime.errors import InputError
 
+# torch.mps has neither float64 nor the properties and the memory of the device that are asked for here.
+UNFIT = ("mps",)
+
 
 def pick_device(name, local_rank=0):
     """The device for run.device: "auto" takes the accelerator torch sees, else the CPU.
 
-    With several devices on a node, local_rank chooses. Raises InputError if the named one is not there.
+    With several devices on a node, local_rank chooses. The GPU of a Mac (mps) is left alone, and that is said. Raises
+    InputError if the named one is not there.
     """
     if name in ("auto", "xpu") and not dist.is_backend_available("xccl"):
         # Older Intel stacks have torch.xpu and the backend ccl from packages that register themselves, in this order.
@@ -19,6 +24,12 @@ def pick_device(name, local_rank=0):
             with contextlib.suppress(ImportError):
                 importlib.import_module(package)
     found = torch.accelerator.current_accelerator(check_available=True)
+    if name in UNFIT:
+        raise InputError(f"run.device: {name} lacks what this code needs of a device, such as float64; set it to cpu.")
+    if name == "auto" and found is not None and found.type in UNFIT:
+        print(f"device: {found.type} lacks what this code needs of a device, such as float64; the CPU is used",
+              file=sys.stderr)
+        found = None
     if name == "cpu" or (name == "auto" and found is None):
         return torch.device("cpu")
     if found is None or (name != "auto" and found.type != name):

@@ -42,6 +42,8 @@ def partial_path(path):
 def replace(partial, path):
     """Give a file that has been written and flushed its name, whatever had it before."""
     os.replace(partial, path)
+    if os.name == "nt":
+        return  # Windows opens no folders
     folder = os.open(Path(path).parent, os.O_RDONLY)  # the new name itself is durable only after this
     try:
         os.fsync(folder)

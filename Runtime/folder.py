@@ -1,6 +1,5 @@
 """The run folder: its name, and the lock that lets one run at a time have it. Needs no torch."""
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -13,6 +12,11 @@ from pathlib import Path
 
 from Runtime.errors import InputError
 from Runtime.files import write_file
+
+try:
+    import fcntl
+except ImportError:  # Windows, where the tools run too: there the file lock.json is all that keeps two starts apart
+    fcntl = None
 
 
 def run_folder(root, data_name, net_name, fresh=False):
@@ -127,5 +131,6 @@ def _one_at_a_time(run):
     """Two starts at the same moment: one after the other, where the file system has locks."""
     with open(run / ".lock", "w") as handle:
         with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            if fcntl:
+                fcntl.flock(handle, fcntl.LOCK_EX)
         yield

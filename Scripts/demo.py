@@ -12,11 +12,14 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
+
+# isort: split
+import numpy as np  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402

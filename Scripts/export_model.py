@@ -16,6 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
+
+# isort: split
 from Dataloader.datalist import read_datalist  # noqa: E402
 from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
 from Runtime import checkpoint  # noqa: E402

@@ -66,6 +66,18 @@ def test_auto_takes_bf16_where_the_processor_computes_it():
     assert ended.stdout.split()[-1] == "off" or platform.machine() != "x86_64"
 
 
+def test_on_a_mac_auto_takes_the_cpu_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    device = pick_device("auto")
+    said = capsys.readouterr().err
+    assert device == torch.device("cpu") and said.count("\n") == 1 and "mps lacks" in said and "the CPU is used" in said
+    assert pick_device("cpu") == torch.device("cpu") and not capsys.readouterr().err
+    with pytest.raises(InputError, match="run.device: mps lacks .*; set it to cpu"):
+        pick_device("mps")
+    with pytest.raises(InputError, match="cuda is asked for, but torch .* sees no such device .it sees: mps."):
+        pick_device("cuda")
+
+
 def test_each_device_has_its_backend():
     assert backend(torch.device("cpu")) == "gloo" and backend(torch.device("cuda", 1)) == "nccl"
 

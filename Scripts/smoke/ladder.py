@@ -15,13 +15,16 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
+
+import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
+
+# isort: split
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from Diffusion.draws import generator  # noqa: E402
 from Runtime import launch  # noqa: E402

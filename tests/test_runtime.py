@@ -1,0 +1,84 @@
+"""A Python that is too old, and a system without fcntl: one sentence, or no difference."""
+import ast
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import ROOT
+
+PROGRAMS = [path for folder in (".", "Dataloader", "Scripts", "Scripts/smoke") for path in sorted((ROOT / folder).glob(
+    "*.py")) if '__name__ == "__main__"' in path.read_text()]
+OTHERS = ("numpy", "torch", "tqdm", "scipy", "nibabel", "yaml", "matplotlib")
+SENTENCE = r"error: Python 3\.11 or newer is needed, and \S+ is 3\.\d+: use .venv/bin/python, .*\n"
+# Those of the machine, and those that pyenv has.
+OLD = [found for version in range(6, 11) for found in [
+    shutil.which(f"python3.{version}"), *Path.home().glob(f".pyenv/versions/3.{version}.*/bin/python")] if found]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=[path.stem for path in PROGRAMS])
+def test_an_old_python_ends_in_one_sentence_before_anything_else_is_imported(program, monkeypatch, capsys):
+    ast.parse(program.read_text(), feature_version=(3, 6))  # a newer notation would be a SyntaxError there
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2, "final", 0))
+    for name in [name for name in sys.modules if name.split(".")[0] == "Runtime"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(ROOT))
+    for name in OTHERS:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(program), run_name="__main__")
+    assert ended.value.code == 43 and re.fullmatch(SENTENCE, capsys.readouterr().err)
+
+
+def test_there_are_programs():
+    names = {path.name for path in PROGRAMS}
+    assert names >= {"OM_train_3modes.py", "OM_register.py", "demo.py", "preflight.py", "ladder.py", "synthetic.py"}
+    ast.parse((ROOT / "Runtime/__init__.py").read_text(), feature_version=(3, 6))
+
+
+@pytest.mark.skipif(not OLD, reason="no Python older than 3.11 here")
+def test_real_old_pythons_say_the_same():
+    for python in OLD:
+        for words in (["OM_register.py"], ["Scripts/demo.py"], ["-m", "Runtime.attempts"]):
+            ended = subprocess.run([str(python), "-B", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+            if "pyenv: " in ended.stderr:  # a shim whose version is not chosen
+                continue
+            assert ended.returncode == 43 and re.fullmatch(SENTENCE, ended.stderr), (python, words, ended.stderr)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_make_names_an_old_python(tmp_path):
+    for name in ("Makefile", "requirements.txt", "requirements-test.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    old = tmp_path / "python3.9"
+    old.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit 9\nexec {sys.executable} -c '
+                   '"import sys; sys.version_info = (3, 9, 2); exec(sys.argv[1])" "$2"\n')
+    old.chmod(0o755)
+    ended = subprocess.run(["make", "-s", "venv", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True,
+                           timeout=60)
+    assert ended.returncode and "Traceback" not in ended.stderr and not (tmp_path / ".venv").exists()
+    assert f"error: Python 3.11 or newer is needed, and {old} is 3.9: name another one" in ended.stderr
+
+
+def test_the_tools_work_without_fcntl(tmp_path):
+    """As on Windows. A real registration, with its lock."""
+    script = """
+import sys
+sys.modules["fcntl"] = None
+import numpy as np
+import OM_augment, OM_evaluate, OM_register, Scripts.export_model
+from Dataloader.synthetic import make_subject
+from Dataloader.volume_io import write_volume
+for seed in (0, 1):
+    write_volume(f"{seed}.nii.gz", make_subject(seed, (16, 18, 20))["image"], np.eye(4))
+sys.exit(OM_register.main("--fixed 0.nii.gz --moving 1.nii.gz --model none --refine 2 --device cpu --no-picture "
+                          "--out out".split()))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+                           env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0 and (tmp_path / "out/warped.nii.gz").is_file(), ended.stderr
