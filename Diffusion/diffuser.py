@@ -126,6 +126,14 @@ class DeformDDPM:
         return field
 
 
+def log_uniform(u, most):
+    """A whole number from 1 to `most`, both included, whose logarithm is spread evenly. u: uniform in [0, 1).
+
+    k has the share log((k + 1) / k) / log(most + 1) of the interval.
+    """
+    return min(int((most + 1) ** u), most)
+
+
 def make_condition(target, kind, keys=None):
     """What the network is shown of a target: values x mask and mask as two channels.
 
@@ -142,7 +150,7 @@ def make_condition(target, kind, keys=None):
     masks = torch.zeros(target.shape)
     for mask, key in zip(masks[:, 0], keys):
         draws = generator(key[0], "slices", *key[1:])
-        count = min(int(planes ** torch.rand((), generator=draws).item()), planes)
+        count = log_uniform(torch.rand((), generator=draws).item(), planes)
         for plane in torch.randperm(planes, generator=draws)[:count].tolist():
             axis = 0
             while plane >= size[axis]:

@@ -1,5 +1,6 @@
 """Draws and data sets: all functions of keys, none of what ran before."""
 import errno
+import math
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from Dataloader.prepare import on_grid
 from Dataloader.sampler import batches, epoch_order
 from Dataloader.synthetic import make_subject
 from Dataloader.volume_io import write_volume
-from Diffusion.diffuser import make_condition
+from Diffusion.diffuser import log_uniform, make_condition
 from Diffusion.draws import generator, normal, uniform
 from Runtime.errors import InputError
 from Runtime.verdict import ECHOES, name_error
@@ -251,6 +252,16 @@ def test_slices_are_whole_planes_and_any_number_of_them(size):
     assert min(counts) == 1 and max(counts) > sum(size) // 2
     assert np.median(counts) < sum(size) ** 0.5 * 2, "few slices are as likely as many, on a log scale"
     assert torch.equal(make_condition(target[7:8], "slice", keys[7:8]), condition[7:8])
+
+
+@pytest.mark.parametrize("most", [1, 4, 48, 384])
+def test_every_number_of_slices_can_be_drawn_all_of_them_too(most):
+    draws = 20000
+    counts = np.bincount([log_uniform((i + 0.5) / draws, most) for i in range(draws)], minlength=most + 1)
+    expected = [0, *[math.log((k + 1) / k) / math.log(most + 1) for k in range(1, most + 1)]]
+    assert len(counts) == most + 1 and counts[-1] > 0
+    np.testing.assert_allclose(counts / draws, expected, atol=2 / draws)
+    assert log_uniform(0.0, most) == 1 and log_uniform(1 - 2 ** -24, most) == most
 
 
 def test_other_conditions():

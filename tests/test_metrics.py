@@ -63,6 +63,14 @@ def test_hd95_ignores_a_few_outliers_and_is_symmetric():
     assert hd95(one, other, [1], (2.0, 0.25, 1.0)) == pytest.approx([math.hypot(6.0, 1.0)])
 
 
+def test_hd95_is_the_larger_of_both_directions():
+    first = cube((4, 4, 4), 6)
+    second = first.copy()
+    # Four voxels off, 12 of the 164 surface voxels of this image: more than 5 %, but not of those of both together.
+    second[13, 4:7, 4:8] = 1
+    assert hd95(first, second, [1], (1.5, 1, 1)) == hd95(second, first, [1], (1.5, 1, 1)) == [6.0]
+
+
 def test_hd95_sees_a_surface_at_the_border_and_works_in_2d():
     first, second = np.zeros((9, 12), dtype=int), np.zeros((9, 12), dtype=int)
     first[:, :4], second[:, :6] = 1, 1
