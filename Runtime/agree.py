@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from Runtime import watchdog
+from Runtime.errors import InputError
 
 # What must be the same everywhere, what any rank may raise for all, and then the sums of the mode's terms.
 SAME = ("step", "branch", "shapes", "weights")
 RAISED = ("nonfinite", "leave", "save")
 BRANCHES = ("diffusion", "contrastive", "registration", "evaluate", "checkpoint")
 REASONS = (None, "steps", "time", "signal", "memory")  # why to leave; where ranks differ, the later one counts
-TERMS = 4
+TERMS = 16  # of a mode, at most: the vector has one length, so that ranks in different modes can tell each other so
 
 
 class OutOfStep(RuntimeError):
@@ -25,10 +26,14 @@ class OutOfStep(RuntimeError):
 def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=None, save=False, terms=()):
     """Exchange one vector. Every rank calls this at the same places of the loop.
 
-    branch: one of BRANCHES. shapes: a fingerprint. weights: None or {name: tensor} to compare. terms: up to 4 floats.
+    branch: one of BRANCHES. shapes: a fingerprint. weights: None or {name: tensor} to compare. terms: floats, up to
+    TERMS.
     Returns: {"nonfinite", "leave" (one of REASONS), "save"} with the highest of all ranks, and "terms", the means.
-    Raises OutOfStep on every rank where step, branch, shapes or weights differ.
+    Raises OutOfStep on every rank where step, branch, shapes or weights differ, InputError for more than TERMS terms.
     """
+    if len(terms) > TERMS:
+        raise InputError(f"mode {branch} returns {len(terms)} loss terms, at most {TERMS} are exchanged: return fewer, "
+                         "or raise TERMS in Runtime/agree.py.")
     watchdog.phase("agree", branch)
     padded = [float(value) for value in terms] + [0.0] * (TERMS - len(terms))
     sums = None if weights is None else checksums(weights.values())

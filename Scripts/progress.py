@@ -1,9 +1,16 @@
-"""The nine averages of an epoch, and how the training shows them."""
+"""The averages of an epoch, and how the training shows them: nine of the modes as they are, and any that is added.
+
+Whatever a step function returns among its terms is averaged, shown, logged and drawn under its name.
+"""
 import sys
 
 from tqdm import tqdm
 
+from Runtime.errors import InputError
+
 AVERAGES = ["total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "imgmse", "ddf"]
+# What the sums and the lines of the log have beside the terms: no names for a term.
+TAKEN = ("steps", "open", "nonfinite", "counts", "open_share", "epoch", "step", "event", "attempt", "rank", "time")
 
 
 def new_sums():
@@ -13,15 +20,21 @@ def new_sums():
 
 
 def add_terms(sums, terms):
-    """Add a mode's terms to the epoch's sums; called only where that mode took a step."""
+    """Add a mode's terms to the epoch's sums; called only where that mode took a step.
+
+    Raises InputError for a term with a name that the log uses itself.
+    """
     for name, value in terms.items():
-        sums[name] += value
-        sums["counts"][name] += 1
+        if name in TAKEN:
+            raise InputError(f"a loss term is called {name}, which the log uses for something else; give it another "
+                             "name in its step function.")
+        sums[name] = sums.get(name, 0.0) + value
+        sums["counts"][name] = sums["counts"].get(name, 0) + 1
 
 
 def averages(sums):
-    """The nine averages; None where a mode has not run."""
-    return {name: sums[name] / sums["counts"][name] if sums["counts"][name] else None for name in AVERAGES}
+    """The averages of all terms, the nine first; None where a mode has not run."""
+    return {name: sums[name] / count if count else None for name, count in sums["counts"].items()}
 
 
 def show(value):
@@ -38,7 +51,7 @@ def progress_bars(cfg, progress, steps, chief):
 
 
 def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds):
-    """Samples per second and time left of the run behind the bar, the nine averages below it (in a log, behind)."""
+    """Samples per second and time left of the run behind the bar, the averages below it (in a log, behind)."""
     here = progress["step_in_epoch"] - first_step
     left = (cfg["run.epochs"] - progress["epoch"]) * steps - progress["step_in_epoch"]
     hours, minutes = divmod(int(left * seconds / here) // 60, 60)

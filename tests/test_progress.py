@@ -1,0 +1,71 @@
+"""Averages of whatever terms the step functions return; and the recipe of docs/new_loss.md, as it is written."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from Runtime import agree
+from Runtime.errors import InputError
+from Scripts.progress import AVERAGES, add_terms, averages, new_sums
+from tests.tiny import ROOT, log_lines, make_data, settings
+
+ALONE = {"rank": 0, "local_rank": 0, "world": 1, "cpu": None}
+TRY = """
+import sys
+import pytest
+import OM_train_3modes
+failed = pytest.main(["-q", "-p", "no:cacheprovider", "tests/test_losses.py", "-k", "bending"])
+sys.exit(failed or OM_train_3modes.main(sys.argv[1:]))
+"""
+
+
+def test_a_term_that_is_new_is_averaged_like_the_others():
+    sums = new_sums()
+    assert averages(sums) == dict.fromkeys(AVERAGES)
+    add_terms(sums, {"total": 1.0, "bend": 2.0})
+    add_terms(sums, {"total": 2.0, "bend": 4.0})
+    assert averages(sums) == {**dict.fromkeys(AVERAGES), "total": 1.5, "bend": 3.0}
+    assert list(averages(sums)) == [*AVERAGES, "bend"]
+
+
+@pytest.mark.parametrize("name", ["steps", "counts", "epoch", "nonfinite"])
+def test_a_term_cannot_take_a_name_of_the_log(name):
+    sums = new_sums()
+    with pytest.raises(InputError, match=f"a loss term is called {name}.* give it another name"):
+        add_terms(sums, {name: 1.0})
+    assert sums == new_sums()
+
+
+def test_more_terms_than_are_exchanged_are_named():
+    assert len(agree.agree(ALONE, 0, "diffusion", terms=[1.0] * agree.TERMS)["terms"]) == agree.TERMS > len(AVERAGES)
+    with pytest.raises(InputError, match="mode diffusion returns 17 loss terms, at most 16"):
+        agree.agree(ALONE, 0, "diffusion", terms=[1.0] * 17)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+def test_the_recipe_of_a_new_loss(tmp_path):
+    code = tmp_path / "code"
+    for folder in ("Config", "Dataloader", "Diffusion", "Runtime", "Scripts", "tests"):
+        shutil.copytree(ROOT / folder, code / folder, ignore=shutil.ignore_patterns("__pycache__", ".pytest_cache"))
+    shutil.copy(ROOT / "OM_train_3modes.py", code)
+    recipe = re.search(r"```diff\n(.*?)```", (ROOT / "docs/new_loss.md").read_text(), re.S)[1]
+    (code / "bending.diff").write_text(recipe)
+    git = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    applied = subprocess.run(["git", "apply", "bending.diff"], cwd=code, env=git, capture_output=True, text=True)
+    assert applied.returncode == 0, applied.stderr
+    make_data(tmp_path)
+    words = [word for item in settings(tmp_path, run__epochs=1) for word in ("--set", item)]
+    ended = subprocess.run([sys.executable, "-c", TRY, "--config", "Config/config_demo.yaml", *words], cwd=code,
+                           capture_output=True, text=True, timeout=200, env={**git, "PYTHONPATH": str(code)})
+    assert ended.returncode == 0 and "1 passed" in ended.stdout, ended.stdout + ended.stderr
+    epoch, steps = log_lines(tmp_path, "epoch")[0], log_lines(tmp_path, "step")
+    assert epoch["bend"] == pytest.approx(sum(step["terms"]["bend"] for step in steps) / len(steps))
+    assert epoch["bend"] > 0
+    assert f"bend {epoch['bend']:.3g}" in ended.stdout + ended.stderr
+    board = EventAccumulator(str(next((tmp_path / "Logs").rglob("events*"))))
+    board.Reload()
+    assert board.Scalars("train/bend")[0].value == pytest.approx(epoch["bend"])
