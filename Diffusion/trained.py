@@ -1,6 +1,9 @@
 """A trained network from its file: for registration, augmentation and whatever else comes after the training."""
 import functools
 import json
+import sys
+import zipfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -22,21 +25,64 @@ def default_config(dims):
 
 
 def find_checkpoint(path):
-    """The checkpoint file that `path` names: a file itself, or of a run's folder the best one, else the newest."""
+    """The checkpoint file that `path` names, whole: a file itself, or of a run's folder the best one, else the newest.
+
+    One that does not match its SHA-256 in the manifest is not taken: torch reads flipped bits without a word. Of a
+    folder the newest that matches is taken instead, and that is said. Raises InputError where none is left, and for a
+    damaged file; one that was copied out of its run is compared with the checksums that it holds itself.
+    """
     path = Path(path)
-    if not path.is_dir():
-        if not path.is_file():
-            raise InputError(f"{path}: no such model; give a checkpoint (.pth), a .safetensors file or a run's folder.")
-        return path
-    try:
-        best = (json.loads((path / "manifest.json").read_text())["best"] or {}).get("checkpoint")
-    except (OSError, ValueError, KeyError):
-        best = None
-    relative = best if best and (path / best).is_file() else checkpoint.newest(path)
-    if not relative:
-        raise InputError(f"{path}: no checkpoint in this folder; give a run's folder, such as Models/all_om_net, or a "
+    if path.is_dir():
+        return path / _best_or_newest(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such model; give a checkpoint (.pth), a .safetensors file or a run's folder.")
+    run = path.parent.parent if path.parent.name == "tmp" else path.parent
+    relative = path.relative_to(run).as_posix()
+    known = relative in _manifest(run).get("checkpoints", {})
+    problem = checkpoint.verify(run, relative) if known else _damage(path)
+    if problem:
+        raise InputError(f"{path} is damaged ({problem}): restore the file or take another checkpoint.")
+    return path
+
+
+def _best_or_newest(run):
+    """The best checkpoint of a run's folder if it is whole, else the newest that is; its path in the folder."""
+    best = (_manifest(run).get("best") or {}).get("checkpoint")
+    problem = checkpoint.verify(run, best) if best else None
+    if best and not problem:
+        return best
+    said = []
+    newest = checkpoint.newest(run, said.append)
+    if not newest:
+        raise InputError(f"{run}: no checkpoint in this folder; give a run's folder, such as Models/all_om_net, or a "
                          "file.")
-    return path / relative
+    if best:
+        said = [f"{run / best}, the best of its run, is not used ({problem}); {newest}, the newest that is whole, is "
+                "taken instead", *[sentence for sentence in said if not sentence.startswith(f"{run / best} ")]]
+    for sentence in said:
+        print(f"warning: {sentence}", file=sys.stderr)
+    return newest
+
+
+def _damage(path):
+    """What is wrong with a .pth file by the checksums of the zip archive that it is, or None."""
+    if path.suffix == ".safetensors" or not zipfile.is_zipfile(path):
+        return None  # what loads it knows whether it is whole
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (*checkpoint.UNREADABLE, zlib.error) as error:
+        return f"its archive cannot be read: {error}"
+    return f"CRC of {damaged} differs" if damaged else None
+
+
+def _manifest(run):
+    """What a run's folder says about its checkpoints; empty where it cannot be read."""
+    try:
+        found = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def load_model(path, device="cpu", overrides=()):

@@ -37,6 +37,48 @@ def test_a_folder_gives_its_best_checkpoint_and_a_file_itself(run):
     assert find_checkpoint(run) == newest
 
 
+def flip_a_bit(path):
+    """In the middle of the weights, where torch.load sees nothing."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)
+
+
+def test_a_flipped_bit_in_the_best_checkpoint_is_said_and_the_newest_taken(run, capsys):
+    best, newest = (run / checkpoint.epoch_name(epoch, "d", "om_net") for epoch in (1, 2))
+    flip_a_bit(best)
+    assert find_checkpoint(run) == newest
+    said = capsys.readouterr().err
+    assert said == (f"warning: {best}, the best of its run, is not used (SHA-256 differs); {newest.name}, the newest "
+                    "that is whole, is taken instead\n")
+    assert load_model(run)[1]["run.seed"] == 2
+    with pytest.raises(InputError, match=f"{best} is damaged .SHA-256 differs.: restore the file"):
+        load_model(best)
+    flip_a_bit(newest)
+    with pytest.raises(InputError, match="no checkpoint in .* can be used"):
+        load_model(run)
+
+
+def test_checkpoints_of_a_folder_are_skipped_until_one_is_whole(run, capsys):
+    cfg, names = config(), [checkpoint.step_name(2, step, "d", "om_net") for step in (1, 2)]
+    for step, name in enumerate(names, 1):
+        checkpoint.save(run, name, state(cfg, epoch=2, step_in_epoch=step, step=12 + step))
+    flip_a_bit(run / names[1])
+    (run / checkpoint.epoch_name(1, "d", "om_net")).unlink()
+    assert find_checkpoint(run) == run / names[0]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "the best of its run, is not used (missing)" in said[0] and names[1] in said[1]
+    with pytest.raises(InputError, match=f"{names[1]} is damaged"):
+        find_checkpoint(run / names[1])
+    alone = run.parent / "copied.pth"
+    alone.write_bytes((run / names[0]).read_bytes())
+    assert find_checkpoint(alone) == alone, "no manifest knows it"
+    flip_a_bit(alone)
+    with pytest.raises(InputError, match="copied.pth is damaged .CRC of .* differs.: restore the file"):
+        load_model(alone)
+
+
 def test_the_network_is_ready_to_use_and_keys_that_came_later_get_defaults(tmp_path):
     old = {key: value for key, value in config().items() if not key.startswith("refine.")}
     torch.save({**state(config()), "config": {**old, "gone.key": 1}}, tmp_path / "old.pth")
