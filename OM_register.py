@@ -1,8 +1,8 @@
 """Register volumes: one pair, a list of pairs, or further images and landmarks by a field that is there already.
 
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model Models/RUN --out Results/pair
-    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --affine --refine 100 --out Results/pair
-    python OM_register.py --pairs pairs.json --model Models/RUN --refine 50 --out Results/run
+    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --affine --refine --out Results/pair
+    python OM_register.py --pairs pairs.json --model Models/RUN --refine --out Results/run
     python OM_register.py --apply Results/pair/field.nii.gz --moving OTHER.nii.gz --out Results/other
 
 Volumes may have any size, spacing and orientation, and two grids. Into the folder go, for each pair: warped.nii.gz and
@@ -41,6 +41,7 @@ from Dataloader.volume_io import (
 from Diffusion.fields import jacobian_determinant
 from Diffusion.metrics import average, dice
 from Diffusion.pair_figures import COLUMNS, means, pair_figures, write_report, write_results
+from Diffusion.refine import STEPS
 from Diffusion.registration import AFFINES, STARTS, apply_field, overlap_percent, register
 from Diffusion.trained import DEFAULTS, load_model
 from Runtime.config import load_config
@@ -69,7 +70,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of looking for one")
     parser.add_argument("--model", metavar="FILE", help="checkpoint, .safetensors file or run folder; or none")
     parser.add_argument("--affine", nargs="?", const="affine", choices=AFFINES, help="align by this first")
-    parser.add_argument("--refine", type=int, default=0, metavar="N", help="N steps of optimisation for each pair")
+    parser.add_argument("--refine", type=int, nargs="?", const=STEPS, default=0, metavar="N",
+                        help=f"optimise the field for each pair, in N steps ({STEPS} where no number is given)")
     parser.add_argument("--start", choices=STARTS, default="auto", help="where the moving volume begins: as the "
                         "headers say, with the centres of the fields of view on each other, or the more similar of "
                         "the two (%(default)s)")
@@ -101,7 +103,7 @@ def check_arguments(args):
     if not args.model:
         raise InputError("--model is missing: give a checkpoint, a run's folder, or none.")
     if args.model == "none" and not (args.refine or args.affine):
-        raise InputError("--model none needs --refine N, --affine or both: otherwise nothing is registered.")
+        raise InputError("--model none needs --refine, --affine or both: otherwise nothing is registered.")
     if args.model != "none" and (args.config or args.dims):
         raise InputError("--config and --dims are for --model none: a model brings its own config.")
     if args.refine < 0:
@@ -224,7 +226,8 @@ def register_pair(pair, model, cfg, args, folder):
                          args.device, args.inverse, cfg, progress=True)
     (_, affine), (_, moving_affine), field = found["fixed"], found["moving"], found["field"]
     row = {"name": pair["name"], **{key: str(pair[key]) for key in FILES if key in pair}, "folder": str(folder),
-           **{key: found[key] for key in (*COLUMNS, "overlap_percent", "inverse_error", "warnings") if key in found},
+           **{key: found[key] for key in (*COLUMNS, "overlap_percent", "inverse_error_mm", "inverse_error_max_mm",
+                                             "warnings") if key in found},
            "seconds": found["seconds"]["total"], "seconds_of": found["seconds"], "start": found["start"],
            "matrix": found["matrix"].tolist()}
     make_folder(folder)

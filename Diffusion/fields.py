@@ -154,6 +154,11 @@ def invert(field, iterations=20):
 def resize_field(field, size):
     """The same deformation on a grid with another number of voxels over the same extent (corner to corner).
 
+    First voxel lies on first, last on last, and displacements are scaled by the ratio of the steps between: so control
+    grids lie on images, and the smaller images of the refinement on the whole ones. The levels of a network are made
+    otherwise, each voxel a cell of 2^N finer ones: its fields are sampled by `OM_net.on_grid`, in the same way as the
+    features beside them, and stay in voxels of the whole grid.
+
     field: (B, N, *spatial) in voxels of its grid. Returns (B, N, *size) in voxels of the new grid.
     """
     old = field.shape[2:]

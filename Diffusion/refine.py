@@ -12,6 +12,8 @@ from Diffusion.fields import LINEAR, compose, flow, resize_field, warp
 from Diffusion.losses import local_correlation, mslncc
 from Diffusion.metrics import folding_percent
 
+STEPS = 100  # recommended: beyond about 50 the Dice of the hippocampus pairs gains 0.002, and 100 take a second or two
+
 
 def smooth(x, sigma):
     """Gaussian smoothing along every spatial axis, weights renormalised at the border. x: (B, C, *spatial); 0 = none.

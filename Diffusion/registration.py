@@ -33,6 +33,8 @@ from Diffusion.evaluation import best_field
 from Diffusion.fields import across, warp
 from Diffusion.losses import mslncc
 from Diffusion.metrics import folding_percent, sdlogj
+from Diffusion.refine import STEPS
+from Diffusion.refine import refine as optimise
 from Diffusion.trained import default_config, load_model
 from Runtime.device import synchronize
 from Runtime.errors import InputError
@@ -42,6 +44,7 @@ MOST_VOXELS = 256 ** 3  # of a working grid that no network asks for
 STARTS = ("auto", "header", "centre")
 BETTER = 0.02  # of similarity that the centres need over the headers, which usually know
 AFFINES = ("rigid", "affine")
+NOT_INVERTED = 0.1  # voxels of the working grid that a point there and back may miss by
 FAR_APART = 50.0  # percent of the fixed field of view that the moving one has to cover before we say nothing
 
 
@@ -51,7 +54,8 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
 
     fixed, moving: path of a NIfTI file, or (array, affine 4x4), array (D, H, W) or (H, W) with any intensities.
     model: path for `load_model`, what it returned (net, config), or None. affine: False, "rigid", or True or "affine":
-    align by that first. refine: steps of optimisation for this pair, 0 for none. start: "header" (as the headers place
+    align by that first. refine: steps of optimisation for this pair, True for the recommended number,
+    0 for none. start: "header" (as the headers place
     the volumes), "centre" (of the fields of view on each other), "auto" (the more similar one of the two; an affine
     alignment has starts of its own), or a 4x4 matrix, fixed world to moving world in mm. inverse: find the inverse too.
     config: flat dict of config keys where there is no model; default Config/config_om.yaml. progress: show a bar.
@@ -61,13 +65,13 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
       start: what was taken; matrix: T, 4x4; overlap_percent: how much of the fixed field of view the moving one covers
       under it;
       similarity_before (as the headers place the volumes), similarity: multi-scale local correlation on the working
-      grid, 1 is perfect; folding_percent, sdlogj: of the field; inverse_error: how far, in voxels of the working grid
-      and on average, a point of the moving volume that went there and back is from where it was;
+      grid, 1 is perfect; folding_percent, sdlogj: of the field; inverse_error_mm, inverse_error_max_mm: how far, on
+      average and at most, a point of the moving volume that went there and back is from where it was;
       seconds: dict of affine, network, refine and total, without reading files, loading the model and scoring;
       warnings: sentences about what may be wrong, such as fields of view that barely overlap; also given as warnings.
     Raises InputError for what cannot be read, is not a volume, or does not fit together.
     """
-    affine = "affine" if affine is True else affine
+    affine, refine = "affine" if affine is True else affine, STEPS if refine is True else refine
     if affine and affine not in AFFINES:
         raise InputError(f"affine is {' or '.join(AFFINES)}, not {affine!r}.")
     names = [str(given) if isinstance(given, str | Path) else word
@@ -96,9 +100,7 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     field = total_field(u, to_work, np.linalg.inv(fixed_affine) @ matrix @ work_affine, fixed.shape)
     found = {"field": field, "warped": apply_field(moving, moving_affine, field, fixed_affine), "matrix": matrix}
     if inverse:
-        found["inverse"], found["inverse_error"] = inverse_field(
-            u, np.linalg.inv(matrix @ work_affine) @ moving_affine, np.linalg.inv(moving_affine) @ work_affine,
-            moving.shape)
+        found.update(_inverse(u, matrix, work_affine, moving.shape, moving_affine, names[1], said))
     seconds["total"] = time.perf_counter() - began
     by_header = _on_working_grid(moving01, moving_affine, work_affine, tuple(work.shape[2:]))
     by_header = torch.from_numpy(by_header)[None, None].to(device)
@@ -213,17 +215,17 @@ def inverse_field(u, before, after, shape, rounds=50):
 
     Fixed-point iteration, in the points of the file's grid, so that v is not interpolated, and with half steps, which
     converge wherever u does not fold; whole ones need derivatives below one.
-    Returns: (N, *shape) float32; mean length of v + u(y + v) that is left, in voxels of the working grid.
+    Returns: (N, *shape) float32; lengths of v + u(y + v) that are left, (*shape) in voxels of the working grid.
     """
     still = torch.zeros(1, len(shape), *shape)
     there, v = across(still, before), still
     for _ in range(rounds):
         rest = v + warp(u, there + v, padding="border")
-        length = rest.square().sum(1).sqrt()
-        if float(length.max()) < 1e-3:
+        if float(rest.square().sum(1).max()) < 1e-6:
             break
         v = v - 0.5 * rest
-    return _joined(v, before, after, still), float(length.mean())
+    rest = v + warp(u, there + v, padding="border")
+    return _joined(v, before, after, still), rest.square().sum(1).sqrt()[0].numpy()
 
 
 def regularity_scores(field):
@@ -304,6 +306,19 @@ def _warnings(names, covered, work_affine, fixed_affine, dims):
     return said
 
 
+def _inverse(u, matrix, work_affine, moving_shape, moving_affine, name, said):
+    """`inverse` of `register`, its errors, and among the sentences `said` one where it is not an inverse everywhere."""
+    field, rest = inverse_field(u, np.linalg.inv(matrix @ work_affine) @ moving_affine,
+                                np.linalg.inv(moving_affine) @ work_affine, moving_shape)
+    rest_mm = rest * np.linalg.norm(work_affine[:3, 0])
+    wrong = 100.0 * float((rest > NOT_INVERTED).mean())
+    if wrong:
+        said.append(f"the inverse field did not converge: {wrong:.2g} % of the points of {name} that go there and back "
+                    f"miss by up to {rest_mm.max():.2g} mm, mostly where the field folds; do not use it there.")
+        warnings.warn(said[-1], stacklevel=3)
+    return {"inverse": field, "inverse_error_mm": float(rest_mm.mean()), "inverse_error_max_mm": float(rest_mm.max())}
+
+
 def _aligned(fixed, fixed_affine, moving, moving_affine, matrix, kind):
     """T by an affine alignment that begins at `matrix`."""
     from Diffusion.affine import align_affine
@@ -336,7 +351,6 @@ def _find_field(net, moving, fixed, refine, cfg, seconds, progress):
         synchronize(device)
         seconds["network"] = time.perf_counter() - began
     if refine:
-        from Diffusion.refine import refine as optimise
         began = time.perf_counter()
         field = optimise(moving, fixed, field, refine, cfg, progress)[0].detach()
         synchronize(device)

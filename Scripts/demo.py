@@ -27,9 +27,10 @@ from Dataloader.volume_io import read_label  # noqa: E402
 from Diffusion.augmentation import augment  # noqa: E402
 from Diffusion.figures import curves_figure, gallery_figure, registration_figure  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
+from Diffusion.refine import STEPS  # noqa: E402
 from Diffusion.registration import apply_field, register  # noqa: E402
 from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
-from Runtime import report  # noqa: E402
+from Runtime import checkpoint, report  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
@@ -40,7 +41,6 @@ CONFIG = "Config/config_demo.yaml"
 TRAIN, VALIDATION = range(0, 40), range(900, 908)
 HELD_OUT = range(5000, 5010)  # seeds of the ten subjects that the report is about; no training or validation uses them
 FOLDER = Path("Logs/demo")
-REFINE = 40  # steps of optimisation for the column "refined"
 
 
 def register_held_out(model, device):
@@ -52,7 +52,7 @@ def register_held_out(model, device):
         (moving_label, moving_affine), (fixed_label, affine) = (read_label(one["label"], cfg["model.dims"])
                                                                 for one in (item, other))
         found = register(other["image"], item["image"], model, device=device)
-        refined = register(other["image"], item["image"], model, refine=REFINE, device=device)
+        refined = register(other["image"], item["image"], model, refine=True, device=device)
         labels = sorted(set(np.unique(fixed_label).tolist()) - {0})
         fields = {"before": 0 * found["field"], "after": found["field"], "refined": refined["field"]}
         warped = {word: apply_field(moving_label, moving_affine, field, affine, order=0)
@@ -85,7 +85,7 @@ def write_report(cases, history, model, seconds):
     best = max(cases, key=lambda case: case["after"])
     cards = [("Dice before", f"{before:.3f}", "no registration"),
              ("Dice after", f"{after:.3f}", f"{after - before:+.3f} over {len(cases)} held-out pairs"),
-             ("Dice refined", f"{refined:.3f}", f"{REFINE} steps of optimisation for each pair"),
+             ("Dice refined", f"{refined:.3f}", f"{STEPS} steps of optimisation for each pair"),
              ("Folded voxels", f"{folding:.3f} %", "determinant of the Jacobian <= 0"),
              ("Time", f"{seconds / 60:.1f} min", "data, training, registration")]
     panels = [("Mode 1: recovery of a random deformation (ang: -1 is perfect)", ["ang", "dist", "regul"]),
@@ -149,10 +149,12 @@ def main(argv=None):
     model = load_model(path, device)
     cases = register_held_out(model, device)
     result = write_report(cases, read_history(run), model, time.time() - started)
+    # The precision of the training, which its checkpoint has; registration chooses for itself.
+    amp = checkpoint.load(path)["config"]["run.amp"]
     print(f"\nDice {result['dice_before']:.3f} -> {result['dice_after']:.3f}, refined {result['dice_refined']:.3f}, "
           f"folded voxels {result['folding_percent']:.3f} %, {result['seconds'] / 60:.1f} minutes")
     print(f"report: {(FOLDER / 'report.html').resolve()}")
-    print(json.dumps({name: round(value, 4) for name, value in result.items()}))
+    print(json.dumps({**{name: round(value, 4) for name, value in result.items()}, "amp": amp}))
     return 0
 
 

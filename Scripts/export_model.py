@@ -165,7 +165,7 @@ drawing deformed copies of labelled images for the training of other networks.
 
 ## Use
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --out Results/pair
-    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --refine 100 --out Results/pair
+    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --refine --out Results/pair
     python OM_augment.py --image I.nii.gz --label L.nii.gz --model {name} --out Results/augmented
     python -c "from Diffusion.trained import load_model; net, cfg = load_model('{name}')"
 

@@ -16,7 +16,8 @@ def test_demo_ends_in_json_and_a_report(tmp_path):
     assert run.returncode == 0, run.stderr
     lines = run.stdout.strip().splitlines()
     result = json.loads(lines[-1])
-    assert set(result) == {"dice_before", "dice_after", "dice_refined", "folding_percent", "seconds"}
+    assert set(result) == {"dice_before", "dice_after", "dice_refined", "folding_percent", "seconds", "amp"}
+    assert result["amp"] in ("bf16", "off")
     assert 0.3 < result["dice_before"] < 0.8 and result["seconds"] > 0
     report = tmp_path / "Logs/demo/report.html"
     assert str(report) in run.stdout

@@ -324,7 +324,7 @@ def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
 
 @pytest.mark.parametrize("more, words", [
     (["--model", "nowhere.pth"], "nowhere.pth: no such model"), ([], "--model is missing"),
-    (["--model", "none"], "--model none needs --refine N"), (["--model", "none", "--refine", "-3"], "--refine -3"),
+    (["--model", "none"], "--model none needs --refine,"), (["--model", "none", "--refine", "-3"], "--refine -3"),
     (["--model", "RUN", "--dims", "2"], "--config and --dims are for --model none"),
     (["--model", "RUN", "--set", "refine.speed=3"], "unknown key refine.speed"),
     (["--model", "RUN", "--pairs", "list.json"], "give either --pairs or the files of one pair"),

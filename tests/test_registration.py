@@ -1,5 +1,6 @@
 """Two grids and one field: the mathematics of Diffusion/registration.py against SimpleITK, ANTs and known answers."""
 import itertools
+import re
 import warnings
 
 import numpy as np
@@ -14,6 +15,7 @@ from Dataloader.synthetic import make_subject, random_field
 from Dataloader.volume_io import write_volume
 from Diffusion import registration
 from Diffusion.pair_figures import SQUARES, box_figure, checkerboard_figure
+from Diffusion.refine import STEPS
 from Diffusion.registration import (
     apply_field,
     overlap_percent,
@@ -139,7 +141,8 @@ def test_the_inverse_leads_back(fixed, moving):
     found = register(fixed, moving, (Known(), settings()), start=known_transform(fixed[1], fixed[0].shape),
                      inverse=True)
     shape, affine = moving[0].shape, moving[1]
-    assert found["inverse"].shape == (3, *shape) and found["inverse_error"] < 0.01
+    assert found["inverse"].shape == (3, *shape) and found["inverse_error_mm"] < 0.01
+    assert found["inverse_error_max_mm"] < 0.1 and not [said for said in found["warnings"] if "inverse" in said]
     world = (affine[:3, :3] @ np.indices(shape).reshape(3, -1) + affine[:3, 3:]).T
     there = move_points(world, found["inverse"], affine)
     back = move_points(there, found["field"], fixed[1])
@@ -260,7 +263,47 @@ def test_slices():
     there = np.linalg.inv(other) @ found["matrix"] @ work_affine @ [*y, 0, 1]
     expected = ndimage.map_coordinates(moving[0], there[:2, None], order=1)[0]
     assert found["warped"][tuple(place)] == pytest.approx(expected, abs=1e-4) and expected > 0.01
-    assert found["inverse_error"] < 0.01
+    assert found["inverse_error_mm"] < 0.01
+
+
+class Folded(torch.nn.Module):
+    """A network whose answer folds: it has no inverse."""
+
+    def forward(self, image, t, condition=None):
+        field = torch.zeros(1, 3, *image.shape[2:])
+        field[:, 0, 8:12] = torch.tensor([4.0, 1.0, -1.0, -4.0]).view(4, 1, 1)
+        return field
+
+
+def test_an_inverse_that_is_none_is_said_in_millimetres():
+    grid = np.diag([2.0, 2.0, 2.0, 1.0])
+    fixed, moving = ((make_subject(seed, (20, 20, 20))["image"], grid) for seed in (0, 1))
+    with pytest.warns(UserWarning, match="the inverse field did not converge"):
+        found = register(fixed, moving, (Folded(), settings(20, 2.0)), start="header", inverse=True)
+    assert found["folding_percent"] > 0
+    world = 2.0 * np.indices((20, 20, 20)).reshape(3, -1).T
+    back = move_points(move_points(world, found["inverse"], grid), found["field"], grid)
+    missed_mm = np.linalg.norm(back - world, axis=1)
+    assert found["inverse_error_max_mm"] == pytest.approx(missed_mm.max(), rel=1e-3) and missed_mm.max() > 0.2
+    assert found["inverse_error_mm"] == pytest.approx(missed_mm.mean(), rel=1e-3)
+    sentence, = [said for said in found["warnings"] if "inverse" in said]
+    percent, most_mm = map(float, re.search(r"converge: (\S+) % of .* up to (\S+) mm", sentence).groups())
+    assert most_mm == pytest.approx(missed_mm.max(), rel=0.06)
+    assert percent == pytest.approx(100 * (missed_mm > 0.2).mean(), rel=0.06)
+
+
+def test_the_recommended_number_of_steps_needs_no_number(monkeypatch):
+    pairs = [(make_subject(seed, (24, 28), dims=2)["image"], np.eye(4)) for seed in (0, 1)]
+    asked, optimise = [], registration.optimise
+
+    def one_step(moving, fixed, field, steps, *more):
+        asked.append(steps)
+        return optimise(moving, fixed, field, 1, *more)
+
+    monkeypatch.setattr(registration, "optimise", one_step)
+    for refine in (True, 7, 0):
+        register(*pairs, refine=refine, config=settings(model__dims=2, refine__levels=1))
+    assert asked == [STEPS, 7]
 
 
 def test_labels_are_nearest_and_keep_their_type():
