@@ -1,5 +1,6 @@
-"""Puts the repository root on sys.path so that the tests run from any folder; cleans up after trainings in pytest."""
+"""Puts the repository root on sys.path so that the tests run from any folder; cleans up after each test and file."""
 import faulthandler
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -8,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 torch.set_num_threads(2)
 
 from Runtime import watchdog  # noqa: E402
+from tests import launching  # noqa: E402
 
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 HOOK = sys.excepthook
+launching.mark_this_process()
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +33,15 @@ def no_watchdog_outlives_its_test():
         sys.excepthook = HOOK
         for number, handler in HANDLERS.items():
             signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_outlives_its_file(request):
+    """However it was started. Slurm's daemons and jobs last for the session; tests/slurm/conftest.py ends them."""
+    yield
+    if ROOT / "tests/slurm" not in request.path.parents:
+        mark = os.environ[launching.MARK]
+        own = [multiprocessing.resource_tracker._resource_tracker._pid]  # lives as long as this process
+        left = launching.expect_nothing(mark, own)
+        launching.kill(mark, own)
+        assert not left, f"{request.path.name} has left behind: {left}"

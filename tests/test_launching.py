@@ -1,0 +1,109 @@
+"""Nothing that a test starts outlives it, however the test ends: real processes that ignore every polite signal."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import launching
+from tests.tiny import ROOT
+
+# A launcher whose rank ignores TERM and INT, and whose other rank has left for a session of its own as well.
+DEAF = """
+trap '' TERM INT HUP
+bash -c 'trap "" TERM INT HUP; echo $$ > '$1'/child; while :; do sleep 1; done' &
+setsid bash -c 'trap "" TERM INT HUP; echo $$ > '$1'/elsewhere; while :; do sleep 1; done' &
+echo $$ > $1/parent
+"""
+STAYS, LEAVES = DEAF + "while :; do sleep 1; done", DEAF + "sleep 0.3"
+NAMES = ("parent", "child", "elsewhere")
+INNER = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests import launching
+
+def test_it():
+    with launching.running(["bash", "-c", {deaf!r}, "deaf", {folder!r}]):
+        while not all(Path({folder!r}, name).exists() for name in {names!r}):
+            time.sleep(0.01)
+        {then}
+
+if __name__ == "__main__":
+    test_it()
+"""
+
+
+def pids(folder):
+    """Process numbers of all three, once they have started."""
+    until = time.monotonic() + 20
+    while not all((folder / name).exists() and (folder / name).read_text() for name in NAMES):
+        assert time.monotonic() < until, "they have not started"
+        time.sleep(0.01)
+    return [int((folder / name).read_text()) for name in NAMES]
+
+
+def alive(numbers):
+    return [number for number in numbers if Path(f"/proc/{number}").exists()
+            and Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"]
+
+
+@pytest.mark.parametrize("end", [AssertionError, KeyboardInterrupt, None])
+def test_a_block_that_is_left_ends_all_that_was_started(tmp_path, end):
+    with pytest.raises(end or ZeroDivisionError), launching.running(["bash", "-c", STAYS, "deaf", tmp_path]) as process:
+        numbers = pids(tmp_path)
+        assert len(alive(numbers)) == 3 and process.pid == numbers[0]
+        if end:
+            raise end
+        1 / 0  # noqa: B018
+    assert not alive(numbers) and process.returncode == -signal.SIGKILL
+
+
+def test_what_a_process_leaves_behind_is_killed_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "GRACE", 1)
+    with pytest.raises(AssertionError, match="has ended and left behind: process .*sleep 1"):
+        launching.run(["bash", "-c", LEAVES, "deaf", tmp_path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert not alive(pids(tmp_path))
+
+
+def test_a_process_that_takes_too_long_ends_with_its_children_and_what_it_said_is_shown(tmp_path):
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        launching.run(["bash", "-c", f"echo so far, so good; {STAYS}", "deaf", tmp_path], timeout=1)
+    assert "so far, so good" in caught.value.__notes__[0] and not alive(pids(tmp_path))
+
+
+def inner(tmp_path, then):
+    """A test of its own, with children that are deaf, and what it does when all of them have started."""
+    path = tmp_path / "test_inner.py"
+    path.write_text(INNER.format(root=str(ROOT), deaf=STAYS, folder=str(tmp_path), names=NAMES, then=then))
+    return path
+
+
+def test_the_time_limit_of_a_test_ends_what_it_has_started(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=2", "--rootdir", tmp_path,
+               inner(tmp_path, "time.sleep(60)")]
+    done = launching.run(command, cwd=tmp_path, timeout=60)
+    assert done.returncode == 1 and "Timeout" in done.stdout, done.stdout + done.stderr
+    assert not alive(pids(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_pytest_leaves_nothing_either(tmp_path, number):
+    """Where it cannot do so any more, its guard does it."""
+    script = inner(tmp_path, f"os.kill(os.getpid(), {int(number)}); time.sleep(60)")
+    done = launching.run([sys.executable, script], timeout=60)
+    assert done.returncode in (-number, 1) and not alive(pids(tmp_path)), done.stderr
+
+
+def test_marks_nest_and_do_not_overlap(tmp_path):
+    show = f"echo ${launching.MARK}; sleep 100"
+    with launching.running(["bash", "-c", show], stdout=subprocess.PIPE, text=True) as one, \
+            launching.running(["bash", "-c", show], stdout=subprocess.PIPE, text=True) as other:
+        marks = [process.stdout.readline().strip() for process in (one, other)]
+        assert all(mark.startswith(os.environ[launching.MARK]) for mark in marks) and len(set(marks)) == 2
+        assert one.pid in launching.marked(marks[0]) and other.pid not in launching.marked(marks[0])
+        launching.end(one)
+        assert not launching.marked(marks[0]) and other.pid in launching.marked(os.environ[launching.MARK])
