@@ -1,5 +1,6 @@
 """Puts the repository root on sys.path so that the tests run from any folder; cleans up after each test and file."""
 import faulthandler
+import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -41,7 +42,8 @@ def no_process_outlives_its_file(request):
     yield
     if ROOT / "tests/slurm" not in request.path.parents:
         mark = os.environ[launching.MARK]
-        own = [multiprocessing.resource_tracker._resource_tracker._pid]  # lives as long as this process
+        own = [multiprocessing.resource_tracker._resource_tracker._pid,  # they live as long as this process
+               multiprocessing.forkserver._forkserver._forkserver_pid]
         left = launching.expect_nothing(mark, own)
         launching.kill(mark, own)
         assert not left, f"{request.path.name} has left behind: {left}"

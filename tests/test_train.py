@@ -3,8 +3,8 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+import OM_prepare
 import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches, read_datasets
 from Dataloader.sampler import shares
@@ -21,20 +22,26 @@ from Diffusion.trained import load_model
 from Runtime import attempts, checkpoint
 from Runtime.device import precision
 from Scripts.progress import AVERAGES
-from tests.tiny import ROOT, arguments, config, log_lines, make_data
+from tests import launching, warm
+from tests.tiny import FAST_BF16, QUICK, ROOT, arguments, config, log_lines, make_data
 
 STEPS = 12  # two epochs of six steps
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("train"))
+    return make_data(tmp_path_factory.mktemp("train"), size=8)
+
+
+def options(data, folder, *more, **changes):
+    """Command line of a training on shared data, with outputs of its own."""
+    places = {"run__models": folder / "Models", "run__logs": folder / "Logs"}
+    return arguments(data, *more, **{**QUICK, **places, **changes})
 
 
 def run_here(data, tmp_path, *more, **changes):
     """The training in this process; its data are shared, its outputs are not."""
-    changes = {"run__models": tmp_path / "Models", "run__logs": tmp_path / "Logs", **changes}
-    return om.main(arguments(data, *more, **changes))
+    return om.main(options(data, tmp_path, *more, **changes))
 
 
 def final_weights(output):
@@ -42,10 +49,26 @@ def final_weights(output):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(data, tmp_path_factory):
-    """SHA-256 of the weights of a run that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+def whole(data, tmp_path_factory):
+    """Folder of a run that nothing has interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
     assert run_here(data, folder) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole):
+    return final_sha256(whole)
+
+
+@pytest.fixture
+def finished(whole, tmp_path):
+    """The folder of a test, with that run in it."""
+    shutil.copytree(whole / "Models", tmp_path / "Models")
+    return tmp_path / "Models/demo_om_net"
+
+
+def final_sha256(folder):
     run = folder / "Models/demo_om_net"
     newest = checkpoint.newest(run)
     return json.loads((run / "manifest.json").read_text())["checkpoints"][newest]["weights_sha256"]
@@ -66,30 +89,42 @@ def first_batches(cfg, state):
     return next(iter(epoch_batches(cfg, dataset, listed, state["progress"], shares(cfg, 1), state["ranks"])))
 
 
-@pytest.mark.parametrize("kill_at", [1, 5, 9])
-def test_killed_run_resumes_to_the_same_weights(data, tmp_path, undisturbed, kill_at):
-    command = [sys.executable, str(ROOT / "OM_train_3modes.py"),
-               *arguments(data, run__models=tmp_path / "Models", run__logs=tmp_path / "Logs")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.time() + 120
-    while len(log_lines(tmp_path, "step")) < kill_at:
-        assert process.poll() is None and time.time() < deadline, "the run ended before it could be killed"
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert final_weights(again.stdout) == undisturbed
-    if kill_at > 2:
-        assert "continuing from" in again.stdout
+def test_a_run_that_is_killed_at_several_steps_ends_with_the_same_weights(data, tmp_path, undisturbed, capfd):
+    for attempt, kill_at in enumerate((0, 4, 8)):
+        with warm.ranks(1, tmp_path / "log", [options(data, tmp_path)]) as (process,):
+            until = time.time() + 120
+            while not [line for line in log_lines(tmp_path, "step")
+                       if line["attempt"] == attempt and line["step"] >= kill_at]:
+                assert process.is_alive() and time.time() < until, "the run ended before it could be killed"
+                time.sleep(0.005)
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+        assert attempt == 0 or "continuing from" in (tmp_path / "log").read_text()
+    assert run_here(data, tmp_path) == 0
+    again = capfd.readouterr().out
+    assert final_weights(again) == undisturbed and "continuing from" in again
 
 
-def test_planned_restarts_at_any_step_give_the_same_weights(data, tmp_path, undisturbed, capfd):
+def test_planned_restarts_at_any_step_give_the_same_weights_and_averages(data, tmp_path, whole, undisturbed, capfd):
     codes = []
     while not codes or codes[-1] == 42:
         codes.append(run_here(data, tmp_path, "--max-steps-before-restart", "5"))
     assert codes == [42, 42, 0]
     assert final_weights(capfd.readouterr().out) == undisturbed
+    for one, parts in zip(*(log_lines(folder, "epoch") for folder in (whole, tmp_path)), strict=True):
+        for name in [*AVERAGES, "steps", "open_share", "nonfinite", "val_dice", "val_ang", "val_retrieval"]:
+            assert one[name] == parts[name], name
+        assert one["steps"] == 6 and one["open_share"] == 1.0
+
+
+@pytest.mark.skipif(not FAST_BF16, reason="bfloat16 is emulated here")
+def test_they_do_so_in_bfloat16_too(data, tmp_path, undisturbed):
+    changes = {"run__amp": "bf16", "run__epochs": 1}
+    assert run_here(data, tmp_path / "whole", **changes) == 0
+    for code in (42, 0):
+        assert run_here(data, tmp_path / "parts", "--max-steps-before-restart", "4", **changes) == code
+    assert final_sha256(tmp_path / "whole") == final_sha256(tmp_path / "parts") != undisturbed
 
 
 def test_a_run_goes_on_in_the_precision_in_which_it_began(data, tmp_path, capfd):
@@ -134,12 +169,11 @@ def test_a_restart_at_the_end_of_an_epoch_leaves_the_validation_to_the_next_laun
 
 def test_the_average_of_the_weights_survives_restarts_and_is_what_later_tools_load(data, tmp_path, capfd):
     """Every step of the average depends on all before it: a restart that lost it would show in its last bit."""
-    changes = {"optim__average": 0.9, "optim__schedule": "cosine", "optim__lr": 1e-3}
+    changes = {"optim__average": 0.9, "optim__schedule": "cosine", "optim__lr": 1e-3, "run__epochs": 1}
     assert run_here(data, tmp_path / "whole", **changes) == 0
     whole = tmp_path / "whole/Models/demo_om_net"
-    for _ in range(3):
-        code = run_here(data, tmp_path / "parts", "--max-steps-before-restart", "5", **changes)
-    assert code == 0
+    for code in (42, 0):
+        assert run_here(data, tmp_path / "parts", "--max-steps-before-restart", "4", **changes) == code
     parts = tmp_path / "parts/Models/demo_om_net"
     states = [checkpoint.load(run / checkpoint.newest(run)) for run in (whole, parts)]
     assert states[0]["model"].keys() == states[0]["average"].keys()
@@ -152,22 +186,10 @@ def test_the_average_of_the_weights_survives_restarts_and_is_what_later_tools_lo
     assert all(torch.equal(tensor, states[0]["average"][name]) for name, tensor in net.state_dict().items())
 
 
-def test_epoch_averages_survive_a_restart(data, tmp_path):
-    run_here(data, tmp_path / "whole", run__epochs=1)
-    assert run_here(data, tmp_path / "parts", "--max-steps-before-restart", "4", run__epochs=1) == 42
-    assert run_here(data, tmp_path / "parts", run__epochs=1) == 0
-    whole, parts = (log_lines(tmp_path / name, "epoch")[-1] for name in ("whole", "parts"))
-    for name in [*AVERAGES, "steps", "open_share", "nonfinite", "val_dice", "val_ang", "val_retrieval"]:
-        assert whole[name] == parts[name], name
-    assert whole["steps"] == 6 and whole["open_share"] == 1.0
-
-
-def test_finished_run_says_so_and_trains_no_further(data, tmp_path, capfd):
-    run_here(data, tmp_path, run__epochs=1)
-    first = final_weights(capfd.readouterr().out)
-    assert run_here(data, tmp_path, run__epochs=1) == 0
-    assert final_weights(capfd.readouterr().out) == first
-    assert len(log_lines(tmp_path, "step")) == STEPS // 2
+def test_finished_run_says_so_and_trains_no_further(data, tmp_path, finished, undisturbed, capfd):
+    assert run_here(data, tmp_path) == 0
+    assert final_weights(capfd.readouterr().out) == undisturbed
+    assert len(log_lines(tmp_path, "step")) == STEPS
 
 
 def test_closed_gate_leaves_mode_3_out_of_the_averages(data, tmp_path, capfd):
@@ -211,7 +233,7 @@ def test_a_step_counts_its_modes_and_fills_the_queue_in_order(data):
 def test_accumulated_batches_give_what_one_batch_does(data):
     weights, terms = [], []
     for batchsize in (4, 2, 1):
-        cfg = config(data, data__batchsize=batchsize, data__global_batchsize=4, run__amp="off")
+        cfg = config(data, data__batchsize=batchsize, data__global_batchsize=4, **QUICK)
         torch.manual_seed(0)
         state = new_state(cfg)
         om.train_step(state, *first_batches(cfg, state), cfg)
@@ -290,21 +312,21 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
             return super().__getitem__(key)
 
     changes = {"run__models": tmp_path / "Models", "run__logs": tmp_path / "Logs", "data__cache": tmp_path / "cache",
-               "data__num_workers": 1, "run__epochs": 1}
+               "data__num_workers": 1, "run__epochs": 1, **QUICK}
     plain = config(data, **changes)
-    subprocess.run([sys.executable, str(ROOT / "OM_prepare.py"), *arguments(data, **changes)], check=True, timeout=120)
+    assert OM_prepare.main(arguments(data, "--workers", "1", **changes)) == 0
     monkeypatch.setattr(om, "load_config", lambda *a: Recorder(plain))
     monkeypatch.setattr(attempts, "load_config", lambda *a: Recorder(plain))
     assert om.main(["--config", "any"]) == 0
     om.refuse_nonfinite(new_state(plain), Recorder(plain))
     attempts.launcher_begin(["--config", "any", "--launcher-pid", str(os.getpid()), "--ranks", "1"])
-    refine(*torch.rand(2, 1, 1, 16, 16, 16), None, 2, Recorder(plain))
+    refine(*torch.rand(2, 1, 1, 8, 8, 8), None, 2, Recorder(plain))
     assert not set(plain) - read, f"keys that nothing reads: {sorted(set(plain) - read)}"
 
 
 def test_launch_records_config_code_and_versions(data, tmp_path):
-    run_here(data, tmp_path, "--max-steps-before-restart", "2", run__epochs=1)
-    run_here(data, tmp_path, run__epochs=1, optim__lr=0.01)
+    run_here(data, tmp_path, "--max-steps-before-restart", "2")
+    run_here(data, tmp_path, "--max-steps-before-restart", "1", optim__lr=0.01)
     first, second = (tmp_path / "Models/demo_om_net/launches" / n for n in ("0000", "0001"))
     assert yaml.safe_load((first / "config.yaml").read_text())["optim"]["lr"] == 1e-4
     assert yaml.safe_load((second / "config.yaml").read_text())["optim"]["lr"] == 0.01
@@ -312,16 +334,15 @@ def test_launch_records_config_code_and_versions(data, tmp_path):
     assert launch["step"] == 2 and launch["seed"] == 0 and launch["packages"]["torch"] == torch.__version__
 
 
-def test_fresh_starts_in_a_new_folder_and_the_old_one_stays(data, tmp_path):
-    run_here(data, tmp_path, run__epochs=1)
+def test_fresh_starts_in_a_new_folder_and_the_old_one_stays(data, tmp_path, finished):
+    before = checkpoint.newest(finished)
     assert run_here(data, tmp_path, "--fresh", run__epochs=1) == 0
-    old, new = tmp_path / "Models/demo_om_net", tmp_path / "Models/demo_om_net-2"
-    assert checkpoint.newest(old) == checkpoint.newest(new) == "000001_demo_om_net.pth"
+    new = tmp_path / "Models/demo_om_net-2"
+    assert checkpoint.newest(new) == "000001_demo_om_net.pth" and checkpoint.newest(finished) == before
 
 
-def test_init_from_takes_the_weights_alone(data, tmp_path, capfd):
-    run_here(data, tmp_path, run__epochs=1)
-    source = tmp_path / "Models/demo_om_net/000001_demo_om_net.pth"
+def test_init_from_takes_the_weights_alone(data, tmp_path, finished, capfd):
+    source = finished / "000002_demo_om_net.pth"
     assert run_here(data, tmp_path, "--init-from", str(source)) == 43
     assert "--fresh" in capfd.readouterr().err
     assert run_here(data, tmp_path, "--init-from", str(source), "--fresh", "--max-steps-before-restart", "1",
@@ -332,13 +353,12 @@ def test_init_from_takes_the_weights_alone(data, tmp_path, capfd):
     assert all(torch.allclose(state["model"][name], original["model"][name], atol=1e-9) for name in original["model"])
 
 
-def test_checkpoints_of_another_network_or_config_are_refused(data, tmp_path, capfd):
-    run_here(data, tmp_path, run__epochs=1)
-    run = tmp_path / "Models/demo_om_net"
-    assert run_here(data, tmp_path, run__epochs=1, model__rec_num=3) == 43
+def test_checkpoints_of_another_network_or_config_are_refused(data, tmp_path, finished, capfd):
+    assert run_here(data, tmp_path, model__rec_num=3) == 43
     message = capfd.readouterr().err
     assert "model.rec_num" in message and "2" in message and "3" in message and "--fresh" in message
-    assert run_here(data, tmp_path, "--init-from", str(run / "000001_demo_om_net.pth"), model__name="recresacnet") == 43
+    assert run_here(data, tmp_path, "--init-from", str(finished / "000002_demo_om_net.pth"),
+                    model__name="recresacnet") == 43
     assert "another network" in capfd.readouterr().err
 
 
@@ -364,13 +384,13 @@ def test_bad_input_is_one_sentence(data, tmp_path, capfd, changes, words):
 
 
 def test_a_volume_that_a_worker_cannot_read_is_one_sentence_too(tmp_path):
-    make_data(tmp_path)
+    make_data(tmp_path, size=8)
     path = tmp_path / "data/imagesTr/subject_0002.nii.gz"
-    path.write_bytes(path.read_bytes()[:-1000])
-    command = [sys.executable, str(ROOT / "OM_train_3modes.py"),
-               *arguments(tmp_path, data__in_memory="false", data__num_workers=1)]
+    path.write_bytes(path.read_bytes()[:-100])
+    command = [sys.executable, ROOT / "OM_train_3modes.py",
+               *options(tmp_path, tmp_path, data__in_memory="false", data__num_workers=1)]
     # A process of its own: it also has to end, which it only does once its workers have.
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    run = launching.run(command, timeout=60)
     assert run.returncode == 43
     message = run.stderr.strip().splitlines()[-1]
     assert message.startswith("error: ") and "subject_0002.nii.gz: truncated" in message, message
@@ -401,6 +421,6 @@ def test_two_dimensions(tmp_path):
 
 
 def test_a_checkpoint_beyond_the_end_of_a_shortened_epoch_goes_on_with_the_next(data, tmp_path):
-    assert run_here(data, tmp_path, "--max-steps-before-restart", "5", run__epochs=2) == 42
-    assert run_here(data, tmp_path, run__epochs=2, data__repeats=1) == 0
+    assert run_here(data, tmp_path, "--max-steps-before-restart", "5") == 42
+    assert run_here(data, tmp_path, data__repeats=1) == 0
     assert [line["epoch"] for line in log_lines(tmp_path, "step")] == [0] * 5 + [1] * 3

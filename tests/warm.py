@@ -1,0 +1,86 @@
+"""Real ranks that start in a tenth of a second: forked from one process that has imported torch and the training.
+
+A rank of its own takes more than three seconds of processor time before its first step. Where a test asks what ranks
+compute, and not how a process starts, it takes these: processes with their own number, memory, signals and exit code,
+but forked by multiprocessing's fork server. The launcher has tests of its own, with ranks that it starts.
+"""
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import time
+
+import torch._dynamo  # noqa: F401  an optimizer's first step would import it
+
+import OM_train_3modes as om
+from Runtime.attempts import free_port
+from tests.tiny import ROOT, launcher_environment
+
+SERVER = multiprocessing.get_context("forkserver")
+
+
+def start(target, arguments, log, environment):
+    """A process that calls target(*arguments), whose result is its exit code. What it prints is added to `log`."""
+    if multiprocessing.forkserver._forkserver._forkserver_pid is None:
+        before = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before])])
+        SERVER.set_forkserver_preload(["pytest.__main__", __name__])
+        multiprocessing.forkserver.ensure_running()
+        os.environ["PYTHONPATH"] = before
+    process = SERVER.Process(target=work, args=(target, arguments, str(log), environment))
+    process.start()
+    return process
+
+
+def work(target, arguments, log, environment):
+    """What the process does: a session, variables and outputs of its own."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.exit(target(*arguments))
+
+
+@contextlib.contextmanager
+def ranks(count, log, arguments, target=om.main, **more):
+    """So many ranks that all call target(*arguments), for the length of a `with` block. more: their variables.
+
+    With one there are none of the variables that tell ranks who they are.
+    """
+    shared = launcher_environment(count, **more)
+    if count > 1:
+        shared.update(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {} for rank in range(count)]
+    processes = []
+    try:
+        for variables in own:
+            processes.append(start(target, arguments, log, {**shared, **variables}))
+        yield processes
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its workers with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def codes(processes, seconds):
+    """Exit codes of processes, once all have ended. Raises TimeoutError where one does not."""
+    until = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(until - time.monotonic(), 0))
+        if process.exitcode is None:
+            raise TimeoutError(f"process {process.pid} has not ended within {seconds} s")
+    return [process.exitcode for process in processes]
+
+
+def train(count, log, words, expected=0, seconds=200, **more):
+    """A training of so many ranks. words: its command line. Returns what it printed."""
+    with ranks(count, log, [words], **more) as processes:
+        found = codes(processes, seconds)
+    printed = log.read_text()
+    assert found == [expected] * count, f"{found}: {printed}"
+    return printed
