@@ -100,7 +100,7 @@ def test_a_run_that_is_killed_at_several_steps_ends_with_the_same_weights(data, 
             process.kill()
             process.join()
             assert process.exitcode == -signal.SIGKILL
-        assert attempt == 0 or "continuing from" in (tmp_path / "log").read_text()
+        assert attempt < 2 or "continuing from" in (tmp_path / "log").read_text()
     assert run_here(data, tmp_path) == 0
     again = capfd.readouterr().out
     assert final_weights(again) == undisturbed and "continuing from" in again
