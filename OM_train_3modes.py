@@ -21,7 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from Dataloader.augment import augment
 from Dataloader.dataset import epoch_batches, read_datasets
-from Dataloader.sampler import shares, steps_left
+from Dataloader.sampler import steps_left
 from Dataloader.staging import release
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.draws import uniform
@@ -40,6 +40,7 @@ from Runtime.device import autocast, describe, pick_device, precision, prepare_d
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import remove_leftovers
 from Runtime.provenance import save_launch
+from Runtime.shares import shares
 from Scripts.dry_run import dry_run
 from Scripts.progress import add_terms, averages, new_sums, progress_bars, show_epoch, show_progress
 
@@ -317,7 +318,7 @@ def set_up(cfg, args, ranks, run):
     prepare_device(device, cfg["run.threads"])
     watchdog.phase("data set")
     dataset, held_out, listed = read_datasets(cfg)
-    share = shares(cfg, ranks["world"])
+    share = shares(cfg, ranks["world"], ranks.get("step"))
     watchdog.phase("join")
     launch.join(ranks, device, cfg)
     watchdog.phase("restore")

@@ -108,29 +108,6 @@ def _ruled_pairs(volumes, count, rule, draws):
     return list(zip(moving.tolist(), fixed))
 
 
-def shares(cfg, world):
-    """How the samples and pairs of a step are spread over `world` ranks.
-
-    Returns: {"samples", "pairs": of all ranks together; "sample_batch", "pair_batch": of one forward;
-    "sample_batches", "pair_batches": forwards of a rank in a step}.
-    Raises InputError naming the numbers that do not divide.
-    """
-    size, ratio = cfg["data.batchsize"], cfg["data.diff_reg_batch_ratio"]
-    pair_size = max(int(size / ratio), 1)
-    samples, pairs = size * world, pair_size * world
-    if total := cfg["data.global_batchsize"]:
-        samples, pairs = total, max(int(total / ratio), 1)
-        if total % (size * world):
-            raise InputError(f"data.global_batchsize {total} is not a multiple of data.batchsize {size} x {world} "
-                             f"ranks: change one of them.")
-        pair_size = min(pair_size, max(pairs // world, 1))
-        if pairs % (pair_size * world):
-            raise InputError(f"data.global_batchsize {total} makes {pairs} pairs of a step, which {world} ranks cannot "
-                             f"share in batches of {pair_size}: change data.diff_reg_batch_ratio or the batch.")
-    return {"samples": samples, "pairs": pairs, "sample_batch": size, "pair_batch": pair_size,
-            "sample_batches": samples // (size * world), "pair_batches": pairs // (pair_size * world)}
-
-
 def epoch_pair_count(cfg, volumes, listed, share):
     """Pairs of an epoch: the listed ones, data.pairs, or as many as mode 1 takes steps."""
     steps = -(-volumes * cfg["data.repeats"] // share["samples"])

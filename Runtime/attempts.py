@@ -18,6 +18,7 @@ from pathlib import Path
 from Runtime.config import load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.folder import lock, run_folder, touch, unlock
+from Runtime.shares import fix_step, shares, usable
 from Runtime.verdict import judge, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # without a new durable step: so many and the loop stops
@@ -126,24 +127,24 @@ def launcher_begin(argv):
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--launcher-pid", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that are there")
+    parser.add_argument("--tasks", type=int, required=True, help="ranks on each of them")
     parser.add_argument("--of", type=int, default=0, help="ranks that were asked for, before nodes were left out")
     args, _ = parser.parse_known_args(argv)
     cfg = load_config(args.config, args.overrides)
-    if args.ranks < args.of and not cfg["data.global_batchsize"]:
-        raise InputError(f"{args.ranks} of {args.of} ranks are left, and a step would have fewer samples: set "
-                         f"data.global_batchsize (now 0 = data.batchsize x ranks), or start again with all nodes.")
     floor = cfg["run.deadline_floor_s"]
     run, token = os.environ.get("OMNIMORPH_RUN"), os.environ.get("OMNIMORPH_TOKEN")
     requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run_of_job(cfg)
     if not run:
         run = requeued or run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], args.fresh)
     token = lock(Path(run), stale_after_s(cfg), pid=args.launcher_pid, token=token)
+    step, nodes, tasks = share_out(Path(run), cfg, args.nodes, args.tasks, args.of)
     lines = history(Path(run))
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == token]
     step_back = ends[-1]["sentence"] if ends and ends[-1]["decision"] == "step back" else ""
     variables = {"OMNIMORPH_RUN": run, "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,
-                 "OMNIMORPH_ATTEMPT": begin(Path(run), token, args.ranks),
+                 "OMNIMORPH_STEP": json.dumps(step), "NODE_COUNT": nodes, "TASKS_PER_NODE": tasks,
+                 "RANKS": nodes * tasks, "OMNIMORPH_ATTEMPT": begin(Path(run), token, nodes * tasks),
                  "OMNIMORPH_ROUND": len(ends) + bool(requeued), "FREE_PORT": free_port(),
                  "ROUND_SECONDS": f"{cfg['run.round_seconds']:g}", "MAX_ROUNDS": cfg["run.max_rounds"],
                  "PAUSE_PLANNED": cfg["run.pause_planned_s"], "PAUSE_CRASH": cfg["run.pause_crash_s"],
@@ -151,6 +152,26 @@ def launcher_begin(argv):
                  "LINGER": math.ceil(max(floor, 10)), "LEAVE_SECONDS": math.ceil(max(3 * floor, 10))}
     for name, value in variables.items():
         print(f"{name}={shlex.quote(str(value))}")
+
+
+def share_out(run, cfg, nodes, tasks, asked):
+    """The step of the run, and how many of the nodes and of the ranks on each share it: (step, nodes, tasks).
+
+    Where fewer ranks are left than were asked for, or fewer start than at first, as many as possible go on, and it is
+    said how many stay idle. Raises InputError where the config does not fit the ranks that were asked for.
+    """
+    ranks = nodes * tasks
+    asked = max(asked, ranks)
+    step = fix_step(run, cfg, asked)
+    used, each = usable(cfg, step, nodes, tasks)
+    if used * each < ranks == asked and asked >= step["ranks"]:
+        shares(cfg, ranks, step)  # says what does not divide
+    if used * each < max(asked, step["ranks"]):
+        count = shares(cfg, used * each, step)["sample_batches"]
+        idle = f"; {ranks - used * each} more could not share it evenly and stay idle" if used * each < ranks else ""
+        print(f"{used * each} of {max(asked, step['ranks'])} ranks ({used} x {each}) do the whole step of {step['samples']} samples, "
+              f"{count} batches each{idle}", file=sys.stderr, flush=True)
+    return step, used, each
 
 
 def run_of_job(cfg):

@@ -6,6 +6,7 @@ generation (how often the groups have been made). With one process there is no s
 import contextlib
 import datetime
 import gc
+import json
 import os
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from Runtime import attempts, watchdog
 from Runtime.device import backend
 from Runtime.errors import InputError
 from Runtime.folder import lock, run_folder, unlock
+from Runtime.shares import fix_step
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world": ("WORLD_SIZE", "SLURM_NTASKS")}
@@ -91,11 +93,13 @@ def tell(ranks, key, value=None):
 def open_run(ranks, cfg, fresh):
     """Find the other ranks and agree on the run's folder; lock it, number the attempt, start the watchdog.
 
+    Sets ranks["step"]: samples and pairs of a step, fixed by the first launch of the run (Runtime/shares.py).
     A launcher has done all but the meeting, and says so by OMNIMORPH_* variables. Returns the folder.
     """
     seconds, launched = cfg["run.join_s"], "OMNIMORPH_RUN" in os.environ
     if launched:
         run, attempt = Path(os.environ["OMNIMORPH_RUN"]), int(os.environ["OMNIMORPH_ATTEMPT"])
+        ranks["step"] = json.loads(os.environ["OMNIMORPH_STEP"])
         watchdog.start(run, ranks["rank"], attempt, cfg, launched)
         if ranks["rank"] == 0:
             lock(run, attempts.stale_after_s(cfg), token=os.environ["OMNIMORPH_TOKEN"])
@@ -106,9 +110,11 @@ def open_run(ranks, cfg, fresh):
     if ranks["rank"] == 0:
         run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh)
         ranks["token"] = lock(run, attempts.stale_after_s(cfg))
+        ranks["step"] = fix_step(run, cfg, ranks["world"])
         ranks["attempt"] = attempts.begin(run, ranks["token"], ranks["world"])
     run = Path(tell(ranks, "run", str(run) if ranks["rank"] == 0 else None))
     ranks["attempt"] = int(tell(ranks, "attempt", str(ranks.get("attempt"))))
+    ranks["step"] = json.loads(tell(ranks, "step", json.dumps(ranks.get("step"))))
     watchdog.start(run, ranks["rank"], ranks["attempt"], cfg, launched)
     return run
 

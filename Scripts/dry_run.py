@@ -6,11 +6,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from Dataloader.dataset import read_datasets
-from Dataloader.sampler import epoch_pair_count, shares, steps_left
+from Dataloader.sampler import epoch_pair_count, steps_left
 from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
 from Diffusion.networks import network_class
 from Runtime.errors import DONE, InputError
+from Runtime.shares import shares
 
 
 def count_costs(loss_function, network):

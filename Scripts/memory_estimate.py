@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from Dataloader.sampler import shares
 from Dataloader.staging import copy_of, expanded
 from Runtime import memory
 from Runtime.device import precision
 from Runtime.errors import InputError
+from Runtime.shares import shares
 
 GIB = 2 ** 30
 # Measured on x86-64 Linux with torch 2.13.0+cpu, glibc's malloc and one thread a rank: the highest anonymous memory of

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from Dataloader.sampler import shares
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
 from Runtime.report import text_table
+from Runtime.shares import shares
 from Scripts.preflight_checks import CHECKS, OF_THE_NODE, skipped
 
 GO_ON = 75  # without the nodes in EXCLUDED

@@ -19,11 +19,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from Dataloader.dataset import read_datasets
-from Dataloader.sampler import shares, steps_left
+from Dataloader.sampler import steps_left
 from Runtime.attempts import history, read_lines
 from Runtime.config import flatten, load_config
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.report import cards_html, figure_html, figure_png, table_html, text_table, write_page
+from Runtime.shares import known_step, shares
 from Runtime.watchdog import ONE_OFF
 
 WARM_UP = 3
@@ -62,7 +63,8 @@ def measurements(run):
         if steps:
             config = launch_config(run, steps[0]["time"])
             nodes = len({line["node"] or line["host"] for line in logs[number, "start"]})
-            samples = shares(flatten(yaml.safe_load(config.read_text()), config), ranks)["samples"]
+            cfg = flatten(yaml.safe_load(config.read_text()), config)
+            samples = shares(cfg, ranks, known_step(run, cfg))["samples"]
             groups[ranks, nodes, samples].append({"steps": steps, "epochs": logs[number, "epoch"], "config": config,
                                                   "memory": logs[number, "memory"]})
     if not groups:
@@ -147,7 +149,8 @@ def planned_steps(config, ranks):
         dataset, _, listed = read_datasets(cfg, headers_only=True)
     except InputError:
         return None
-    return steps_left(cfg, len(dataset), listed, shares(cfg, ranks))
+    run = config.parent.parent.parent
+    return steps_left(cfg, len(dataset), listed, shares(cfg, ranks, known_step(run, cfg)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

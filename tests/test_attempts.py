@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from Runtime.attempts import begin, end, history
+from Runtime.attempts import begin, end, history, share_out
+from Runtime.errors import InputError
 from Scripts.goodput import account, goodput, goodput_at, table
 from tests.test_verdict import END, died, finish, write_rank
-from tests.tiny import ROOT, arguments
+from tests.tiny import ROOT, arguments, config
 
 
 def durable(run, step):
@@ -127,7 +128,7 @@ def evaluated(output):
 
 
 def begin_words(folder, *more, **changes):
-    return ["begin", *arguments(folder, *more, **changes), "--launcher-pid", os.getpid(), "--ranks", 1]
+    return ["begin", *arguments(folder, *more, **changes), "--launcher-pid", os.getpid(), "--tasks", 1]
 
 
 def test_rounds_through_the_command_line(tmp_path):
@@ -168,11 +169,35 @@ def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path):
     assert ended.returncode == 43 and ".." not in ended.stderr
 
 
-@pytest.mark.parametrize("batch, code", [(0, 43), (4, 0)])
-def test_fewer_ranks_than_asked_for_need_a_batch_that_they_can_share(tmp_path, batch, code):
-    done = call(*begin_words(tmp_path, data__global_batchsize=batch), "--of", 2)
-    assert done.returncode == code, done.stderr
-    assert ("1 of 2 ranks are left" in done.stderr and "data.global_batchsize" in done.stderr) == (code == 43)
+def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, capsys):
+    """Nodes with two ranks each, data.global_batchsize 0 as in the shipped configs."""
+    def share(nodes, asked, **changes):
+        found = share_out(tmp_path, config(**changes), nodes, 2, asked)
+        return *found, capsys.readouterr().err
+    whole = {"samples": 8, "pairs": 4, "ranks": 4}
+    assert share(2, 4) == (whole, 2, 2, "") and json.loads((tmp_path / "step.json").read_text()) == whole
+    assert share(1, 4) == (whole, 1, 2, "2 of 4 ranks (1 x 2) do the whole step of 8 samples, 2 batches each\n")
+    step, *used, said = share(3, 8)  # three of four nodes: six ranks cannot share four batches
+    assert (step, used) == (whole, [2, 2]) and "2 more could not share it evenly and stay idle" in said
+    with pytest.raises(InputError, match="of 8 samples, as the run's first launch with 4 ranks has fixed it, is not"):
+        share(4, 8)  # nothing is missing: somebody wants more than the run can use
+    assert share(4, 8, data__global_batchsize=16) == ({"samples": 16, "pairs": 8, "ranks": 8}, 4, 2, ""), "the config's"
+    assert share(2, 4)[0]["samples"] == 16, "as it was last"
+    (tmp_path / "step.json").write_text("{")
+    with pytest.raises(InputError, match=f"{tmp_path}/step.json is damaged"):
+        share(2, 4)
+
+
+def test_the_launcher_is_told_the_step_and_who_does_it(tmp_path):
+    found = evaluated(call(*begin_words(tmp_path), "--tasks", 2, "--nodes", 2, "--of", 8).stdout)
+    assert (found["NODE_COUNT"], found["TASKS_PER_NODE"], found["RANKS"]) == ("2", "2", "4")
+    assert json.loads(found["OMNIMORPH_STEP"]) == {"samples": 16, "pairs": 8, "ranks": 8}
+    assert history(tmp_path / "Models/demo_om_net")[0]["ranks"] == 4
+
+
+def test_a_first_launch_with_ranks_that_cannot_share_its_batch_is_refused(tmp_path):
+    done = call(*begin_words(tmp_path, data__global_batchsize=6), "--tasks", 2)
+    assert done.returncode == 43 and "data.global_batchsize 6 is not a multiple of data.batchsize 2 x 2" in done.stderr
 
 
 def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_path):

@@ -5,9 +5,10 @@ import re
 import pytest
 import yaml
 
-from Dataloader.sampler import shares, steps_left
+from Dataloader.sampler import steps_left
 from Runtime.config import KEYS, flatten, load_config, save_config
 from Runtime.errors import InputError
+from Runtime.shares import shares
 from tests.tiny import ROOT
 
 OM = ROOT / "Config/config_om.yaml"

@@ -14,9 +14,9 @@ import pytest
 
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
-from Dataloader.sampler import shares
 from Dataloader.staging import release, stage
 from Runtime.attempts import free_port
+from Runtime.shares import shares
 from Scripts.memory_estimate import (
     LOCAL_MATCH,
     PEAK,

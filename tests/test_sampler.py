@@ -16,10 +16,10 @@ from Dataloader.sampler import (
     epoch_pair_count,
     epoch_pairs,
     pair_rule,
-    shares,
     steps_left,
 )
 from Runtime.errors import InputError
+from Runtime.shares import can_share, new_step, shares, usable
 from tests.tiny import config
 
 VOLUMES = 20
@@ -31,9 +31,9 @@ WORDS = ("any", "same", "different")
 START = {"epoch": 1, "samples": 0, "pairs": 0}
 
 
-def walk(cfg, world, listed=None, progress=START, rule=None):
+def walk(cfg, world, listed=None, progress=START, rule=None, step=None):
     """What `world` ranks do to the end of the epoch: for each step (samples, pairs) as (position, volume) in order."""
-    share, volumes = shares(cfg, world), ([{}] * VOLUMES, np.arange(VOLUMES), None, rule)
+    share, volumes = shares(cfg, world, step), ([{}] * VOLUMES, np.arange(VOLUMES), None, rule)
     ranks = [list(epoch_batches(cfg, VolumeDataset(*volumes), listed, progress, share, {"rank": rank, "world": world}))
              for rank in range(world)]
     steps = steps_left(cfg, VOLUMES, listed, share, progress["samples"], progress["pairs"])
@@ -114,8 +114,32 @@ def test_a_global_batch_continues_the_same_order_with_other_ranks(before, then):
         assert walk(cfg, then, progress=after(done, shares(cfg, before))) == whole[done:]
 
 
+@pytest.mark.parametrize("before, then", [(4, 2), (4, 1), (6, 3)])
+@pytest.mark.parametrize("ratio", [2, 0.5, 4])
+def test_fewer_ranks_do_the_steps_of_the_first_launch(before, then, ratio):
+    cfg = config(data__batchsize=2, data__diff_reg_batch_ratio=ratio)
+    step = new_step(cfg, before)
+    whole = walk(cfg, before, LISTED)
+    assert walk(cfg, then, LISTED, step=step) == whole
+    assert shares(cfg, then, step)["pair_batch"] == shares(cfg, before)["pair_batch"], "the same forwards"
+
+
+@pytest.mark.parametrize("first, nodes, tasks, expected", [
+    (64, 8, 8, (8, 8)), (64, 7, 8, (4, 8)), (64, 3, 8, (2, 8)), (64, 1, 8, (1, 8)), (12, 2, 4, (2, 3)),
+    (6, 1, 3, (1, 3)), (2, 4, 8, (1, 2)), (7, 2, 3, (1, 1))])
+def test_as_many_ranks_as_can_share_a_step_evenly(first, nodes, tasks, expected):
+    cfg = config(data__batchsize=2)
+    step = new_step(cfg, first)
+    assert usable(cfg, step, nodes, tasks) == expected and can_share(cfg, step, expected[0] * expected[1])
+
+
+def test_a_step_that_nobody_can_share_names_its_numbers():
+    with pytest.raises(InputError, match="the step of 6 samples, as the run's first launch with 3 ranks has fixed it"):
+        usable(config(data__batchsize=4), {"samples": 6, "pairs": 3, "ranks": 3}, 2, 2)
+
+
 @pytest.mark.parametrize("before, then", [(4, 2), (2, 4), (4, 1), (1, 4), (2, 5)])
-def test_without_a_global_batch_other_ranks_go_on_at_the_next_sample(before, then):
+def test_a_step_of_another_size_goes_on_at_the_next_sample(before, then):
     cfg = config(data__batchsize=2)
     done = 2
     first = walk(cfg, before, LISTED)[:done]

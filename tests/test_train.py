@@ -15,12 +15,12 @@ import yaml
 import OM_prepare
 import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches, read_datasets
-from Dataloader.sampler import shares
 from Diffusion.gradients import new_gradients
 from Diffusion.refine import refine
 from Diffusion.trained import load_model
 from Runtime import attempts, checkpoint
 from Runtime.device import precision
+from Runtime.shares import shares
 from Scripts.progress import AVERAGES
 from tests import launching, warm
 from tests.tiny import FAST_BF16, QUICK, ROOT, arguments, config, log_lines, make_data
@@ -319,7 +319,7 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
     monkeypatch.setattr(attempts, "load_config", lambda *a: Recorder(plain))
     assert om.main(["--config", "any"]) == 0
     om.refuse_nonfinite(new_state(plain), Recorder(plain))
-    attempts.launcher_begin(["--config", "any", "--launcher-pid", str(os.getpid()), "--ranks", "1"])
+    attempts.launcher_begin(["--config", "any", "--launcher-pid", str(os.getpid()), "--tasks", "1"])
     refine(*torch.rand(2, 1, 1, 8, 8, 8), None, 2, Recorder(plain))
     assert not set(plain) - read, f"keys that nothing reads: {sorted(set(plain) - read)}"
 

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches, read_datasets
-from Dataloader.sampler import shares, steps_left
+from Dataloader.sampler import steps_left
 from Diffusion.gradients import new_gradients
 from Runtime import agree, checkpoint, launch, memory, watchdog
 from Runtime.attempts import free_port, read_lines
@@ -39,6 +39,7 @@ from Runtime.device import describe, synchronize
 from Runtime.errors import PLANNED_RESTART
 from Runtime.folder import run_folder
 from Runtime.report import text_table
+from Runtime.shares import shares
 
 WARM_UP, AGREEMENTS, LATE_STEP = 5, 400, 20000
 SAVE_EVERY, SAVE_SHARE = 5, 50  # steps: measured so often, counted as one in so many

@@ -23,13 +23,13 @@ sys.path.insert(0, str(ROOT))
 
 import OM_train_3modes as om  # noqa: E402
 from Dataloader.dataset import epoch_batches, read_datasets  # noqa: E402
-from Dataloader.sampler import shares  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
 from Diffusion.diffuser import make_condition  # noqa: E402
 from Diffusion.gradients import new_gradients  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, synchronize  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
+from Runtime.shares import shares  # noqa: E402
 
 WARM_UP = 5
 
