@@ -166,10 +166,11 @@ def share_out(run, cfg, nodes, tasks, asked):
     used, each = usable(cfg, step, nodes, tasks)
     if used * each < ranks == asked and asked >= step["ranks"]:
         shares(cfg, ranks, step)  # says what does not divide
-    if used * each < max(asked, step["ranks"]):
+    most = max(asked, step["ranks"])
+    if used * each < most:
         count = shares(cfg, used * each, step)["sample_batches"]
         idle = f"; {ranks - used * each} more could not share it evenly and stay idle" if used * each < ranks else ""
-        print(f"{used * each} of {max(asked, step['ranks'])} ranks ({used} x {each}) do the whole step of {step['samples']} samples, "
+        print(f"{used * each} of {most} ranks ({used} x {each}) do the whole step of {step['samples']} samples, "
               f"{count} batches each{idle}", file=sys.stderr, flush=True)
     return step, used, each
 

@@ -5,8 +5,8 @@
 bash_train_multi_nodes.sh does this. Both sides take the arguments of the training and read NODES ("n1 n2"),
 TASKS_PER_NODE and PREFLIGHT_SECONDS (for all of it, default 45); tasks also RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT. A task prints one JSON line for each check and always ends with 0. The collector prints a table on standard
-error (Scripts/preflight_collect.py) and EXCLUDED='n2 n3' on standard output; it ends with 0 (passed), 43 (stop) or 75
-(go on without the excluded nodes).
+error (Scripts/preflight_collect.py) and EXCLUDED='n2 n3' on standard output; it ends with 0 (passed), 43 (stop), 75 (go
+on without the excluded nodes) or, with --may-repeat, 76 (what failed may pass: look once more before that is believed).
 """
 import argparse
 import ctypes
@@ -36,6 +36,7 @@ def parse_arguments(argv=None):
     side.add_argument("--collect", action="store_true", help="read the findings of all ranks, judge them")
     parser.add_argument("--config", required=True)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--may-repeat", action="store_true", help="end with 76 where another look may find all well")
     parser.add_argument("--allow-tmp", action="store_true", help="run.models and run.logs may be under /tmp")
     return parser.parse_known_args(argv)[0]
 
@@ -110,13 +111,14 @@ def print_line(line):
 def answer(function, context, stays=False):
     """Result of one check in a forked process, which is killed at its deadline, or with its answer unless it `stays`.
 
-    context: with "began" and "ends", by time.monotonic; the rest is the check's.
+    context: with "began" and "ends", by time.monotonic; the rest is the check's. A check that only needs processor time
+    says beforehand, by a dict for `at`, what is to be the result if it is too late: a warning instead of a failure.
     """
     mine, theirs = FORK.Pipe(duplex=False)
     process = FORK.Process(target=work, args=(function, context, theirs), daemon=True)
     process.start()
     theirs.close()
-    where, result = "at its start", None
+    where, late, result = "at its start", None, None
     while result is None and mine.poll(max(context["ends"] - time.monotonic(), 0)):
         try:
             message = mine.recv()
@@ -126,10 +128,15 @@ def answer(function, context, stays=False):
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             result = {"ok": False, "said": f"died with {how} ({where})", "do": "see its last words above this table"}
         else:
-            where, result = (message, None) if isinstance(message, str) else (where, message)
+            if isinstance(message, str):
+                where = message
+            elif message.get("late"):
+                late = message
+            else:
+                result = message
     if result is None:
-        result = {"ok": False, "said": f"no answer within {context['ends'] - context['began']:.0f} s ({where})",
-                  "do": "look at this node, or leave it out"}
+        result = late or {"ok": False, "said": f"no answer within {context['ends'] - context['began']:.0f} s ({where})",
+                          "do": "look at this node, or leave it out", "passing": True}
     if not stays:
         process.kill()
     return result
@@ -145,7 +152,8 @@ def work(function, context, pipe):
     except (RuntimeError, ValueError, OSError) as error:
         said = (str(error).strip().splitlines() or [""])[0][:300]
         kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-        result = {"ok": False, "said": kind + said, "do": "see this error; --debug says more" if kind else ""}
+        result = {"ok": False, "said": kind + said, "do": "see this error; --debug says more" if kind else "",
+                  "passing": isinstance(error, OSError)}
     pipe.send(result)
 
 
@@ -159,7 +167,7 @@ def main(argv=None):
     try:
         cfg = load_config(args.config, args.overrides)
         from Scripts.preflight_collect import collect  # here, because torch takes its time
-        return collect(sys.stdin, cfg, *place(), began)
+        return collect(sys.stdin, cfg, *place(), began, args.may_repeat)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP

@@ -2,12 +2,14 @@
 
 A check gets `context`, a dict: cfg, rank, local_rank, world, node, nodes, tasks (on a node), allow_tmp, variables
 (the environment), served (of `serve`), ends (its deadline, by time.monotonic) and found (the results so far); and `at`,
-to say where it is. It returns `passed`, `failed` or `skipped`, with facts for the collector to compare.
+to say where it is, or what holds if it is `late`. It returns `passed`, `failed` or `skipped`, with facts for the
+collector to compare.
 Scripts/preflight.py runs each in a process of its own, which it kills at the deadline.
 """
 import contextlib
 import datetime
 import hashlib
+import json
 import math
 import os
 import platform
@@ -27,11 +29,14 @@ from Diffusion.networks import build_network, network_class
 from Runtime import launch, memory
 from Runtime.device import autocast, backend, pick_device, prepare_device, synchronize
 from Runtime.errors import InputError
-from Runtime.files import write_file
+from Runtime.files import sha256, write_file
 from Runtime.provenance import SETTINGS, git
+from Runtime.shares import new_step, usable
 from Scripts.memory_estimate import activation_bytes, held_bytes, host_room, memory_estimate, staged_bytes
 
 GIB = 2 ** 30
+ROOT = Path(__file__).resolve().parent.parent
+KEPT_COUNTS = 20  # of activations, by config and code
 OPEN_FILES = 4096  # sockets of all ranks, shared-memory files of all loader workers
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 # These name a node's or a rank's own devices, network cards and caches, and may differ.
@@ -51,6 +56,11 @@ def failed(said, do, **facts):
     return {"ok": False, "said": said, "do": do, **facts}
 
 
+def late(said, do, **facts):
+    """For `at`: the result of a check that comes too late without anything being wrong. It warns."""
+    return {"ok": True, "said": said, "do": do, "late": True, **facts}
+
+
 def skipped(why):
     return {"ok": None, "said": f"skipped: {why}", "do": ""}
 
@@ -67,6 +77,7 @@ def check_code(context, at):
     """Versions; the commit once for each node, since git reads every file."""
     facts = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if context["local_rank"] == 0:
+        at(late("git has not answered in time, so commits are not compared", "", **facts))
         at("git")
         commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
         facts["commit"] = commit.strip()[:12] if commit else "no git checkout"
@@ -127,6 +138,9 @@ def check_forward(context, at):
     os.environ["MIOPEN_FIND_MODE"] = "FAST"  # of its full search for the best kernels, the training has more use
     device = pick_device(cfg["run.device"], context["local_rank"])
     prepare_device(device, cfg["run.threads"])
+    if device.type == "cpu":  # which does not hang; others may be using it
+        at(late("a tiny network has not answered in time: the processors of this node are busy",
+                "look who else uses them; the training will be slow", process_bytes=0))
     at(f"moving a network to {device}")
     net = build_network(cfg, device)
     image, fixed = torch.rand(2, 1, 1, *cfg["data.img_size"], generator=torch.Generator().manual_seed(0)).to(device)
@@ -154,16 +168,33 @@ def check_forward(context, at):
 
 def check_memory(context, at):
     """Ranks, their steps on a CPU, loader workers and batches, and a cache in memory, against what the node has."""
-    cfg, ranks, variables = context["cfg"], context["tasks"], context["variables"]
+    cfg = context["cfg"]
     at("counting parameters")
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in network_class(cfg["model.name"])(cfg).parameters())
     at("counting volumes")
     parts = {"held": held_bytes(cfg), "staged": staged_bytes(cfg), "writes": context["rank"] == 0}
     if context["found"]["device"]["devices"] == 0:
-        at("counting activations")
-        parts.update(on_cpu=True, activations=activation_bytes(cfg, context["world"]))
-    given = (context["world"], ranks, context["found"]["forward"]["process_bytes"] or 0, parameters)
+        parts["on_cpu"] = True
+        rest = judge_memory(context, parameters, parts)
+        rest.update(said=f"activations were not counted in time; the rest {rest['said']}", late=True)
+        at(rest)
+        parts["activations"] = shared_count(context, at)
+        if parts["activations"] is None:
+            return rest
+    return judge_memory(context, parameters, parts)
+
+
+def sharing_ranks(context):
+    """Ranks that will share a step: where nodes are left out, maybe not all that are there."""
+    cfg, world, tasks = context["cfg"], context["world"], context["tasks"]
+    return math.prod(usable(cfg, new_step(cfg, world), world // tasks, tasks))
+
+
+def judge_memory(context, parameters, parts):
+    """The finding of `check_memory`. parts: of memory_estimate."""
+    cfg, ranks, variables = context["cfg"], context["tasks"], context["variables"]
+    given = (sharing_ranks(context), ranks, context["found"]["forward"]["process_bytes"] or 0, parameters)
     need, room = memory_estimate(cfg, *given, **parts), host_room(cfg, ranks, variables)
     said = (f"needs {need['total'] / GIB:.1f} of {room / GIB:.1f} GiB: {ranks} ranks x ({need['rank'] / GIB:.2f} + "
             + f"activations {need['activations'] / GIB:.2f} + " * (need["activations"] > 0)
@@ -182,6 +213,50 @@ def check_memory(context, at):
         return failed(said, f"data.num_workers={fits[-1]} would fit; or ask for more memory (--mem)", **facts)
     return failed(said, "set data.in_memory=false, " * (parts["held"] > 0)
                   + "ask for more memory (--mem) or fewer tasks on a node", **facts)
+
+
+def shared_count(context, at):
+    """`counted_activations` of rank 0 on the first rank of every node: counting takes a core for some seconds.
+
+    Returns: bytes; None where rank 0 has not counted them.
+    """
+    rank, tasks, world = context["rank"], context["tasks"], context["world"]
+    if rank == 0:
+        count = counted_activations(context, at)
+    if world == tasks or not context["found"]["rendezvous"]["ok"]:
+        return count if rank == 0 else counted_activations(context, at)
+    store = dist.PrefixStore("activations", meet(context))
+    if rank == 0:
+        store.set("bytes", str(count))
+        # The store goes with rank 0. A node that is ill does not ask.
+        wait_for(store, [f"taken/{first}" for first in range(tasks, world, tasks)],
+                 min(context["ends"], time.monotonic() + 5) - 1)
+        return count
+    at("waiting for rank 0 to count activations")
+    try:
+        store.wait(["bytes"], datetime.timedelta(seconds=max(context["ends"] - time.monotonic(), 1)))
+        count = int(store.get("bytes"))
+        store.set(f"taken/{rank}", "")
+    except dist.DistError:  # it was too late itself, and the store went with it
+        return None
+    return count
+
+
+def counted_activations(context, at):
+    """Bytes of a step's activations on a CPU, from `<run.logs>/preflight_activations.json` where they stand already."""
+    cfg, path, known = context["cfg"], Path(context["cfg"]["run.logs"]) / "preflight_activations.json", {}
+    sources = [*(ROOT / "Diffusion").glob("*.py"), *(ROOT / name for name in (
+        "OM_train_3modes.py", "Scripts/dry_run.py", "Scripts/memory_estimate.py"))]
+    what = [cfg, str(torch.__version__), sharing_ranks(context), [sha256(source) for source in sorted(sources)]]
+    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(path.read_text())
+    if key not in known:
+        at("counting activations")
+        known = dict([*known.items(), (key, activation_bytes(cfg, sharing_ranks(context)))][-KEPT_COUNTS:])
+        with contextlib.suppress(OSError):  # a full disk is the folder check's to tell
+            write_file(path, json.dumps(known, indent=1) + "\n")
+    return known[key]
 
 
 def short_of_shared_memory(cfg, ranks, need):
@@ -421,10 +496,10 @@ CHECKS = {
     "settings": (check_settings, 0.42, ()),
     "device": (check_device, 0.50, ()),
     "forward": (check_forward, 0.60, ("device",)),
-    "memory": (check_memory, 0.62, ("forward",)),
     "folder": (check_folder, 0.68, ()),
     "rendezvous": (check_rendezvous, 0.75, ()),
     "node collective": (check_node_collective, 0.81, ("rendezvous",)),
     "collective": (check_collective, 0.87, ("rendezvous",)),
+    "memory": (check_memory, 0.95, ("forward",)),
 }
 OF_THE_NODE = ("memory", "folder")  # only by its first rank

@@ -18,16 +18,18 @@ from tqdm import tqdm
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
 from Runtime.report import text_table
-from Runtime.shares import shares
+from Runtime.shares import new_step, usable
 from Scripts.preflight_checks import CHECKS, OF_THE_NODE, skipped
 
 GO_ON = 75  # without the nodes in EXCLUDED
+AGAIN = 76  # look once more: what failed may have been a stall
 
 
-def collect(stream, cfg, nodes, tasks, limit, began):
+def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
     """Read findings to the end, judge them, print the table, write the report. Returns the exit code.
 
-    stream: lines. limit: s that all of it may take, since `began` (time.monotonic).
+    stream: lines. limit: s that all of it may take, since `began` (time.monotonic). may_repeat: whether a failure that
+    may pass asks for another look (AGAIN).
     """
     print(f"preflight: {many(len(nodes), 'node')} x {many(tasks, 'rank')}, at most {limit:.0f} s", file=sys.stderr,
           flush=True)
@@ -39,6 +41,8 @@ def collect(stream, cfg, nodes, tasks, limit, began):
         finding["ok"] is False for rank in range(number * tasks, (number + 1) * tasks)
         for finding in found[rank].values())]
     code, excluded, sentence = decide(cfg, nodes, tasks, bad, rows)
+    if bad and may_repeat and any(may_pass(finding) for checks in found.values() for finding in checks.values()):
+        code, excluded, sentence = AGAIN, [], f"{', '.join(bad)} failed in a way that may pass: another look decides"
     header = ["check", "", "node (host)", "ranks", "found", "what to do"]
     print(f"{text_table(header, rows)}\npreflight: {sentence}", file=sys.stderr, flush=True)
     write_report(cfg, {"time": time.time(), "seconds": round(time.monotonic() - began, 1), "nodes": nodes,
@@ -128,6 +132,12 @@ def judge(found, nodes, tasks, elapsed):
     excuse(found)
 
 
+def may_pass(finding):
+    """Whether a failure may have been a stall of a file system or of the network: no answer, not a wrong one."""
+    return finding["ok"] is False and bool(finding.get("passing") or finding.get("unreachable")
+                                           or finding.get("waits_for"))
+
+
 def fail(found, rank, check, said, do):
     """Let a finding that was fine until now fail."""
     if found[rank][check]["ok"]:
@@ -140,14 +150,14 @@ def complete(found, nodes, tasks, elapsed):
         node = nodes[min(rank // tasks, len(nodes) - 1)]
         host = next((finding["host"] for finding in checks.values()), "")
         if "arrival" not in checks:
-            checks["arrival"] = {"ok": False, "said": f"did not arrive within {elapsed:.0f} s",
+            checks["arrival"] = {"ok": False, "said": f"did not arrive within {elapsed:.0f} s", "passing": True,
                                  "do": "look at this node and at what was printed above, or leave it out"}
         expected = [check for check in CHECKS if rank % tasks == 0 or check not in OF_THE_NODE]
         for check in expected if host else []:
             if check not in checks and all(finding["ok"] is not False for finding in checks.values()):
                 checks[check] = {"ok": False, "said": f"no answer until the end, after {elapsed:.0f} s",
                                  "do": "look at this node; where the file system with the code is slow, raise "
-                                       "PREFLIGHT_SECONDS"}
+                                       "PREFLIGHT_SECONDS", "passing": True}
             checks.setdefault(check, skipped("no answer"))
         for check, finding in checks.items():
             finding.update({"rank": rank, "check": check, "node": finding.get("node", node),
@@ -288,16 +298,23 @@ def table_rows(found, nodes, tasks):
         findings = [checks[check] for _, checks in sorted(found.items()) if check in checks]
         bad = [finding for finding in findings if finding["ok"] is False]
         shown = bad or [finding for finding in findings if finding["ok"] is None]
-        for (said, do), ranks in groups({f["rank"]: (f["said"], f["do"]) for f in shown}).items():
-            names = dict.fromkeys(found[rank][check]["node"] for rank in ranks)
-            hosts = {found[rank][check]["node"]: found[rank][check]["host"] for rank in ranks}
-            where = ", ".join(f"{name} ({hosts[name]})" if hosts[name] not in ("", name) else name for name in names)
-            said = said.removeprefix("skipped: ")
-            rows.append([check, "FAILED" if bad else "skipped", where, ranges(ranks), said, do])
-        if findings and not shown:
-            worst = max(findings, key=lambda finding: finding.get("worst", 0))
-            rows.append([check, "ok", many(len(nodes), "node"), many(len(findings), "rank"), worst["said"], ""])
+        add_rows(rows, "FAILED" if bad else "skipped", shown, found)
+        add_rows(rows, "late", [finding for finding in findings if finding["ok"] and finding.get("late")], found)
+        well = [finding for finding in findings if finding["ok"] and not finding.get("late")]
+        if well and not shown:
+            worst = max(well, key=lambda finding: finding.get("worst", 0))
+            rows.append([check, "ok", many(len(nodes), "node"), many(len(well), "rank"), worst["said"], ""])
     return rows
+
+
+def add_rows(rows, state, findings, found):
+    """One row for each different sentence of some findings of the same check."""
+    for (said, do), ranks in groups({f["rank"]: (f["said"], f["do"]) for f in findings}).items():
+        check = findings[0]["check"]
+        names = dict.fromkeys(found[rank][check]["node"] for rank in ranks)
+        hosts = {found[rank][check]["node"]: found[rank][check]["host"] for rank in ranks}
+        where = ", ".join(f"{name} ({hosts[name]})" if hosts[name] not in ("", name) else name for name in names)
+        rows.append([check, state, where, ranges(ranks), said.removeprefix("skipped: "), do])
 
 
 def decide(cfg, nodes, tasks, bad, rows):
@@ -309,29 +326,13 @@ def decide(cfg, nodes, tasks, bad, rows):
     good = [node for node in nodes if node not in bad]
     if not good:
         return STOP, [], f"stop. No node is well. {cause}."
-    count = most_nodes(cfg, len(good), tasks) if cfg["data.global_batchsize"] else 0
-    if count:
-        out = [node for node in nodes if node not in good[:count]]
-        idle = f"; {', '.join(good[count:])} well but idle, since more nodes cannot share it" if good[count:] else ""
-        return GO_ON, out, (f"goes on without {', '.join(bad)}: {count * tasks} ranks on {', '.join(good[:count])} "
-                            f"share data.global_batchsize {cfg['data.global_batchsize']}{idle}. {cause}.")
-    batch = cfg["data.batchsize"] * tasks * len(nodes)
-    advice = (f"set data.global_batchsize={batch} or another number that fewer ranks can share, and the run goes on by "
-              f"itself" if not cfg["data.global_batchsize"] else "choose a data.global_batchsize that the other "
-              f"nodes can share ({len(good)} x {tasks} ranks with data.batchsize {cfg['data.batchsize']})")
-    return STOP, [], (f"stop: {', '.join(bad)} failed, {', '.join(good)} well. Leave out what failed "
-                      f"(sbatch --exclude={','.join(bad)} ...), or {advice}. {cause}.")
-
-
-def most_nodes(cfg, count, tasks):
-    """The largest number of nodes up to `count` whose ranks can share the batch; 0 where none can."""
-    for number in range(count, 0, -1):
-        try:
-            shares(cfg, number * tasks)
-        except InputError:
-            continue
-        return number
-    return 0
+    try:
+        used, each = usable(cfg, new_step(cfg, len(nodes) * tasks), len(good), tasks)
+    except InputError as error:
+        return STOP, [], f"stop: {', '.join(bad)} failed, {', '.join(good)} well, but {error} {cause}."
+    idle = f" ({used} x {each} of them, more cannot share it evenly)" if used * each < len(good) * tasks else ""
+    return GO_ON, bad, (f"goes on without {', '.join(bad)}: {len(good) * tasks} ranks on {', '.join(good)} do the "
+                        f"whole step{idle}. {cause}.")
 
 
 def write_report(cfg, report):
