@@ -4,13 +4,15 @@
 
 Run it once before the training, on one node, with as many cores as there are. Run the same command again after a kill,
 and it goes on; after adding volumes, and it prepares those. A volume that cannot be used is left out and reported with
-the reason (refused.csv in the cache, and a page in run.logs). Exit codes: 0 done, 43 bad input or damage found.
+the reason (refused.csv in the cache, and a page in run.logs). What a training reads is not taken from under it. Exit
+codes: 0 done, 43 bad input or damage found.
 """
 import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
 
 # isort: split
 import argparse
 import concurrent.futures
+import contextlib
 import csv
 import functools
 import io
@@ -156,7 +158,7 @@ def write_page(folder, manifest, cfg, size):
 
 def export(folder, cfg, identity, out):
     """One volume as NIfTI: on the training grid, and mapped back; its label and mask likewise."""
-    opened = cache.open_cache(folder, {**cfg, "data.stage": ""})
+    opened = cache.open_cache(folder, cfg)
     known = cache.record(folder, identity)
     number = [item["id"] for item in opened["items"]].index(identity)
     for kind in cache.KINDS:
@@ -204,11 +206,11 @@ def require_same_settings(folder, cfg):
 
 
 def prepare(folder, cfg, args):
-    """Make what is missing, and say so. Returns the exit code."""
+    """Make what is missing, and say so. No training reads the cache with --fresh or --repair. Returns the exit code."""
     started = time.time()
     if not args.fresh:
         require_same_settings(folder, cfg)
-    items = read_datalist(cfg["data.root"], cfg["model.dims"])
+    items = read_datalist(cfg["data.root"], cfg["model.dims"], pattern=cfg["data.subject_pattern"], held_out=True)
     if args.fresh:
         cache.remove_all(folder)
     if args.repair:
@@ -236,9 +238,20 @@ def prepare(folder, cfg, args):
         raise InputError(f"{cfg['data.root']}: not one of the {len(items)} volumes can be used; the first, "
                          f"{first['reason']}")
     manifest = cache.write_manifest(folder, cfg, kept)
-    cache.remove_all(folder, keep={*manifest["files"], "manifest.json", "refused.csv"})
+    remove_old(folder, {*manifest["files"], "manifest.json", "refused.csv"}, args.fresh or args.repair)
     report(folder, manifest, cfg, time.time() - started)
     return DONE
+
+
+def remove_old(folder, keep, alone):
+    """Remove parts that the cache no longer has, unless a training still reads them. alone: none does, as is known."""
+    (folder / "plan.json").unlink(missing_ok=True)
+    with contextlib.nullcontext(True) if alone else cache.without_readers(folder) as free:
+        if free:
+            cache.remove_all(folder, keep)
+        elif old := [name for name in os.listdir(folder) if cache.OURS.fullmatch(name) and name not in keep]:
+            print(f"{folder}: a training reads this cache, so {len(old)} files of before stay: its next start takes "
+                  "the new ones; to remove the old ones, run the same command again after that")
 
 
 def require_room(folder, groups, cfg):
@@ -260,7 +273,13 @@ def run(folder, cfg, args):
     folder.mkdir(parents=True, exist_ok=True)
     token = run_folder.lock(folder, STALE_S, instead="name another data.cache")
     try:
-        return prepare(folder, cfg, args)
+        if not (args.fresh or args.repair):
+            return prepare(folder, cfg, args)
+        with cache.without_readers(folder) as free:
+            if not free:
+                raise InputError(f"data.cache {folder} is read by a training: let it finish or stop it, or name "
+                                 "another data.cache.")
+            return prepare(folder, cfg, args)
     finally:
         run_folder.unlock(folder, token)
 
@@ -271,7 +290,7 @@ def main(argv=None):
         cfg = load_config(args.config, args.overrides)
         if not cfg["data.cache"]:
             raise InputError(f"{args.config}: data.cache is empty; name the folder that is to hold the prepared "
-                             f"volumes, e.g. --set data.cache=Cache/{cfg['data.name']}.")
+                             "volumes, or set it to auto.")
         try:
             return run(Path(cfg["data.cache"]), cfg, args)
         except OSError as error:

@@ -21,11 +21,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from Dataloader.augment import augment
 from Dataloader.dataset import epoch_batches, read_datasets
+from Dataloader.identity import as_csv, compare_data, describe_data, require_same_everywhere, volumes_of
 from Dataloader.sampler import steps_left
 from Dataloader.staging import release
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.draws import uniform
-from Diffusion.embeddings import embed, embed_steadily, new_queue, push
+from Diffusion.embeddings import embed, embed_steadily, name_volumes, new_queue, push
 from Diffusion.evaluation import align, validate
 from Diffusion.fields import warp
 from Diffusion.figures import registration_figure
@@ -38,7 +39,7 @@ from Runtime import agree, checkpoint, launch, memory, watchdog
 from Runtime.config import MODEL_KEYS, load_config
 from Runtime.device import autocast, describe, pick_device, precision, prepare_device
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
-from Runtime.files import remove_leftovers
+from Runtime.files import remove_leftovers, write_file
 from Runtime.provenance import save_launch
 from Runtime.shares import shares
 from Scripts.dry_run import dry_run
@@ -135,7 +136,8 @@ def save_state(state, relative, cfg, metrics=None, best=None):
     average = gather(state["average"], ranks)
     if ranks["rank"] == 0:
         content = {"format": 1, "model": weights, "optimizer": adam, "queue": state["queue"], "config": cfg,
-                   **({"average": {**weights, **average}} if average else {}), **state["progress"]}
+                   "data": state["data"], **({"average": {**weights, **average}} if average else {}),
+                   **state["progress"]}
         state["saving"] = checkpoint.save_in_background(
             state["run"], relative, content, metrics, best, (cfg["run.keep_last"], cfg["run.keep_every"], 2))
     agree.agree(ranks, state["progress"]["step"], "checkpoint")  # wait here, under this deadline, not in the next step
@@ -210,6 +212,7 @@ def restore_state(state, cfg, init_from=None):
         state["queue"].update({name: value if name == "next" else value.to(state["device"])
                                for name, value in content["queue"].items()})
         state["progress"].update({name: content[name] for name in state["progress"]})
+        changes += go_on_with_data(content, state, cfg, path)
     if ranks["rank"] == 0:
         for change in changes if relative else []:
             print(f"changed since the checkpoint: {change}")
@@ -218,6 +221,20 @@ def restore_state(state, cfg, init_from=None):
               else f"weights from {path}")
     agree.agree(ranks, state["progress"]["step"], "checkpoint", weights=net.state_dict())
     return (content["optimizer"], content.get("average")) if relative else (None, None)
+
+
+def go_on_with_data(content, state, cfg, path):
+    """Compare the data with those of the checkpoint, and leave an epoch whose order is another. Returns sentences."""
+    reordered, changes = compare_data(content.get("data"), state["data"], path)
+    progress = state["progress"]
+    if "data" not in content:
+        name_volumes(state["queue"], [row[1] for row in volumes_of(state["data"]) if row[2] == "train"])
+    if reordered and progress["step_in_epoch"]:
+        # Not beyond the last one, which would end the run without its validation.
+        progress.update(epoch=min(progress["epoch"] + 1, cfg["run.epochs"] - 1), step_in_epoch=0, samples=0, pairs=0,
+                        sums=new_sums())
+        changes.append(f"the order of the volumes: the training goes on with epoch {progress['epoch']} from its start")
+    return changes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,9 +299,11 @@ def train_step(state, volumes, pairs, cfg, **raised):
     embed_steadily(state["net"], state["average"], [batch[0] for batch in batches], cfg)
     second = train_mode("contrastive", step_contrastive, batches, state, cfg["contrastive.clip_norm"], cfg)
     if second["moved"]:
-        rows = [torch.cat([*kept, batch[1][:, None]], dim=1) for kept, batch in zip(second["kept"], batches)]
-        rows = agree.gather(ranks, torch.cat(rows)).flatten(0, 1).to(device)  # in global sample order
-        push(queue, *rows[:, :-1].chunk(2, dim=1), rows[:, -1].long())
+        # In float64, which holds a subject's number exactly; on the CPU, as not every device has it.
+        rows = [torch.cat([part.cpu().double() for part in (*kept, batch[1][:, None])], dim=1)
+                for kept, batch in zip(second["kept"], batches)]
+        rows = agree.gather(ranks, torch.cat(rows)).flatten(0, 1)  # in global sample order
+        push(queue, *rows[:, :-1].float().to(device).chunk(2, dim=1), rows[:, -1].long().to(device))
     moved, terms = [first["moved"], second["moved"]], {**first["terms"], **second["terms"]}
     del batches, second
     memory.empty_cache(cfg, device)
@@ -317,16 +336,18 @@ def set_up(cfg, args, ranks, run):
     device = pick_device(cfg["run.device"], ranks["local_rank"])
     prepare_device(device, cfg["run.threads"])
     watchdog.phase("data set")
-    dataset, held_out, listed = read_datasets(cfg)
+    dataset, held_out, listed = read_datasets(cfg, ranks=ranks)
     share = shares(cfg, ranks["world"], ranks.get("step"))
     watchdog.phase("join")
     launch.join(ranks, device, cfg)
     watchdog.phase("restore")
     auto_amp = choose_precision(cfg, ranks, device)
+    data = describe_data(cfg, dataset, held_out)
+    require_same_everywhere(ranks, data)
     # With fsdp no device ever holds the whole network.
     net = build_network(cfg, "cpu" if cfg["run.strategy"] == "fsdp" else device)
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "saving": None,
-             "queue": new_queue(cfg, device), "progress": new_progress(), "failed_saves": 0,
+             "data": data, "queue": new_queue(cfg, device), "progress": new_progress(), "failed_saves": 0,
              "gradients": new_gradients(cfg["run.exact_sums"], device), "board": None,
              "watch": memory.new_watch(device, cfg["run.memory_limit_gb"]), "auto_amp": auto_amp}
     adam, average = restore_state(state, cfg, args.init_from)
@@ -337,6 +358,7 @@ def set_up(cfg, args, ranks, run):
     if ranks["rank"] == 0:
         step = state["progress"]["step"]
         save_launch(run, cfg, step)
+        write_file(run / "data.csv", as_csv(data))
         print(f"{run}: {len(dataset)} training and {len(held_out)} validation volumes, {share['samples']} samples and "
               f"{share['pairs']} pairs a step, on {ranks['world']} x {describe(device)}, {PRECISIONS[cfg['run.amp']]}")
         state["board"] = SummaryWriter(f"{cfg['run.logs']}/{run.name}", purge_step=step)

@@ -6,9 +6,12 @@
     plan.json          which parts there will be, while OM_prepare.py is not through
     refused.csv        which volumes are left out, and why
     manifest.json      settings, volumes, size and SHA-256 of every file; written last, so a cache is whole when it is
+    .readers           locked, shared, by every training that reads the cache
 
 Every file is written under another name, flushed and renamed. OM_prepare.py writes, everything else only reads.
 """
+import contextlib
+import fcntl
 import functools
 import hashlib
 import io
@@ -17,12 +20,15 @@ import json
 import math
 import os
 import re
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 
+from Dataloader.datalist import bids_subject
 from Dataloader.prepare import KINDS, describe, on_grid
-from Dataloader.staging import file_sizes, stage
+from Dataloader.staging import damaged, file_sizes, stage
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 
@@ -31,6 +37,9 @@ SETTINGS = ("data.name", "data.root", "model.dims", "data.img_size", "data.spaci
             "data.percentiles", "data.window", "data.dtype")
 MOST_VOLUMES, MOST_BYTES = 16, 64 * 2 ** 20  # of a part, images alone
 OPEN_FILES = 128  # mapped at a time by a process; each takes a file handle, of which some systems give only 1024
+WORDS = ("subject", "modality", "split")  # what the list says of a volume
+LINE = ("id", "subject", "modality", "group", "row", "label", "mask", "split", "bytes")  # of a volume in the manifest
+PATIENCE_S = 10.0  # OM_prepare.py removes old parts in less
 OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)|(?:plan|manifest)\.json|refused\.csv)"
                   r"(\.tmp-\d+)?")
 
@@ -73,7 +82,7 @@ def entry(item, root):
     """The lines of a volume that the datalist knows, as they are stored."""
     base = Path(root) if Path(root).is_dir() else Path(root).parent
     paths = {kind: item[kind] and os.path.relpath(item[kind], base) for kind in KINDS}
-    return {"id": item["id"], **paths, "subject": item["subject"], "modality": item["modality"]}
+    return {"id": item["id"], **paths, **{word: item[word] for word in WORDS}}
 
 
 def plan(folder, items, cfg):
@@ -81,6 +90,7 @@ def plan(folder, items, cfg):
 
     Returns: {number: record} of the parts that stay; {number: items} of those to make. A part whose source files have
     changed, or are not in the list any more, is made anew under another number while a finished cache still needs it.
+    A part of whose volumes the list only says other words (subject, modality, split) stays, with these in its record.
     """
     wanted = {item["id"]: {**entry(item, cfg["data.root"]), "source": source(item)} for item in items}
     kept, taken, sizes = {}, set(), file_sizes(folder)
@@ -89,8 +99,9 @@ def plan(folder, items, cfg):
         taken.add(number)
         usable = found and found["settings"] == settings(cfg) and not wrong_files(sizes, found["files"])
         lines = found["volumes"] + found["refused"] if usable else []
-        if lines and all(line["id"] in wanted and all(line[key] == value for key, value in wanted[line["id"]].items())
-                         for line in lines):
+        if lines and all(line["id"] in wanted and same_files(line, wanted[line["id"]]) for line in lines):
+            for line in lines:
+                line.update({word: wanted[line["id"]][word] for word in WORDS})
             kept[number] = found
     if not (Path(folder) / "manifest.json").is_file():
         taken = set(kept)
@@ -98,6 +109,11 @@ def plan(folder, items, cfg):
     left = [item for item in items if item["id"] not in there]
     numbers, size = (number for number in itertools.count() if number not in taken), group_size(cfg)
     return kept, {next(numbers): left[first:first + size] for first in range(0, len(left), size)}
+
+
+def same_files(line, wanted):
+    """Whether a volume of a record has the files that the list now names, unchanged."""
+    return all(line[key] == value for key, value in wanted.items() if key not in WORDS)
 
 
 def record_paths(folder):
@@ -160,16 +176,22 @@ def write_bytes(folder, name, data):
 
 
 def write_manifest(folder, cfg, groups):
-    """The cache is whole: say so. groups: {number: record of `write_group`}. Returns: the manifest."""
+    """The cache is whole: say so. groups: {number: record of `write_group` or `plan`}. Returns: the manifest."""
     volumes, refused, files = [], [], {}
     for number, record in sorted(groups.items()):
+        name = f"volumes_{number:05d}.json"
         volumes += [[line["id"], line["subject"], line["modality"], number, row, bool(line["label"]),
-                     bool(line["mask"])] for row, line in enumerate(record["volumes"])]
+                     bool(line["mask"]), line["split"], line["source"][0][0]]
+                    for row, line in enumerate(record["volumes"])]
         refused += [[line["id"], line["image"], line["reason"]] for line in record["refused"]]
         files.update(record["files"])
-        data = (Path(folder) / f"volumes_{number:05d}.json").read_bytes()
-        files[f"volumes_{number:05d}.json"] = [len(data), hashlib.sha256(data).hexdigest()]
-    manifest = {"settings": settings(cfg), "volumes": sorted(volumes), "refused": sorted(refused), "files": files}
+        data = as_bytes({**record, "sha256": digest(record)})
+        files[name] = [len(data), hashlib.sha256(data).hexdigest()]
+        # Only where words have changed, and only now: until the manifest is new, the old one still needs it as it was.
+        if (Path(folder) / name).read_bytes() != data:
+            write_bytes(folder, name, data)
+    manifest = {"settings": settings(cfg), "subject_pattern": cfg["data.subject_pattern"], "volumes": sorted(volumes),
+                "refused": sorted(refused), "files": files}
     write_json(folder, "manifest.json", manifest)
     return manifest
 
@@ -270,7 +292,7 @@ def verify(folder, manifest, progress=iter):
     Returns: {file: what is wrong}, in the order of names; files that do not belong to the cache too.
     """
     wrong = {text.split(" ")[0]: text for text in wrong_files(file_sizes(folder), manifest["files"])}
-    known = {*manifest["files"], "manifest.json", "refused.csv", "plan.json", ".lock", "lock.json"}
+    known = {*manifest["files"], "manifest.json", "refused.csv", "plan.json", ".lock", "lock.json", ".readers"}
     for name in sorted(set(os.listdir(folder)) - known):
         wrong[name] = (f"{name} is of a run of OM_prepare.py that has not ended" if OURS.fullmatch(name) else
                        f"{name} does not belong to the cache")
@@ -306,30 +328,129 @@ def map_once(path):
     return map_part(path)
 
 
-def open_cache(folder, cfg):
+def open_cache(folder, cfg, ranks=None):
     """Open the cache of a config.
 
-    Returns: dict of folder, items (dict(id, subject, modality, label, mask; the last two say whether there is one),
-    sorted by id), groups and rows (where each is), refused (id, file, reason), staged (whether folder is a copy).
-    Raises InputError naming what is missing or different.
+    ranks: of a training, which holds the cache as long as it reads it, and compares it with its checksums where
+    data.verify is true, each rank a share of the files; None: only look, wherever the files are.
+    Returns: dict of folder, items (dict(id, subject, modality, split, bytes (of the image's file), label, mask; the
+    last two say whether there is one), sorted by id), groups and rows (where each is), refused (id, file, reason),
+    staged (whether folder is a copy), hold (what is to be kept while the cache is read, or None).
+    Raises InputError naming what is missing, damaged or different, and where OM_prepare.py is at work on the cache.
     """
+    show = ranks is not None and ranks["rank"] == 0
+    held = hold(folder, show) if ranks else None
+    with contextlib.ExitStack() as stack:
+        if held:
+            stack.enter_context(held)
+        found = look_into(folder, cfg, ranks, show)
+        if not found["staged"]:
+            stack.pop_all()  # the caller's now
+    return {**found, "hold": None if found["staged"] else held}
+
+
+def look_into(folder, cfg, ranks, show):
+    """What `open_cache` returns, of a cache that is held."""
     manifest = read_manifest(folder, cfg)
     if problems := wrong_files(file_sizes(folder), manifest["files"]):
         raise InputError(f"data.cache {folder} is not complete: {some(problems)}; run OM_prepare.py with this "
                          "config and --repair.")
-    if cfg["data.stage"]:
-        folder = stage(folder, manifest, cfg["data.stage"])
-    names = ("id", "subject", "modality", "group", "row", "label", "mask")
-    volumes = [dict(zip(names, line)) for line in manifest["volumes"]]
+    pattern = manifest.get("subject_pattern", "")
+    if pattern != cfg["data.subject_pattern"]:
+        raise InputError(f"data.cache {folder} was made with data.subject_pattern \"{pattern}\" (the config says "
+                         f"\"{cfg['data.subject_pattern']}\"); run OM_prepare.py with this config, which reads no "
+                         "volume again for that.")
+    staged = bool(ranks and cfg["data.stage"])
+    if staged:
+        folder = stage(folder, manifest, cfg["data.stage"], show)
+    elif ranks and cfg["data.verify"]:
+        require_undamaged(folder, manifest, ranks, show)
+    volumes = [{"split": "", "bytes": None, **dict(zip(LINE, line))} for line in manifest["volumes"]]
+    if "subject_pattern" not in manifest:  # of an earlier version, which did not know BIDS names
+        for line in volumes:
+            line["subject"] = (line["subject"] == line["id"] and bids_subject(line["id"])) or line["subject"]
     return {"folder": Path(folder), "groups": [line.pop("group") for line in volumes],
             "rows": [line.pop("row") for line in volumes], "items": volumes, "refused": manifest["refused"],
-            "staged": bool(cfg["data.stage"])}
+            "staged": staged}
+
+
+def require_undamaged(folder, manifest, ranks, show):
+    """Compare this rank's share of the files with their checksums. Raises InputError naming those that are damaged."""
+    share = sorted(manifest["files"])[ranks["rank"]::ranks["world"]]
+    if wrong := damaged(folder, share, manifest, "data set", f"comparing {folder} with its checksums", show):
+        raise InputError(f"data.cache {folder} is damaged: {some(wrong)} differ from what was prepared; run "
+                         "OM_prepare.py with this config and --repair.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who reads it: a shared lock, which ends with the process, however it ends, on whichever node
+# ---------------------------------------------------------------------------------------------------------------------
+
+def hold(folder, show):
+    """Hold a cache for reading. Returns: the open file that does, None where there is no cache or no lock.
+
+    show: say so where the file system has no locks. Raises InputError while OM_prepare.py has the cache to itself.
+    """
+    if not (Path(folder) / "manifest.json").is_file():
+        return None
+    readers, ends = open_readers(folder), time.monotonic() + PATIENCE_S
+    if readers is None:
+        cannot_lock(folder, "no file can be made there", show)
+    while readers is not None:
+        try:
+            if lock_now(readers, fcntl.LOCK_SH):
+                return readers
+        except OSError as error:
+            cannot_lock(folder, error.strerror, show)
+            readers.close()
+            return None
+        if time.monotonic() > ends:
+            readers.close()
+            raise InputError(f"data.cache {folder}: OM_prepare.py is making it anew; wait for its end and start again.")
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def without_readers(folder):
+    """Keep trainings from a cache for a while. Yields: whether none reads it; True too where nobody can tell."""
+    readers, free = open_readers(folder), True
+    try:
+        free = readers is None or lock_now(readers, fcntl.LOCK_EX)
+    except OSError as error:
+        cannot_lock(folder, error.strerror, show=True)
+    try:
+        yield free
+    finally:
+        if readers is not None:
+            readers.close()
+
+
+def open_readers(folder):
+    """The open .readers of a cache; None where there is no cache, or none may be made there."""
+    for mode in ("a+b", "rb"):  # somebody else's cache may be read, and locked, too
+        with contextlib.suppress(OSError):
+            return open(Path(folder) / ".readers", mode)
+
+
+def lock_now(readers, kind):
+    """Whether the lock could be had at once. Raises OSError where the file system has none."""
+    try:
+        fcntl.flock(readers, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def cannot_lock(folder, reason, show):
+    if show:
+        print(f"data.cache {folder} cannot be locked ({reason}): do not run OM_prepare.py on it while a training reads "
+              "it", file=sys.stderr, flush=True)
 
 
 def record(folder, identity):
     """What is known of a volume besides its voxels, for `to_original`. Raises InputError for an unknown id."""
     manifest = read_json(Path(folder) / "manifest.json") or {"volumes": []}
-    for name, _, _, group, row, _, _ in manifest["volumes"]:
-        if name == identity:
-            return read_json(Path(folder) / f"volumes_{group:05d}.json")["volumes"][row]
+    for line in (dict(zip(LINE, line)) for line in manifest["volumes"]):
+        if line["id"] == identity:
+            return read_json(Path(folder) / f"volumes_{line['group']:05d}.json")["volumes"][line["row"]]
     raise InputError(f"{folder}: there is no volume {identity} in this cache.")

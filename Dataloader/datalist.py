@@ -1,5 +1,8 @@
-"""Which volumes and pairs a run uses: Decathlon and Learn2Reg JSON files, CSV lists, or folders of NIfTI files."""
+"""Which volumes and pairs a run uses, whose they are, and which are held out: Decathlon and Learn2Reg JSON files, CSV
+lists, or folders of NIfTI files."""
+import collections
 import csv
+import hashlib
 import io
 import itertools
 import json
@@ -14,29 +17,43 @@ SUFFIXES = (".nii.gz", ".nii")
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first there is
 SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, behind the number of the subject
-COLUMNS = ("image", "label", "mask", "id", "subject", "modality")
+BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # at the beginning of a name: sub-01_ses-02_T1w is of subject sub-01
+COLUMNS = ("image", "label", "mask", "id", "subject", "modality", "split")
+SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
+          "testing": "test"}
+FEW_SUBJECTS = 10  # of fewer, none is held out unless data.val_fraction makes at least one of them
 
 
-def read_datalist(root, dims=3, ids=""):
+def read_datalist(root, dims=3, ids="", pattern="", held_out=False):
     """List the volumes of a data set.
 
     root: one of
-    - a folder with dataset.json (or one <task>_dataset.json), or a .json file: key "training" holds plain paths or
-      {"image", "label", "mask", "subject", "modality"} entries, of which only the image is needed; other keys are
+    - a folder with dataset.json (or one <task>_dataset.json), or a .json file: key "training", and "validation" where
+      there is one, hold plain paths or {"image", "label", "mask", "subject", "modality", "split"} entries, of which
+      only the image is needed; a {"fixed", "moving"} entry of "validation" stands for its two images; other keys are
       ignored;
-    - a .csv file: a header row with the column image and, if wanted, label, mask, id, subject, modality; comma or
-      semicolon, UTF-8; an empty cell is absent, other columns are ignored;
+    - a .csv file: a header row with the column image and, if wanted, label, mask, id, subject, modality, split; comma
+      or semicolon, UTF-8; an empty cell is absent, other columns are ignored;
     - another folder: all NIfTI files in its imagesTr, else anywhere under it. A labelsTr beside them must hold the
       label of every image, a masksTr the mask of at least one: an image without a mask is used as a whole.
     Paths in a list are absolute or relative to the folder of the list.
-    dims: 2 or 3, checked on the first volume. ids: as in `select`.
+    dims: 2 or 3, checked on the first volume. ids: as in `select`. pattern: as in `name_subjects`. held_out: also list
+    what the list keeps for validation or test.
 
-    Returns: list of dict(id=str, image=Path, label=Path or None, mask=Path or None, subject=str, modality=str), sorted
-    by id; `volume_id` says how ids are derived. Where the list names no subject, each volume is one, named as its id;
-    but where all names end like X_0001_0000 and X_0001_0001, these are of subject X_0001. Where it names no modality,
-    the last number of such a name picks one from the "modality" of the JSON file, if that has several; else it is "".
+    Returns: list of dict(id=str, image=Path, label=Path or None, mask=Path or None, subject=str, modality=str,
+    split="", "train", "val" or "test"), sorted by id; `volume_id` says how ids are derived. Where the list names no
+    modality, the last number of a name like X_0001_0001 picks one from the "modality" of the JSON file, if that has
+    several; else it is "".
     Raises InputError for a missing or malformed list, missing files, duplicate ids and a selection that is empty.
     """
+    items = list_volumes(root, pattern)
+    chosen = select(root, items if held_out else trainable(root, items), ids)
+    read_header(chosen[0]["image"], dims)
+    return chosen
+
+
+def list_volumes(root, pattern=""):
+    """All volumes of a data set, as `read_datalist` describes them, without a look into any file."""
     root = Path(root)
     if not root.exists():
         raise InputError(f"{root}: no such data folder or list; check the path.")
@@ -48,13 +65,122 @@ def read_datalist(root, dims=3, ids=""):
         if before["id"] == after["id"]:
             raise InputError(f"{root}: two volumes have the id {after['id']} ({before['image']} and {after['image']}); "
                              "rename or remove one, or give each its own id in a .csv list.")
+    name_subjects(root, items, pattern)
+    return items
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Subjects: whose a volume is, and who is held out. Pairs, mode 2's negatives and the split all take it from here.
+# ---------------------------------------------------------------------------------------------------------------------
+
+def name_subjects(root, items, pattern=""):
+    """Give each item its subject.
+
+    The list's own word comes first. Then, in this order: the group of the regular expression `pattern`, which must be
+    found in the path of every image below the data folder; sub-XX at the beginning of a BIDS name; X_0001 where all
+    names of the data set end like X_0001_0000 and X_0001_0001. Else each volume is a subject of its own.
+    Raises InputError for a pattern that cannot be used, or that is not found in the path of an image.
+    """
+    base = root if root.is_dir() else root.parent
     channels = [CHANNEL.search(_stem(item["image"])) for item in items]
+    asked = _compiled(pattern) if pattern else None
     for item, channel in zip(items, channels):
-        guessed = _stem(item["image"])[:channel.start(1) - 1] if all(channels) else item["id"]
-        item["subject"] = item["subject"] or guessed
-    chosen = select(root, items, ids)
-    read_header(chosen[0]["image"], dims)
-    return chosen
+        stem = _stem(item["image"])
+        if item["subject"]:
+            continue
+        if asked:
+            item["subject"] = _found(asked, Path(os.path.relpath(item["image"], base)).as_posix())
+        elif bids := bids_subject(stem):
+            item["subject"] = bids
+        else:
+            item["subject"] = stem[:channel.start(1) - 1] if all(channels) else item["id"]
+
+
+def bids_subject(name):
+    """sub-XX of a BIDS name, "" of another."""
+    match = BIDS.match(name)
+    return match[0] if match else ""
+
+
+def _compiled(pattern):
+    try:
+        asked = re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"data.subject_pattern \"{pattern}\": not a regular expression ({error}); correct "
+                         "it.") from error
+    if asked.groups != 1:
+        raise InputError(f"data.subject_pattern \"{pattern}\" has {asked.groups} groups; put one pair of parentheses "
+                         "around the subject, such as \"^([^/]+)/\" for its folder.")
+    return asked
+
+
+def _found(asked, path):
+    match = asked.search(path)
+    if not match or not match[1]:
+        raise InputError(f"data.subject_pattern \"{asked.pattern}\" finds no subject in {path}; correct it, or name "
+                         "the subjects in a list.")
+    return match[1]
+
+
+def subject_key(subject):
+    """A number from 0 to 2^48 for a subject, the same in every run: a float64 holds it exactly."""
+    return int.from_bytes(hashlib.sha256(subject.encode()).digest()[:6], "big")
+
+
+def split_volumes(source, items, cfg):
+    """Which volumes are trained on, and which are held out for validation.
+
+    source: what the errors begin with. items: from `list_volumes` or a cache.
+    What the list keeps for test is not used. What it keeps for validation is held out; without any such, what
+    data.val_ids name; without these and data.train_ids, data.val_fraction of the subjects (`held_out_subjects`).
+    data.train_ids and data.val_ids narrow what the list says; with data.val_ids alone, all other subjects are trained
+    on. Returns: two lists of items in their order. Raises InputError for ids that select nothing.
+    """
+    train_ids, val_ids, fraction = (cfg[f"data.{key}"] for key in ("train_ids", "val_ids", "val_fraction"))
+    free, marked = trainable(source, items), [item for item in items if item["split"] == "val"]
+    train = select(source, free, train_ids)
+    if marked:
+        return train, select(source, marked, val_ids)
+    if val_ids.strip():
+        held = select(source, free, val_ids)
+        theirs = {item["subject"] for item in held}
+        return (train if train_ids.strip() else [item for item in free if item["subject"] not in theirs]), held
+    theirs = set() if train_ids.strip() else held_out_subjects(train, fraction)
+    return ([item for item in train if item["subject"] not in theirs],
+            [item for item in train if item["subject"] in theirs])
+
+
+def trainable(source, items):
+    """The items that their list does not keep for validation or test."""
+    free = [item for item in items if item["split"] in ("", "train")]
+    if not free:
+        raise InputError(f"{source}: the list keeps all {len(items)} volumes for validation or test; mark some as "
+                         "train.")
+    return free
+
+
+def held_out_subjects(items, fraction):
+    """The subjects that data.val_fraction holds out, as a set of names.
+
+    Each subject has a place from 0 to 1, which is a function of its name alone, and is held out where that is below the
+    fraction: whoever comes or goes moves nobody else. But validation needs a pair: where fewer than two volumes are
+    below the fraction, those next to it are taken until there are two; such a one may be trained on later, when others
+    that were added lie below the fraction. Of few subjects none is held out.
+    """
+    volumes = collections.Counter(item["subject"] for item in items)
+    if not fraction or (len(volumes) < FEW_SUBJECTS and fraction * len(volumes) < 1):
+        return set()
+    held = set()
+    for subject in sorted(volumes, key=_place):
+        if _place(subject) >= fraction and sum(volumes[one] for one in held) >= 2:
+            break
+        held.add(subject)
+    return held
+
+
+def _place(subject):
+    digest = hashlib.sha256(f"held out\0{subject}".encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2 ** 48
 
 
 def select(source, items, ids):
@@ -124,9 +250,16 @@ def _stem(path):
 
 def _read_json(path):
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error}); correct the file.") from error
+
+
+def _read_text(path):
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path}: the list cannot be read ({error.strerror}); correct its permissions.") from error
 
 
 def _read_items(root):
@@ -152,27 +285,40 @@ def _from_json(path):
         modalities = {}
     if not all(isinstance(word, str) for word in modalities.values()):
         raise InputError(f"{path}: \"modality\" {modalities} is not one word per channel; correct it.")
+    entries = [_checked_entry(path, entry) for entry in entries] + _validation_entries(path, content)
     listings = {}
-    return [_listed_item(path, path.parent, _checked_entry(path, entry), listings, modalities) for entry in entries]
+    return [_listed_item(path, path.parent, entry, listings, modalities) for entry in entries]
+
+
+def _validation_entries(path, content):
+    """The entries under "validation", which are held out whatever they say; a pair is its two volumes. Each once."""
+    entries, found = content.get("validation", []), {}
+    if not isinstance(entries, list):
+        raise InputError(f"{path}: \"validation\" is not a list; give it entries like those of \"training\".")
+    for entry in entries:
+        pair = isinstance(entry, dict) and "image" not in entry and "fixed" in entry and "moving" in entry
+        for volume in (entry["fixed"], entry["moving"]) if pair else (entry,):
+            checked = {**_checked_entry(path, volume), "split": "val"}
+            found[checked["image"]] = checked
+    return list(found.values())
 
 
 def _checked_entry(path, entry):
-    """What a training entry says, without the keys that are absent or empty."""
+    """What an entry says, without the keys that are absent or empty."""
     entry = {"image": entry} if isinstance(entry, str) else entry
     image = entry.get("image") if isinstance(entry, dict) else None
     if isinstance(image, list):
-        raise InputError(f"{path}: the image of the training entry {entry} is a list; give each file an entry of its "
-                         "own, with the same \"subject\".")
+        raise InputError(f"{path}: the image of the entry {entry} is a list; give each file an entry of its own, with "
+                         "the same \"subject\".")
     if not image or not isinstance(image, str):
-        raise InputError(f"{path}: the training entry {entry} has no image path; correct it.")
+        raise InputError(f"{path}: the entry {entry} has no image path; correct it.")
+    name = Path(image).name
     for role in ("label", "mask"):
         if not isinstance(entry.get(role), str | None):
-            raise InputError(f"{path}: the {role} {entry[role]} of {Path(image).name} is not a path; correct or drop "
-                             "it.")
-    for role in ("subject", "modality"):
+            raise InputError(f"{path}: the {role} {entry[role]} of {name} is not a path; correct or drop it.")
+    for role in ("subject", "modality", "split"):
         if isinstance(entry.get(role), bool) or not isinstance(entry.get(role), str | int | None):
-            raise InputError(f"{path}: the {role} {entry[role]} of {Path(image).name} is not a word; correct or drop "
-                             "it.")
+            raise InputError(f"{path}: the {role} {entry[role]} of {name} is not a word; correct or drop it.")
     # An "id" here may be another program's; a .csv list is written for this one.
     return {role: str(entry[role]) for role in COLUMNS if role != "id" and entry.get(role) not in (None, "")}
 
@@ -206,7 +352,7 @@ def _from_csv(path):
 def _read_csv(path):
     """(line number, stripped cells) of the rows that are not blank, the header first."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = _read_text(path)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error}); save it as CSV in UTF-8.") from error
     # The names of the columns hold neither, so the header tells more surely than csv.Sniffer, which guesses.
@@ -229,6 +375,9 @@ def _listed_item(where, folder, entry, listings, modalities):
         if path and not _is_file(path, listings):
             whose = "its" if role == "image" else f"the {role}"
             raise InputError(f"{path}: the {role} listed in {where} is missing; restore it or drop {whose} entry.")
+    if entry.get("split", "train").lower() not in SPLITS:
+        raise InputError(f"{where}: the split {entry['split']} of {paths['image'].name} is none of train, val and "
+                         "test; correct the word, or leave it out for training.")
     return _item(**paths, words=entry, modalities=modalities)
 
 
@@ -263,11 +412,12 @@ def _sibling(root, image, kind, listings):
 
 
 def _item(image, label, mask, words=None, modalities=None):
-    """words: id, subject and modality as far as the list says them. modalities: by the number of the channel."""
+    """words: id, subject, modality and split as far as the list says. modalities: by the number of the channel."""
     words, channel = words or {}, CHANNEL.search(_stem(image))
     modality = words.get("modality") or ((modalities or {}).get(str(int(channel[1])), "") if channel else "")
     return {"id": words.get("id") or volume_id(image), "image": image, "label": label, "mask": mask,
-            "subject": words.get("subject", ""), "modality": modality}
+            "subject": words.get("subject", ""), "modality": modality,
+            "split": SPLITS.get(words.get("split", "").lower(), "")}
 
 
 def _is_file(path, listings):
@@ -295,6 +445,8 @@ def _file_names(folder):
 def _lookup(path, pair, role, index):
     if not isinstance(pair, dict) or role not in pair:
         raise InputError(f"{path}: the pair {pair} has no \"{role}\"; every pair needs fixed and moving.")
+    if not isinstance(pair[role], str | int) or isinstance(pair[role], bool):
+        raise InputError(f"{path}: the {role} volume {pair[role]} is neither a path nor an id; correct the pair.")
     # An id from a .csv list is taken as it is: volume_id would shorten some.
     name = str(pair[role]) if str(pair[role]) in index else volume_id(str(pair[role]))
     if name not in index:

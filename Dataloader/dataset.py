@@ -14,21 +14,27 @@ from tqdm import tqdm
 
 from Dataloader.augment import as_float
 from Dataloader.cache import Rows, open_cache, settings
-from Dataloader.datalist import read_datalist, read_pairs, select
+from Dataloader.datalist import list_volumes, read_pairs, split_volumes, subject_key
 from Dataloader.prepare import on_grid
 from Dataloader.sampler import all_pairs, batches, epoch_order, epoch_pair_count, epoch_pairs, pair_rule, steps_left
+from Dataloader.volume_io import read_header
 from Runtime.errors import InputError
+
+ALONE = {"rank": 0, "world": 1}
 
 
 class VolumeDataset:
     """Volumes by number.
 
     items: from the datalist or the cache. images, labels: indexed by number, each a (D, H, W) array; labels may be
-    None. rule: which pairs are permitted, from `pair_rule`.
+    None. rule: which pairs are permitted, from `pair_rule`. hold: what keeps the cache from being removed meanwhile.
+    subjects: (N,) int64, whose each volume is, by `subject_key`.
     """
 
-    def __init__(self, items, images, labels, rule):
+    def __init__(self, items, images, labels, rule, hold=None):
         self.items, self.images, self.labels, self.rule, self.loader = items, images, labels, rule, None
+        self.subjects = torch.tensor([subject_key(item["subject"]) for item in items], dtype=torch.int64)
+        self.hold = hold
 
     def __len__(self):
         return len(self.items)
@@ -128,7 +134,7 @@ def end_workers():
 def epoch_batches(cfg, dataset, listed, progress, share, ranks):
     """What a rank does from here to the end of the epoch.
 
-    Returns: iterator of (volumes, pairs), each the step's list of batches (images as stored, positions, indices); in a
+    Returns: iterator of (volumes, pairs), each the step's list of batches (images as stored, positions, subjects); in a
     batch of pairs moving and fixed alternate.
     """
     seed, epoch, mine = cfg["run.seed"], progress["epoch"], (ranks["rank"], ranks["world"])
@@ -149,6 +155,7 @@ def epoch_batches(cfg, dataset, listed, progress, share, ranks):
     # Where the step needs the cores itself, a thread would only take them from it.
     on_cpu = cfg["run.device"] == "cpu" or not torch.accelerator.is_available()
     found = read_ahead(dataset.loader, 0 if on_cpu else cfg["data.prefetch_factor"] * per_step)
+    found = ((images, positions, dataset.subjects[indices]) for images, positions, indices in found)
     return ((step[:share["sample_batches"]], step[share["sample_batches"]:]) for step in zip(*[found] * per_step))
 
 
@@ -156,55 +163,65 @@ def epoch_batches(cfg, dataset, listed, progress, share, ranks):
 # From a config to data sets
 # ---------------------------------------------------------------------------------------------------------------------
 
-def read_datasets(cfg, headers_only=False):
+def read_datasets(cfg, headers_only=False, ranks=ALONE):
     """Data sets of a config: from the cache of data.cache, else from the files of data.root.
 
-    headers_only: look at the lists but read no volume yet, and copy no cache.
+    headers_only: look at the lists but read no volume yet, and neither hold, check nor copy the cache. ranks: of the
+    training; rank 0 draws the progress bars, and each checks a share of the cache.
     Returns: training VolumeDataset, validation VolumeDataset (maybe empty), and the listed training pairs or None.
     Raises InputError if a folder is missing, the cache is not that of the config or not whole, or there are fewer
     training volumes than data.expect_samples.
     """
-    root, dims, cache = cfg["data.root"], cfg["model.dims"], None
+    root, cache = cfg["data.cache"] or cfg["data.root"], None
     if cfg["data.cache"]:
-        cache = open_cache(cfg["data.cache"], {**cfg, "data.stage": ""} if headers_only else cfg)
-        root = cfg["data.cache"]
-        train = select(root, cache["items"], cfg["data.train_ids"])
-        val = select(root, cache["items"], cfg["data.val_ids"]) if cfg["data.val_ids"] else []
-    else:
-        train = read_datalist(root, dims, cfg["data.train_ids"])
-        val = read_datalist(root, dims, cfg["data.val_ids"]) if cfg["data.val_ids"] else []
-    if len(train) < cfg["data.expect_samples"]:
-        refused = f" ({len(cache['refused'])} were refused when it was prepared)" if cache and cache["refused"] else ""
-        raise InputError(f"{root}: {len(train)} training volumes{refused}, but data.expect_samples says "
-                         f"{cfg['data.expect_samples']}; restore the missing files, or lower the key if the smaller "
-                         f"set is meant.")
-    shared = sorted({item["subject"] for item in train} & {item["subject"] for item in val})
-    if shared:
-        raise InputError(f"data.val_ids: {shared[0]} is in the training set too; held-out subjects must be held out: "
-                         "narrow data.train_ids or data.val_ids.")
-    if len(train) < 2:
-        raise InputError(f"{root}: one training volume is not enough, mode 3 needs pairs; add volumes or widen "
-                         f"data.train_ids.")
+        cache = open_cache(root, cfg, None if headers_only else ranks)
+    items = cache["items"] if cache else list_volumes(root, cfg["data.subject_pattern"])
+    train, val = split_volumes(root, items, cfg)
+    require_usable(root, train, val, cfg, cache)
     rule = pair_rule(cfg, train)
     listed = read_pairs(cfg["data.pair_list"], train) if cfg["data.pair_list"] else None
     if cfg["data.pairing"] == "all":
         listed = all_pairs(len(train), rule)
-    source = {"cache": cache, "cfg": cfg, "in_memory": cfg["data.in_memory"] and not headers_only}
+    source = {"cache": cache, "cfg": cfg, "in_memory": cfg["data.in_memory"] and not headers_only,
+              "show": ranks["rank"] == 0}
     return (make_dataset(train, rule, "training volumes", ("image",), **source),
             make_dataset(val, pair_rule(cfg, val) if val else None, "validation volumes", ("image", "label"), **source),
             listed)
 
 
-def make_dataset(items, rule, what, kinds, cache, cfg, in_memory):
+def require_usable(root, train, val, cfg, cache):
+    """Raises InputError for too few volumes, a subject on both sides, and, without a cache, an unusable first file."""
+    if len(train) < cfg["data.expect_samples"]:
+        refused = f" ({len(cache['refused'])} were refused when it was prepared)" if cache and cache["refused"] else ""
+        held = f" ({len(val)} more are held out)" if val else ""
+        raise InputError(f"{root}: {len(train)} training volumes{refused}, but data.expect_samples says "
+                         f"{cfg['data.expect_samples']}{held}; restore the missing files, or lower the key if the "
+                         "smaller set is meant.")
+    shared = sorted({item["subject"] for item in train} & {item["subject"] for item in val})
+    if shared:
+        raise InputError(f"{root}: {shared[0]} is in the training set and in that of data.val_ids or of the list's "
+                         "validation; held-out subjects must be held out: narrow data.train_ids or data.val_ids, or "
+                         "correct the list.")
+    if len(train) < 2:
+        few = "one training volume is" if train else "no training volumes are"
+        raise InputError(f"{root}: {few} not enough, mode 3 needs pairs; add volumes, widen data.train_ids or lower "
+                         "data.val_fraction.")
+    for items in (train, val):
+        if items and not cache:
+            read_header(items[0]["image"], cfg["model.dims"])
+
+
+def make_dataset(items, rule, what, kinds, cache, cfg, in_memory, show):
     """A VolumeDataset of some items, and its voxels from the cache, from memory, or from files at each use."""
     if cache:
         place = {item["id"]: number for number, item in enumerate(cache["items"])}
         places = [[cache[column][place[item["id"]]] for item in items] for column in ("groups", "rows")]
         # Pages of a copy in memory would count as this process's own, and look like a leak while they are first used.
-        return VolumeDataset(items, *[Rows(cache["folder"], kind, *places, keep=not cache["staged"])
-                                      for kind in ("image", "label")], rule)
+        rows = [Rows(cache["folder"], kind, *places, keep=not cache["staged"]) for kind in ("image", "label")]
+        return VolumeDataset(items, *rows, rule, cache["hold"])
     if in_memory:
         # All at once also finds every bad file before the training starts.
-        read = [on_grid(item, cfg, kinds) for item in tqdm(items, f"reading {what}", unit="vol", leave=False)]
+        bar = tqdm(items, f"reading {what}", unit="vol", leave=False, disable=not show)
+        read = [on_grid(item, cfg, kinds) for item in bar]
         return VolumeDataset(items, [found["image"] for found in read], [found["label"] for found in read], rule)
     return VolumeDataset(items, Files(items, "image", cfg), Files(items, "label", cfg), rule)

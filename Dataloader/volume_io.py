@@ -21,6 +21,9 @@ READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.Hea
 SMOOTH_ABOVE = 1.5
 SMOOTH_SIGMA = 0.4
 MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes of metre and micrometre; ITK takes all others for millimetres
+MOST_BYTES = 16 * 2 ** 30  # of a compressed file's voxels: a damaged or foreign header must not take all memory
+CHUNK = 8 * 2 ** 20
+MOST_AFTER = 64 * 2 ** 20  # bytes after the last voxel, which are read to see the checksum, and not kept
 SAME_GRID = 0.1  # voxels by which the corners of what is called the same grid may lie apart
 
 
@@ -271,7 +274,7 @@ def _read(path, dims):
     try:
         if path.suffix == ".gz":
             # nibabel stops before the checksum at the end; decompressing the whole file verifies it.
-            content = gzip.decompress(path.read_bytes())
+            content = _decompressed(path, image)
             image = type(image).from_bytes(content)
             _require_bytes(path, image, len(content))
         array = np.asanyarray(image.dataobj)
@@ -284,8 +287,31 @@ def _read(path, dims):
     return array.reshape(shape), affine
 
 
+def _decompressed(path, image):
+    """Content of a .nii.gz up to its last voxel. Its size is bounded by the header, and that by MOST_BYTES."""
+    needed = _bytes_of(image)
+    if needed > MOST_BYTES:
+        raise InputError(f"{path}: its header asks for {needed / 2 ** 30:.1f} GiB, and at most "
+                         f"{MOST_BYTES / 2 ** 30:.0f} are decompressed; repair the header, crop the volume, or store "
+                         "it as .nii.")
+    parts, size = [], 0
+    with gzip.open(path) as file:
+        while part := file.read(CHUNK):
+            parts += [part] if size < needed else []
+            size += len(part)
+            if size > needed + MOST_AFTER:
+                raise InputError(f"{path}: goes on for more than {MOST_AFTER / 2 ** 20:.0f} MiB after its last voxel; "
+                                 "export it again.")
+    return b"".join(parts)
+
+
+def _bytes_of(image):
+    """Bytes of a file up to its last voxel, as its header says."""
+    return int(image.dataobj.offset) + math.prod(image.shape) * image.get_data_dtype().itemsize
+
+
 def _require_bytes(path, image, present):
-    needed = image.dataobj.offset + math.prod(image.shape) * image.get_data_dtype().itemsize
+    needed = _bytes_of(image)
     if present < needed:
         raise InputError(f"{path}: truncated, {present} of {needed} bytes are there; copy or download it again.")
 

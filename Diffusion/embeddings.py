@@ -1,13 +1,17 @@
 """Mode 2's embeddings: of a step's samples, of the averaged weights, and the queue of those of recent samples."""
 import torch
 
+from Dataloader.datalist import subject_key
 from Diffusion.schedule import averaged
 from Runtime import watchdog
 from Runtime.device import autocast
 
 
 def new_queue(cfg, device):
-    """Embeddings of recent samples, oldest overwritten first; subject -1 marks an empty place."""
+    """Embeddings of recent samples, oldest overwritten first.
+
+    subjects: whose each is, by `subject_key`, which stays valid when volumes are added; -1 marks an empty place.
+    """
     size, width = cfg["contrastive.queue"], cfg["contrastive.embedding"]
     return {"images": torch.zeros(size, width, device=device), "conditions": torch.zeros(size, width, device=device),
             "subjects": torch.full((size,), -1, device=device), "next": 0}
@@ -19,6 +23,16 @@ def push(queue, images, conditions, subjects):
         place = queue["next"] % len(queue["subjects"])
         queue["images"][place], queue["conditions"][place], queue["subjects"][place] = image, condition, subject
         queue["next"] += 1
+
+
+def name_volumes(queue, subjects):
+    """Turn the numbers of volumes, which a queue of an earlier version holds, into keys of their subjects.
+
+    subjects: of the training volumes, in their order.
+    """
+    keys = {number: subject_key(subject) for number, subject in enumerate(subjects)}
+    named = [keys.get(number, -1) for number in queue["subjects"].tolist()]
+    queue["subjects"] = torch.tensor(named, device=queue["subjects"].device)
 
 
 def embed(net, batch, cfg):

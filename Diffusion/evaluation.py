@@ -51,13 +51,14 @@ def own_share(count, ranks):
     return [(number % count, number < count) for number in range(rank, -(-count // world) * world, world)]
 
 
-def retrieval(images, conditions):
-    """Share of the images that are nearer to their own condition than to any other, 0 .. 1; by chance 1 / n.
+def retrieval(images, conditions, subjects):
+    """Share of the images that are nearest to a condition of their own subject, 0 .. 1; by chance about 1 in subjects.
 
     images, conditions: (n, E) embeddings, seen from their means: what all have in common does not count in mode 2.
+    subjects: (n,), whose each is.
     """
     images, conditions = (F.normalize(one - one.mean(0), dim=1) for one in (images, conditions))
-    return ((images @ conditions.T).argmax(1) == torch.arange(len(images))).double().mean().item()
+    return (subjects[(images @ conditions.T).argmax(1)] == subjects).double().mean().item()
 
 
 @torch.no_grad()
@@ -65,9 +66,9 @@ def validate(state, dataset, cfg):
     """Scores on held-out volumes, shared among the ranks, and the first pair for a picture.
 
     state: the training's net, ddpm, device, ranks and progress. Every rank calls this.
-    Returns: dict of val_ang (mean over times), val_retrieval (share of volumes known by their condition at the middle
-    time), val_dice and val_dice_before (None without labels), val_imgsim (mean local correlation, 1 is perfect),
-    val_folding (percent of voxels); and (moving, fixed, warped, field) of pair 0, None on other ranks than 0.
+    Returns: dict of val_ang (mean over times), val_retrieval (share of volumes whose subject is known by its condition
+    at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean local correlation, 1 is
+    perfect), val_folding (percent of voxels); and (moving, fixed, warped, field) of pair 0, None on other ranks than 0.
     """
     net, ddpm, device, ranks = state["net"], state["ddpm"], state["device"], state["ranks"]
     net.eval()
@@ -109,5 +110,6 @@ def validate(state, dataset, cfg):
     # In the order of their numbers, so that the averages are the same for any number of ranks.
     cosines, embeddings, scores = ([row[-1] for row in sorted(itertools.chain(*parts), key=lambda row: row[:-1])]
                                    for parts in zip(*found))
-    return {"val_ang": average(cosines), "val_retrieval": retrieval(*torch.from_numpy(np.stack(embeddings, axis=1))),
+    known = retrieval(*torch.from_numpy(np.stack(embeddings, axis=1)), dataset.subjects[:len(embeddings)])
+    return {"val_ang": average(cosines), "val_retrieval": known,
             **{name: average([score[name] for score in scores]) for name in scores[0]}}, picture

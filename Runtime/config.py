@@ -5,6 +5,8 @@ A config holds every key of KEYS (Config/keys.yaml) and no other. config_om.yaml
 """
 import contextlib
 import difflib
+import os
+import re
 from pathlib import Path
 
 import yaml
@@ -103,8 +105,27 @@ def check_config(flat, path):
             raise InputError(f"{path}: the key {key} is missing; add it{beside}, or begin the file with "
                              "`base: config_om.yaml`, which has every key.")
         cfg[key] = convert(key, flat[key], rule, path)
+    name_data(cfg, path)
     check_together(cfg, path)
     return cfg
+
+
+def name_data(cfg, path):
+    """data.name from the data set where it is not given, and data.cache from that name.
+
+    It is done once, here, so that run folder, checkpoints, manifest, cache and report have the same name.
+    """
+    root = Path(os.path.abspath(cfg["data.root"]))
+    if not cfg["data.name"]:
+        is_list = root.suffix.lower() in (".json", ".csv")
+        name = root.stem.removesuffix("_dataset") if is_list else root.name
+        if name in ("dataset", "imagesTr"):  # every data set has these
+            name = root.parent.name
+        cfg["data.name"] = re.sub(r"[^\w.-]+", "-", name).strip("-.")
+    if not cfg["data.name"]:
+        raise InputError(f"{path}: data.root {cfg['data.root']} has no name that a run could have; set data.name.")
+    if cfg["data.cache"] == "auto":
+        cfg["data.cache"] = f"Cache/{cfg['data.name']}"
 
 
 def convert(key, value, rule, path):

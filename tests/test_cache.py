@@ -1,5 +1,6 @@
 """OM_prepare.py as it is used: real processes that are killed, disks that are full, files that are damaged."""
 import csv
+import errno
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from Runtime.errors import DONE, STOP, InputError
 from tests.tiny import ROOT, arguments, config
 
 COUNT, SIDE = 40, 20
-LOCKS = {".lock", "lock.json"}
+LOCKS = {".lock", "lock.json", ".readers"}
 OTHER = {"data.name": "other", "data.root": "elsewhere", "model.dims": 2, "data.img_size": "[16, 16, 20]",
          "data.spacing_mm": 1.5, "data.crop_above": 0.25, "data.percentiles": "[1.0, 99.0]",
          "data.window": "[-100, 300]", "data.dtype": "float16"}
@@ -45,10 +46,19 @@ if __name__ == "__main__":
         for epoch in range(2):
             progress = {"epoch": epoch, "samples": 0, "pairs": 0}
             for step in epoch_batches(cfg, dataset, listed, progress, SHARE, {"rank": 0, "world": 1}):
-                for images, positions, indices in step[0] + step[1]:
-                    total.update(as_float(images).numpy().tobytes() + repr((positions, indices)).encode())
+                for images, positions, subjects in step[0] + step[1]:
+                    total.update(as_float(images).numpy().tobytes() + repr((positions, subjects)).encode())
             pids.append(sorted(worker.pid for worker in multiprocessing.active_children()))
         print(bool(place), workers, total.hexdigest(), len(pids[0]), pids[0] == pids[1], flush=True)
+"""
+READER = """
+import sys, time
+from pathlib import Path
+from Dataloader.dataset import read_datasets
+from tests.tiny import config
+kept = read_datasets(config(Path(sys.argv[1]), data__cache=sys.argv[2]))
+print("reading", flush=True)
+time.sleep(600)
 """
 STAGER = """
 import json, sys
@@ -204,7 +214,7 @@ def test_a_run_makes_a_few_large_files_that_hold_every_volume(made):
     page = (made / "Logs/demo_prepared.html").read_text()
     assert "Prepared: demo" in page and "data:image/png" in page
     cfg = cached(made, made / "cache", data__train_ids="")
-    dataset, held_out, _ = read_datasets({**cfg, "data.val_ids": ""})
+    dataset, held_out, _ = read_datasets({**cfg, "data.val_ids": "", "data.val_fraction": 0})
     assert len(dataset) == COUNT and not len(held_out)
     for index in (0, 15, 16, 39):
         item = {"id": "", "image": made / f"data/imagesTr/v_{index:05d}.nii", "mask": None,
@@ -252,9 +262,9 @@ def test_2d_images_go_the_whole_way(tmp_path):
     share = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
     progress = {"epoch": 0, "samples": 0, "pairs": 0}
     steps = list(epoch_batches(cfg, dataset, listed, progress, share, {"rank": 0, "world": 1}))
-    images, _, indices = steps[0][0][0]
+    images, _, subjects = steps[0][0][0]
     assert images.shape == (2, 1, 16, 24) and images.dtype == torch.uint8
-    assert torch.equal(as_float(images)[1], dataset.image(int(indices[1])))
+    assert torch.equal(as_float(images)[1], dataset.image(dataset.subjects.tolist().index(subjects[1])))
     assert run_here(tmp_path, tmp_path / "cache", "--export", "subject_0003", tmp_path / "out", **changes) == DONE
     back, source = (nibabel.load(path).get_fdata() for path in (
         tmp_path / "out/subject_0003_image_original.nii.gz", tmp_path / "data/imagesTr/subject_0003.nii.gz"))
@@ -473,6 +483,86 @@ def test_no_cache_is_one_sentence(made, tmp_path):
     assert run.returncode == STOP and str(tmp_path / "file") in one_sentence(run.stderr)
 
 
+@pytest.mark.parametrize("kind", ["images", "labels"])
+def test_a_flipped_voxel_is_found_before_the_training(made, place, kind):
+    flip(place / f"{kind}_00001.npy")
+    with pytest.raises(InputError, match=f"{kind}_00001.npy differ from what was prepared; run .* --repair"):
+        read_datasets(cached(made, place))
+    read_datasets(cached(made, place, data__verify="false"))
+    read_datasets(cached(made, place), headers_only=True)
+    found = []
+    for rank in range(3):  # each takes a share, together they see everything
+        try:
+            read_datasets(cached(made, place), ranks={"rank": rank, "world": 3})
+        except InputError as error:
+            found.append(str(error))
+    assert len(found) == 1 and f"{kind}_00001.npy" in found[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who reads it
+# ---------------------------------------------------------------------------------------------------------------------
+
+def reader(made, place):
+    """A process that reads a cache as a training does, until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", READER, str(made), str(place)], stdout=subprocess.PIPE, text=True,
+                               env=environment())
+    assert process.stdout.readline() == "reading\n"
+    return process
+
+
+def test_nothing_is_taken_from_under_a_training(tmp_path, capsys):
+    write_volumes(tmp_path, range(20))
+    place = tmp_path / "cache"
+    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    before, process = contents(place), reader(tmp_path, place)
+    try:
+        for option in ("--fresh", "--repair"):
+            assert run_here(tmp_path, place, option) == STOP
+            assert f"data.cache {place} is read by a training: let it finish" in one_sentence(capsys.readouterr().err)
+            assert contents(place) == before
+        write_volumes(tmp_path, range(3, 4))  # at another time: its part is made anew
+        write_volumes(tmp_path, range(100, 101))
+        assert run_here(tmp_path, place, "--workers", "1") == DONE
+        assert "a training reads this cache, so 3 files of before stay" in capsys.readouterr().out
+        arrays = {name: data for name, data in before.items() if name.endswith(".npy")}
+        assert arrays.items() <= contents(place).items()
+        assert len(read_datasets(cached(tmp_path, place, data__train_ids="", data__val_ids="100"))[0]) == 20
+    finally:
+        process.kill()  # a training that dies holds nothing
+        process.wait()
+    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    assert "images_00000.npy" not in contents(place)
+    assert run_here(tmp_path, place, "--verify") == DONE
+    assert run_here(tmp_path, place, "--fresh", "--workers", "1") == DONE
+
+
+def test_a_training_waits_for_the_preparation_and_then_says_so(made, place, monkeypatch):
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.3)
+    with cache.without_readers(place) as free:
+        assert free
+        with pytest.raises(InputError, match="OM_prepare.py is making it anew; wait for its end and start again"):
+            read_datasets(cached(made, place))
+        read_datasets(cached(made, place), headers_only=True)
+    kept = read_datasets(cached(made, place))
+    with cache.without_readers(place) as free:
+        assert not free
+    del kept
+    with cache.without_readers(place) as free:
+        assert free, "given back with the data set"
+
+
+def test_where_there_are_no_locks_it_is_said_once(made, place, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(cache.fcntl, "flock", no_locks)  # as on Lustre without -o flock
+    for rank in (0, 1):
+        assert len(read_datasets(cached(made, place), ranks={"rank": rank, "world": 2})[0]) == 6
+    said = capsys.readouterr().err
+    assert said.count("cannot be locked (No locks available): do not run OM_prepare.py on it while a training") == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Other settings
 # ---------------------------------------------------------------------------------------------------------------------
@@ -492,6 +582,54 @@ def test_a_cache_of_other_settings_is_refused_with_both_values(made, place, key,
         assert contents(place) == files
     for text in (str(refused.value), *capsys.readouterr().err.strip().splitlines()):
         assert said in text and f"{key} {before} (the config says {now})" in text and "--fresh" in text
+
+
+def test_other_words_of_the_list_read_no_volume_again(made, place, tmp_path, capsys):
+    """Subjects and splits are no voxels: a part keeps its arrays when only they change."""
+    rows = [f"{made}/data/imagesTr/v_{number:05d}.nii,{made}/data/labelsTr/v_{number:05d}.nii"
+            for number in range(COUNT)]
+    changes = {"data__root": tmp_path / "list.csv"}
+    (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows]))
+    assert run_here(made, place, "--fresh", "--workers", "1", **changes) == DONE
+    before = marks(place)
+    words_of = [f"p{number // 2},{'val' if number < 4 else ''}" for number in range(COUNT)]
+    lines = [f"{row},{word}" for row, word in zip(rows, words_of)]
+    (tmp_path / "list.csv").write_text("\n".join(["image,label,subject,split", *lines]))
+    capsys.readouterr()
+    assert run_here(made, place, "--workers", "1", **changes) == DONE
+    assert f"{COUNT} of {COUNT} volumes are there already" in capsys.readouterr().out
+    assert all(marks(place)[name] == mark for name, mark in before.items() if name.endswith(".npy"))
+    cfg = cached(made, place, data__train_ids="", data__val_ids="", **changes)
+    train, val, _ = read_datasets(cfg)
+    assert [item["id"] for item in val.items] == [f"v_{number:05d}" for number in range(4)]
+    assert len(train) == COUNT - 4 and train.items[0]["subject"] == train.items[1]["subject"] == "p2"
+    assert run_here(made, place, "--verify", **changes) == DONE
+
+
+def test_a_cache_of_another_pattern_is_refused_until_its_words_are_made_anew(made, place):
+    changes = {"data__subject_pattern": "v_000([0-9])", "data__train_ids": "", "data__val_ids": ""}
+    with pytest.raises(InputError, match="subject_pattern \"\" .the config says \"v_000.*which reads no volume again"):
+        read_datasets(cached(made, place, **changes))
+    before = marks(place)
+    assert run_here(made, place, **changes) == DONE
+    assert all(marks(place)[name] == mark for name, mark in before.items() if name.endswith(".npy"))
+    train, _, _ = read_datasets(cached(made, place, data__val_fraction=0, **changes))
+    assert sorted({item["subject"] for item in train.items}) == ["0", "1", "2", "3"]
+
+
+def test_a_cache_of_an_earlier_version_goes_on_and_knows_bids_names(tmp_path):
+    for name in ("sub-01_ses-1_T1w", "sub-01_ses-2_T1w", "sub-02_T1w", "sub-03_T1w"):
+        write_raw(tmp_path / f"data/{name}.nii", np.random.default_rng(0).integers(0, 99, (SIDE,) * 3, np.uint8))
+    place = tmp_path / "cache"
+    assert run_here(tmp_path, place, "--workers", "1") == DONE
+    manifest = cache.read_json(place / "manifest.json")
+    del manifest["subject_pattern"]
+    manifest["volumes"] = [[line[0], line[0], *line[2:7]] for line in manifest["volumes"]]
+    cache.write_json(place, "manifest.json", {**manifest, "sha256": cache.digest(manifest)})
+    cfg = cached(tmp_path, place, data__train_ids="1-2", data__val_ids="3", data__expect_samples=0)
+    train, val, _ = read_datasets(cfg)
+    assert [item["subject"] for item in (*train.items, *val.items)] == ["sub-01", "sub-01", "sub-02", "sub-03"]
+    assert train.items[0]["bytes"] is None and torch.equal(train.subjects[:1], train.subjects[1:2])
 
 
 def test_settings_of_a_run_that_was_killed_count_too(made, place, capsys):
@@ -593,7 +731,7 @@ def test_added_changed_and_removed_volumes(tmp_path):
     assert {name[-9:-4] for name in now if name.startswith("images")} == {"00000", "00002", "00003", "00004"}
     assert {name: inode for name, inode in now.items() if name[-9:-4] in ("00000", "00002")
             or name in ("volumes_00000.json", "volumes_00002.json")}.items() <= inodes.items()
-    cfg = cached(tmp_path, place, data__train_ids="", data__val_ids="")
+    cfg = cached(tmp_path, place, data__train_ids="", data__val_ids="", data__val_fraction=0)
     dataset = read_datasets(cfg)[0]
     names = [item["id"] for item in dataset.items]
     assert names == [f"v_{number:05d}" for number in (*range(25), *range(26, 36), *range(100, 103))]
@@ -729,7 +867,7 @@ def test_fifteen_thousand_volumes_open_in_seconds(tmp_path):
     rng = np.random.default_rng(0)
     for number in range(15000):
         write_raw(tmp_path / f"data/imagesTr/v_{number:05d}.nii", rng.integers(0, 99, (16, 16, 16), np.uint8))
-    changes = {"data__train_ids": '""', "data__val_ids": '""', "data__expect_samples": 15000}
+    changes = {"data__train_ids": '""', "data__val_ids": '""', "data__val_fraction": 0, "data__expect_samples": 15000}
     started = time.time()
     assert prepare(tmp_path, tmp_path / "cache", **changes).returncode == DONE
     print(f"prepared in {time.time() - started:.1f} s")

@@ -9,7 +9,16 @@ import nibabel
 import numpy as np
 import pytest
 
-from Dataloader.datalist import read_datalist, read_pairs, select, volume_id
+from Dataloader.datalist import (
+    held_out_subjects,
+    list_volumes,
+    read_datalist,
+    read_pairs,
+    select,
+    split_volumes,
+    subject_key,
+    volume_id,
+)
 from Runtime.errors import InputError
 
 REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
@@ -145,6 +154,9 @@ def test_no_volume(tmp_path):
     (b'{"training": [{"label": "a"}]}', "has no image path"), (b'{"training": [7]}', "has no image path"),
     (b'{"training": [""]}', "has no image path"), (b'{"training": [{"image": 3}]}', "has no image path"),
     (b'{"training": [{"image": ["a_0000.nii", "a_0001.nii"]}]}', "is a list; give each file an entry of its own"),
+    (b'{"training": [["a_0000.nii", "a_0001.nii"]]}', "has no image path"), (b"[" * 100000, "not valid JSON"),
+    (b'{"training": [], "validation": {"image": "a"}}', "\"validation\" is not a list"),
+    (b'{"training": [], "validation": [{"fixed": 3, "moving": "a.nii"}]}', "has no image path"),
     (b'{"training": [], "modality": {"0": "MR", "1": ["CT"]}}', "\"modality\" .* is not one word per channel")])
 def test_malformed_json(tmp_path, content, reason):
     (tmp_path / "dataset.json").write_bytes(content)
@@ -154,7 +166,8 @@ def test_malformed_json(tmp_path, content, reason):
 
 @pytest.mark.parametrize("role, value, kind", [
     ("label", 3, "a path"), ("label", False, "a path"), ("mask", ["m.nii"], "a path"), ("subject", ["s"], "a word"),
-    ("subject", True, "a word"), ("modality", {"0": "CT"}, "a word"), ("modality", 1.5, "a word")])
+    ("subject", True, "a word"), ("modality", {"0": "CT"}, "a word"), ("modality", 1.5, "a word"),
+    ("split", ["train"], "a word")])
 def test_entries_of_the_wrong_kind(tmp_path, role, value, kind):
     write(tmp_path / "a_1.nii.gz")
     (tmp_path / "dataset.json").write_text(json.dumps({"training": [{"image": "a_1.nii.gz", role: value}]}))
@@ -236,6 +249,8 @@ def test_pairs_are_moving_then_fixed(tmp_path, content):
 @pytest.mark.parametrize("content, reason", [
     ([{"fixed": "OASIS_0001", "moving": "OASIS_0009"}], "the moving volume OASIS_0009 is not in the data list"),
     ([{"fixed": "x.nii", "moving": "OASIS_0001"}], "the fixed volume x is not in the data list"),
+    ([{"fixed": "OASIS_0001", "moving": ["OASIS_0002"]}], r"the moving volume \['OASIS_0002'\] is neither a path nor"),
+    ([{"fixed": None, "moving": "OASIS_0002"}], "the fixed volume None is neither a path nor an id"),
     ([{"fixed": "OASIS_0001"}], "has no \"moving\""), (["OASIS_0001"], "has no \"moving\""),
     ([], "no pairs found"), ({"training": []}, "no pairs found")])
 def test_bad_pairs(tmp_path, content, reason):
@@ -420,6 +435,7 @@ def test_csv_quotes_a_path_that_holds_the_separator(tmp_path):
     ("image\n\0/a.nii\n", "a.nii: the image listed in .*list.csv line 2 is missing"),
     ("image\n\"a_1.nii.gz\nb_2.nii.gz\n", "list.csv line 3: not valid CSV"),
     ("image,id\na_1.nii.gz,x\nb_2.nii.gz,x\n", "two volumes have the id x .*; rename or remove one, or give each its"),
+    ("image,split\na_1.nii.gz,Train\nb_2.nii.gz,held out\n", "line 3: the split held out of b_2.nii.gz is none"),
     ("image\na_1.nii.gz\na_1.nii.gz\n", "two volumes have the id a_1")])
 def test_malformed_csv(tmp_path, text, reason):
     with refused(reason) as caught:
@@ -440,6 +456,141 @@ def test_select_takes_any_dicts_with_ids():
         select("Cache/x", items, 9)
     with refused("Cache/x: ids \"3-1\" has the bad part \"3-1\""):
         select("Cache/x", items, "3-1")
+
+
+def test_a_list_that_cannot_be_read_is_one_sentence(tmp_path):
+    (tmp_path / "list.json").symlink_to("/proc/self/mem")  # there, and an error whoever reads it
+    with refused(r"list\.json: the list cannot be read \(.*\); correct its permissions"):
+        read_datalist(tmp_path / "list.json")
+
+
+BIDS = ["sub-01/ses-01/anat/sub-01_ses-01_T1w.nii.gz", "sub-01/ses-02/anat/sub-01_ses-02_T1w.nii.gz",
+        "sub-02/anat/sub-02_T1w.nii.gz", "sub-02/anat/sub-02_T2w.nii.gz", "sub-10/anat/sub-10_T1w.nii.gz"]
+
+
+def test_a_bids_name_tells_the_subject_and_its_number(tmp_path):
+    for name in BIDS:
+        write(tmp_path / name)
+    assert told(read_datalist(tmp_path), "id", "subject") == [
+        ("sub-01_ses-01_T1w", "sub-01"), ("sub-01_ses-02_T1w", "sub-01"), ("sub-02_T1w", "sub-02"),
+        ("sub-02_T2w", "sub-02"), ("sub-10_T1w", "sub-10")]
+    assert told(read_datalist(tmp_path, ids="1"), "id") == [("sub-01_ses-01_T1w",), ("sub-01_ses-02_T1w",)]
+    assert told(read_datalist(tmp_path, ids="2-10"), "subject") == [("sub-02",), ("sub-02",), ("sub-10",)]
+
+
+@pytest.mark.parametrize("name, subject", [
+    ("sub-01", "sub-01"), ("sub-OAS3_ses-1_T1w", "sub-OAS3"), ("sub-01-T1w", "sub-01-T1w"), ("sub_01", "sub_01"),
+    ("x_sub-01_T1w", "x_sub-01_T1w"), ("sub-", "sub-")])
+def test_what_is_a_bids_name(tmp_path, name, subject):
+    write(tmp_path / f"{name}.nii.gz")
+    assert told(read_datalist(tmp_path), "subject") == [(subject,)]
+
+
+def test_a_pattern_finds_the_subject_in_the_path_below_the_data_folder(tmp_path):
+    for name in ("anna/a_1.nii.gz", "anna/a_2.nii.gz", "bert/b_1.nii.gz"):
+        write(tmp_path / "data" / name)
+    assert told(read_datalist(tmp_path / "data", pattern="^([^/]+)/"), "id", "subject") == [
+        ("a_1", "anna"), ("a_2", "anna"), ("b_1", "bert")]
+    (tmp_path / "data/list.csv").write_text("image,subject\nanna/a_1.nii.gz,\nanna/a_2.nii.gz,\nbert/b_1.nii.gz,otto\n")
+    found = read_datalist(tmp_path / "data/list.csv", pattern=r"([a-z])_\d")
+    assert told(found, "subject") == [("a",), ("a",), ("otto",)], "the list's own word comes first"
+    for pattern, reason in (("(", "not a regular expression"), ("[a-z]+", "has 0 groups; put one pair"),
+                            ("(a)(_)", "has 2 groups"), ("^(a.*)/", "finds no subject in bert/b_1.nii.gz; correct it"),
+                            ("^(x?)", "finds no subject in anna/a_1.nii.gz")):
+        with refused(f"data.subject_pattern \"{re.escape(pattern)}\".*{reason}"):
+            read_datalist(tmp_path / "data", pattern=pattern)
+
+
+def keys(**changes):
+    return {"data.train_ids": "", "data.val_ids": "", "data.val_fraction": 0.05,
+            **{f"data.{key}": value for key, value in changes.items()}}
+
+
+def ids_of(two):
+    return tuple([item["id"] for item in items] for items in two)
+
+
+def test_a_split_column_says_who_is_held_out(tmp_path):
+    rows = ["image,split", "a_1.nii.gz,", "b_2.nii.gz,Validation", "X_0001_0001.nii.gz,train", "seg/m.nii.gz,TEST"]
+    items = list_volumes(table(tmp_path, "\n".join(rows)))
+    assert told(items, "id", "split") == [("X_0001_0001", "train"), ("a_1", ""), ("b_2", "val"), ("m", "test")]
+    assert ids_of(split_volumes("x", items, keys())) == (["X_0001_0001", "a_1"], ["b_2"])
+    assert ids_of(split_volumes("x", items, keys(train_ids="1", val_fraction=0.9))) == (["X_0001_0001", "a_1"], ["b_2"])
+    with refused("ids \"1\" select none of the 1 volumes"):
+        split_volumes("x", items, keys(val_ids="1"))
+    assert told(read_datalist(tmp_path / "list.csv"), "id") == [("X_0001_0001",), ("a_1",)], "to train on"
+    assert len(read_datalist(tmp_path / "list.csv", held_out=True)) == 4
+    with refused("x: the list keeps all 2 volumes for validation or test; mark some as train"):
+        split_volumes("x", items[2:], keys(train_ids="1"))
+
+
+def test_validation_of_a_json_list(tmp_path):
+    decathlon(tmp_path, ["a_1.nii.gz", "a_2.nii.gz"])
+    for name in ("v_3.nii.gz", "v_4.nii.gz", "v_5.nii.gz"):
+        write(tmp_path / "imagesVal" / name)
+    content = json.loads((tmp_path / "dataset.json").read_text())
+    pairs = [{"fixed": f"imagesVal/v_{one}.nii.gz", "moving": f"imagesVal/v_{other}.nii.gz"}
+             for one, other in ((3, 4), (4, 5))]
+    for entries in (pairs, [{"image": f"imagesVal/v_{one}.nii.gz", "split": "train"} for one in (3, 4, 5)]):
+        (tmp_path / "dataset.json").write_text(json.dumps({**content, "validation": entries}))
+        found = split_volumes("x", list_volumes(tmp_path), keys())
+        assert ids_of(found) == (["a_1", "a_2"], ["v_3", "v_4", "v_5"])
+    entries = [{**content["training"][0], "split": "val"}, content["training"][1]]
+    (tmp_path / "dataset.json").write_text(json.dumps({"training": entries}))
+    assert ids_of(split_volumes("x", list_volumes(tmp_path), keys())) == (["a_2"], ["a_1"])
+
+
+def people(names, sessions=1):
+    return [{"id": f"{name}_{session}", "subject": name, "split": ""} for name in names for session in range(sessions)]
+
+
+def test_the_held_out_share_is_of_subjects_and_a_function_of_their_names():
+    names = [f"sub-{number:03d}" for number in range(400)]
+    held = held_out_subjects(people(names, 3), 0.05)
+    assert 10 <= len(held) <= 32 and held == held_out_subjects(people(names[::-1]), 0.05)
+    train, val = split_volumes("x", people(names, 3), keys())
+    assert len(val) == 3 * len(held) and len(train) + len(val) == 1200
+    assert {item["subject"] for item in val} == held and not {item["subject"] for item in train} & held
+    assert held < held_out_subjects(people(names), 0.2), "a larger share holds out more"
+    # As released: a change would move subjects that somebody has trained on.
+    assert sorted(held_out_subjects(people(names[:60]), 0.05)) == ["sub-005", "sub-039"]
+
+
+def test_volumes_that_are_added_move_nobody():
+    rng, names = np.random.default_rng(0), [f"case {number}" for number in range(300)]
+    everybody = held_out_subjects(people(names), 0.1)
+    for count in rng.integers(60, 300, 50):
+        some = rng.permutation(names)[:count].tolist()
+        assert held_out_subjects(people(some), 0.1) == everybody & set(some)
+
+
+def test_two_volumes_at_least_are_held_out_for_a_pair_where_subjects_are_not_few():
+    for seed in range(40):
+        names = [f"{seed} {number}" for number in range(12)]
+        for sessions in (1, 2):
+            held = held_out_subjects(people(names, sessions), 0.01)
+            assert len(held) * sessions >= 2
+            # Who joins later can only take the place of one that was held out for want of others.
+            later = held_out_subjects(people([*names, "new"], sessions), 0.01)
+            assert not (later - {"new"}) - held
+        assert len(held_out_subjects(people(names[:9]), 0.01)) == 0
+        assert held_out_subjects(people(names[:4]), 0.5) and not held_out_subjects(people(names), 0)
+
+
+def test_ids_come_before_the_fraction():
+    items = [{"id": f"s_{number}", "subject": f"s_{number}", "split": ""} for number in range(20)]
+    names = [item["id"] for item in items]
+    assert len(split_volumes("x", items, keys())[1]) >= 2
+    assert ids_of(split_volumes("x", items, keys(train_ids="3-18"))) == (names[3:19], [])
+    assert ids_of(split_volumes("x", items, keys(val_ids="18-19"))) == (names[:18], names[18:]), "all others"
+    both = split_volumes("x", items, keys(train_ids="1-3", val_ids="3-4"))
+    assert ids_of(both) == (names[1:4], names[3:5]), "read_datasets refuses a subject on both sides"
+
+
+def test_the_number_of_a_subject_is_exact_in_a_float64():
+    numbers = [subject_key(f"sub-{number}") for number in range(2000)]
+    assert len(set(numbers)) == 2000 and numbers[7] == subject_key("sub-7")
+    assert all(0 <= number < 2 ** 48 and int(float(number)) == number for number in numbers)
 
 
 def test_fifteen_thousand_volumes_are_listed_fast(tmp_path):

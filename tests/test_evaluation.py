@@ -82,11 +82,14 @@ def test_the_other_way_round_is_the_inverse_and_nothing_folds():
 def test_retrieval_counts_whose_own_condition_is_nearest_to_what_is_its_own():
     generator = torch.Generator().manual_seed(0)
     own = torch.nn.functional.normalize(torch.randn(10, 32, generator=generator), dim=1)
-    assert retrieval(own, own) == 1.0 and retrieval(own, own.roll(1, 0)) == 0.0
-    assert retrieval(own, torch.cat([own[:6], own[6:].roll(1, 0)])) == pytest.approx(0.6)
+    each, pairs = torch.arange(10), torch.arange(10) // 2
+    assert retrieval(own, own, each) == 1.0 and retrieval(own, own.roll(1, 0), each) == 0.0
+    assert retrieval(own, torch.cat([own[:6], own[6:].roll(1, 0)]), each) == pytest.approx(0.6)
+    swapped = own.reshape(5, 2, 32).flip(1).flatten(0, 1)
+    assert (retrieval(own, swapped, each), retrieval(own, swapped, pairs)) == (0.0, 1.0), "both are of one subject"
     common = 50 * torch.ones(32)
     alike = [torch.nn.functional.normalize(one + common, dim=1) for one in (own, own.roll(3, 0))]
-    assert retrieval(alike[0], alike[0]) == 1.0, "what all have in common does not count"
-    assert retrieval(alike[0], alike[1]) == 0.0
+    assert retrieval(alike[0], alike[0], each) == 1.0, "what all have in common does not count"
+    assert retrieval(alike[0], alike[1], each) == 0.0
     many = torch.randn(2, 2000, 16, generator=generator)
-    assert retrieval(*many) == pytest.approx(1 / 2000, abs=0.003), "chance"
+    assert retrieval(*many, torch.arange(2000)) == pytest.approx(1 / 2000, abs=0.003), "chance"

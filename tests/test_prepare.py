@@ -60,7 +60,7 @@ def bound(affine, step):
 
 def save(folder, image, affine, **others):
     """Write an image, and label and mask where given. Returns: the item, as a datalist has it."""
-    item = {"id": "v_1", "subject": "v_1", "modality": "", "label": None, "mask": None}
+    item = {"id": "v_1", "subject": "v_1", "modality": "", "split": "", "label": None, "mask": None}
     for kind, array in {"image": image, **others}.items():
         item[kind] = folder / f"{kind}.nii.gz"
         write_volume(item[kind], array, affine)

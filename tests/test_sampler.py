@@ -33,7 +33,7 @@ START = {"epoch": 1, "samples": 0, "pairs": 0}
 
 def walk(cfg, world, listed=None, progress=START, rule=None, step=None):
     """What `world` ranks do to the end of the epoch: for each step (samples, pairs) as (position, volume) in order."""
-    share, volumes = shares(cfg, world, step), ([{}] * VOLUMES, np.arange(VOLUMES), None, rule)
+    share, volumes = shares(cfg, world, step), ([{"subject": ""}] * VOLUMES, np.arange(VOLUMES), None, rule)
     ranks = [list(epoch_batches(cfg, VolumeDataset(*volumes), listed, progress, share, {"rank": rank, "world": world}))
              for rank in range(world)]
     steps = steps_left(cfg, VOLUMES, listed, share, progress["samples"], progress["pairs"])
@@ -44,7 +44,7 @@ def walk(cfg, world, listed=None, progress=START, rule=None, step=None):
             assert [len(batch[1]) for batch in volumes] == [share["sample_batch"]] * share["sample_batches"]
             assert [len(batch[1]) for batch in pairs] == [2 * share["pair_batch"]] * share["pair_batches"]
         found.append(tuple([entry for own in together for batch in own[kind]
-                            for entry in zip(batch[1].tolist(), batch[2].tolist())] for kind in (0, 1)))
+                            for entry in zip(batch[1].tolist(), batch[0].flatten().tolist())] for kind in (0, 1)))
     return found
 
 
