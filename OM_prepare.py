@@ -141,7 +141,8 @@ def write_page(folder, manifest, cfg, size):
     volumes, refused = manifest["volumes"], manifest["refused"]
     chosen = sorted(random.Random(0).sample(range(len(volumes)), min(24, len(volumes))))
     places = ([volumes[number][3] for number in chosen], [volumes[number][4] for number in chosen])
-    images, labels = (cache.Rows(folder, kind, *places) for kind in ("image", "label"))
+    # Maps are not kept: another run in this process may make files of the same names.
+    images, labels = (cache.Rows(folder, kind, *places, keep=False) for kind in ("image", "label"))
     sheet = contact_sheet([(volumes[number][0], np.asarray(images[row]), labels[row] if volumes[number][5] else None)
                            for row, number in enumerate(chosen)])
     cards = [("volumes", len(volumes), f"{len({line[1] for line in volumes})} subjects"),

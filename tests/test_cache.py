@@ -826,6 +826,76 @@ def test_a_damaged_file_is_found_while_it_is_copied(made, place, tmp_path):
     let_go(process, "remove")
 
 
+def staged_here(place, stage):
+    """The folder of a copy that this process makes or takes, and gives back again."""
+    try:
+        return staging.stage(place, json.loads((place / "manifest.json").read_text()), str(stage))
+    finally:
+        staging.release()
+
+
+def test_a_copy_is_for_its_user_alone(made, tmp_path):
+    before = os.umask(0)
+    try:
+        copy = staged_here(made / "cache", tmp_path)
+    finally:
+        os.umask(before)
+    assert copy.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in copy.iterdir()} == {0o600}
+    copy.chmod(0o755)  # as an earlier version made it
+    assert staged_here(made / "cache", tmp_path).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to another user")
+def test_what_other_users_have_put_there_is_neither_believed_nor_touched(made, tmp_path):
+    victim, stage = tmp_path / "victim", tmp_path / "stage"
+    victim.write_text("precious")
+    taken = staging.copy_of(json.loads((made / "cache/manifest.json").read_text()), stage)
+    foreign = [taken, taken.with_name(f"omnimorph_{os.getuid()}_0123456789abcdef")]
+    for folder in foreign:
+        shutil.copytree(made / "cache", folder)
+        flip(folder / "images_00000.npy")
+        (folder / ".lock").unlink(missing_ok=True)
+        (folder / ".lock").symlink_to(victim)
+        os.chown(folder, 65534, 65534)
+    link = taken.with_name(f"{taken.name}.1")
+    link.symlink_to(foreign[0])
+    before = [contents(folder) for folder in foreign]
+    copy = staged_here(made / "cache", stage)
+    assert copy.name == f"{taken.name}.2" and contents(copy) == contents(made / "cache")
+    assert staged_here(made / "cache", stage) == copy, "other ranks find the same"
+    assert victim.read_text() == "precious" and [contents(folder) for folder in foreign] == before and link.is_symlink()
+    for number in range(staging.MOST_TAKEN):
+        if not os.path.lexists(name := f"{taken}.{number}" if number else taken):
+            os.symlink("/", name)
+    shutil.rmtree(copy)
+    os.symlink("/", copy)
+    with pytest.raises(InputError, match="99 names like it belong to other users; name another folder"):
+        staged_here(made / "cache", stage)
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(made, tmp_path):
+    victim, stage = tmp_path / "victim", tmp_path / "stage"
+    victim.write_text("precious")
+    stage.mkdir()
+    copy = staged_here(made / "cache", stage)
+    (copy / ".lock").unlink()
+    (copy / ".lock").symlink_to(victim)
+    with pytest.raises(InputError, match="/.lock is a link, which no training makes; remove "):
+        staged_here(made / "cache", stage)
+    assert victim.read_text() == "precious"
+
+
+def test_a_copy_of_an_earlier_round_is_compared_with_its_checksums(made, tmp_path):
+    copy = staged_here(made / "cache", tmp_path)
+    before = marks(copy)
+    flip(copy / "images_00001.npy")
+    (copy / "labels_00002.npy").unlink()
+    assert staged_here(made / "cache", tmp_path) == copy and contents(copy) == contents(made / "cache")
+    changed = {name for name, mark in marks(copy).items() if mark != before[name]}
+    assert changed == {"images_00001.npy", "labels_00002.npy", "manifest.json"}
+
+
 @pytest.mark.timeout(120)
 def test_trainings_that_come_and_go_never_see_half_a_copy(tmp_path):
     for word in ("one", "two", "stage"):

@@ -199,3 +199,26 @@ def test_saved_config_reads_back_the_same(tmp_path):
     cfg = load_config(OM, ["run.amp=off", "data.train_ids=1-60", "optim.lr=1e-7"])
     save_config(cfg, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == cfg
+
+
+@pytest.mark.parametrize("root, name", [
+    ("/data/brains", "brains"), ("brains/", "brains"), ("/data/My Brains (v2)", "My-Brains-v2"), ("/d/imagesTr", "d"),
+    ("/d/brains/dataset.json", "brains"), ("/d/OASIS_dataset.json", "OASIS"), ("lists/site_3.csv", "site_3"),
+    ("../d/v1.2", "v1.2"), (".", ROOT.name),
+])
+def test_the_data_set_names_the_run_and_its_cache(root, name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cfg = load_config(OM, [f"data.root={root}"])
+    assert (cfg["data.name"], cfg["data.cache"]) == (name, f"Cache/{name}")
+
+
+def test_a_name_or_cache_that_is_given_stays(tmp_path):
+    assert load_config(OM, ["data.root=/d/brains", "data.name=mine"])["data.cache"] == "Cache/mine"
+    assert load_config(OM, ["data.root=/d/brains", "data.cache=/fast/c"])["data.name"] == "brains"
+    assert load_config(OM, ["data.root=/d/brains", "data.cache="])["data.cache"] == ""
+    with pytest.raises(InputError, match="data.root / has no name that a run could have; set data.name"):
+        load_config(OM, ["data.root=/"])
+    names = {name: load_config(ROOT / f"Config/config_{name}.yaml")["data.name"] for name in ("demo", "hippocampus")}
+    assert names == {"demo": "demo", "hippocampus": "hippocampus"}
+    save_config(load_config(OM, ["data.root=/d/brains"]), tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml", ["data.root=/moved"])["data.name"] == "brains", "as it was resolved"

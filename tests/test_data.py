@@ -86,6 +86,13 @@ def test_loader_with_workers_delivers_what_the_one_without_does(tmp_path):
     assert isinstance(in_memory.images, list) and torch.equal(in_memory.image(3), dataset.image(3))
 
 
+def test_only_rank_0_draws_bars(tmp_path, capfd):
+    make_data(tmp_path)
+    for rank, silent in ((1, True), (0, False)):
+        read_datasets(config(tmp_path), ranks={"rank": rank, "world": 2})
+        assert ("reading training volumes" not in capfd.readouterr().err) is silent
+
+
 class Slow:
     """Four values a volume; each takes a while to read, and volume 5 cannot be read."""
 

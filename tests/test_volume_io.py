@@ -1,6 +1,7 @@
 import gzip
 import itertools
 import os
+import tracemalloc
 from pathlib import Path
 
 import nibabel
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import SimpleITK as sitk
 
+from Dataloader import volume_io
 from Dataloader.volume_io import (
     grid_transform,
     intensity_range,
@@ -273,6 +275,30 @@ def test_truncated_uncompressed(tmp_path, read, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with refused("v.nii", "(truncated|not a readable)"):
         read(path)
+
+
+def test_a_gz_cannot_take_all_memory(tmp_path, monkeypatch):
+    """A header may ask for anything, and a file of 1 KB can hold a GB of zeros."""
+    path = tmp_path / "v.nii"
+    write_volume(path, np.arange(1000, dtype=np.int16).reshape(10, 10, 10), np.eye(4))
+    content = bytearray(path.read_bytes())
+    (tmp_path / "padded.nii.gz").write_bytes(gzip.compress(content + bytes(5000)))
+    np.testing.assert_array_equal(read_volume(tmp_path / "padded.nii.gz")[0], read_volume(path)[0])
+    monkeypatch.setattr(volume_io, "MOST_AFTER", 10 ** 6)
+    (tmp_path / "bomb.nii.gz").write_bytes(gzip.compress(content + bytes(10 ** 8)))
+    tracemalloc.start()
+    with refused("bomb.nii.gz", "goes on for more than 1 MiB after its last voxel; export it again"):
+        read_volume(tmp_path / "bomb.nii.gz")
+    assert tracemalloc.get_traced_memory()[1] < 4 * volume_io.CHUNK
+    tracemalloc.stop()
+    content[42:48] = np.array([32767, 32767, 9], "<i2").tobytes()  # the shape
+    (tmp_path / "huge.nii.gz").write_bytes(gzip.compress(content))
+    with refused("huge.nii.gz", "its header asks for 18.0 GiB, and at most 16 are decompressed"):
+        read_volume(tmp_path / "huge.nii.gz")
+    content[42:48] = np.array([1000, 1000, 1000], "<i2").tobytes()
+    (tmp_path / "large.nii.gz").write_bytes(gzip.compress(content))
+    with refused("large.nii.gz", "truncated, 2352 of 2000000352 bytes"):
+        read_volume(tmp_path / "large.nii.gz")
 
 
 def test_complete_gz_of_a_truncated_volume(tmp_path):

@@ -1,0 +1,188 @@
+"""A run knows its data: it goes on with those it was trained on, with more of them, and not with others."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import OM_train_3modes as om
+from Dataloader.datalist import subject_key
+from Dataloader.dataset import read_datasets
+from Dataloader.identity import as_csv, compare_data, describe_data
+from Dataloader.synthetic import write_dataset
+from Diffusion.embeddings import name_volumes, new_queue
+from Runtime import checkpoint
+from Runtime.attempts import free_port
+from Runtime.errors import InputError
+from tests.tiny import ROOT, arguments, config, log_lines, make_data
+
+TWO_RANKS = """
+import torch
+from Dataloader.identity import require_same_everywhere
+from Runtime import launch
+from tests.tiny import config
+ranks = launch.environment()
+launch.meet(ranks, 60)
+launch.join(ranks, torch.device("cpu"), config())
+require_same_everywhere(ranks, "these")
+try:
+    require_same_everywhere(ranks, f"those of rank {ranks['rank']}")
+except ValueError as error:
+    print(error)
+launch.leave(ranks)
+"""
+
+
+def data_of(train, val=(), name="brains"):
+    """What a checkpoint keeps of data. train, val: lists of (id, bytes); the subject is the id before its last _."""
+    rows = [[identity, identity.rpartition("_")[0] or identity, split, size]
+            for split, volumes in (("train", train), ("val", val)) for identity, size in volumes]
+    return json.dumps({"name": name, "volumes": rows})
+
+
+SOME = [(f"p{number}_1", 100 + number) for number in range(8)]
+
+
+def test_the_same_data_say_nothing_and_added_ones_say_what():
+    before = data_of(SOME, [("q_1", 7)])
+    assert compare_data(before, before, "F") == (False, [])
+    more = data_of([*SOME, ("r_1", 5), ("r_2", 5)], [("q_1", 7)])
+    assert compare_data(before, more, "F") == (True, ["volumes added: 2 (r_1, r_2)"])
+    assert compare_data(more, before, "F") == (True, ["volumes gone: 2 (r_1, r_2)"])
+    assert compare_data(before, data_of(SOME, [("q_1", 7), ("q_2", 7)]), "F") == (False, ["volumes added: 1 (q_2)"])
+    changed = data_of([("p0_1", 999), *SOME[1:]], [("q_1", 7)])
+    assert compare_data(before, changed, "F") == (False, ["volumes of other content: 1 (p0_1)"])
+    assert compare_data(before, data_of([*SOME, ("q_1", 7)]), "F") == (
+        True, ["volumes trained on instead of held out: 1 (q_1)"])
+    unknown = data_of([(name, None) for name, _ in SOME], [("q_1", None)])
+    assert compare_data(unknown, before, "F") == compare_data(before, unknown, "F") == (False, [])
+    reordered, said = compare_data(None, before, "F")
+    assert not reordered and said == ["F is of an earlier version and does not say what it was trained on: taken for "
+                                      "these data"]
+
+
+@pytest.mark.parametrize("now, said", [
+    ([(name, size + 1) for name, size in SOME], "of its 8 volumes 0 are among the 8 of now"),
+    ([(f"other_{number}", 100) for number in range(9)], "of its 8 volumes 0 are among the 9"),
+    (SOME[:3], "of its 8 volumes 3 are among the 3"),
+])
+def test_other_data_of_the_same_name_are_refused(now, said):
+    with pytest.raises(InputError, match=f"F was trained on other data of the same name brains: {said}.*--fresh"):
+        compare_data(data_of(SOME), data_of(now), "F")
+    assert compare_data(data_of(SOME), data_of(SOME[:4]), "F")[0], "half of them is enough"
+
+
+def test_whoever_was_trained_on_is_not_held_out_later():
+    with pytest.raises(InputError, match="F was trained on p1, p2, held out for validation now"):
+        compare_data(data_of(SOME), data_of([*SOME[:1], *SOME[3:]], SOME[1:3]), "F")
+    with pytest.raises(InputError, match="F was trained on p1, held out"):  # another scan of the same subject
+        compare_data(data_of(SOME), data_of(SOME[2:], [("p1_2", 5)]), "F")
+
+
+def test_what_is_kept_does_not_depend_on_where_the_files_are(tmp_path):
+    make_data(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    cfg = config(tmp_path / "one")
+    kept = [describe_data(cfg, *read_datasets(config(tmp_path / name))[:2]) for name in ("one", "two")]
+    assert kept[0] == kept[1] and json.loads(kept[0])["name"] == "demo"
+    subprocess.run([sys.executable, str(ROOT / "OM_prepare.py"), "--workers", "1",
+                    *arguments(tmp_path / "one", data__cache=tmp_path / "cache")], check=True, capture_output=True)
+    assert describe_data(cfg, *read_datasets(config(tmp_path / "one", data__cache=tmp_path / "cache"))[:2]) == kept[0]
+    lines = as_csv(kept[0]).splitlines()
+    size = (tmp_path / "one/data/imagesTr/subject_0006.nii.gz").stat().st_size
+    assert lines[0] == "id,subject,split,bytes" and lines[7] == f"subject_0006,subject_0006,val,{size}"
+    assert len(lines) == 9
+
+
+def train(folder, *more, **changes):
+    return om.main(arguments(folder, *more, **changes))
+
+
+def test_a_data_set_that_grew_goes_on_with_the_next_epoch_and_another_is_refused(tmp_path, capfd):
+    make_data(tmp_path, 8)
+    assert train(tmp_path, "--max-steps-before-restart", "2", data__train_ids="0-5,8-9") == 42
+    run = tmp_path / "Models/demo_om_net"
+    assert (run / "data.csv").read_text() == as_csv(checkpoint.load(run / checkpoint.newest(run))["data"])
+    write_dataset(tmp_path / "data", range(10), 16)
+    capfd.readouterr()
+    assert train(tmp_path, "--max-steps-before-restart", "1", data__train_ids="0-5,8-9") == 42
+    out = capfd.readouterr().out
+    assert "changed since the checkpoint: volumes added: 2 (subject_0008, subject_0009)" in out
+    assert "changed since the checkpoint: the order of the volumes: the training goes on with epoch 1" in out
+    assert [(line["epoch"], line["step"]) for line in log_lines(tmp_path, "step")] == [(0, 0), (0, 1), (1, 2)]
+    state = checkpoint.load(run / checkpoint.newest(run))
+    assert (state["epoch"], state["step_in_epoch"], state["samples"]) == (1, 1, 2)
+    assert len((run / "data.csv").read_text().splitlines()) == 11
+    shutil.rmtree(tmp_path / "data")
+    write_dataset(tmp_path / "data", range(8), 18)  # the same names
+    assert train(tmp_path, data__train_ids="0-5") == 43
+    said = capfd.readouterr().err
+    assert "was trained on other data of the same name demo: of its 10 volumes 0 are among the 8" in said
+    assert train(tmp_path, "--fresh", "--max-steps-before-restart", "1") == 42
+
+
+def test_without_ids_some_subjects_are_held_out_and_the_run_has_the_name_of_its_data(tmp_path):
+    make_data(tmp_path, 12)
+    changes = {"data__name": "", "data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0.05}
+    assert train(tmp_path, "--max-steps-before-restart", "1", **changes) == 42
+    run = tmp_path / "Models/data_om_net"
+    assert checkpoint.newest(run) == "tmp/000000_step0001_data_om_net.pth"
+    rows = [line.split(",") for line in (run / "data.csv").read_text().splitlines()]
+    assert sorted(row[2] for row in rows[1:]) == ["train"] * 10 + ["val"] * 2
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_its_queue_learns_the_subjects(tmp_path, capfd):
+    make_data(tmp_path, 8)
+    assert train(tmp_path, "--max-steps-before-restart", "2") == 42
+    run = tmp_path / "Models/demo_om_net"
+    relative = checkpoint.newest(run)
+    state = checkpoint.load(run / relative)
+    keys = [subject_key(f"subject_000{number}") for number in range(6)]
+    queued = state["queue"]["subjects"].tolist()
+    assert set(queued[:4]) <= set(keys) and queued[4:] == [-1] * 4
+    state["queue"]["subjects"] = torch.tensor([keys.index(key) if key in keys else -1 for key in queued])
+    del state["data"]
+    checkpoint.save(run, relative, state)
+    assert train(tmp_path, "--max-steps-before-restart", "1") == 42
+    assert "is of an earlier version and does not say what it was trained on" in capfd.readouterr().out
+    again = checkpoint.load(run / checkpoint.newest(run))
+    assert again["queue"]["subjects"].tolist()[:4] == queued[:4] and "data" in again
+
+
+def test_numbers_of_volumes_that_are_not_there_any_more_are_no_subjects():
+    queue = new_queue(config(), "cpu")
+    queue["subjects"][:3] = torch.tensor([1, 0, 5])
+    name_volumes(queue, ["a", "b"])
+    assert queue["subjects"].tolist() == [subject_key("b"), subject_key("a"), *[-1] * 6]
+
+
+def test_other_volumes_of_a_subject_are_no_negatives(tmp_path):
+    """A queue full of other scans of the batch's subject is as good as empty; one of another subject's is not."""
+    make_data(tmp_path, 6)
+    rows = [f"data/imagesTr/subject_000{number}.nii.gz,{'ab'[number // 3]}" for number in range(6)]
+    (tmp_path / "list.csv").write_text("\n".join(["image,subject", *rows]) + "\n")
+    cfg = config(tmp_path, data__root=tmp_path / "list.csv", data__val_ids="", data__train_ids="0-5")
+    dataset = read_datasets(cfg)[0]
+    assert dataset.subjects.tolist() == [subject_key("a")] * 3 + [subject_key("b")] * 3
+    net, ddpm = om.build_network(cfg), om.DeformDDPM(cfg)
+    batch = om.deform_batch(torch.stack([dataset.image(0), dataset.image(1)]), [(0, 0, 0), (0, 0, 1)], ddpm, cfg)
+    for subject, lost in (("a", True), ("b", False)):
+        queue, filled = om.new_queue(cfg, "cpu"), torch.nn.functional.normalize(torch.randn(2, 2, 8), dim=2)
+        om.push(queue, *filled, torch.tensor([subject_key(subject)] * 2))
+        loss = om.step_contrastive(net, batch, dataset.subjects[:2], queue, cfg)[0].item()
+        assert (loss == 0.0) is lost
+
+
+def test_ranks_that_read_other_data_are_named(tmp_path):
+    (tmp_path / "two.py").write_text(TWO_RANKS)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    both = [subprocess.Popen([sys.executable, str(tmp_path / "two.py")], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             text=True, env={**variables, "RANK": str(rank)}) for rank in (0, 1)]
+    for process in both:
+        out, err = process.communicate(timeout=90)
+        assert process.returncode == 0, err
+        assert out.startswith("rank 1 of 2 reads other data than rank 0: data.root or data.cache must be the same on")
