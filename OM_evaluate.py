@@ -3,17 +3,20 @@
     python OM_evaluate.py --pairs pairs.json --out Results/run
     python OM_evaluate.py --fixed-label F.nii.gz --moving-label M.nii.gz --field field.nii.gz --out Results/pair
 
-pairs.json is a list of objects (or an object with such a list under "pairs") with the keys of the options below and,
-if wanted, "name"; paths are relative to the list. A field is a file of ITK or ANTs (millimetres) or of Learn2Reg
-(voxels), on the fixed grid. Whatever is not given is not scored. Writes scores.csv (a row for each pair and label),
-scores.json and scores.html. Exit codes: 0 done, 43 bad input.
+pairs.json is the results.json of OM_register.py; or a list of objects (or an object with such a list under "pairs")
+with the keys of the options below and, if wanted, "name"; paths are relative to the list. A field is a file of ITK or
+ANTs (millimetres) or of Learn2Reg (voxels), on the fixed grid. Whatever is not given is not scored. Writes scores.csv
+(a row for each pair and label), scores.json and scores.html. Exit codes: 0 done, 43 bad input; of a list whose other
+pairs are scored, too.
 """
 import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
 
 # isort: split
 import argparse
 import csv
+import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -25,7 +28,9 @@ from Dataloader.field_io import move_points, read_field, read_points
 from Dataloader.volume_io import SAME_GRID, corners_apart, read_label
 from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spread
 from Diffusion.registration import apply_field
-from Runtime.errors import DONE, STOP, InputError
+from Diffusion.results import damage
+from Runtime.errors import DONE, STOP, InputError, first_line, is_out_of_memory
+from Runtime.files import write_file
 from Runtime.report import cards_html, table_html, text_table, write_page
 
 FILES = ("fixed_label", "moving_label", "field", "warped_label", "fixed_points", "moving_points")
@@ -36,7 +41,8 @@ COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_m
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Score registrations: Dice and HD95 for each label, landmark error, "
                                      "folding and SDlogJ of the fields.")
-    parser.add_argument("--pairs", help="JSON list of pairs with the keys fixed_label, moving_label, field, ...")
+    parser.add_argument("--pairs", metavar="JSON", help="results.json of OM_register.py, or a list of pairs with "
+                        "the keys fixed_label, moving_label, field, ...")
     parser.add_argument("--fixed-label", help="label image of the fixed volume")
     parser.add_argument("--moving-label", help="label image of the moving volume, on any grid")
     parser.add_argument("--field", help="deformation field on the fixed grid")
@@ -44,13 +50,16 @@ def parse_arguments(argv=None):
                         "of --field or beside it")
     parser.add_argument("--fixed-points", help="CSV of landmarks of the fixed volume: x,y,z in mm, RAS")
     parser.add_argument("--moving-points", help="the same landmarks in the moving volume")
-    parser.add_argument("--dims", type=int, default=3, choices=(2, 3), help="axes of the volumes (%(default)s)")
+    parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes (what results.json says, else 3)")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the scores go")
     return parser.parse_args(argv)
 
 
 def read_list(path):
-    """The pairs of a JSON list, with whole paths."""
+    """The pairs of a JSON list, with whole paths, and the number of axes, None where the list does not tell.
+
+    Of a results.json whose registration failed for some pairs, or did not come to its end, that is said.
+    """
     path = Path(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -58,18 +67,53 @@ def read_list(path):
         raise InputError(f"{path}: no such list of pairs; check the path.") from None
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error}); correct the file.") from error
-    content = content.get("pairs") if isinstance(content, dict) else content
-    if not isinstance(content, list) or not content or not all(isinstance(pair, dict) for pair in content):
+    entries = content.get("pairs") if isinstance(content, dict) else content
+    if not isinstance(entries, list) or not entries or not all(isinstance(pair, dict) for pair in entries):
         raise InputError(f"{path}: no list of pairs; write objects with fixed_label, moving_label, field.")
-    pairs = []
-    for number, pair in enumerate(content, 1):
-        unknown = [key for key in pair if key not in (*FILES, "name")]
-        if unknown:
-            raise InputError(f"{path}: pair {number} has the unknown key {unknown[0]}; the keys are {', '.join(FILES)} "
-                             "and name.")
-        pairs.append({"name": str(pair.get("name", f"pair {number}")),
-                      **{key: str(path.parent / pair[key]) for key in FILES if pair.get(key)}})
-    return pairs
+    if not isinstance(content, dict) or "settings" not in content:
+        return [listed(path, number, pair) for number, pair in enumerate(entries, 1)], None
+    for entry in content["failed"]:
+        print(f"warning: {path}: {entry['name']} was not registered and is not scored ({entry['reason']})",
+              file=sys.stderr)
+    if not content["complete"]:
+        print(f"warning: {path}: the registration has not come to its end; run it again, and it goes on",
+              file=sys.stderr)
+    return [registered(path, row) for row in entries], content["settings"]["config"]["model.dims"]
+
+
+def listed(path, number, pair):
+    """One pair of a list, with whole paths."""
+    for key, value in pair.items():
+        if key not in (*FILES, "name"):
+            raise InputError(f"{path}: pair {number} has the unknown key {key}; the keys are {', '.join(FILES)} and "
+                             "name.")
+        if key != "name" and not isinstance(value, (str, type(None))):
+            raise InputError(f"{path}: pair {number}: {key} is {value!r}, not a path; correct it.")
+    return {"name": str(pair.get("name", f"pair {number}")),
+            **{key: str(path.parent / pair[key]) for key in FILES if pair.get(key)}}
+
+
+def registered(path, row):
+    """One pair of OM_register.py: its labels, its field, and under "written" what the field's file has to be."""
+    field = path.parent / row["folder"] / "field.nii.gz"
+    name = os.path.relpath(field, path.parent)
+    return {"name": row["name"], **{key: row[key] for key in ("fixed_label", "moving_label") if key in row},
+            "field": str(field), "written": (path.parent, {name: row["files"][name]})}
+
+
+def try_pair(pair, dims):
+    """Its scores, or the sentence that says why a pair could not be scored."""
+    try:
+        problem = damage(pair["written"][1], pair["written"][0]) if "written" in pair else None
+        if problem:
+            raise InputError(f"{problem}: register this pair again.")
+        return score_pair(pair, dims)
+    except InputError as error:
+        return str(error)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return f"there is not enough memory to score this pair ({first_line(error)}); use a machine with more."
 
 
 def require_same_grid(path, fixed_path, shape, affine, fixed_shape, fixed_affine):
@@ -140,30 +184,38 @@ def score_pair(pair, dims=3):
     return scores
 
 
-def write_scores(folder, scores):
-    """scores.csv, scores.json, scores.html; and the table on the terminal."""
-    folder.mkdir(parents=True, exist_ok=True)
-    means = spread(scores, COLUMNS)
-    with open(folder / "scores.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["pair", "label", *COLUMNS])
-        for score in scores:
-            writer.writerow([score["name"], "all", *[score.get(column) for column in COLUMNS]])
-            for label, values in score["labels"].items():
-                writer.writerow([score["name"], label, *[values.get(column) for column in COLUMNS]])
-    plain = json.dumps({"pairs": scores, "mean": {column: mean for column, (mean, _, _) in means.items()}}, indent=1)
-    (folder / "scores.json").write_text(plain.replace("NaN", "null") + "\n")
+def write_scores(folder, scores, failed):
+    """scores.csv, scores.json, scores.html; and the table on the terminal. failed: name and reason of other pairs."""
+    means, text = spread(scores, COLUMNS), io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["pair", "label", *COLUMNS])
+    for score in scores:
+        writer.writerow([score["name"], "all", *[score.get(column) for column in COLUMNS]])
+        for label, values in score["labels"].items():
+            writer.writerow([score["name"], label, *[values.get(column) for column in COLUMNS]])
+    write_file(folder / "scores.csv", text.getvalue())
+    content = {"pairs": scores, "failed": failed, "mean": {column: mean for column, (mean, _, _) in means.items()}}
+    plain = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
+    write_file(folder / "scores.json", json.dumps(plain, indent=1) + "\n")
+    write_tables(folder / "scores.html", scores, failed, means)
+    print(json.dumps({column: round(mean, 5) for column, (mean, _, _) in means.items()}))
+
+
+def write_tables(path, scores, failed, means):
+    """The page, worst pairs first, and the same table on the terminal. means: of `spread`."""
     header, formats = ["pair", *means], [None, *[COLUMNS[column] for column in means]]
     rows = [[score["name"], *[score.get(column) for column in means]] for score in scores]
     ends = [["mean", *[mean for mean, _, _ in means.values()]], ["sd", *[sd for _, sd, _ in means.values()]]]
     worst_first = [rows[number] for number in sorted(range(len(rows)), key=lambda n: scores[n].get("dice") or 0.0)]
-    write_page(folder / "scores.html", "Registrations, scored", f"{len(scores)} pairs.",
-               [("", cards_html([(column, f"{mean:{COLUMNS[column]}}", f"sd {sd:{COLUMNS[column]}}, {count} pairs")
-                                 for column, (mean, sd, count) in means.items()])),
-                ("Pairs", table_html(header, [*worst_first, *ends], "Worst Dice first.", formats))])
+    cards = cards_html([(column, f"{mean:{COLUMNS[column]}}", f"sd {sd:{COLUMNS[column]}}, {count} pairs")
+                        for column, (mean, sd, count) in means.items()])
+    sections = [("", cards), ("Pairs", table_html(header, [*worst_first, *ends], "Worst Dice first.", formats))]
+    if failed:
+        why = [[entry["name"], entry["reason"]] for entry in failed]
+        sections.append(("Not scored", table_html(["pair", "why"], why)))
+    write_page(path, "Registrations, scored", f"{len(scores)} pairs.", sections)
     print(text_table(header, [*rows, *ends], formats))
-    print(f"\nscores: {(folder / 'scores.html').resolve()}")
-    print(json.dumps({column: round(mean, 5) for column, (mean, _, _) in means.items()}))
+    print(f"\nscores: {path.resolve()}")
 
 
 def main(argv=None):
@@ -172,14 +224,25 @@ def main(argv=None):
         given = {key: getattr(args, key) for key in FILES if getattr(args, key)}
         if bool(args.pairs) == bool(given):
             raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
-        pairs = read_list(args.pairs) if args.pairs else [given]
+        pairs, dims = read_list(args.pairs) if args.pairs else ([{"name": "pair", **given}], None)
         with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
-            scores = [score_pair(pair, args.dims) for pair in bar]
-        write_scores(Path(args.out), scores)
+            found = [try_pair(pair, args.dims or dims or 3) for pair in bar]
+        failed = [{"name": pair["name"], "reason": reason} for pair, reason in zip(pairs, found)
+                  if isinstance(reason, str)]
+        scores = [score for score in found if not isinstance(score, str)]
+        if scores:
+            write_scores(Path(args.out), scores, failed)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
-    return DONE
+    except OSError as error:
+        print(f"error: {error.filename or args.out}: {error.strerror or error}; the scores cannot be written there.",
+              file=sys.stderr)
+        return STOP
+    for entry in failed:
+        print(f"error: {entry['name']}: {entry['reason']}" if args.pairs else f"error: {entry['reason']}",
+              file=sys.stderr)
+    return STOP if failed else DONE
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ import Runtime  # noqa: F401  first of all: a Python that is too old ends here, 
 # isort: split
 import argparse
 import json
+import os
 import re
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -40,18 +42,31 @@ from Dataloader.volume_io import (
 )
 from Diffusion.fields import jacobian_determinant
 from Diffusion.metrics import average, dice
-from Diffusion.pair_figures import COLUMNS, means, pair_figures, write_report, write_results
+from Diffusion.pair_figures import COLUMNS, means, pair_figures, write_report
 from Diffusion.refine import STEPS
 from Diffusion.registration import AFFINES, STARTS, apply_field, overlap_percent, register
+from Diffusion.results import (
+    file_digests,
+    kept_rows,
+    output_files,
+    read_results,
+    remove_outputs,
+    source_digests,
+    write_results,
+)
 from Diffusion.trained import DEFAULTS, load_model
+from Runtime import checkpoint
+from Runtime import folder as run_folder
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE, STOP, InputError, first_line, is_out_of_memory
 from Runtime.files import write_file
 from Runtime.report import figure_png
 
 OUTPUTS = r"(warped.*|field|inverse_field|jacobian)\.nii(\.gz)?$|points\.csv$"
 FILES = ("fixed", "moving", "fixed_label", "moving_label", "points")
+ROW = ("overlap_percent", "inverse_error_mm", "inverse_error_max_mm", "warnings", "start")  # beside COLUMNS
+STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
 LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # of a JSON file, the first there is
 
 
@@ -131,8 +146,9 @@ def read_list(path, key=None):
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(f"{path}: no list of pairs{f' under {key}' if key else ''}; write objects with fixed and "
                          "moving.")
+    # A list of channels is no volume of a pair.
     labels = {path.parent / entry["image"]: path.parent / entry["label"] for entry in training
-              if isinstance(entry, dict) and entry.get("image") and entry.get("label")}
+              if isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("image", "label"))}
     pairs = [_listed(path, number, entry, labels) for number, entry in enumerate(entries, 1)]
     names = [pair["name"] for pair in pairs]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -213,8 +229,11 @@ def write_points(path, points_mm, field, affine):
     write_file(path, ("x,y,z\n" + "".join("{:.6f},{:.6f},{:.6f}\n".format(*point) for point in moved)).encode())
 
 
-def register_pair(pair, model, cfg, args, folder):
-    """Register one pair, write what it gives into `folder`, and return its row of the results."""
+def register_pair(pair, model, cfg, args, folder, earlier=None):
+    """Register one pair, write what it gives into `folder`, and return its row of the results.
+
+    earlier: the row of an earlier registration of this pair, whose files are removed before the first new one.
+    """
     dims = cfg["model.dims"]
     require_apart(folder, [pair[key] for key in FILES if key in pair])
     name = disp_name(pair, dims) if args.learn2reg else None
@@ -224,28 +243,41 @@ def register_pair(pair, model, cfg, args, folder):
         warnings.simplefilter("ignore", UserWarning)  # they are in the row, and printed from there
         found = register(pair["fixed"], pair["moving"], model, args.affine or False, args.refine, args.start,
                          args.device, args.inverse, cfg, progress=True)
-    (_, affine), (_, moving_affine), field = found["fixed"], found["moving"], found["field"]
-    row = {"name": pair["name"], **{key: str(pair[key]) for key in FILES if key in pair}, "folder": str(folder),
-           **{key: found[key] for key in (*COLUMNS, "overlap_percent", "inverse_error_mm", "inverse_error_max_mm",
-                                             "warnings") if key in found},
-           "seconds": found["seconds"]["total"], "seconds_of": found["seconds"], "start": found["start"],
-           "matrix": found["matrix"].tolist()}
+    row = {"name": pair["name"], **{key: os.path.abspath(pair[key]) for key in FILES if key in pair},
+           "folder": str(folder), **{key: found[key] for key in (*COLUMNS, *ROW) if key in found},
+           "seconds": found["seconds"]["total"], "seconds_of": found["seconds"], "matrix": found["matrix"].tolist()}
     make_folder(folder)
-    header = read_raw_header(pair["fixed"])
+    out, header = Path(args.out), read_raw_header(pair["fixed"])
+    disp = out / name if name else None
+    remove_outputs(folder, out, earlier)
     row.update(carry_labels(pair, labels, found, folder, header))
+    write_pair(pair, found, points, folder, disp, header)
+    if not args.no_picture:
+        write_file(folder / "picture.png", figure_png(pair_figures(row, dims)[0]))
+    return {**row, "source": source_digests(pair), "files": file_digests(output_files(folder, disp), out)}
+
+
+def write_pair(pair, found, points, folder, disp, header):
+    """Write the warped volume, the fields, the Jacobian map and the landmarks of one pair. disp: path or None."""
+    (_, affine), (_, moving_affine), field = found["fixed"], found["moving"], found["field"]
     write_moved(folder / "warped.nii.gz", found["warped"], pair["moving"], header, affine)
     write_field(folder / "field.nii.gz", field, affine, header)
     determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
-    write_volume(folder / "jacobian.nii.gz", determinant, affine)
-    if args.inverse:
+    write_volume(folder / "jacobian.nii.gz", determinant, affine, grid_header(header))
+    if "inverse" in found:
         write_field(folder / "inverse_field.nii.gz", found["inverse"], moving_affine, read_raw_header(pair["moving"]))
-    if name:
-        write_field_learn2reg(Path(args.out) / name, field, affine)
+    if disp:
+        write_field_learn2reg(disp, field, affine)
     if points is not None:
         write_points(folder / "points.csv", points, field, affine)
-    if not args.no_picture:
-        write_file(folder / "picture.png", figure_png(pair_figures(row, dims)[0]))
-    return row
+
+
+def grid_header(header):
+    """A header with nothing of another one but what places its grid: the codes of its affines and its units."""
+    plain = nibabel.Nifti1Header()
+    for key in ("qform_code", "sform_code", "xyzt_units"):
+        plain[key] = header[key]
+    return plain
 
 
 def carry_labels(pair, labels, found, folder, header):
@@ -267,43 +299,94 @@ def carry_labels(pair, labels, found, folder, header):
     return part
 
 
-def register_all(args):
-    """Register one pair or a list; returns the exit code. A pair of a list that cannot be read does not end it."""
-    out, device = Path(args.out), pick_device(args.device)
-    prepare_device(device, 0)
-    args.device = device
+def read_model(args):
+    """The model or None, the config, and all settings on which the results depend, as plain JSON."""
     if args.model == "none":
         model, cfg = None, load_config(args.config or DEFAULTS, [*args.set, f"model.dims={args.dims or 3}"])
     else:
-        model = load_model(args.model, device, args.set)
+        model = load_model(args.model, args.device, args.set)
         cfg = model[1]
-    one = {"fixed": args.fixed, "moving": (args.moving or [None])[0], "fixed_label": args.fixed_label,
+    asked = {key: getattr(args, key) for key in ("affine", "refine", "start", "inverse", "learn2reg", "no_picture")}
+    weights = model and checkpoint.weights_sha256(model[0].state_dict())
+    return model, cfg, json.loads(json.dumps({"weights": weights, **asked, "config": cfg}))
+
+
+def read_pairs(args):
+    """The pairs that the command line asks for: those of a list, or one."""
+    if args.pairs:
+        return read_list(args.pairs, args.list)
+    one = {"fixed": args.fixed, "moving": args.moving[0], "fixed_label": args.fixed_label,
            "moving_label": (args.moving_label or [None])[0], "points": args.points}
-    pairs = read_list(args.pairs, args.list) if args.pairs else [
-        {"name": f"{volume_id(one['moving'])} to {volume_id(one['fixed'])}",
-         **{key: Path(path) for key, path in one.items() if path}}]
+    return [{"name": f"{volume_id(one['moving'])} to {volume_id(one['fixed'])}",
+             **{key: Path(path) for key, path in one.items() if path}}]
+
+
+def try_pair(pair, model, cfg, args, folder, earlier):
+    """Its row of the results, or the sentence that says why a pair could not be done."""
+    try:
+        return register_pair(pair, model, cfg, args, folder, earlier)
+    except InputError as error:
+        return str(error).split("\n")[0]
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return (f"{pair['fixed']} and {pair['moving']}: there is not enough memory for this pair "
+                f"({first_line(error)}); use smaller volumes, or a device or machine with more.")
+
+
+def register_all(args):
+    """Register one pair or a list; returns the exit code. A pair of a list that cannot be done does not end it."""
+    out, args.device = Path(args.out), pick_device(args.device)
+    prepare_device(args.device, 0)
+    (model, cfg, settings), pairs = read_model(args), read_pairs(args)
     make_folder(out)
-    rows, failed = [], []
-    print(f"device: {describe(device)}", file=sys.stderr)
-    with tqdm(pairs, "registering", unit="pair", disable=not args.pairs) as bar:
-        for pair in bar:
-            try:
-                rows.append(register_pair(pair, model, cfg, args, out / pair["name"] if args.pairs else out))
-            except (InputError, torch.OutOfMemoryError) as error:
-                failed.append({"name": pair["name"], "reason": str(error).split("\n")[0]})
-            for sentence in rows[-1]["warnings"] if rows and rows[-1]["name"] == pair["name"] else []:
-                tqdm.write(f"warning: {sentence}", file=sys.stderr)
-            write_results(out, rows, failed)
-    if rows:
-        how = ["model " + args.model, *[f"{args.affine} alignment"] * bool(args.affine),
-               *[f"{args.refine} steps of refinement"] * bool(args.refine), f"start by {args.start}"]
-        page = write_report(out, rows, failed, ", ".join(how), cfg["model.dims"])
-        print(f"\nreport: {page.resolve()}")
-        print(json.dumps(means(rows, failed)))
+    token = run_folder.lock(out, STALE_S, instead="name another --out")
+    try:
+        rows, failed = register_each(pairs, model, cfg, settings, args, out)
+        if rows:
+            page = write_report(out, rows, failed, how(args), cfg["model.dims"])
+            print(f"\nreport: {page.resolve()}")
+            print(json.dumps(means(rows, failed)))
+        write_results(out, rows, failed, settings, complete=True)
+    finally:
+        run_folder.unlock(out, token)
     for entry in failed:
         print(f"error: {entry['name']}: {entry['reason']}" if args.pairs else f"error: {entry['reason']}",
               file=sys.stderr)
     return STOP if failed else DONE
+
+
+def register_each(pairs, model, cfg, settings, args, out):
+    """All pairs that an interrupted run has not done. Returns: rows and failed pairs of the results, in their order."""
+    earlier = read_results(out)
+    kept = kept_rows(earlier, settings, pairs, out)
+    if kept:
+        print(f"{out}: {len(kept)} of {len(pairs)} pairs are whole from a run that was interrupted, and are kept",
+              file=sys.stderr)
+    rows, failed = [], []
+    # From here on no row stands for files that are about to be replaced.
+    write_results(out, list(kept.values()), failed, settings, complete=False)
+    (out / "report.html").unlink(missing_ok=True)
+    print(f"device: {describe(args.device)}", file=sys.stderr)
+    with tqdm(pairs, "registering", unit="pair", disable=not args.pairs) as bar:
+        for pair in bar:
+            row = kept.pop(pair["name"], None) or try_pair(
+                pair, model, cfg, args, out / pair["name"] if args.pairs else out, earlier["pairs"].get(pair["name"]))
+            if isinstance(row, str):
+                failed.append({"name": pair["name"], "reason": row})
+            else:
+                rows.append(row)
+                for sentence in row["warnings"]:
+                    tqdm.write(f"warning: {sentence}", file=sys.stderr)
+            run_folder.touch(out)
+            write_results(out, rows + list(kept.values()), failed, settings, complete=False)
+    return rows, failed
+
+
+def how(args):
+    """How the pairs were registered, for the top of the page."""
+    return ", ".join(["model " + args.model, *[f"{args.affine} alignment"] * bool(args.affine),
+                      *[f"{args.refine} steps of refinement"] * bool(args.refine), f"start by {args.start}"])
 
 
 def apply_saved(args):
@@ -323,15 +406,26 @@ def apply_saved(args):
     read = [(path, *read_volume(path, dims), 1) for path in args.moving]
     read += [(path, *read_label(path, dims), 0) for path in args.moving_label]
     make_folder(out)
-    for path, image, own_affine, order in read:
-        several = len(args.moving if order else args.moving_label) > 1
-        target = out / f"warped{'' if order else '_label'}{f'_{volume_id(path)}' if several else ''}.nii.gz"
-        write_moved(target, apply_field(image, own_affine, field, affine, order), path, header, affine)
-    if points is not None:
-        write_points(out / "points.csv", points, field, affine)
+    token = run_folder.lock(out, STALE_S, instead="name another --out")
+    try:
+        targets = [out / f"warped{'_label' * (not order)}{f'_{volume_id(path)}' * several(args, order)}.nii.gz"
+                   for path, _, _, order in read]
+        for old in [*targets, *[out / "points.csv"] * bool(args.points)]:
+            old.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label
+        for target, (path, image, own_affine, order) in zip(targets, read):
+            write_moved(target, apply_field(image, own_affine, field, affine, order), path, header, affine)
+        if points is not None:
+            write_points(out / "points.csv", points, field, affine)
+    finally:
+        run_folder.unlock(out, token)
     print(json.dumps({"images": len(args.moving), "labels": len(args.moving_label),
                       "points": 0 if points is None else len(points), "out": str(out)}))
     return DONE
+
+
+def several(args, order):
+    """Whether --apply has several images (order 1) or labels (order 0), whose results then need names of their own."""
+    return len(args.moving if order else args.moving_label) > 1
 
 
 def require_apart(folder, inputs):
@@ -358,6 +452,9 @@ def main(argv=None):
     except OSError as error:
         print(f"error: {error.filename or args.out}: {error.strerror or error}; results cannot be written there.",
               file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again, it goes on", file=sys.stderr)
+        return 128 + signal.SIGINT
     return STOP
 
 

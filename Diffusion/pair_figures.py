@@ -1,7 +1,4 @@
 """What registrations look like, one and many: checkerboards, box plots, tables, and the page that shows them."""
-import csv
-import io
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,6 @@ from Dataloader.volume_io import read_label, read_volume
 from Diffusion.figures import CELL, FIXED_LINE, MOVING_LINE, middle_slices, registration_figure
 from Diffusion.metrics import spread
 from Diffusion.registration import apply_field
-from Runtime.files import write_file
 from Runtime.report import cards_html, figure_html, table_html, text_table, write_page
 
 COLUMNS = {"dice_before": ".3f", "dice": ".3f", "similarity_before": ".3f", "similarity": ".3f",
@@ -122,20 +118,6 @@ def means(rows, failed):
     """The means of all columns, and how many pairs are done and failed, as one flat dict."""
     return {**{column: round(mean, 5) for column, (mean, *_) in spread(rows, COLUMNS).items()}, "pairs": len(rows),
             "failed": len(failed)}
-
-
-def write_results(folder, rows, failed):
-    """results.json and results.csv, a row for each pair and label; whoever reads them never sees half a file."""
-    content = json.dumps({"pairs": rows, "failed": failed, "mean": means(rows, failed)}, indent=1)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["pair", "label", *COLUMNS])
-    for row in rows:
-        writer.writerow([row["name"], "all", *[row.get(column) for column in COLUMNS]])
-        for label, values in row["labels"].items():
-            writer.writerow([row["name"], label, *[values.get(column) for column in COLUMNS]])
-    for name, written in (("results.json", content + "\n"), ("results.csv", text.getvalue())):
-        write_file(folder / name, written.encode(errors="replace"))
 
 
 def worst_first(rows):

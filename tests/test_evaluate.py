@@ -111,6 +111,17 @@ def test_a_list_of_pairs_with_a_folded_field(pair):
     assert mean["dice"] == pytest.approx((1 + 5 / 8) / 2) and mean["folding_percent"] == 50
 
 
+def test_a_bad_pair_of_a_list_is_named_and_the_others_are_scored(pair, capsys):
+    files = {"fixed_label": "fixed.nii.gz", "moving_label": "moving.nii.gz", "field": "field.nii.gz"}
+    content = [{"name": "NaN lost", **files, "field": "nowhere.nii.gz"}, {"name": "good", **files}]
+    (pair / "pairs.json").write_text(json.dumps(content))
+    assert run(pair, "--pairs", pair / "pairs.json") == 43
+    assert f"error: NaN lost: {pair / 'nowhere.nii.gz'}: no such file" in capsys.readouterr().err
+    found = json.loads((pair / "out/scores.json").read_text())
+    assert [score["name"] for score in found["pairs"]] == ["good"] and found["mean"]["dice"] == 1
+    assert found["failed"][0]["name"] == "NaN lost" and "Not scored" in (pair / "out/scores.html").read_text()
+
+
 def test_a_label_that_is_nowhere_in_the_moving_image(pair):
     write_volume(pair / "moving.nii.gz", np.where(boxes() == 5, 0, boxes()), OBLIQUE)
     assert run(pair, "--fixed-label", pair / "fixed.nii.gz", "--moving-label", pair / "moving.nii.gz",
@@ -159,7 +170,8 @@ def test_what_does_not_fit_is_one_sentence(pair, monkeypatch, capsys, words, mes
 
 @pytest.mark.parametrize("text, message", [
     ("{", "not valid JSON"), ("[]", "no list of pairs"), ('{"pairs": 3}', "no list of pairs"),
-    ('[{"fixed": "a.nii"}]', "pair 1 has the unknown key fixed")])
+    ('[{"fixed": "a.nii"}]', "pair 1 has the unknown key fixed"),
+    ('[{"fixed_label": ["a.nii", "b.nii"]}]', "pair 1: fixed_label is ['a.nii', 'b.nii'], not a path")])
 def test_bad_lists_are_one_sentence(tmp_path, capsys, text, message):
     (tmp_path / "pairs.json").write_text(text)
     assert run(tmp_path, "--pairs", tmp_path / "pairs.json") == 43

@@ -20,8 +20,10 @@ from Dataloader.synthetic import make_subject
 from Dataloader.volume_io import read_volume, write_volume
 from Diffusion.networks import build_network
 from Diffusion.registration import register
+from Diffusion.results import kept_rows, read_results
 from Runtime import checkpoint
-from Runtime.files import partial_path
+from Runtime import folder as run_folder
+from Runtime.files import partial_path, sha256
 from tests import tiny
 from tests.test_volume_io import OBLIQUE, make_affine
 
@@ -94,7 +96,7 @@ def pair(place):
 
 def test_one_pair(place, pair):
     out = place / "pair"
-    assert {path.name for path in out.iterdir()} == {
+    assert {path.name for path in out.iterdir() if path.name != ".lock"} == {
         "warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
         "picture.png", "points.csv", "results.json", "results.csv", "report.html"}
     means = json.loads(pair.stdout.strip().splitlines()[-1])
@@ -209,13 +211,143 @@ def test_a_list_goes_on_after_a_bad_pair(place):
     before = (place / "list/c_0003_to_a_0001/field.nii.gz").stat().st_mtime_ns
     assert OM_register.main([str(word) for word in words]) == 43, "over what is there"
     assert (place / "list/c_0003_to_a_0001/field.nii.gz").stat().st_mtime_ns > before
-    assert not [path for path in (place / "list").rglob(".*")], "no half-written file is left"
+    assert not list((place / "list").rglob(".*.tmp-*")), "no half-written file is left"
+
+
+def listed(place, folder, *more):
+    """A list of two pairs and more, registered into folder/out: the words of the command."""
+    pairs = [("b_0002", "a_0001"), ("c_0003", "a_0001")]
+    entries = [{"moving": str(image(place, moving)), "fixed": str(image(place, fixed))} for moving, fixed in pairs]
+    (folder / "pairs.json").write_text(json.dumps([*entries, *more]))
+    words = ("--pairs", folder / "pairs.json", "--model", place / "run", "--device", "cpu", "--no-picture", "--inverse",
+             "--out", folder / "out")
+    return [str(word) for word in words]
+
+
+KILLED = """
+import os, signal, sys
+import OM_register
+write_field, written = OM_register.write_field, []
+
+def kill_in_the_second_pair(path, *more):
+    written.append(path.parent)
+    if len(set(written)) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write_field(path, *more)
+
+OM_register.write_field = kill_in_the_second_pair
+OM_register.main(sys.argv[1:])
+"""
+
+
+def test_a_kill_between_two_files_leaves_no_pair_that_looks_whole(place, tmp_path, capsys):
+    words, out = listed(place, tmp_path), tmp_path / "out"
+    assert OM_register.main(words) == 0, "an earlier registration, with other settings"
+    first, second = (row["folder"] for row in json.loads((out / "results.json").read_text())["pairs"])
+    assert (first, second) == ("b_0002_to_a_0001", "c_0003_to_a_0001")
+    words += ["--start", "header"]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, text=True, timeout=200,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny.ROOT)})
+    assert killed.returncode == -9, killed.stderr
+    left = json.loads((out / "results.json").read_text())
+    assert not left["complete"] and [row["folder"] for row in left["pairs"]] == [first]
+    assert {path.name for path in (out / second).iterdir()} == {"warped.nii.gz", "warped_label.nii.gz"}, "no old field"
+    assert not (out / "report.html").exists()
+
+    whole = (out / first / "field.nii.gz").stat().st_mtime_ns
+    capsys.readouterr()
+    assert OM_register.main(words) == 0
+    assert "out: 1 of 2 pairs are whole from a run that was interrupted, and are kept" in capsys.readouterr().err
+    assert (out / first / "field.nii.gz").stat().st_mtime_ns == whole
+    results = json.loads((out / "results.json").read_text())
+    assert results["complete"] and results["mean"]["pairs"] == 2 and (out / "report.html").is_file()
+    for row in results["pairs"]:
+        assert set(row["files"]) == {f"{row['folder']}/{name}.nii.gz" for name in (
+            "warped", "warped_label", "field", "inverse_field", "jacobian")}
+        for name, entry in row["files"].items():
+            assert sha256(out / name) == entry["sha256"] and (out / name).stat().st_size == entry["bytes"]
+
+
+def test_only_what_is_whole_and_was_asked_for_alike_is_kept(place, tmp_path):
+    words, out = listed(place, tmp_path), tmp_path / "out"
+    assert OM_register.main(words) == 0
+    pairs, earlier = OM_register.read_list(tmp_path / "pairs.json"), {**read_results(out), "complete": False}
+    settings, names = earlier["settings"], [pair["name"] for pair in pairs]
+    assert list(kept_rows(earlier, settings, pairs, out)) == names
+    assert kept_rows(read_results(out), settings, pairs, out) == {}, "a run that was complete is done anew"
+    other = json.loads(json.dumps(settings))
+    other["config"]["registration.rounds"] += 1
+    for changed in (other, {**settings, "weights": "of another model"}, {**settings, "start": "header"}, None):
+        assert kept_rows(earlier, changed, pairs, out) == {}
+    moved = [{**pairs[0], "moving": pairs[1]["moving"]}, pairs[1]]
+    assert list(kept_rows(earlier, settings, moved, out)) == names[1:], "another volume of the same name"
+    field = out / names[0] / "field.nii.gz"
+    content = field.read_bytes()
+    for damaged in (content[:-9], content[:-9] + bytes(9), b""):
+        field.write_bytes(damaged)
+        assert list(kept_rows(earlier, settings, pairs, out)) == names[1:]
+    field.unlink()
+    assert list(kept_rows(earlier, settings, pairs, out)) == names[1:]
+
+
+def test_a_folder_in_use_is_refused(place, pair, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    token = run_folder.lock(tmp_path / "out", 60.0)
+    words = [*pair_words(place), "--model", "none", "--affine", "--device", "cpu"]
+    refused(capsys, "out is in use by process .* name another --out", *words, "--out", tmp_path / "out")
+    words = ["--apply", place / "pair/field.nii.gz", "--moving", image(place, "b_0002")]
+    refused(capsys, "out is in use by process .* name another --out", *words, "--out", tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"lock.json", ".lock"}
+    run_folder.unlock(tmp_path / "out", token)
+
+
+def test_a_pair_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(place, tmp_path, capsys):
+    large = np.zeros((400, 400, 400), np.int16)
+    large[:200] = 7
+    write_volume(tmp_path / "large_0007.nii.gz", large, np.eye(4))
+    del large
+    words = listed(place, tmp_path, {"fixed": str(tmp_path / "large_0007.nii.gz"), "name": "large", "moving": str(
+        image(place, "c_0003"))})
+    with tiny.little_memory(150 * 2 ** 20):
+        assert OM_register.main(words) == 43
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert re.search("error: large: .*large_0007.nii.gz and .*c_0003.nii.gz: there is not enough memory", errors[0])
+    assert json.loads((tmp_path / "out/results.json").read_text())["mean"]["pairs"] == 2
+
+
+def test_results_are_a_list_to_be_scored(place, tmp_path, capsys, monkeypatch):
+    """As the README has it, from any folder."""
+    words = listed(place, tmp_path, {"fixed": "nowhere.nii.gz", "moving": "nowhere.nii.gz", "name": "lost"})
+    assert OM_register.main(words) == 43
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    scored = ["--pairs", "out/results.json", "--out", "scores"]
+    assert OM_evaluate.main(scored) == 0
+    assert "lost was not registered and is not scored" in capsys.readouterr().err
+    scores = json.loads((tmp_path / "scores/scores.json").read_text())["pairs"]
+    for ours, theirs in zip(scores, results["pairs"], strict=True):
+        assert ours["name"] == theirs["name"]
+        for key in ("dice_before", "dice", "folding_percent", "sdlogj"):
+            assert ours[key] == pytest.approx(theirs[key], abs=1e-3), key
+    field = tmp_path / "out" / results["pairs"][0]["folder"] / "field.nii.gz"
+    shutil.copy(tmp_path / "out" / results["pairs"][1]["folder"] / "field.nii.gz", field)
+    assert OM_evaluate.main(scored) == 43
+    assert re.search("error: b_0002_to_a_0001: .*field.nii.gz is not the file that was written: register this pair "
+                     "again", capsys.readouterr().err)
+    assert len(json.loads((tmp_path / "scores/scores.json").read_text())["pairs"]) == 1
+    (tmp_path / "out/results.json").write_text(json.dumps({**results, "complete": False}))
+    OM_evaluate.main(scored)
+    assert "the registration has not come to its end" in capsys.readouterr().err
 
 
 def test_labels_of_a_learn2reg_list(place):
     entries = [{"fixed": "imagesTr/a_0001.nii.gz", "moving": "imagesTr/b_0002.nii.gz"}]
     listed = [{"image": "imagesTr/b_0002.nii.gz", "label": "labelsTr/c_0003.nii.gz"}]
     path = place / "learn2reg.json"
+    several = {"image": ["imagesTr/b_0002.nii.gz", "imagesTr/a_0001.nii.gz"], "label": "labelsTr/a_0001.nii.gz"}
+    listed += [several, {"image": "imagesTr/b_0002.nii.gz", "label": ["x"]}, None]  # channels: no volume of a pair
     path.write_text(json.dumps({"registration_val": entries, "registration_test": [entries[0]] * 1, "pairs": [],
                                 "training": listed}))
     pair, = OM_register.read_list(path, "registration_val")
@@ -358,7 +490,7 @@ def test_a_full_disk_is_one_sentence(place, pair, tmp_path, capsys):
     partial_path(tmp_path / "out/points.csv").symlink_to("/dev/full")
     refused(capsys, "No space left on device; results cannot be written", "--apply", place / "pair/field.nii.gz",
             "--points", place / "points.csv", "--out", tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
 def test_learn2reg_names_need_numbers_and_one_grid(place, tmp_path, capsys):
@@ -375,11 +507,12 @@ def test_learn2reg_names_need_numbers_and_one_grid(place, tmp_path, capsys):
     ('[{"fixed": "a.nii"}]', "pair 1 has no fixed or no moving"),
     ('[{"fixed": "a.nii", "moving": "b.nii", "mask": "c.nii"}]', "pair 1 has the unknown key mask"),
     ('[{"fixed": 3, "moving": "b.nii"}]', "pair 1: fixed is 3, not a path"),
+    ('[{"fixed": ["a.nii", "b.nii"], "moving": "b.nii"}]', "pair 1: fixed is .'a.nii', 'b.nii'., not a path"),
     ('[{"fixed": "a.nii", "moving": "b.nii", "name": "../x"}]', "the name ../x"),
     ('[{"fixed": "a.nii", "moving": "b.nii"}, {"fixed": "a.nii", "moving": "b.nii"}]', "two pairs are called b_to_a")])
 def test_bad_lists(place, tmp_path, capsys, content, words):
     (tmp_path / "pairs.json").write_text(content)
-    refused(capsys, f"pairs.json: .*{re.escape(words) if '..' in words else words}", "--pairs",
+    refused(capsys, f"pairs.json: .*{re.escape(words) if '../' in words else words}", "--pairs",
             tmp_path / "pairs.json", "--model", place / "run", "--out", tmp_path / "out", "--device", "cpu")
     refused(capsys, "nowhere.json: no such list", "--pairs", tmp_path / "nowhere.json", "--model", place / "run",
             "--out", tmp_path / "out", "--device", "cpu")
