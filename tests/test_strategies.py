@@ -7,9 +7,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,38 +16,42 @@ import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches
 from Diffusion.sharding import footprint, gather, gather_state
 from Runtime import attempts, checkpoint, launch
-from Runtime.attempts import free_port
 from Scripts.progress import AVERAGES
-from tests.tiny import CONFIG, ROOT, arguments, config, launcher_environment, log_lines, make_data
+from tests import launching, warm
+from tests.tiny import CONFIG, FAST_BF16, QUICK, ROOT, arguments, config, launcher_environment, log_lines, make_data
 
 STRATEGIES = ("ddp", "zero1", "fsdp")
 EXACT = {"ddp", "zero1", "alone"}  # fsdp takes the mean over the ranks after each use of a weight, and rounds each
-TOLERANCE = 1e-4  # of a weight; a step of Adam moves it by up to 1e-3
-SETTINGS = {"data__batchsize": 1, "data__diff_reg_batch_ratio": 1, "run__amp": "off", "run__epochs": 1,
-            "run__checksum_every": 1, "optim__lr": 1e-3, "optim__average": 0.9, "run__val_pairs": 3,
+# Of a weight, which Adam moves by up to 1e-4 in each mode of a step. With steps of 1e-3 rounding grows: Adam divides by
+# the gradients, so that a rounding of 1e-7 became, within twenty steps, 1e-4 of a loss with some kernels (MKL's AVX2).
+TOLERANCE = 1e-5
+SETTINGS = {**QUICK, "data__batchsize": 1, "data__diff_reg_batch_ratio": 1, "run__epochs": 1,
+            "run__checksum_every": 1, "optim__lr": 1e-4, "optim__average": 0.9, "run__val_pairs": 3,
             "run__pause_planned_s": 0}
-STEPS = 20
+STEPS = 12
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Trainings of 20 steps, as a user starts them
+# Trainings of a dozen steps, as a user starts them
 # ---------------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("strategies"))
+    return make_data(tmp_path_factory.mktemp("strategies"), size=8)
 
 
 def train(data, folder, ranks, *more, faults=(), **changes):
     """A training of STEPS steps under the launcher. faults: for tests/faults/inject. Returns what it printed."""
-    changes = {**SETTINGS, "data__repeats": 7, "data__pairs": STEPS * ranks, "run__models": folder / "Models",
-               "run__logs": folder / "Logs", **changes}
     strike = {"FAULTS": json.dumps(faults), "FAULT_DIR": str(folder), "PYTHONPATH": str(ROOT / "tests/faults/inject")}
-    ended = subprocess.run(["bash", str(ROOT / "bash_train_multi_nodes.sh"), *arguments(data, *more, **changes)],
-                           env=launcher_environment(ranks, **(strike if faults else {})), capture_output=True,
-                           text=True, timeout=280)
+    ended = launching.run(["bash", ROOT / "bash_train_multi_nodes.sh", *options(data, folder, ranks, *more, **changes)],
+                          env=launcher_environment(ranks, **(strike if faults else {})), timeout=280)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
+
+
+def options(data, folder, ranks, *more, **changes):
+    return arguments(data, *more, **{**SETTINGS, "data__repeats": 4, "data__pairs": STEPS * ranks,
+                                     "run__models": folder / "Models", "run__logs": folder / "Logs", **changes})
 
 
 def epoch_end(folder, epoch=1):
@@ -61,10 +62,10 @@ def epoch_end(folder, epoch=1):
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """Folders of 20 steps on two ranks."""
+    """Folders of a training on two ranks with each."""
     folders = {strategy: tmp_path_factory.mktemp(strategy) for strategy in STRATEGIES}
     for strategy, folder in folders.items():
-        (folder / "printed").write_text(train(data, folder, 2, run__strategy=strategy))
+        warm.train(2, folder / "printed", options(data, folder, 2, run__strategy=strategy))
     return folders
 
 
@@ -77,9 +78,7 @@ def test_all_strategies_have_the_same_losses(trained):
     worst = max(abs(one["terms"][name] - other["terms"][name])
                 for one, other in zip(lines["fsdp"], lines["ddp"]) for name in AVERAGES)
     print(f"fsdp and ddp: largest difference of a loss term in {STEPS} steps {worst:.1e}")
-    assert worst < 1e-4
-    first, last = lines["ddp"][0]["terms"], lines["ddp"][-1]["terms"]
-    assert abs(first["dist"] - last["dist"]) > 0.01, "something was learned that could have differed"
+    assert worst < 1e-5, "without any learning they are 1e-3 away after two steps, 1e-2 after four"
 
 
 def test_the_weights_at_the_end_are_the_same_too(trained):
@@ -90,15 +89,17 @@ def test_the_weights_at_the_end_are_the_same_too(trained):
     assert checkpoint.weights_sha256(states["ddp"]["average"]) != sums["ddp"]
     for strategy, folder in trained.items():
         assert re.search(r"weights ([0-9a-f]{64})", (folder / "printed").read_text())[1] == sums[strategy]
-    for name, tensor in states["ddp"]["model"].items():
-        assert torch.allclose(states["fsdp"]["model"][name], tensor, rtol=0, atol=TOLERANCE), name
-        assert torch.allclose(states["fsdp"]["average"][name], states["ddp"]["average"][name], rtol=0, atol=TOLERANCE)
+    for kind in ("model", "average"):
+        for name, tensor in states["ddp"][kind].items():
+            assert torch.allclose(states["fsdp"][kind][name], tensor, rtol=0, atol=TOLERANCE), (kind, name)
+    moved = flat(states["ddp"]["model"]) - flat(om.build_network(config(**QUICK)).state_dict())
+    assert moved.abs().max() > 100 * TOLERANCE, "something was learned that could have differed"
 
 
 def test_each_rank_holds_its_part_of_the_optimizer_only(trained):
     held = {strategy: [log_lines(folder, "memory", rank)[-1] for rank in range(2)]
             for strategy, folder in trained.items()}
-    parameters = sum(tensor.numel() for tensor in om.build_network(config()).parameters())
+    parameters = sum(tensor.numel() for tensor in om.build_network(config(**QUICK)).parameters())
     for strategy, lines in held.items():
         assert [(line["strategy"], line["world"], line["steps"], line["samples"]) for line in lines] == [
             (strategy, 2, STEPS, 2 * STEPS)] * 2
@@ -122,7 +123,7 @@ def test_validation_of_three_pairs_on_two_ranks_is_the_same(trained):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_planned_restarts_give_the_same_bits(data, tmp_path, trained, strategy):
-    printed = train(data, tmp_path, 2, "--max-steps-before-restart", "7", run__strategy=strategy)
+    printed = train(data, tmp_path, 2, "--max-steps-before-restart", "5", run__strategy=strategy)
     assert "done after 3 rounds" in printed
     one, other = epoch_end(tmp_path), epoch_end(trained[strategy])
     for kind in ("model", "average"):
@@ -211,7 +212,7 @@ def same_state(weights, adam, saved):
             and all(torch.equal(found[key][name], wanted[key][name]) for key in wanted for name in wanted[key]))
 
 
-def main(data, folder, **changes):
+def main(data, folder, changes):
     """One of several ranks: each strategy takes a step, saves and takes another, which all repeat from its file."""
     ranks = launch.environment()
     launch.meet(ranks, 60)
@@ -267,16 +268,8 @@ def main(data, folder, **changes):
 
 def run_main(data, folder, ranks, changes):
     """What rank 0 saw, and the folder with each strategy's run."""
-    words = [sys.executable, "-m", "tests.test_strategies", str(data), str(folder), json.dumps(changes)]
-    shared = {**launcher_environment(ranks), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": str(free_port())}
-    started = [subprocess.Popen(words, cwd=ROOT, env={**shared, "RANK": str(rank)}, stdout=subprocess.DEVNULL)
-               for rank in range(ranks)]
-    try:
-        assert [process.wait(250) for process in started] == [0] * ranks
-    finally:
-        for process in started:
-            process.kill()
+    with warm.ranks(ranks, folder / "log", (data, folder, changes), target=main) as processes:
+        assert warm.codes(processes, 250) == [0] * ranks, (folder / "log").read_text()
     return json.loads((folder / "seen.json").read_text()), folder
 
 
@@ -339,14 +332,11 @@ def test_so_does_every_network(data, tmp_path, monkeypatch, ranks, changes):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not FAST_BF16, reason="bfloat16 is emulated here")
 @pytest.mark.parametrize("detach", ["true", "false"])
 def test_bfloat16_with_passes_that_have_no_gradient(data, tmp_path, detach):
     """Autocast keeps casts of weights between passes: with fsdp their gradients came too late, into the next mode."""
     changes = {"run__amp": "bf16", "model__detach_recovery": detach}
     seen, folder = run_main(data, tmp_path, 2, changes)
     # Adam makes a full step of a gradient that is mere rounding. With gradients lost, all of it differed (1.2).
-    check(seen, folder, data, 2, tolerance=3e-3, **changes)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))
+    check(seen, folder, data, 2, tolerance=3e-4, **changes)

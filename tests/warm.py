@@ -12,7 +12,10 @@ import signal
 import sys
 import time
 
-import torch._dynamo  # noqa: F401  an optimizer's first step would import it
+import torch._dynamo  # an optimizer's first step would import it, and fsdp the others
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
+import torch.distributed.tensor  # noqa: F401
 
 import OM_train_3modes as om
 from Runtime.attempts import free_port
