@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -13,17 +12,17 @@ import pytest
 from Runtime.config import save_config
 from Runtime.errors import InputError
 from Scripts.scaling import WARM_UP, compare, duration, measurements, report, scaling_figure
-from tests.faults.common import launch, new_folder, run_of, wait
+from tests import launching, warm
+from tests.faults.common import new_folder, run_of
 from tests.test_figures import pixels
-from tests.tiny import ROOT, config, log_lines
+from tests.tiny import QUICK, ROOT, arguments, config, log_lines
 
 START = 1_000_000.0
 LEAD = [{"start": 5.0, "epoch": 1.0, "forward": 30.0}, {"forward": 7.0}, {"forward": 6.0}]  # compiles
 
 
 def command(*words):
-    return subprocess.run([sys.executable, "-m", "Runtime.report", "scaling", *map(str, words)], cwd=ROOT, text=True,
-                          capture_output=True, timeout=100)
+    return launching.run([sys.executable, "-m", "Runtime.report", "scaling", *words], cwd=ROOT, timeout=100)
 
 
 class Log:
@@ -243,9 +242,10 @@ def folders(tmp_path_factory):
     """Two epochs of six steps with four samples each, by one rank and by two."""
     parent = tmp_path_factory.mktemp("scaling")
     made = [new_folder(parent, str(ranks)) for ranks in (1, 2)]
-    processes = [launch(folder, ranks, run__checkpoint_steps=0, run__epochs=2, data__repeats=4)
-                 for ranks, folder in enumerate(made, 1)]
-    assert [wait(process, 120) for process in processes] == [0, 0]
+    for ranks, folder in enumerate(made, 1):
+        words = arguments(folder, **QUICK, data__batchsize=1, data__global_batchsize=4, data__repeats=4,
+                          run__checkpoint_steps=0)
+        warm.train(ranks, folder / "log", words)
     return made
 
 
