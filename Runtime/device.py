@@ -1,6 +1,7 @@
 """Devices by one set of names: CPU, CUDA (also ROCm), XPU; and how ranks on them talk to each other."""
 import contextlib
 import importlib
+import socket
 import sys
 
 import torch
@@ -15,8 +16,9 @@ UNFIT = ("mps",)
 def pick_device(name, local_rank=0):
     """The device for run.device: "auto" takes the accelerator torch sees, else the CPU.
 
-    With several devices on a node, local_rank chooses. The GPU of a Mac (mps) is left alone, and that is said. Raises
-    InputError if the named one is not there.
+    With several devices on a node, local_rank chooses; one that is seen alone is taken for bound to this rank. The GPU
+    of a Mac (mps) is left alone, and that is said. Raises InputError if the named one is not there, or if this rank
+    would have to share one with another.
     """
     if name in ("auto", "xpu") and not dist.is_backend_available("xccl"):
         # Older Intel stacks have torch.xpu and the backend ccl from packages that register themselves, in this order.
@@ -36,7 +38,13 @@ def pick_device(name, local_rank=0):
         seen = found.type if found else "none"
         raise InputError(f"run.device: {name} is asked for, but torch {torch.__version__} sees no such device (it "
                          f"sees: {seen}); install the matching torch build or set run.device to auto.")
-    return torch.device(found.type, local_rank % torch.accelerator.device_count())
+    count = torch.accelerator.device_count()
+    if 1 < count <= local_rank and found.type != "cpu":
+        shared = local_rank % count
+        raise InputError(f"local rank {local_rank} of {socket.gethostname()} would share {found.type}:{shared} with "
+                         f"local rank {shared}, since torch sees {count} devices: start {count} ranks on a node "
+                         f"(--ntasks-per-node={count}, or RANKS={count}).")
+    return torch.device(found.type, local_rank % count)
 
 
 def backend(device):

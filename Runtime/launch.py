@@ -8,9 +8,11 @@ import datetime
 import gc
 import json
 import os
+import socket
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from Runtime import attempts, watchdog
@@ -21,6 +23,8 @@ from Runtime.shares import fix_step
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world": ("WORLD_SIZE", "SLURM_NTASKS")}
+HEAR_S = 10.0  # after rank 0 has found who is there, until all have heard it
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 LAST_WORDS_S = 10.0  # rank 0 judges the attempt when all have said theirs, or after this
 
 
@@ -54,7 +58,11 @@ def debug():
 
 
 def meet(ranks, seconds):
-    """Find each other at MASTER_ADDR:MASTER_PORT. Raises RuntimeError naming the ranks that did not come."""
+    """Find each other at MASTER_ADDR:MASTER_PORT. Raises RuntimeError naming the ranks that did not come.
+
+    Only rank 0 looks who is there, in one request for all; the others wait for its answer. So hundreds of ranks ask the
+    store for little more than a few do each.
+    """
     if ranks["world"] == 1:
         return
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
@@ -67,18 +75,45 @@ def meet(ranks, seconds):
         store = dist.TCPStore(address, int(port), ranks["world"], serves, wait_for_workers=False,
                               timeout=datetime.timedelta(seconds=seconds))
         store = dist.PrefixStore(f"launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        # Rank 0, which serves the store, may leave soon after: only when nobody asks for the others any more.
-        for word, waits in (("here", True), ("met", ranks["rank"] == 0)):
-            store.set(f"{word}/{ranks['rank']}", "1")
-            missing = list(range(ranks["world"])) if waits else []
-            while missing := [rank for rank in missing if not store.check([f"{word}/{rank}"])]:
-                if time.time() > ends:
-                    raise RuntimeError(f"rank {', '.join(map(str, missing))} of {ranks['world']} did not arrive within "
-                                       f"{seconds:.0f} s")
-                time.sleep(0.05)
+        store.set(f"here/{ranks['rank']}", "1")
+        missing = roll_call(store, ranks, ends) if ranks["rank"] == 0 else hear(store, ranks, ends)
     except dist.DistError as error:  # never there, or gone because it waited in vain for another
         raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
+    if missing:
+        raise RuntimeError(f"rank {missing} of {ranks['world']} did not arrive within {seconds:.0f} s")
     ranks["store"] = store
+
+
+def roll_call(store, ranks, ends):
+    """Rank 0: who has not come until then, as "3, 5" or "", which the others hear too.
+
+    Rank 0, which serves the store, may leave soon after: not before all that are here have heard it.
+    """
+    every = [f"here/{rank}" for rank in range(ranks["world"])]
+    while not (complete := store.check(every)) and time.time() < ends:
+        time.sleep(0.05)
+    missing = [] if complete else [rank for rank, key in enumerate(every) if not store.check([key])]
+    answer = ", ".join(map(str, missing))
+    store.set("missing", answer)
+    heard = [f"heard/{rank}" for rank in range(1, ranks["world"]) if rank not in missing]
+    patience = time.time() + HEAR_S
+    while heard and not store.check(heard) and time.time() < patience:
+        time.sleep(0.05)
+    return answer
+
+
+def hear(store, ranks, ends):
+    """Another rank: what rank 0 has found. Where rank 0 itself has not come, nobody answers."""
+    patience = datetime.timedelta(seconds=max(ends - time.time(), 0) + HEAR_S)
+    try:
+        store.wait(["missing"], patience)
+    except dist.DistStoreError:
+        if store.check(["here/0"]):
+            raise
+        return "0"
+    missing = store.get("missing").decode()
+    store.set(f"heard/{ranks['rank']}", "")
+    return missing
 
 
 def tell(ranks, key, value=None):
@@ -143,12 +178,48 @@ def join(ranks, device, cfg):
     patience = datetime.timedelta(seconds=cfg["run.backend_timeout_s"])
     if ranks["world"] == 1:
         return
+    if ranks["generation"] == 0:
+        refuse_shared_devices(ranks, device)
     # A fresh rendezvous each time: keys that an old generation left in the store would be taken for its own.
     store = dist.PrefixStore(f"generation{ranks['generation']}", ranks["store"])
     dist.init_process_group(backend(device), store=store, rank=ranks["rank"], world_size=ranks["world"],
                             timeout=patience)
     timeout = datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"])
     ranks["cpu"] = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def refuse_shared_devices(ranks, device):
+    """Two ranks on one device are a mistake, which the backend would answer by an error of its own. A CPU is shared.
+
+    Raises InputError on every rank, naming the first two and their device.
+    """
+    if device.type == "cpu":
+        return
+    store, every = ranks["store"], [f"device/{rank}" for rank in range(ranks["world"])]
+    store.set(every[ranks["rank"]], json.dumps(identity(device)))
+    if ranks["rank"] == 0:
+        store.set("shared device", shared_device([json.loads(found) for found in store.multi_get(every)]))
+    if sentence := store.get("shared device").decode():
+        raise InputError(sentence)
+
+
+def identity(device):
+    """What tells a device from all others: [node, name for a person, number, unique name, what is visible here]."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    visible = [os.environ.get(name, "") for name in VISIBLE]  # parts of a device may have its unique name
+    return [node, f"{device} ({properties.name})", device.index, str(getattr(properties, "uuid", "")), visible]
+
+
+def shared_device(identities):
+    """The sentence that refuses two ranks with the same device, or "". identities: of `identity`, by rank."""
+    first = {}
+    for rank, (node, name, index, unique, visible) in enumerate(identities):
+        other = first.setdefault(json.dumps([node, index, unique, visible]), rank)
+        if other != rank:
+            return (f"ranks {other} and {rank} share {name} of {node}: start one rank for each device "
+                    "(--ntasks-per-node, RANKS), or bind one to each (--gpus-per-task=1).")
+    return ""
 
 
 def leave(ranks):

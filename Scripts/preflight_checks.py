@@ -27,7 +27,7 @@ from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
 from Diffusion.networks import build_network, network_class
 from Runtime import launch, memory
-from Runtime.device import autocast, backend, pick_device, prepare_device, synchronize
+from Runtime.device import autocast, backend, pick_device, precision, prepare_device, synchronize
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 from Runtime.provenance import SETTINGS, git
@@ -38,9 +38,8 @@ GIB = 2 ** 30
 ROOT = Path(__file__).resolve().parent.parent
 KEPT_COUNTS = 20  # of activations, by config and code
 OPEN_FILES = 4096  # sockets of all ranks, shared-memory files of all loader workers
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 # These name a node's or a rank's own devices, network cards and caches, and may differ.
-OWN = (*VISIBLE, "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR")
+OWN = (*launch.VISIBLE, "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR")
 OWN_ENDINGS = ("_IFNAME", "_HCA", "_NIC")
 GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 TINY = {"model.channels": [8, 8, 16], "model.attention_width": 16, "model.attention_heads": 2,
@@ -117,8 +116,8 @@ def check_device(context, at):
         return failed(f"{asked}, but torch {torch.__version__} sees no device", f"{what}, or set run.device=cpu",
                       devices=0)
     at("asking the device for its properties")
-    device = pick_device(name, context["local_rank"])
-    visible = [f"{key}={variables[key]}" for key in VISIBLE if variables.get(key)]
+    device = pick_device(name, context["local_rank"] % count)  # too many tasks are named below
+    visible = [f"{key}={variables[key]}" for key in launch.VISIBLE if variables.get(key)]
     facts, kind = {"devices": count, "own": visible}, device.type
     if device.type != "cpu":
         properties = torch.get_device_module(device).get_device_properties(device)
@@ -247,7 +246,8 @@ def counted_activations(context, at):
     cfg, path, known = context["cfg"], Path(context["cfg"]["run.logs"]) / "preflight_activations.json", {}
     sources = [*(ROOT / "Diffusion").glob("*.py"), *(ROOT / name for name in (
         "OM_train_3modes.py", "Scripts/dry_run.py", "Scripts/memory_estimate.py"))]
-    what = [cfg, str(torch.__version__), sharing_ranks(context), [sha256(source) for source in sorted(sources)]]
+    amp = precision(cfg["run.amp"], torch.device("cpu"))
+    what = [cfg, amp, str(torch.__version__), sharing_ranks(context), [sha256(source) for source in sorted(sources)]]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(path.read_text())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from Diffusion.gradients import new_gradients
 from Runtime.device import autocast, backend, computes_bf16, pick_device, precision
 from Runtime.errors import InputError
+from Runtime.launch import shared_device
 from tests.tiny import ROOT
 
 XPU = torch.device("xpu", 0)
@@ -23,6 +24,7 @@ ASK = """
 import torch
 from Runtime.device import backend, pick_device
 from Runtime.errors import InputError
+from Runtime.launch import shared_device
 try:
     pick_device(NAME)
 except InputError as error:
@@ -80,6 +82,35 @@ def test_on_a_mac_auto_takes_the_cpu_and_says_so(monkeypatch, capsys):
 
 def test_each_device_has_its_backend():
     assert backend(torch.device("cpu")) == "gloo" and backend(torch.device("cuda", 1)) == "nccl"
+
+
+def test_intel_gpus_take_xccl_before_ccl(monkeypatch):
+    """Which backends a build of torch has is all that is pretended."""
+    there = {"xccl", "ccl"}
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name in there)
+    assert backend(XPU) == "xccl"
+    there.remove("xccl")
+    assert backend(XPU) == "ccl"
+
+
+def test_ranks_of_a_node_with_several_devices_have_one_each(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    assert [pick_device("auto", rank).index for rank in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(InputError, match="local rank 5 of .* would share cuda:1 with local rank 1, .* 4 devices"):
+        pick_device("cuda", 5)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert pick_device("auto", 3).index == 0, "bound to it by the launcher; two that are not find each other in a group"
+
+
+def test_two_ranks_on_one_device_are_named():
+    def rank(node="n1", index=0, unique="a", visible="0"):
+        return [node, f"cuda:{index} (GPU)", index, unique, [visible]]
+    assert shared_device([rank(), rank("n2"), rank(index=1, unique="b"), rank(unique="c", visible="1")]) == ""
+    assert shared_device([rank(visible="MIG-1"), rank(visible="MIG-2")]) == "", "parts of one device"
+    assert shared_device([rank(), rank("n2"), rank()]) == (
+        "ranks 0 and 2 share cuda:0 (GPU) of n1: start one rank for each device (--ntasks-per-node, RANKS), or bind "
+        "one to each (--gpus-per-task=1).")
 
 
 @pytest.mark.skipif(dist.is_backend_available("xccl"), reason="this torch has xccl")

@@ -1,4 +1,6 @@
 """What differs on an accelerator; skipped where there is none."""
+import subprocess
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from Diffusion.fields import self_compose, warp
 from Diffusion.losses import mslncc
 from Runtime import checkpoint
 from Runtime.memory import WINDOW, find_leak, measure
-from tests.tiny import arguments, make_data
+from tests.tiny import ROOT, arguments, launcher_environment, make_data
 
 device = torch.accelerator.current_accelerator(check_available=True)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device is None, reason="this machine has no accelerator")]
@@ -32,6 +34,15 @@ def test_a_checkpoint_written_on_the_accelerator_continues_on_the_cpu(tmp_path):
     run = tmp_path / "Models/demo_om_net"
     state = checkpoint.load(run / checkpoint.newest(run))
     assert state["step"] == 12 and all(tensor.device.type == "cpu" for tensor in state["model"].values())
+
+
+def test_two_ranks_on_one_device_are_refused_in_one_sentence(tmp_path):
+    make_data(tmp_path)
+    ranks = torch.accelerator.device_count() + 1
+    command = ["bash", str(ROOT / "bash_train_multi_nodes.sh"), *arguments(tmp_path, run__device="auto")]
+    ended = subprocess.run(command, env=launcher_environment(ranks), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 43 and "Traceback" not in ended.stdout, ended.stdout
+    assert f" share {device.type}:0 " in ended.stdout and "start" in ended.stdout
 
 
 def test_tensors_kept_on_the_accelerator_are_found_as_a_leak_of_the_graph():

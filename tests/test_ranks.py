@@ -3,12 +3,15 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import OM_train_3modes as om
 from Runtime import attempts, checkpoint, launch
+from Runtime.attempts import free_port
 from Scripts.progress import AVERAGES
 from tests import launching, warm
 from tests.tiny import QUICK, ROOT, arguments, config, launcher_environment, log_lines, make_data
@@ -110,24 +113,76 @@ def test_a_global_batch_that_the_ranks_cannot_share_stops_the_launcher(data, tmp
     assert "Traceback" not in ended.stdout
 
 
-def meet(asked):
-    """What three ranks do: rank 1 asks who is there, and again when all the others may be gone."""
-    ranks, nap = launch.environment(), time.sleep
+def meet():
+    """What three ranks do: rank 1 hears the answer when all the others may be gone."""
+    class Slow(dist.PrefixStore):
+        def get(self, key):
+            time.sleep(2.0)
+            return super().get(key)
 
-    def nap_long(seconds):
-        asked.touch()
-        nap(2.0)
-
+    ranks = launch.environment()
     if ranks["rank"] == 1:
-        time.sleep = nap_long
-    while ranks["rank"] == 2 and not asked.exists():
-        nap(0.05)
+        dist.PrefixStore = Slow
     launch.meet(ranks, 60)
 
 
-def test_rank_0_leaves_a_meeting_only_when_nobody_asks_for_the_others_any_more(tmp_path):
-    with warm.ranks(3, tmp_path / "log", [tmp_path / "asked"], target=meet) as ranks:
+def test_rank_0_leaves_a_meeting_only_when_all_have_heard_its_answer(tmp_path):
+    with warm.ranks(3, tmp_path / "log", [], target=meet) as ranks:
         assert warm.codes(ranks, 90) == [0, 0, 0], (tmp_path / "log").read_text()
+
+
+class CountingStore(dist.PrefixStore):
+    """A real client that writes down what it asks."""
+    asked = []
+
+    def check(self, keys):
+        self.asked.append("check")
+        return super().check(keys)
+
+    def set(self, *pair):
+        self.asked.append("set")
+        return super().set(*pair)
+
+    def get(self, key):
+        self.asked.append("get")
+        return super().get(key)
+
+    def wait(self, *what):
+        self.asked.append("wait")
+        return super().wait(*what)
+
+
+def meet_all(ranks, world, seconds):
+    """launch.meet of some ranks, each with a client of its own, in threads. Returns their errors."""
+    def one(rank):
+        try:
+            launch.meet({"rank": rank, "world": world}, seconds)
+        except RuntimeError as error:
+            return str(error)
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, ranks))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(dist, "PrefixStore", CountingStore)
+    monkeypatch.setattr(CountingStore, "asked", [])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    return CountingStore.asked
+
+
+def test_a_meeting_asks_the_store_a_few_times_for_each_rank(counted):
+    world, began = 48, time.time()
+    assert meet_all(range(world), world, 60) == [None] * world
+    looks = 2 * (time.time() - began) / 0.05  # of rank 0, in each of its two waits
+    assert counted.count("check") <= looks + 4
+    assert [counted.count(what) for what in ("set", "wait", "get")] == [2 * world, world - 1, world - 1]
+
+
+def test_a_meeting_names_who_did_not_come_to_all_who_did(counted):
+    said = meet_all([0, 1, 2, 4, 6], 7, 2)
+    assert said == ["rank 3, 5 of 7 did not arrive within 2 s"] * 5
 
 
 def test_torchrun_starts_ranks_too(data, tmp_path, together):
