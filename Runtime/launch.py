@@ -180,9 +180,13 @@ def join(ranks, device, cfg):
         return
     if ranks["generation"] == 0:
         refuse_shared_devices(ranks, device)
+    kind = backend(device)
+    if kind == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        # DETAIL wraps each group, and DDP of torch 2.13 takes the wrapper for gloo itself: a segmentation fault.
+        dist.set_debug_level(dist.DebugLevel.INFO)
     # A fresh rendezvous each time: keys that an old generation left in the store would be taken for its own.
     store = dist.PrefixStore(f"generation{ranks['generation']}", ranks["store"])
-    dist.init_process_group(backend(device), store=store, rank=ranks["rank"], world_size=ranks["world"],
+    dist.init_process_group(kind, store=store, rank=ranks["rank"], world_size=ranks["world"],
                             timeout=patience)
     timeout = datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"])
     ranks["cpu"] = dist.new_group(backend="gloo", timeout=timeout)

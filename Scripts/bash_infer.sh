@@ -7,14 +7,17 @@
 #SBATCH --time=04:00:00
 #SBATCH --output=Logs/infer_%j.out
 #
-# What comes after the training, as a job: one process on one device.
+# What comes before and after the training, as a job: one process, on one device where the task has a use for it.
 #
-#   sbatch Scripts/bash_infer.sh register --pairs pairs.json --model Models/all_om_net --refine 50 --out Results/run
-#   bash Scripts/bash_infer.sh augment --data Data/all --model Models/all_om_net --device auto --out Results/augmented
-#   bash Scripts/bash_infer.sh evaluate --pairs scored.json --out Results/scores
+#   sbatch Scripts/bash_infer.sh register --pairs pairs.json --model Models/all_om_net --refine --out Results/run
+#   sbatch Scripts/bash_infer.sh augment --data Data/all --model Models/all_om_net --out Results/augmented
+#   sbatch --gres=none Scripts/bash_infer.sh prepare --config Config/config_om.yaml --set data.root=/data/brains
+#   sbatch --gres=none Scripts/bash_infer.sh evaluate --pairs scored.json --out Results/scores
 #
-# What follows the task goes to OM_register.py, OM_augment.py or OM_evaluate.py (each with --help). Without a device:
-# sbatch --gres=none. The folder Logs has to be there when a job is submitted, for Slurm writes its output into it.
+# What follows the task goes to OM_prepare.py, OM_register.py, OM_augment.py or OM_evaluate.py (each with --help). In a
+# job that holds a device, augment with a network takes it (--device auto); prepare, evaluate and augment without a
+# network have no use for one: --gres=none, and more --cpus-per-task. The folder Logs has to be there when a job is
+# submitted, for Slurm writes its output into it.
 #
 # CLUSTER=name    settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if there is such
 #                 a file, else local)
@@ -33,11 +36,21 @@ stop() { echo "error: $1" >&2; exit 43; }
 
 task=${1:-}
 case $task in
-    register | augment | evaluate) program=$root/OM_$task.py ;;
-    "") stop "name a task: register, augment or evaluate, then its options; see the head of Scripts/bash_infer.sh." ;;
-    *) stop "$task is no task: it is register, augment or evaluate; see the head of Scripts/bash_infer.sh." ;;
+    prepare | register | augment | evaluate) program=$root/OM_$task.py ;;
+    "") stop "name a task: prepare, register, augment or evaluate, then its options; see Scripts/bash_infer.sh." ;;
+    *) stop "$task is no task: it is prepare, register, augment or evaluate; see the head of Scripts/bash_infer.sh." ;;
 esac
 shift
+
+has() { [[ " ${*:2} " == *" $1 "* || " ${*:2}" == *" $1="* ]]; }  # option, words: given, in either form
+
+if [[ -n ${SLURM_JOB_GPUS:-} || ${SLURM_GPUS_ON_NODE:-0} != 0 ]]; then
+    if [[ $task == prepare || $task == evaluate || "$task $* " =~ ^augment.*" --model"[\ =]"none " ]]; then
+        echo "$task has no use for the device that this job holds: submit it with --gres=none" >&2
+    elif [[ $task == augment ]] && ! has --device "$@"; then
+        set -- "$@" --device auto
+    fi
+fi
 
 # shellcheck source=/dev/null
 source "$root/Scripts/site.sh"

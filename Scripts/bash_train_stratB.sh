@@ -36,7 +36,7 @@ folder=$(realpath -m "${STRATB:-Logs/stratB}")
 [[ -f $folder/data/dataset.json ]] || "$PYTHON" -m Dataloader.synthetic --out "$folder/data" --count 4 \
     --size "${SIDE:-128}" || exit 43
 # So many repeats that no epoch ends: nothing is validated and nothing written.
-training=("$PYTHON" OM_train_3modes.py --config Config/config_om.yaml
+training=("$PYTHON" OM_train_3modes.py --config Config/config_om.yaml "${SITE_OPTIONS[@]}"
     --fresh --max-seconds-before-restart "${SECONDS_LONG:-7200}"
     --set data.root="$folder/data" --set data.cache= --set data.train_ids=0-3 --set data.val_ids=
     --set data.expect_samples=0 --set data.pairs=0 --set data.in_memory=true --set data.repeats=100000

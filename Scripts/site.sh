@@ -4,8 +4,9 @@
 #                 a file, else local)
 # PYTHON=path     the interpreter (default: .venv/bin/python, else python3)
 #
-# Afterwards every variable of the site's file is exported, PYTHON is the interpreter, and OMP_NUM_THREADS the cores.
-# shellcheck shell=bash disable=SC2154  # root is the caller's
+# Afterwards every variable of the site's file is exported, PYTHON is the interpreter, OMP_NUM_THREADS the cores, and the
+# array SITE_OPTIONS what a training is told at this site, before the options of the command line.
+# shellcheck shell=bash disable=SC2154,SC2034  # root is the caller's, and so is the use of SITE_OPTIONS
 stop() { echo "error: $1" >&2; exit 43; }
 count_ranks() {  # RANKS: by default one for each device that torch sees, on a CPU one; they share the cores
     RANKS=${RANKS:-$("$PYTHON" -c "import torch; print(max(torch.accelerator.device_count(), 1))")}
@@ -21,6 +22,7 @@ if [[ ! -f $root/Config/cluster/$CLUSTER.env ]]; then
     stop "CLUSTER=$CLUSTER: there is no Config/cluster/$CLUSTER.env; known are ${known//$'\n'/, }."
 fi
 export CLUSTER NODE_COUNT=1
+SITE_OPTIONS=()
 set -a  # every variable of the site's file is exported
 here=$PWD
 cd "$root" || exit 43  # the files name others by their place in the repository
@@ -37,4 +39,4 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 cores=${SLURM_CPUS_PER_TASK:-$(nproc)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
-unset RANK LOCAL_RANK WORLD_SIZE SITE_OPTIONS
+unset RANK LOCAL_RANK WORLD_SIZE

@@ -1,7 +1,9 @@
 """The sites' settings, as bash gives them to a rank; what the launcher prints of them and what a run keeps."""
 import json
 import os
+import resource
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +15,13 @@ BEFORE = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_NET_
 SOURCE = 'set -ua; source "Config/cluster/$SITE.env"; set +a; env -0'
 
 
-def settings(site, nodes, job, **more):
-    """Environment of a shell after it has read a site's file."""
+def settings(site, nodes, job, says="", **more):
+    """Environment of a shell after it has read a site's file, saying nothing else on standard error."""
     environment = {"PATH": os.environ["PATH"], "SITE": site, "NODE_COUNT": str(nodes), **BEFORE, **more}
     if job:
         environment["SLURM_JOB_ID"] = job
     done = subprocess.run(["bash", "-c", SOURCE], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.returncode == 0 and (says in done.stderr if says else not done.stderr), done.stderr
     return dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
 
 
@@ -49,6 +51,51 @@ def test_lumi_keeps_its_kernel_database_on_the_node():
     assert settings("lumi", 8, job, PREFLIGHT_SECONDS="90")["PREFLIGHT_SECONDS"] == "90", "the user's own counts"
 
 
+CACHES = {"lumi": ("MIOPEN_USER_DB_PATH", "miopen_cache"), "dawn": ("SYCL_CACHE_DIR", "sycl_cache"),
+          "gilbreth": ("CUDA_CACHE_PATH", "cuda_cache")}
+
+
+@pytest.mark.parametrize("site", CACHES)
+def test_kernels_are_kept_where_nobody_else_can_put_his_own(site):
+    job, (name, stem) = f"test-{os.getpid()}-{site}", CACHES[site]
+    usual = Path(f"/tmp/{stem}_{job}")
+    usual.mkdir(mode=0o755)  # by an earlier start of the same job
+    try:
+        assert settings(site, 2, job)[name] == str(usual) and usual.stat().st_mode & 0o777 == 0o700
+        usual.rmdir()
+        elsewhere = usual.with_name(f"{usual.name}-elsewhere")
+        elsewhere.mkdir()
+        usual.symlink_to(elsewhere)
+        avoided = settings(site, 2, job, says="belongs to somebody else: a new folder beside it is used")[name]
+        assert avoided.startswith(f"{usual}.") and Path(avoided).stat().st_mode & 0o777 == 0o700
+        usual.unlink()
+        elsewhere.rmdir()
+        Path(avoided).rmdir()
+        if os.geteuid() == 0:  # who alone can give a folder to somebody else
+            usual.mkdir()
+            os.chown(usual, 12345, 12345)
+            avoided = settings(site, 2, job, says="belongs to somebody else")[name]
+            assert avoided.startswith(f"{usual}.")
+            Path(avoided).rmdir()
+    finally:
+        for path in Path("/tmp").glob(f"{usual.name}*"):
+            path.unlink() if path.is_symlink() else path.rmdir()
+
+
+def test_options_of_the_site_reach_the_scripts_too(tmp_path):
+    """A stand-in for Python writes down its words; the leak test is the one script that trains without the launcher."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\necho \"$@\" >> {tmp_path}/words\n[[ $1 == -c ]] && echo 1\nexit 0\n")
+    python.chmod(0o755)
+    environment = launcher_environment(1, CLUSTER="lumi", PYTHON=str(python), STRATB=str(tmp_path / "out"))
+    (tmp_path / "out/Models/run").mkdir(parents=True)
+    subprocess.run(["bash", str(ROOT / "Scripts/bash_train_stratB.sh"), "--set", "run.deadline_first_s=9"],
+                   env=environment, capture_output=True, timeout=60)
+    training = next(line for line in (tmp_path / "words").read_text().splitlines() if "OM_train_3modes.py" in line)
+    site, own = training.index("run.deadline_first_s=2700"), training.index("run.deadline_first_s=9")
+    assert site < own, "what the user says comes later and counts"
+
+
 @pytest.mark.parametrize("site", ["gilbreth", "torch-hpc"])
 def test_nccl_on_one_node_and_on_several(site):
     one, several = settings(site, 1, ""), settings(site, 2, "")
@@ -76,6 +123,19 @@ def test_the_launcher_prints_the_settings_and_the_run_keeps_them(tmp_path):
     kept = json.loads(next(tmp_path.glob("Models/*/launches/0000/launch.json")).read_text())["settings"]
     for name, value in {"NCCL_NET_DISABLE": "1", "NCCL_DEBUG": "WARN", "CLUSTER": "gilbreth"}.items():
         assert f"  {name}={value}\n" in done.stdout and kept[name] == value
+
+
+@pytest.mark.parametrize("hard", [3000, None])
+def test_the_launcher_raises_the_number_of_open_files(tmp_path, hard):
+    """A stand-in for Python says what it is given, and that it refuses the rest."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\necho \"open files: $(ulimit -n), core files: $(ulimit -c)\"\nexit 43\n")
+    python.chmod(0o755)
+    hard = hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    words = ["bash", "-c", f'ulimit -Sn 500; ulimit -Hn {hard}; exec bash "$0"', ROOT / "bash_train_multi_nodes.sh"]
+    done = subprocess.run(words, env=launcher_environment(1, PYTHON=str(python)), capture_output=True, text=True,
+                          timeout=60)
+    assert f"open files: {min(hard, 65536)}, core files: 0" in done.stdout and done.returncode == 43, done.stdout
 
 
 def test_an_unknown_site_is_refused_with_the_known_ones(tmp_path):

@@ -1,6 +1,7 @@
 """Scripts/bash_infer.sh as a person calls it, and as Slurm runs its copy of it."""
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def write_labels(folder):
     return 5 / 6
 
 
-@pytest.mark.parametrize("task", ["register", "augment", "evaluate"])
+@pytest.mark.parametrize("task", ["prepare", "register", "augment", "evaluate"])
 def test_each_task_reaches_its_program(task):
     done = call(task, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"usage: OM_{task}.py"), done.stderr
@@ -59,7 +60,8 @@ def test_bad_input_passes_its_exit_code_and_sentence_on(tmp_path):
 
 
 @pytest.mark.parametrize("words, sentence", [
-    ([], "name a task: register, augment or evaluate"), (["infer"], "infer is no task: it is register, augment or")])
+    ([], "name a task: prepare, register, augment or evaluate"),
+    (["infer"], "infer is no task: it is prepare, register, augment or evaluate")])
 def test_an_unknown_task_is_one_sentence(words, sentence):
     done = call(*words)
     assert done.returncode == 43 and not done.stdout
@@ -79,6 +81,32 @@ def test_settings_of_the_site_limits_and_exit_code(tmp_path):
     assert done.returncode == 7 and lines[-1] == f"{ROOT}/OM_augment.py --out two words"
     assert {"NCCL_P2P_LEVEL=NVL", "NODE_COUNT=1", "core=0", "OMP_NUM_THREADS=1"} <= set(lines)
     assert "RANK=3" not in lines, "a single process is no rank"
+
+
+@pytest.mark.parametrize("words, passed, said", [
+    ("augment --model M --out A", "--model M --out A --device auto", False),
+    ("augment --model M --device cpu", "--model M --device cpu", False),
+    ("augment --model M --device=cpu", "--model M --device=cpu", False),
+    ("augment --model none", "--model none", True), ("register --pairs P", "--pairs P", False),
+    ("augment --model=none", "--model=none", True), ("register --model none", "--model none", False),
+    ("evaluate --pairs P", "--pairs P", True), ("prepare --config C", "--config C", True)])
+def test_no_job_holds_a_device_that_it_does_not_use(tmp_path, words, passed, said):
+    python = python_that(tmp_path / "python", 'echo "${@:2}"')
+    for given in ({"SLURM_JOB_GPUS": "0"}, {"SLURM_GPUS_ON_NODE": "1"}):
+        done = call(*words.split(), PYTHON=python, **given)
+        assert done.stdout.strip() == passed
+        assert ("has no use for the device that this job holds: submit it with --gres=none" in done.stderr) == said
+    without = call(*words.split(), PYTHON=python, SLURM_GPUS_ON_NODE="0")
+    assert without.stdout.strip() == words.partition(" ")[2] and "no use" not in without.stderr
+
+
+def test_as_many_files_may_be_open_as_the_hard_limit_allows(tmp_path):
+    python = python_that(tmp_path / "python", "ulimit -n")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    for hard in (3000, most):
+        words = ["bash", "-c", f'ulimit -Sn 500; ulimit -Hn {hard}; exec bash "$0" evaluate', SCRIPT]
+        done = subprocess.run(words, env={**os.environ, "PYTHON": python}, capture_output=True, text=True, timeout=60)
+        assert done.stdout.split() == [str(min(hard, 65536))], done.stderr
 
 
 def test_the_copy_in_slurms_spool_folder(tmp_path):

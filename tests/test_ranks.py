@@ -85,9 +85,12 @@ def test_two_ranks_train_as_one_that_accumulates(data, alone, together):
     assert len(log_lines(together, "end", rank=1)) == 1 and decisions(together) == ["done"]
 
 
-def test_planned_restarts_of_two_ranks_by_the_launcher_give_the_same_bits(data, tmp_path, together):
-    ended = by_launcher(2, *options(data, tmp_path, "--max-steps-before-restart", "2"))
+def test_planned_restarts_of_two_ranks_by_the_launcher_and_debugging_give_the_same_bits(data, tmp_path, together):
+    ended = by_launcher(2, *options(data, tmp_path, "--max-steps-before-restart", "2", "--debug"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    kept = json.loads((tmp_path / "Models/demo_om_net/launches/0001/launch.json").read_text())["settings"]
+    wanted = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"}
+    assert wanted.items() <= kept.items()
     assert decisions(tmp_path) == ["restart", "done"] and "done after 2 rounds" in ended.stdout
     assert sha256(tmp_path) == sha256(together)
 

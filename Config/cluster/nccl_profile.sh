@@ -12,5 +12,5 @@ else  # nothing leaves the node
     GLOO_SOCKET_IFNAME=lo
 fi
 # Compiled kernels: one cache for each job and node, since a shared one locks.
-CUDA_CACHE_PATH=/tmp/cuda_cache_${SLURM_JOB_ID:-$UID}
-mkdir -p "$CUDA_CACHE_PATH"
+source Config/cluster/own_folder.sh
+CUDA_CACHE_PATH=$(own_folder "/tmp/cuda_cache_${SLURM_JOB_ID:-$UID}")

@@ -1,0 +1,13 @@
+# A folder of our own in /tmp, whose names anybody can guess; read by the sites' .env files.
+#
+# own_folder PATH     prints PATH, made and readable by nobody else; where somebody else has been there before, a new
+#                     folder beside it, since what lies in his would be run by us
+own_folder() {
+    mkdir -m 700 "$1" 2> /dev/null
+    if [[ -d $1 && ! -L $1 && -O $1 ]] && chmod 700 "$1"; then
+        echo "$1"
+        return
+    fi
+    echo "$1 belongs to somebody else: a new folder beside it is used" >&2
+    mktemp -d "$1.XXXXXXXX"
+}
