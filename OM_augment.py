@@ -53,7 +53,7 @@ from Diffusion.trained import DEFAULTS, find_checkpoint, load_model
 from Runtime import folder as run_folder
 from Runtime.config import load_config
 from Runtime.device import pick_device
-from Runtime.errors import DONE, STOP, InputError, first_line, is_out_of_memory
+from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import sha256, write_file
 
 CHUNK = 4  # draws that a worker makes of a volume that it has read
@@ -269,15 +269,7 @@ def write_like(path, array, source, affine):
 
 def try_draws(item, draws):
     """Some draws of one volume. Returns: their records; or the sentence that says why it cannot be used."""
-    try:
-        return make_draws(item, draws)
-    except InputError as error:
-        return str(error)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return (f"{item['image']}: there is not enough memory for this volume ({first_line(error)}); use fewer "
-                "--workers, a smaller volume or a machine with more.")
+    return attempt(item["image"], make_draws, item, draws)
 
 
 def make_draws(item, draws):

@@ -13,8 +13,6 @@ import Runtime  # noqa: F401  first of all: a Python that is too old ends here, 
 
 # isort: split
 import argparse
-import csv
-import io
 import json
 import os
 import sys
@@ -28,8 +26,8 @@ from Dataloader.field_io import move_points, read_field, read_points
 from Dataloader.volume_io import SAME_GRID, corners_apart, read_label
 from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spread
 from Diffusion.registration import apply_field
-from Diffusion.results import damage
-from Runtime.errors import DONE, STOP, InputError, first_line, is_out_of_memory
+from Diffusion.results import damage, scores_csv
+from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import write_file
 from Runtime.report import cards_html, table_html, text_table, write_page
 
@@ -101,19 +99,12 @@ def registered(path, row):
             "field": str(field), "written": (path.parent, {name: row["files"][name]})}
 
 
-def try_pair(pair, dims):
-    """Its scores, or the sentence that says why a pair could not be scored."""
-    try:
-        problem = damage(pair["written"][1], pair["written"][0]) if "written" in pair else None
-        if problem:
-            raise InputError(f"{problem}: register this pair again.")
-        return score_pair(pair, dims)
-    except InputError as error:
-        return str(error)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return f"there is not enough memory to score this pair ({first_line(error)}); use a machine with more."
+def score_whole(pair, dims):
+    """`score_pair` of a pair whose field is still the one that OM_register.py wrote, if it did."""
+    problem = damage(pair["written"][1], pair["written"][0]) if "written" in pair else None
+    if problem:
+        raise InputError(f"{problem}: register this pair again.")
+    return score_pair(pair, dims)
 
 
 def require_same_grid(path, fixed_path, shape, affine, fixed_shape, fixed_affine):
@@ -186,14 +177,8 @@ def score_pair(pair, dims=3):
 
 def write_scores(folder, scores, failed):
     """scores.csv, scores.json, scores.html; and the table on the terminal. failed: name and reason of other pairs."""
-    means, text = spread(scores, COLUMNS), io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["pair", "label", *COLUMNS])
-    for score in scores:
-        writer.writerow([score["name"], "all", *[score.get(column) for column in COLUMNS]])
-        for label, values in score["labels"].items():
-            writer.writerow([score["name"], label, *[values.get(column) for column in COLUMNS]])
-    write_file(folder / "scores.csv", text.getvalue())
+    means = spread(scores, COLUMNS)
+    write_file(folder / "scores.csv", scores_csv(scores, COLUMNS))
     content = {"pairs": scores, "failed": failed, "mean": {column: mean for column, (mean, _, _) in means.items()}}
     plain = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
     write_file(folder / "scores.json", json.dumps(plain, indent=1) + "\n")
@@ -226,7 +211,7 @@ def main(argv=None):
             raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
         pairs, dims = read_list(args.pairs) if args.pairs else ([{"name": "pair", **given}], None)
         with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
-            found = [try_pair(pair, args.dims or dims or 3) for pair in bar]
+            found = [attempt(pair["name"], score_whole, pair, args.dims or dims or 3) for pair in bar]
         failed = [{"name": pair["name"], "reason": reason} for pair, reason in zip(pairs, found)
                   if isinstance(reason, str)]
         scores = [score for score in found if not isinstance(score, str)]

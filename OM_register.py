@@ -59,7 +59,7 @@ from Runtime import checkpoint
 from Runtime import folder as run_folder
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
-from Runtime.errors import DONE, STOP, InputError, first_line, is_out_of_memory
+from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import write_file
 from Runtime.report import figure_png
 
@@ -321,19 +321,6 @@ def read_pairs(args):
              **{key: Path(path) for key, path in one.items() if path}}]
 
 
-def try_pair(pair, model, cfg, args, folder, earlier):
-    """Its row of the results, or the sentence that says why a pair could not be done."""
-    try:
-        return register_pair(pair, model, cfg, args, folder, earlier)
-    except InputError as error:
-        return str(error).split("\n")[0]
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return (f"{pair['fixed']} and {pair['moving']}: there is not enough memory for this pair "
-                f"({first_line(error)}); use smaller volumes, or a device or machine with more.")
-
-
 def register_all(args):
     """Register one pair or a list; returns the exit code. A pair of a list that cannot be done does not end it."""
     out, args.device = Path(args.out), pick_device(args.device)
@@ -370,10 +357,11 @@ def register_each(pairs, model, cfg, settings, args, out):
     print(f"device: {describe(args.device)}", file=sys.stderr)
     with tqdm(pairs, "registering", unit="pair", disable=not args.pairs) as bar:
         for pair in bar:
-            row = kept.pop(pair["name"], None) or try_pair(
-                pair, model, cfg, args, out / pair["name"] if args.pairs else out, earlier["pairs"].get(pair["name"]))
+            name, folder = pair["name"], out / pair["name"] if args.pairs else out
+            row = kept.pop(name, None) or attempt(f"{pair['fixed']} and {pair['moving']}", register_pair, pair, model,
+                                                  cfg, args, folder, earlier["pairs"].get(name))
             if isinstance(row, str):
-                failed.append({"name": pair["name"], "reason": row})
+                failed.append({"name": name, "reason": row})
             else:
                 rows.append(row)
                 for sentence in row["warnings"]:

@@ -28,15 +28,20 @@ def write_results(out, rows, failed, settings, complete):
     stored = [{**row, "folder": os.path.relpath(row["folder"], out)} for row in rows]
     content = {"complete": complete, "pairs": stored, "failed": failed, "mean": means(rows, failed),
                "settings": settings}
+    write_file(out / "results.csv", scores_csv(rows, COLUMNS).encode(errors="replace"))
+    write_file(out / "results.json", (json.dumps(content, indent=1) + "\n").encode(errors="replace"))
+
+
+def scores_csv(rows, columns):
+    """The text of a CSV table: a row for each pair, and after it one for each of its labels."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["pair", "label", *COLUMNS])
+    writer.writerow(["pair", "label", *columns])
     for row in rows:
-        writer.writerow([row["name"], "all", *[row.get(column) for column in COLUMNS]])
+        writer.writerow([row["name"], "all", *[row.get(column) for column in columns]])
         for label, values in row["labels"].items():
-            writer.writerow([row["name"], label, *[values.get(column) for column in COLUMNS]])
-    write_file(out / "results.csv", text.getvalue().encode(errors="replace"))
-    write_file(out / "results.json", (json.dumps(content, indent=1) + "\n").encode(errors="replace"))
+            writer.writerow([row["name"], label, *[values.get(column) for column in columns]])
+    return text.getvalue()
 
 
 def read_results(out):

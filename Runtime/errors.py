@@ -21,6 +21,22 @@ def first_line(error):
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
+def attempt(what, function, *args):
+    """What a function returns; or, where its input cannot be used or memory is too small, the sentence that says so.
+
+    what: the name of the input. Other exceptions are raised as they are.
+    """
+    try:
+        return function(*args)
+    except InputError as error:
+        return str(error)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return (f"{what}: there is not enough memory ({first_line(error)}); use a smaller volume, fewer workers, or a "
+                "device or machine with more.")
+
+
 DONE = 0
 PLANNED_RESTART = 42
 STOP = 43

@@ -299,7 +299,7 @@ def test_a_volume_that_needs_more_memory_than_there_is_is_named_and_the_others_a
         assert run(*words) == 43
     printed = capsys.readouterr()
     errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "s_003.nii.gz: there is not enough memory for this volume" in errors[0]
+    assert len(errors) == 1 and "s_003.nii.gz: there is not enough memory (" in errors[0]
     assert json.loads(printed.out.strip().splitlines()[-1])["draws"] == 4
 
 
