@@ -248,9 +248,10 @@ def remove_old(folder, keep, alone):
     """Remove parts that the cache no longer has, unless a training still reads them. alone: none does, as is known."""
     (folder / "plan.json").unlink(missing_ok=True)
     with contextlib.nullcontext(True) if alone else cache.without_readers(folder) as free:
+        old = [name for name in os.listdir(folder) if cache.OURS.fullmatch(name) and name not in keep]
         if free:
             cache.remove_all(folder, keep)
-        elif old := [name for name in os.listdir(folder) if cache.OURS.fullmatch(name) and name not in keep]:
+        elif old:
             print(f"{folder}: a training reads this cache, so {len(old)} files of before stay: its next start takes "
                   "the new ones; to remove the old ones, run the same command again after that")
 

@@ -5,14 +5,13 @@ the array: a voxel x of the fixed volume shows what is at A_moving^-1 A_fixed (x
 are 4x4, voxel to world in millimetres, RAS. ITK converts the grid of a file whose header names another unit of length,
 but not its vectors: they are millimetres in every file.
 """
-import gzip
 from pathlib import Path
 
 import nibabel
 import numpy as np
 from scipy import ndimage
 
-from Dataloader.volume_io import READ_ERRORS, open_nifti, read_affine, write_volume
+from Dataloader.volume_io import open_nifti, read_affine, read_voxels, write_volume
 from Runtime.errors import InputError
 
 VECTOR = 1007  # NIfTI's intent of a vector per voxel, which ITK and ANTs write for displacement fields
@@ -63,7 +62,8 @@ def read_field(path, dims=3):
                          "(ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
     if dims == 2 and shape[2] != 1:
         raise InputError(f"{path}: a field of {shape[2]} planes for 2D volumes; give one of a single plane.")
-    affine, vectors = read_affine(path, image, dims), _read_vectors(path, image)
+    affine, vectors = read_affine(path, image, dims), read_voxels(path, image).astype(np.float64)
+    vectors = np.moveaxis(vectors.reshape(*shape[:3], 3), -1, 0)
     if not np.isfinite(vectors).all():
         raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors))} numbers are NaN or infinite; make it "
                          "anew.")
@@ -71,21 +71,6 @@ def read_field(path, dims=3):
     if not in_mm:
         return vectors[:dims].astype(np.float32), affine
     return to_voxels(vectors * LPS.reshape(3, *[1] * dims), affine), affine
-
-
-def _read_vectors(path, image):
-    """The vectors of a field file as they are stored, (3, X, Y, Z) float64."""
-    if image.get_data_dtype().kind not in "iuf":
-        raise InputError(f"{path}: numbers of type {image.get_data_dtype()} are no displacements; make it anew.")
-    try:
-        vectors = np.asarray(image.dataobj, np.float64)
-        if Path(path).suffix == ".gz":
-            with gzip.open(path) as stream:  # nibabel stops before the checksum at the end
-                while stream.read(2 ** 20):
-                    pass
-    except READ_ERRORS as error:
-        raise InputError(f"{path}: truncated or corrupt ({error}); copy it again.") from error
-    return np.moveaxis(vectors.reshape(*image.shape[:3], 3), -1, 0)
 
 
 def move_points(points_mm, field, affine):

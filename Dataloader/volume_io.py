@@ -271,8 +271,13 @@ def _read(path, dims):
     """Voxels in the file's own (scaled) dtype with `dims` axes, and the checked affine."""
     path, image = Path(path), open_nifti(path)
     shape, affine = _squeezed_shape(path, image.shape, dims), read_affine(path, image, dims)
+    return read_voxels(path, image).reshape(shape), affine
+
+
+def read_voxels(path, image):
+    """All voxels of an open NIfTI file in its own (scaled) dtype. Raises InputError naming a damaged file."""
     try:
-        if path.suffix == ".gz":
+        if Path(path).suffix == ".gz":
             # nibabel stops before the checksum at the end; decompressing the whole file verifies it.
             content = _decompressed(path, image)
             image = type(image).from_bytes(content)
@@ -284,7 +289,7 @@ def _read(path, dims):
         raise InputError(f"{path}: truncated or corrupt ({error}); copy or download it again.") from error
     if array.dtype.kind not in "buif":
         raise InputError(f"{path}: voxels of type {array.dtype} are not one real number each; convert it.")
-    return array.reshape(shape), affine
+    return array
 
 
 def _decompressed(path, image):

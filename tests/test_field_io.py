@@ -172,7 +172,7 @@ def test_a_field_with_a_singular_affine_is_refused(tmp_path, write, shape):
 
 def test_a_field_of_complex_numbers_is_refused(tmp_path):
     nibabel.save(nibabel.Nifti1Image(np.ones((5, 6, 7, 3), np.complex64), np.eye(4)), tmp_path / "field.nii.gz")
-    with pytest.raises(InputError, match="field.nii.gz: numbers of type complex64 are no displacements"):
+    with pytest.raises(InputError, match="field.nii.gz: voxels of type complex64 are not one real number each"):
         read_field(tmp_path / "field.nii.gz")
 
 
