@@ -101,7 +101,7 @@ def decide(lines, verdict):
     if verdict["cause"] == "done":
         return "done", "The training is complete."
     if verdict["cause"] == "refused" and verdict["phase"] in (
-            "launch", "start", "meet", "data set", "join", "restore"):
+            "launch", "start", "meet", "data set", "stage", "join", "restore"):
         return "stop", "This needs a person: correct it and start again."
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == last["loop"]
             and line["durable"] == last["durable"]]

@@ -20,6 +20,7 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 
 # isort: split
 from Dataloader.datalist import read_datalist  # noqa: E402
+from Dataloader.identity import volumes_of  # noqa: E402
 from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
@@ -81,13 +82,21 @@ def write_weights(path, weights, config, commit):
     return sha256(path)
 
 
-def training_volumes(cfg):
-    """How many volumes it was trained on, in words: counted where the data are here, else as the config says."""
+def training_volumes(state, cfg):
+    """How many volumes it was trained on, in words.
+
+    As the checkpoint says; in one of an earlier version counted where the data are here, else as the config says.
+    """
+    if "data" in state:
+        sides = {side: [row for row in volumes_of(state["data"]) if row[2] == side] for side in ("train", "val")}
+        train, val = (f"{len(rows)} (subjects: {len({row[1] for row in rows})})" for rows in sides.values())
+        return f"volumes: {train}; held out for validation: {val}"
     try:
-        return f"{len(read_datalist(cfg['data.root'], cfg['model.dims'], cfg['data.train_ids']))} volumes"
+        count = f"{len(read_datalist(cfg['data.root'], cfg['model.dims'], cfg['data.train_ids']))} volumes"
     except InputError:
         expected = cfg["data.expect_samples"]
-        return f"at least {expected} volumes" if expected else "number of volumes not recorded"
+        count = f"at least {expected} volumes" if expected else "number of volumes not recorded"
+    return f"{count}, ids {cfg['data.train_ids'] or 'all'}; validation ids {cfg['data.val_ids'] or 'none'}"
 
 
 def table(rows):
@@ -112,8 +121,7 @@ def training(state, cfg, about):
     losses = ", ".join(f"{key.removeprefix('loss.')} {value:g}" for key, value in cfg.items()
                        if key.startswith("loss."))
     return table([
-        ("Data", f"{cfg['data.name']}, {training_volumes(cfg)}, ids {cfg['data.train_ids'] or 'all'}; validation ids "
-                 f"{cfg['data.val_ids'] or 'none'}"),
+        ("Data", f"{cfg['data.name']}, {training_volumes(state, cfg)}"),
         ("Length", f"{state['epoch']} epochs and {state['step_in_epoch']} steps, {state['step']} steps in all"),
         ("Batch", f"{cfg['data.global_batchsize'] or cfg['data.batchsize']} "
                   f"({'of all ranks' if cfg['data.global_batchsize'] else 'on each rank'})"),

@@ -86,6 +86,12 @@ def test_a_refusal_in_the_middle_of_the_run_is_a_death(tmp_path):
         "continue", "step back", "stop"]
 
 
+@pytest.mark.parametrize("phase", ["data set", "stage", "restore"])
+def test_a_refusal_at_the_start_needs_a_person(tmp_path, phase):
+    refused = {"event": "refused", "error": "images_00001.npy is damaged", "phase": phase}
+    assert one_round(tmp_path, refused, END, code=43, phase="exit", mode="")[1] == "stop"
+
+
 def test_an_attempt_that_nobody_closed_is_closed_by_the_next(tmp_path, capsys):
     assert begin(tmp_path, "a", 1) == 0
     write_rank(tmp_path, 0)

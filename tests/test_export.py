@@ -37,6 +37,13 @@ def make_run(folder, average=False, changed=False):
     return run, weights
 
 
+def test_the_card_counts_what_the_checkpoint_says_it_was_trained_on():
+    rows = [["a_1", "a", "train", 5], ["a_2", "a", "train", 5], ["b_1", "b", "train", 5], ["c_1", "c", "val", 5]]
+    state = {"data": json.dumps({"name": "demo", "volumes": rows})}
+    said = export_model.training_volumes(state, {})
+    assert said == "volumes: 3 (subjects: 2); held out for validation: 1 (subjects: 1)"
+
+
 def same(found, expected):
     return list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -87,7 +87,7 @@ def make_volumes(folder, count):
         else:
             os.link(folder / f"data/subject_{number % DIFFERENT:04d}.nii.gz", path)
     return [f"data.root={folder}/data", f"data.cache={folder}/cache", f"run.logs={folder}/Logs", "data.name=bench",
-            "data.expect_samples=0", "data.train_ids=", "data.val_ids=", f"data.img_size={SIDE}"]
+            "data.expect_samples=0", "data.train_ids=", "data.val_ids=", "data.val_fraction=0", f"data.img_size={SIDE}"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
