@@ -17,7 +17,6 @@ import sys
 import time
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from Dataloader.augment import augment
 from Dataloader.dataset import epoch_batches, read_datasets
@@ -35,17 +34,18 @@ from Diffusion.losses import info_nce, mslncc, recovery_terms, regularity
 from Diffusion.networks import build_network
 from Diffusion.schedule import averaged, learning_rate, new_average, update_average
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
-from Runtime import agree, checkpoint, launch, memory, watchdog
+from Runtime import agree, board, checkpoint, launch, memory, watchdog
 from Runtime.config import MODEL_KEYS, load_config
 from Runtime.device import autocast, describe, pick_device, precision, prepare_device
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
-from Runtime.files import remove_leftovers, write_file
+from Runtime.files import patiently, remove_leftovers, write_file
 from Runtime.provenance import save_launch
 from Runtime.shares import shares
 from Scripts.dry_run import dry_run
 from Scripts.progress import add_terms, averages, new_sums, progress_bars, show_epoch, show_progress
 
 PRECISIONS = {"bf16": "bf16", "off": "float32"}
+READ_AGAIN_S = 20.0  # for a checkpoint that the file system does not give; then this is a death like others
 REASONS = {"steps": "--max-steps-before-restart", "time": "--max-seconds-before-restart", "signal": "asked by a signal",
            "memory": "memory of another rank runs out"}
 
@@ -138,9 +138,13 @@ def save_state(state, relative, cfg, metrics=None, best=None):
         content = {"format": 1, "model": weights, "optimizer": adam, "queue": state["queue"], "config": cfg,
                    "data": state["data"], **({"average": {**weights, **average}} if average else {}),
                    **state["progress"]}
+        began = time.time()
         state["saving"] = checkpoint.save_in_background(
             state["run"], relative, content, metrics, best, (cfg["run.keep_last"], cfg["run.keep_every"], 2))
-    agree.agree(ranks, state["progress"]["step"], "checkpoint")  # wait here, under this deadline, not in the next step
+        state["saving"].add_done_callback(lambda done: state.update(write_s=time.time() - began))
+    # Wait here, under this deadline, not in the next step; and learn from rank 0 how long the write before this took.
+    agreed = agree.agree(ranks, state["progress"]["step"], "checkpoint", terms=[state["write_s"]])
+    watchdog.learn_write(agreed["terms"][0] * ranks["world"])
 
 
 def finish_saving(state, last=False):
@@ -191,7 +195,7 @@ def restore_state(state, cfg, init_from=None):
         reason = os.environ.get("OMNIMORPH_STEP_BACK")
         if reason:
             checkpoint.step_back(run, reason)
-        relative = checkpoint.newest(run) or ""
+        relative = checkpoint.newest(run, record=True, patience_s=READ_AGAIN_S) or ""
     relative = launch.tell(ranks, "newest checkpoint", relative)
     path = run / relative if relative else init_from
     if relative and init_from and os.environ.get("OMNIMORPH_ROUND", "0") == "0":
@@ -199,7 +203,7 @@ def restore_state(state, cfg, init_from=None):
                          f"new run from {init_from}.")
     if not path:
         return None, None
-    content = checkpoint.load(path, map_location=next(net.parameters()).device)
+    content = patiently(lambda: checkpoint.load(path, map_location=next(net.parameters()).device), READ_AGAIN_S, path)
     if relative and state["auto_amp"]:
         keep_precision(cfg, (content.get("config") or {}).get("run.amp"), ranks["rank"] == 0)
     changes = checkpoint.check_compatible(content, cfg, path, MODEL_KEYS)
@@ -294,6 +298,8 @@ def train_step(state, volumes, pairs, cfg, **raised):
     compare = cfg["run.checksum_every"] and progress["step"] % cfg["run.checksum_every"] == 0
     first = train_mode("diffusion", step_diffusion, [batch[:1] for batch in batches], state, math.inf, cfg,
                        weights=replicated(state["net"]) if compare else None, **raised)
+    for batch, *_ in batches:  # mode 2 needs neither
+        del batch["true_field"], batch["keep"]
     memory.empty_cache(cfg, device)
 
     embed_steadily(state["net"], state["average"], [batch[0] for batch in batches], cfg)
@@ -348,6 +354,7 @@ def set_up(cfg, args, ranks, run):
     net = build_network(cfg, "cpu" if cfg["run.strategy"] == "fsdp" else device)
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "saving": None,
              "data": data, "queue": new_queue(cfg, device), "progress": new_progress(), "failed_saves": 0,
+             "write_s": 0.0,
              "gradients": new_gradients(cfg["run.exact_sums"], device), "board": None,
              "watch": memory.new_watch(device, cfg["run.memory_limit_gb"]), "auto_amp": auto_amp}
     adam, average = restore_state(state, cfg, args.init_from)
@@ -357,11 +364,14 @@ def set_up(cfg, args, ranks, run):
         load_optimizer(state["optimizer"], adam)
     if ranks["rank"] == 0:
         step = state["progress"]["step"]
-        save_launch(run, cfg, step)
-        write_file(run / "data.csv", as_csv(data))
+        try:
+            save_launch(run, cfg, step)
+            write_file(run / "data.csv", as_csv(data))
+        except OSError as error:  # a full disk may have room again when the next checkpoint is due
+            print(f"{run}: what this launch runs with could not be written: {error}", file=sys.stderr)
         print(f"{run}: {len(dataset)} training and {len(held_out)} validation volumes, {share['samples']} samples and "
               f"{share['pairs']} pairs a step, on {ranks['world']} x {describe(device)}, {PRECISIONS[cfg['run.amp']]}")
-        state["board"] = SummaryWriter(f"{cfg['run.logs']}/{run.name}", purge_step=step)
+        state["board"] = board.new_board(f"{cfg['run.logs']}/{run.name}", step)
     return state, dataset, held_out, listed, share
 
 
@@ -422,6 +432,7 @@ def train(cfg, args, ranks, run):
 
     watchdog.phase("checkpoint")
     finish_saving(state, last=True)
+    agree.agree(ranks, progress["step"], "checkpoint")  # the others wait under this deadline
     weights = None if leave else gather(state["net"].state_dict(), ranks)
     watchdog.phase("leave")
     state.update(model=None, net=None, optimizer=None, average=None)
@@ -450,7 +461,7 @@ def refuse_nonfinite(state, cfg):
 
 def finish_epoch(state, held_out, cfg, started):
     """Validation, log, TensorBoard and the epoch's checkpoint."""
-    progress, board = state["progress"], state["board"]
+    progress = state["progress"]
     epoch, sums, last = progress["epoch"], progress["sums"], progress["epoch"] + 1 == cfg["run.epochs"]
     watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world=state["ranks"]["world"],
                    samples=progress["samples"], steps=sums["steps"],
@@ -461,15 +472,15 @@ def finish_epoch(state, held_out, cfg, started):
         with averaged(state["net"], state["average"]):
             scores, picture = validate(state, held_out, cfg)
         watchdog.phase("evaluate")
-    if board:
+    if state["board"]:
         entry = {**averages(sums), "steps": sums["steps"], "open_share": sums["open"] / max(sums["steps"], 1),
                  "nonfinite": sums["nonfinite"], **scores}
         watchdog.event("epoch", **{**entry, "epoch": epoch, "step": progress["step"]})
-        show_epoch(board, entry, progress, cfg, time.time() - started)
+        show_epoch(state["board"], entry, progress, cfg, time.time() - started)
         if picture and cfg["run.picture_every"] and ((epoch + 1) % cfg["run.picture_every"] == 0 or last):
             figure = registration_figure(*picture, title=f"epoch {epoch + 1}")
-            board.add_figure("registration", figure, progress["step"])
-        board.flush()
+            board.add_figure(state["board"], "registration", figure, progress["step"])
+        board.flush(state["board"])
     metric = "val_dice" if scores.get("val_dice") is not None else "val_imgsim"
     progress.update(epoch=epoch + 1, step_in_epoch=0, samples=0, pairs=0, sums=new_sums())
     save_state(state, checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"]), cfg,

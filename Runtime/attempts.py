@@ -6,6 +6,8 @@ The launcher (bash_train_multi_nodes.sh) calls `begin` before and `end` after ea
 does so by itself. Needs no torch.
 """
 import argparse
+import functools
+import itertools
 import json
 import math
 import os
@@ -17,11 +19,14 @@ from pathlib import Path
 
 from Runtime.config import load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
-from Runtime.folder import lock, run_folder, touch, unlock
+from Runtime.files import append_line, is_passing, patiently, read_lines, write_file
+from Runtime.folder import hold, lock, run_folder, touch, unlock
+from Runtime.manifest import durable_step
 from Runtime.shares import fix_step, shares, usable
 from Runtime.verdict import judge, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # without a new durable step: so many and the loop stops
+PATIENCE_S = 600.0  # where no config has been read yet
 
 
 def history(run):
@@ -29,34 +34,8 @@ def history(run):
     return read_lines(run / "attempts.jsonl")
 
 
-def read_lines(path):
-    lines = []
-    if path.exists():
-        with open(path, errors="replace") as file:
-            for line in file:
-                try:
-                    lines.append(json.loads(line))
-                except ValueError:
-                    continue
-    return lines
-
-
 def append(run, line):
-    with open(run / "attempts.jsonl", "ab+") as file:
-        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            file.write(b"\n")  # a machine died in the middle of a line
-        file.write(json.dumps(line).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def durable_step(run):
-    """Steps of the newest checkpoint in the manifest; 0 where there is none."""
-    try:
-        entries = json.loads((run / "manifest.json").read_text())["checkpoints"].values()
-        return max((entry["step"] for entry in entries), default=0)
-    except (OSError, ValueError, LookupError, TypeError):
-        return 0
+    append_line(run / "attempts.jsonl", line)
 
 
 def begin(run, loop, world):
@@ -72,12 +51,26 @@ def begin(run, loop, world):
     return attempt
 
 
-def end(run, attempt, code, quiet=False):
+def end(run, attempt, code, quiet=False, patience_s=0.0):
     """Judge an attempt, decide what comes next, write both down and say so.
 
     code: exit code of the launch, None where nobody saw it. quiet: the process itself has said how it ended.
+    patience_s: how long a file system that is full or does not answer is waited for.
     Returns the decision: "done", "continue", "restart" (planned), "step back" (one checkpoint) or "stop".
     """
+    line = patiently(lambda: judged(run, attempt, code), patience_s, run)
+    patiently(lambda: append(run, line), patience_s, run / "attempts.jsonl")
+    if line["verdict"]["dead"]:
+        content = {**line["verdict"], "next": line["next"], "sentence": line["sentence"]}
+        patiently(lambda: write_file(run / "verdict.json", json.dumps(content, indent=1) + "\n"), patience_s,
+                  run / "verdict.json")
+    if not quiet:
+        print(line["sentence"], file=sys.stderr, flush=True)
+    return line["decision"]
+
+
+def judged(run, attempt, code):
+    """The line that an attempt's end adds to attempts.jsonl."""
     lines = history(run)
     begun = next(line for line in lines if line["event"] == "begin" and line["attempt"] == attempt)
     verdict = judge(run, attempt, begun["ranks"], code)
@@ -86,13 +79,8 @@ def end(run, attempt, code, quiet=False):
             "durable": durable_step(run), "cause": verdict["cause"],
             "signature": [verdict[key] for key in ("cause", "mode", "phase", "step")]}
     decision, why = decide([*lines, line], verdict)
-    said = f"{sentence(verdict).rstrip('.')}. {why}"
-    append(run, {**line, "decision": decision, "verdict": verdict, "sentence": said})
-    if verdict["dead"]:
-        (run / "verdict.json").write_text(json.dumps({**verdict, "next": why, "sentence": said}, indent=1) + "\n")
-    if not quiet:
-        print(said, file=sys.stderr, flush=True)
-    return decision
+    return {**line, "decision": decision, "verdict": verdict, "next": why,
+            "sentence": f"{sentence(verdict).rstrip('.')}. {why}"}
 
 
 def decide(lines, verdict):
@@ -103,17 +91,27 @@ def decide(lines, verdict):
     if verdict["cause"] == "refused" and verdict["phase"] in (
             "launch", "start", "meet", "data set", "stage", "join", "restore"):
         return "stop", "This needs a person: correct it and start again."
-    ends = [line for line in lines if line["event"] == "end" and line["loop"] == last["loop"]
-            and line["durable"] == last["durable"]]
-    same = [line for line in ends if line["signature"] == last["signature"]]
-    if len(same) >= SAME_DEATHS or len(ends) >= ANY_DEATHS:
-        count = f"the same end {len(same)} times" if len(same) >= SAME_DEATHS else f"{len(ends)} ends"
-        return "stop", f"Stopped: {count} without a new durable step after step {last['durable']}."
+    ends = [line for line in lines if line["event"] == "end" and line["loop"] == last["loop"]]
     if not verdict["dead"]:
+        same = len(list(itertools.takewhile(lambda line: is_same(line, last), reversed(ends))))
+        if same >= SAME_DEATHS:  # each step that was done and saved would have made it another one
+            return "stop", f"Stopped: {same} planned restarts in a row at step {last['durable']}."
         return "restart", f"Continues from step {last['durable']}."
-    if len(same) == SAME_DEATHS - 1:
+    deaths = [line for line in ends if line["durable"] == last["durable"] and line["cause"] != "planned restart"]
+    same = [line for line in deaths if is_same(line, last)]
+    # A file system comes back: no checkpoint is to blame, and it is given longer.
+    again = 0 if verdict["cause"] == "disk" else len(same)
+    if again >= SAME_DEATHS or len(deaths) >= ANY_DEATHS:
+        count = f"the same end {again} times" if again >= SAME_DEATHS else f"{len(deaths)} ends"
+        return "stop", f"Stopped: {count} without a new durable step after step {last['durable']}."
+    if again == SAME_DEATHS - 1:
         return "step back", "The same death twice without a new durable step: goes one checkpoint back."
     return "continue", f"Continues from the newest checkpoint that verifies (step {last['durable']})."
+
+
+def is_same(line, other):
+    """Whether two attempts ended in the same way at the same place, with the same durable step."""
+    return (line["signature"], line["durable"]) == (other["signature"], other["durable"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,27 +129,38 @@ def launcher_begin(argv):
     parser.add_argument("--tasks", type=int, required=True, help="ranks on each of them")
     parser.add_argument("--of", type=int, default=0, help="ranks that were asked for, before nodes were left out")
     args, _ = parser.parse_known_args(argv)
+    patiently(lambda: Path(args.config).exists() and Path(args.config).read_bytes(), PATIENCE_S, args.config)
     cfg = load_config(args.config, args.overrides)
     floor = cfg["run.deadline_floor_s"]
-    run, token = os.environ.get("OMNIMORPH_RUN"), os.environ.get("OMNIMORPH_TOKEN")
-    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run_of_job(cfg)
-    if not run:
-        run = requeued or run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], args.fresh)
-    token = lock(Path(run), stale_after_s(cfg), pid=args.launcher_pid, token=token)
-    step, nodes, tasks = share_out(Path(run), cfg, args.nodes, args.tasks, args.of)
-    lines = history(Path(run))
+    patience = cfg["run.patience_s"]
+    run, token, requeued = take_folder(cfg, args.fresh, args.launcher_pid)
+    step, nodes, tasks = patiently(lambda: share_out(run, cfg, args.nodes, args.tasks, args.of), patience, run)
+    lines = patiently(lambda: history(run), patience, run)
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == token]
     step_back = ends[-1]["sentence"] if ends and ends[-1]["decision"] == "step back" else ""
     variables = {"OMNIMORPH_RUN": run, "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,
                  "OMNIMORPH_STEP": json.dumps(step), "NODE_COUNT": nodes, "TASKS_PER_NODE": tasks,
-                 "RANKS": nodes * tasks, "OMNIMORPH_ATTEMPT": begin(Path(run), token, nodes * tasks),
-                 "OMNIMORPH_ROUND": len(ends) + bool(requeued), "FREE_PORT": free_port(),
+                 "RANKS": nodes * tasks,
+                 "OMNIMORPH_ATTEMPT": patiently(lambda: begin(run, token, nodes * tasks), patience, run),
+                 "OMNIMORPH_ROUND": len(ends) + requeued, "FREE_PORT": free_port(),
                  "ROUND_SECONDS": f"{cfg['run.round_seconds']:g}", "MAX_ROUNDS": cfg["run.max_rounds"],
                  "PAUSE_PLANNED": cfg["run.pause_planned_s"], "PAUSE_CRASH": cfg["run.pause_crash_s"],
+                 "OMNIMORPH_PATIENCE_S": cfg["run.patience_s"],
                  "GRACE": math.ceil(cfg["run.grace_s"]), "START_SECONDS": math.ceil(cfg["run.deadline_first_s"]),
                  "LINGER": math.ceil(max(floor, 10)), "LEAVE_SECONDS": math.ceil(max(3 * floor, 10))}
     for name, value in variables.items():
         print(f"{name}={shlex.quote(str(value))}")
+
+
+def take_folder(cfg, fresh, launcher_pid):
+    """(folder of the run, token of its lock, whether this job was requeued and goes on there); waits with patience."""
+    in_time = functools.partial(patiently, seconds=cfg["run.patience_s"], what=cfg["run.models"])
+    run, again = os.environ.get("OMNIMORPH_RUN"), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    requeued = in_time(lambda: run_of_job(cfg)) if again else None
+    name = cfg["data.name"], cfg["model.name"]
+    run = Path(run or requeued or in_time(lambda: run_folder(cfg["run.models"], *name, fresh)))
+    token = in_time(lambda: lock(run, stale_after_s(cfg), pid=launcher_pid, token=os.environ.get("OMNIMORPH_TOKEN")))
+    return run, token, bool(requeued)
 
 
 def share_out(run, cfg, nodes, tasks, asked):
@@ -185,8 +194,10 @@ def run_of_job(cfg):
 def launcher_end(argv):
     """After a round: judge and decide. Returns the exit code of the round: 0, 42 (planned), 43 (stop) or 1 (crash)."""
     run, attempt, code = Path(os.environ["OMNIMORPH_RUN"]), int(os.environ["OMNIMORPH_ATTEMPT"]), int(argv[0])
-    touch(run)
-    return {"done": DONE, "restart": PLANNED_RESTART, "stop": STOP}.get(end(run, attempt, code), 1)
+    hold(run, os.environ["OMNIMORPH_TOKEN"])
+    touch(run)  # raises where somebody else has taken the folder over since: then nothing may be written here
+    decision = end(run, attempt, code, patience_s=float(os.environ.get("OMNIMORPH_PATIENCE_S", PATIENCE_S)))
+    return {"done": DONE, "restart": PLANNED_RESTART, "stop": STOP}.get(decision, 1)
 
 
 def stale_after_s(cfg):
@@ -218,6 +229,12 @@ def main(argv):
         return DONE
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
+        return STOP
+    except OSError as error:
+        if not is_passing(error):
+            raise
+        print(f"error: {error.filename or 'the run'}: {error.strerror or error}, and that did not pass: make room, or "
+              "wait until it answers, then start the same command again.", file=sys.stderr)
         return STOP
 
 

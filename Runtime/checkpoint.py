@@ -25,7 +25,9 @@ import numpy as np
 import torch
 
 from Runtime.errors import InputError
-from Runtime.files import partial_path, replace, sha256, write_file
+from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file
+from Runtime.folder import assert_held
+from Runtime.manifest import damage, newest_first, read_manifest, standing
 
 FORMAT = 1
 REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")
@@ -102,37 +104,60 @@ def verify(run, relative):
     if not path.is_file():
         return "missing"
     try:
-        entry = _read_manifest(Path(run))["checkpoints"].get(relative)
+        entry = read_manifest(Path(run))["checkpoints"].get(relative)
     except UNREADABLE as error:
         return f"the manifest {_reason(error)}"
-    return _mismatch(path, entry) if entry else "not in the manifest"
+    try:
+        return _mismatch(path, entry) if entry else "not in the manifest"
+    except OSError as error:
+        return _reason(error)
 
 
-def newest(run, warn=_stderr):
+def newest(run, warn=_stderr, record=False, patience_s=0.0):
     """Relative path of the newest checkpoint by (epoch, step) that verifies; None in a run folder without any.
 
     Each rejected file is reported through warn(message); a doubtful one (`step_back`) is taken only where no other
     verifies. A lost manifest is rebuilt from the files that load.
-    Raises InputError when there are checkpoints and none verifies: a run never silently starts over.
+    record: whether to mark in the manifest what is damaged, which then no longer counts; for the one who has the lock.
+    patience_s: how long a file that the file system does not give is asked for again.
+    Raises InputError when there are checkpoints and none verifies: a run never silently starts over. Raises OSError
+    where that is so because some could not be read: they may be sound.
     """
     run = Path(run)
-    entries = _manifest(run, warn)["checkpoints"]
+    manifest = patiently(lambda: _manifest(run, warn), patience_s, run / "manifest.json")
+    entries = manifest["checkpoints"]
     unlisted = sorted(set(_checkpoint_files(run)) - set(entries))
     for relative in unlisted:
         warn(f"{run / relative} is skipped: not in the manifest")
     doubtful = {relative: entry["doubtful"] for relative, entry in entries.items() if "doubtful" in entry}
     for relative, reason in doubtful.items():
         warn(f"{run / relative} is doubtful and comes last: {reason}")
-    for relative in sorted(_newest_first(entries), key=lambda name: name in doubtful):
-        if (problem := _mismatch(run / relative, entries[relative])) is None:
-            if relative in doubtful:
-                warn(f"{run / relative} is taken although it is doubtful: no other checkpoint verifies")
-            return relative
-        warn(f"{run / relative} is skipped: {problem}")
-    if entries or unlisted:
+    order = sorted(newest_first(entries), key=lambda name: name in doubtful)
+    found, problems, unread = _first_sound(run, entries, order, warn, patience_s)
+    if record:
+        _mark_damaged(run, manifest, problems)
+    if found in doubtful:
+        warn(f"{run / found} is taken although it is doubtful: no other checkpoint verifies")
+    if found is None and unread:
+        raise OSError(unread.errno, f"no checkpoint in {run} can be read at the moment ({unread.strerror or unread})")
+    if found is None and (entries or unlisted):
         raise InputError(f"no checkpoint in {run} can be used: start over in a new folder with --fresh, or restore "
                          "one of its files.")
-    return None
+    return found
+
+
+def _first_sound(run, entries, order, warn, patience_s):
+    """(first name that verifies or None, {name that was read: what is wrong or None}, the last OSError or None)."""
+    problems, unread = {}, None
+    for name in order:
+        try:
+            problems[name] = patiently(lambda name=name: _mismatch(run / name, entries[name]), patience_s, run / name)
+        except OSError as error:
+            problems[name], unread = _reason(error), error
+        if problems[name] is None:
+            return name, problems, unread
+        warn(f"{run / name} is skipped: {problems[name]}")
+    return None, problems, unread
 
 
 def step_back(run, reason, warn=_stderr):
@@ -143,8 +168,8 @@ def step_back(run, reason, warn=_stderr):
     run = Path(run)
     with TURN:
         manifest = _manifest(run, warn)
-        entries = {name: entry for name, entry in manifest["checkpoints"].items() if "doubtful" not in entry}
-        sound = (name for name in _newest_first(entries) if _mismatch(run / name, entries[name]) is None)
+        entries = manifest["checkpoints"]
+        sound = (name for name in standing(run, entries) if _mismatch(run / name, entries[name]) is None)
         doubted, before = next(sound, None), next(sound, None)
         if before:
             entries[doubted]["doubtful"] = reason
@@ -153,10 +178,15 @@ def step_back(run, reason, warn=_stderr):
 
 
 def load(path, map_location="cpu"):
-    """State dict of the checkpoint at `path`. Raises InputError naming a file that is damaged, foreign or too new."""
+    """State dict of the checkpoint at `path`. Raises InputError naming a file that is damaged, foreign or too new.
+
+    A fault of the file system that may pass is raised as the OSError it is.
+    """
     try:
         state = torch.load(path, weights_only=True, map_location=map_location)
     except UNREADABLE as error:
+        if is_passing(error):
+            raise
         raise InputError(f"{path} {_reason(error)}: restore the file or take another checkpoint.") from error
     found = state.get("format") if isinstance(state, dict) else None
     if not isinstance(found, int) or not isinstance(state.get("model"), dict):
@@ -214,26 +244,31 @@ def weights_sha256(state_dict):
 def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
     """Remove old checkpoints; returns their relative paths.
 
-    Kept: the newest `keep_last` epoch checkpoints, each whose epoch is divisible by `keep_every` (0: none), the
-    best one, the newest `keep_tmp` within an epoch, and always at least one that verifies (a doubtful one if no other
-    does). Epochs are those of the states, not of the file names. trusted: names just read back, not to be read again.
+    Kept, of those that count: the newest `keep_last` epoch checkpoints, each whose epoch is divisible by `keep_every`
+    (0: none), the best one, the newest `keep_tmp` within an epoch, and always at least one that verifies (a doubtful
+    one if no other does). What is damaged or doubtful takes nobody's place, and goes once a newer one verifies. Epochs
+    are those of the states, not of the file names. trusted: names just read back; kept, and not to be read again.
     """
     run = Path(run)
     with TURN:
         manifest = _manifest(run, _stderr)
         entries, best = manifest["checkpoints"], manifest["best"] or {}
-        ordered = _newest_first(entries)
-        epochs = [name for name in ordered if not name.startswith("tmp/")]
-        steps = [name for name in ordered if name.startswith("tmp/")]
-        keep = {*epochs[:max(keep_last, 0)], *steps[:max(keep_tmp, 0)], best.get("checkpoint")}
+        ordered, counted = newest_first(entries), standing(run, entries)
+        epochs = [name for name in counted if not name.startswith("tmp/")]
+        steps = [name for name in counted if name.startswith("tmp/")]
+        keep = {*epochs[:max(keep_last, 0)], *steps[:max(keep_tmp, 0)], best.get("checkpoint"), *trusted}
         if keep_every > 0:
             keep.update(name for name in epochs if entries[name]["epoch"] % keep_every == 0)
         if keep.issuperset(ordered):
             return []
         # The kept ones first: usually the newest verifies at once and nothing else has to be read.
-        likely = sorted(ordered, key=lambda name: ("doubtful" in entries[name], name not in keep, name not in trusted))
+        likely = sorted(ordered, key=lambda name: (name not in counted, name not in keep, name not in trusted))
         intact = next((name for name in likely if name in trusted or not _mismatch(run / name, entries[name])), None)
-        removed = [name for name in ordered if intact and name not in keep | {intact}]
+        if intact is None:
+            return []
+        assert_held(run)
+        older = ordered[ordered.index(intact) + 1:]
+        removed = [name for name in ordered if name not in keep | {intact} and (name in counted or name in older)]
         for name in removed:  # before the manifest is written, which on a full disk needs their room
             (run / name).unlink(missing_ok=True)
         _write_manifest(run, manifest | {"checkpoints": {key: entries[key] for key in entries if key not in removed}})
@@ -327,15 +362,15 @@ def _entry(path, state, metrics):
 
 
 def _mismatch(path, entry):
+    """None where the file matches its entry and loads, else what is wrong. Raises OSError where it cannot be read."""
+    if wrong := damage(path, entry):
+        return wrong
     try:
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            return f"{'truncated' if size < entry['bytes'] else 'too long'}: {size} of {entry['bytes']} bytes"
-        if sha256(path) != entry["sha256"]:
-            return "SHA-256 differs"
         torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except FileNotFoundError:
         return "missing"
+    except OSError:
+        raise
     except UNREADABLE as error:
         return _reason(error)
     return None
@@ -348,30 +383,14 @@ def _reason(error):
     return f"cannot be read: {type(error).__name__}: {text}"
 
 
-def _newest_first(entries):
-    return sorted(entries, reverse=True, key=lambda name: (entries[name]["epoch"], entries[name]["step"],
-                                                           not name.startswith("tmp/"), name))
-
-
 def _checkpoint_files(run):
     return sorted(path.relative_to(run).as_posix() for pattern in ("*.pth", "tmp/*.pth") for path in run.glob(pattern))
-
-
-def _read_manifest(run):
-    """The manifest, with a save that was killed after its rename counted in."""
-    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
-    entries, best, pending = manifest["checkpoints"], manifest["best"], manifest.get("pending")
-    _newest_first(entries)  # an entry without epoch or step makes the manifest unreadable here, not later
-    if pending and _mismatch(run / pending["checkpoint"], pending["entry"]) is None:
-        entries[pending["checkpoint"]] = pending["entry"]
-        best = pending["best"] or best
-    return {"checkpoints": entries, "best": best}
 
 
 def _manifest(run, warn):
     """The manifest, rebuilt from the files that load when it is lost."""
     try:
-        return _read_manifest(run)
+        return read_manifest(run)
     except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = _reason(error)
     manifest, files = {"checkpoints": {}, "best": None}, _checkpoint_files(run)
@@ -391,5 +410,18 @@ def _manifest(run, warn):
     return manifest
 
 
+def _mark_damaged(run, manifest, problems):
+    """Write down what is wrong with checkpoints that were just read, {name: phrase or None}, where that has changed."""
+    entries, before = manifest["checkpoints"], json.dumps(manifest)
+    for name, problem in problems.items():
+        entries[name].pop("damaged", None)
+        if problem:
+            entries[name]["damaged"] = problem
+    if json.dumps(manifest) != before:
+        with TURN:
+            _write_manifest(run, manifest)
+
+
 def _write_manifest(run, manifest):
+    assert_held(run)
     write_file(run / "manifest.json", json.dumps(manifest, indent=2, allow_nan=False))

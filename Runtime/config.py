@@ -165,8 +165,18 @@ def convert_number(key, value, kind, low, high, path):
     return int(number) if kind == "int" else number
 
 
+def check_name(key, value):
+    """Raise InputError for a name that cannot be part of the names of files and folders everywhere."""
+    if not re.fullmatch(r"\w[\w.+-]*", value):
+        usable = re.sub(r"[^\w.+-]+", "_", value).strip("._+-") or "brains"
+        raise InputError(f"{key} is {value!r}, and files and folders are named by it: use letters, digits and . _ + -, "
+                         f"beginning with a letter or digit, for example --set {key}={usable}.")
+
+
 def check_together(cfg, path):
     """What must hold between keys."""
+    if cfg["data.name"]:
+        check_name("data.name", cfg["data.name"])
     dims, size = cfg["model.dims"], cfg["data.img_size"]
     cfg["data.img_size"] = size = [size] * dims if isinstance(size, int) else size
     grids = cfg["diffusion.grids"]

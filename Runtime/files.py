@@ -3,12 +3,19 @@
 A file is written beside its place as `.<name>.tmp-<pid>`, flushed to the disk, and only then given its name. Whoever
 reads it sees the old content or the new one, never half of it.
 """
+import errno
 import hashlib
+import json
 import os
+import sys
 import time
 from pathlib import Path
 
 A_DAY_S = 86400.0
+# What a file system that is full or does not answer says: it may well be over in a minute, and nobody's input is wrong.
+PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY,
+           errno.ENOLCK, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+           errno.ENETUNREACH, errno.EREMOTEIO}
 
 
 def write_file(path, content):
@@ -64,6 +71,68 @@ def remove_leftovers(folder):
         except FileNotFoundError:
             continue  # its owner finished in the meantime
     return removed
+
+
+def is_passing(error):
+    """Whether an exception is a fault that passes by itself, or by somebody making room."""
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
+def patiently(do, seconds, what):
+    """What `do()` returns, tried again at growing intervals as long as a passing fault lasts, for `seconds` at most.
+
+    what: the thing that is waited for, for the one line that says so on standard error. Raises the last fault.
+    """
+    ends, pause = time.monotonic() + seconds, 0.5
+    while True:
+        try:
+            return do()
+        except OSError as error:
+            left = ends - time.monotonic()
+            if not is_passing(error) or left <= 0:
+                raise
+            if pause == 0.5:
+                print(f"{what}: {error.strerror or error}; tried again for up to {seconds:.0f} s", file=sys.stderr,
+                      flush=True)
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, 15.0)
+
+
+def read_lines(path):
+    """The objects of a file with one JSON object per line; a line that a dying machine cut short is left out."""
+    lines = []
+    if path.exists():
+        with open(path, errors="replace") as file:
+            for line in file:
+                try:
+                    lines.append(json.loads(line))
+                except ValueError:
+                    continue
+    return lines
+
+
+def append_line(path, line):
+    """Add one JSON object to such a file, durably: all of it or nothing. Raises OSError where it cannot be written."""
+    append_bytes(path, json.dumps(line).encode() + b"\n", begin_a_line=True)
+
+
+def append_bytes(path, content, begin_a_line=False):
+    """Add bytes to a file, durably: all of them or none, so that it may be tried again. Makes the file and its folder.
+
+    begin_a_line: whether to go to a new line first, where a machine died in the middle of one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if begin_a_line and end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            content = b"\n" + content
+        try:
+            if file.write(content) < len(content):  # the last block of a full disk takes a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), end)
+            raise
 
 
 def sha256(path):

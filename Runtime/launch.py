@@ -18,13 +18,15 @@ import torch.distributed as dist
 from Runtime import attempts, watchdog
 from Runtime.device import backend
 from Runtime.errors import InputError
-from Runtime.folder import lock, run_folder, unlock
+from Runtime.files import patiently
+from Runtime.folder import hold, is_held, lock, run_folder, unlock
 from Runtime.shares import fix_step
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world": ("WORLD_SIZE", "SLURM_NTASKS")}
 HEAR_S = 10.0  # after rank 0 has found who is there, until all have heard it
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+LOCK_S = 60.0  # so long rank 0 tries to write the lock, while the others wait for it
 LAST_WORDS_S = 10.0  # rank 0 judges the attempt when all have said theirs, or after this
 
 
@@ -136,20 +138,24 @@ def open_run(ranks, cfg, fresh):
         run, attempt = Path(os.environ["OMNIMORPH_RUN"]), int(os.environ["OMNIMORPH_ATTEMPT"])
         ranks["step"] = json.loads(os.environ["OMNIMORPH_STEP"])
         watchdog.start(run, ranks["rank"], attempt, cfg, launched)
+        hold(run, os.environ["OMNIMORPH_TOKEN"])
         if ranks["rank"] == 0:
-            lock(run, attempts.stale_after_s(cfg), token=os.environ["OMNIMORPH_TOKEN"])
+            patiently(lambda: lock(run, attempts.stale_after_s(cfg), token=os.environ["OMNIMORPH_TOKEN"]),
+                      min(cfg["run.patience_s"], LOCK_S), f"the lock of {run}")
         watchdog.phase("meet")
         meet(ranks, seconds)
         return run
     meet(ranks, seconds)
     if ranks["rank"] == 0:
         run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh)
-        ranks["token"] = lock(run, attempts.stale_after_s(cfg))
+        ranks["token"] = patiently(lambda: lock(run, attempts.stale_after_s(cfg)),
+                                   min(cfg["run.patience_s"], LOCK_S), f"the lock of {run}")
         ranks["step"] = fix_step(run, cfg, ranks["world"])
         ranks["attempt"] = attempts.begin(run, ranks["token"], ranks["world"])
     run = Path(tell(ranks, "run", str(run) if ranks["rank"] == 0 else None))
     ranks["attempt"] = int(tell(ranks, "attempt", str(ranks.get("attempt"))))
     ranks["step"] = json.loads(tell(ranks, "step", json.dumps(ranks.get("step"))))
+    hold(run, tell(ranks, "token", ranks.get("token")))
     watchdog.start(run, ranks["rank"], ranks["attempt"], cfg, launched)
     return run
 
@@ -163,8 +169,8 @@ def close_run(ranks, run, code):
         every, ends = [f"closed/{rank}" for rank in range(ranks["world"])], time.time() + LAST_WORDS_S
         while ranks["rank"] == 0 and time.time() < ends and not ranks["store"].check(every):
             time.sleep(0.05)
-    if "token" in ranks:
-        attempts.end(run, ranks["attempt"], code, quiet=True)
+    if "token" in ranks and is_held(run):
+        attempts.end(run, ranks["attempt"], code, quiet=True, patience_s=LOCK_S)
         unlock(run, ranks["token"])
 
 

@@ -192,7 +192,8 @@ def name_error(error):
                                       "hip out of memory", "out_of_device_memory"),
              "out of host memory": ("memoryerror", "out of memory", "cannot allocate", "can't allocate"),
              "a loader worker died": ("dataloader worker", "worker process"),
-             "disk": ("no space left", "disk quota", "could not be written", "read-only file system"),
+             "disk": ("no space left", "disk quota", "could not be written", "read-only file system",
+                      "input/output error", "stale file handle"),
              "weights not finite": ("not finite",),
              "a rank did not arrive": ("did not arrive", "cannot be reached")}
     return next((kind for kind, signs in kinds.items() if any(sign in text for sign in signs)), "exception")

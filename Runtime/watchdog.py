@@ -7,6 +7,8 @@ process by faulthandler, which works with the GIL held and with a backend that n
 threads then stand in `<run>/rank<r>.stack`, without a launcher on standard error.
 """
 import collections
+import contextlib
+import errno
 import faulthandler
 import json
 import os
@@ -17,9 +19,11 @@ import sys
 import time
 import traceback
 
-from Runtime.folder import touch
+from Runtime.folder import TakenOver, assert_held, touch
 
 WIDTH = 320  # bytes of the line that is overwritten
+LOOK_S = 10.0  # how often a rank looks whether the run's folder is still its own: a lock is given up much later
+UNSAID = 2 ** 20  # bytes of log that wait for room on a full disk
 ONE_OFF = ("start", "meet", "data set", "stage", "join", "restore", "epoch", "evaluate", "checkpoint", "refresh",
            "leave", "exit")
 STATE = {"file": None, "stop": None}
@@ -29,15 +33,20 @@ def start(run, rank, attempt, cfg, launcher):
     """Begin the log and arm the first deadline. run: Path of the run folder; launcher: whether one reads the stack."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: STATE.update(stop=signal.Signals(number).name))
-    stack = open(run / f"rank{rank}.stack", "w") if launcher else sys.__stderr__
+    stack = sys.__stderr__
+    if launcher:  # a new file: a process of an earlier attempt that wakes up late writes into the old one
+        (run / f"rank{rank}.stack").unlink(missing_ok=True)
+        stack = open(run / f"rank{rank}.stack", "w")
     file = os.open(run / f"rank{rank}.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
     end = os.fstat(file).st_size
     if end and os.pread(file, 1, end - 1) != b"\n":
         end += os.pwrite(file, b"\n", end)  # a node died in the middle of a line
-    STATE.update(run=run, file=file, end=end, stack=stack, rank=rank, attempt=attempt, number=0, step=0, mode="",
-                 name="start", since=time.time(), entered=time.time(), spent=collections.Counter(), took={},
-                 floor=cfg["run.deadline_floor_s"], factor=cfg["run.deadline_factor"], host=socket.gethostname(),
-                 first=cfg["run.deadline_first_s"], steps=collections.deque(maxlen=20), step_began=None)
+    now = time.time()
+    STATE.update(run=run, rank=rank, attempt=attempt, host=socket.gethostname(), stack=stack, looked=now)
+    STATE.update(file=file, end=end, unsaid=b"", number=0, step=0, mode="", name="start", since=now, entered=now)
+    STATE.update({name: cfg[f"run.deadline_{key}"] for name, key in
+                  (("floor", "floor_s"), ("factor", "factor"), ("first", "first_s"))})
+    STATE.update(spent=collections.Counter(), took={}, steps=collections.deque(maxlen=20), step_began=None, write=None)
     faulthandler.enable(file=stack)
     sys.excepthook = _last_words
     event("start", host=STATE["host"], pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
@@ -48,6 +57,7 @@ def phase(name, mode=""):
     """Enter a phase: leave the breadcrumb and arm its deadline. All ranks enter the same phases in the same order."""
     if STATE["file"] is None:
         return
+    _look()
     now, what = time.time(), (STATE["name"], STATE["mode"])
     STATE["spent"][STATE["name"]] += now - STATE["since"]
     if what != (name, mode):  # one that goes on is not over, and has not been timed
@@ -62,13 +72,27 @@ def phase(name, mode=""):
 def deadline(name, mode=""):
     """Seconds that a phase may take: factor times what a step (or this one-off phase) takes, the floor at least.
 
-    What has not been timed yet compiles, connects or reads for the first time and gets the long first deadline.
+    What has not been timed yet compiles, connects or reads for the first time and gets the long first deadline: each
+    phase of each mode, since mode 3 may open late. Saving has been timed once a write has: the copy alone is quick.
     """
-    if name in ONE_OFF or mode in ONE_OFF:  # an agreement may also wait for the one-off phase of another rank
-        known = [STATE["took"][name, mode], *STATE["steps"]] if (name, mode) in STATE["took"] else []
-    else:
-        known = [statistics.median(STATE["steps"])] if STATE["steps"] else []
+    known = []
+    if (name, mode) in STATE["took"]:
+        if name not in ONE_OFF and mode not in ONE_OFF:  # an agreement may wait for the one-off phase of another rank
+            known = [statistics.median(STATE["steps"])] if STATE["steps"] else []
+        elif "checkpoint" not in (name, mode):
+            known = [STATE["took"][name, mode], *STATE["steps"]]
+        elif STATE["write"]:
+            known = [STATE["took"][name, mode], STATE["write"], *STATE["steps"]]
     return max(STATE["floor"], STATE["factor"] * max(known)) if known else max(STATE["first"], STATE["floor"])
+
+
+def learn_write(seconds):
+    """A checkpoint took so long to write, in a thread: the next save or the end of the run may have to wait for that.
+
+    seconds: 0 where none has been written yet.
+    """
+    if STATE["file"] is not None:
+        STATE["write"] = max(STATE["write"] or 0.0, seconds)
 
 
 def new_step(step, name="data"):
@@ -87,8 +111,6 @@ def end_step():
     if STATE["file"] is None:
         return {}
     phase("between steps")
-    if STATE["rank"] == 0:
-        touch(STATE["run"])  # the lock: a round may last longer than a holder elsewhere would be believed to live
     if "first step" not in STATE["took"]:
         STATE["took"]["first step"] = time.time() - STATE["step_began"]
     else:
@@ -100,6 +122,7 @@ def event(kind, **fields):
     """Append one line to the log."""
     if STATE["file"] is None:
         return
+    _look()
     line = {"event": kind, "attempt": STATE["attempt"], "rank": STATE["rank"], "step": STATE["step"],
             "time": round(time.time(), 3), **fields}
     _write(json.dumps(line).encode() + b"\n")
@@ -123,20 +146,55 @@ def _take_spent():
     return spent
 
 
+def _look():
+    """Every LOOK_S, before anything is written: is the folder still ours? Rank 0 also shows that this run lives.
+
+    A launch that stood still may wake up after another one has taken its folder over. Raises TakenOver then, and the
+    log is closed: what this process still has to say would stand in the log of the other one.
+    """
+    if time.time() - STATE["looked"] < LOOK_S:
+        return
+    STATE["looked"] = time.time()
+    try:
+        (touch if STATE["rank"] == 0 else assert_held)(STATE["run"])
+    except TakenOver:
+        os.close(STATE["file"])
+        STATE["file"] = None
+        faulthandler.enable(file=sys.__stderr__)
+        faulthandler.dump_traceback_later(STATE["first"], exit=True, file=sys.__stderr__)  # for the way out
+        raise
+
+
 def _write(lines):
-    """Events in place of the breadcrumb, and the breadcrumb after them, in one write."""
+    """Events in place of the breadcrumb, and the breadcrumb after them, in one write.
+
+    What a full disk does not take waits for room: it must not end a training that is healthy.
+    """
     crumb = {"event": "now", "attempt": STATE["attempt"], "rank": STATE["rank"], "step": STATE["step"],
              "mode": STATE["mode"], "phase": STATE["name"], "number": STATE["number"], "time": round(STATE["since"], 3),
              "deadline": round(STATE.get("deadline", 0), 1), "host": STATE["host"][:64]}
+    crumb = json.dumps(crumb).encode().ljust(WIDTH - 1) + b"\n"
+    lines = STATE["unsaid"] + lines
     try:
-        os.pwrite(STATE["file"], lines + json.dumps(crumb).encode().ljust(WIDTH - 1) + b"\n", STATE["end"])
-        STATE["end"] += len(lines)
-    except OSError as error:  # a full disk must not end a training that is healthy
-        print(f"rank {STATE['rank']} cannot write its log: {error}", file=sys.stderr, flush=True)
+        if os.pwrite(STATE["file"], lines + crumb, STATE["end"]) < len(lines + crumb):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        if not STATE["unsaid"]:
+            print(f"rank {STATE['rank']} cannot write its log: {error}", file=sys.stderr, flush=True)
+        STATE["unsaid"] = lines[-UNSAID:]
+        with contextlib.suppress(OSError):  # in place of the one before, which needs no more room
+            os.pwrite(STATE["file"], crumb, STATE["end"])
+    else:
+        STATE.update(end=STATE["end"] + len(lines), unsaid=b"")
 
 
 def _last_words(kind, error, trace):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises in it once a worker has died, and would cut them off
     frames = [f"{os.path.relpath(f.filename)}:{f.lineno} {f.name}" for f in traceback.extract_tb(trace)]
-    event("died", error=f"{kind.__name__}: {error}"[:2000], phase=STATE["name"], mode=STATE["mode"], stack=frames[-12:])
+    STATE["looked"] = 0.0  # they may be the consequence of what another rank has seen
+    try:
+        event("died", error=f"{kind.__name__}: {error}"[:2000], phase=STATE["name"], mode=STATE["mode"],
+              stack=frames[-12:])
+    except TakenOver as taken:
+        print(f"error: {taken}", file=sys.stderr, flush=True)
     sys.__excepthook__(kind, error, trace)

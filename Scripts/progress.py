@@ -6,6 +6,7 @@ import sys
 
 from tqdm import tqdm
 
+from Runtime.board import add_scalar
 from Runtime.errors import InputError
 
 AVERAGES = ["total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "imgmse", "ddf"]
@@ -62,10 +63,11 @@ def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds
     bar.update()
 
 
-def show_epoch(board, entry, progress, cfg, seconds):
-    """An epoch's averages and scores: a line in the log, and each of them on TensorBoard."""
+def show_epoch(curves, entry, progress, cfg, seconds):
+    """An epoch's averages and scores: a line in the log, and each of them as a curve (Runtime/board.py)."""
     tqdm.write(f"epoch {progress['epoch'] + 1}: " + " ".join(f"{name} {show(value)}" for name, value in entry.items())
                + f" (gate {cfg['registration.gate']}, {seconds:.0f} s)")
     for name, value in entry.items():
         if value is not None:
-            board.add_scalar(("validation/" if name.startswith("val_") else "train/") + name, value, progress["step"])
+            kind = "validation" if name.startswith("val_") else "train"
+            add_scalar(curves, f"{kind}/{name}", value, progress["step"])

@@ -1,21 +1,32 @@
 """Attempts: what is decided after each end, what the launcher is told, and where the wall time went."""
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from Runtime.attempts import begin, end, history, share_out
 from Runtime.errors import InputError
+from Runtime.manifest import durable_step
 from Scripts.goodput import account, goodput, goodput_at, table
 from tests.test_verdict import END, died, finish, write_rank
 from tests.tiny import ROOT, arguments, config
 
 
-def durable(run, step):
-    """A manifest whose newest checkpoint is of this step."""
-    (run / "manifest.json").write_text(json.dumps({"checkpoints": {"a": {"step": 0}, "b": {"step": step}}}))
+def durable(run, *steps, marks=()):
+    """A manifest and files of checkpoints of these steps, of which those of `marks` are marked as damaged."""
+    entries = {}
+    for step in steps:
+        name = f"{step:06d}_all_net.pth"
+        (run / name).write_bytes(b"x" * 10)
+        entries[name] = {"epoch": 0, "step": step, "bytes": 10, "sha256": hashlib.sha256(b"x" * 10).hexdigest()}
+        if step in marks:
+            entries[name]["damaged"] = "SHA-256 differs"
+    (run / "manifest.json").write_text(json.dumps({"checkpoints": entries, "best": None}))
 
 
 def one_round(run, *events, loop="loop", code=1, **more):
@@ -46,6 +57,48 @@ def test_a_new_durable_step_counts_anew(tmp_path):
         durable(tmp_path, step)
         decisions.append(die(tmp_path))
     assert decisions == ["continue", "step back"] * 3 + ["stop"]
+
+
+def test_planned_restarts_after_a_fallback_are_no_ends(tmp_path):
+    """The newest checkpoints turned out damaged, and the run has to come back a long way to where they were."""
+    durable(tmp_path, 10, 500, 600, marks=(500, 600))
+    leave = [{"event": "leave", "reason": "--max-seconds-before-restart"}, END]
+    for step in range(20, 320, 20):
+        durable(tmp_path, step, 500, 600, marks=(500, 600))
+        decision = one_round(tmp_path, *leave, code=42, phase="exit", mode="", step=step)[1]
+        line = history(tmp_path)[-1]
+        assert (decision, line["durable"]) == ("restart", step), line["sentence"]
+    assert die(tmp_path, step=301) == "continue"
+
+
+def test_the_durable_step_is_that_of_the_newest_checkpoint_that_counts(tmp_path):
+    assert durable_step(tmp_path) == 0
+    durable(tmp_path, 4, 8, 12, 16)
+    assert durable_step(tmp_path) == 16
+    (tmp_path / "000016_all_net.pth").write_bytes(b"x" * 9)
+    assert durable_step(tmp_path) == 12
+    (tmp_path / "000012_all_net.pth").unlink()
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["checkpoints"]["000008_all_net.pth"]["doubtful"] = "died there twice"
+    # Killed between the rename and the manifest: this one counts once its SHA-256 has been compared.
+    (tmp_path / "000020_all_net.pth").write_bytes(b"y" * 10)
+    digest = hashlib.sha256(b"y" * 10).hexdigest()
+    pending = {"checkpoint": "000020_all_net.pth", "best": None,
+               "entry": {"epoch": 0, "step": 20, "bytes": 10, "sha256": digest}}
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "pending": pending}))
+    assert durable_step(tmp_path) == 20
+    (tmp_path / "000020_all_net.pth").write_bytes(b"z" * 10)
+    assert durable_step(tmp_path) == 4
+    (tmp_path / "manifest.json").write_text("{")
+    assert durable_step(tmp_path) == 0
+
+
+def test_a_disk_that_fails_is_given_longer_and_no_checkpoint_is_doubted(tmp_path):
+    full = "OSError: [Errno 28] x.pth could not be written (No space left on device; 0.00 GiB free)"
+    assert [die(tmp_path, error=full) for _ in range(10)] == ["continue"] * 9 + ["stop"]
+    away = "OSError: [Errno 5] no checkpoint in Models/all_net can be read (Input/output error)"
+    assert [die(tmp_path, error=away, phase="restore", loop="b") for _ in range(4)] == ["continue"] * 4
+    assert history(tmp_path)[-1]["cause"] == "disk"
 
 
 def test_another_launch_counts_anew(tmp_path):
@@ -207,7 +260,12 @@ def test_a_first_launch_with_ranks_that_cannot_share_its_batch_is_refused(tmp_pa
 
 
 def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_path):
-    first = evaluated(call(*begin_words(tmp_path), SLURM_JOB_ID="7").stdout)
+    gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    words = [gone.pid if word == os.getpid() else word for word in begin_words(tmp_path)]
+    first = evaluated(call(*words, SLURM_JOB_ID="7").stdout)
+    early = call(*begin_words(tmp_path, run__patience_s=0), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
+    assert early.returncode == 43 and f"process {gone.pid} of the former start of this job is still there" in early.stderr
+    gone.communicate(timeout=20)
     other = evaluated(call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="8").stdout)
     assert other["OMNIMORPH_RUN"] != first["OMNIMORPH_RUN"] and first["OMNIMORPH_ROUND"] == "0"
     again = call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")

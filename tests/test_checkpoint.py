@@ -17,7 +17,8 @@ import torch
 from Runtime import checkpoint
 from Runtime.errors import InputError
 from Runtime.files import remove_leftovers
-from Runtime.folder import run_folder
+from Runtime.folder import hold, lock, run_folder
+from Runtime.manifest import durable_step
 
 CONFIG = {"model.name": "om_net", "model.channels": [8, 16], "lr": 1e-5}
 SAVE_LOOP = """
@@ -592,3 +593,101 @@ def test_prune_counts_a_doubtful_one_only_when_no_other_verifies(run):
     flip_epoch(run, 2)
     assert checkpoint.prune(run, keep_last=0, keep_every=0, keep_tmp=0) == [name(2)]
     assert checkpoint.newest(run, lambda message: None) == name(3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is damaged or doubtful takes nobody's place
+# ---------------------------------------------------------------------------------------------------------------------
+
+def within(epoch, step):
+    return checkpoint.step_name(epoch, step, "all", "net")
+
+
+def save_steps(run, *steps, **options):
+    for step in steps:
+        checkpoint.save(run, within(1, step), make_state(1, step, step, seed=step), **options)
+
+
+def damaged(run):
+    entries = json.loads((run / "manifest.json").read_text())["checkpoints"]
+    return {relative: entry["damaged"] for relative, entry in entries.items() if "damaged" in entry}
+
+
+@pytest.mark.parametrize("how", ["damaged", "doubtful", "missing"])
+def test_after_a_fallback_new_checkpoints_of_lower_steps_stay(run, how):
+    save_steps(run, 10, 80, 90)
+    for step in (90, 80):
+        if how == "damaged":
+            flip(run / within(1, step), make_state(seed=step)["model"]["b.weight"])
+        elif how == "missing":
+            (run / within(1, step)).unlink()
+        else:
+            checkpoint.step_back(run, "died twice")
+    assert checkpoint.newest(run, lambda message: None, record=True) == within(1, 10)
+    assert durable_step(run) == 10
+    for step in (20, 30, 40):
+        state = make_state(1, step, step, seed=step)
+        checkpoint.save_in_background(run, within(1, step), state, keep=(3, 0, 2)).result(timeout=60)
+        assert checkpoint.newest(run, lambda message: None, record=True) == within(1, step) and durable_step(run) == step
+    left = {int(path.name[11:15]) for path in run.glob("tmp/*.pth")}
+    assert left == {30, 40} | ({80, 90} if how != "missing" else set()), "what is newer may be looked at, or restored"
+    checkpoint.save_in_background(run, within(1, 100), make_state(1, 100, 100), keep=(3, 0, 2)).result(timeout=60)
+    assert {int(path.name[11:15]) for path in run.glob("tmp/*.pth")} == {40, 100}
+    assert sorted(json.loads((run / "manifest.json").read_text())["checkpoints"]) == [within(1, 40), within(1, 100)]
+
+
+def test_damage_is_written_down_by_the_one_who_has_the_lock_and_forgotten_once_the_file_is_back(run):
+    save_epochs(run, 1, 2, 3)
+    good = (run / name(3)).read_bytes()
+    flip_epoch(run, 3)
+    before = (run / "manifest.json").read_bytes()
+    assert checkpoint.newest(run, lambda message: None) == name(2), "tools only read"
+    assert (run / "manifest.json").read_bytes() == before and durable_step(run) == 30
+    assert checkpoint.newest(run, lambda message: None, record=True) == name(2)
+    assert damaged(run) == {name(3): "SHA-256 differs"} and durable_step(run) == 20
+    (run / name(3)).write_bytes(good)
+    assert checkpoint.newest(run, record=True) == name(3)
+    assert damaged(run) == {} and durable_step(run) == 30
+
+
+def unreadable(run, epoch):
+    """A file that the kernel answers EIO for, as a failing disk does: the unmapped start of a process's memory."""
+    (run / name(epoch)).unlink()
+    (run / name(epoch)).symlink_to("/proc/self/mem")
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["checkpoints"][name(epoch)]["bytes"] = 0
+    (run / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_file_that_cannot_be_read_now_is_asked_for_again_and_is_no_reason_to_start_over(run, capsys):
+    save_epochs(run, 1, 2)
+    unreadable(run, 2)
+    assert checkpoint.newest(run, record=True, patience_s=0.2) == name(1)
+    said = capsys.readouterr().err
+    assert f"{run / name(2)}: Input/output error; tried again for up to 0 s" in said
+    assert f"{run / name(2)} is skipped: cannot be read: OSError: Input/output error" in said
+    unreadable(run, 1)
+    with pytest.raises(OSError, match="no checkpoint in .* can be read at the moment") as raised:
+        checkpoint.newest(run, lambda message: None)
+    assert raised.value.errno == errno.EIO and "--fresh" not in str(raised.value)
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.load(run / name(1))
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.step_back(run, "x")
+    assert checkpoint.verify(run, name(1)) == "cannot be read: OSError: Input/output error"
+
+
+def test_a_run_that_was_taken_over_writes_no_checkpoint(run):
+    save_epochs(run, 1, 2)
+    hold(run, lock(run, 60))
+    save_epochs(run, 3)
+    other = json.loads((run / "lock.json").read_text()) | {"token": "another"}
+    (run / "lock.json").write_text(json.dumps(other))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    state = make_state(4, 40)
+    for write in (lambda: checkpoint.save(run, name(4), state), lambda: checkpoint.prune(run, 1, 0, 0),
+                  lambda: checkpoint.save_in_background(run, name(4), state, keep=(1, 0, 0)).result(timeout=60),
+                  lambda: checkpoint.step_back(run, "x")):
+        with pytest.raises(InputError, match=r"was taken over by process \d+ on .* since"):
+            write()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

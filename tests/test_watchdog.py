@@ -132,19 +132,53 @@ seen["new one-off"] = watchdog.deadline("checkpoint")
 watchdog.phase("checkpoint")
 time.sleep(0.4)
 watchdog.phase("agree")
-seen["timed one-off"] = watchdog.deadline("checkpoint")
+seen["copied, not yet written"] = watchdog.deadline("checkpoint")
+watchdog.learn_write(0.0)
+seen["still not written"] = watchdog.deadline("checkpoint")
+watchdog.learn_write(1.5)
+watchdog.learn_write(0.6)
+seen["slow write"] = watchdog.deadline("checkpoint")
+watchdog.phase("evaluate")
+time.sleep(0.4)
+watchdog.phase("agree", "checkpoint")
+seen["timed one-off"] = watchdog.deadline("evaluate")
+watchdog.phase("agree", "registration")
+seen["agreed on saving"] = watchdog.deadline("agree", "checkpoint")
 print(json.dumps(seen))
 """
     seen = json.loads(run_process(tmp_path, body, floor_s=0.2, factor=5.0, first_s=9.0).stdout)
     assert seen["before"] == seen["after the first"] == seen["new one-off"] == 9.0
+    assert seen["copied, not yet written"] == seen["still not written"] == 9.0
+    assert seen["slow write"] == seen["agreed on saving"] == 7.5
     assert 0.5 <= seen["after four"] < 1.2  # 5 times the median step, no trace of the first one
     assert 2.0 <= seen["timed one-off"] < 3.5
     assert 0.3 <= seen["spent"]["forward"] < 0.6 and {"start", "data", "forward"} <= set(seen["spent"])
 
 
 def test_the_floor_holds_for_fast_steps(tmp_path):
-    body = "for n in range(4):\n    watchdog.new_step(n)\n    watchdog.end_step()\nprint(watchdog.deadline('forward'))"
+    body = ("for n in range(4):\n    watchdog.new_step(n)\n    watchdog.phase('forward')\n    watchdog.end_step()\n"
+            "print(watchdog.deadline('forward'))")
     assert float(run_process(tmp_path, body, floor_s=7.0).stdout) == 7.0
+
+
+def test_a_mode_that_first_opens_late_has_the_long_deadline_in_each_of_its_phases(tmp_path):
+    body = """
+def step(*modes):
+    watchdog.new_step(0)
+    for mode in modes:
+        for name in ("forward", "agree", "backward", "optimizer"):
+            watchdog.phase(name, mode)
+    watchdog.end_step()
+for _ in range(30):
+    step("diffusion", "contrastive")
+names = ("forward", "agree", "backward", "optimizer")
+late = [watchdog.deadline(name, "registration") for name in names]
+step("diffusion", "contrastive", "registration")
+print(json.dumps([late, [watchdog.deadline(name, "registration") for name in names],
+                  watchdog.deadline("forward", "diffusion")]))
+"""
+    late, then, other = json.loads(run_process(tmp_path, body, floor_s=2.0, first_s=33.0).stdout)
+    assert late == [33.0] * 4 and then == [2.0] * 4 and other == 2.0
 
 
 def test_entering_a_phase_again_at_once_does_not_count_as_having_timed_it(tmp_path):

@@ -1,0 +1,58 @@
+"""Curves and pictures of a run for TensorBoard. What cannot be written waits, and never ends a training."""
+import io
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from Runtime.files import append_bytes
+
+WAITING = 64 * 2 ** 20  # bytes that wait for room on a full disk; beyond that the oldest are given up
+
+
+def new_board(folder, step):
+    """A new event file in `folder` that replaces what earlier launches showed from `step` on."""
+    name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+    board = {"path": Path(folder) / name, "waiting": [], "told": False}
+    _add(board, file_version="brain.Event:2")
+    _add(board, step=step, session_log=SessionLog(status=SessionLog.START))
+    return board
+
+
+def add_scalar(board, tag, value, step):
+    _add(board, step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]))
+
+
+def add_figure(board, tag, figure, step):
+    """A picture of a matplotlib figure."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    width, height = (int(side) for side in figure.get_size_inches() * figure.dpi)
+    image = Summary.Image(encoded_image_string=picture.getvalue(), width=width, height=height, colorspace=3)
+    _add(board, step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))
+
+
+def flush(board):
+    """Write what waits. Where that fails, one line says so, and it is tried again at the next flush."""
+    try:
+        append_bytes(board["path"], b"".join(board["waiting"]))
+    except OSError as error:
+        if not board["told"]:
+            print(f"TensorBoard: {board['path']} cannot be written ({error.strerror or error}): the curves wait, the "
+                  "training goes on", file=sys.stderr, flush=True)
+        board["told"] = True
+        while sum(map(len, board["waiting"])) > WAITING:
+            board["waiting"].pop(0)
+    else:
+        board.update(waiting=[], told=False)
+
+
+def _add(board, **content):
+    framed = io.BytesIO()
+    RecordWriter(framed).write(Event(wall_time=time.time(), **content).SerializeToString())
+    board["waiting"].append(framed.getvalue())
