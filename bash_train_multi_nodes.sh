@@ -66,7 +66,9 @@ count_oom_kills() {  # how often this node's kernel has ended a process for want
 }
 
 note_exit() {  # rank, exit code, extra JSON: the last line of the rank's log, next to what it said itself
-    local extra=${3:-} kills
+    local extra=${3:-} kills lock=$OMNIMORPH_RUN/lock.json
+    # Whoever has taken the folder over meanwhile writes this log now.
+    [[ -e $lock ]] && ! grep -q "$OMNIMORPH_TOKEN" "$lock" && return
     kills=$(count_oom_kills)
     if [[ $2 == 137 && -n $kills && $kills != "$oom_kills" ]]; then extra+=', "oom_kill": true'; fi
     printf '{"event": "exit", "attempt": %s, "rank": %s, "code": %s, "time": %s%s}\n' \

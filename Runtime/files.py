@@ -3,6 +3,7 @@
 A file is written beside its place as `.<name>.tmp-<pid>`, flushed to the disk, and only then given its name. Whoever
 reads it sees the old content or the new one, never half of it.
 """
+import contextlib
 import errno
 import hashlib
 import json
@@ -131,7 +132,8 @@ def append_bytes(path, content, begin_a_line=False):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(file.fileno())
         except OSError:
-            os.ftruncate(file.fileno(), end)
+            with contextlib.suppress(OSError):  # the first fault is the one to tell
+                os.ftruncate(file.fileno(), end)
             raise
 
 

@@ -188,6 +188,7 @@ def _living(found, run):
 def _is_former_start(found):
     """Whether a lock is of this very job, before it was put back into the queue and started again."""
     return (found.get("job") and found["job"] == os.environ.get("SLURM_JOB_ID")
+            and found.get("cluster", "") in ("", os.environ.get("SLURM_CLUSTER_NAME", ""))
             and found.get("start", "0") != os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 

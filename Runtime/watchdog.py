@@ -184,6 +184,7 @@ def _write(lines):
         STATE["unsaid"] = lines[-UNSAID:]
         with contextlib.suppress(OSError):  # in place of the one before, which needs no more room
             os.pwrite(STATE["file"], crumb, STATE["end"])
+            os.ftruncate(STATE["file"], STATE["end"] + WIDTH)
     else:
         STATE.update(end=STATE["end"] + len(lines), unsaid=b"")
 

@@ -2,10 +2,9 @@
 import hashlib
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -264,7 +263,8 @@ def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_p
     words = [gone.pid if word == os.getpid() else word for word in begin_words(tmp_path)]
     first = evaluated(call(*words, SLURM_JOB_ID="7").stdout)
     early = call(*begin_words(tmp_path, run__patience_s=0), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
-    assert early.returncode == 43 and f"process {gone.pid} of the former start of this job is still there" in early.stderr
+    assert early.returncode == 43
+    assert f"process {gone.pid} of the former start of this job is still there" in early.stderr
     gone.communicate(timeout=20)
     other = evaluated(call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="8").stdout)
     assert other["OMNIMORPH_RUN"] != first["OMNIMORPH_RUN"] and first["OMNIMORPH_ROUND"] == "0"
@@ -272,6 +272,67 @@ def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_p
     found = evaluated(again.stdout)
     assert found["OMNIMORPH_RUN"] == first["OMNIMORPH_RUN"], "--fresh counts for its first start only"
     assert (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == ("1", "1")
+
+
+# The launcher's calls on a small disk of their own (the mount goes with the process) that is full at first.
+ON_A_FULL_DISK = """
+import contextlib, io, json, os, shlex, subprocess, sys, threading
+from pathlib import Path
+folder, freed_after, words = Path(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+from Runtime.attempts import main
+from Runtime.folder import run_folder
+run_folder(folder / "Models", "demo", "om_net")
+def fill():
+    with open(folder / "ballast", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+def free():
+    os.remove(folder / "ballast")
+def call(words):
+    fill()
+    timer = threading.Timer(freed_after, free)
+    timer.start()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = main(words)
+    timer.join()
+    os.environ.update(word.split("=", 1) for word in shlex.split(said.getvalue()))
+    return code
+codes = [call(words)]
+if codes[0] != 43:
+    codes.append(call(["end", "1"]))
+print(json.dumps([codes, [path.read_text() for path in folder.glob("Models/demo_om_net/attempts.jsonl")]]))
+"""
+
+
+def on_a_full_disk(tmp_path, freed_after, patience):
+    """(codes of `begin` and `end`, lines of attempts.jsonl, what was said)."""
+    private = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*private, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("no right to mount a small file system")
+    words = json.dumps([str(word) for word in begin_words(tmp_path, run__patience_s=patience)])
+    command = [*private, sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path), str(freed_after), words]
+    done = subprocess.run(command, text=True, cwd=ROOT, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    codes, attempts = json.loads(done.stdout.splitlines()[-1])
+    return codes, "".join(attempts).splitlines(), done.stderr
+
+
+def test_a_full_disk_under_the_launcher_is_waited_for(tmp_path):
+    codes, attempts, said = on_a_full_disk(tmp_path, freed_after=1.5, patience=30)
+    assert codes == [None, 1] and said.count("No space left on device; tried again for up to 30 s") == 2, said
+    assert [json.loads(line)["event"] for line in attempts] == ["begin", "end"]
+
+
+def test_a_disk_that_stays_full_is_one_sentence(tmp_path):
+    codes, attempts, said = on_a_full_disk(tmp_path, freed_after=4, patience=1)
+    assert codes == [43] and not attempts
+    assert re.search(r"error: .*No space left on device, and that did not pass: make room", said), said
+    assert "Traceback" not in said
 
 
 def test_errors_of_the_command_line_are_sentences(tmp_path):

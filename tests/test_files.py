@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from Runtime.files import partial_path, remove_leftovers, sha256, write_file
+from Runtime.files import partial_path, patiently, read_lines, remove_leftovers, sha256, write_file
 from tests.tiny import ROOT
 
 
@@ -66,3 +66,37 @@ def test_only_partial_files_without_an_owner_are_removed(tmp_path):
 def test_sha256_is_that_of_the_content(tmp_path):
     (tmp_path / "file").write_bytes(b"abc")
     assert sha256(tmp_path / "file").startswith("ba7816bf8f01cfea414140de5dae2223")
+
+
+def test_a_line_is_added_whole_or_not_at_all(tmp_path):
+    """A disk that is full in the middle of a line: what was there stays, and a second try adds it once."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n{"cut')
+    program = (f"import resource, sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
+               "from Runtime.files import append_line\npath = Path(sys.argv[1])\nbefore = path.read_bytes()\n"
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, resource.RLIM_INFINITY))\n"
+               "try:\n    append_line(path, {'b': 'x' * 100})\nexcept OSError as error:\n    print(error.errno)\n"
+               "assert path.read_bytes() == before\n"
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+               "append_line(path, {'b': 'x' * 100})")
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, str(errno.ENOSPC)), done.stderr
+    assert read_lines(path) == [{"a": 1}, {"b": "x" * 100}]
+
+
+def test_only_faults_that_pass_are_waited_for(capsys):
+    said = []
+
+    def fails(*errors):
+        said.append(len(errors))
+        if len(said) <= len(errors):
+            raise OSError(errors[len(said) - 1], "it says")
+        return "done"
+
+    assert patiently(lambda: fails(errno.ENOSPC, errno.ESTALE), 20, "the disk") == "done"
+    assert capsys.readouterr().err == "the disk: it says; tried again for up to 20 s\n"
+    for error, seconds, tries in ((errno.EACCES, 20, 1), (errno.EIO, 0, 1), (errno.EIO, 0.6, 3)):
+        said.clear()
+        with pytest.raises(OSError, match="it says"):
+            patiently(lambda error=error: fails(*[error] * 9), seconds, "the disk")
+        assert len(said) == tries

@@ -4,20 +4,26 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from Runtime.errors import InputError
-from Runtime.folder import lock, run_folder, touch, unlock
+from Runtime.files import is_passing, patiently
+from Runtime.folder import CLAIM_S, TakenOver, assert_held, lock, run_folder, touch, unlock
 from tests.tiny import ROOT
 
 HOLD = """
-import sys, time
+import errno, fcntl, sys, time
 from pathlib import Path
 from Runtime.errors import InputError
 from Runtime.folder import lock
 run = Path(sys.argv[1])
+if sys.argv[2] == "no locks":  # as a Lustre file system mounted without them answers
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+    fcntl.flock = flock
 print("ready", flush=True)
 while not (run / "go").exists():
     time.sleep(0.001)
@@ -34,8 +40,8 @@ def start(tmp_path):
     """Starts processes that take the lock once the file `go` is there and live until their input ends."""
     started = []
 
-    def start_one():
-        process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, text=True,
+    def start_one(file_system="local"):
+        process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path), file_system], cwd=ROOT, text=True,
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
@@ -92,15 +98,29 @@ def test_a_killed_holder_that_nobody_has_waited_for_is_dead(tmp_path, start):
     lock(tmp_path, 60)
 
 
-def test_of_six_starts_at_the_same_moment_one_gets_the_folder(tmp_path, start):
-    processes = [start() for _ in range(6)]
+@pytest.mark.parametrize("file_system", ["local", "no locks"])
+def test_of_six_starts_at_the_same_moment_one_gets_the_folder(tmp_path, start, file_system):
+    lock(tmp_path, 60)
+    rewrite(tmp_path, pid=2 ** 22 + 1)  # the lock of a dead one is there, which each of them may replace
+    processes = [start(file_system) for _ in range(6)]
     (tmp_path / "go").touch()
     said = [process.stdout.readline() for process in processes]
     assert sorted(line.split()[0] for line in said) == ["refused"] * 5 + ["token"]
     winner = processes[[line.split()[0] for line in said].index("token")]
     assert read(tmp_path)["holders"][0]["pid"] == winner.pid
     assert all(f"process {winner.pid} on" in line for line in said if line.startswith("refused"))
-    assert not list(tmp_path.glob("lock.json.tmp*"))
+    assert {path.name for path in tmp_path.iterdir()} == {"go", ".lock", "lock.json"}
+
+
+def test_what_a_death_in_the_middle_of_locking_leaves_is_in_the_way_for_half_a_minute(tmp_path, start):
+    claim = tmp_path / ".lock.claim"
+    claim.touch()
+    (tmp_path / "go").touch()
+    waiting = start()
+    time.sleep(0.5)
+    assert not (tmp_path / "lock.json").exists() and waiting.poll() is None
+    os.utime(claim, (time.time() - CLAIM_S - 1,) * 2)
+    assert waiting.stdout.readline().startswith("token ") and not claim.exists()
 
 
 def test_a_process_number_that_someone_else_has_now_is_dead(tmp_path, start):
@@ -163,6 +183,109 @@ def test_a_job_that_was_requeued_takes_its_own_folder_back(tmp_path, monkeypatch
     assert lock(tmp_path, 1000) != before
 
 
+# What squeue printed on a cluster with Slurm 22.05: its output, its errors, its exit code.
+SQUEUE = {"RUNNING": ("RUNNING", "", 0), "SUSPENDED": ("SUSPENDED", "", 0), "COMPLETING": ("COMPLETING", "", 0),
+          "COMPLETED": ("COMPLETED", "", 0), "forgotten": ("", "slurm_load_jobs error: Invalid job id specified", 1),
+          "away": ("", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1)}
+
+
+@pytest.fixture
+def slurm(tmp_path_factory, monkeypatch):
+    """Puts an squeue on PATH that answers as told, and a lock of a job elsewhere, last touched so many seconds ago."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in ("SLURM_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def say(state):
+        out, err, code = SQUEUE[state]
+        (folder / "squeue").write_text(f"#!/bin/sh\necho '{out}'\necho '{err}' >&2\nexit {code}\n")
+        (folder / "squeue").chmod(0o755)
+        (folder / "scontrol").write_text("#!/bin/sh\necho 'ClusterName             = here'\n")
+        (folder / "scontrol").chmod(0o755)
+
+    return say
+
+
+def lock_of_job(run, seconds, **changes):
+    """The lock of job 7 on another machine, last touched so many seconds ago."""
+    lock(run, 100)
+    rewrite(run, host="elsewhere", boot="another", pid=1)
+    (run / "lock.json").write_text(json.dumps(read(run) | {"job": "7", "cluster": "here"} | changes))
+    age(run, seconds)
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
+def test_what_slurm_says_of_a_job_counts_more_than_the_clock(tmp_path, slurm, state):
+    slurm(state)
+    lock_of_job(tmp_path, 10 ** 6)
+    with pytest.raises(InputError, match=r"process 1 on elsewhere \(job 7\)"):
+        lock(tmp_path, 100)
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "forgotten"])
+def test_a_job_that_is_over_holds_nothing(tmp_path, slurm, state):
+    slurm(state)
+    lock_of_job(tmp_path, 0)
+    before = read(tmp_path)["token"]
+    assert lock(tmp_path, 100) != before
+
+
+@pytest.mark.parametrize("state, said", [("COMPLETING", "job 7 is just ending"),
+                                         ("away", "Slurm does not say whether job 7 still runs")])
+def test_what_the_next_minute_will_tell_is_waited_for(tmp_path, slurm, state, said):
+    slurm(state)
+    lock_of_job(tmp_path, 10 ** 6)
+    with pytest.raises(OSError, match=said) as raised:
+        lock(tmp_path, 100)
+    assert is_passing(raised.value)
+    threading.Timer(1.0, slurm, ["forgotten"]).start()
+    assert patiently(lambda: lock(tmp_path, 100), 20, "the lock") == read(tmp_path)["token"]
+
+
+def test_a_job_of_another_cluster_is_judged_by_its_touches(tmp_path, slurm):
+    slurm("forgotten")  # of course: this cluster has had no such job
+    lock_of_job(tmp_path, 50, cluster="there")
+    with pytest.raises(InputError, match=r"elsewhere \(job 7\)"):
+        lock(tmp_path, 100)
+    age(tmp_path, 150)
+    lock(tmp_path, 100)
+
+
+def test_the_same_job_number_of_another_cluster_is_another_job(tmp_path, slurm, monkeypatch):
+    slurm("forgotten")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    lock_of_job(tmp_path, 50, cluster="there", start="0")
+    with pytest.raises(InputError, match="elsewhere"):
+        lock(tmp_path, 100)
+    assert lock(tmp_path, 100, token=read(tmp_path)["token"]) == read(tmp_path)["token"]
+
+
+def test_whoever_had_the_folder_finds_out_that_another_has_it_now(tmp_path):
+    lock(tmp_path, 60)
+    assert_held(tmp_path)
+    old = read(tmp_path)
+    changed = {**old, "token": "0" * 16, "job": "9"}
+    (tmp_path / "lock.json").write_text(json.dumps(changed))
+    age(tmp_path, 100)
+    before = (tmp_path / "lock.json").stat().st_mtime
+    with pytest.raises(TakenOver, match=rf"taken over by process {os.getpid()} on .* \(job 9\) since {old['since']}"):
+        touch(tmp_path)
+    assert (tmp_path / "lock.json").stat().st_mtime == before, "it is not ours to show alive"
+    (tmp_path / "lock.json").unlink()
+    touch(tmp_path)  # a lock that a person has removed is no other run
+    begun = {"event": "begin", "attempt": 0, "loop": old["token"]}
+    (tmp_path / "attempts.jsonl").write_text(json.dumps(begun) + "\n")
+    touch(tmp_path)
+    with open(tmp_path / "attempts.jsonl", "a") as file:
+        file.write(json.dumps({**begun, "attempt": 1, "loop": "0" * 16}) + "\n")
+    with pytest.raises(TakenOver, match="by another run, which has ended since"):
+        touch(tmp_path)
+    assert not (tmp_path / "lock.json").exists()
+
+
 def test_who_knows_the_token_joins_and_either_keeps_it_alive(tmp_path, start):
     launcher, other = start(), start()
     token = lock(tmp_path, 60, pid=launcher.pid)
@@ -217,3 +340,10 @@ def test_runs_continue_the_newest_generation_and_fresh_makes_the_next(tmp_path):
     assert run.name == "brain_net-10" and (run / "tmp").is_dir()
     assert run_folder(tmp_path, "brain", "net", fresh=True).name == "brain_net-11"
     assert run_folder(tmp_path, "brain.", "net").name == "brain._net"
+
+
+@pytest.mark.parametrize("name", ["a/b", "../up", "", ".hidden", "-x", "a b", "brains*", "a\nb"])
+def test_a_name_that_files_cannot_have_is_one_sentence(tmp_path, name):
+    with pytest.raises(InputError, match=r"data\.name is .*files and folders are named.*--set data\.name=\w") as said:
+        run_folder(tmp_path, name, "net")
+    assert "\n" not in str(said.value) and not list(tmp_path.iterdir())

@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tests import launching
 from tests.tiny import ROOT
 
 CFG = {"run.deadline_floor_s": 20.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}
@@ -264,3 +266,77 @@ def test_phases_of_a_process_without_a_log_do_nothing(tmp_path):
             "watchdog.finish()\nprint(watchdog.end_step(), watchdog.stop_requested())")
     done = subprocess.run([sys.executable, "-c", body], cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert done.stdout == "{} None\n" and not list(tmp_path.iterdir())
+
+
+# A rank that has the folder's lock, says so, and goes through phases and events for ever.
+HOLDER = """
+from Runtime.folder import lock
+watchdog.LOOK_S = 0.2
+lock(RUN, 60)
+print("holds", flush=True)
+while True:
+    watchdog.new_step(3)
+    watchdog.phase("forward")
+    time.sleep(0.05)
+    watchdog.event("step", spent=watchdog.end_step())
+    time.sleep(0.05)
+"""
+
+
+def stopped_holder(run, caught=True, **cfg):
+    """A holder that is stopped, and the content of the run's files after another has taken the folder over."""
+    body = HOLDER if not caught else HOLDER.replace("while True:", "try:\n  while True:").replace("\n    ", "\n      ")
+    body += "except Exception as error:\n  print(type(error).__name__, error, flush=True)\n" if caught else ""
+    process = launching.start(command(run, body, **cfg), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True)
+    assert process.stdout.readline() == "holds\n"
+    process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text())
+    found = json.loads((run / "lock.json").read_text())
+    (run / "lock.json").write_text(json.dumps({**found, "token": "another", "job": "9"}))
+    other = run_process(run, "watchdog.new_step(8)")  # the other one's first rank, which has begun its log
+    assert other.returncode == 0
+    return process, {path: path.read_bytes() for path in run.iterdir()}
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_holder_that_stood_still_leaves_without_writing_once_another_has_the_folder(tmp_path, caught):
+    process, before = stopped_holder(tmp_path, caught)
+    try:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGCONT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        launching.end(process)
+    said = out if caught else err
+    assert f"TakenOver {tmp_path} was taken over" in said.replace(":", "") and "(job 9)" in said
+    assert process.returncode == (0 if caught else 1)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_one_that_slept_through_its_deadline_writes_no_stack_into_the_other_ones_file(tmp_path):
+    process, before = stopped_holder(tmp_path, floor_s=1.0, first_s=1.0)
+    try:
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        process.communicate(timeout=20)
+    finally:
+        launching.end(process)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_what_a_full_disk_did_not_take_stands_in_the_log_once_there_is_room(tmp_path):
+    body = """
+limit = (RUN / "rank1.jsonl").stat().st_size + 100
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+for step in range(5):
+    watchdog.new_step(step)
+    watchdog.event("step", much="x" * 200)
+    assert json.loads((RUN / "rank1.jsonl").read_text().splitlines()[-1][:320])["phase"] == "data"
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+watchdog.event("room")
+"""
+    done = run_process(tmp_path, body)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("rank 1 cannot write its log") == 1
+    assert [line["event"] for line in lines(tmp_path)] == ["start", *["step"] * 5, "room", "now"]

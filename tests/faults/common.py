@@ -1,7 +1,5 @@
 """Real launches of a tiny training, with faults from outside or from tests/faults/inject, and what became of them."""
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,26 +9,32 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from Runtime.attempts import read_lines  # noqa: E402
+from Runtime.checkpoint import load, weights_sha256  # noqa: E402
+from tests import launching  # noqa: E402
 from tests.tiny import arguments, launcher_environment, make_data  # noqa: E402
 
-# Deadlines and pauses scaled to steps of a tenth of a second.
+# Deadlines and pauses scaled to steps of a tenth of a second; float32, which no CPU has to emulate.
 SCALED = {"run.deadline_floor_s": 3, "run.deadline_factor": 5, "run.deadline_first_s": 25, "run.join_s": 20,
           "run.grace_s": 2, "run.pause_planned_s": 0.2, "run.pause_crash_s": 0.2, "run.round_seconds": 120,
           "run.checkpoint_steps": 4, "run.epochs": 4, "data.repeats": 8, "data.batchsize": 1,
-          "data.diff_reg_batch_ratio": 1, "data.global_batchsize": 4, "run.val_pairs": 1}
+          "data.diff_reg_batch_ratio": 1, "data.global_batchsize": 4, "run.val_pairs": 1, "run.amp": "off",
+          "run.patience_s": 60}
 
 
 def launch(folder, ranks, faults=(), more=(), **changes):
-    """Start bash_train_multi_nodes.sh on a tiny training in `folder`. Returns the process; its output is in log.txt."""
-    settings = {**{key.replace(".", "__"): value for key, value in SCALED.items()}, **changes}
+    """Start bash_train_multi_nodes.sh on a tiny training in `folder`. Returns the process; its output is in log.txt.
+
+    Whatever ends this script ends the launch too, with all that it has started (tests/launching.py).
+    """
+    own = json.loads((folder / "settings.json").read_text())
+    settings = {**{key.replace(".", "__"): value for key, value in {**SCALED, **own}.items()}, **changes}
     environment = launcher_environment(ranks, FAULT_DIR=str(folder))
     if faults:
         environment.update(FAULTS=json.dumps([{"id": "fault", **fault} for fault in faults]),
                            PYTHONPATH=str(Path(__file__).parent / "inject"))
+    command = ["bash", ROOT / "bash_train_multi_nodes.sh", *arguments(folder, *more, **settings)]
     with open(folder / "log.txt", "a") as log:
-        return subprocess.Popen(["bash", str(ROOT / "bash_train_multi_nodes.sh"),
-                                 *arguments(folder, *more, **settings)], cwd=ROOT, env=environment, stdout=log,
-                                stderr=subprocess.STDOUT, start_new_session=True)
+        return launching.start(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
 def wait(process, seconds=300):
@@ -38,10 +42,13 @@ def wait(process, seconds=300):
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        for pid in family(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
+        launching.end(process)
         raise
+
+
+def end_all():
+    """Kill whatever the launches of this script have left."""
+    launching.kill(launching.mark_this_process())
 
 
 def family(pid):
@@ -64,7 +71,7 @@ def rank_pid(folder, rank, attempt=0):
     return starts[-1]["pid"] if starts else None
 
 
-def until(condition, seconds=60):
+def until(condition, seconds=120):
     """Wait for a condition to become true; returns its value."""
     ends = time.time() + seconds
     while not (value := condition()):
@@ -86,10 +93,15 @@ def ends(folder):
 
 
 def final_weights(folder, epochs=SCALED["run.epochs"]):
-    """SHA-256 of the weights after the last epoch, None if the run did not get there."""
+    """SHA-256 of weights and averaged weights after the last epoch, None if the run did not get there."""
     path = run_of(folder) / "manifest.json"
     entries = json.loads(path.read_text())["checkpoints"] if path.exists() else {}
-    return next((entry["weights_sha256"] for entry in entries.values() if entry["epoch"] == epochs), None)
+    last = next((name for name, entry in entries.items() if entry["epoch"] == epochs), None)
+    if last is None:
+        return None
+    content = load(run_of(folder) / last)
+    average = {f"average {name}": tensor for name, tensor in content.get("average", {}).items()}
+    return weights_sha256({**content["model"], **average})
 
 
 def resumed_at(folder, launch_number=1):
@@ -98,11 +110,24 @@ def resumed_at(folder, launch_number=1):
     return json.loads(path.read_text())["step"] if path.exists() else None
 
 
-def new_folder(parent, name):
-    """A folder of its own for a run, on the data that all runs of `parent` share."""
+def new_folder(parent, name, **settings):
+    """A folder of its own for a run, on the data that all runs of `parent` share. settings: of each launch in it."""
     folder = parent / name
     folder.mkdir(parents=True)
     if not (parent / "data").exists():
         make_data(parent)
     (folder / "data").symlink_to(parent / "data")
+    dotted = {key.replace("__", "."): value for key, value in settings.items()}
+    (folder / "settings.json").write_text(json.dumps(dotted))
     return folder
+
+
+def prepare(parent):
+    """Prepare the data of `parent` once for all its runs. Returns the folder of the cache."""
+    cache = parent / "cache"
+    if not cache.exists():
+        if not (parent / "data").exists():
+            make_data(parent)
+        command = [sys.executable, ROOT / "OM_prepare.py", *arguments(parent, data__cache=cache), "--workers", 1]
+        launching.run(command, cwd=ROOT, check=True)
+    return cache

@@ -6,9 +6,12 @@ Each row is a launch of bash_train_multi_nodes.sh with 2 (or 4) gloo ranks on a 
 outside or by tests/faults/inject; the row says how long it took to find it, whether the verdict named the rank and the
 phase, where the run went on, and whether its final weights are bitwise those of an undisturbed run. Deadlines are
 scaled to steps of a tenth of a second; beside each stands the one that production has (config_om.yaml, step of 108 s).
+The rows "..., zero1" train with sharded moments, averaged weights, a schedule and a prepared cache. A row that needs
+rights which we do not have is left out by name, and only those of NEED_RIGHTS may be.
 The last line of standard output is one JSON object; the exit code is the number of failed rows.
 """
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -26,12 +29,15 @@ from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.memory import WINDOW  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
+from tests import launching  # noqa: E402
 from tests.faults.common import (  # noqa: E402
+    end_all,
     ends,
     family,
     final_weights,
     launch,
     new_folder,
+    prepare,
     rank_pid,
     resumed_at,
     run_of,
@@ -43,6 +49,11 @@ from tests.faults.common import (  # noqa: E402
 STEP_S = 108  # of the recorded campaign: 41 steps in 74 minutes
 FORWARD = {"rank": 1, "phase": "forward", "mode": "diffusion", "step": 9}
 REFUSED, DONE = 43, 0
+# The same rows with what a long training has besides: moments shared out, averaged weights, a schedule, a cache.
+SHARDED = {"run__strategy": "zero1", "optim__average": 0.9, "optim__schedule": "cosine"}
+# Rows that mount a file system or move a process into a control group, which not everybody may.
+NEED_RIGHTS = ("killed by the kernel for memory", "disk full while saving", "full logs folder",
+               "full disk while the launcher writes")
 
 
 def production(kind):
@@ -127,26 +138,137 @@ def damaged_checkpoint(folder, ranks, reference, how, said):
     return result(folder, reference, since, found, said in sentence and code == DONE), sentence
 
 
-def disk_full(folder, ranks, reference):
-    """The disk fills up before a checkpoint and is freed later: the run goes on, the next checkpoint stands."""
-    (folder / "Models").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder / "Models"]
-    mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    acts, refusal = (("fill_disk", "free_disk"), "No space left") if mounted else (
-        ("limit_files", "unlimit_files"), "File too large")
+@contextlib.contextmanager
+def small_disk(folder, *names):
+    """Folders of a run on a disk of 8 MB of their own; raises PermissionError without the right to mount one."""
+    disk = folder / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True, text=True)
+    if done.returncode:
+        raise PermissionError(done.stderr.strip())
     try:
-        faults = [{"do": acts[0], "rank": 0, "phase": "forward", "step": 9},
-                  {"id": "free", "do": acts[1], "rank": 0, "phase": "forward", "step": 18}]
+        for name in names:
+            (disk / name).mkdir()
+            (folder / name).symlink_to(disk / name)
+        yield disk
+    finally:
+        end_all()
+        subprocess.run(["umount", disk], check=True)
+
+
+def log_of(folder, word):
+    """The lines of a launch's output that contain a word."""
+    return [line for line in (folder / "log.txt").read_text().splitlines() if word in line]
+
+
+def disk_full(folder, ranks, reference):
+    """The disk of all outputs fills up before a checkpoint and is freed later: the run goes on, the next one stands."""
+    with small_disk(folder, "Models", "Logs"):
+        faults = [{"do": "fill_disk", "rank": 0, "phase": "forward", "step": 9},
+                  {"id": "free", "do": "free_disk", "rank": 0, "phase": "forward", "step": 18}]
         code, since = wait(launch(folder, ranks, faults)), struck(folder)
-        failed = [line for line in (folder / "log.txt").read_text().splitlines() if "checkpoint failed" in line]
+        failed = log_of(folder, "checkpoint failed")
         log = read_lines(run_of(folder) / "rank0.jsonl")
+        steps = [line["step"] for line in log if line["event"] == "step"]
         found = next(line["time"] for line in log if line["event"] == "step" and line["step"] >= 15)
-        named = code == DONE and failed and refusal in failed[0] and ".pth" in failed[0]
+        named = (code == DONE and failed and "No space left" in failed[0] and ".pth" in failed[0]
+                 and log_of(folder, "TensorBoard: ") and steps == list(range(48)))
         row = result(folder, reference, since, found, named)
         return {**row, "steps_lost": 0}, failed[0] if failed else "nothing was said"
-    finally:
-        if mounted:
-            subprocess.run(["umount", folder / "Models"], check=True)
+
+
+def disk_full_at_the_end_of_a_round(folder, ranks, reference):
+    """The disk is full when a rank dies, so that the launcher cannot write what it decides: it waits, and goes on."""
+    with small_disk(folder, "Models", "Logs") as disk:
+        process = launch(folder, ranks, [{"do": "fill_disk_and_die", **FORWARD, "path": str(disk)}])
+        since = struck(folder)
+        until(lambda: log_of(folder, "tried again for up to"))
+        found, said = time.time(), log_of(folder, "tried again for up to")[0]
+        time.sleep(3)
+        (disk / "ballast").unlink()
+        code = wait(process)
+        return result(folder, reference, since, found, code == DONE and "No space left on device" in said), said
+
+
+def logs_full(folder, ranks, reference):
+    """The folder of the curves is full from the start: nothing is lost but the curves."""
+    with small_disk(folder, "Logs") as disk:
+        process = launch(folder, ranks, [{"do": "fill_disk", "rank": 0, "phase": "forward", "path": str(disk)}])
+        since = struck(folder)
+        until(lambda: log_of(folder, "TensorBoard: "), 120)
+        found, said = time.time(), log_of(folder, "TensorBoard: ")
+        code = wait(process)
+        named = (code == DONE and len(ends(folder)) == 1 and len(said) == 1 and "No space left on device" in said[0]
+                 and "Traceback" not in (folder / "log.txt").read_text())
+        # The first epoch's end is the first moment at which anybody could know.
+        epoch = next(line["time"] for line in read_lines(run_of(folder) / "rank0.jsonl") if line["event"] == "epoch")
+        return {**result(folder, reference, max(since, epoch), found, named), "steps_lost": 0}, said[0]
+
+
+def two_damaged_checkpoints(folder, ranks, reference):
+    """The two newest are spoilt. What is saved at lower steps from then on stays, and a death costs one step."""
+    faults = [{"do": "kill", **FORWARD, "step": 21},
+              {"id": "damage", "do": "spoil_two", "rank": 0, "phase": "restore", "attempt": 1},
+              {"id": "leave", "do": "terminate", **FORWARD, "step": 13, "attempt": 1},
+              {"id": "again", "do": "kill", **FORWARD, "step": 16, "attempt": 2}]
+    code, since = wait(launch(folder, ranks, faults)), struck(folder, "damage")
+    skipped = log_of(folder, "is skipped: SHA-256 differs")
+    log = read_lines(run_of(folder) / "rank0.jsonl")
+    found = next(line["time"] for line in log if line["event"] == "step" and line["attempt"] == 1)
+    causes = [end["cause"] for end in ends(folder).values()]
+    named = (code == DONE and causes == ["killed", "planned restart", "killed", "done"] and len(skipped) >= 2
+             and [resumed_at(folder, number) for number in (1, 2, 3)] == [12, 15, 15])
+    return result(folder, reference, since, found, named, launch_number=3), skipped[0]
+
+
+def late_mode_3(folder, ranks, reference):
+    """Mode 3 first runs in the seventh step, and its first forward takes longer than a step's deadline: no hang."""
+    closed = [{"id": f"gate{rank}", "do": "other_branch", "rank": rank, "phase": "forward", "mode": "diffusion",
+               "always": True, "last_step": 5} for rank in range(ranks)]
+    slow = {"do": "nap", "seconds": 8, "rank": 1, "phase": "forward", "mode": "registration"}
+    other = new_folder(folder.parent, f"{folder.name} (quick)")
+    if wait(launch(other, ranks, closed)) != DONE:
+        return result(folder, None, 0, 999, False), "the run without the slow step did not end well"
+    code = wait(launch(folder, ranks, [*closed, slow]))
+    since = struck(folder)
+    log = [line for line in read_lines(run_of(folder) / "rank0.jsonl") if line["event"] == "step"]
+    first, seconds = next(line for line in log if line["open"]), log[6]["time"] - log[5]["time"]
+    named = (code == DONE and len(ends(folder)) == 1 and first["step"] == 6
+             and seconds > 8)
+    row = result(folder, final_weights(other), since, since, named)
+    return {**row, "steps_lost": 0}, f"mode 3 opened at step {first['step']}, which took {seconds:.1f} s"
+
+
+def stopped_holder_wakes(folder, ranks, reference):
+    """A whole launch stands still, as on a machine that is suspended; another takes its folder over; the first wakes.
+
+    To the second the first is on another machine: there only the clock tells that it no longer lives.
+    """
+    first = launch(folder, ranks)
+    until(lambda: steps_done(folder) >= 9)
+    for pid in launching.marked(first.mark):
+        os.kill(pid, signal.SIGSTOP)
+    lock = run_of(folder) / "lock.json"
+    found = json.loads(lock.read_text())
+    found["holders"] = [{**holder, "host": "elsewhere", "boot": "another"} for holder in found["holders"]]
+    lock.write_text(json.dumps(found))
+    os.utime(lock, (time.time() - 10 ** 6,) * 2)
+    second = launch(folder, ranks)
+    until(lambda: steps_done(folder, attempt=1) >= 20)
+    for pid in launching.marked(first.mark):
+        os.kill(pid, signal.SIGCONT)
+    since = time.time()
+    refused = wait(first)
+    left = time.time()
+    code = wait(second)
+    said = log_of(folder, "was taken over by process")
+    logs = [run_of(folder) / name for name in ("attempts.jsonl", *(f"rank{rank}.jsonl" for rank in range(ranks)))]
+    late = [line for path in logs for line in read_lines(path) if line["attempt"] == 0 and line["time"] > since]
+    done = [line["step"] for line in read_lines(logs[1]) if line["event"] == "step" and line["attempt"] == 1]
+    named = (refused == REFUSED and code == DONE and said and not late and done == list(range(done[0], 48))
+             and [end["cause"] for end in ends(folder).values()][1:] == ["done"])
+    row = result(folder, reference, since, left, named)
+    return row, said[0] if said else "nothing was said"
 
 
 def leak(folder, ranks, reference):
@@ -307,6 +429,9 @@ def matrix():
             ("newest checkpoint bit-flipped", damaged_checkpoint, ("flip_bit", "SHA-256 differs"), "now"),
             ("newest checkpoint unloadable", damaged_checkpoint, ("unloadable", "cannot be read"), "now"),
             ("disk full while saving", disk_full, (), "now"),
+            ("full logs folder", logs_full, (), "now"),
+            ("full disk while the launcher writes", disk_full_at_the_end_of_a_round, (), "now"),
+            ("two bad newest checkpoints, then a kill", two_damaged_checkpoints, (), "now"),
             ("killed while saving", died, ({"do": "kill_while_saving", **FORWARD, "rank": 0}, "killed", 0, None),
              "now"),
             ("leak of 50 MB a step", leak, (), "window"),
@@ -316,12 +441,46 @@ def matrix():
             ("SIGKILL of the launcher", launcher_killed, (), "now"),
             ("the same crash every time", same_crash_every_time, (), "now"),
             ("a second run on the folder", second_run, (), "now"),
+            ("a stopped holder of the lock wakes", stopped_holder_wakes, (), "now"),
+            ("mode 3 opens late and slowly", late_mode_3, (), "first"),
             ("a process that never exits", would_not_exit, (), "exit"),
             ("a launch that never starts", never_starts, (120,), "first"),
             ("a launch beyond its time limit", never_starts, (8,), "round")]
     again = {"SIGKILL of one rank", "hang holding the GIL", "skipped collective", "other batch shape on one rank"}
-    return ([(title, 2, *rest) for title, *rest in rows]
-            + [(f"{title}, 4 ranks", 4, *rest) for title, *rest in rows if title in again])
+    other = {"SIGKILL of one rank", "SIGKILL of all ranks", "hang holding the GIL", "newest checkpoint truncated",
+             "killed while saving", "TERM to the launcher"}
+    return ([(title, 2, False, *rest) for title, *rest in rows]
+            + [(f"{title}, 4 ranks", 4, False, *rest) for title, *rest in rows if title in again]
+            + [(f"{title}, zero1", 2, True, *rest) for title, *rest in rows if title in other])
+
+
+def undisturbed(parent, ranks, settings, variant):
+    """Weights of a run that nothing disturbs."""
+    folder = new_folder(parent, f"undisturbed, {ranks} ranks{variant}", **settings)
+    if wait(launch(folder, ranks)) != DONE:
+        sys.exit(f"the undisturbed run failed: {folder}/log.txt")
+    return final_weights(folder)
+
+
+def run_row(parent, title, ranks, settings, reference, function, arguments):
+    """One row, and what was said. Raises PermissionError where it needs more rights than we have."""
+    try:
+        return function(new_folder(parent, title, **settings), ranks, reference, *arguments)
+    except (LookupError, StopIteration, TimeoutError, subprocess.TimeoutExpired) as error:
+        # The fault was not found, or not as expected: that is what the row has to say.
+        row = {"detected_s": 999.0, "named": False, "resumed_step": None, "steps_lost": None, "equal": False}
+        return row, f"FAILED, {type(error).__name__}: {error}"
+    finally:
+        end_all()
+
+
+def show(rows):
+    header = ["fault", "detected after s", "in production", "named", "resumed at step", "steps lost", "weights equal"]
+    words = {True: "yes", False: "NO", None: "-"}
+    print(text_table(header, [(row["fault"], row["detected_s"], row["production"], words[row["named"]],
+                               "-" if row["resumed_step"] is None else row["resumed_step"],
+                               "-" if row["steps_lost"] is None else row["steps_lost"], words[row["equal"]])
+                              for row in rows], [None, ".1f", None, None, None, None, None]))
 
 
 def main(argv=None):
@@ -331,35 +490,26 @@ def main(argv=None):
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run there and leave everything")
     args = parser.parse_args(argv)
     parent = args.keep or Path(tempfile.mkdtemp(prefix="faults-"))
-    references, rows = {}, []
-    for title, ranks, function, arguments, kind in matrix():
+    references, rows, left_out = {}, [], {}
+    for title, ranks, sharded, function, arguments, kind in matrix():
         if (args.only and not any(word in title for word in args.only)) or args.ranks not in (None, ranks):
             continue
-        if ranks not in references:
-            folder = new_folder(parent, f"undisturbed, {ranks} ranks")
-            if wait(launch(folder, ranks)) != DONE:
-                sys.exit(f"the undisturbed run failed: {folder}/log.txt")
-            references[ranks] = final_weights(folder)
+        settings = {**SHARDED, "data__cache": str(prepare(parent))} if sharded else {}
+        if (ranks, sharded) not in references:
+            references[ranks, sharded] = undisturbed(parent, ranks, settings, ", zero1" if sharded else "")
         try:
-            row, said = function(new_folder(parent, title), ranks, references[ranks], *arguments)
+            row, said = run_row(parent, title, ranks, settings, references[ranks, sharded], function, arguments)
         except PermissionError as error:
-            print(f"{title}: left out, this needs more rights ({error})", file=sys.stderr, flush=True)
+            left_out[title] = f"this needs more rights ({error})"
+            print(f"{title}: left out, {left_out[title]}", file=sys.stderr, flush=True)
             continue
-        except (LookupError, StopIteration, TimeoutError, subprocess.TimeoutExpired) as error:
-            # The fault was not found, or not as expected: that is what the row has to say.
-            row = {"detected_s": 999.0, "named": False, "resumed_step": None, "steps_lost": None, "equal": False}
-            said = f"FAILED, {type(error).__name__}: {error}"
         rows.append({"fault": title, **row, "production": production(kind)})
         print(f"{title}: {said}", file=sys.stderr, flush=True)
     failed = [row["fault"] for row in rows if not row["named"] or row["equal"] is False or row["detected_s"] > 30]
-    header = ["fault", "detected after s", "in production", "named", "resumed at step", "steps lost", "weights equal"]
-    words = {True: "yes", False: "NO", None: "-"}
-    print(text_table(header, [(row["fault"], row["detected_s"], row["production"], words[row["named"]],
-                               "-" if row["resumed_step"] is None else row["resumed_step"],
-                               "-" if row["steps_lost"] is None else row["steps_lost"], words[row["equal"]])
-                              for row in rows], [None, ".1f", None, None, None, None, None]))
-    print(json.dumps({"failed": failed, "rows": [{key: value for key, value in row.items() if key != "production"}
-                                                 for row in rows]}))
+    failed += [title for title in left_out if title not in NEED_RIGHTS]
+    show(rows)
+    print(json.dumps({"failed": failed, "left_out": left_out, "rows": [
+        {key: value for key, value in row.items() if key != "production"} for row in rows]}))
     if not args.keep:
         shutil.rmtree(parent)
     return len(failed)

@@ -1,6 +1,7 @@
 """Faults for tests: this folder on PYTHONPATH makes any training fail as FAULTS says. The product knows nothing of it.
 
-FAULTS is a JSON list of {"id", "do", "rank", and where: "phase", and optionally "mode", "step" (at least), "attempt"}.
+FAULTS is a JSON list of {"id", "do", "rank", and where: "phase", and optionally "mode", "step" and "attempt" (at
+least), "last_step" and "last_attempt"}.
 The moment is found by wrapping Runtime.watchdog.phase once that module has been imported. Each fault strikes once and
 leaves <FAULT_DIR>/<id> with the time, or every time with "always".
 """
@@ -25,6 +26,15 @@ def strike(fault, frame):
 
 def kill(fault, frame):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate(fault, frame):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fill_disk_and_die(fault, frame):
+    fill_disk(fault, frame)
+    kill(fault, frame)
 
 
 def stop(fault, frame):
@@ -116,6 +126,16 @@ def newest_file(run):
     return manifest, name
 
 
+def spoil_two(fault, frame):
+    """One bit in each of the two newest checkpoints."""
+    run = Path(os.environ["OMNIMORPH_RUN"])
+    entries = json.loads((run / "manifest.json").read_text())["checkpoints"]
+    for name in sorted(entries, key=lambda name: entries[name]["step"])[-2:]:
+        data = bytearray((run / name).read_bytes())
+        data[len(data) // 2] ^= 8
+        (run / name).write_bytes(data)
+
+
 def truncate(fault, frame):
     run = Path(os.environ["OMNIMORPH_RUN"])
     path = run / newest_file(run)[1]
@@ -151,7 +171,7 @@ def poison_volume(fault, frame):
 
 
 def fill_disk(fault, frame):
-    with open(Path(os.environ["OMNIMORPH_RUN"]) / "ballast", "wb", buffering=0) as file:
+    with open(Path(fault.get("path") or os.environ["OMNIMORPH_RUN"]) / "ballast", "wb", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(4096))
@@ -180,7 +200,7 @@ def unlimit_files(fault, frame):
 
 def nap(fault, frame):
     """Slow, but well."""
-    time.sleep(2)
+    time.sleep(fault.get("seconds", 2))
 
 
 def sleep_long(fault, frame):
@@ -197,7 +217,7 @@ def watch_phases(module):
         for fault in faults:
             marker = Path(os.environ["FAULT_DIR"]) / fault["id"]
             if (rank == fault["rank"] and name == fault["phase"] and mode == fault.get("mode", mode)
-                    and step >= fault.get("step", 0)
+                    and fault.get("step", 0) <= step <= fault.get("last_step", 10 ** 6)
                     and fault.get("attempt", 0) <= attempt <= fault.get("last_attempt", 10 ** 6)
                     and (fault.get("always") or not marker.exists())):
                 if not marker.exists():
