@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -162,6 +163,8 @@ def open_run(ranks, cfg, fresh):
 
 def close_run(ranks, run, code):
     """After training: without a launcher, rank 0 writes down how the attempt ended and gives the folder back."""
+    if not is_held(run):
+        return  # somebody else writes there now
     watchdog.finish()
     if "attempt" in ranks and ranks["world"] > 1:
         with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may be dead
@@ -169,9 +172,12 @@ def close_run(ranks, run, code):
         every, ends = [f"closed/{rank}" for rank in range(ranks["world"])], time.time() + LAST_WORDS_S
         while ranks["rank"] == 0 and time.time() < ends and not ranks["store"].check(every):
             time.sleep(0.05)
-    if "token" in ranks and is_held(run):
-        attempts.end(run, ranks["attempt"], code, quiet=True, patience_s=LOCK_S)
-        unlock(run, ranks["token"])
+    if "token" in ranks:
+        try:
+            attempts.end(run, ranks["attempt"], code, quiet=True, patience_s=LOCK_S)
+            unlock(run, ranks["token"])
+        except OSError as error:  # the next start finds out by itself
+            print(f"{run}: how this attempt ended could not be written: {error}", file=sys.stderr)
 
 
 def join(ranks, device, cfg):

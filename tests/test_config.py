@@ -222,3 +222,9 @@ def test_a_name_or_cache_that_is_given_stays(tmp_path):
     assert names == {"demo": "demo", "hippocampus": "hippocampus"}
     save_config(load_config(OM, ["data.root=/d/brains"]), tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml", ["data.root=/moved"])["data.name"] == "brains", "as it was resolved"
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "a b", "brains*"])
+def test_a_name_that_no_file_can_have_is_refused_before_anything_is_written(name):
+    with pytest.raises(InputError, match="data.name is .*files and folders are named by it"):
+        load_config(OM, [f"data.name={name}"])

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -228,6 +229,26 @@ def test_a_step_counts_its_modes_and_fills_the_queue_in_order(data):
     subjects = torch.cat([batch[2] for batch in volumes])
     assert state["queue"]["next"] == 4 and torch.equal(state["queue"]["subjects"][:4], subjects)
     assert state["progress"]["sums"]["steps"] == state["progress"]["sums"]["open"] == 1
+
+
+def test_what_only_mode_1_needs_is_gone_in_mode_2(data, monkeypatch):
+    cfg = config(data, data__global_batchsize=4)
+    state, fields, alive = new_state(cfg), [], []
+    deform, contrastive = om.deform_batch, om.step_contrastive
+
+    def deform_and_watch(*args):
+        batch = deform(*args)
+        fields.append(weakref.ref(batch["true_field"]))
+        return batch
+
+    def contrastive_and_look(*args):
+        alive.extend(field() is not None for field in fields)
+        return contrastive(*args)
+
+    monkeypatch.setattr(om, "deform_batch", deform_and_watch)
+    monkeypatch.setattr(om, "step_contrastive", contrastive_and_look)
+    om.train_step(state, *first_batches(cfg, state), cfg)
+    assert alive == [False] * 4
 
 
 def test_accumulated_batches_give_what_one_batch_does(data):

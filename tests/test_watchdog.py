@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import launching
-from tests.tiny import ROOT
+from tests.tiny import ROOT, arguments, log_lines, make_data
 
 CFG = {"run.deadline_floor_s": 20.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}
 START = """
@@ -340,3 +340,25 @@ watchdog.event("room")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("rank 1 cannot write its log") == 1
     assert [line["event"] for line in lines(tmp_path)] == ["start", *["step"] * 5, "room", "now"]
+
+
+SLOW_STORAGE = """
+import sys, time
+import OM_train_3modes as om
+from Runtime import checkpoint
+real = checkpoint._write_and_read_back
+def slow(*args):
+    time.sleep(4)
+    real(*args)
+checkpoint._write_and_read_back = slow
+sys.exit(om.main(sys.argv[1:]))
+"""
+
+
+def test_saving_has_the_time_that_a_write_takes_and_not_only_the_copy(tmp_path):
+    """Each save waits for the write before it, and the end of the run for the last one."""
+    words = arguments(make_data(tmp_path), run__epochs=1, run__deadline_floor_s=1, run__deadline_first_s=60)
+    done = launching.run([sys.executable, "-c", SLOW_STORAGE, *words], cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    spent = [line["spent"] for line in log_lines(tmp_path, "step") + log_lines(tmp_path, "end")]
+    assert sum(seconds.get("checkpoint", 0) for seconds in spent) > 6

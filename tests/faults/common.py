@@ -15,7 +15,7 @@ from tests.tiny import arguments, launcher_environment, make_data  # noqa: E402
 
 # Deadlines and pauses scaled to steps of a tenth of a second; float32, which no CPU has to emulate.
 SCALED = {"run.deadline_floor_s": 3, "run.deadline_factor": 5, "run.deadline_first_s": 25, "run.join_s": 20,
-          "run.grace_s": 2, "run.pause_planned_s": 0.2, "run.pause_crash_s": 0.2, "run.round_seconds": 120,
+          "run.grace_s": 2, "run.pause_planned_s": 0.2, "run.pause_crash_s": 0.2, "run.round_seconds": 600,
           "run.checkpoint_steps": 4, "run.epochs": 4, "data.repeats": 8, "data.batchsize": 1,
           "data.diff_reg_batch_ratio": 1, "data.global_batchsize": 4, "run.val_pairs": 1, "run.amp": "off",
           "run.patience_s": 60}
@@ -26,7 +26,7 @@ def launch(folder, ranks, faults=(), more=(), **changes):
 
     Whatever ends this script ends the launch too, with all that it has started (tests/launching.py).
     """
-    own = json.loads((folder / "settings.json").read_text())
+    own = json.loads((folder / "settings.json").read_text()) if (folder / "settings.json").exists() else {}
     settings = {**{key.replace(".", "__"): value for key, value in {**SCALED, **own}.items()}, **changes}
     environment = launcher_environment(ranks, FAULT_DIR=str(folder))
     if faults:
@@ -37,7 +37,7 @@ def launch(folder, ranks, faults=(), more=(), **changes):
         return launching.start(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
-def wait(process, seconds=300):
+def wait(process, seconds=600):
     """Exit code of a launch; a launch that does not end is killed with all it started, and that is an error."""
     try:
         return process.wait(seconds)
