@@ -175,8 +175,7 @@ def check_name(key, value):
 
 def check_together(cfg, path):
     """What must hold between keys."""
-    if cfg["data.name"]:
-        check_name("data.name", cfg["data.name"])
+    check_name("data.name", cfg["data.name"])
     dims, size = cfg["model.dims"], cfg["data.img_size"]
     cfg["data.img_size"] = size = [size] * dims if isinstance(size, int) else size
     grids = cfg["diffusion.grids"]
