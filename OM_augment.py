@@ -413,9 +413,10 @@ def run(args):
 def main(argv=None):
     args, threads = parse_arguments(argv), torch.get_num_threads()
     try:
-        return run(args)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        code = attempt(args.out, run, args)
+        if not isinstance(code, str):
+            return code
+        print(f"error: {code}", file=sys.stderr)
         return STOP
     except OSError as error:
         print(f"error: --out {args.out}: reading or writing failed ({error}); make room, or correct the path, and run "

@@ -380,7 +380,8 @@ def how(args):
 def apply_saved(args):
     """Apply a field that is there to images, labels and landmarks; returns the exit code."""
     dims, out = args.dims or 3, Path(args.out)
-    require_apart(out, [args.apply, *args.moving, *args.moving_label, *[args.points] * bool(args.points)])
+    given = (args.apply, args.fixed, args.points, *args.moving, *args.moving_label)
+    require_apart(out, [path for path in given if path])
     field, affine = read_field(args.apply, dims)
     header = None
     if args.fixed:
@@ -430,13 +431,19 @@ def make_folder(path):
         raise InputError(f"{path}: no folder can be made there ({error.strerror}); choose another --out.") from None
 
 
+def run(args):
+    """Do what the command line asks for. Returns the exit code."""
+    check_arguments(args)
+    return apply_saved(args) if args.apply else register_all(args)
+
+
 def main(argv=None):
     args = parse_arguments(argv)
     try:
-        check_arguments(args)
-        return apply_saved(args) if args.apply else register_all(args)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        code = attempt(args.out, run, args)
+        if not isinstance(code, str):
+            return code
+        print(f"error: {code}", file=sys.stderr)
     except OSError as error:
         print(f"error: {error.filename or args.out}: {error.strerror or error}; results cannot be written there.",
               file=sys.stderr)

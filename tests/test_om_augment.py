@@ -29,7 +29,7 @@ from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests.test_volume_io import DATA, OBLIQUE, make_affine
-from tests.tiny import CONFIG, ROOT, config, little_memory
+from tests.tiny import CONFIG, ROOT, config, little_memory, write_large
 
 SHAPE = (24, 28, 33)
 FLIPPED = make_affine((1, 2, 0), (1, -1, 1), (1.3, 1.0, 0.8), (20, -10, 8))
@@ -289,11 +289,8 @@ def test_a_bad_volume_among_others_is_named_and_the_others_are_done(data, capsys
 
 
 def test_a_volume_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(data, capsys):
-    large = np.zeros((400, 400, 400), np.int16)
-    large[:200] = 7
     for folder in ("imagesTr", "labelsTr"):
-        write_volume(data / f"data/{folder}/s_003.nii.gz", large, np.eye(4))
-    del large
+        write_large(data / f"data/{folder}/s_003.nii.gz")
     words = ["--data", data / "data", *WORDS, "--out", data / "out", "--draws", 2]
     with little_memory(150 * 2 ** 20):
         assert run(*words) == 43

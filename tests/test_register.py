@@ -302,10 +302,7 @@ def test_a_folder_in_use_is_refused(place, pair, tmp_path, capsys):
 
 
 def test_a_pair_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(place, tmp_path, capsys):
-    large = np.zeros((400, 400, 400), np.int16)
-    large[:200] = 7
-    write_volume(tmp_path / "large_0007.nii.gz", large, np.eye(4))
-    del large
+    tiny.write_large(tmp_path / "large_0007.nii.gz")
     words = listed(place, tmp_path, {"fixed": str(tmp_path / "large_0007.nii.gz"), "name": "large", "moving": str(
         image(place, "c_0003"))})
     with tiny.little_memory(150 * 2 ** 20):
@@ -314,6 +311,13 @@ def test_a_pair_that_needs_more_memory_than_there_is_is_named_and_the_others_are
     assert len(errors) == 1
     assert re.search("error: large: .*large_0007.nii.gz and .*c_0003.nii.gz: there is not enough memory", errors[0])
     assert json.loads((tmp_path / "out/results.json").read_text())["mean"]["pairs"] == 2
+
+
+def test_too_little_memory_to_apply_a_field_is_one_sentence(place, pair, tmp_path, capsys):
+    tiny.write_large(tmp_path / "large.nii.gz")
+    with tiny.little_memory(150 * 2 ** 20):
+        refused(capsys, "out: there is not enough memory", "--apply", place / "pair/field.nii.gz", "--moving",
+                tmp_path / "large.nii.gz", "--out", tmp_path / "out")
 
 
 def test_results_are_a_list_to_be_scored(place, tmp_path, capsys, monkeypatch):

@@ -5,9 +5,11 @@ import resource
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from Dataloader.synthetic import write_dataset
+from Dataloader.volume_io import write_volume
 from Runtime.attempts import read_lines
 from Runtime.config import load_config
 
@@ -61,6 +63,13 @@ def launcher_environment(ranks, **more):
     kept = {name: value for name, value in os.environ.items() if "SLURM" not in name and name not in (
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FAULTS")}
     return {**kept, "RANKS": str(ranks), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **more}
+
+
+def write_large(path):
+    """A volume for which `little_memory` of 150 MiB is too little: 400^3 voxels of int16, a small file."""
+    large = np.zeros((400, 400, 400), np.int16)
+    large[:200] = 7
+    write_volume(path, large, np.eye(4))
 
 
 @contextlib.contextmanager
