@@ -292,7 +292,7 @@ def test_a_volume_that_needs_more_memory_than_there_is_is_named_and_the_others_a
     for folder in ("imagesTr", "labelsTr"):
         write_large(data / f"data/{folder}/s_003.nii.gz")
     words = ["--data", data / "data", *WORDS, "--out", data / "out", "--draws", 2]
-    with little_memory(150 * 2 ** 20):
+    with little_memory(400 * 2 ** 20):
         assert run(*words) == 43
     printed = capsys.readouterr()
     errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]

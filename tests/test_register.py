@@ -305,7 +305,7 @@ def test_a_pair_that_needs_more_memory_than_there_is_is_named_and_the_others_are
     tiny.write_large(tmp_path / "large_0007.nii.gz")
     words = listed(place, tmp_path, {"fixed": str(tmp_path / "large_0007.nii.gz"), "name": "large", "moving": str(
         image(place, "c_0003"))})
-    with tiny.little_memory(150 * 2 ** 20):
+    with tiny.little_memory(400 * 2 ** 20):
         assert OM_register.main(words) == 43
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -315,7 +315,7 @@ def test_a_pair_that_needs_more_memory_than_there_is_is_named_and_the_others_are
 
 def test_too_little_memory_to_apply_a_field_is_one_sentence(place, pair, tmp_path, capsys):
     tiny.write_large(tmp_path / "large.nii.gz")
-    with tiny.little_memory(150 * 2 ** 20):
+    with tiny.little_memory(400 * 2 ** 20):
         refused(capsys, "out: there is not enough memory", "--apply", place / "pair/field.nii.gz", "--moving",
                 tmp_path / "large.nii.gz", "--out", tmp_path / "out")
 

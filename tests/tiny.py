@@ -66,7 +66,7 @@ def launcher_environment(ranks, **more):
 
 
 def write_large(path):
-    """A volume for which `little_memory` of 150 MiB is too little: 400^3 voxels of int16, a small file."""
+    """A volume for which `little_memory` of 400 MiB is too little: 400^3 voxels of int16, a small file."""
     large = np.zeros((400, 400, 400), np.int16)
     large[:200] = 7
     write_volume(path, large, np.eye(4))
