@@ -71,7 +71,7 @@ def test_the_tools_work_without_fcntl(tmp_path):
 import sys
 sys.modules["fcntl"] = None
 import numpy as np
-import OM_augment, OM_evaluate, OM_register, Scripts.export_model
+import OM_augment, OM_evaluate, OM_register
 from Dataloader.synthetic import make_subject
 from Dataloader.volume_io import write_volume
 for seed in (0, 1):
