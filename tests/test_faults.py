@@ -1,27 +1,49 @@
-"""Faults against real launches: a few rows of the matrix always, all of it and random kills among the slow tests."""
+"""Faults against real launches: four in one launch always, the matrix and random kills when asked for."""
 import json
+import os
+import signal
 import sys
 
 import pytest
 
-from tests import launching
+from tests import launching, warm
+from tests.faults.common import SCALED, ends, final_weights, new_folder, rank_pid, steps_done, until
 from tests.faults.run_matrix import NEED_RIGHTS, matrix
-from tests.tiny import ROOT
+from tests.tiny import QUICK, ROOT, arguments, launcher_environment
+
+SETTINGS = {**{key.replace(".", "__"): value for key, value in SCALED.items()}, **QUICK, "run__epochs": 2}
+STEPS = 24
+
+
+def test_faults_are_found_named_and_survived(tmp_path):
+    """One launch: a killed rank, a stopped rank and a wrong branch end an attempt each; then a file is damaged."""
+    undisturbed, folder = new_folder(tmp_path, "undisturbed"), new_folder(tmp_path, "faults")
+    warm.train(2, undisturbed / "log.txt", arguments(undisturbed, **SETTINGS))
+    at = {"rank": 1, "phase": "forward", "mode": "diffusion"}
+    faults = [{"id": "stop", "do": "stop", "attempt": 1, "step": 9, **at},
+              {"id": "branch", "do": "other_branch", "attempt": 2, "step": 13, **at},
+              {"id": "damage", "do": "truncate", "attempt": 3, "rank": 0, "phase": "restore"}]
+    environment = launcher_environment(2, FAULTS=json.dumps(faults), FAULT_DIR=str(folder),
+                                       PYTHONPATH=str(ROOT / "tests/faults/inject"))
+    command = ["bash", ROOT / "bash_train_multi_nodes.sh", *arguments(folder, **SETTINGS)]
+    with open(folder / "log.txt", "w") as log, launching.running(command, env=environment, stdout=log) as process:
+        until(lambda: steps_done(folder) >= 5)
+        os.kill(rank_pid(folder, 1), signal.SIGKILL)
+        assert process.wait(240) == 0, (folder / "log.txt").read_text()
+    found = [(end["verdict"]["cause"], end["verdict"]["rank"]) for end in ends(folder).values()]
+    assert found == [("killed", 1), ("frozen", 1), ("out of step", 1), ("done", None)]
+    assert [end["verdict"]["phase"] for end in ends(folder).values()][1:3] == ["forward", "agree"]
+    said = [line for line in (folder / "log.txt").read_text().splitlines() if "is skipped" in line]
+    assert len(said) == 1 and "truncated" in said[0]
+    assert steps_done(folder) == STEPS - 1
+    assert final_weights(folder, 2) == final_weights(undisturbed, 2) is not None
 
 
 def run(script, *arguments, seconds):
     """The JSON object of a script's last line; its output is shown where the test fails."""
-    process = launching.run([sys.executable, f"tests/faults/{script}", *arguments], cwd=ROOT, timeout=seconds,
-                            stderr=None)
-    print(process.stdout)
-    return json.loads(process.stdout.splitlines()[-1])
-
-
-def test_faults_are_found_named_and_survived():
-    rows = ["SIGKILL of one rank", "SIGSTOP of one rank", "other branch on one rank", "newest checkpoint truncated"]
-    found = run("run_matrix.py", "--ranks", "2", "--only", *rows, seconds=280)
-    assert [row["fault"] for row in found["rows"]] == rows
-    assert not found["failed"]
+    done = launching.run([sys.executable, f"tests/faults/{script}", *arguments], cwd=ROOT, timeout=seconds, stderr=None)
+    print(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
