@@ -389,7 +389,6 @@ def train(cfg, args, ranks, run):
     launched = saved = time.time()
     state, dataset, held_out, listed, share = set_up(cfg, args, ranks, run)
     progress, chief, done_here, leave = state["progress"], ranks["rank"] == 0, 0, None
-    per_epoch = steps_left(cfg, len(dataset), listed, share)
 
     while progress["epoch"] < cfg["run.epochs"] and not leave:
         watchdog.phase("epoch")
@@ -404,8 +403,9 @@ def train(cfg, args, ranks, run):
         watchdog.new_step(progress["step"], "epoch")
         with bar, below:
             for volumes, pairs in epoch_batches(cfg, dataset, listed, progress, share, ranks):
+                done = (progress["epoch"] * steps + progress["step_in_epoch"]) / (steps * cfg["run.epochs"])
                 for group in state["optimizer"].param_groups:
-                    group["lr"] = learning_rate(cfg, progress["step"], per_epoch * cfg["run.epochs"])
+                    group["lr"] = learning_rate(cfg, progress["step"], done)
                 done_here += 1
                 due = chief and 0 < 60 * cfg["run.checkpoint_minutes"] < time.time() - saved
                 line, agreed = train_step(state, volumes, pairs, cfg, save=due,

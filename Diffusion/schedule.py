@@ -7,14 +7,15 @@ import torch
 from Diffusion.sharding import part_like
 
 
-def learning_rate(cfg, step, steps):
+def learning_rate(cfg, step, done):
     """The learning rate of one step: linear over optim.warmup_steps, then constant or half a cosine down to zero.
 
-    step: from 0. steps: of the whole run, all epochs, where a cosine ends.
+    step: from 0. done: the share of the run, by epochs, at whose end the cosine is zero. Steps would not do: how many
+    an epoch has changes with the samples of a step and with the data set.
     """
     rate = cfg["optim.lr"] * min((step + 1) / max(cfg["optim.warmup_steps"], 1), 1.0)
     if cfg["optim.schedule"] == "cosine":
-        rate *= 0.5 + 0.5 * math.cos(math.pi * min(step / max(steps, 1), 1.0))
+        rate *= 0.5 + 0.5 * math.cos(math.pi * min(done, 1.0))
     return rate
 
 

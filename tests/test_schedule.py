@@ -11,15 +11,16 @@ from tests.tiny import config
 
 def test_warm_up_is_linear_and_a_constant_rate_stays():
     cfg = {"optim.lr": 1e-3, "optim.warmup_steps": 4, "optim.schedule": "constant"}
-    assert [learning_rate(cfg, step, 100) for step in (0, 1, 3, 4, 99)] == [2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3]
+    assert [learning_rate(cfg, step, step / 100) for step in (0, 1, 3, 4, 99)] == [2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3]
 
 
-def test_cosine_ends_at_zero_with_the_last_step_and_not_before():
+def test_cosine_ends_at_zero_with_the_last_epoch_and_not_before():
     cfg = {"optim.lr": 2.0, "optim.warmup_steps": 0, "optim.schedule": "cosine"}
-    assert learning_rate(cfg, 0, 100) == 2.0
-    assert learning_rate(cfg, 50, 100) == pytest.approx(1.0)
-    assert learning_rate(cfg, 99, 100) == pytest.approx(1 + math.cos(0.99 * math.pi))
-    assert learning_rate(cfg, 99, 100) > 0 and learning_rate(cfg, 100, 100) == 0 == learning_rate(cfg, 250, 100)
+    assert learning_rate(cfg, 0, 0.0) == 2.0
+    assert learning_rate(cfg, 50, 0.5) == pytest.approx(1.0)
+    assert learning_rate(cfg, 99, 0.99) == pytest.approx(1 + math.cos(0.99 * math.pi))
+    assert learning_rate(cfg, 99, 0.99) > 0 and learning_rate(cfg, 100, 1.0) == 0 == learning_rate(cfg, 250, 2.5)
+    assert learning_rate(cfg, 7, 0.5) == learning_rate(cfg, 700, 0.5)
 
 
 def test_average_follows_its_definition():

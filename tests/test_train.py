@@ -107,6 +107,14 @@ def test_a_run_that_is_killed_at_several_steps_ends_with_the_same_weights(data, 
     assert final_weights(again) == undisturbed and "continuing from" in again
 
 
+def test_the_schedule_goes_by_epochs_whatever_a_step_holds(data, tmp_path):
+    """More ranks make fewer steps of an epoch: a rate that counted steps would already be at its end, which is zero."""
+    assert run_here(data, tmp_path, run__epochs=1, optim__schedule="cosine") == 0
+    before = final_sha256(tmp_path)
+    assert run_here(data, tmp_path, run__epochs=2, optim__schedule="cosine", data__global_batchsize=12) == 0
+    assert final_sha256(tmp_path) != before
+
+
 def test_planned_restarts_at_any_step_give_the_same_weights_and_averages(data, tmp_path, whole, undisturbed, capfd):
     codes = []
     while not codes or codes[-1] == 42:
