@@ -1,4 +1,5 @@
 """Promises about the repository itself."""
+import ast
 import re
 import subprocess
 import sys
@@ -16,13 +17,16 @@ SCRIPTS = [*PROGRAMS, *(ROOT / "Config/cluster").glob("*")]
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 
 
-def lines(path):
-    return len(path.read_text().splitlines())
-
-
-def test_the_training_script_and_the_runtime_stay_readable():
-    assert lines(ROOT / "OM_train_3modes.py") <= 450
-    assert sum(lines(path) for path in (ROOT / "Runtime").glob("*.py")) <= 2000
+def test_functions_can_be_read_at_a_glance():
+    """No file has a cap: what belongs together stands together. But a function that fills a screen does too much."""
+    longest = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "arguments" not in node.name:
+                longest[f"{path.name}:{node.name}"] = node.end_lineno - node.lineno + 1
+    assert len(longest) > 300
+    allowed = {"OM_train_3modes.py:train": 80}  # the loop of the training is read as a whole
+    assert not {name: lines for name, lines in longest.items() if lines > allowed.get(name, 60)}
 
 
 @pytest.mark.parametrize("pattern", [r"weights_only=False", r"strict=False", r"yaml\.load\(", r"os\._exit", r"except:",
