@@ -466,7 +466,11 @@ class OM_net(nn.Module):
         return features, encoded
 
     def on_grid(self, field, size):
-        """A field sampled on another grid of the same extent; it stays in its own voxels."""
+        """A field sampled on another grid of the same extent; it stays in its own voxels.
+
+        A coarse voxel is a cell of 2^N finer ones, as in UpsampleConv. For grids that meet at their corners there is
+        fields.resize_field.
+        """
         return F.interpolate(field, size=tuple(size), mode=LINEAR[self.dims], align_corners=False)
 
     def one_pass(self, image, features, condition, t, time):
