@@ -336,6 +336,7 @@ ask() {  # seconds, command: sets `answer` to what it prints and `code` to how i
     await $! "$1"
     child="" answer=""
     [[ $code == 137 ]] || IFS= read -r -d '' answer <&"$output"
+    answer=${answer%$'\n'}
     exec {output}<&-
 }
 

@@ -175,7 +175,7 @@ def resumed(folder, attempt):
 def test_scancel_leaves_a_folder_that_the_next_job_continues(slurm, checkout, place, short):
     folder = prepared(place, "cancelled")
     job = submit(slurm, checkout, options(folder))
-    until(lambda: steps_done(folder) >= 9, 120)
+    until(lambda: steps_done(folder) >= 9, 300)
     subprocess.run(["scancel", job], env=slurm, check=True)
     until(lambda: is_over(slurm, job), 60)
     assert state(slurm, job)[0] == "CANCELLED" and until(lambda: not strays(folder), 60)
@@ -210,7 +210,7 @@ def test_a_lock_is_worth_as_much_as_its_job(slurm, tmp_path, monkeypatch):
 def test_a_second_job_on_the_same_folder_is_refused(slurm, checkout, place, short):
     folder = prepared(place, "twice")
     first = submit(slurm, checkout, options(folder))
-    until(lambda: steps_done(folder) >= 2, 120)
+    until(lambda: steps_done(folder) >= 2, 300)
     second = submit(slurm, checkout, options(folder), "--no-requeue")
     until(lambda: is_over(slurm, second), 120)
     assert state(slurm, second)[0] == "FAILED" and f"(job {first})" in printed(checkout, second)
@@ -219,8 +219,10 @@ def test_a_second_job_on_the_same_folder_is_refused(slurm, checkout, place, shor
 
 
 def test_a_node_without_a_device_is_left_out(slurm, checkout, place, short):
+    """As with the shipped configs, nothing says how many samples a step has but the ranks that were asked for."""
     folder = prepared(place, "device")
-    job = submit(slurm, checkout, options(folder, run__device="auto"), FAKE_DEVICES='{"n1": 2, "n2": 0, "n3": 0}',
+    words = options(folder, run__device="auto", data__global_batchsize=0)
+    job = submit(slurm, checkout, words, FAKE_DEVICES='{"n1": 2, "n2": 0, "n3": 0}',
                  PYTHONPATH=str(ROOT / "tests/slurm/inject"))
     until(lambda: is_over(slurm, job), 300)
     text = printed(checkout, job)
@@ -229,9 +231,10 @@ def test_a_node_without_a_device_is_left_out(slurm, checkout, place, short):
 
 
 def test_a_node_that_dies_is_left_out(slurm, checkout, place, short):
+    """The first round, of four ranks, has fixed the step; two ranks go on with the same samples, to the same bits."""
     folder = prepared(place, "node")
-    job = submit(slurm, checkout, options(folder), "--nodelist=n3,n4")
-    until(lambda: steps_done(folder) >= 9, 120)
+    job = submit(slurm, checkout, options(folder, data__global_batchsize=0), "--nodelist=n3,n4")
+    until(lambda: steps_done(folder) >= 9, 300)
     assert read_lines(run_of(folder) / "rank2.jsonl")[0]["node"] == "n4"
     for path in Path("/proc").glob("[0-9]*"):  # the whole node at once: its daemon, its steps, its ranks
         try:
@@ -246,3 +249,69 @@ def test_a_node_that_dies_is_left_out(slurm, checkout, place, short):
     assert state(slurm, job)[0] == "COMPLETED", text
     assert ends(folder)[0]["cause"] == "vanished" and ends(folder)[0]["verdict"]["host"] == "n4", text
     assert "left out, since no task can be started there: n4" in text and final_weights(folder) == short
+    assert "2 of 4 ranks (1 x 2) do the whole step of 4 samples, 2 batches each" in text
+    assert json.loads((run_of(folder) / "step.json").read_text()) == {"samples": 4, "pairs": 4, "ranks": 4}
+
+
+def test_a_step_of_somebody_else_in_the_job_lives_on(slurm, checkout, place, short):
+    """An interactive shell, or another launcher: what ends between the rounds are this launcher's own steps."""
+    folder = prepared(place, "company")
+    job = submit(slurm, checkout, options(folder))
+    until(lambda: steps_done(folder) >= 2, 300)
+    beside = ["srun", "--overlap", f"--jobid={job}", "--nodes=1", "--ntasks=1", "sleep", "3600"]
+    other = subprocess.Popen(beside, env=slurm, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: " sleep" in steps_of(slurm, job), 30)
+        os.kill(newest_attempt(folder)[1][1], signal.SIGKILL)
+        until(lambda: steps_done(folder, 1) >= 9, 300)
+        assert ends(folder)[0]["cause"] == "killed" and " sleep" in steps_of(slurm, job) and other.poll() is None
+        until(lambda: is_over(slurm, job), 300)
+    finally:
+        other.kill()
+        other.wait()
+    assert state(slurm, job)[0] == "COMPLETED" and final_weights(folder) == short, printed(checkout, job)
+
+
+def steps_of(slurm, job):
+    """Numbers and names of the steps of a job."""
+    return subprocess.run(["squeue", "-h", "-s", "-j", job, "-o", "%i %j"], env=slurm, capture_output=True,
+                          text=True).stdout
+
+
+def hurry(slurm, job):
+    """Slurm keeps a job that has gone back into the queue waiting for two minutes."""
+    if state(slurm, job)[0] == "PENDING":
+        subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm)
+
+
+def test_a_save_that_outlasts_the_time_limit_ends_before_it(slurm, checkout, place, short):
+    """USR1 finds rank 0 in a save that would take for ever, and no deadline of its own is due."""
+    folder = prepared(place, "slow save")
+    fault = {"id": "save", "do": "sleep_long", "rank": 0, "phase": "checkpoint", "step": 8}
+    words = options(folder, run__deadline_floor_s=900, run__deadline_first_s=900)
+    job = submit(slurm, checkout, words, "--time=3", "--signal=B:USR1@60", FAULTS=json.dumps([fault]),
+                 FAULT_DIR=str(folder), PYTHONPATH=str(ROOT / "tests/faults/inject"))
+    until(lambda: (folder / "save").exists(), 170)
+    until(lambda: state(slurm, job)[1] == 1, 200)
+    text = printed(checkout, job)
+    assert "the ranks have not left in time before the time limit" in text and "DUE TO TIME LIMIT" not in text, text
+    until(lambda: hurry(slurm, job) or is_over(slurm, job), 400)
+    assert state(slurm, job)[0] == "COMPLETED" and final_weights(folder) == short, printed(checkout, job)
+    assert "back into the queue" in text and not list(run_of(folder).glob("lock.json"))
+
+
+def test_a_controller_that_is_away_for_half_a_minute_is_waited_for(slurm, checkout, place, short):
+    """It stands still between two rounds, when it is asked for the most."""
+    folder = prepared(place, "controller")
+    job = submit(slurm, checkout, options(folder), "--nodelist=n2,n3")  # rank 0 is where the launcher is
+    until(lambda: steps_done(folder) >= 9, 300)
+    controller = int((Path(slurm["SLURM_CONF"]).parent / "pid/slurmctld").read_text())
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        os.kill(newest_attempt(folder)[1][1], signal.SIGKILL)
+        time.sleep(30)
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    until(lambda: is_over(slurm, job), 400)
+    assert state(slurm, job)[0] == "COMPLETED" and final_weights(folder) == short, printed(checkout, job)
+    assert [end["decision"] for end in ends(folder).values()] == ["continue", "done"]
