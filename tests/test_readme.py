@@ -1,0 +1,287 @@
+"""A new user's walk: every command block of README.md as it is written, in a fresh clone, from one to the next.
+
+The clone is one of the commit that is checked out, with the uncommitted changes laid over it: what is about to be
+committed is what walks. Beside .venv, which is a link to the environment at hand, it gets what a user would bring:
+volumes in Data/brains, the files that the examples name, and a config_om.yaml that is small enough for a test.
+"""
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from Dataloader.synthetic import write_dataset
+from Runtime.config import load_config
+from tests import launching
+from tests.tiny import ROOT, launcher_environment
+
+README = (ROOT / "README.md").read_text()
+HIPPOCAMPUS = ROOT.parent / "shared/data/hippocampus"
+VOLUMES = 60  # in Data/brains; those after them are the files of the examples
+# What an edit makes of config_om.yaml: the same recipe for thumbnails, an epoch of a few steps.
+SMALL = {"model.channels": [8, 8, 16], "model.attention_width": 16, "model.attention_depth": 1,
+         "model.attention_heads": 2, "diffusion.grids": [4, 8], "contrastive.embedding": 8, "contrastive.queue": 16,
+         "registration.window": 5, "registration.scales": 2, "registration.gate": 2.0, "refine.levels": 2,
+         "data.img_size": 16, "data.pairs": 12, "optim.warmup_steps": 2, "run.epochs": 1, "run.val_pairs": 2,
+         "run.checkpoint_steps": 2}
+# Commands that a walk does not run, and the file that runs them instead.
+ELSEWHERE = {
+    "git clone ADDRESS OmniMorph": "tests/test_readme.py",  # its clone is of this folder
+    "cd OmniMorph": "tests/test_readme.py",
+    "make demo": "tests/test_demo.py",
+    "make test": ".ci/run",
+    "make bench": "progress.md",  # by hand, for minutes
+    ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
+    ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
+    "sbatch --account=A --partition=P bash_train_multi_nodes.sh --config Config/config_om.yaml "
+    "--set data.root=Data/brains": "tests/slurm/test_slurm.py",
+    "sbatch --gres=none --cpus-per-task=32 Scripts/bash_infer.sh prepare --config Config/config_om.yaml "
+    "--set data.root=Data/brains": "tests/test_infer_script.py",
+    "sbatch Scripts/bash_infer.sh register --pairs pairs.json --model Models/brains_om_net --refine --out Results/all":
+        "tests/test_infer_script.py",
+    "sbatch Scripts/bash_infer.sh augment --data Data/brains --model Models/brains_om_net --out Data/augmented":
+        "tests/test_infer_script.py",
+}
+OPTIONAL = {"monai": "tests/test_augment.py"}  # Python blocks that import this run where it is installed
+DATA_PART = ("Train on your own volumes", "Train for days", "Data")  # what a second way to store the volumes changes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The README
+# ---------------------------------------------------------------------------------------------------------------------
+
+def read_blocks():
+    """The fenced blocks, in order: dicts of language, heading (the last of level 2), text."""
+    blocks, heading, inside = [], "", None
+    for line in README.splitlines():
+        if inside is None and line.startswith("## "):
+            heading = line[3:]
+        if line.startswith("```"):
+            if inside is None:
+                inside = {"language": line[3:].strip(), "heading": heading, "text": ""}
+            else:
+                blocks.append(inside)
+                inside = None
+        elif inside is not None:
+            inside["text"] += line + "\n"
+    assert inside is None, "a block is not closed"
+    return blocks
+
+
+def commands(block):
+    """The commands of a block, a line each, without comments."""
+    lines = block["text"].replace("\\\n", " ").splitlines()
+    return [re.sub(r"\s+", " ", line).strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def first_column(heading):
+    """{words of the first cell: the rest} of the table that begins with this heading row."""
+    rows = README.split(heading + "\n", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
+    return {cell: rest for cell, rest in (row.strip("| ").split(" | ", 1) for row in rows)}
+
+
+def test_every_block_is_one_that_the_walk_knows():
+    blocks = read_blocks()
+    assert {block["language"] for block in blocks} == {"bash", "python", "json", "yaml", "text"}
+    written = [line for block in blocks if block["language"] == "bash" for line in commands(block)]
+    assert set(ELSEWHERE) <= set(written), "not in the README any more"
+    assert all((ROOT / place).is_file() for place in [*ELSEWHERE.values(), *OPTIONAL.values()])
+    assert len(written) - len(ELSEWHERE) >= 15
+    assert all(re.match(r"(RANKS=\d+ bash|\.venv/bin/python) ", line) for line in set(written) - set(ELSEWHERE))
+
+
+def test_the_sizes_of_the_configs_are_those_of_their_networks():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from Diffusion.networks import network_class
+    for name, row in first_column("| config | training grid | parameters | for |").items():
+        cfg = load_config(ROOT / "Config" / name.strip("`"))
+        with FakeTensorMode():
+            parameters = sum(p.numel() for p in network_class(cfg["model.name"])(cfg).parameters())
+        grid, size = row.split(" | ")[:2]
+        assert float(size.split()[0]) == pytest.approx(parameters / 1e6, rel=0.03), name
+        assert ([int(side) for side in grid.split(" x ")] if " x " in grid else [int(grid[:-2])] * 3) == \
+            cfg["data.img_size"], name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The clone, and what a user brings
+# ---------------------------------------------------------------------------------------------------------------------
+
+def clone(folder):
+    """A clone of this checkout in `folder`, with the changes that are not committed yet."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout that could be cloned")
+    subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
+    listed = ["git", "ls-files", "-z", "--modified", "--deleted", "--others", "--exclude-standard"]
+    changed = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in set(filter(None, changed.split("\0"))):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, folder / name)
+        else:
+            (folder / name).unlink()
+    if not (folder / ".venv").exists():
+        (folder / ".venv").symlink_to(Path(sys.executable).parent.parent)
+
+
+def volumes(folder):
+    """Images of a labelled data set, sorted: the hippocampus crops, or synthetic ones made in `folder`."""
+    if not HIPPOCAMPUS.is_dir():
+        write_dataset(folder, range(VOLUMES + 4), 24)
+    root = HIPPOCAMPUS if HIPPOCAMPUS.is_dir() else folder
+    return sorted((root / "imagesTr").glob("*.nii.gz"))
+
+
+def label_of(image):
+    return image.parent.parent / "labelsTr" / image.name
+
+
+def bring(folder, layout, images):
+    """Data/brains in one of two layouts, and the files that the examples name."""
+    for number, image in enumerate(images[:VOLUMES], 1):
+        bids = f"sub-{number:03d}/anat/sub-{number:03d}_T1w.nii.gz"
+        target = folder / "Data/brains" / (bids if layout == "BIDS" else image.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(image, target)
+    fixed, moving, other = images[VOLUMES:VOLUMES + 3]
+    for name, source in (("F", fixed), ("M", moving), ("I", other), ("OTHER", moving)):
+        shutil.copy(source, folder / f"{name}.nii.gz")
+    for name, source in (("F_label", fixed), ("M_label", moving), ("L", other)):
+        shutil.copy(label_of(source), folder / f"{name}.nii.gz")
+
+
+def edit_config(folder, changes):
+    """Change keys of Config/config_om.yaml. changes: {dotted key: value}."""
+    path = folder / "Config/config_om.yaml"
+    content = yaml.safe_load(path.read_text())
+    for key, value in changes.items():
+        section, name = key.split(".")
+        content[section][name] = value
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the text promises of a command
+# ---------------------------------------------------------------------------------------------------------------------
+
+def promised(words):
+    """Paths that there must be after a command, as patterns below the clone."""
+    program, out = Path(words[1]).name, words[words.index("--out") + 1] if "--out" in words else ""
+    if program == "OM_register.py":
+        names = ["warped.nii.gz", "warped_label.nii.gz"] if "--apply" in words else registered(words)
+        deep = "*/" if "--pairs" in words else ""
+        return [f"{out}/{'' if name.startswith(('results', 'report')) else deep}{name}" for name in names]
+    if program == "OM_augment.py":
+        kinds = ["imagesTr/*.nii.gz", "fieldsTr/*.nii.gz"] + ["labelsTr/*.nii.gz"] * ("--label" in words)
+        return [f"{out}/{name}" for name in (*kinds, "dataset.json", "draws.csv", "report.html")]
+    return {
+        "OM_prepare.py": ["Cache/brains/manifest.json", "Logs/brains_prepared.html"],
+        "OM_evaluate.py": [f"{out}/scores.{suffix}" for suffix in ("csv", "json", "html")],
+        "export_model.py": ["Models/brains_om_net/*.safetensors", "Models/brains_om_net/MODEL_CARD.md"],
+    }.get(program, [])
+
+
+def registered(words):
+    """Files of the table that a registration with these options writes."""
+    names = []
+    for cell, what in first_column("| file | what |").items():
+        option = re.match(r"with `(--[\w-]+)", what)
+        # Of a list each pair says whether it has labels; those of the README have.
+        if not option or option[1] in words or ("--pairs" in words and option[1] == "--moving-label"):
+            names += re.findall(r"`([^`]+)`", cell)
+    assert len(names) >= 6
+    return names
+
+
+def check_further(line, printed, folder):
+    """What the text says about single commands beyond the files that they leave."""
+    if "--dry-run" in line:
+        assert json.loads(printed.splitlines()[-1])["steps_per_epoch"] > 0
+        assert not (folder / "Models").exists()
+    if "--out Data/copies" in line:
+        assert len(list((folder / "Data/copies/imagesTr").iterdir())) == 32
+    if "--out Data/random" in line:
+        assert len(list((folder / "Data/random/imagesTr").iterdir())) == 4 * 20
+    if line.startswith("RANKS="):
+        assert "done" in printed and "4 ranks" in printed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The walk
+# ---------------------------------------------------------------------------------------------------------------------
+
+def walk_command(line, folder, environment):
+    """Run a command as it is written; it must end well, with what the text promises and nothing that looks ill."""
+    done = launching.run(["bash", "-c", line], cwd=folder, env=environment, timeout=600, stderr=subprocess.STDOUT)
+    print(f"$ {line}\n{done.stdout}")
+    assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}"
+    assert not re.search(r"Traceback|Warning:|^error", done.stdout, re.M), f"{line}\n{done.stdout[-3000:]}"
+    missing = [pattern for pattern in promised(shlex.split(line)) if not list(folder.glob(pattern))]
+    assert not missing, f"{line}: {missing}"
+    check_further(line, done.stdout, folder)
+
+
+def walk_python(block, folder, environment):
+    absent = [name for name in OPTIONAL if f"import {name}" in block["text"] or f"from {name}" in block["text"]]
+    if absent and not can_import(absent[0]):
+        return
+    done = launching.run([".venv/bin/python", "-"], input=block["text"], cwd=folder, env=environment)
+    print(f"{block['text']}{done.stdout}{done.stderr}")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def can_import(name):
+    return subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True).returncode == 0
+
+
+def walk_block(block, folder, environment):
+    """Run a block of commands or of Python; write a file that is shown; look for the files of a listing."""
+    text, language = block["text"], block["language"]
+    if language == "bash":
+        for line in commands(block):
+            if line not in ELSEWHERE:
+                walk_command(line, folder, environment)
+    elif language == "python":
+        walk_python(block, folder, environment)
+    elif language == "yaml":
+        path = folder / text.splitlines()[0].removeprefix("# ")
+        path.write_text(text)
+        shown = launching.run([".venv/bin/python", "-c", f"from Runtime.config import load_config as f; f('{path}')"],
+                              cwd=folder, env=environment)
+        assert shown.returncode == 0, shown.stderr
+    elif language == "text":
+        for line in text.splitlines():
+            pattern = re.sub(r"\d+", "*", line.split()[0])
+            assert list(folder.glob(pattern)) or re.search("if any|while somebody has", line), line
+    else:
+        assert language == "json"  # written before the walk: a command names it
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("layout", ["BIDS", "plain folder"])
+def test_the_walk(layout, tmp_path):
+    folder, blocks = tmp_path / "OmniMorph", read_blocks()
+    clone(folder)
+    bring(folder, layout, volumes(tmp_path / "synthetic"))
+    edit_config(folder, SMALL)
+    shown = [block["text"] for block in blocks if block["language"] == "json"]
+    (folder / "pairs.json").write_text(*shown)
+    environment = {name: value for name, value in launcher_environment(1).items()
+                   if name not in ("RANKS", "PYTHON", "PYTHONPATH", "OMP_NUM_THREADS", "CLUSTER")}
+    for block in blocks:
+        if layout == "plain folder" and block["heading"] not in DATA_PART:
+            continue
+        if block["heading"] == "Train for days":  # a run that is not over yet, to see it go on
+            edit_config(folder, {"run.epochs": 2})
+        walk_block(block, folder, environment)
+    if layout == "BIDS":
+        return
+    text = (folder / "Models/brains_om_net/data.csv").read_text().splitlines()
+    assert len(text) == 1 + VOLUMES and 2 <= sum(",val," in line for line in text) <= 10
