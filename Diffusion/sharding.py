@@ -6,6 +6,7 @@ A checkpoint holds whole tensors, and so loads with any strategy and any number 
 """
 import inspect
 import resource
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ def wrap(net, ranks, device, gradients, cfg):
     if cfg["run.strategy"] == "fsdp":
         return shard(net, device, gradients["dtype"], cfg["run.channels_last"])
     known = inspect.signature(DistributedDataParallel).parameters
+    # Of kernels of one voxel: torch compares strides of axes of length one too, where they mean nothing.
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
     ddp = DistributedDataParallel(net, device_ids=None if device.type == "cpu" else [device], **{buffers: False},
                                   find_unused_parameters=True, gradient_as_bucket_view=True)

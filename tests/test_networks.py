@@ -343,3 +343,17 @@ def test_network_with_affine_match_learns_through_it():
     assert field[0].any() and not field[1].any()  # its other outputs start at zero
     field.square().mean().backward()
     assert all(parameter.grad.any() for name, parameter in net.named_parameters() if name.startswith("match."))
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_gradients_lie_in_memory_as_their_weights_do(amp):
+    """Otherwise DDP would copy each of them, and the warning that Diffusion/sharding.py leaves unsaid would be true."""
+    net, t = build_network(config()), torch.tensor([3])
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        field = net(torch.rand(1, 1, 16, 16, 16), t, torch.rand(1, 2, 16, 16, 16))
+    field.float().square().sum().backward()
+    gradients = [(name, p.grad, p) for name, p in net.named_parameters() if p.grad is not None]
+    assert len(gradients) > 50
+    for name, grad, parameter in gradients:
+        long = [axis for axis, side in enumerate(parameter.shape) if side > 1]
+        assert [grad.stride(axis) for axis in long] == [parameter.stride(axis) for axis in long], name
