@@ -126,7 +126,7 @@ def report(folder, manifest, cfg, seconds):
     else:
         (folder / "refused.csv").unlink(missing_ok=True)
     print(f"{folder}: {len(volumes)} volumes ({sum(line[5] for line in volumes)} with labels), {len(refused)} refused, "
-          f"{size / 2 ** 30:.2f} GiB, {seconds:.0f} s")
+          f"{size / 2 ** 20:,.0f} MiB, {seconds:.0f} s")
     for name, _, reason in refused[:5]:
         print(f"refused {name}: {reason}")
     if len(refused) > 5:

@@ -444,7 +444,8 @@ def train(cfg, args, ranks, run):
     release(remove=True)
     if chief:
         print(f"done: {cfg['run.epochs']} epochs, {progress['step']} steps, weights "
-              f"{checkpoint.weights_sha256(weights)}")
+              f"{checkpoint.weights_sha256(weights)}\n"
+              f"the network, for OM_register.py, OM_augment.py and Scripts/export_model.py: --model {run}")
     return DONE
 
 

@@ -66,17 +66,29 @@ def mode_costs(cfg, pair_batch, step_diffusion, step_contrastive, step_registrat
                      "registration": count_costs(lambda: step_registration(net, moving, fixed, cfg)[0], net)}
 
 
+def training_volumes(cfg):
+    """How many volumes would be trained on, their listed pairs, and where that is known from.
+
+    Before OM_prepare.py has run the files of data.root tell it; without them data.expect_samples is taken.
+    """
+    why = ""
+    for place, looked in ((cfg["data.cache"], cfg), (cfg["data.root"], {**cfg, "data.cache": ""})):
+        if place:
+            try:
+                dataset, _, listed = read_datasets(looked, headers_only=True)
+                return len(dataset), listed, place + why
+            except InputError as error:
+                why = f", since {error}"
+    return cfg["data.expect_samples"], None, f"data.expect_samples{why}"
+
+
 def dry_run(cfg, world, step_diffusion, step_contrastive, step_registration):
     """Build everything on tensors that hold no numbers, print what a step costs, and last one line of JSON.
 
     world: ranks it is meant for. The step functions are those of the training script. Returns the exit code.
     """
     size, word = "x".join(map(str, cfg["data.img_size"])), cfg["model.condition_type"]
-    try:
-        dataset, _, listed = read_datasets(cfg, headers_only=True)
-        volumes, source = len(dataset), cfg["data.cache"] or cfg["data.root"]
-    except InputError as error:
-        volumes, listed, source = cfg["data.expect_samples"], None, f"data.expect_samples, since {error}"
+    volumes, listed, source = training_volumes(cfg)
     share = shares(cfg, world)
     steps, pairs = steps_left(cfg, volumes, listed, share), epoch_pair_count(cfg, volumes, listed, share)
     net, costs = mode_costs(cfg, share["pair_batch"], step_diffusion, step_contrastive, step_registration)

@@ -45,7 +45,7 @@ def account(run):
         causes[cause].update(restart=restart)
         cause = verdict["cause"]
         causes[cause].update(times=1, detection=detection, replayed=spent["replayed steps"])
-        before = until
+        before = None if cause == "done" else until  # what lies between a finished run and more epochs is nobody's
     return kinds, causes
 
 

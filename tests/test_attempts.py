@@ -391,6 +391,15 @@ def test_goodput_and_what_it_would_be_with_longer_epochs(run):
     assert [line for line in text.splitlines() if "killed" in line][0].split()[-4:] == ["60.0", "34.0", "10.0", "104.0"]
 
 
+def test_the_time_between_a_finished_run_and_more_epochs_does_not_count(run):
+    with open(run / "attempts.jsonl", "a") as file:
+        file.write(json.dumps({"event": "begin", "attempt": 2, "time": 90000.0}) + "\n")
+        file.write(json.dumps({"event": "end", "attempt": 2, "time": 90007.0,
+                               "verdict": {"dead": False, "cause": "done"}}) + "\n")
+    kinds, _ = account(run)
+    assert sum(kinds.values()) == pytest.approx(207.0)
+
+
 def test_a_run_that_is_still_going_on_counts_up_to_its_last_step(run):
     lines = (run / "attempts.jsonl").read_text().splitlines()[:3]
     (run / "attempts.jsonl").write_text("\n".join(lines) + "\n")

@@ -42,6 +42,16 @@ def test_dry_run_costs_nothing_and_ends_in_json(tmp_path, capsys):
     assert not (tmp_path / "Models").exists()
 
 
+def test_what_is_not_prepared_yet_is_counted_from_the_files(tmp_path, capsys):
+    make_data(tmp_path)
+    assert om.main(arguments(tmp_path, "--dry-run", data__cache=tmp_path / "cache", data__expect_samples=0)) == 0
+    *_, counted, costs = capsys.readouterr().out.strip().splitlines()
+    assert json.loads(costs)["steps_per_epoch"] == 6
+    assert f"6 volumes (from {tmp_path / 'data'}, since data.cache" in counted and "run OM_prepare.py" in counted
+    assert om.main(arguments(tmp_path / "none", "--dry-run", data__cache=tmp_path / "cache")) == 0
+    assert f"(from data.expect_samples, since {tmp_path / 'none/data'}: no such" in capsys.readouterr().out
+
+
 def test_averaged_weights_cost_mode_2_another_forward():
     counted = [mode_costs(config(optim__average=average), 1, om.step_diffusion, om.step_contrastive,
                           om.step_registration)[1] for average in (0.0, 0.9)]
