@@ -104,8 +104,8 @@ def measure(cfg, run, steps):
     (dataset, _, listed), share, net = read_datasets(cfg), shares(cfg, 1), om.build_network(cfg, device)
     state = {"run": run, "net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
              "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True), "saving": None,
-             "queue": om.new_queue(cfg, device), "progress": progress, "failed_saves": 0, "share": share,
-             "gradients": new_gradients(cfg["run.exact_sums"]), "average": None,
+             "queue": om.new_queue(cfg, device), "progress": progress, "failed_saves": 0, "write_s": 0.0,
+             "share": share, "gradients": new_gradients(cfg["run.exact_sums"]), "average": None,
              "epoch_steps": steps_left(cfg, len(dataset), listed, share),
              "batches": epoch_batches(cfg, dataset, listed, progress, share, ranks)}
     watchdog.start(run, 0, 0, cfg, launcher=False)
