@@ -75,9 +75,11 @@ note_exit() {  # rank, exit code, extra JSON: the last line of the rank's log, n
         "$OMNIMORPH_ATTEMPT" "$1" "$2" "$(date +%s.%N)" "$extra" >> "$OMNIMORPH_RUN/rank$1.jsonl"
 }
 
-nap() {  # seconds; a trapped signal ends it. The sleep itself may outlive us and must not hold the log open
+nap() {  # seconds; a trapped signal ends it
+    local sleeper
     sleep "$1" > /dev/null 2>&1 &
-    wait $!
+    sleeper=$!
+    wait "$sleeper" || kill "$sleeper" 2> /dev/null
 }
 
 await() {  # pid, seconds: sets `code` to how it ended, 137 where it is killed after them, whether or not it dies of it
@@ -335,7 +337,7 @@ ask() {  # seconds, command: sets `answer` to what it prints and `code` to how i
     [[ -n ${stoppable:-} ]] && child=$!
     await $! "$1"
     child="" answer=""
-    [[ $code == 137 ]] || IFS= read -r -d '' answer <&"$output"
+    ((code > 128)) || IFS= read -r -d '' answer <&"$output"  # what it has started itself may still hold the pipe
     answer=${answer%$'\n'}
     exec {output}<&-
 }
@@ -538,7 +540,7 @@ begin_round() {  # take the folder and number the attempt; what may pass is wait
         [[ $code == 2 || $code == 43 ]] && finish 43 "stopped before round $round: see the error above"
         ((SECONDS < ends)) || finish 43 "stopped before round $round, after $patience s of the error above"
         say "round $round cannot begin yet (code $code): tried again"
-        nap 10
+        nap 5
     done
     set -a  # export them all
     eval "$answer"

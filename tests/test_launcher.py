@@ -1,0 +1,171 @@
+"""bash_train_multi_nodes.sh where it is alone with its signals, outputs and processes; real trainings are elsewhere.
+
+The ranks are stand-ins, which say that they are there and then do what a test wants: what is looked at here happens
+before, between and after them. Everything else, the attempts and the lock too, is real.
+"""
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from Runtime.attempts import history, read_lines
+from tests import launching
+from tests.faults.common import until
+from tests.tiny import ROOT, arguments, launcher_environment
+
+LAUNCHER = ROOT / "bash_train_multi_nodes.sh"
+# In place of Python: what a rank does, and what stands before a call of Runtime.attempts.
+STAND_IN = """#!/bin/bash
+log=$OMNIMORPH_RUN/rank$RANK.jsonl
+speak() {{
+    printf '{{"attempt": %s, "rank": %s, "time": %s, "step": 0, %s}}\\n' "$OMNIMORPH_ATTEMPT" "$RANK" "$(date +%s.%N)" "$1" \\
+        >> "$log"
+}}
+leave() {{ speak '"event": "leave", "reason": "asked"'; speak '"event": "end"'; exit 42; }}
+if [[ $1 == OM_train_3modes.py ]]; then
+    trap leave USR1
+    {rank}
+    exit
+fi
+{call}
+exec {python} "$@"
+"""
+HERE = """speak '"event": "start"'; speak '"event": "now", "phase": "forward", "mode": "", "number": 1, "deadline": 9'
+    """
+STAYS = HERE + "for ((i = 0; i < 600; i++)); do sleep 0.1; done"
+DONE = HERE + """speak '"event": "end"'; exit 0"""
+
+
+@contextlib.contextmanager
+def launched(folder, rank=STAYS, call="", ranks=1, more=(), cwd=ROOT, script=LAUNCHER, stdout=None, **variables):
+    """The launcher at work in `folder` with stand-ins for the ranks. Its output is in log.txt."""
+    python = folder / "python"
+    python.write_text(STAND_IN.format(rank=rank, call=call, python=sys.executable))
+    python.chmod(0o755)
+    words = arguments(folder, *more, run__pause_crash_s=0.2, run__pause_planned_s=0.2, run__grace_s=1)
+    environment = launcher_environment(ranks, PYTHON=str(python), FOLDER=str(folder), **variables)
+    with open(stdout or folder / "log.txt", "w") as log:
+        with launching.running(["bash", script, *words], cwd=cwd, env=environment, stdout=log, stderr=log) as process:
+            yield process
+
+
+def run_of(folder):
+    return folder / "Models/demo_om_net"
+
+
+def ended(folder):
+    return [line["decision"] for line in history(run_of(folder)) if line["event"] == "end"]
+
+
+def spoken(folder, attempt, rank=0):
+    """Whether a rank has begun an attempt."""
+    return any(line["attempt"] == attempt for line in read_lines(run_of(folder) / f"rank{rank}.jsonl"))
+
+
+def test_a_signal_between_rounds_is_heard_and_what_may_pass_is_tried_again(tmp_path):
+    """The first call of `begin` fails for once; that of the second round is slow, and then the signal comes."""
+    call = """if [[ $3 == begin ]]; then
+        count=$(($(cat "$FOLDER/begins" 2> /dev/null) + 1)); echo $count > "$FOLDER/begins"
+        ((count > 1)) || { echo "the file system stands still" >&2; exit 1; }
+        ((count < 3)) || sleep 20
+    fi"""
+    with launched(tmp_path, rank=HERE + "leave", call=call) as process:
+        until(lambda: (tmp_path / "begins").exists() and (tmp_path / "begins").read_text() == "3\n", 60)
+        process.terminate()
+        assert process.wait(10) == 42
+    text = (tmp_path / "log.txt").read_text()
+    assert "the file system stands still\n" in text and "round 0 cannot begin yet (code 1): tried again" in text
+    assert "left by TERM before round 1" in text and ended(tmp_path) == ["restart"] and not spoken(tmp_path, 1)
+    assert not (run_of(tmp_path) / "lock.json").exists()
+
+
+def test_a_signal_while_a_round_begins_ends_it_before_it_starts(tmp_path):
+    """After `begin` has numbered the attempt and before there is a rank: nothing has died."""
+    call = """if [[ $3 == begin ]]; then trap '' TERM; kill -TERM "$PPID"; fi"""
+    with launched(tmp_path, call=call) as process:
+        assert process.wait(30) == 42
+    attempts = history(run_of(tmp_path))
+    assert [line["event"] for line in attempts] == ["begin", "end"] and attempts[1]["cause"] == "planned restart"
+    assert not spoken(tmp_path, 0) and not (run_of(tmp_path) / "lock.json").exists()
+
+
+def test_a_signal_before_a_rank_listens_ends_the_round_without_a_death(tmp_path):
+    with launched(tmp_path, rank="touch $FOLDER/there; trap '' USR1 TERM; sleep 60", ranks=2) as process:
+        until((tmp_path / "there").exists, 60)
+        process.terminate()
+        assert process.wait(20) == 42
+    assert [line["cause"] for line in history(run_of(tmp_path)) if line["event"] == "end"] == ["planned restart"]
+
+
+@pytest.mark.parametrize("words, code", [((), 0), (("--set", "run.epochs=many"), 43)])
+def test_a_full_log_changes_no_decision(tmp_path, words, code):
+    """As under sbatch on a full disk: the log is where the launcher writes to, and takes nothing."""
+    job = f"full-{os.getpid()}-{code}"
+    log = ROOT / f"Logs/train_multi_{job}.out"
+    log.parent.mkdir(exist_ok=True)
+    log.symlink_to("/dev/full")
+    try:
+        with launched(tmp_path, rank="echo a word; " + DONE, more=words, stdout="/dev/full", SLURM_JOB_ID=job) as process:
+            assert process.wait(60) == code
+    finally:
+        log.unlink()
+    assert ended(tmp_path) == ["done"] * (code == 0) if run_of(tmp_path).exists() else code == 43
+
+
+def test_it_may_be_started_by_a_relative_path_and_says_its_last_words_before_it_is_gone(tmp_path):
+    (tmp_path / "own.yaml").write_text("base: config_demo.yaml\n")
+    script = os.path.relpath(LAUNCHER, tmp_path)
+    with launched(tmp_path, rank=DONE, more=["--config", "own.yaml"], script=script, cwd=tmp_path) as process:
+        assert process.wait(60) == 0
+        assert (tmp_path / "log.txt").read_text().endswith("done after 1 rounds\n")
+    assert ended(tmp_path) == ["done"]
+
+
+@pytest.fixture
+def freezer():
+    """A group whose processes a signal cannot end while it is frozen: as those that a driver holds (state D)."""
+    folder = Path(f"/sys/fs/cgroup/freezer/omnimorph-{os.getpid()}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs the freezer of cgroup v1 ({error})")
+    yield folder
+    (folder / "freezer.state").write_text("THAWED")
+    until(lambda: not (folder / "tasks").read_text(), 10)
+    folder.rmdir()
+
+
+def test_a_rank_that_cannot_be_killed_keeps_nobody_waiting(tmp_path, freezer):
+    """Rank 0 is held, rank 1 dies: rank 2 is ended at once, and the next round begins while rank 0 is still there."""
+    rank = """echo $BASHPID > "$FOLDER/rank$RANK"
+    if ((OMNIMORPH_ATTEMPT == 0 && RANK == 1)); then
+        """ + HERE + """while [[ ! -e $FOLDER/held ]]; do sleep 0.1; done; exit 7
+    fi
+    """ + STAYS
+    with launched(tmp_path, rank=rank, ranks=3, more=["--set", "data.batchsize=1"]) as process:
+        until(lambda: all(spoken(tmp_path, 0, number) for number in range(3)), 60)
+        held, other = (int((tmp_path / f"rank{number}").read_text()) for number in (0, 2))
+        (freezer / "tasks").write_text(str(held))
+        (freezer / "freezer.state").write_text("FROZEN")
+        until(lambda: (freezer / "freezer.state").read_text() == "FROZEN\n", 10)
+        (tmp_path / "held").touch()
+        began = time.time()
+        until(lambda: not Path(f"/proc/{other}").exists(), 20)
+        until(lambda: spoken(tmp_path, 1, 2), 40)
+        assert Path(f"/proc/{held}").exists() and time.time() - began < 40
+        exits = {number: [line for line in read_lines(run_of(tmp_path) / f"rank{number}.jsonl") if
+                          line.get("event") == "exit" and line["attempt"] == 0] for number in range(3)}
+        assert [(exits[n][0]["code"], exits[n][0].get("by_launcher", False)) for n in range(3)] == [
+            (137, True), (7, False), (137, True)]
+        assert exits[2][0]["time"] - exits[1][0]["time"] < 8
+        (freezer / "freezer.state").write_text("THAWED")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 42
+    text = (tmp_path / "log.txt").read_text()
+    assert f"rank 0 (process {held}) was killed and does not end: a driver or a file system holds it" in text
+    assert json.loads((run_of(tmp_path) / "verdict.json").read_text())["attempt"] == 0
