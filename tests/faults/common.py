@@ -123,11 +123,11 @@ def new_folder(parent, name, **settings):
 
 
 def prepare(parent):
-    """Prepare the data of `parent` once for all its runs. Returns the folder of the cache."""
+    """Prepare the data of `parent` once for all its runs. Returns the settings of a run that reads the cache."""
     cache = parent / "cache"
     if not cache.exists():
         if not (parent / "data").exists():
             make_data(parent)
         command = [sys.executable, ROOT / "OM_prepare.py", *arguments(parent, data__cache=cache), "--workers", 1]
         launching.run(command, cwd=ROOT, check=True)
-    return cache
+    return {"data__cache": str(cache), "data__root": str(parent / "data")}

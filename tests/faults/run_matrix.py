@@ -206,11 +206,11 @@ def logs_full(folder, ranks, reference):
 
 
 def two_damaged_checkpoints(folder, ranks, reference):
-    """The two newest are spoilt. What is saved at lower steps from then on stays, and a death costs one step."""
+    """The two newest are spoilt. What is saved at lower steps from then on stays."""
     faults = [{"do": "kill", **FORWARD, "step": 21},
               {"id": "damage", "do": "spoil_two", "rank": 0, "phase": "restore", "attempt": 1},
               {"id": "leave", "do": "terminate", **FORWARD, "step": 13, "attempt": 1},
-              {"id": "again", "do": "kill", **FORWARD, "step": 16, "attempt": 2}]
+              {"id": "again", "do": "kill", **FORWARD, "step": 15, "attempt": 2}]
     code, since = wait(launch(folder, ranks, faults)), struck(folder, "damage")
     skipped = log_of(folder, "is skipped: SHA-256 differs")
     log = read_lines(run_of(folder) / "rank0.jsonl")
@@ -494,7 +494,7 @@ def main(argv=None):
     for title, ranks, sharded, function, arguments, kind in matrix():
         if (args.only and not any(word in title for word in args.only)) or args.ranks not in (None, ranks):
             continue
-        settings = {**SHARDED, "data__cache": str(prepare(parent))} if sharded else {}
+        settings = {**SHARDED, **prepare(parent)} if sharded else {}
         if (ranks, sharded) not in references:
             references[ranks, sharded] = undisturbed(parent, ranks, settings, ", zero1" if sharded else "")
         try:
