@@ -23,8 +23,8 @@ LAUNCHER = ROOT / "bash_train_multi_nodes.sh"
 STAND_IN = """#!/bin/bash
 log=$OMNIMORPH_RUN/rank$RANK.jsonl
 speak() {{
-    printf '{{"attempt": %s, "rank": %s, "time": %s, "step": 0, %s}}\\n' "$OMNIMORPH_ATTEMPT" "$RANK" "$(date +%s.%N)" "$1" \\
-        >> "$log"
+    printf '{{"attempt": %s, "rank": %s, "time": %s, "step": 0, %s}}\\n' \\
+        "$OMNIMORPH_ATTEMPT" "$RANK" "$(date +%s.%N)" "$1" >> "$log"
 }}
 leave() {{ speak '"event": "leave", "reason": "asked"'; speak '"event": "end"'; exit 42; }}
 if [[ $1 == OM_train_3modes.py ]]; then
@@ -110,7 +110,8 @@ def test_a_full_log_changes_no_decision(tmp_path, words, code):
     log.parent.mkdir(exist_ok=True)
     log.symlink_to("/dev/full")
     try:
-        with launched(tmp_path, rank="echo a word; " + DONE, more=words, stdout="/dev/full", SLURM_JOB_ID=job) as process:
+        rank = "echo a word; " + DONE
+        with launched(tmp_path, rank=rank, more=words, stdout="/dev/full", SLURM_JOB_ID=job) as process:
             assert process.wait(60) == code
     finally:
         log.unlink()
