@@ -1,5 +1,6 @@
 """What the leak diagnostics share: do something twenty times, and say whether memory stays where it was."""
 import argparse
+import ctypes
 import gc
 import json
 import re
@@ -71,16 +72,28 @@ def judge(samples, device):
             "verdict": verdict}
 
 
+def in_use(device):
+    """`measure`, once the C library has returned to the system what it keeps of freed memory.
+
+    That changes from iteration to iteration, and for some dozens of them it may grow in a straight line: 2.8 MiB with
+    each forward of a small network in emulated bfloat16, of which nothing was in use.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
+    return measure(device)
+
+
 def watch(name, iteration, device, args, shown=True):
     """Do iteration() again and again, and judge what it leaves behind."""
     gc.collect()
-    samples = [measure(device)]
+    samples = [in_use(device)]
     for _ in tqdm(range(args.iterations), name, leave=False, disable=not shown):
         iteration()
         if args.plant:
             PLANTED.append(torch.ones(int(args.plant * 2 ** 20), dtype=torch.uint8, device=device))
         synchronize(device)
-        samples.append(measure(device))
+        samples.append(in_use(device))
     return judge(samples, device)
 
 

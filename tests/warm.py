@@ -2,7 +2,7 @@
 
 A rank of its own takes more than three seconds of processor time before its first step. Where a test asks what ranks
 compute, and not how a process starts, it takes these: processes with their own number, memory, signals and exit code,
-but forked by multiprocessing's fork server. The launcher has tests of its own, with ranks that it starts.
+but forked by multiprocessing's fork server, with one thread each. The launcher has tests with ranks that it starts.
 """
 import contextlib
 import multiprocessing
@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 
+import pytest
 import torch._dynamo  # an optimizer's first step would import it, and fsdp the others
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
@@ -27,11 +28,11 @@ SERVER = multiprocessing.get_context("forkserver")
 def start(target, arguments, log, environment):
     """A process that calls target(*arguments), whose result is its exit code. What it prints is added to `log`."""
     if multiprocessing.forkserver._forkserver._forkserver_pid is None:
-        before = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before])])
-        SERVER.set_forkserver_preload(["pytest.__main__", __name__])
-        multiprocessing.forkserver.ensure_running()
-        os.environ["PYTHONPATH"] = before
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+            patch.setenv("OMP_NUM_THREADS", "1")
+            SERVER.set_forkserver_preload(["pytest.__main__", __name__])
+            multiprocessing.forkserver.ensure_running()
     process = SERVER.Process(target=work, args=(target, arguments, str(log), environment))
     process.start()
     return process
@@ -80,9 +81,9 @@ def codes(processes, seconds):
     return [process.exitcode for process in processes]
 
 
-def train(count, log, words, expected=0, seconds=200, **more):
-    """A training of so many ranks. words: its command line. Returns what it printed."""
-    with ranks(count, log, [words], **more) as processes:
+def train(count, log, words, expected=0, seconds=200, target=om.main, **more):
+    """A training, or another program, of so many ranks. words: its command line. Returns what it printed."""
+    with ranks(count, log, [words], target, **more) as processes:
         found = codes(processes, seconds)
     printed = log.read_text()
     assert found == [expected] * count, f"{found}: {printed}"
