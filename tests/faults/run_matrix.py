@@ -485,14 +485,18 @@ def show(rows):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose title has one of these words")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD",
+                        help="rows of this title, or with this word in their titles")
     parser.add_argument("--ranks", type=int, choices=(2, 4), help="only rows with so many ranks")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run there and leave everything")
     args = parser.parse_args(argv)
     parent = args.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     references, rows, left_out = {}, [], {}
+    titles = [title for title, *_ in matrix()]
     for title, ranks, sharded, function, arguments, kind in matrix():
-        if (args.only and not any(word in title for word in args.only)) or args.ranks not in (None, ranks):
+        # A whole title is that row alone, and not also those that begin with it.
+        wanted = any(word == title or (word in title and word not in titles) for word in args.only)
+        if (args.only and not wanted) or args.ranks not in (None, ranks):
             continue
         settings = {**SHARDED, **prepare(parent)} if sharded else {}
         if (ranks, sharded) not in references:
