@@ -20,15 +20,19 @@ from Diffusion.fields import LINEAR, affine_field, compose, identity, side_lengt
 from Runtime.errors import InputError
 
 
-def takes_slow_path(x, weight):
-    """Whether torch would compute this 3D convolution by `slow_conv3d` instead of oneDNN.
+def is_float32_on_cpu(x):
+    """Whether a CPU computes a layer of x in float32, where torch leaves oneDNN out of some 3D convolutions.
 
-    On a CPU it leaves oneDNN out for one small sample in float32 (ATen/native/Convolution.cpp, use_mkldnn), where its
-    own loop takes four times as long.
+    It does so for one small sample, and with one thread for kernels of one voxel (use_mkldnn in
+    ATen/native/Convolution.cpp); `slow_conv3d`, which it takes instead, needs four times as long.
     """
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    return (x.device.type == "cpu" and kind == torch.float32 and len(x) == 1 and x.shape[1:4].numel() <= 20480
-            and torch.backends.mkldnn.is_available() and weight.shape[-1] <= 3)
+    return x.device.type == "cpu" and kind == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def convolve_voxels(x, weight, bias):
+    """The convolution with a kernel of one voxel, which is a product of matrices. (B, C, *size) -> (B, K, *size)."""
+    return F.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
 
 
 def convolve_in_slabs(x, weight, bias, stride, padding, dilation):
@@ -51,8 +55,11 @@ class Conv3d(nn.Conv3d):
     """nn.Conv3d that keeps to oneDNN on a CPU."""
 
     def _conv_forward(self, x, weight, bias):
-        if takes_slow_path(x, weight):
-            return convolve_in_slabs(x, weight, bias, self.stride, self.padding, self.dilation)
+        if is_float32_on_cpu(x):
+            if set(self.kernel_size + self.stride) == {1}:
+                return convolve_voxels(x, weight, bias)
+            if len(x) == 1 and x.shape[1:4].numel() <= 20480:
+                return convolve_in_slabs(x, weight, bias, self.stride, self.padding, self.dilation)
         return super()._conv_forward(x, weight, bias)
 
 

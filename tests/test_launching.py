@@ -99,7 +99,7 @@ def test_a_killed_pytest_leaves_nothing_either(tmp_path, number):
 
 
 def test_marks_nest_and_do_not_overlap(tmp_path):
-    show = f"echo ${launching.MARK}; sleep 100"
+    show = f"echo ${launching.MARK}; sleep 100; :"  # bash would become its last command, and have no marks meanwhile
     with launching.running(["bash", "-c", show], stdout=subprocess.PIPE, text=True) as one, \
             launching.running(["bash", "-c", show], stdout=subprocess.PIPE, text=True) as other:
         marks = [process.stdout.readline().strip() for process in (one, other)]

@@ -17,6 +17,7 @@ from Diffusion.networks import (
     build_network,
     conv,
     convolve_in_slabs,
+    convolve_voxels,
     neighbours,
     network_class,
     recurse,
@@ -258,12 +259,27 @@ def test_a_convolution_in_slabs_is_the_convolution(size, kernel, stride, dilatio
 @pytest.mark.parametrize("name", ["config_demo", "config_hippocampus", "config_medium", "config_om"])
 def test_no_convolution_of_a_shipped_config_falls_back_to_the_slow_loop(name):
     cfg = load_config(ROOT / f"Config/{name}.yaml", ["model.attention_width=16", "model.attention_heads=1"])
-    net, image = build_network(cfg), torch.rand(1, 1, 32, 32, 32)
+    net, image, threads = build_network(cfg), torch.rand(1, 1, 32, 32, 32), torch.get_num_threads()
+    called = set()
+    for count in (1, 2):  # torch chooses by the number of threads too
+        torch.set_num_threads(count)
+        called |= operations(net, image)
+    torch.set_num_threads(threads)
+    assert "aten::mkldnn_convolution" in called and "aten::slow_conv3d_forward" not in called
+
+
+def operations(net, image):
+    """Names of the operations of a forward and backward pass, of the field and of the embeddings."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         for words in ({}, {"embed": True}):
             net(image, torch.tensor([3]), make_condition(image, "volume"), **words)[0].sum().backward()
-    called = {row.key for row in seen.key_averages()}
-    assert "aten::mkldnn_convolution" in called and "aten::slow_conv3d_forward" not in called
+    return {row.key for row in seen.key_averages()}
+
+
+def test_a_convolution_with_a_kernel_of_one_voxel_is_a_product():
+    x, layer = torch.randn(2, 5, 4, 3, 6), conv(3, 5, 7, kernel=1)
+    found = convolve_voxels(x, layer.weight, layer.bias)
+    assert torch.allclose(found, F.conv3d(x, layer.weight, layer.bias), atol=1e-5)
 
 
 @pytest.mark.parametrize("dims", [2, 3])

@@ -286,7 +286,7 @@ def context(folder, **more):
 
 
 def test_memory_beyond_what_slurm_gave(tmp_path):
-    given = context(tmp_path, cfg=config(tmp_path, data__in_memory=False, data__num_workers=12))
+    given = context(tmp_path, cfg=config(tmp_path, data__in_memory=False, data__num_workers=12, run__amp="bf16"))
     given["variables"]["SLURM_MEM_PER_NODE"] = "6000"
     found = preflight_checks.check_memory(given, print)
     # 2 ranks x (1 GiB + 125 MiB + 12 workers x 190 MiB and little more)
