@@ -10,6 +10,7 @@ from Diffusion.fields import compose, identity, warp
 from Diffusion.networks import (
     NETWORKS,
     AffineMatch,
+    ConvBlock,
     FieldScale,
     LocalMatch,
     NeighbourProducts,
@@ -131,14 +132,22 @@ def test_detached_recursion_keeps_the_value_and_only_the_last_gradient(detach):
     assert [p.requires_grad for p in passes] == [not detach, True]
 
 
-def test_checkpointing_changes_neither_field_nor_gradients():
-    plain, _ = tiny(model__use_checkpoint="false")
-    saving, _ = tiny(model__use_checkpoint="true")
+def test_checkpointing_computes_three_levels_again_and_changes_neither_field_nor_gradients():
     image, t, condition = inputs(3)
-    gradients = []
-    for net in (wake(plain), wake(saving)):
-        net(image, t, condition).square().sum().backward()
+    gradients, calls = [], []
+    for saving in ("false", "true"):
+        net, called = wake(tiny(model__use_checkpoint=saving, model__channels="[8, 8, 8, 16]")[0]), []
+        for name, block in net.named_modules():
+            if isinstance(block, ConvBlock):
+                block.register_forward_pre_hook(lambda module, x, name=name, called=called: called.append(name))
+        loss = net(image, t, condition).square().sum()
+        forward = len(called)
+        loss.backward()
         gradients.append({n: p.grad for n, p in net.named_parameters() if p.grad is not None})
+        calls.append((called[:forward], called[forward:]))
+    (plain, nothing), (same, again) = calls
+    assert same == plain and not nothing, "all blocks once in the forward, none in the backward pass"
+    assert set(again) == {f"encoder.{name}" for name in ("first", "down.0", "same.0", "down.1", "same.1")}
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.allclose(gradients[0][n], gradients[1][n], rtol=1e-4, atol=1e-5) for n in gradients[0])
 
