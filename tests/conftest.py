@@ -36,6 +36,15 @@ def no_watchdog_outlives_its_test():
             signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def no_process_outlives_its_test():
+    """What a fixture of the whole file has started is there before, and stays."""
+    before = list(launching.STARTED)
+    yield
+    for process in [process for process in launching.STARTED if process not in before]:
+        launching.end(process)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_process_outlives_its_file(request):
     """However it was started. Slurm's daemons and jobs last for the session; tests/slurm/conftest.py ends them."""

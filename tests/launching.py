@@ -10,8 +10,9 @@ killed when the `with` block is left: by a failure, a KeyboardInterrupt or the s
 process does the same when pytest itself is killed. A block that ends well must leave nothing behind; what it leaves is
 killed and named in an AssertionError. tests/conftest.py asks the same after each file of tests, of all processes.
 
-Scripts that tests start may use it as well (tests/faults, tests/slurm): marks nest, so that the end of the script's own
-process takes all that it has started along. Whoever starts a process and returns it calls `start` and later `end`.
+`start` leaves the end to who calls it, at the latest to tests/conftest.py: after each test it ends what that test has
+started. Scripts that tests start may use all of this as well (tests/faults, tests/slurm): marks nest, so that the end
+of the script's own process takes all that it has started along.
 """
 import contextlib
 import itertools
@@ -24,6 +25,7 @@ from pathlib import Path
 
 MARK = "OMNIMORPH_TEST"
 NUMBERS = itertools.count()
+STARTED = []  # by `start`, and not yet ended
 GRACE = 5  # seconds for what ends by itself: a worker that notices the death of its parent
 GUARDS = {}  # our process number: the guard, which reads from us until we are gone
 DEADLY = (signal.SIGINT, signal.SIGTERM)
@@ -43,16 +45,18 @@ def mark_this_process():
 
 
 def start(command, env=None, **options):
-    """subprocess.Popen of a session of its own with a mark of its own; end it with `end`."""
+    """subprocess.Popen of a session of its own with a mark of its own. It ends by `end`, or with the test."""
     mark = f"{mark_this_process()}{next(NUMBERS)}/"
     environment = {**(os.environ if env is None else env), MARK: mark}
     process = subprocess.Popen([str(word) for word in command], env=environment, start_new_session=True, **options)
     process.mark = mark
+    STARTED.append(process)
     return process
 
 
 def end(process):
     """Kill a process of `start` with all that it has started, and wait until nothing of it is left."""
+    STARTED[:] = [other for other in STARTED if other is not process]
     kill(process.mark)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,7 +1,6 @@
 """Agreements of three real ranks over gloo, in one launch; and who a process takes itself for."""
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from OM_train_3modes import choose_precision
 from Runtime import agree, launch, watchdog
 from Runtime.attempts import free_port
 from Runtime.errors import InputError
+from tests import launching
 from tests.tiny import ROOT
 
 CFG = {"run.deadline_floor_s": 30.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}
@@ -82,8 +82,8 @@ def seen(tmp_path_factory):
     ports = [str(free_port()) for _ in range(3)]
     shared = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[0],
               "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([sys.executable, "-m", "tests.test_agree", str(folder), *ports[1:]], cwd=ROOT,
-                                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(3)]
+    started = [launching.start([sys.executable, "-m", "tests.test_agree", str(folder), *ports[1:]], cwd=ROOT,
+                               env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(3)]
     try:
         codes = [process.wait(60) for process in started]
     finally:

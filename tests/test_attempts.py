@@ -12,6 +12,7 @@ from Runtime.attempts import begin, end, history, share_out
 from Runtime.errors import InputError
 from Runtime.manifest import durable_step
 from Scripts.goodput import account, goodput, goodput_at, table
+from tests import launching
 from tests.test_verdict import END, died, finish, write_rank
 from tests.tiny import ROOT, arguments, config
 
@@ -172,15 +173,15 @@ def test_a_line_cut_short_costs_only_itself(tmp_path, cut):
 def call(*words, **variables):
     """`python -m Runtime.attempts ...`: code, what bash makes of its output, and its errors."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIMORPH_")}
-    return subprocess.run([sys.executable, "-m", "Runtime.attempts", *map(str, words)], cwd=ROOT, text=True,
-                          capture_output=True, timeout=30, env={**kept, **variables, "OMP_NUM_THREADS": "1"})
+    return launching.run([sys.executable, "-m", "Runtime.attempts", *words], cwd=ROOT, timeout=30,
+                         env={**kept, **variables, "OMP_NUM_THREADS": "1"})
 
 
 def evaluated(output):
     """The variables as bash gets them from `eval`."""
     names = [line.partition("=")[0] for line in output.splitlines()]
     show = "".join(f'printf "%s\\0" "${name}"; ' for name in names)
-    shown = subprocess.run(["bash", "-euc", f'eval "$0"; {show}', output], text=True, capture_output=True, timeout=10)
+    shown = launching.run(["bash", "-euc", f'eval "$0"; {show}', output], timeout=10)
     assert (shown.returncode, shown.stderr) == (0, "")
     return dict(zip(names, shown.stdout.split("\0")))
 
@@ -219,8 +220,8 @@ def test_rounds_through_the_command_line(tmp_path):
 def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path):
     found = evaluated(call(*begin_words(tmp_path)).stdout)
     mine = {name: value for name, value in found.items() if name.startswith("OMNIMORPH_")}
-    script = subprocess.run([sys.executable, str(ROOT / "OM_train_3modes.py"), *arguments(tmp_path)], text=True,
-                            capture_output=True, timeout=60, env={**os.environ, **mine, "OMP_NUM_THREADS": "1"})
+    script = launching.run([sys.executable, ROOT / "OM_train_3modes.py", *arguments(tmp_path)], timeout=60,
+                           env={**os.environ, **mine, "OMP_NUM_THREADS": "1"})
     assert script.returncode == 43 and script.stderr.startswith("error: ")
     ended = call("end", 43, **mine)
     assert "refused" in ended.stderr and "This needs a person" in ended.stderr
@@ -259,7 +260,7 @@ def test_a_first_launch_with_ranks_that_cannot_share_its_batch_is_refused(tmp_pa
 
 
 def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_path):
-    gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    gone = launching.start([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     words = [gone.pid if word == os.getpid() else word for word in begin_words(tmp_path)]
     first = evaluated(call(*words, SLURM_JOB_ID="7").stdout)
     early = call(*begin_words(tmp_path, run__patience_s=0), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
@@ -316,7 +317,7 @@ def on_a_full_disk(tmp_path, freed_after, patience):
         pytest.skip("no right to mount a small file system")
     words = json.dumps([str(word) for word in begin_words(tmp_path, run__patience_s=patience)])
     command = [*private, sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path), str(freed_after), words]
-    done = subprocess.run(command, text=True, cwd=ROOT, capture_output=True, timeout=60)
+    done = launching.run(command, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
     codes, attempts = json.loads(done.stdout.splitlines()[-1])
     return codes, "".join(attempts).splitlines(), done.stderr

@@ -24,6 +24,7 @@ from Dataloader.dataset import as_float, epoch_batches, read_datasets
 from Dataloader.prepare import on_grid
 from Dataloader.synthetic import write_dataset
 from Runtime.errors import DONE, STOP, InputError
+from tests import launching
 from tests.tiny import ROOT, arguments, config
 
 COUNT, SIDE = 40, 20
@@ -130,8 +131,7 @@ def environment():
 def prepare(folder, place, *more, limit=None, **changes):
     """OM_prepare.py as a process of its own. limit: bytes that a file may have."""
     full = None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    return subprocess.run(command(folder, place, *more, **changes), capture_output=True, text=True, timeout=200,
-                          env=environment(), preexec_fn=full)
+    return launching.run(command(folder, place, *more, **changes), env=environment(), preexec_fn=full)
 
 
 def run_here(folder, place, *more, **changes):
@@ -277,8 +277,7 @@ def test_training_data_are_those_of_the_files_bit_for_bit_with_any_number_of_wor
     write_dataset(tmp_path / "data", range(8), 20)
     assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", data__dtype="float32") == DONE
     (tmp_path / "same.py").write_text(SAME_DATA)
-    run = subprocess.run([sys.executable, str(tmp_path / "same.py"), str(tmp_path), str(tmp_path / "cache")],
-                         capture_output=True, text=True, timeout=200, env=environment())
+    run = launching.run([sys.executable, tmp_path / "same.py", tmp_path, tmp_path / "cache"], env=environment())
     assert run.returncode == 0, run.stderr
     lines = [line.split() for line in run.stdout.splitlines() if line.startswith(("True", "False"))]
     assert [line[:2] for line in lines] == [["False", "0"], ["True", "0"], ["True", "2"]]
@@ -298,8 +297,8 @@ def kill_at(folder, place, rng, new_parts, workers, **changes):
     place.mkdir(exist_ok=True)
     before, delay = len(list(place.glob("volumes_*.json"))), rng.uniform(0, 0.1 if new_parts else 1.2)
     with open(place.parent / "killed.txt", "a") as out:
-        process = subprocess.Popen(command(folder, place, "--workers", str(workers), **changes), stdout=out, stderr=out,
-                                   env=environment())
+        process = launching.start(command(folder, place, "--workers", str(workers), **changes), stdout=out, stderr=out,
+                                  env=environment())
     wait_until(lambda: process.poll() is not None or len(list(place.glob("volumes_*.json"))) >= before + new_parts)
     time.sleep(delay)
     process.send_signal(signal.SIGSTOP)  # so that the list of its workers is whole
@@ -326,7 +325,7 @@ def test_no_worker_outlives_its_killed_parent(made, tmp_path, parts):
     """Neither one that has just been started, nor one at work or waiting for work."""
     place = tmp_path / "cache"
     with open(tmp_path / "out.txt", "w") as out:
-        process = subprocess.Popen(command(made, place, "--workers", "2"), stdout=out, stderr=out, env=environment())
+        process = launching.start(command(made, place, "--workers", "2"), stdout=out, stderr=out, env=environment())
     wait_until(lambda: len(workers_of(process)) == 2 and len(list(place.glob("volumes_*.json"))) >= parts)
     process.send_signal(signal.SIGSTOP)  # so that the list of its workers is whole
     time.sleep(0.5)  # until they have read what they are to do
@@ -355,8 +354,8 @@ def test_ten_kills_at_random_moments_change_no_bit(tmp_path, seed):
 def test_one_at_a_time_and_a_killed_worker_is_one_sentence(made, tmp_path, capsys):
     place = tmp_path / "cache"
     place.mkdir()
-    process = subprocess.Popen(command(made, place, "--workers", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, env=environment())
+    process = launching.start(command(made, place, "--workers", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, env=environment())
     wait_until(lambda: (place / "plan.json").exists())
     assert run_here(made, place) == STOP
     said = one_sentence(capsys.readouterr().err)
@@ -505,8 +504,8 @@ def test_a_flipped_voxel_is_found_before_the_training(made, place, kind):
 
 def reader(made, place):
     """A process that reads a cache as a training does, until it is killed."""
-    process = subprocess.Popen([sys.executable, "-c", READER, str(made), str(place)], stdout=subprocess.PIPE, text=True,
-                               env=environment())
+    process = launching.start([sys.executable, "-c", READER, str(made), str(place)], stdout=subprocess.PIPE, text=True,
+                              env=environment())
     assert process.stdout.readline() == "reading\n"
     return process
 
@@ -747,8 +746,8 @@ def test_added_changed_and_removed_volumes(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def stager(source, place):
-    return subprocess.Popen([sys.executable, "-c", STAGER, str(source), str(place)], stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment())
+    return launching.start([sys.executable, "-c", STAGER, str(source), str(place)], stdin=subprocess.PIPE,
+                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment())
 
 
 def let_go(process, how):
@@ -905,8 +904,8 @@ def test_trainings_that_come_and_go_never_see_half_a_copy(tmp_path):
                  for number in range(150)}
         (tmp_path / word / "manifest.json").write_text(json.dumps({"files": files, "sha256": word * 8}))
     folders = [str(tmp_path / word) for word in ("one", "two", "stage")]
-    several = [subprocess.Popen([sys.executable, "-c", RESTAGER, *folders, str(seed), "15"], stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True, env=environment()) for seed in range(4)]
+    several = [launching.start([sys.executable, "-c", RESTAGER, *folders, str(seed), "15"], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, env=environment()) for seed in range(4)]
     for process in several:
         out, err = process.communicate(timeout=100)
         assert process.returncode == 0 and out == "done\n", err

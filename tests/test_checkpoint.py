@@ -19,6 +19,7 @@ from Runtime.errors import InputError
 from Runtime.files import remove_leftovers
 from Runtime.folder import hold, lock, run_folder
 from Runtime.manifest import durable_step
+from tests import launching
 
 CONFIG = {"model.name": "om_net", "model.channels": [8, 16], "lr": 1e-5}
 SAVE_LOOP = """
@@ -174,8 +175,8 @@ def same_bits(first, second):
 def child(code, *arguments, prefix=()):
     tests = Path(__file__).resolve().parent
     env = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*prefix, sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, env=env)
+    return launching.start([*prefix, sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True, env=env)
 
 
 @pytest.fixture

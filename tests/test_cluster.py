@@ -2,11 +2,11 @@
 import json
 import os
 import resource
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests import launching
 from tests.tiny import ROOT, arguments, launcher_environment, make_data
 
 SITES = sorted(path.stem for path in (ROOT / "Config/cluster").glob("*.env"))
@@ -20,7 +20,7 @@ def settings(site, nodes, job, says="", **more):
     environment = {"PATH": os.environ["PATH"], "SITE": site, "NODE_COUNT": str(nodes), **BEFORE, **more}
     if job:
         environment["SLURM_JOB_ID"] = job
-    done = subprocess.run(["bash", "-c", SOURCE], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = launching.run(["bash", "-c", SOURCE], cwd=ROOT, env=environment)
     assert done.returncode == 0 and (says in done.stderr if says else not done.stderr), done.stderr
     return dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
 
@@ -89,8 +89,8 @@ def test_options_of_the_site_reach_the_scripts_too(tmp_path):
     python.chmod(0o755)
     environment = launcher_environment(1, CLUSTER="lumi", PYTHON=str(python), STRATB=str(tmp_path / "out"))
     (tmp_path / "out/Models/run").mkdir(parents=True)
-    subprocess.run(["bash", str(ROOT / "Scripts/bash_train_stratB.sh"), "--set", "run.deadline_first_s=9"],
-                   env=environment, capture_output=True, timeout=60)
+    launching.run(["bash", str(ROOT / "Scripts/bash_train_stratB.sh"), "--set", "run.deadline_first_s=9"],
+                  env=environment, timeout=60)
     training = next(line for line in (tmp_path / "words").read_text().splitlines() if "OM_train_3modes.py" in line)
     site, own = training.index("run.deadline_first_s=2700"), training.index("run.deadline_first_s=9")
     assert site < own, "what the user says comes later and counts"
@@ -118,7 +118,7 @@ def test_the_launcher_prints_the_settings_and_the_run_keeps_them(tmp_path):
     make_data(tmp_path)
     environment = launcher_environment(1, CLUSTER="gilbreth", NCCL_DEBUG="WARN")
     command = ["bash", str(ROOT / "bash_train_multi_nodes.sh"), *arguments(tmp_path, run__epochs=1)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = launching.run(command, env=environment, timeout=120)
     assert done.returncode == 0, done.stdout
     kept = json.loads(next(tmp_path.glob("Models/*/launches/0000/launch.json")).read_text())["settings"]
     for name, value in {"NCCL_NET_DISABLE": "1", "NCCL_DEBUG": "WARN", "CLUSTER": "gilbreth"}.items():
@@ -133,12 +133,11 @@ def test_the_launcher_raises_the_number_of_open_files(tmp_path, hard):
     python.chmod(0o755)
     hard = hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     words = ["bash", "-c", f'ulimit -Sn 500; ulimit -Hn {hard}; exec bash "$0"', ROOT / "bash_train_multi_nodes.sh"]
-    done = subprocess.run(words, env=launcher_environment(1, PYTHON=str(python)), capture_output=True, text=True,
-                          timeout=60)
+    done = launching.run(words, env=launcher_environment(1, PYTHON=str(python)), timeout=60)
     assert f"open files: {min(hard, 65536)}, core files: 0" in done.stdout and done.returncode == 43, done.stdout
 
 
 def test_an_unknown_site_is_refused_with_the_known_ones(tmp_path):
-    done = subprocess.run(["bash", str(ROOT / "bash_train_multi_nodes.sh")], text=True, capture_output=True,
-                          env=launcher_environment(1, CLUSTER="mars"), timeout=60)
+    done = launching.run(["bash", ROOT / "bash_train_multi_nodes.sh"], timeout=60,
+                         env=launcher_environment(1, CLUSTER="mars"))
     assert done.returncode == 43 and "known are dawn.env, gilbreth.env, local.env" in done.stdout

@@ -4,7 +4,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from Diffusion.diffuser import log_uniform, make_condition
 from Diffusion.draws import generator, normal, uniform
 from Runtime.errors import InputError
 from Runtime.verdict import ECHOES, name_error
+from tests import launching
 from tests.tiny import ROOT, config, make_data
 
 ORPHANS = """
@@ -139,8 +139,8 @@ def test_a_worker_ends_whose_parent_was_killed_before_it_had_started(tmp_path):
     make_data(tmp_path)
     (tmp_path / "orphans.py").write_text(ORPHANS)
     with open(tmp_path / "out.txt", "w") as out:  # a pipe would wait for the worker
-        subprocess.run([sys.executable, str(tmp_path / "orphans.py"), str(tmp_path)], stdout=out, stderr=out,
-                       env={**os.environ, "PYTHONPATH": str(ROOT)})
+        launching.start([sys.executable, tmp_path / "orphans.py", tmp_path], stdout=out, stderr=out,
+                        env={**os.environ, "PYTHONPATH": str(ROOT)}).wait(60)
     worker = int((tmp_path / "out.txt").read_text().split()[-1])
     ends = time.time() + 30
     while Path(f"/proc/{worker}").exists() and time.time() < ends:
@@ -154,8 +154,8 @@ def test_a_worker_ends_whose_parent_was_killed_before_it_had_started(tmp_path):
 def test_a_worker_that_dies_handing_over_a_batch_is_not_taken_for_a_rank(tmp_path):
     make_data(tmp_path)
     (tmp_path / "hand_over.py").write_text(HAND_OVER)
-    done = subprocess.run([sys.executable, str(tmp_path / "hand_over.py"), str(tmp_path)], capture_output=True,
-                          text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = launching.run([sys.executable, tmp_path / "hand_over.py", tmp_path], timeout=60,
+                         env={**os.environ, "PYTHONPATH": str(ROOT)})
     said = done.stderr.strip().splitlines()[-1]  # torch's words if the worker has ended, ours if it is about to
     assert name_error(said) == "a loader worker died" and not any(echo in said.lower() for echo in ECHOES), done.stderr
     assert re.search(r"(Connection\w*|EOF)Error", done.stderr), "how it showed stays in the log"

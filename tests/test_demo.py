@@ -1,8 +1,8 @@
 """The demo, whole, with a training too short to learn anything."""
 import json
-import subprocess
 import sys
 
+from tests import launching
 from tests.tiny import ROOT
 
 TINY = ["model.channels=[8, 8, 16]", "model.attention_width=16", "model.attention_depth=1", "model.attention_heads=2",
@@ -12,7 +12,7 @@ TINY = ["model.channels=[8, 8, 16]", "model.attention_width=16", "model.attentio
 
 def test_demo_ends_in_json_and_a_report(tmp_path):
     command = [sys.executable, str(ROOT / "Scripts/demo.py"), *[w for item in TINY for w in ("--set", item)]]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    run = launching.run(command, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.strip().splitlines()
     result = json.loads(lines[-1])
@@ -24,5 +24,5 @@ def test_demo_ends_in_json_and_a_report(tmp_path):
     page = report.read_text()
     assert page.count("data:image/png;base64,") == 4 and "subject_5000 to subject_5001" in page
     assert "http://" not in page and "https://" not in page
-    again = subprocess.run([*command, "--set", "data.expect_samples=99"], cwd=tmp_path, capture_output=True, text=True)
+    again = launching.run([*command, "--set", "data.expect_samples=99"], cwd=tmp_path)
     assert again.returncode == 43 and "data.expect_samples" in again.stderr and "Traceback" not in again.stderr

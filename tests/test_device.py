@@ -1,7 +1,6 @@
 """Devices by name and the backend of each, also where this machine has neither."""
 import os
 import platform
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from Diffusion.gradients import new_gradients
 from Runtime.device import autocast, backend, computes_bf16, pick_device, precision
 from Runtime.errors import InputError
 from Runtime.launch import shared_device
+from tests import launching
 from tests.tiny import ROOT
 
 XPU = torch.device("xpu", 0)
@@ -40,8 +40,8 @@ except InputError as error:
 def ask(name, folder):
     """What a fresh process that finds packages in `folder` says about an Intel GPU."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    ended = subprocess.run([sys.executable, "-c", ASK.replace("NAME", repr(name))], env=environment,
-                           capture_output=True, text=True, timeout=60, check=True)
+    ended = launching.run([sys.executable, "-c", ASK.replace("NAME", repr(name))], env=environment, timeout=60,
+                          check=True)
     return ended.stdout.strip().splitlines()
 
 
@@ -63,8 +63,8 @@ def test_auto_takes_bf16_where_the_processor_computes_it():
     ask = ("import torch; from Runtime.device import precision; cpu = torch.device('cpu'); "
            "print(torch.backends.cpu.get_cpu_capability(), precision('auto', cpu))")
     lesser = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    ended = subprocess.run([sys.executable, "-c", ask], env={**os.environ, **lesser, "PYTHONPATH": str(ROOT)},
-                           capture_output=True, text=True, timeout=60, check=True)
+    ended = launching.run([sys.executable, "-c", ask], timeout=60, check=True,
+                          env={**os.environ, **lesser, "PYTHONPATH": str(ROOT)})
     assert ended.stdout.split()[-1] == "off" or platform.machine() != "x86_64"
 
 

@@ -1,6 +1,5 @@
 """A network as .safetensors with a model card: the same weights bit for bit, and what is damaged is refused."""
 import json
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from Runtime import checkpoint
 from Runtime.errors import InputError
 from Runtime.files import sha256
 from Scripts import export_model
+from tests import launching
 from tests.tiny import ROOT, config
 
 safetensors = pytest.importorskip("safetensors", reason="pip install -r requirements-export.txt")
@@ -50,8 +50,8 @@ def same(found, expected):
 
 def test_the_program_writes_the_same_weights_and_a_card(tmp_path):
     run, weights = make_run(tmp_path)
-    done = subprocess.run([sys.executable, str(ROOT / "Scripts/export_model.py"), "--model", str(run), "--licence",
-                           "CC-BY-SA 4.0"], cwd=tmp_path, capture_output=True, text=True)
+    done = launching.run([sys.executable, str(ROOT / "Scripts/export_model.py"), "--model", str(run), "--licence",
+                           "CC-BY-SA 4.0"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     target = run / "000002_demo_om_net.safetensors"
     net, cfg = load_model(target)
@@ -117,7 +117,7 @@ def test_without_the_package_the_command_to_install_it(tmp_path):
     run, _ = make_run(tmp_path)
     code = ("import sys; sys.modules['safetensors'] = None; from Scripts.export_model import main; "
             f"sys.exit(main(['--model', {str(run)!r}]))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = launching.run([sys.executable, "-c", code], cwd=ROOT)
     assert done.returncode == 43 and not list(run.glob("*.safetensors"))
     assert done.stderr == "error: writing .safetensors needs a package: pip install safetensors\n"
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from Runtime.files import partial_path, patiently, read_lines, remove_leftovers, sha256, write_file
+from tests import launching
 from tests.tiny import ROOT
 
 
@@ -40,7 +41,7 @@ def test_a_writer_that_is_killed_leaves_the_old_content(tmp_path):
     program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from Runtime.files import write_file\n"
                "def fill(file):\n    file.write(b'half'); file.flush(); print('writing', flush=True); time.sleep(60)\n"
                f"write_file({str(path)!r}, fill)")
-    writer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    writer = launching.start([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert writer.stdout.readline() == "writing\n"
     left = tmp_path / f".file.tmp-{writer.pid}"
     assert left.read_bytes() == b"half" and remove_leftovers(tmp_path) == []  # its owner lives
@@ -79,7 +80,7 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path):
                "assert path.read_bytes() == before\n"
                "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
                "append_line(path, {'b': 'x' * 100})")
-    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
+    done = launching.run([sys.executable, "-c", program, str(path)])
     assert (done.returncode, done.stdout.strip()) == (0, str(errno.ENOSPC)), done.stderr
     assert read_lines(path) == [{"a": 1}, {"b": "x" * 100}]
 

@@ -12,6 +12,7 @@ import pytest
 from Runtime.errors import InputError
 from Runtime.files import is_passing, patiently
 from Runtime.folder import CLAIM_S, TakenOver, assert_held, lock, run_folder, touch, unlock
+from tests import launching
 from tests.tiny import ROOT
 
 HOLD = """
@@ -41,8 +42,8 @@ def start(tmp_path):
     started = []
 
     def start_one(file_system="local"):
-        process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path), file_system], cwd=ROOT, text=True,
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = launching.start([sys.executable, "-c", HOLD, str(tmp_path), file_system], cwd=ROOT, text=True,
+                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
         return process

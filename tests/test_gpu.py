@@ -1,5 +1,4 @@
 """What differs on an accelerator; skipped where there is none."""
-import subprocess
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from Diffusion.fields import self_compose, warp
 from Diffusion.losses import mslncc
 from Runtime import checkpoint
 from Runtime.memory import WINDOW, find_leak, measure
+from tests import launching
 from tests.tiny import ROOT, arguments, launcher_environment, make_data
 
 device = torch.accelerator.current_accelerator(check_available=True)
@@ -40,7 +40,7 @@ def test_two_ranks_on_one_device_are_refused_in_one_sentence(tmp_path):
     make_data(tmp_path)
     ranks = torch.accelerator.device_count() + 1
     command = ["bash", str(ROOT / "bash_train_multi_nodes.sh"), *arguments(tmp_path, run__device="auto")]
-    ended = subprocess.run(command, env=launcher_environment(ranks), capture_output=True, text=True, timeout=300)
+    ended = launching.run(command, env=launcher_environment(ranks), timeout=300)
     assert ended.returncode == 43 and "Traceback" not in ended.stdout, ended.stdout
     assert f" share {device.type}:0 " in ended.stdout and "start" in ended.stdout
 

@@ -17,6 +17,7 @@ from Diffusion.embeddings import name_volumes, new_queue
 from Runtime import checkpoint
 from Runtime.attempts import free_port
 from Runtime.errors import InputError
+from tests import launching
 from tests.tiny import ROOT, arguments, config, log_lines, make_data
 
 TWO_RANKS = """
@@ -88,8 +89,8 @@ def test_what_is_kept_does_not_depend_on_where_the_files_are(tmp_path):
     cfg = config(tmp_path / "one")
     kept = [describe_data(cfg, *read_datasets(config(tmp_path / name))[:2]) for name in ("one", "two")]
     assert kept[0] == kept[1] and json.loads(kept[0])["name"] == "demo"
-    subprocess.run([sys.executable, str(ROOT / "OM_prepare.py"), "--workers", "1",
-                    *arguments(tmp_path / "one", data__cache=tmp_path / "cache")], check=True, capture_output=True)
+    launching.run([sys.executable, str(ROOT / "OM_prepare.py"), "--workers", "1",
+                    *arguments(tmp_path / "one", data__cache=tmp_path / "cache")], check=True)
     assert describe_data(cfg, *read_datasets(config(tmp_path / "one", data__cache=tmp_path / "cache"))[:2]) == kept[0]
     lines = as_csv(kept[0]).splitlines()
     size = (tmp_path / "one/data/imagesTr/subject_0006.nii.gz").stat().st_size
@@ -180,8 +181,8 @@ def test_ranks_that_read_other_data_are_named(tmp_path):
     (tmp_path / "two.py").write_text(TWO_RANKS)
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                  "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    both = [subprocess.Popen([sys.executable, str(tmp_path / "two.py")], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             text=True, env={**variables, "RANK": str(rank)}) for rank in (0, 1)]
+    both = [launching.start([sys.executable, str(tmp_path / "two.py")], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, env={**variables, "RANK": str(rank)}) for rank in (0, 1)]
     for process in both:
         out, err = process.communicate(timeout=90)
         assert process.returncode == 0, err

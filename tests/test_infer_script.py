@@ -3,13 +3,13 @@ import json
 import os
 import resource
 import shutil
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from Dataloader.volume_io import write_volume
+from tests import launching
 from tests.tiny import ROOT
 
 SCRIPT = ROOT / "Scripts/bash_infer.sh"
@@ -17,8 +17,8 @@ SCRIPT = ROOT / "Scripts/bash_infer.sh"
 
 def call(*words, script=SCRIPT, folder=ROOT, **variables):
     kept = {name: value for name, value in os.environ.items() if "SLURM" not in name and name != "CLUSTER"}
-    return subprocess.run(["bash", str(script), *map(str, words)], cwd=folder, capture_output=True, text=True,
-                          timeout=120, env={**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables})
+    return launching.run(["bash", script, *words], cwd=folder,
+                         timeout=120, env={**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables})
 
 
 def python_that(path, does):
@@ -105,7 +105,7 @@ def test_as_many_files_may_be_open_as_the_hard_limit_allows(tmp_path):
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     for hard in (3000, most):
         words = ["bash", "-c", f'ulimit -Sn 500; ulimit -Hn {hard}; exec bash "$0" evaluate', SCRIPT]
-        done = subprocess.run(words, env={**os.environ, "PYTHON": python}, capture_output=True, text=True, timeout=60)
+        done = launching.run(words, env={**os.environ, "PYTHON": python}, timeout=60)
         assert done.stdout.split() == [str(min(hard, 65536))], done.stderr
 
 

@@ -20,6 +20,7 @@ echo $$ > $1/parent
 """
 STAYS, LEAVES = DEAF + "while :; do sleep 1; done", DEAF + "sleep 0.3"
 NAMES = ("parent", "child", "elsewhere")
+SEEN = []  # process numbers, from one test to the next
 INNER = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
@@ -107,3 +108,19 @@ def test_marks_nest_and_do_not_overlap(tmp_path):
         assert one.pid in launching.marked(marks[0]) and other.pid not in launching.marked(marks[0])
         launching.end(one)
         assert not launching.marked(marks[0]) and other.pid in launching.marked(os.environ[launching.MARK])
+
+
+@pytest.fixture(scope="module")
+def of_the_file():
+    with launching.running(["sleep", "100"]) as process:
+        yield process
+
+
+def test_what_a_test_starts_is_there_while_it_runs(of_the_file, tmp_path):
+    launching.start(["bash", "-c", STAYS, "deaf", tmp_path])
+    SEEN.extend(pids(tmp_path))
+    assert len(alive(SEEN)) == 3
+
+
+def test_and_ends_with_it_but_not_what_a_fixture_of_the_file_has_started(of_the_file):
+    assert len(SEEN) == 3 and not alive(SEEN) and of_the_file.poll() is None

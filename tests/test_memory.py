@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from Runtime.memory import WINDOW, _room_in_groups, find_leak, measure, runs_out_soon
+from tests import launching
 from tests.tiny import ROOT
 
 MIB, GIB = 2 ** 20, 2 ** 30
@@ -140,7 +141,7 @@ def test_a_leak_in_blocks_of_the_allocator_is_found():
 @linux
 @pytest.mark.parametrize("kind", ["leak", "free"])
 def test_a_real_process_that_leaks_is_found_and_one_that_frees_is_not(kind):
-    run = subprocess.run([sys.executable, "-c", LOOP, kind], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = launching.run([sys.executable, "-c", LOOP, kind], cwd=ROOT, check=True)
     leak, last = json.loads(run.stdout)
     if kind == "free":
         assert leak is None
@@ -154,7 +155,7 @@ def test_a_real_process_that_leaks_is_found_and_one_that_frees_is_not(kind):
 @pytest.mark.parametrize("size, told", [(5_000_000, WINDOW + 1), (1000, None)])
 def test_a_watched_loop_is_told_as_soon_as_its_leak_shows_and_once(size, told):
     command = [sys.executable, "-c", WATCHED, str(size)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    run = launching.run(command, cwd=ROOT, check=True)
     assert run.stdout.split() == ["28", str(told)], "the first two steps are not samples"
     assert run.stderr.count("host memory grows by 4.8 MiB a step (loader or Python objects)") == (told is not None)
 

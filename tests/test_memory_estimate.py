@@ -29,6 +29,7 @@ from Scripts.memory_estimate import (
     staged_bytes,
 )
 from Scripts.preflight_checks import check_memory, short_of_shared_memory
+from tests import launching
 from tests.tiny import ROOT, arguments, config, launcher_environment, make_data
 
 GIB, MIB = 2 ** 30, 2 ** 20
@@ -188,8 +189,8 @@ def estimated(words, ranks):
                                        WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     tasks = """for ((rank = 0; rank < RANKS; rank++)); do
         RANK=$rank LOCAL_RANK=$rank "$PYTHON" Scripts/preflight.py --task "$@" & done; wait"""
-    printed = subprocess.run(["bash", "-c", tasks, "tasks", *words], env=environment, cwd=ROOT, text=True, timeout=60,
-                             capture_output=True, check=True).stdout
+    printed = launching.run(["bash", "-c", tasks, "tasks", *words], env=environment, cwd=ROOT, timeout=60,
+                            check=True).stdout
     found = next(line for line in map(json.loads, printed.splitlines()) if line.get("check") == "memory")
     assert found["ok"], found
     return found["need"]["total"]
@@ -198,8 +199,8 @@ def estimated(words, ranks):
 def measured(words, ranks, log):
     """Peak in bytes of a whole training: anonymous memory of ranks and workers, and shared memory once."""
     with open(log, "w") as file:
-        training = subprocess.Popen(["bash", "bash_train_multi_nodes.sh", *words], env=launcher_environment(ranks),
-                                    cwd=ROOT, stdout=file, stderr=file)
+        training = launching.start(["bash", "bash_train_multi_nodes.sh", *words], env=launcher_environment(ranks),
+                                   cwd=ROOT, stdout=file, stderr=file)
     peak = 0
     while training.poll() is None:
         peak = max(peak, sum(map(taken, of_ranks(training.pid))))

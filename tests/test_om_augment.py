@@ -28,6 +28,7 @@ from Diffusion.trained import load_model
 from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
+from tests import launching
 from tests.test_volume_io import DATA, OBLIQUE, make_affine
 from tests.tiny import CONFIG, ROOT, config, little_memory, write_large
 
@@ -207,7 +208,7 @@ def test_same_seed_same_files_for_any_workers_and_any_list(data):
     assert len(whole) == 2 * 3 * 3 + 4
     command = [sys.executable, ROOT / "OM_augment.py", "--data", data / "data", *both, "--out", data / "b",
                "--workers", "2"]
-    subprocess.run([str(word) for word in command], check=True, capture_output=True, cwd=data)
+    launching.run([str(word) for word in command], check=True, cwd=data)
     assert contents(data / "b") == whole
     paths = [data / f"data/{folder}/s_002.nii.gz" for folder in ("imagesTr", "labelsTr")]
     assert run("--image", paths[0], "--label", paths[1], *both, "--out", data / "c") == 0
@@ -345,7 +346,7 @@ def test_a_killed_run_leaves_whole_files_and_ends_as_an_undisturbed_one(data):
     words = ["--data", data / "data", *WORDS, "--draws", "60"]
     assert run(*words, "--out", data / "whole") == 0
     command = [sys.executable, ROOT / "OM_augment.py", *words, "--out", data / "out", "--workers", "2"]
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = launching.start([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.time() + 100
     while not list((data / "out").rglob("fieldsTr/*_draw0*.nii.gz")) and time.time() < deadline:
         time.sleep(0.02)
@@ -543,7 +544,7 @@ def test_without_monai():
             "from Diffusion.dict_transform import RandDeformationd\n"
             "found = RandDeformationd('image', prob=1.0, seed=0)({'image': np.random.rand(1, 12, 14, 16)})\n"
             "print(found['image'].shape, RandDeformationd.__mro__[1])")
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, check=True)
+    done = launching.run([sys.executable, "-c", code, str(ROOT)], check=True)
     assert done.stdout.strip() == "(1, 12, 14, 16) <class 'object'>"
 
 

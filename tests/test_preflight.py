@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import pytest
 
 from Runtime.attempts import free_port
 from Scripts import preflight, preflight_checks, preflight_collect
+from tests import launching
 from tests.tiny import ROOT, arguments, config
 
 GIB, MIB = 2 ** 30, 2 ** 20
@@ -457,8 +457,8 @@ def test_two_real_ranks(tmp_path):
                  "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
     pipeline = """(for RANK in 0 1; do RANK=$RANK LOCAL_RANK=$RANK "$PYTHON" Scripts/preflight.py --task "$@" & done
         wait -n && wait -n) | "$PYTHON" Scripts/preflight.py --collect "$@"; echo "${PIPESTATUS[@]}" """
-    ended = subprocess.run(["bash", "-c", pipeline, "pipeline", *words], capture_output=True, text=True, timeout=60,
-                           env={**kept, **variables}, cwd=ROOT)
+    ended = launching.run(["bash", "-c", pipeline, "pipeline", *words], timeout=60,
+                          env={**kept, **variables}, cwd=ROOT)
     assert ended.stdout == "EXCLUDED=''\n0 0\n", ended.stderr
     assert "2 ranks by gloo, 4 MiB at" in ended.stderr and "preflight: passed on 1 node x 2 ranks" in ended.stderr
     assert {path.name for path in tmp_path.rglob("*")} == {"Logs", "Models", "preflight_local.json",
@@ -467,7 +467,7 @@ def test_two_real_ranks(tmp_path):
 
 def test_errors_of_the_command_line_are_sentences(tmp_path):
     words = arguments(tmp_path, run__epochs="many")
-    ended = subprocess.run([sys.executable, str(ROOT / "Scripts/preflight.py"), "--collect", *words], text=True,
-                           capture_output=True, timeout=30, env={**os.environ, "NODES": "n1", "TASKS_PER_NODE": "1"})
+    ended = launching.run([sys.executable, str(ROOT / "Scripts/preflight.py"), "--collect", *words], timeout=30,
+                          env={**os.environ, "NODES": "n1", "TASKS_PER_NODE": "1"})
     assert (ended.returncode, ended.stdout) == (43, "") and ended.stderr.startswith("error: ")
     assert "run.epochs" in ended.stderr and "Traceback" not in ended.stderr

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from Runtime import agree
 from Runtime.errors import InputError
 from Scripts.progress import AVERAGES, add_terms, averages, new_sums
+from tests import launching
 from tests.tiny import ROOT, log_lines, make_data, settings
 
 ALONE = {"rank": 0, "local_rank": 0, "world": 1, "cpu": None}
@@ -59,8 +60,8 @@ def test_the_recipe_of_a_new_loss(tmp_path):
     assert applied.returncode == 0, applied.stderr
     make_data(tmp_path)
     words = [word for item in settings(tmp_path, run__epochs=1) for word in ("--set", item)]
-    ended = subprocess.run([sys.executable, "-c", TRY, "--config", "Config/config_demo.yaml", *words], cwd=code,
-                           capture_output=True, text=True, timeout=200, env={**git, "PYTHONPATH": str(code)})
+    ended = launching.run([sys.executable, "-c", TRY, "--config", "Config/config_demo.yaml", *words], cwd=code,
+                          timeout=200, env={**git, "PYTHONPATH": str(code)})
     assert ended.returncode == 0 and "1 passed" in ended.stdout, ended.stdout + ended.stderr
     epoch, steps = log_lines(tmp_path, "epoch")[0], log_lines(tmp_path, "step")
     assert epoch["bend"] == pytest.approx(sum(step["terms"]["bend"] for step in steps) / len(steps))

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import nibabel
@@ -25,7 +24,7 @@ from Diffusion.trained import load_model
 from Runtime import checkpoint
 from Runtime import folder as run_folder
 from Runtime.files import partial_path, sha256
-from tests import tiny
+from tests import launching, tiny
 from tests.test_volume_io import OBLIQUE, make_affine
 
 FLIPPED = make_affine((1, 0, 2), (-1, 1, -1), (1.3, 0.9, 1.1), (5, -3, 8))
@@ -64,8 +63,8 @@ def place(tmp_path_factory):
 
 def process(*words, **more):
     command = [sys.executable, str(tiny.ROOT / "OM_register.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
+    return launching.run(command, timeout=200,
+                         env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
 
 
 def image(place, name, kind="images"):
@@ -248,8 +247,8 @@ def test_a_kill_between_two_files_leaves_no_pair_that_looks_whole(place, tmp_pat
     first, second = (row["folder"] for row in json.loads((out / "results.json").read_text())["pairs"])
     assert (first, second) == ("b_0002_to_a_0001", "c_0003_to_a_0001")
     words += ["--start", "header"]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, text=True, timeout=200,
-                            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny.ROOT)})
+    killed = launching.run([sys.executable, "-c", KILLED, *words], timeout=200,
+                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny.ROOT)})
     assert killed.returncode == -9, killed.stderr
     left = json.loads((out / "results.json").read_text())
     assert not left["complete"] and [row["folder"] for row in left["pairs"]] == [first]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import launching
 from tests.tiny import ROOT
 
 PROGRAMS = [path for folder in (".", "Dataloader", "Scripts", "Scripts/smoke") for path in sorted((ROOT / folder).glob(
@@ -45,7 +46,7 @@ def test_there_are_programs():
 def test_real_old_pythons_say_the_same():
     for python in OLD:
         for words in (["OM_register.py"], ["Scripts/demo.py"], ["-m", "Runtime.attempts"]):
-            ended = subprocess.run([str(python), "-B", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+            ended = launching.run([str(python), "-B", *words], cwd=ROOT, timeout=60)
             if "pyenv: " in ended.stderr:  # a shim whose version is not chosen
                 continue
             assert ended.returncode == 43 and re.fullmatch(SENTENCE, ended.stderr), (python, words, ended.stderr)
@@ -79,6 +80,6 @@ for seed in (0, 1):
 sys.exit(OM_register.main("--fixed 0.nii.gz --moving 1.nii.gz --model none --refine 2 --device cpu --no-picture "
                           "--out out".split()))
 """
-    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200,
-                           env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    ended = launching.run([sys.executable, "-c", script], cwd=tmp_path, timeout=200,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0 and (tmp_path / "out/warped.nii.gz").is_file(), ended.stderr

@@ -2,7 +2,6 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from Runtime.errors import InputError
 from Scripts.smoke import ladder, results
+from tests import launching
 from tests.tiny import ROOT
 
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
@@ -29,7 +29,7 @@ def climb(folder, *words, python=sys.executable, device="cpu"):
     environment.update(OMP_NUM_THREADS="1", PYTHON=str(python), SMOKE_LOGS=str(folder))
     command = ["bash", str(ROOT / "Scripts/bash_smoke.sh"), "--device", device, "--scale", "0.02", "--steps", "8",
                "--seconds", "120", "--no-slurm", *words]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    ended = launching.run(command, env=environment, timeout=280)
     return ended.stdout + ended.stderr, ended.returncode
 
 

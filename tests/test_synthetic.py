@@ -1,6 +1,5 @@
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from scipy import ndimage
 from Dataloader import synthetic
 from Dataloader.datalist import read_datalist
 from Dataloader.volume_io import read_label, read_volume
+from tests import launching
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [(24, 24, 24), (20, 28, 24), (40, 40), (32, 48)]
@@ -120,8 +120,7 @@ def test_too_small_a_size_is_refused():
 
 
 def command_line(*args):
-    return subprocess.run([sys.executable, "-m", "Dataloader.synthetic", *map(str, args)], cwd=ROOT,
-                          capture_output=True, text=True, check=False)
+    return launching.run([sys.executable, "-m", "Dataloader.synthetic", *map(str, args)], cwd=ROOT)
 
 
 def test_command_line_writes_a_data_set_without_fields(tmp_path):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from Runtime.verdict import judge, read_rank, sentence
+from tests import launching
 from tests.tiny import ROOT
 
 NOW, DEADLINE = 1e9, 30.0
@@ -58,7 +59,7 @@ def culprit():
 culprit()
 """
     for name in ("crash", "hang"):
-        subprocess.run([sys.executable, "-c", body, str(folder / name)], timeout=20, stderr=subprocess.DEVNULL)
+        launching.run([sys.executable, "-c", body, str(folder / name)], timeout=20, stderr=subprocess.DEVNULL)
     return {name: (folder / name).read_text() for name in ("crash", "hang")}
 
 
@@ -295,7 +296,7 @@ watchdog.start(Path(sys.argv[1]), 0, 0, cfg, True)
 watchdog.new_step(4)
 watchdog.phase("backward", "registration")
 """
-    subprocess.run([sys.executable, "-c", start + body, str(run)], cwd=ROOT, timeout=20, stderr=subprocess.DEVNULL)
+    launching.run([sys.executable, "-c", start + body, str(run)], cwd=ROOT, timeout=20, stderr=subprocess.DEVNULL)
 
 
 def test_half_lines_and_long_logs_are_tolerated(tmp_path):

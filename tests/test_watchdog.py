@@ -28,7 +28,7 @@ def command(run, body, launcher=True, **cfg):
 
 
 def run_process(run, body, **options):
-    return subprocess.run(command(run, body, **options), cwd=ROOT, capture_output=True, text=True, timeout=20)
+    return launching.run(command(run, body, **options), cwd=ROOT, timeout=20)
 
 
 def lines(run):
@@ -49,7 +49,7 @@ def wait_for(condition, seconds=10):
 def test_the_log_survives_a_kill_and_ends_with_the_place(tmp_path):
     body = ("watchdog.new_step(7)\nwatchdog.event('leak', much=3)\nwatchdog.phase('forward', 'diffusion')\n"
             "print('there', flush=True)\ntime.sleep(30)")
-    process = subprocess.Popen(command(tmp_path, body), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = launching.start(command(tmp_path, body), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "there\n"
     process.kill()
     assert process.wait(10) == -signal.SIGKILL
@@ -201,7 +201,7 @@ print(json.dumps(seen))
 def test_a_signal_asks_and_does_not_end(tmp_path, number):
     body = ("print(watchdog.stop_requested(), flush=True)\nwhile not watchdog.stop_requested():\n    time.sleep(0.01)\n"
             "print(watchdog.stop_requested())\nwatchdog.finish()")
-    process = subprocess.Popen(command(tmp_path, body), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = launching.start(command(tmp_path, body), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "None\n"
     process.send_signal(number)
     assert process.communicate(timeout=10)[0].strip() == number.name and process.returncode == 0
@@ -264,7 +264,7 @@ print("done")
 def test_phases_of_a_process_without_a_log_do_nothing(tmp_path):
     body = ("from Runtime import watchdog\nwatchdog.phase('forward')\nwatchdog.new_step(1)\nwatchdog.event('x')\n"
             "watchdog.finish()\nprint(watchdog.end_step(), watchdog.stop_requested())")
-    done = subprocess.run([sys.executable, "-c", body], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    done = launching.run([sys.executable, "-c", body], cwd=ROOT, timeout=20)
     assert done.stdout == "{} None\n" and not list(tmp_path.iterdir())
 
 
