@@ -261,10 +261,11 @@ case ${1:-} in  # inside `timeout`, with the variables that the rest of this fil
 esac
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where we are: options, site, nodes and ranks
+# What is asked for
 # ---------------------------------------------------------------------------------------------------------------------
 
 unset RANK LOCAL_RANK WORLD_SIZE OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_ATTEMPT OMNIMORPH_ROUND OMNIMORPH_STEP_BACK
+unset OMNIMORPH_STEP OMNIMORPH_PATIENCE_S
 only_preflight="" arguments=() preflight_options=() want_preflight="" before=""
 for word in "$@"; do
     # What the shell has completed where it was typed is meant from there.
@@ -483,7 +484,7 @@ look() {  # options: one preflight; sets `code` and `answer`. A signal ends it
     local findings tasks
     exec {findings}< <(exec timeout --kill-after=5 "$PREFLIGHT_SECONDS" bash "$script" --preflight-tasks "$@")
     tasks=$!
-    stoppable=1 ask $((PREFLIGHT_SECONDS + 60)) "$PYTHON" Scripts/preflight.py --collect "${repeat[@]}" "$@" \
+    stoppable=1 ask $((${PREFLIGHT_SECONDS%.*} + 60)) "$PYTHON" Scripts/preflight.py --collect "${repeat[@]}" "$@" \
         <&"$findings"
     exec {findings}<&-
     kill "$tasks" 2> /dev/null

@@ -1,5 +1,6 @@
 """Real launches of a tiny training, with faults from outside or from tests/faults/inject, and what became of them."""
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,9 +22,10 @@ SCALED = {"run.deadline_floor_s": 3, "run.deadline_factor": 5, "run.deadline_fir
           "run.patience_s": 60}
 
 
-def launch(folder, ranks, faults=(), more=(), **changes):
+def launch(folder, ranks, faults=(), more=(), cwd=None, **changes):
     """Start bash_train_multi_nodes.sh on a tiny training in `folder`. Returns the process; its output is in log.txt.
 
+    cwd: another folder to start it from, by the script's relative path.
     Whatever ends this script ends the launch too, with all that it has started (tests/launching.py).
     """
     own = json.loads((folder / "settings.json").read_text()) if (folder / "settings.json").exists() else {}
@@ -32,9 +34,10 @@ def launch(folder, ranks, faults=(), more=(), **changes):
     if faults:
         environment.update(FAULTS=json.dumps([{"id": "fault", **fault} for fault in faults]),
                            PYTHONPATH=str(Path(__file__).parent / "inject"))
-    command = ["bash", ROOT / "bash_train_multi_nodes.sh", *arguments(folder, *more, **settings)]
+    script = ROOT / "bash_train_multi_nodes.sh"
+    command = ["bash", os.path.relpath(script, cwd) if cwd else script, *arguments(folder, *more, **settings)]
     with open(folder / "log.txt", "a") as log:
-        return launching.start(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        return launching.start(command, cwd=cwd or ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
 def wait(process, seconds=600):

@@ -376,6 +376,34 @@ def launcher_asked_to_leave(folder, ranks, reference):
     return result(folder, reference, since, found, named and again == DONE), end["sentence"]
 
 
+def stopped_between_rounds(folder, ranks, reference):
+    """TERM while the launcher begins its second round: that round does not start."""
+    process = launch(folder, ranks, more=["--max-steps-before-restart", "10"])
+
+    def begins():
+        for pid in family(process.pid) if ends(folder) else ():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if b"Runtime.attempts\0begin" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return True
+    until(begins)
+    since = time.time()
+    process.terminate()
+    code, found = wait(process), time.time()
+    said = log_of(folder, "left by TERM")
+    named = code == 42 and said and not rank_pid(folder, 0, 1) and not (run_of(folder) / "lock.json").exists()
+    again = wait(launch(folder, ranks))
+    return result(folder, reference, since, found, named and again == DONE), said[0] if said else "it was not heard"
+
+
+def relative_path(folder, ranks, reference):
+    """Started from another folder by a relative path, as each of its rounds is then: a killed rank, and it goes on."""
+    process = launch(folder, ranks, [{"do": "kill", **FORWARD}], cwd=folder)
+    code, since = wait(process), struck(folder)
+    end = ends(folder)[0]
+    named = (end["verdict"]["cause"], end["verdict"]["rank"]) == ("killed", 1) and code == DONE
+    return result(folder, reference, since, end["time"], named), end["sentence"]
+
+
 def launcher_killed(folder, ranks, reference):
     """The ranks go on by themselves; a second start is refused meanwhile, and later finds the run complete."""
     process = launch(folder, ranks)
@@ -438,6 +466,8 @@ def matrix():
             ("a loader worker killed", loader_worker_killed, (), "now"),
             ("TERM to one rank", killed_from_outside, (signal.SIGTERM, [1]), "now"),
             ("TERM to the launcher", launcher_asked_to_leave, (), "now"),
+            ("stop signal between rounds", stopped_between_rounds, (), "now"),
+            ("relative path of the script", relative_path, (), "now"),
             ("SIGKILL of the launcher", launcher_killed, (), "now"),
             ("the same crash every time", same_crash_every_time, (), "now"),
             ("a second run on the folder", second_run, (), "now"),

@@ -60,6 +60,21 @@ def is_over(slurm, job):
     return state(slurm, job)[0] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
+def until_over(slurm, job, seconds):
+    """Wait for the end of a job that may go back into the queue, where Slurm would keep it for two minutes.
+
+    Not at once: the end of its first life would be taken for that of the second.
+    """
+    pending = []
+
+    def over():
+        pending[:] = [*pending, time.time()] if state(slurm, job)[0] == "PENDING" else []
+        if pending and pending[-1] - pending[0] > 8:
+            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm)
+        return is_over(slurm, job)
+    until(over, seconds)
+
+
 def printed(checkout, job):
     return (checkout / f"Logs/train_multi_{job}.out").read_text(errors="replace")
 
@@ -148,14 +163,7 @@ def test_a_campaign_through_kill_stop_hang_and_walltime(slurm, checkout, place):
             return attempt > last and steps_done(folder, attempt) - resumed(folder, attempt) >= 3 and (attempt, pids)
         last, pids = until(ready, 200)
         os.kill(pids[rank], number)
-    pending = []
-
-    def over():
-        pending[:] = [*pending, time.time()] if state(slurm, job)[0] == "PENDING" else []
-        if pending and pending[-1] - pending[0] > 8:  # Slurm keeps a requeued job waiting for two minutes
-            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm)
-        return is_over(slurm, job)
-    until(over, 700)
+    until_over(slurm, job, 700)
     text, causes = printed(checkout, job), [end["cause"] for end in ends(folder).values()]
     assert state(slurm, job)[0] == "COMPLETED", text
     assert {"killed", "frozen", "hang", "planned restart", "done"} == set(causes), text
@@ -278,12 +286,6 @@ def steps_of(slurm, job):
                           text=True).stdout
 
 
-def hurry(slurm, job):
-    """Slurm keeps a job that has gone back into the queue waiting for two minutes."""
-    if state(slurm, job)[0] == "PENDING":
-        subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm)
-
-
 def test_a_save_that_outlasts_the_time_limit_ends_before_it(slurm, checkout, place, short):
     """USR1 finds rank 0 in a save that would take for ever, and no deadline of its own is due."""
     folder = prepared(place, "slow save")
@@ -295,7 +297,7 @@ def test_a_save_that_outlasts_the_time_limit_ends_before_it(slurm, checkout, pla
     until(lambda: state(slurm, job)[1] == 1, 200)
     text = printed(checkout, job)
     assert "the ranks have not left in time before the time limit" in text and "DUE TO TIME LIMIT" not in text, text
-    until(lambda: hurry(slurm, job) or is_over(slurm, job), 400)
+    until_over(slurm, job, 400)
     assert state(slurm, job)[0] == "COMPLETED" and final_weights(folder) == short, printed(checkout, job)
     assert "back into the queue" in text and not list(run_of(folder).glob("lock.json"))
 
