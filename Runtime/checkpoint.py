@@ -227,7 +227,7 @@ def load_weights(model, state, path):
     if wrong := missing + unexpected + shapes:
         raise InputError(f"the weights in {path} do not fit the network ({wrong[0]}; "
                          f"{len(missing)} missing, {len(unexpected)} unexpected, {len(shapes)} mis-shaped): use the "
-                         "config it was trained with.")
+                         "config, and the version of this code, that it was trained with.")
     model.load_state_dict(theirs, strict=True)
 
 

@@ -12,7 +12,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-torch.set_num_threads(2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # `make test` has a process for each core
 
 from Runtime import watchdog  # noqa: E402
 from tests import launching  # noqa: E402
@@ -20,6 +20,16 @@ from tests import launching  # noqa: E402
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 HOOK = sys.excepthook
 launching.mark_this_process()
+# Files that take long, the longest first: begun last, one of them would run alone while the other processes wait.
+LONG = ("faults", "train", "networks", "3modes_opt_equivalence", "memory_estimate", "strategies", "ranks", "demo",
+        "watchdog", "om_augment", "diagnostics", "register", "cache", "smoke", "checkpoint", "dry_run", "preflight",
+        "launcher", "scaling", "data")
+
+
+def pytest_collection_modifyitems(items):
+    """Within one process the order of files does not matter; tests of one file stay in theirs."""
+    places = {f"test_{name}.py": index for index, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
 
 
 @pytest.fixture(autouse=True)
