@@ -155,10 +155,11 @@ def wait_for(handle, target, files, show):
         while not lock_at_once(handle):
             if (target / "manifest.json").is_file() and lock_at_once(handle, fcntl.LOCK_SH):
                 return False
-            if (count := len(os.listdir(target))) != seen:  # each new file shows that the other rank lives
-                watchdog.phase("stage")
-                seen = count
-                bar.update(min(count, files) - bar.n)
+            with contextlib.suppress(FileNotFoundError):  # it is being removed, and its lock is free after that
+                if (count := len(os.listdir(target))) != seen:  # each new file shows that the other rank lives
+                    watchdog.phase("stage")
+                    seen = count
+                    bar.update(min(count, files) - bar.n)
             time.sleep(0.2)
     return True
 

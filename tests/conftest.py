@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # `make test` has a process for each core; what they start has one thread too
+    os.environ["OMP_NUM_THREADS"] = "1"
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # `make test` has a process for each core
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
 from Runtime import watchdog  # noqa: E402
 from tests import launching  # noqa: E402
