@@ -386,6 +386,19 @@ def test_full_disk_in_the_background_spares_the_earlier_and_pruning_makes_room(t
         assert str(tmp_path / "run" / name(4)) in error[1]
 
 
+def test_no_thread_stays_when_a_checkpoint_is_written(tmp_path):
+    """A thread in which torch has computed keeps OpenMP's helpers, and with more of them than cores all are slow."""
+    def threads():
+        torch.rand(10**6).isfinite().all()  # ours are there from the first operation on
+        return len(os.listdir("/proc/self/task"))
+    state, before = make_state(1, 10) | {"rng": torch.rand(10**6)}, threads()
+    checkpoint.save_in_background(tmp_path, name(1), state).result(timeout=60)
+    until = time.monotonic() + 10
+    while threads() > before:
+        assert time.monotonic() < until, f"{threads()} threads instead of {before}"
+        time.sleep(0.05)
+
+
 def test_kill_during_saves_in_the_background_leaves_a_good_checkpoint(run):
     rng, done = random.Random(5), 0
     for _ in range(5):

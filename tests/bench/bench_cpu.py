@@ -3,9 +3,11 @@
     python tests/bench/bench_cpu.py [--steps 12] [--rounds 2] [--base ae2d719 | --base none]
 
 Every figure comes from the training itself: OM_train_3modes.py is started with a shipped config, makes some steps and
-leaves, and its log says when each ended. The earlier commit is unpacked into a folder and trained in turn with this
-tree, on the same volumes. One more start of each runs under torch's profiler: which share of the time each kind of
-operation has, and how often `slow_conv3d` was called, the loop that torch falls back to where it leaves oneDNN out.
+leaves, and its log says when each ended. The second half of them is counted: in the first ones oneDNN makes its
+kernels, and in the middle a checkpoint is written, as in any training after some minutes. The earlier commit is
+unpacked into a folder and trained in turn with this tree, on the same volumes. One more start of each runs under
+torch's profiler: which share of the time each kind of operation has, and how often `slow_conv3d` was called, the loop
+that torch falls back to where it leaves oneDNN out.
 
 "AVX2" is this processor told to do without AVX-512 (ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2), as laptops and
 many desktops are; oneDNN then also says that it does not compute bf16, so bf16 is measured where it does. Volumes of
@@ -32,7 +34,6 @@ from Runtime.device import computes_bf16, describe  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-WARM_UP = 3  # steps that are not counted: the first ones make oneDNN's kernels
 PROFILED = 4
 KINDS = {
     "slow_conv3d": "slow_conv3d", "convolution": "convolution", "normalisation": "group_norm|layer_norm",
@@ -78,7 +79,8 @@ def start(tree, config, amp, words, isa, steps, program):
     """Run `program` in a tree with the arguments of a training of `steps` steps. Returns the lines of its log."""
     with tempfile.TemporaryDirectory() as place:
         words = [*words, f"run.amp={amp}", "data.cache=", "data.repeats=1000", "registration.gate=2",
-                 "run.checkpoint_steps=0", "run.checkpoint_minutes=0", f"run.models={place}", f"run.logs={place}"]
+                 f"run.checkpoint_steps={steps // 2}", "run.checkpoint_minutes=0", f"run.models={place}",
+                 f"run.logs={place}"]
         arguments = ["--config", f"Config/config_{config}.yaml", "--max-steps-before-restart", str(steps)]
         arguments += [word for item in words for word in ("--set", item)]
         ended = subprocess.run([sys.executable, *program, *arguments], cwd=tree, env={**os.environ, **isa},
@@ -91,7 +93,7 @@ def start(tree, config, amp, words, isa, steps, program):
 def step_seconds(tree, config, amp, words, isa, steps):
     """Seconds of each step, from the end of one to the end of the next, data included."""
     lines = start(tree, config, amp, words, isa, steps, ["OM_train_3modes.py"])
-    ends = [line["time"] for line in lines if line["event"] == "step"][WARM_UP - 1:]
+    ends = [line["time"] for line in lines if line["event"] == "step"][steps // 2:]
     return [after - before for before, after in zip(ends, ends[1:])]
 
 
@@ -136,7 +138,7 @@ def show(rows):
 
 def main():
     parser = argparse.ArgumentParser(description="Seconds of a training step on a CPU, by precision and processor.")
-    parser.add_argument("--steps", type=int, default=12, help="steps of each start (%(default)s)")
+    parser.add_argument("--steps", type=int, default=16, help="steps of each start (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="starts of each tree, in turns (%(default)s)")
     parser.add_argument("--base", default="ae2d719", help="commit to compare with, or none (%(default)s)")
     args = parser.parse_args()
@@ -144,7 +146,7 @@ def main():
         trees = {} if args.base == "none" else {args.base: unpack(args.base, Path(name) / "base")}
         rows = measure({**trees, "now": ROOT}, volumes(Path(name)), args.steps, args.rounds)
     print(f"{describe(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}; "
-          f"mode 3 in every step; medians over {args.rounds} x {args.steps - WARM_UP} steps\n")
+          f"mode 3 in every step; medians over {args.rounds} x {args.steps // 2 - 1} steps\n")
     show(rows)
     found = {(config, isa, amp, tree): seconds for config, isa, amp, tree, seconds, *_ in rows}
     ours, base = (found.get(("hippocampus", "AVX2", "off", tree)) for tree in ("now", args.base))
