@@ -131,8 +131,8 @@ class ConvBlock(nn.Module):
         if self.by_time is not None:
             shape = (len(x), -1, *[1] * (x.dim() - 2))
             scale, shift = self.by_time(time).to(x.dtype).view(shape).chunk(2, dim=1)
-            x = torch.addcmul(x + shift, x, scale)
-        return F.leaky_relu(x, 0.2)
+            x = (x + shift).addcmul_(x, scale)
+        return F.leaky_relu_(x, 0.2)  # its backward pass needs the result only, as does the convolution that follows
 
 
 class UpsampleConv(nn.Module):
