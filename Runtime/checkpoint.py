@@ -34,7 +34,8 @@ REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "c
 # What reading a damaged or foreign file was seen to raise: flipped bits in the pickle reach all of these.
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
               OverflowError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile)
-LATEST = {"ended": None}  # an Event: that the last `save_in_background` has ended
+LATEST = {"ended": threading.Event()}  # set once the last `save_in_background` has ended
+LATEST["ended"].set()
 TURN = threading.RLock()  # two threads that rewrote the manifest at once would lose an entry
 
 
@@ -99,9 +100,10 @@ def save_in_background(run, relative, state, metrics=None, best=None, keep=None)
     # that lives, and where helpers outnumber the cores all of them go to sleep between operations. With a thread that
     # stayed, each step on a CPU took half as long again after the first checkpoint.
     thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-    earlier, LATEST["ended"] = LATEST["ended"], threading.Event()
-    future = thread.submit(_save_in_turn, earlier, LATEST["ended"], run, relative, plain, metrics and dict(metrics),
-                           best, keep)
+    ended = threading.Event()
+    future = thread.submit(_save_in_turn, LATEST["ended"], ended, run, relative, plain, metrics and dict(metrics), best,
+                           keep)
+    LATEST["ended"] = ended  # only now: nobody would ever set it if no thread could be started
     thread.shutdown(wait=False)
     return future
 
@@ -285,8 +287,7 @@ def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
 
 def _save_in_turn(earlier, ended, *arguments):
     try:
-        if earlier is not None:
-            earlier.wait()
+        earlier.wait()
         return _save_and_prune(*arguments)
     finally:
         ended.set()
