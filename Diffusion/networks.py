@@ -280,9 +280,17 @@ class AffineMatch(nn.Module):
     token's place in the image is the mean of all places, weighted by the likeness of features and by nearness; where it
     would find itself among its own tokens is taken off, so that equal volumes give exactly zero. The affine map through
     all tokens is a weighted least-squares fit, in closed form, so that all of it can be learned.
+
+    Features of a slice with nothing beside it are not those of the same place in a whole volume, and until that is
+    learned their tokens are found many voxels off, where mode 1 at a small t asks for a hundredth of a voxel. So the
+    field's size (root mean square over the volume) saturates at LIMIT times the displacement that is typical of t,
+    field / sqrt(1 + (size / limit)^2), and counts as much as the condition shows of the volume. Registration, which
+    sees all of it, is not limited.
     """
 
     RIDGE = 0.01  # towards no displacement, against mean squares of order one
+    LIMIT = 2.0
+    NO_LIMIT = 1e6  # sides of the image; finite, as all that a checkpoint holds
 
     def __init__(self, cfg):
         super().__init__()
@@ -294,17 +302,19 @@ class AffineMatch(nn.Module):
         # Registration wants all of the way from the image to the condition, recovery the part to be undone at t.
         share = [label_count(t) / image_count(t) for t in range(times)] + [1.0]
         self.register_buffer("share", torch.tensor(share))
+        limit = [self.LIMIT * typical_displacement(cfg, t) for t in range(times)] + [self.NO_LIMIT]
+        self.register_buffer("limit", torch.tensor(limit))                         # in sides of the image
 
     def features(self, tokens):
         return F.normalize(self.project(tokens - tokens.mean(1, keepdim=True)), dim=-1)
 
-    def forward(self, image, condition, t, size):
+    def forward(self, image, condition, shown, t, size):
         """image, condition: bottleneck features (B, C, *tokens), zero where dropped. t: (B,). size: voxels per side.
 
+        shown: (B,), the part of the volume that the condition shows, 0 where it is dropped.
         Returns: displacement (B, N, *size) in voxels.
         """
         with torch.autocast(image.device.type, enabled=False):
-            known = condition.flatten(1).any(1).float().view(-1, 1, 1)
             grid = condition.shape[2:]
             image, condition = (part.float().flatten(2).transpose(1, 2) for part in (image, condition))  # (B, 512, C)
             places = identity(grid, image.device)[0].flatten(1).T                                        # (512, 3)
@@ -319,9 +329,12 @@ class AffineMatch(nn.Module):
             weighted = (x * trust / trust.sum(1, keepdim=True)).transpose(1, 2)                          # (B, 4, 512)
             gram = weighted @ x + self.RIDGE * torch.eye(x.shape[1], device=x.device)
             found = torch.linalg.solve(gram, weighted @ ((there - here) * step))                         # (B, 4, 3)
-            found = (found * known * self.share[t].view(-1, 1, 1)).transpose(1, 2)
+            found = (found * self.share[t].view(-1, 1, 1)).transpose(1, 2)
             linear = found[:, :, :-1] / (side / 2) + torch.eye(len(side), device=x.device)
-            return affine_field(torch.cat([linear, found[:, :, -1:]], dim=2), size)
+            field = affine_field(torch.cat([linear, found[:, :, -1:]], dim=2), size)
+            mean_square = (field / side_lengths(size, image.device)).square().flatten(1).mean(1)         # (B,)
+            part = shown * (1 + mean_square / self.limit[t] ** 2).rsqrt()
+            return field * part.view(-1, *[1] * (field.dim() - 1))
 
 
 def neighbours(dims):
@@ -496,14 +509,21 @@ class OM_net(nn.Module):
         """
         return F.interpolate(field, size=tuple(size), mode=LINEAR[self.dims], align_corners=False)
 
-    def one_pass(self, image, features, condition, t, time):
+    def shown_part(self, image, condition, keep):
+        """The part of the volume that each sample's condition shows: (B,), 0 where there is none or it is dropped."""
+        if condition is None:
+            return image.new_zeros(len(image))
+        part = condition[:, 1].flatten(1).mean(1)
+        return part if keep is None else part * keep
+
+    def one_pass(self, image, features, condition, shown, t, time):
         """The field of one pass. features: of the image; condition: features of the condition, None without one."""
         if self.conditioned and condition is None:
             condition = [torch.zeros_like(f) for f in features]
         x = self.attention(features[-1], condition[-1] if self.conditioned else None, time)      # (B, 256, 8^3)
         coarse = self.coarse(x, features[self.stride - 1].shape[2:])             # (B, 3, 128^3)
         size = tuple(features[0].shape[2:])
-        affine = self.match(features[-1], condition[-1], t, size) if self.match is not None else None
+        affine = self.match(features[-1], condition[-1], shown, t, size) if self.match is not None else None
         found = coarse.float()
         for step, (up, join) in enumerate(zip(self.up, self.join)):
             skip = features[-2 - step]
@@ -534,9 +554,11 @@ class OM_net(nn.Module):
             other = self.attention.pooled(encoded[-1], 1) if encoded is not None else own
             return [unit_embedding(self.embedding, pooled) for pooled in (own, other)]
 
+        shown = self.shown_part(image, condition, keep)
+
         def one_pass(seen):
             known = features if seen is image and features else self.encoder(self.as_known(seen), time)
-            return self.one_pass(seen, known, encoded, t, time)
+            return self.one_pass(seen, known, encoded, shown, t, time)
 
         return recurse(one_pass, image, self.rec_num, self.detach)
 
