@@ -34,11 +34,10 @@ import torch
 from tqdm import tqdm
 
 from Dataloader.datalist import SUFFIXES, read_datalist, volume_id
-from Dataloader.field_io import write_field
+from Dataloader.nifti import open_nifti, read_header, read_raw_header, read_volume, write_field, write_volume
 from Dataloader.prepare import on_grid, read_beside
-from Dataloader.volume_io import open_nifti, read_header, read_raw_header, read_volume, write_volume
-from Diffusion.augment_report import MEASURES, describe, draw_name, draw_paths, write_report
-from Diffusion.augmentation import (
+from Inference.augment_report import MEASURES, describe, draw_name, draw_paths, write_report
+from Inference.augmentation import (
     STRIDE,
     deform,
     draw_field,
@@ -49,8 +48,8 @@ from Diffusion.augmentation import (
     shown_kind,
     subject_number,
 )
-from Diffusion.trained import DEFAULTS, find_checkpoint, load_model
-from Runtime import folder as run_folder
+from Inference.load_model import DEFAULTS, find_checkpoint, load_model
+from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError, attempt
@@ -338,7 +337,7 @@ def make_all(job, items, draws, workers, records):
     with bar, open(out / "draws.jsonl", "a", encoding="utf-8") as lines:
         for (item, part), made in run_tasks(job, tasks, workers):
             bar.update(len(part))
-            run_folder.touch(out)
+            run_lock.touch(out)
             if isinstance(made, str):
                 refused[item["id"]] = made
                 continue
@@ -394,7 +393,7 @@ def run(args):
     job, out = make_job(args), Path(args.out)
     items = read_items(args, WORKER["cfg"])
     out.mkdir(parents=True, exist_ok=True)
-    token = run_folder.lock(out, STALE_S, instead="name another --out")
+    token = run_lock.lock(out, STALE_S, instead="name another --out")
     try:
         records = claim_folder(out, job)
         records, refused = make_all(job, items, args.draws, args.workers, records)
@@ -404,7 +403,7 @@ def run(args):
             lead = describe(job, WORKER["cfg"])
             print(json.dumps(write_report(out, lead, items, kept, refused, WORKER["cfg"]["model.dims"])))
     finally:
-        run_folder.unlock(out, token)
+        run_lock.unlock(out, token)
     for reason in refused.values():
         print(f"error: {reason}", file=sys.stderr)
     return STOP if refused else DONE

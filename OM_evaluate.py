@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from Dataloader.field_io import move_points, read_field, read_points
-from Dataloader.volume_io import SAME_GRID, corners_apart, read_label
+from Dataloader.grids import SAME_GRID, corners_apart
+from Dataloader.nifti import move_points, read_field, read_label, read_points
 from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spread
-from Diffusion.registration import apply_field
-from Diffusion.results import damage, scores_csv
+from Inference.registration import apply_field
+from Inference.results import damage, scores_csv
 from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import write_file
 from Runtime.report import cards_html, table_html, text_table, write_page

@@ -33,9 +33,9 @@ from tqdm import tqdm
 
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
+from Dataloader.nifti import write_volume
 from Dataloader.prepare import original_header, to_original
-from Dataloader.volume_io import write_volume
-from Runtime import folder as run_folder
+from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
 
@@ -101,7 +101,7 @@ def make_groups(folder, groups, cfg, workers, before):
             while waiting:
                 ended, _ = concurrent.futures.wait(waiting, 0.3, concurrent.futures.FIRST_COMPLETED)
                 bar.update(before + counter.value - bar.n)
-                run_folder.touch(folder)
+                run_lock.touch(folder)
                 made.update({waiting.pop(future): future.result() for future in ended})
     except (BrokenProcessPool, MemoryError):
         raise InputError(f"{folder}: a worker was killed or gave up, most likely for want of memory; run the same "
@@ -217,7 +217,7 @@ def prepare(folder, cfg, args):
     if args.repair:
         def progress(names):
             for name in tqdm(names, f"verifying {folder}", unit="part"):
-                run_folder.touch(folder)
+                run_lock.touch(folder)
                 yield name
 
         again = cache.forget_damaged(folder, progress)
@@ -273,7 +273,7 @@ def run(folder, cfg, args):
     if args.export:
         return export(folder, cfg, *args.export) or DONE
     folder.mkdir(parents=True, exist_ok=True)
-    token = run_folder.lock(folder, STALE_S, instead="name another data.cache")
+    token = run_lock.lock(folder, STALE_S, instead="name another data.cache")
     try:
         if not (args.fresh or args.repair):
             return prepare(folder, cfg, args)
@@ -283,7 +283,7 @@ def run(folder, cfg, args):
                                  "another data.cache.")
             return prepare(folder, cfg, args)
     finally:
-        run_folder.unlock(folder, token)
+        run_lock.unlock(folder, token)
 
 
 def main(argv=None):

@@ -29,23 +29,27 @@ import torch
 from tqdm import tqdm
 
 from Dataloader.datalist import PAIR_KEYS, volume_id
-from Dataloader.field_io import move_points, read_field, read_points, write_field, write_field_learn2reg
-from Dataloader.volume_io import (
-    SAME_GRID,
-    corners_apart,
+from Dataloader.grids import SAME_GRID, corners_apart
+from Dataloader.nifti import (
+    move_points,
     open_nifti,
+    read_field,
     read_header,
     read_label,
+    read_points,
     read_raw_header,
     read_volume,
+    write_field,
+    write_field_learn2reg,
     write_volume,
 )
 from Diffusion.fields import jacobian_determinant
 from Diffusion.metrics import average, dice
-from Diffusion.pair_figures import COLUMNS, means, pair_figures, write_report
-from Diffusion.refine import STEPS
-from Diffusion.registration import AFFINES, STARTS, apply_field, overlap_percent, register
-from Diffusion.results import (
+from Inference.load_model import DEFAULTS, load_model
+from Inference.pair_figures import COLUMNS, means, pair_figures, write_report
+from Inference.refine import STEPS
+from Inference.registration import AFFINES, STARTS, apply_field, overlap_percent, register
+from Inference.results import (
     file_digests,
     kept_rows,
     output_files,
@@ -54,9 +58,7 @@ from Diffusion.results import (
     source_digests,
     write_results,
 )
-from Diffusion.trained import DEFAULTS, load_model
-from Runtime import checkpoint
-from Runtime import folder as run_folder
+from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
 from Runtime.errors import DONE, STOP, InputError, attempt
@@ -327,7 +329,7 @@ def register_all(args):
     prepare_device(args.device, 0)
     (model, cfg, settings), pairs = read_model(args), read_pairs(args)
     make_folder(out)
-    token = run_folder.lock(out, STALE_S, instead="name another --out")
+    token = run_lock.lock(out, STALE_S, instead="name another --out")
     try:
         rows, failed = register_each(pairs, model, cfg, settings, args, out)
         if rows:
@@ -336,7 +338,7 @@ def register_all(args):
             print(json.dumps(means(rows, failed)))
         write_results(out, rows, failed, settings, complete=True)
     finally:
-        run_folder.unlock(out, token)
+        run_lock.unlock(out, token)
     for entry in failed:
         print(f"error: {entry['name']}: {entry['reason']}" if args.pairs else f"error: {entry['reason']}",
               file=sys.stderr)
@@ -366,7 +368,7 @@ def register_each(pairs, model, cfg, settings, args, out):
                 rows.append(row)
                 for sentence in row["warnings"]:
                     tqdm.write(f"warning: {sentence}", file=sys.stderr)
-            run_folder.touch(out)
+            run_lock.touch(out)
             write_results(out, rows + list(kept.values()), failed, settings, complete=False)
     return rows, failed
 
@@ -395,7 +397,7 @@ def apply_saved(args):
     read = [(path, *read_volume(path, dims), 1) for path in args.moving]
     read += [(path, *read_label(path, dims), 0) for path in args.moving_label]
     make_folder(out)
-    token = run_folder.lock(out, STALE_S, instead="name another --out")
+    token = run_lock.lock(out, STALE_S, instead="name another --out")
     try:
         targets = [out / f"warped{'_label' * (not order)}{f'_{volume_id(path)}' * several(args, order)}.nii.gz"
                    for path, _, _, order in read]
@@ -406,7 +408,7 @@ def apply_saved(args):
         if points is not None:
             write_points(out / "points.csv", points, field, affine)
     finally:
-        run_folder.unlock(out, token)
+        run_lock.unlock(out, token)
     print(json.dumps({"images": len(args.moving), "labels": len(args.moving_label),
                       "points": 0 if points is None else len(points), "out": str(out)}))
     return DONE

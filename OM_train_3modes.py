@@ -18,15 +18,14 @@ import time
 
 import torch
 
-from Dataloader.augment import augment
 from Dataloader.dataset import epoch_batches, read_datasets
 from Dataloader.identity import as_csv, compare_data, describe_data, require_same_everywhere, volumes_of
 from Dataloader.sampler import steps_left
 from Dataloader.staging import release
+from Diffusion.batch_augment import augment
+from Diffusion.cost import dry_run
 from Diffusion.diffuser import DeformDDPM, make_condition
-from Diffusion.draws import uniform
 from Diffusion.embeddings import embed, embed_steadily, name_volumes, new_queue, push
-from Diffusion.evaluation import align, validate
 from Diffusion.fields import warp
 from Diffusion.figures import registration_figure
 from Diffusion.gradients import new_gradients, put_together, set_aside
@@ -34,15 +33,16 @@ from Diffusion.losses import info_nce, mslncc, recovery_terms, regularity
 from Diffusion.networks import build_network
 from Diffusion.schedule import averaged, learning_rate, new_average, update_average
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
-from Runtime import agree, board, checkpoint, launch, memory, watchdog
+from Diffusion.validation import align, validate
+from Runtime import agree, checkpoint, launch, memory, watchdog, writer
 from Runtime.config import MODEL_KEYS, load_config
 from Runtime.device import autocast, describe, pick_device, precision, prepare_device
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import patiently, remove_leftovers, write_file
+from Runtime.global_batch import shares
+from Runtime.keyed_random import uniform
+from Runtime.progress import add_terms, averages, new_sums, progress_bars, show_epoch, show_progress
 from Runtime.provenance import save_launch
-from Runtime.shares import shares
-from Scripts.dry_run import dry_run
-from Scripts.progress import add_terms, averages, new_sums, progress_bars, show_epoch, show_progress
 
 PRECISIONS = {"bf16": "bf16", "off": "float32"}
 READ_AGAIN_S = 20.0  # for a checkpoint that the file system does not give; then this is a death like others
@@ -114,7 +114,7 @@ def step_registration(net, moving, fixed, cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The state of a run: everything a checkpoint holds. No generator states: every draw is keyed (Diffusion/draws.py).
+# The state of a run: everything a checkpoint holds. No generator states: every draw is keyed (Runtime/keyed_random.py).
 # ---------------------------------------------------------------------------------------------------------------------
 
 def new_progress():
@@ -355,7 +355,7 @@ def set_up(cfg, args, ranks, run):
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "saving": None,
              "data": data, "queue": new_queue(cfg, device), "progress": new_progress(), "failed_saves": 0,
              "write_s": 0.0,
-             "gradients": new_gradients(cfg["run.exact_sums"], device), "board": None,
+             "gradients": new_gradients(cfg["run.exact_sums"], device), "writer": None,
              "watch": memory.new_watch(device, cfg["run.memory_limit_gb"]), "auto_amp": auto_amp}
     adam, average = restore_state(state, cfg, args.init_from)
     state["model"] = wrap(net, ranks, device, state["gradients"], cfg)
@@ -371,7 +371,7 @@ def set_up(cfg, args, ranks, run):
             print(f"{run}: what this launch runs with could not be written: {error}", file=sys.stderr)
         print(f"{run}: {len(dataset)} training and {len(held_out)} validation volumes, {share['samples']} samples and "
               f"{share['pairs']} pairs a step, on {ranks['world']} x {describe(device)}, {PRECISIONS[cfg['run.amp']]}")
-        state["board"] = board.new_board(f"{cfg['run.logs']}/{run.name}", step)
+        state["writer"] = writer.new_writer(f"{cfg['run.logs']}/{run.name}", step)
     return state, dataset, held_out, listed, share
 
 
@@ -473,15 +473,15 @@ def finish_epoch(state, held_out, cfg, started):
         with averaged(state["net"], state["average"]):
             scores, picture = validate(state, held_out, cfg)
         watchdog.phase("evaluate")
-    if state["board"]:
+    if state["writer"]:
         entry = {**averages(sums), "steps": sums["steps"], "open_share": sums["open"] / max(sums["steps"], 1),
                  "nonfinite": sums["nonfinite"], **scores}
         watchdog.event("epoch", **{**entry, "epoch": epoch, "step": progress["step"]})
-        show_epoch(state["board"], entry, progress, cfg, time.time() - started)
+        show_epoch(state["writer"], entry, progress, cfg, time.time() - started)
         if picture and cfg["run.picture_every"] and ((epoch + 1) % cfg["run.picture_every"] == 0 or last):
             figure = registration_figure(*picture, title=f"epoch {epoch + 1}")
-            board.add_figure(state["board"], "registration", figure, progress["step"])
-        board.flush(state["board"])
+            writer.add_figure(state["writer"], "registration", figure, progress["step"])
+        writer.flush(state["writer"])
     metric = "val_dice" if scores.get("val_dice") is not None else "val_imgsim"
     progress.update(epoch=epoch + 1, step_in_epoch=0, samples=0, pairs=0, sums=new_sums())
     save_state(state, checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"]), cfg,

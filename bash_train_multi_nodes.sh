@@ -33,7 +33,7 @@
 # round continues from the newest checkpoint that verifies). Pauses, rounds and time limits are keys of the config
 # (run.round_seconds, run.max_rounds, run.pause_*). TERM or Ctrl-C: save, leave, and do not start again. USR1, which
 # Slurm sends 480 s before the time limit: the same, and the job goes back into the queue, to continue where it was; what
-# hangs then is ended in time for that. With fewer nodes than at first a step has the same samples (Runtime/shares.py).
+# hangs then is ended in time for that. With fewer nodes than at first a step has the same samples (Runtime/global_batch.py).
 #
 # Paths count from the repository's folder, wherever this is started; --config and --init-from also from where it is.
 set -u
@@ -99,7 +99,7 @@ await() {  # pid, seconds: sets `code` to how it ended, 137 where it is killed a
 run_task() {  # one task of srun: variables of the rank, settings again (a node's profile may differ), the program
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     load_settings
-    [[ $1 == Scripts/preflight.py ]] && exec "$PYTHON" "$@"
+    [[ $1 == Scripts/preflight/preflight.py ]] && exec "$PYTHON" "$@"
     local child code oom_kills status awake=9
     oom_kills=$(count_oom_kills)
     trap ':' TERM USR1 INT  # Slurm sends them to the rank too; it saves and leaves, and is waited for
@@ -239,9 +239,9 @@ end_ranks() {  # of `pids`, all at once: one that a driver or a file system hold
 start_preflight() {  # one task for each rank; what they find goes to standard output
     local -a srun_options=(--kill-on-bad-exit=0) pids=()
     local rank
-    [[ -n $UNDER_SLURM ]] && step Scripts/preflight.py --task "$@"  # does not come back
+    [[ -n $UNDER_SLURM ]] && step Scripts/preflight/preflight.py --task "$@"  # does not come back
     for ((rank = 0; rank < RANKS; rank++)); do
-        RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS "$PYTHON" Scripts/preflight.py --task "$@" &
+        RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS "$PYTHON" Scripts/preflight/preflight.py --task "$@" &
         pids[rank]=$!
     done
     wait "${pids[@]}"
@@ -484,7 +484,7 @@ look() {  # options: one preflight; sets `code` and `answer`. A signal ends it
     local findings tasks
     exec {findings}< <(exec timeout --kill-after=5 "$PREFLIGHT_SECONDS" bash "$script" --preflight-tasks "$@")
     tasks=$!
-    stoppable=1 ask $((${PREFLIGHT_SECONDS%.*} + 60)) "$PYTHON" Scripts/preflight.py --collect "${repeat[@]}" "$@" \
+    stoppable=1 ask $((${PREFLIGHT_SECONDS%.*} + 60)) "$PYTHON" Scripts/preflight/preflight.py --collect "${repeat[@]}" "$@" \
         <&"$findings"
     exec {findings}<&-
     kill "$tasks" 2> /dev/null

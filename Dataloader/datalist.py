@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from Dataloader.volume_io import read_header
+from Dataloader.nifti import read_header
 from Runtime.errors import InputError
 
 SUFFIXES = (".nii.gz", ".nii")

@@ -4,19 +4,17 @@ import base64
 import nibabel
 import numpy as np
 
-from Dataloader.volume_io import (
+from Dataloader.grids import (
     SAME_GRID,
     corners_apart,
     foreground_box,
     from_grid,
     intensity_range,
-    read_label,
-    read_raw_header,
-    read_volume,
     rescale,
     to_canonical,
     to_grid,
 )
+from Dataloader.nifti import read_label, read_raw_header, read_volume
 from Runtime.errors import InputError
 
 KINDS = ("image", "label", "mask")

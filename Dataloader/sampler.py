@@ -2,8 +2,8 @@
 import numpy as np
 import torch
 
-from Diffusion.draws import generator
 from Runtime.errors import InputError
+from Runtime.keyed_random import generator
 
 MOST_PAIRS = 2_000_000
 

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import ndimage
 from tqdm import tqdm
 
-from Dataloader.volume_io import write_volume
+from Dataloader.nifti import write_volume
 
 # Between two subjects of 48^3 this gives a mean Dice of about 0.57 before registration.
 AMPLITUDE = 0.041

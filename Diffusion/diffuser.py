@@ -4,9 +4,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from Diffusion.draws import generator, normal, uniform
 from Diffusion.fields import LINEAR, compose, resize_field, self_compose, warp
 from Runtime.device import autocast
+from Runtime.keyed_random import generator, normal, uniform
 
 
 def image_count(t):

@@ -1,9 +1,7 @@
 """Attempts: each launch of a run is one, numbered in `<run>/attempts.jsonl` with how it ended and what came next.
 
-    python -m Runtime.attempts Models/<run>            table: where the wall time went, by kind and by cause
-
-The launcher (bash_train_multi_nodes.sh) calls `begin` before and `end` after each round; a training without a launcher
-does so by itself. Needs no torch.
+The launcher (bash_train_multi_nodes.sh) calls `python -m Runtime.attempts begin ...` before and `... end CODE` after
+each round; a training without a launcher does so by itself. Needs no torch. Runtime/goodput.py adds up what they cost.
 """
 import argparse
 import functools
@@ -20,9 +18,9 @@ from pathlib import Path
 from Runtime.config import load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import append_line, is_passing, patiently, read_lines, write_file
-from Runtime.folder import hold, lock, run_folder, touch, unlock
+from Runtime.global_batch import fix_step, shares, usable
 from Runtime.manifest import durable_step
-from Runtime.shares import fix_step, shares, usable
+from Runtime.run_lock import hold, lock, run_folder, touch, unlock
 from Runtime.verdict import judge, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # without a new durable step: so many and the loop stops
@@ -216,17 +214,10 @@ def main(argv):
     try:
         calls = {"begin": launcher_begin, "end": launcher_end, "port": lambda _: print(free_port()),
                  "unlock": lambda _: unlock(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])}
-        if argv and argv[0] in calls:
-            return calls[argv[0]](argv[1:])
-        parser = argparse.ArgumentParser(prog="python -m Runtime.attempts", description="Where the wall time of a run "
-                                         "went: useful steps, replayed steps, detection, restart, by cause.")
-        parser.add_argument("run", type=Path, help="folder of the run, Models/<data>_<net>")
-        parser.add_argument("--epoch-minutes", type=float, default=0.0, metavar="M",
-                            help="also: goodput if the same losses met epochs of M minutes")
-        args = parser.parse_args(argv)
-        from Scripts.goodput import table  # here, because it imports torch and a launcher's rounds should not wait
-        print(table(args.run, args.epoch_minutes))
-        return DONE
+        if not argv or argv[0] not in calls:
+            raise InputError(f"python -m Runtime.attempts is for the launcher and knows {', '.join(calls)}; where the "
+                             "time of a run went tells python -m Runtime.goodput Models/<run>.")
+        return calls[argv[0]](argv[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP

@@ -26,8 +26,8 @@ import torch
 
 from Runtime.errors import InputError
 from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file
-from Runtime.folder import assert_held
 from Runtime.manifest import damage, newest_first, read_manifest, standing
+from Runtime.run_lock import assert_held
 
 FORMAT = 1
 REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")

@@ -20,8 +20,8 @@ from Runtime import attempts, watchdog
 from Runtime.device import backend
 from Runtime.errors import InputError
 from Runtime.files import patiently
-from Runtime.folder import hold, is_held, lock, run_folder, unlock
-from Runtime.shares import fix_step
+from Runtime.global_batch import fix_step
+from Runtime.run_lock import hold, is_held, lock, run_folder, unlock
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world": ("WORLD_SIZE", "SLURM_NTASKS")}
@@ -131,7 +131,7 @@ def tell(ranks, key, value=None):
 def open_run(ranks, cfg, fresh):
     """Find the other ranks and agree on the run's folder; lock it, number the attempt, start the watchdog.
 
-    Sets ranks["step"]: samples and pairs of a step, fixed by the first launch of the run (Runtime/shares.py).
+    Sets ranks["step"]: samples and pairs of a step, fixed by the first launch of the run (Runtime/global_batch.py).
     A launcher has done all but the meeting, and says so by OMNIMORPH_* variables. Returns the folder.
     """
     seconds, launched = cfg["run.join_s"], "OMNIMORPH_RUN" in os.environ

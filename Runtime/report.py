@@ -1,11 +1,7 @@
-"""Tables and pages of results: the one module that writes HTML. A page is one file and works offline.
-
-    python -m Runtime.report scaling Models/<run> ...  speed by the number of ranks: table, plot and page
-"""
+"""Tables and pages of results: the one module that writes HTML. A page is one file and works offline."""
 import base64
 import io
 import platform
-import sys
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -125,8 +121,3 @@ def _cells(header, rows, formats):
     texts = [[" ".join(_text(cell, form).split()) for cell, form in zip(row, formats)] for row in rows]
     right = [[isinstance(cell, NUMBER) or (cell is None and side) for cell, side in zip(row, numeric)] for row in rows]
     return [[str(name) for name in header], *texts], [numeric, *right]
-
-
-if __name__ == "__main__":
-    from Scripts.scaling import main  # here, because it imports this module
-    sys.exit(main())

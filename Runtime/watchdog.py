@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 
-from Runtime.folder import TakenOver, assert_held, touch
+from Runtime.run_lock import TakenOver, assert_held, touch
 
 WIDTH = 320  # bytes of the line that is overwritten
 LOOK_S = 10.0  # how often a rank looks whether the run's folder is still its own: a lock is given up much later

@@ -22,20 +22,20 @@ import numpy as np  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from Dataloader.datalist import read_datalist  # noqa: E402
+from Dataloader.nifti import read_label  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
-from Dataloader.volume_io import read_label  # noqa: E402
-from Diffusion.augmentation import augment  # noqa: E402
 from Diffusion.figures import curves_figure, gallery_figure, registration_figure  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
-from Diffusion.refine import STEPS  # noqa: E402
-from Diffusion.registration import apply_field, register  # noqa: E402
-from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
+from Inference.augmentation import augment  # noqa: E402
+from Inference.load_model import find_checkpoint, load_model  # noqa: E402
+from Inference.refine import STEPS  # noqa: E402
+from Inference.registration import apply_field, register  # noqa: E402
 from Runtime import checkpoint, report  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
-from Runtime.folder import run_folder  # noqa: E402
+from Runtime.run_lock import run_folder  # noqa: E402
 
 CONFIG = "Config/config_demo.yaml"
 TRAIN, VALIDATION = range(0, 40), range(900, 908)

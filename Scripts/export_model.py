@@ -21,7 +21,7 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 # isort: split
 from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.identity import volumes_of  # noqa: E402
-from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
+from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
 from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E402
@@ -175,7 +175,7 @@ drawing deformed copies of labelled images for the training of other networks.
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --out Results/pair
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --refine --out Results/pair
     python OM_augment.py --image I.nii.gz --label L.nii.gz --model {name} --out Results/augmented
-    python -c "from Diffusion.trained import load_model; net, cfg = load_model('{name}')"
+    python -c "from Inference.load_model import load_model; net, cfg = load_model('{name}')"
 
 ## File
 {table([("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)])}

@@ -1,4 +1,4 @@
-"""How the speed of a training grows with its ranks: `python -m Runtime.report scaling RUN...`.
+"""How the speed of a training grows with its ranks: `python Scripts/scaling.py RUN...`.
 
 A measurement is what a run did with one number of ranks, nodes and samples a step, in however many attempts. It counts
 the steps that follow directly on another step, each once: not the first WARM_UP of an attempt nor the first of its
@@ -14,18 +14,24 @@ import statistics
 import sys
 from pathlib import Path
 
-import yaml
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from Dataloader.dataset import read_datasets
-from Dataloader.sampler import steps_left
-from Runtime.attempts import history, read_lines
-from Runtime.config import flatten, load_config
-from Runtime.errors import DONE, STOP, InputError
-from Runtime.report import cards_html, figure_html, figure_png, table_html, text_table, write_page
-from Runtime.shares import known_step, shares
-from Runtime.watchdog import ONE_OFF
+import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
+
+# isort: split
+import yaml  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import NullLocator  # noqa: E402
+
+from Dataloader.dataset import read_datasets  # noqa: E402
+from Dataloader.sampler import steps_left  # noqa: E402
+from Runtime.attempts import history, read_lines  # noqa: E402
+from Runtime.config import flatten, load_config  # noqa: E402
+from Runtime.errors import DONE, STOP, InputError  # noqa: E402
+from Runtime.global_batch import known_step, shares  # noqa: E402
+from Runtime.report import cards_html, figure_html, figure_png, table_html, text_table, write_page  # noqa: E402
+from Runtime.watchdog import ONE_OFF  # noqa: E402
 
 WARM_UP = 3
 # Rows that differ in these did not do the same work.
@@ -310,8 +316,8 @@ def report(runs, out):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m Runtime.report", description="Speed of runs by number of ranks.")
-    parser.add_argument("kind", choices=["scaling"], help="samples/s, time per epoch, efficiency; last a line of JSON")
+    parser = argparse.ArgumentParser(description="Speed of runs by number of ranks: samples/s, time per epoch, "
+                                     "efficiency; table, plot and page, last a line of JSON.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
     parser.add_argument("--out", type=Path, default=Path("Logs/scaling"), metavar="FOLDER", help="for page and plot")
     args = parser.parse_args(argv)
@@ -320,3 +326,7 @@ def main(argv=None):
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
+
+
+if __name__ == "__main__":
+    sys.exit(main())

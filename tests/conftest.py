@@ -24,8 +24,8 @@ HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, sign
 HOOK = sys.excepthook
 launching.mark_this_process()
 # Files that take long, the longest first: begun last, one of them would run alone while the other processes wait.
-LONG = ("faults", "train", "networks", "3modes_opt_equivalence", "memory_estimate", "strategies", "ranks", "demo",
-        "watchdog", "om_augment", "diagnostics", "register", "cache", "smoke", "checkpoint", "dry_run", "preflight",
+LONG = ("faults", "train", "networks", "3modes_opt_equivalence", "host_memory", "strategies", "ranks", "demo",
+        "watchdog", "om_augment", "diagnostics", "register", "cache", "smoke", "checkpoint", "cost", "preflight",
         "launcher", "scaling", "data")
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 import OM_train_3modes as om
 from Diffusion.diffuser import DeformDDPM, draw_velocity, image_count, label_count, middle
-from Diffusion.evaluation import align
 from Diffusion.fields import compose, resize_field, warp
 from Diffusion.losses import NEGLIGIBLE, regularity
+from Diffusion.validation import align
 from Runtime.device import autocast
 
 EPS = 1e-5

@@ -9,12 +9,13 @@ import torch
 from scipy import ndimage
 from scipy.spatial.transform import Rotation
 
+from Dataloader.grids import intensity_range, rescale
+from Dataloader.nifti import read_label, read_volume
 from Dataloader.synthetic import make_subject
-from Dataloader.volume_io import intensity_range, read_label, read_volume, rescale
-from Diffusion.affine import align_affine, global_correlation, weighted_correlation
 from Diffusion.fields import across, warp
 from Diffusion.losses import local_correlation
 from Diffusion.metrics import average, dice
+from Inference.affine import align_affine, global_correlation, weighted_correlation
 from Runtime.errors import InputError
 
 REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data"

@@ -10,8 +10,8 @@ import pytest
 
 from Runtime.attempts import begin, end, history, share_out
 from Runtime.errors import InputError
+from Runtime.goodput import account, goodput, goodput_at, table
 from Runtime.manifest import durable_step
-from Scripts.goodput import account, goodput, goodput_at, table
 from tests import launching
 from tests.test_verdict import END, died, finish, write_rank
 from tests.tiny import ROOT, arguments, config
@@ -282,7 +282,7 @@ from pathlib import Path
 folder, freed_after, words = Path(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
 from Runtime.attempts import main
-from Runtime.folder import run_folder
+from Runtime.run_lock import run_folder
 run_folder(folder / "Models", "demo", "om_net")
 def fill():
     with open(folder / "ballast", "wb", buffering=0) as file:
@@ -341,6 +341,8 @@ def test_errors_of_the_command_line_are_sentences(tmp_path):
     assert (bad.returncode, bad.stdout) == (43, "") and "error: " in bad.stderr and "run.epochs" in bad.stderr
     assert "Traceback" not in bad.stderr and not (tmp_path / "Models").exists()
     none = call(tmp_path / "nowhere")
+    assert none.returncode == 43 and "time of a run went tells python -m Runtime.goodput" in none.stderr
+    none = launching.run([sys.executable, "-m", "Runtime.goodput", tmp_path / "nowhere"], cwd=ROOT, timeout=60)
     assert none.returncode == 43 and "there is no attempts.jsonl; give the folder of a run" in none.stderr
 
 

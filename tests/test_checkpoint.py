@@ -17,8 +17,8 @@ import torch
 from Runtime import checkpoint
 from Runtime.errors import InputError
 from Runtime.files import remove_leftovers
-from Runtime.folder import hold, lock, run_folder
 from Runtime.manifest import durable_step
+from Runtime.run_lock import hold, lock, run_folder
 from tests import launching
 
 CONFIG = {"model.name": "om_net", "model.channels": [8, 16], "lr": 1e-5}

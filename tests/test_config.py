@@ -8,7 +8,7 @@ import yaml
 from Dataloader.sampler import steps_left
 from Runtime.config import KEYS, flatten, load_config, save_config
 from Runtime.errors import InputError
-from Runtime.shares import shares
+from Runtime.global_batch import shares
 from tests.tiny import ROOT
 
 OM = ROOT / "Config/config_om.yaml"

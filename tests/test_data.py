@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from Dataloader.dataset import Files, VolumeDataset, make_loader, read_ahead, read_datasets
+from Dataloader.nifti import write_volume
 from Dataloader.prepare import on_grid
 from Dataloader.sampler import batches, epoch_order
 from Dataloader.synthetic import make_subject
-from Dataloader.volume_io import write_volume
 from Diffusion.diffuser import log_uniform, make_condition
-from Diffusion.draws import generator, normal, uniform
 from Runtime.errors import InputError
+from Runtime.keyed_random import generator, normal, uniform
 from Runtime.verdict import ECHOES, name_error
 from tests import launching
 from tests.tiny import ROOT, config, make_data

@@ -8,10 +8,9 @@ import pytest
 import SimpleITK as sitk
 
 import OM_evaluate
-from Dataloader.field_io import to_mm, write_field, write_field_learn2reg
+from Dataloader.nifti import to_mm, write_field, write_field_learn2reg, write_volume
 from Dataloader.synthetic import make_subject
-from Dataloader.volume_io import write_volume
-from tests.test_volume_io import OBLIQUE, make_affine
+from tests.test_nifti import OBLIQUE, make_affine
 
 SHAPE = (24, 28, 32)
 

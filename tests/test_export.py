@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from Diffusion.networks import build_network
-from Diffusion.trained import load_model
+from Inference.load_model import load_model
 from Runtime import checkpoint
 from Runtime.errors import InputError
 from Runtime.files import sha256

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import OM_train_3modes as om
-from Scripts.progress import AVERAGES
+from Runtime.progress import AVERAGES
 from tests.tiny import arguments, log_lines, make_data
 
 GOLDEN = {

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from Dataloader.volume_io import write_volume
+from Dataloader.nifti import write_volume
 from tests import launching
 from tests.tiny import ROOT
 

@@ -17,19 +17,18 @@ import torch
 
 import OM_augment
 from Dataloader.datalist import read_datalist
-from Dataloader.field_io import read_field
+from Dataloader.nifti import read_field, read_volume, write_volume
 from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject
-from Dataloader.volume_io import read_volume, write_volume
-from Diffusion.augmentation import augment, deform, measure, place, to_native, training_grid
-from Diffusion.dict_transform import RandDeformationd
 from Diffusion.networks import build_network
-from Diffusion.trained import load_model
+from Inference.augmentation import augment, deform, measure, place, to_native, training_grid
+from Inference.load_model import load_model
+from Inference.monai_transforms import RandDeformationd
 from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests import launching
-from tests.test_volume_io import DATA, OBLIQUE, make_affine
+from tests.test_nifti import DATA, OBLIQUE, make_affine
 from tests.tiny import CONFIG, ROOT, config, little_memory, write_large
 
 SHAPE = (24, 28, 33)
@@ -541,7 +540,7 @@ def test_inside_monai():
 
 def test_without_monai():
     code = ("import sys; sys.modules['monai'] = None; sys.path.insert(0, sys.argv[1]); import numpy as np\n"
-            "from Diffusion.dict_transform import RandDeformationd\n"
+            "from Inference.monai_transforms import RandDeformationd\n"
             "found = RandDeformationd('image', prob=1.0, seed=0)({'image': np.random.rand(1, 12, 14, 16)})\n"
             "print(found['image'].shape, RandDeformationd.__mro__[1])")
     done = launching.run([sys.executable, "-c", code, str(ROOT)], check=True)

@@ -13,7 +13,7 @@ from unittest.mock import ANY
 import pytest
 
 from Runtime.attempts import free_port
-from Scripts import preflight, preflight_checks, preflight_collect
+from Scripts.preflight import checks, collect, preflight
 from tests import launching
 from tests.tiny import ROOT, arguments, config
 
@@ -27,8 +27,8 @@ def healthy(nodes=("n1", "n2"), tasks=2):
     """{(rank, check): finding} of an allocation in which all is well."""
     found = {}
     for rank in range(len(nodes) * tasks):
-        for check in ("arrival", *preflight_checks.CHECKS):
-            if check in preflight_checks.OF_THE_NODE and rank % tasks:
+        for check in ("arrival", *checks.CHECKS):
+            if check in checks.OF_THE_NODE and rank % tasks:
                 continue
             found[rank, check] = {"rank": rank, "node": nodes[rank // tasks], "host": "h" + nodes[rank // tasks][1:],
                                   "check": check, "ok": True, "said": "well", "do": "", **FACTS.get(check, {})}
@@ -48,7 +48,7 @@ def judge(tmp_path, capsys):
     """Runs the collector on findings; returns (exit code, EXCLUDED line, rows of the table, all it printed)."""
     def run(found, nodes=("n1", "n2"), tasks=2, more=(), **changes):
         lines = [*more, *(json.dumps(finding) + "\n" for finding in found.values())]
-        code = preflight_collect.collect(lines, config(tmp_path, **changes), list(nodes), tasks, 50, time.monotonic())
+        code = collect.collect(lines, config(tmp_path, **changes), list(nodes), tasks, 50, time.monotonic())
         output, printed = capsys.readouterr()
         rows = [re.split(r"  +", line) for line in printed.splitlines()]
         return code, output, [cells for cells in rows if len(cells) > 3], printed
@@ -121,7 +121,7 @@ def test_it_is_said_where_not_all_healthy_nodes_can_share_the_step(judge):
 def test_what_may_pass_is_looked_at_once_more(tmp_path, capsys):
     def look(found, may_repeat):
         lines = [json.dumps(finding) + "\n" for finding in found.values()]
-        code = preflight_collect.collect(lines, config(tmp_path), ["n1", "n2"], 2, 50, time.monotonic(), may_repeat)
+        code = collect.collect(lines, config(tmp_path), ["n1", "n2"], 2, 50, time.monotonic(), may_repeat)
         return code, capsys.readouterr()
     found = healthy()
     fail(found, (2,), "forward", "no answer within 30 s", passing=True)
@@ -288,16 +288,16 @@ def context(folder, **more):
 def test_memory_beyond_what_slurm_gave(tmp_path):
     given = context(tmp_path, cfg=config(tmp_path, data__in_memory=False, data__num_workers=12, run__amp="bf16"))
     given["variables"]["SLURM_MEM_PER_NODE"] = "6000"
-    found = preflight_checks.check_memory(given, print)
+    found = checks.check_memory(given, print)
     # 2 ranks x (1 GiB + 125 MiB + 12 workers x 190 MiB and little more)
     assert not found["ok"]
     assert re.match(r"needs 6\.7 of 5\.9 GiB: 2 ranks x \(1\.1\d \+ activations 0\.02 \+ 12 workers x 0\.19 \+ batches "
                     r"0\.00\) \+ checkpoint 0\.00$", found["said"])
     assert found["do"].startswith("data.num_workers=9 would fit")
     given["variables"]["SLURM_MEM_PER_NODE"] = "8000"
-    assert preflight_checks.check_memory(given, print)["ok"]
+    assert checks.check_memory(given, print)["ok"]
     given["cfg"] = config(tmp_path, data__in_memory=True, data__expect_samples=10 ** 6)
-    found = preflight_checks.check_memory(given, print)
+    found = checks.check_memory(given, print)
     assert not found["ok"] and found["do"].startswith("set data.in_memory=false")
 
 
@@ -314,7 +314,7 @@ def test_answers_of_checks_however_they_end(tmp_path):
 
     def answers(context, at):
         at("almost there")
-        return preflight_checks.passed("well", number=3)
+        return checks.passed("well", number=3)
 
     given = context(tmp_path)
     assert preflight.answer(answers, given) == {"ok": True, "said": "well", "do": "", "number": 3}
@@ -328,47 +328,46 @@ def test_answers_of_checks_however_they_end(tmp_path):
 
 def test_a_check_that_only_needs_processor_time_is_late_and_not_failed(tmp_path, monkeypatch):
     given = context(tmp_path)
-    monkeypatch.setattr(preflight_checks, "activation_bytes", lambda cfg, world: time.sleep(60))
-    found = preflight.answer(preflight_checks.check_memory, {**given, "ends": time.monotonic() + 2})
+    monkeypatch.setattr(checks, "activation_bytes", lambda cfg, world, *steps: time.sleep(60))
+    found = preflight.answer(checks.check_memory, {**given, "ends": time.monotonic() + 2})
     assert found["ok"] and found["late"] and found["said"].startswith("activations were not counted in time; the rest")
-    monkeypatch.setattr(preflight_checks, "build_network", lambda cfg, device: time.sleep(60))
-    found = preflight.answer(preflight_checks.check_forward, {**given, "ends": time.monotonic() + 1})
+    monkeypatch.setattr(checks, "build_network", lambda cfg, device: time.sleep(60))
+    found = preflight.answer(checks.check_forward, {**given, "ends": time.monotonic() + 1})
     assert found["ok"] and found["late"] and "the processors of this node are busy" in found["said"]
     assert found["process_bytes"] == 0
     given["variables"]["SLURM_MEM_PER_NODE"] = "500"  # too little without activations
-    found = preflight.answer(preflight_checks.check_memory, {**given, "ends": time.monotonic() + 2})
+    found = preflight.answer(checks.check_memory, {**given, "ends": time.monotonic() + 2})
     assert not found["ok"] and found["said"].startswith("activations were not counted in time; the rest needs 2.")
 
 
 def test_activations_are_counted_once_for_a_config(tmp_path, monkeypatch):
     counted = []
-    monkeypatch.setattr(preflight_checks, "activation_bytes", lambda cfg, world: counted.append(world) or 10 * MIB)
+    monkeypatch.setattr(checks, "activation_bytes", lambda cfg, world, *steps: counted.append(world) or 10 * MIB)
     given = context(tmp_path)
-    first = preflight_checks.check_memory(given, print)
+    first = checks.check_memory(given, print)
     assert first["need"]["activations"] == 10 * MIB and counted == [2]
-    assert preflight_checks.check_memory(given, print) == {**first, "room": ANY, "worst": ANY, "said": ANY}
+    assert checks.check_memory(given, print) == {**first, "room": ANY, "worst": ANY, "said": ANY}
     assert counted == [2]
-    preflight_checks.check_memory({**given, "cfg": config(tmp_path, data__img_size=24)}, print)
+    checks.check_memory({**given, "cfg": config(tmp_path, data__img_size=24)}, print)
     assert counted == [2, 2], "another config is another count"
     (tmp_path / "Logs/preflight_activations.json").write_text("{")
-    preflight_checks.check_memory(given, print)
+    checks.check_memory(given, print)
     assert counted == [2, 2, 2]
 
 
 def test_rank_0_counts_for_all_nodes(tmp_path, monkeypatch):
     """Two nodes with a rank each, whose checks are processes that meet at a real store."""
-    def count(cfg, world):
+    def count(cfg, world, *steps):
         (tmp_path / f"counted by {os.getpid()}").touch()
         return 7 * MIB
-    monkeypatch.setattr(preflight_checks, "activation_bytes", count)
+    monkeypatch.setattr(checks, "activation_bytes", count)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    server = preflight_checks.dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, True,
-                                            wait_for_workers=False)
+    server = checks.dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, True, wait_for_workers=False)
     given = context(tmp_path, nodes=["n1", "n2"], tasks=1, ends=time.monotonic() + 20)
     given["found"]["rendezvous"] = {"ok": True}
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda rank: preflight.answer(preflight_checks.check_memory, {**given, "rank": rank}),
+        found = list(pool.map(lambda rank: preflight.answer(checks.check_memory, {**given, "rank": rank}),
                               (1, 0)))
     assert [finding["need"]["activations"] for finding in found] == [7 * MIB] * 2, found
     assert len(list(tmp_path.glob("counted by *"))) == 1 and server.num_keys()
@@ -376,22 +375,22 @@ def test_rank_0_counts_for_all_nodes(tmp_path, monkeypatch):
 
 def test_device_counts_and_tasks(tmp_path, monkeypatch):
     given = context(tmp_path, cfg=config(tmp_path, run__device="auto"))
-    assert preflight_checks.check_device(given, print)["said"].startswith("cpu")
+    assert checks.check_device(given, print)["said"].startswith("cpu")
     given["variables"].update(SLURM_JOB_ID="7", SLURM_STEP_GPUS="0,1")
-    found = preflight_checks.check_device(given, print)
+    found = checks.check_device(given, print)
     assert not found["ok"] and found["said"].startswith("Slurm gave SLURM_STEP_GPUS=0,1, but torch")
-    assert preflight_checks.check_device({**given, "cfg": config(tmp_path)}, print)["ok"], "run.device is cpu"
-    accelerator = preflight_checks.torch.accelerator
-    monkeypatch.setattr(accelerator, "current_accelerator", lambda check_available=False: preflight_checks.torch.device(
+    assert checks.check_device({**given, "cfg": config(tmp_path)}, print)["ok"], "run.device is cpu"
+    accelerator = checks.torch.accelerator
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda check_available=False: checks.torch.device(
         "cpu"))
     for count, tasks, in_slurm, well in ((2, 2, True, True), (4, 2, True, False), (4, 2, False, True),
                                          (2, 4, False, False), (1, 4, True, True)):
         monkeypatch.setattr(accelerator, "device_count", lambda count=count: count)
         variables = {"SLURM_JOB_ID": "7"} if in_slurm else {}
-        found = preflight_checks.check_device({**given, "tasks": tasks, "variables": variables}, print)
+        found = checks.check_device({**given, "tasks": tasks, "variables": variables}, print)
         assert found["ok"] == well and found["devices"] == count, (count, tasks, in_slurm)
     monkeypatch.setattr(accelerator, "device_count", lambda: 3)
-    found = preflight_checks.check_device({**given, "tasks": 2}, print)
+    found = checks.check_device({**given, "tasks": 2}, print)
     assert (found["said"], found["do"]) == ("ntasks-per-node is 2 but torch sees 3 devices", "use --ntasks-per-node=3")
 
 
@@ -400,7 +399,7 @@ def test_device_counts_and_tasks(tmp_path, monkeypatch):
 def test_forward_of_every_network(tmp_path, name, dims):
     kind = "none" if dims == 2 else "volume"
     cfg = config(tmp_path, model__name=name, model__dims=dims, model__condition_type=kind)
-    found = preflight.answer(preflight_checks.check_forward, context(tmp_path, cfg=cfg))
+    found = preflight.answer(checks.check_forward, context(tmp_path, cfg=cfg))
     assert found["ok"], found
     assert 50 * MIB < found["process_bytes"] < 2 * GIB
 
@@ -408,45 +407,45 @@ def test_forward_of_every_network(tmp_path, name, dims):
 def test_settings_leave_out_what_is_a_nodes_own(tmp_path):
     variables = {"NCCL_DEBUG": "INFO", "FI_PROVIDER": "cxi", "PYTHONPATH": "x", "NCCL_SOCKET_IFNAME": "eth0",
                  "ZE_AFFINITY_MASK": "1", "HIP_VISIBLE_DEVICES": "0", "HOME": "/root", "FIRST": "x"}
-    found = preflight_checks.check_settings(context(tmp_path, variables=variables), print)
+    found = checks.check_settings(context(tmp_path, variables=variables), print)
     assert found["ok"] and sorted(found["settings"]) == ["FI_PROVIDER", "NCCL_DEBUG", "PYTHONPATH"]
 
 
 def test_a_folder_of_several_nodes(tmp_path):
     """Two nodes, one after the other in this process: the second finds the mark of the first."""
-    alone = preflight_checks.check_folder(context(tmp_path), print)
+    alone = checks.check_folder(context(tmp_path), print)
     assert alone["ok"] and alone["sees"] == ["n1"] and not alone["said"].endswith("seen by all nodes")
     both = {"nodes": ["n1", "n2"], "allow_tmp": True, "ends": time.monotonic()}
-    first = preflight_checks.check_folder(context(tmp_path, **both, node="n1"), print)
+    first = checks.check_folder(context(tmp_path, **both, node="n1"), print)
     assert (first["ok"], first["sees"]) == (False, ["n1"]) and "files of n2 in run.models" in first["said"]
-    second = preflight_checks.check_folder(context(tmp_path, **both, node="n2"), print)
+    second = checks.check_folder(context(tmp_path, **both, node="n2"), print)
     assert (second["ok"], second["sees"]) == (True, ["n1", "n2"])
     for node in ("n1", "n2"):
-        preflight_checks.clean_folders(context(tmp_path, node=node))
+        checks.clean_folders(context(tmp_path, node=node))
     assert not list((tmp_path / "Models").iterdir()) and not list((tmp_path / "Logs").iterdir())
-    refused = preflight_checks.check_folder(context(Path("/dev/shm/x"), **{**both, "allow_tmp": False}), print)
+    refused = checks.check_folder(context(Path("/dev/shm/x"), **{**both, "allow_tmp": False}), print)
     assert not refused["ok"] and "is under /dev/shm" in refused["said"] and not Path("/dev/shm/x").exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "Models").write_text("a file")
-    found = preflight.answer(preflight_checks.check_folder, context(tmp_path))
+    found = preflight.answer(checks.check_folder, context(tmp_path))
     assert not found["ok"] and found["said"].startswith("NotADirectoryError") and f"{tmp_path}/Models" in found["said"]
 
 
 def test_an_address_nobody_answers_at(tmp_path):
     given = context(tmp_path, rank=1, ends=time.monotonic() + 3)
     given["variables"].update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    found = preflight_checks.check_rendezvous(given, print)
+    found = checks.check_rendezvous(given, print)
     assert not found["ok"] and found["unreachable"] and "(Connection refused)" in found["said"]
     given["variables"]["MASTER_ADDR"] = "no.such.host.invalid"
-    found = preflight_checks.check_rendezvous(given, print)
+    found = checks.check_rendezvous(given, print)
     assert not found["ok"] and found["said"].startswith("cannot resolve MASTER_ADDR no.such.host.invalid")
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         given["variables"]["MASTER_PORT"] = str(taken.getsockname()[1])
-        found = preflight.answer(preflight_checks.serve, {**given, "rank": 0, "ends": time.monotonic() + 5})
+        found = preflight.answer(checks.serve, {**given, "rank": 0, "ends": time.monotonic() + 5})
     assert not found["ok"] and found["said"].startswith(f"cannot serve MASTER_PORT {given['variables']['MASTER_PORT']}")
 
 
@@ -455,8 +454,9 @@ def test_two_real_ranks(tmp_path):
     kept = {name: value for name, value in os.environ.items() if "SLURM" not in name and "OMNIMORPH" not in name}
     variables = {"NODES": socket.gethostname(), "TASKS_PER_NODE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                  "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-    pipeline = """(for RANK in 0 1; do RANK=$RANK LOCAL_RANK=$RANK "$PYTHON" Scripts/preflight.py --task "$@" & done
-        wait -n && wait -n) | "$PYTHON" Scripts/preflight.py --collect "$@"; echo "${PIPESTATUS[@]}" """
+    pipeline = """P=Scripts/preflight/preflight.py
+        (for RANK in 0 1; do RANK=$RANK LOCAL_RANK=$RANK "$PYTHON" $P --task "$@" & done
+        wait -n && wait -n) | "$PYTHON" $P --collect "$@"; echo "${PIPESTATUS[@]}" """
     ended = launching.run(["bash", "-c", pipeline, "pipeline", *words], timeout=60,
                           env={**kept, **variables}, cwd=ROOT)
     assert ended.stdout == "EXCLUDED=''\n0 0\n", ended.stderr
@@ -467,7 +467,7 @@ def test_two_real_ranks(tmp_path):
 
 def test_errors_of_the_command_line_are_sentences(tmp_path):
     words = arguments(tmp_path, run__epochs="many")
-    ended = launching.run([sys.executable, str(ROOT / "Scripts/preflight.py"), "--collect", *words], timeout=30,
+    ended = launching.run([sys.executable, ROOT / "Scripts/preflight/preflight.py", "--collect", *words], timeout=30,
                           env={**os.environ, "NODES": "n1", "TASKS_PER_NODE": "1"})
     assert (ended.returncode, ended.stdout) == (43, "") and ended.stderr.startswith("error: ")
     assert "run.epochs" in ended.stderr and "Traceback" not in ended.stderr

@@ -10,10 +10,11 @@ from scipy import ndimage
 
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
+from Dataloader.grids import from_grid
+from Dataloader.nifti import read_label, read_volume, write_volume
 from Dataloader.prepare import describe, on_grid, original_header, to_original
-from Dataloader.volume_io import from_grid, read_label, read_volume, write_volume
 from Runtime.errors import InputError
-from tests.test_volume_io import OBLIQUE, make_affine, to_itk
+from tests.test_nifti import OBLIQUE, make_affine, to_itk
 from tests.tiny import ROOT
 
 WAVES = np.array([[0.11, 0.05, -0.07], [-0.04, 0.12, 0.06], [0.03, -0.08, 0.1]])  # radians per mm

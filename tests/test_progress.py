@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from Runtime import agree
 from Runtime.errors import InputError
-from Scripts.progress import AVERAGES, add_terms, averages, new_sums
+from Runtime.progress import AVERAGES, add_terms, averages, new_sums
 from tests import launching
 from tests.tiny import ROOT, log_lines, make_data, settings
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import OM_train_3modes as om
 from Runtime import attempts, checkpoint, launch
 from Runtime.attempts import free_port
-from Scripts.progress import AVERAGES
+from Runtime.progress import AVERAGES
 from tests import launching, warm
 from tests.tiny import QUICK, ROOT, arguments, config, launcher_environment, log_lines, make_data
 

@@ -47,7 +47,7 @@ ELSEWHERE = {
     "sbatch Scripts/bash_infer.sh augment --data Data/brains --model Models/brains_om_net --out Data/augmented":
         "tests/test_infer_script.py",
 }
-OPTIONAL = {"monai": "tests/test_augment.py"}  # Python blocks that import this run where it is installed
+OPTIONAL = {"monai": "tests/test_batch_augment.py"}  # Python blocks that import this run where it is installed
 DATA_PART = ("Train on your own volumes", "Train for days", "Data")  # what a second way to store the volumes changes
 
 

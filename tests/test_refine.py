@@ -5,7 +5,7 @@ import torch
 
 from Dataloader.synthetic import make_subject
 from Diffusion.fields import flow, jacobian_determinant, warp
-from Diffusion.refine import refine, smaller, smooth
+from Inference.refine import refine, smaller, smooth
 from tests.tiny import config
 
 SIZES = {3: (24, 32, 28), 2: (40, 48)}

@@ -14,18 +14,16 @@ import torch
 
 import OM_evaluate
 import OM_register
-from Dataloader.field_io import move_points, read_field, read_points
+from Dataloader.nifti import move_points, read_field, read_points, read_volume, write_volume
 from Dataloader.synthetic import make_subject
-from Dataloader.volume_io import read_volume, write_volume
 from Diffusion.networks import build_network
-from Diffusion.registration import register
-from Diffusion.results import kept_rows, read_results
-from Diffusion.trained import load_model
-from Runtime import checkpoint
-from Runtime import folder as run_folder
+from Inference.load_model import load_model
+from Inference.registration import register
+from Inference.results import kept_rows, read_results
+from Runtime import checkpoint, run_lock
 from Runtime.files import partial_path, sha256
 from tests import launching, tiny
-from tests.test_volume_io import OBLIQUE, make_affine
+from tests.test_nifti import OBLIQUE, make_affine
 
 FLIPPED = make_affine((1, 0, 2), (-1, 1, -1), (1.3, 0.9, 1.1), (5, -3, 8))
 GRIDS = {"a_0001": ((22, 26, 30), OBLIQUE), "b_0002": ((28, 24, 26), FLIPPED), "c_0003": ((22, 26, 30), OBLIQUE)}
@@ -293,13 +291,13 @@ def test_only_what_is_whole_and_was_asked_for_alike_is_kept(place, tmp_path):
 
 def test_a_folder_in_use_is_refused(place, pair, tmp_path, capsys):
     (tmp_path / "out").mkdir()
-    token = run_folder.lock(tmp_path / "out", 60.0)
+    token = run_lock.lock(tmp_path / "out", 60.0)
     words = [*pair_words(place), "--model", "none", "--affine", "--device", "cpu"]
     refused(capsys, "out is in use by process .* name another --out", *words, "--out", tmp_path / "out")
     words = ["--apply", place / "pair/field.nii.gz", "--moving", image(place, "b_0002")]
     refused(capsys, "out is in use by process .* name another --out", *words, "--out", tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"lock.json", ".lock"}
-    run_folder.unlock(tmp_path / "out", token)
+    run_lock.unlock(tmp_path / "out", token)
 
 
 def test_a_pair_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(place, tmp_path, capsys):
@@ -361,7 +359,7 @@ def test_labels_of_a_learn2reg_list(place):
 
 
 def test_without_a_model_by_refinement(place):
-    pytest.importorskip("Diffusion.refine")
+    pytest.importorskip("Inference.refine")
     words = [*pair_words(place), "--model", "none", "--refine", 6, "--out", place / "refined", "--set",
              "refine.levels=2", "--device", "cpu", "--no-picture"]
     assert OM_register.main([str(word) for word in words]) == 0
@@ -370,7 +368,7 @@ def test_without_a_model_by_refinement(place):
 
 
 def test_slices(tmp_path):
-    pytest.importorskip("Diffusion.refine")
+    pytest.importorskip("Inference.refine")
     for seed, name in enumerate(("f", "m")):
         subject = make_subject(seed, (40, 36), dims=2)
         write_volume(tmp_path / f"{name}.nii.gz", subject["image"], make_affine(signs=(-1, 1, 1)))

@@ -1,4 +1,4 @@
-"""Two grids and one field: the mathematics of Diffusion/registration.py against SimpleITK, ANTs and known answers."""
+"""Two grids and one field: the mathematics of Inference/registration.py against SimpleITK, ANTs and known answers."""
 import itertools
 import re
 import warnings
@@ -9,14 +9,13 @@ import SimpleITK as sitk
 import torch
 from scipy import ndimage
 
-from Dataloader.field_io import LPS, move_points, write_field
+from Dataloader.nifti import LPS, move_points, write_field, write_volume
 from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject, random_field
-from Dataloader.volume_io import write_volume
-from Diffusion import registration
-from Diffusion.pair_figures import SQUARES, box_figure, checkerboard_figure
-from Diffusion.refine import STEPS
-from Diffusion.registration import (
+from Inference import registration
+from Inference.pair_figures import SQUARES, box_figure, checkerboard_figure
+from Inference.refine import STEPS
+from Inference.registration import (
     apply_field,
     overlap_percent,
     register,
@@ -28,8 +27,8 @@ from OM_register import register as of_the_script
 from Runtime.errors import InputError
 from Runtime.report import figure_png
 from tests import tiny
-from tests.test_field_io import FIXED, smooth
-from tests.test_volume_io import OBLIQUE, make_affine, rotation
+from tests.test_nifti import OBLIQUE, make_affine, rotation
+from tests.test_fields_in_files import FIXED, smooth
 
 PLACES = list(itertools.product(range(len(FIXED)), repeat=2))
 apart_is_said_elsewhere = pytest.mark.filterwarnings("ignore:moving covers")
@@ -330,7 +329,7 @@ def test_a_field_on_one_grid_is_the_same_deformation_on_another():
 
 
 def test_refinement_alone_and_from_a_network():
-    pytest.importorskip("Diffusion.refine")
+    pytest.importorskip("Inference.refine")
     shape = (26, 22, 24)
     fixed, moving = ((make_subject(seed, shape)["image"], make_affine(spacing=(1, 1.1, 1.2))) for seed in (0, 1))
     alone = register(fixed, moving, refine=12)
@@ -340,7 +339,7 @@ def test_refinement_alone_and_from_a_network():
 
 
 def test_affine_alignment_begins_where_the_start_says():
-    pytest.importorskip("Diffusion.affine")
+    pytest.importorskip("Inference.affine")
     image = make_subject(0, (26, 30, 28))["image"]
     turned = make_affine(degrees=(0, 0, 8), origin=(40, -7, 3))
     for start in ("header", "centre"):

@@ -9,9 +9,9 @@ import pytest
 
 from tests.tiny import ROOT
 
-FOLDERS = ["", "Diffusion", "Dataloader", "Runtime", "Scripts"]
+FOLDERS = ["", "Runtime", "Dataloader", "Diffusion", "Inference", "Scripts", "Scripts/preflight", "Scripts/smoke"]
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
-PROGRAMS = [path for folder in [*FOLDERS, "Scripts/smoke", "tests", ".ci"] for path in (ROOT / folder).glob("*")
+PROGRAMS = [path for folder in [*FOLDERS, "tests", ".ci"] for path in (ROOT / folder).glob("*")
            if path.is_file() and path.read_bytes()[:19] == b"#!/usr/bin/env bash"]
 SCRIPTS = [*PROGRAMS, *(ROOT / "Config/cluster").glob("*")]
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
@@ -40,7 +40,7 @@ def test_what_has_hidden_errors_before_stays_out(pattern):
 def test_every_file_the_readme_points_to_exists():
     text = (ROOT / "README.md").read_text()
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
-    named = re.findall(r"`((?:Config|Diffusion|Dataloader|Runtime|Scripts|tests)/[\w./]+)`", text)
+    named = re.findall(r"`((?:Config|Inference|Diffusion|Dataloader|Runtime|Scripts|tests)/[\w./]+)`", text)
     assert links and named
     headings = ["#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
                 for heading in re.findall(r"^#+ (.*?)\s*$", text, re.M)]

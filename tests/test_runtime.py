@@ -74,7 +74,7 @@ sys.modules["fcntl"] = None
 import numpy as np
 import OM_augment, OM_evaluate, OM_register
 from Dataloader.synthetic import make_subject
-from Dataloader.volume_io import write_volume
+from Dataloader.nifti import write_volume
 for seed in (0, 1):
     write_volume(f"{seed}.nii.gz", make_subject(seed, (16, 18, 20))["image"], np.eye(4))
 sys.exit(OM_register.main("--fixed 0.nii.gz --moving 1.nii.gz --model none --refine 2 --device cpu --no-picture "

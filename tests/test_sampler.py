@@ -19,7 +19,7 @@ from Dataloader.sampler import (
     steps_left,
 )
 from Runtime.errors import InputError
-from Runtime.shares import can_share, new_step, shares, usable
+from Runtime.global_batch import can_share, new_step, shares, usable
 from tests.tiny import config
 
 VOLUMES = 20

@@ -22,7 +22,7 @@ LEAD = [{"start": 5.0, "epoch": 1.0, "forward": 30.0}, {"forward": 7.0}, {"forwa
 
 
 def command(*words):
-    return launching.run([sys.executable, "-m", "Runtime.report", "scaling", *words], cwd=ROOT, timeout=100)
+    return launching.run([sys.executable, "Scripts/scaling.py", *words], cwd=ROOT, timeout=100)
 
 
 class Log:

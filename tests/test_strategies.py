@@ -16,7 +16,7 @@ import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches
 from Diffusion.sharding import footprint, gather, gather_state
 from Runtime import attempts, checkpoint, launch
-from Scripts.progress import AVERAGES
+from Runtime.progress import AVERAGES
 from tests import launching, warm
 from tests.tiny import CONFIG, FAST_BF16, QUICK, ROOT, arguments, config, launcher_environment, log_lines, make_data
 

@@ -9,7 +9,7 @@ from scipy import ndimage
 
 from Dataloader import synthetic
 from Dataloader.datalist import read_datalist
-from Dataloader.volume_io import read_label, read_volume
+from Dataloader.nifti import read_label, read_volume
 from tests import launching
 
 ROOT = Path(__file__).resolve().parent.parent

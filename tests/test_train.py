@@ -17,12 +17,12 @@ import OM_prepare
 import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches, read_datasets
 from Diffusion.gradients import new_gradients
-from Diffusion.refine import refine
-from Diffusion.trained import load_model
+from Inference.load_model import load_model
+from Inference.refine import refine
 from Runtime import attempts, checkpoint
 from Runtime.device import precision
-from Runtime.shares import shares
-from Scripts.progress import AVERAGES
+from Runtime.global_batch import shares
+from Runtime.progress import AVERAGES
 from tests import launching, warm
 from tests.tiny import FAST_BF16, QUICK, ROOT, arguments, config, log_lines, make_data
 

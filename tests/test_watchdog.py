@@ -270,7 +270,7 @@ def test_phases_of_a_process_without_a_log_do_nothing(tmp_path):
 
 # A rank that has the folder's lock, says so, and goes through phases and events for ever.
 HOLDER = """
-from Runtime.folder import lock
+from Runtime.run_lock import lock
 watchdog.LOOK_S = 0.2
 lock(RUN, 60)
 print("holds", flush=True)

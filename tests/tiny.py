@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from Dataloader.nifti import write_volume
 from Dataloader.synthetic import write_dataset
-from Dataloader.volume_io import write_volume
 from Runtime.attempts import read_lines
 from Runtime.config import load_config
 

@@ -26,11 +26,11 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from Diffusion.draws import generator  # noqa: E402
 from Runtime import launch  # noqa: E402
 from Runtime.attempts import free_port  # noqa: E402
 from Runtime.device import backend, pick_device, prepare_device, synchronize  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
+from Runtime.keyed_random import generator  # noqa: E402
 from Scripts.smoke import results  # noqa: E402
 
 # Width h and number of blocks. No blocks: h -> 4h -> 4h -> h in float32; else bf16 and ZeRO-1.

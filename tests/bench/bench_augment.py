@@ -35,19 +35,20 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from Dataloader.augment import augment as common_augment  # noqa: E402
-from Dataloader.augment import random_affine  # noqa: E402
 from Dataloader.datalist import read_datalist  # noqa: E402
-from Dataloader.volume_io import intensity_range, read_label, read_volume, rescale, to_grid  # noqa: E402
-from Diffusion.augmentation import STRIDE, augment, measure, pick_target, subject_number  # noqa: E402
-from Diffusion.draws import generator, uniform  # noqa: E402
+from Dataloader.grids import intensity_range, rescale, to_grid  # noqa: E402
+from Dataloader.nifti import read_label, read_volume  # noqa: E402
+from Diffusion.batch_augment import augment as common_augment  # noqa: E402
+from Diffusion.batch_augment import random_affine  # noqa: E402
 from Diffusion.fields import affine_field, warp  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
-from Diffusion.trained import load_model  # noqa: E402
+from Inference.augmentation import STRIDE, augment, measure, pick_target, subject_number  # noqa: E402
+from Inference.load_model import load_model  # noqa: E402
 from OM_augment import read_start  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import autocast  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
+from Runtime.keyed_random import generator, uniform  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
 
 DATA = ROOT.parent / "shared/data/hippocampus"

@@ -32,10 +32,15 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from Dataloader.augment import as_float, augment  # noqa: E402
-from Dataloader.dataset import make_loader, read_ahead, read_datasets  # noqa: E402
+from Dataloader.dataset import (  # noqa: E402
+    as_float,  # noqa: E402
+    make_loader,
+    read_ahead,
+    read_datasets,
+)
+from Dataloader.grids import rescale  # noqa: E402
 from Dataloader.synthetic import make_subject, write_dataset  # noqa: E402
-from Dataloader.volume_io import rescale  # noqa: E402
+from Diffusion.batch_augment import augment  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.errors import PLANNED_RESTART  # noqa: E402

@@ -16,7 +16,7 @@ import torch
 from bench_registration import ROOT, SYN_CC, add_shared, ours, peer, prepare_pairs, publish, run_method  # and sys.path
 from peers import peers_python
 
-from Diffusion.trained import DEFAULTS
+from Inference.load_model import DEFAULTS
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
 

@@ -36,18 +36,12 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from Dataloader.volume_io import (  # noqa: E402
-    intensity_range,
-    read_header,
-    read_label,
-    read_volume,
-    rescale,
-    write_volume,
-)
+from Dataloader.grids import intensity_range, rescale  # noqa: E402
+from Dataloader.nifti import read_header, read_label, read_volume, write_volume  # noqa: E402
 from Diffusion.fields import across  # noqa: E402
 from Diffusion.metrics import average, dice, folding_percent, hd95  # noqa: E402
-from Diffusion.registration import apply_field, register, start_matrix  # noqa: E402
-from Diffusion.trained import find_checkpoint, load_model  # noqa: E402
+from Inference.load_model import find_checkpoint, load_model  # noqa: E402
+from Inference.registration import apply_field, register, start_matrix  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402

@@ -37,9 +37,9 @@ from Runtime.attempts import free_port, read_lines
 from Runtime.config import save_config
 from Runtime.device import describe, synchronize
 from Runtime.errors import PLANNED_RESTART
-from Runtime.folder import run_folder
+from Runtime.global_batch import shares
 from Runtime.report import text_table
-from Runtime.shares import shares
+from Runtime.run_lock import run_folder
 
 WARM_UP, AGREEMENTS, LATE_STEP = 5, 400, 20000
 SAVE_EVERY, SAVE_SHARE = 5, 50  # steps: measured so often, counted as one in so many

@@ -28,8 +28,8 @@ from Diffusion.diffuser import make_condition  # noqa: E402
 from Diffusion.gradients import new_gradients  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, synchronize  # noqa: E402
+from Runtime.global_batch import shares  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
-from Runtime.shares import shares  # noqa: E402
 
 WARM_UP = 5
 

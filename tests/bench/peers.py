@@ -27,7 +27,7 @@ from scipy import ndimage
 ROOT, FILES = Path(__file__).resolve().parent.parent.parent, ("fixed", "moving", "moving_label")
 sys.path.insert(0, str(ROOT))
 
-from Dataloader.field_io import read_field  # noqa: E402
+from Dataloader.nifti import read_field  # noqa: E402
 from Runtime.errors import InputError  # noqa: E402
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from tqdm import tqdm  # noqa: E402
 
 from Runtime.attempts import read_lines  # noqa: E402
-from Scripts.goodput import account, goodput, table  # noqa: E402
+from Runtime.goodput import account, goodput, table  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     ends,
     family,

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
-from Scripts.goodput import account, goodput, goodput_at, table  # noqa: E402
+from Runtime.goodput import account, goodput, goodput_at, table  # noqa: E402
 from tests.faults.common import ends, launch, new_folder, run_of, wait  # noqa: E402
 from tests.tiny import make_data  # noqa: E402
 

@@ -10,7 +10,7 @@ import pytest
 
 from Runtime.errors import InputError
 from Runtime.files import is_passing, patiently
-from Runtime.folder import lock
+from Runtime.run_lock import lock
 from tests.slurm.cluster import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from Scripts.preflight_checks import node_local
+from Scripts.preflight.checks import node_local
 from tests.tiny import ROOT, arguments
 
 pytestmark = pytest.mark.slurm
@@ -23,8 +23,8 @@ MASTER_PORT=$("$PYTHON" -c 'from Runtime.attempts import free_port; print(free_p
 export NODES TASKS_PER_NODE MASTER_PORT
 timeout --kill-after=5 "$PREFLIGHT_SECONDS" srun --kill-on-bad-exit=0 --export=ALL bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-    exec "$TASK_PYTHON" Scripts/preflight.py --task "$@"' task "$@" \
-    | "$PYTHON" Scripts/preflight.py --collect "$@"
+    exec "$TASK_PYTHON" Scripts/preflight/preflight.py --task "$@"' task "$@" \
+    | "$PYTHON" Scripts/preflight/preflight.py --collect "$@"
 """
 HEALTHY = {"n1": 2, "n2": 2}
 

@@ -13,7 +13,7 @@ import pytest
 from Runtime.attempts import read_lines
 from Runtime.checkpoint import newest
 from Runtime.errors import InputError
-from Runtime.folder import lock
+from Runtime.run_lock import lock
 from tests.faults.common import SCALED, ends, final_weights, launch, run_of, steps_done, until, wait
 from tests.tiny import ROOT, arguments, launcher_environment, make_data
 
@@ -198,7 +198,7 @@ def test_scancel_leaves_a_folder_that_the_next_job_continues(slurm, checkout, pl
 
 def test_a_lock_is_worth_as_much_as_its_job(slurm, tmp_path, monkeypatch):
     """A holder on a node that is gone cannot be asked, but Slurm can."""
-    take = f"from pathlib import Path; from Runtime.folder import lock; lock(Path('{tmp_path}'), 10 ** 6)"
+    take = f"from pathlib import Path; from Runtime.run_lock import lock; lock(Path('{tmp_path}'), 10 ** 6)"
     command = ["sbatch", "--parsable", "--output=/dev/null", f"--chdir={ROOT}", "--wrap",
                f'{sys.executable} -c "{take}"; exec sleep 300']
     job = subprocess.run(command, env=slurm, capture_output=True, text=True, check=True).stdout.strip()

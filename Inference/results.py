@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from Diffusion.pair_figures import COLUMNS, means
+from Inference.pair_figures import COLUMNS, means
 from Runtime.files import sha256, write_file
 
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",

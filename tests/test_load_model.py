@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from Diffusion.networks import build_network
-from Diffusion.trained import find_checkpoint, load_model
+from Inference.load_model import find_checkpoint, load_model
 from Runtime import checkpoint
 from Runtime.errors import InputError
 from tests.tiny import config

@@ -7,7 +7,7 @@ import pytest
 import SimpleITK as sitk
 import torch
 
-from Dataloader.field_io import (
+from Dataloader.nifti import (
     move_points,
     read_field,
     read_points,
@@ -15,12 +15,12 @@ from Dataloader.field_io import (
     to_voxels,
     write_field,
     write_field_learn2reg,
+    write_volume,
 )
 from Dataloader.synthetic import random_field
-from Dataloader.volume_io import write_volume
 from Diffusion.fields import across, warp
 from Runtime.errors import InputError
-from tests.test_volume_io import OBLIQUE, blob, make_affine
+from tests.test_nifti import OBLIQUE, blob, make_affine
 
 FIXED = [((20, 26, 31), make_affine()), ((22, 30, 18), make_affine(signs=(-1, -1, 1), spacing=(1.3, 0.8, 2.0))),
          ((24, 18, 29), OBLIQUE), ((31, 18, 24), make_affine((1, 2, 0), (1, -1, 1), (1.5, 1, 0.7), (10, 20, -5)))]

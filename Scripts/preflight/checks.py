@@ -4,7 +4,7 @@ A check gets `context`, a dict: cfg, rank, local_rank, world, node, nodes, tasks
 (the environment), served (of `serve`), ends (its deadline, by time.monotonic) and found (the results so far); and `at`,
 to say where it is, or what holds if it is `late`. It returns `passed`, `failed` or `skipped`, with facts for the
 collector to compare.
-Scripts/preflight.py runs each in a process of its own, which it kills at the deadline.
+Scripts/preflight/preflight.py runs each in a process of its own, which it kills at the deadline.
 """
 import contextlib
 import datetime
@@ -25,17 +25,17 @@ import torch.distributed as dist
 from Dataloader.staging import expanded
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
+from Diffusion.host_memory import activation_bytes, held_bytes, host_room, memory_estimate, staged_bytes
 from Diffusion.networks import build_network, network_class
 from Runtime import launch, memory
 from Runtime.device import autocast, backend, pick_device, precision, prepare_device, synchronize
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
+from Runtime.global_batch import new_step, usable
 from Runtime.provenance import SETTINGS, git
-from Runtime.shares import new_step, usable
-from Scripts.memory_estimate import activation_bytes, held_bytes, host_room, memory_estimate, staged_bytes
 
 GIB = 2 ** 30
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KEPT_COUNTS = 20  # of activations, by config and code
 OPEN_FILES = 4096  # sockets of all ranks, shared-memory files of all loader workers
 # These name a node's or a rank's own devices, network cards and caches, and may differ.
@@ -244,8 +244,7 @@ def shared_count(context, at):
 def counted_activations(context, at):
     """Bytes of a step's activations on a CPU, from `<run.logs>/preflight_activations.json` where they stand already."""
     cfg, path, known = context["cfg"], Path(context["cfg"]["run.logs"]) / "preflight_activations.json", {}
-    sources = [*(ROOT / "Diffusion").glob("*.py"), *(ROOT / name for name in (
-        "OM_train_3modes.py", "Scripts/dry_run.py", "Scripts/memory_estimate.py"))]
+    sources = [ROOT / "OM_train_3modes.py", *(ROOT / "Diffusion").glob("*.py")]
     amp = precision(cfg["run.amp"], torch.device("cpu"))
     what = [cfg, amp, str(torch.__version__), sharing_ranks(context), [sha256(source) for source in sorted(sources)]]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
@@ -253,7 +252,10 @@ def counted_activations(context, at):
         known = json.loads(path.read_text())
     if key not in known:
         at("counting activations")
-        known = dict([*known.items(), (key, activation_bytes(cfg, sharing_ranks(context)))][-KEPT_COUNTS:])
+        import OM_train_3modes as training  # here, because a preflight without a CPU training needs none of it
+        count = activation_bytes(cfg, sharing_ranks(context), training.step_diffusion, training.step_contrastive,
+                                 training.step_registration)
+        known = dict([*known.items(), (key, count)][-KEPT_COUNTS:])
         with contextlib.suppress(OSError):  # a full disk is the folder check's to tell
             write_file(path, json.dumps(known, indent=1) + "\n")
     return known[key]

@@ -15,9 +15,7 @@ import pytest
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
 from Dataloader.staging import release, stage
-from Runtime.attempts import free_port
-from Runtime.shares import shares
-from Scripts.memory_estimate import (
+from Diffusion.host_memory import (
     LOCAL_MATCH,
     PEAK,
     RECOMPUTED,
@@ -28,7 +26,10 @@ from Scripts.memory_estimate import (
     memory_estimate,
     staged_bytes,
 )
-from Scripts.preflight_checks import check_memory, short_of_shared_memory
+from OM_train_3modes import step_contrastive, step_diffusion, step_registration
+from Runtime.attempts import free_port
+from Runtime.global_batch import shares
+from Scripts.preflight.checks import check_memory, short_of_shared_memory
 from tests import launching
 from tests.tiny import ROOT, arguments, config, launcher_environment, make_data
 
@@ -99,19 +100,23 @@ def test_a_cpu_also_trains_on_the_host(tmp_path):
         assert copies(cfg, world, shares(cfg, world)) == expected, (strategy, world, batch)
 
 
+def counted_bytes(cfg):
+    return activation_bytes(cfg, 1, step_diffusion, step_contrastive, step_registration)
+
+
 def test_activations_are_those_of_the_largest_mode(tmp_path):
     once = {"model__rec_num": 1}  # each pass is as large as the other, and half as many are counted faster
     half = {"run__amp": "bf16", **once}
-    small, large = (activation_bytes(config(tmp_path, data__img_size=size, **half), 1) for size in (16, 32))
+    small, large = (counted_bytes(config(tmp_path, data__img_size=size, **half)) for size in (16, 32))
     assert 16 ** 3 * 100 < small < 16 ** 3 * 10000 and 7 < large / small < 9
-    twice = activation_bytes(config(tmp_path, data__batchsize=4, **half), 1)
+    twice = counted_bytes(config(tmp_path, data__batchsize=4, **half))
     assert 1.9 < twice / small < 2.1
-    exact = activation_bytes(config(tmp_path, run__amp="off", **once), 1)
+    exact = counted_bytes(config(tmp_path, run__amp="off", **once))
     kept = exact / PEAK["off"] / LOCAL_MATCH
     assert 1.2 < kept / (small / PEAK["bf16"]) < 2, "float32 for some of what was bfloat16"
-    plain = activation_bytes(config(tmp_path, run__amp="off", model__local_match=False, **once), 1)
+    plain = counted_bytes(config(tmp_path, run__amp="off", model__local_match=False, **once))
     assert plain / PEAK["off"] < kept
-    again = activation_bytes(config(tmp_path, model__use_checkpoint=True, **half), 1)
+    again = counted_bytes(config(tmp_path, model__use_checkpoint=True, **half))
     assert again / RECOMPUTED < 0.8 * small
 
 
@@ -189,7 +194,7 @@ def estimated(words, ranks):
     environment = launcher_environment(ranks, NODES=socket.gethostname(), TASKS_PER_NODE=str(ranks),
                                        WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     tasks = """for ((rank = 0; rank < RANKS; rank++)); do
-        RANK=$rank LOCAL_RANK=$rank "$PYTHON" Scripts/preflight.py --task "$@" & done; wait"""
+        RANK=$rank LOCAL_RANK=$rank "$PYTHON" Scripts/preflight/preflight.py --task "$@" & done; wait"""
     printed = launching.run(["bash", "-c", tasks, "tasks", *words], env=environment, cwd=ROOT, timeout=60,
                             check=True).stdout
     found = next(line for line in map(json.loads, printed.splitlines()) if line.get("check") == "memory")

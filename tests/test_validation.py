@@ -2,10 +2,10 @@
 import pytest
 import torch
 
-from Diffusion.evaluation import align, best_field, retrieval
 from Diffusion.fields import compose, flow, identity, warp
 from Diffusion.metrics import folding_percent
 from Diffusion.networks import build_network
+from Diffusion.validation import align, best_field, retrieval
 from Runtime.config import load_config
 from tests.tiny import ROOT
 

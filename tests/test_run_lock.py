@@ -11,7 +11,7 @@ import pytest
 
 from Runtime.errors import InputError
 from Runtime.files import is_passing, patiently
-from Runtime.folder import CLAIM_S, TakenOver, assert_held, lock, run_folder, touch, unlock
+from Runtime.run_lock import CLAIM_S, TakenOver, assert_held, lock, run_folder, touch, unlock
 from tests import launching
 from tests.tiny import ROOT
 
@@ -19,7 +19,7 @@ HOLD = """
 import errno, fcntl, sys, time
 from pathlib import Path
 from Runtime.errors import InputError
-from Runtime.folder import lock
+from Runtime.run_lock import lock
 run = Path(sys.argv[1])
 if sys.argv[2] == "no locks":  # as a Lustre file system mounted without them answers
     def flock(*_):

@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
+from Runtime.global_batch import new_step, usable
 from Runtime.report import text_table
-from Runtime.shares import new_step, usable
-from Scripts.preflight_checks import CHECKS, OF_THE_NODE, skipped
+from Scripts.preflight.checks import CHECKS, OF_THE_NODE, skipped
 
 GO_ON = 75  # without the nodes in EXCLUDED
 AGAIN = 76  # look once more: what failed may have been a stall

@@ -6,8 +6,8 @@ import sys
 
 from tqdm import tqdm
 
-from Runtime.board import add_scalar
 from Runtime.errors import InputError
+from Runtime.writer import add_scalar
 
 AVERAGES = ["total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "imgmse", "ddf"]
 # What the sums and the lines of the log have beside the terms: no names for a term.
@@ -64,7 +64,7 @@ def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds
 
 
 def show_epoch(curves, entry, progress, cfg, seconds):
-    """An epoch's averages and scores: a line in the log, and each of them as a curve (Runtime/board.py)."""
+    """An epoch's averages and scores: a line in the log, and each of them as a curve (Runtime/writer.py)."""
     tqdm.write(f"epoch {progress['epoch'] + 1}: " + " ".join(f"{name} {show(value)}" for name, value in entry.items())
                + f" (gate {cfg['registration.gate']}, {seconds:.0f} s)")
     for name, value in entry.items():

@@ -15,44 +15,44 @@ from Runtime.files import append_bytes
 WAITING = 64 * 2 ** 20  # bytes that wait for room on a full disk; beyond that the oldest are given up
 
 
-def new_board(folder, step):
+def new_writer(folder, step):
     """A new event file in `folder` that replaces what earlier launches showed from `step` on."""
     name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-    board = {"path": Path(folder) / name, "waiting": [], "told": False}
-    _add(board, file_version="brain.Event:2")
-    _add(board, step=step, session_log=SessionLog(status=SessionLog.START))
-    return board
+    writer = {"path": Path(folder) / name, "waiting": [], "told": False}
+    _add(writer, file_version="brain.Event:2")
+    _add(writer, step=step, session_log=SessionLog(status=SessionLog.START))
+    return writer
 
 
-def add_scalar(board, tag, value, step):
-    _add(board, step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]))
+def add_scalar(writer, tag, value, step):
+    _add(writer, step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]))
 
 
-def add_figure(board, tag, figure, step):
+def add_figure(writer, tag, figure, step):
     """A picture of a matplotlib figure."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     width, height = (int(side) for side in figure.get_size_inches() * figure.dpi)
     image = Summary.Image(encoded_image_string=picture.getvalue(), width=width, height=height, colorspace=3)
-    _add(board, step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))
+    _add(writer, step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))
 
 
-def flush(board):
+def flush(writer):
     """Write what waits. Where that fails, one line says so, and it is tried again at the next flush."""
     try:
-        append_bytes(board["path"], b"".join(board["waiting"]))
+        append_bytes(writer["path"], b"".join(writer["waiting"]))
     except OSError as error:
-        if not board["told"]:
-            print(f"TensorBoard: {board['path']} cannot be written ({error.strerror or error}): the curves wait, the "
+        if not writer["told"]:
+            print(f"TensorBoard: {writer['path']} cannot be written ({error.strerror or error}): the curves wait, the "
                   "training goes on", file=sys.stderr, flush=True)
-        board["told"] = True
-        while sum(map(len, board["waiting"])) > WAITING:
-            board["waiting"].pop(0)
+        writer["told"] = True
+        while sum(map(len, writer["waiting"])) > WAITING:
+            writer["waiting"].pop(0)
     else:
-        board.update(waiting=[], told=False)
+        writer.update(waiting=[], told=False)
 
 
-def _add(board, **content):
+def _add(writer, **content):
     framed = io.BytesIO()
     RecordWriter(framed).write(Event(wall_time=time.time(), **content).SerializeToString())
-    board["waiting"].append(framed.getvalue())
+    writer["waiting"].append(framed.getvalue())

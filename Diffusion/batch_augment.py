@@ -4,10 +4,9 @@ import math
 
 import torch
 
-from Diffusion.draws import hashed, uniform
+from Dataloader.dataset import as_float
 from Diffusion.fields import affine_field, warp
-
-PIECE = 2 ** 18  # voxels: 1 MiB of float32 stays in a processor's cache from one operation to the next
+from Runtime.keyed_random import hashed, uniform
 
 
 def random_affine(keys, dims, size, cfg):
@@ -84,18 +83,6 @@ def _recolour(images, keys, cfg):
     if cfg["augment.noise"]:
         for image, key in zip(images, keys):
             image[0].add_(noise(key, "noise", image.shape[1:], images.device), alpha=cfg["augment.noise"])
-
-
-def as_float(images):
-    """Images as they are stored (uint8 0 .. 255, or 0.0 .. 1.0) as float32 in [0, 1], on their device."""
-    if images.dtype != torch.uint8:
-        return images.float()
-    if images.device.type != "cpu":
-        return images.float().mul_(1 / 255)
-    found = torch.empty(images.shape)
-    for values, stored in zip(found.view(-1).split(PIECE), images.reshape(-1).split(PIECE)):
-        values.copy_(stored).mul_(1 / 255)
-    return found
 
 
 def augment(images, keys, cfg):

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from Dataloader.augment import _quantiles, augment, noise, random_affine
-from Diffusion.draws import uniform
+from Diffusion.batch_augment import _quantiles, augment, noise, random_affine
 from Diffusion.fields import affine_field, warp
+from Runtime.keyed_random import uniform
 from tests.tiny import config
 
 KEYS = [(0, 3, position) for position in range(4)]

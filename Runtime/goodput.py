@@ -1,8 +1,14 @@
-"""Where the wall time of a run went, from its attempts and the log of rank 0: `python -m Runtime.attempts <run>`."""
+"""Where the wall time of a run went, from its attempts and the log of rank 0.
+
+    python -m Runtime.goodput Models/<run> [--epoch-minutes M]       table: useful, replayed, lost, by kind and by cause
+"""
+import argparse
 import collections
+import sys
+from pathlib import Path
 
 from Runtime.attempts import history, read_lines
-from Runtime.errors import InputError
+from Runtime.errors import DONE, STOP, InputError
 from Runtime.report import text_table
 
 STEP = ("deform", "embeddings", "forward", "accumulate", "agree", "backward", "optimizer", "between steps")
@@ -77,3 +83,22 @@ def table(run, minutes=0.0):
         text += (f"; with the same losses in each of {epochs} epochs of {minutes:g} min: "
                  f"{100 * goodput_at(kinds, causes, epochs, minutes):.2f} %")
     return text
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m Runtime.goodput", description="Where the wall time of a run went: "
+                                     "useful steps, replayed steps, detection, restart, by cause.")
+    parser.add_argument("run", type=Path, help="folder of the run, Models/<data>_<net>")
+    parser.add_argument("--epoch-minutes", type=float, default=0.0, metavar="M",
+                        help="also: goodput if the same losses met epochs of M minutes")
+    args = parser.parse_args(argv)
+    try:
+        print(table(args.run, args.epoch_minutes))
+        return DONE
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,7 +11,7 @@ from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
 from Diffusion.networks import network_class
 from Runtime.errors import DONE, InputError
-from Runtime.shares import shares
+from Runtime.global_batch import shares
 
 
 def count_costs(loss_function, network):

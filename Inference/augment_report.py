@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 
 from Dataloader.datalist import SUFFIXES
-from Dataloader.field_io import read_field
-from Dataloader.volume_io import intensity_range, read_label, read_volume, rescale
+from Dataloader.grids import intensity_range, rescale
+from Dataloader.nifti import read_field, read_label, read_volume
 from Diffusion.figures import gallery_figure
 from Runtime.report import cards_html, figure_html, table_html, text_table, write_page
 

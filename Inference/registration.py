@@ -18,24 +18,17 @@ import numpy as np
 import torch
 from scipy import ndimage
 
+from Dataloader.grids import SMOOTH_ABOVE, SMOOTH_SIGMA, foreground_box, rescale, to_canonical, to_grid
+from Dataloader.nifti import open_nifti, read_volume
 from Dataloader.prepare import intensity_limits
-from Dataloader.volume_io import (
-    SMOOTH_ABOVE,
-    SMOOTH_SIGMA,
-    foreground_box,
-    open_nifti,
-    read_volume,
-    rescale,
-    to_canonical,
-    to_grid,
-)
-from Diffusion.evaluation import best_field
 from Diffusion.fields import across, warp
 from Diffusion.losses import mslncc
 from Diffusion.metrics import folding_percent, sdlogj
-from Diffusion.refine import STEPS
-from Diffusion.refine import refine as optimise
-from Diffusion.trained import default_config, load_model
+from Diffusion.validation import best_field
+from Inference.affine import align_affine, weighted_correlation
+from Inference.load_model import default_config, load_model
+from Inference.refine import STEPS
+from Inference.refine import refine as optimise
 from Runtime.device import synchronize
 from Runtime.errors import InputError
 
@@ -148,7 +141,6 @@ def better_start(fixed, fixed_affine, moving, moving_affine, work, work_affine):
     moving: in 0..1. work: the fixed volume on the working grid. Compared where both fields of view are: two crops of
     one volume have other centres and belong as their headers say.
     """
-    from Diffusion.affine import weighted_correlation
     similarity = {}
     for start in STARTS[1:]:
         matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
@@ -321,7 +313,6 @@ def _inverse(u, matrix, work_affine, moving_shape, moving_affine, name, said):
 
 def _aligned(fixed, fixed_affine, moving, moving_affine, matrix, kind):
     """T by an affine alignment that begins at `matrix`."""
-    from Diffusion.affine import align_affine
     return matrix @ align_affine(fixed, fixed_affine, moving, np.linalg.inv(matrix) @ moving_affine, kind)
 
 

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import torch
 
-from Dataloader.volume_io import foreground_box, rescale, to_canonical, to_grid
+from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
 from Diffusion.fields import across, warp
 from Diffusion.losses import box_mean
 from Runtime.errors import InputError

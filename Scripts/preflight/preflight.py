@@ -1,11 +1,11 @@
 """Has every task of this allocation what the training needs? Found out in a minute, before any data is touched.
 
-    srun ... python Scripts/preflight.py --task --config C | python Scripts/preflight.py --collect --config C
+    P=Scripts/preflight/preflight.py; srun ... python $P --task --config C | python $P --collect --config C
 
 bash_train_multi_nodes.sh does this. Both sides take the arguments of the training and read NODES ("n1 n2"),
 TASKS_PER_NODE and PREFLIGHT_SECONDS (for all of it, default 45); tasks also RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT. A task prints one JSON line for each check and always ends with 0. The collector prints a table on standard
-error (Scripts/preflight_collect.py) and EXCLUDED='n2 n3' on standard output; it ends with 0 (passed), 43 (stop), 75 (go
+error (Scripts/preflight/collect.py) and EXCLUDED='n2 n3' on standard output; it ends with 0 (passed), 43 (stop), 75 (go
 on without the excluded nodes) or, with --may-repeat, 76 (what failed may pass: look once more before that is believed).
 """
 import argparse
@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from Runtime.config import load_config  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
@@ -65,7 +65,7 @@ def run_task(args):
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # an address that does not answer is said in the table
     try:
         cfg = load_config(args.config, args.overrides)
-        from Scripts import preflight_checks  # here, because torch takes its time, and this rank has arrived already
+        from Scripts.preflight import checks  # here, because torch takes its time, and this rank has arrived already
     except InputError as error:
         return say("code", {"ok": False, "said": str(error), "do": "the config has to be the same on every node"})
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -74,7 +74,7 @@ def run_task(args):
     context = {"cfg": cfg, "rank": rank, "local_rank": local_rank, "world": world, "node": node, "nodes": nodes,
                "tasks": tasks, "allow_tmp": args.allow_tmp, "variables": variables, "began": began, "found": {},
                "served": None}
-    run_checks(preflight_checks, context, limit, say)
+    run_checks(checks, context, limit, say)
 
 
 def run_checks(checks, context, limit, say):
@@ -166,7 +166,7 @@ def main(argv=None):
     sys.stdin.reconfigure(errors="replace")
     try:
         cfg = load_config(args.config, args.overrides)
-        from Scripts.preflight_collect import collect  # here, because torch takes its time
+        from Scripts.preflight.collect import collect  # here, because torch takes its time
         return collect(sys.stdin, cfg, *place(), began, args.may_repeat)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

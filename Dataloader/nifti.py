@@ -1,7 +1,11 @@
-"""NIfTI volumes in and out, and the one interpolation that brings a volume onto the training grid.
+"""NIfTI files in and out: images, label maps, and deformation fields as ITK, ANTs, Slicer and Learn2Reg read them.
 
 The nibabel array is used untransposed: D, H, W are its i, j, k (2D: H, W are i, j). Affines are 4x4 float64,
 voxel to world in millimetres, RAS, in 2D too: of a file in other units they are converted, as ITK does.
+
+A field is (N, *spatial) on the fixed grid, displacement in voxels, channel 0 along the first axis of the array: a voxel
+x of the fixed volume shows what is at A_moving^-1 A_fixed (x + field(x)) in the moving one. ITK converts the grid of a
+file whose header names another unit of length, but not its vectors: they are millimetres in every file.
 """
 import gzip
 import math
@@ -10,7 +14,6 @@ from pathlib import Path
 
 import nibabel
 import numpy as np
-from nibabel import orientations
 from scipy import ndimage
 
 from Runtime.errors import InputError
@@ -18,14 +21,17 @@ from Runtime.files import write_file
 
 READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError,
                nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError, gzip.BadGzipFile)
-SMOOTH_ABOVE = 1.5
-SMOOTH_SIGMA = 0.4
 MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes of metre and micrometre; ITK takes all others for millimetres
 MOST_BYTES = 16 * 2 ** 30  # of a compressed file's voxels: a damaged or foreign header must not take all memory
 CHUNK = 8 * 2 ** 20
 MOST_AFTER = 64 * 2 ** 20  # bytes after the last voxel, which are read to see the checksum, and not kept
-SAME_GRID = 0.1  # voxels by which the corners of what is called the same grid may lie apart
+VECTOR = 1007  # NIfTI's intent of a vector per voxel, which ITK and ANTs write for displacement fields
+LPS = np.array([-1.0, -1.0, 1.0])  # ITK's world has its first two axes the other way round
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images and label maps
+# ---------------------------------------------------------------------------------------------------------------------
 
 def read_volume(path, dims=3):
     """Read one image.
@@ -152,117 +158,6 @@ def _write_nifti(file, image, compressed):
         image.to_stream(stream)
 
 
-def intensity_range(array, low=0.5, high=99.5):
-    """The two intensities of an array that become 0 and 1: its percentiles.
-
-    low, high: percent. Where both percentiles coincide (a sparse volume) they are minimum and maximum instead.
-    Returns: two floats; equal for a constant array.
-    """
-    bottom, top = np.percentile(array, [low, high])
-    return (float(bottom), float(top)) if top > bottom else (float(array.min()), float(array.max()))
-
-
-def rescale(array, bottom, top):
-    """Intensities as 0 .. 1 between two of them, clipped; 0 everywhere where they are equal. Returns float32."""
-    if top <= bottom:
-        return np.zeros(array.shape, np.float32)
-    return np.clip((array.astype(np.float64) - bottom) / (top - bottom), 0, 1).astype(np.float32)
-
-
-def to_canonical(array, affine):
-    """Flip and permute axes to the orientation closest to RAS; every voxel keeps its world position.
-
-    array: (D, H, W), or (H, W), where only those two axes are exchanged or flipped and the third column of the
-    affine stays. affine: 4x4.
-    Returns: array, C-contiguous; affine 4x4.
-    """
-    ornt = orientations.io_orientation(affine)[:array.ndim]
-    # A 2D slice may lie in any world plane: only the order of its two world axes counts.
-    ornt[:, 0] = np.argsort(np.argsort(ornt[:, 0]))
-    change = orientations.inv_ornt_aff(ornt, array.shape)
-    new_affine = np.asarray(affine, np.float64) @ _embed(change[:-1, :-1], change[:-1, -1])
-    return np.ascontiguousarray(orientations.apply_orientation(array, ornt)), new_affine
-
-
-def corners_apart(shape, affine, other):
-    """How far the corners of a grid lie apart under two affines, at most, in voxels. shape: D, H, W or H, W."""
-    corners = np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
-                        for index in np.ndindex(*[2] * len(shape))], np.float64).T
-    return float(np.abs(np.linalg.inv(affine) @ other @ corners - corners)[:len(shape)].max())
-
-
-def foreground_box(inside):
-    """The smallest box around the True voxels of an array: first and past-the-end index of each axis, (2, dims) ints.
-
-    Where nothing is True it is the whole array.
-    """
-    if not inside.any():
-        return np.array([[0] * inside.ndim, inside.shape])
-    spans = [np.flatnonzero(inside.any(tuple(a for a in range(inside.ndim) if a != axis)))
-             for axis in range(inside.ndim)]
-    return np.array([[span[0] for span in spans], [span[-1] + 1 for span in spans]])
-
-
-def grid_transform(shape, affine, size, spacing_mm, box=None):
-    """Place an isotropic grid centred on a canonical volume, or on a box in it.
-
-    shape: of the canonical array, D, H, W or H, W. affine: 4x4. size: target shape, an int or one per axis.
-    spacing_mm: target voxel side in millimetres; 0: the smallest at which the whole field of view fits in `size`.
-    box: from `foreground_box`, what is to be centred and to fit instead of the field of view. What is around it and
-    within the grid stays.
-    Returns: scale (dims,), offset (dims,), with index_in = scale * index_out + offset; new_affine 4x4.
-    An axis whose scale is 1 within 1e-4 gets exactly 1 and a whole offset, so that it is copied, not interpolated.
-    """
-    dims = len(shape)
-    first, stop = np.asarray([[0] * dims, shape] if box is None else box, np.float64)
-    size = np.broadcast_to(np.asarray(size, np.float64), (dims,))
-    voxel_mm = np.linalg.norm(affine[:3, :dims], axis=0)
-    target_mm = spacing_mm or np.max((stop - first) * voxel_mm / size)
-    scale = target_mm / voxel_mm
-    copied = np.abs(scale - 1) < 1e-4
-    scale = np.where(copied, 1.0, scale)
-    offset = (first + stop - 1) / 2 - scale * (size - 1) / 2
-    # A shape difference that is odd would put the centre half a voxel off and blur every voxel.
-    offset = np.where(copied, np.floor(offset), offset)
-    return scale, offset, np.asarray(affine, np.float64) @ _embed(np.diag(scale), offset)
-
-
-def to_grid(array, affine, size, spacing_mm, order=1, box=None):
-    """Bring a volume to canonical orientation and onto the grid of `grid_transform`, interpolating at most once.
-
-    array: (D, H, W) or (H, W). affine: 4x4. size: int or one per axis. spacing_mm: millimetres, 0 fits the volume.
-    box: in the canonical array, see `grid_transform`.
-    order: 1 for images (float32 out; smoothed first along axes that shrink by more than 1.5), 0 for labels (dtype
-    kept). Outside the volume: 0.
-    Returns: array of shape `size`; its affine 4x4. Where only a crop or padding is needed the values are exact copies.
-    """
-    array, affine = to_canonical(array, affine)
-    scale, offset, new_affine = grid_transform(array.shape, affine, size, spacing_mm, box)
-    size = tuple(np.broadcast_to(size, (array.ndim,)).tolist())
-    array = array.astype(np.float32 if order else array.dtype, copy=False)
-    if np.all(np.abs(scale - 1) < 1e-4) and np.all(np.abs(offset - np.round(offset)) < 1e-3):
-        return _crop_or_pad(array, np.round(offset).astype(int), size), new_affine
-    sigma = np.where(scale > SMOOTH_ABOVE, SMOOTH_SIGMA * scale, 0)
-    if order and sigma.any():
-        array = ndimage.gaussian_filter(array, sigma, mode="nearest")
-    # grid-constant: plain "constant" drops the outer half voxel, and a border plane met with rounding error.
-    array = ndimage.affine_transform(array, scale, offset, size, order=order, mode="grid-constant", cval=0)
-    return array, new_affine
-
-
-def from_grid(array, grid_affine, shape, affine, order=1):
-    """Bring a volume on a grid of `to_grid` back to the grid of its file, orientation included.
-
-    array: (D, H, W) or (H, W) on the grid. grid_affine: of the grid. shape, affine: of the file. order: 1 for images
-    (float32 out), 0 for labels (dtype kept). Returns: array of `shape`; 0 where the grid does not reach.
-    """
-    dims = array.ndim
-    change = np.linalg.inv(grid_affine) @ np.asarray(affine, np.float64)
-    array = array.astype(np.float32 if order else array.dtype, copy=False)
-    return ndimage.affine_transform(array, change[:dims, :dims], change[:dims, 3], tuple(shape), order=order,
-                                    mode="grid-constant", cval=0)
-
-
 def _nifti_suffix(path):
     return next((suffix for suffix in (".nii.gz", ".nii") if path.name.endswith(suffix)), "")
 
@@ -339,21 +234,92 @@ def _squeezed_shape(path, shape, dims):
     return kept
 
 
-def _embed(matrix, offset):
-    """4x4 of a (dims, dims) matrix and a (dims,) offset; axes beyond `dims` stay."""
-    dims = len(offset)
-    full = np.eye(4)
-    full[:dims, :dims] = matrix
-    full[:dims, 3] = offset
-    return full
+# ---------------------------------------------------------------------------------------------------------------------
+# Deformation fields and points
+# ---------------------------------------------------------------------------------------------------------------------
+
+def to_mm(field, affine):
+    """A field in voxels as displacement in millimetres of the RAS world: (3, *spatial), also for 2D fields."""
+    return np.einsum("ij,j...->i...", np.asarray(affine, np.float64)[:3, :len(field)], np.asarray(field, np.float64))
 
 
-def _crop_or_pad(array, offset, size):
-    """Copy with out[i] = array[i + offset], 0 outside."""
-    out = np.zeros(size, array.dtype)
-    first = np.maximum(0, -offset)
-    stop = np.minimum(size, np.array(array.shape) - offset)
-    if np.all(stop > first):
-        inside = tuple(slice(a, b) for a, b in zip(first, stop))
-        out[inside] = array[tuple(slice(a, b) for a, b in zip(first + offset, stop + offset))]
-    return out
+def to_voxels(field_mm, affine):
+    """The inverse of `to_mm`, for (3, *spatial). Of a 2D field what leads out of its plane is lost."""
+    dims = field_mm.ndim - 1
+    inverse = np.linalg.inv(np.asarray(affine, np.float64)[:3, :3])[:dims]
+    return np.einsum("ij,j...->i...", inverse, np.asarray(field_mm, np.float64)).astype(np.float32)
+
+
+def write_field(path, field, affine, header=None):
+    """Write a field as ITK, ANTs and Slicer read it: (X, Y, Z, 1, 3) float32, millimetres, LPS, intent 1007.
+
+    field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine, header: of the fixed volume; the
+    descriptive fields of the header are kept.
+    """
+    vectors = to_mm(field, affine) * LPS.reshape(3, *[1] * (len(field)))
+    vectors = vectors.reshape(3, *field.shape[1:], *[1] * (3 - len(field)))
+    header = nibabel.Nifti1Header() if header is None else nibabel.Nifti1Header.from_header(header)
+    header.set_intent(VECTOR)
+    write_volume(path, np.moveaxis(vectors, 0, -1)[..., None, :].astype(np.float32), affine, header)
+
+
+def write_field_learn2reg(path, field, affine):
+    """Write a field as Learn2Reg scores it: (X, Y, Z, 3) float32 in voxels, file name disp_<fixed>_<moving>.nii.gz."""
+    write_volume(path, np.moveaxis(np.asarray(field, np.float32), 0, -1), affine)
+
+
+def read_field(path, dims=3):
+    """Read a field that either function above wrote, or ITK, ANTs or a Learn2Reg participant did.
+
+    Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4.
+    Raises InputError, naming the file, where it is missing, damaged, not finite or of another shape.
+    """
+    image = open_nifti(path)
+    shape = image.shape
+    in_mm = len(shape) == 5 and shape[3:] == (1, 3)
+    if not in_mm and not (len(shape) == 4 and shape[3] == 3):
+        raise InputError(f"{path}: shape {shape} is no displacement field; it has to be (X, Y, Z, 1, 3) in millimetres "
+                         "(ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
+    if dims == 2 and shape[2] != 1:
+        raise InputError(f"{path}: a field of {shape[2]} planes for 2D volumes; give one of a single plane.")
+    affine, vectors = read_affine(path, image, dims), read_voxels(path, image).astype(np.float64)
+    vectors = np.moveaxis(vectors.reshape(*shape[:3], 3), -1, 0)
+    if not np.isfinite(vectors).all():
+        raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors))} numbers are NaN or infinite; make it "
+                         "anew.")
+    vectors = vectors[..., 0] if dims == 2 else vectors
+    if not in_mm:
+        return vectors[:dims].astype(np.float32), affine
+    return to_voxels(vectors * LPS.reshape(3, *[1] * dims), affine), affine
+
+
+def move_points(points_mm, field, affine):
+    """Where points of the fixed volume are in the moving one, both in millimetres, RAS.
+
+    points_mm: (P, 3). field: (3, D, H, W) in voxels, affine: of the fixed volume. Linear between voxels; outside the
+    grid the displacement of its border. Returns: (P, 3).
+    """
+    points = np.asarray(points_mm, np.float64)
+    inverse = np.linalg.inv(affine)
+    voxels = points @ inverse[:3, :3].T + inverse[:3, 3]
+    moved = [ndimage.map_coordinates(part, voxels.T, order=1, mode="nearest", output=np.float64) for part in field]
+    return points + np.stack(moved, 1) @ np.asarray(affine)[:3, :3].T
+
+
+def read_points(path):
+    """Landmarks of a .csv file: x, y, z in millimetres (RAS) in each row; a header row is allowed. Returns (P, 3)."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file of landmarks; check the path.")
+    lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    rows, found = [line.replace(";", ",").split(",") for line in lines], []
+    for number, row in enumerate(rows, 1):
+        try:
+            found.append([float(cell) for cell in row[:3]])
+        except ValueError:
+            if number > 1:
+                raise InputError(f"{path} row {number}: {','.join(row)} are not three numbers; write x,y,z in "
+                                 "millimetres in each row.") from None
+    if not found or any(len(point) != 3 for point in found):
+        raise InputError(f"{path}: no landmarks of three numbers; write x,y,z in millimetres in each row.")
+    return np.array(found)

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from Diffusion.augmentation import MODES, STRIDE, deform, draw_field, draw_start
-from Diffusion.trained import default_config
+from Inference.augmentation import MODES, STRIDE, deform, draw_field, draw_start
+from Inference.load_model import default_config
 from Runtime.errors import InputError
 
 try:

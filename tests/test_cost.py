@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import OM_train_3modes as om
-from Scripts.dry_run import count_costs, mode_costs, weights_and_optimizer_bytes
+from Diffusion.cost import count_costs, mode_costs, weights_and_optimizer_bytes
 from tests.tiny import ROOT, arguments, config, make_data
 
 

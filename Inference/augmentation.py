@@ -6,14 +6,14 @@ volume, which is then interpolated once. Every draw is a function of (seed, subj
 import numpy as np
 import torch
 
+from Dataloader.grids import foreground_box, grid_transform, rescale, to_canonical, to_grid
 from Dataloader.prepare import intensity_limits
-from Dataloader.volume_io import foreground_box, grid_transform, rescale, to_canonical, to_grid
 from Diffusion.diffuser import DeformDDPM, make_condition
-from Diffusion.draws import generator, hashed, uniform
 from Diffusion.fields import jacobian_determinant, warp
-from Diffusion.registration import total_field
-from Diffusion.trained import default_config
+from Inference.load_model import default_config
+from Inference.registration import total_field
 from Runtime.errors import InputError
+from Runtime.keyed_random import generator, hashed, uniform
 
 MODES = ("bilinear", "nearest")
 STRIDE = 4  # times per step of the recovery: what one prediction undoes, see DeformDDPM.recover

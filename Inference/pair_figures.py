@@ -5,11 +5,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from Dataloader.field_io import read_field
-from Dataloader.volume_io import read_label, read_volume
+from Dataloader.nifti import read_field, read_label, read_volume
 from Diffusion.figures import CELL, FIXED_LINE, MOVING_LINE, middle_slices, registration_figure
 from Diffusion.metrics import spread
-from Diffusion.registration import apply_field
+from Inference.registration import apply_field
 from Runtime.report import cards_html, figure_html, table_html, text_table, write_page
 
 COLUMNS = {"dice_before": ".3f", "dice": ".3f", "similarity_before": ".3f", "similarity": ".3f",

@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 import SimpleITK as sitk
 
-from Dataloader import volume_io
-from Dataloader.volume_io import (
-    grid_transform,
-    intensity_range,
-    read_header,
-    read_label,
-    read_volume,
-    rescale,
-    to_canonical,
-    to_grid,
-    write_volume,
-)
+from Dataloader import nifti
+from Dataloader.grids import grid_transform, intensity_range, rescale, to_canonical, to_grid
+from Dataloader.nifti import read_header, read_label, read_volume, write_volume
 from Runtime.errors import InputError
 from Runtime.files import partial_path
 
@@ -284,12 +275,12 @@ def test_a_gz_cannot_take_all_memory(tmp_path, monkeypatch):
     content = bytearray(path.read_bytes())
     (tmp_path / "padded.nii.gz").write_bytes(gzip.compress(content + bytes(5000)))
     np.testing.assert_array_equal(read_volume(tmp_path / "padded.nii.gz")[0], read_volume(path)[0])
-    monkeypatch.setattr(volume_io, "MOST_AFTER", 10 ** 6)
+    monkeypatch.setattr(nifti, "MOST_AFTER", 10 ** 6)
     (tmp_path / "bomb.nii.gz").write_bytes(gzip.compress(content + bytes(10 ** 8)))
     tracemalloc.start()
     with refused("bomb.nii.gz", "goes on for more than 1 MiB after its last voxel; export it again"):
         read_volume(tmp_path / "bomb.nii.gz")
-    assert tracemalloc.get_traced_memory()[1] < 4 * volume_io.CHUNK
+    assert tracemalloc.get_traced_memory()[1] < 4 * nifti.CHUNK
     tracemalloc.stop()
     content[42:48] = np.array([32767, 32767, 9], "<i2").tobytes()  # the shape
     (tmp_path / "huge.nii.gz").write_bytes(gzip.compress(content))

@@ -1,4 +1,4 @@
-"""What a training will take of a node's host memory, before it starts: for the preflight (Scripts/preflight_checks.py).
+"""What a training will take of a node's host memory, before it starts: for the preflight (Scripts/preflight/checks.py).
 
 Counted is what does not give way: anonymous memory of the ranks and of their loader workers, batches in shared memory,
 and a cache staged in memory. Mapped files of a cache are not: the kernel drops their pages when it needs room.
@@ -13,7 +13,7 @@ from Dataloader.staging import copy_of, expanded
 from Runtime import memory
 from Runtime.device import precision
 from Runtime.errors import InputError
-from Runtime.shares import shares
+from Runtime.global_batch import shares
 
 GIB = 2 ** 30
 # Measured on x86-64 Linux with torch 2.13.0+cpu, glibc's malloc and one thread a rank: the highest anonymous memory of
@@ -72,12 +72,13 @@ def copies(cfg, world, share):
     return found
 
 
-def activation_bytes(cfg, world):
-    """Bytes that a step on a CPU takes at its peak, beside weights and their gradients. Counted in some seconds."""
-    import OM_train_3modes as training  # here, because a preflight without a CPU training needs none of it
-    from Scripts.dry_run import mode_costs
-    _, costs = mode_costs(cfg, shares(cfg, world)["pair_batch"], training.step_diffusion, training.step_contrastive,
-                          training.step_registration)
+def activation_bytes(cfg, world, step_diffusion, step_contrastive, step_registration):
+    """Bytes that a step on a CPU takes at its peak, beside weights and their gradients. Counted in some seconds.
+
+    The step functions are those of the training script.
+    """
+    from Diffusion.cost import mode_costs  # here, because a preflight without a CPU training needs none of it
+    _, costs = mode_costs(cfg, shares(cfg, world)["pair_batch"], step_diffusion, step_contrastive, step_registration)
     amp = precision(cfg["run.amp"], torch.device("cpu"))
     factor = PEAK[amp] * (RECOMPUTED if cfg["model.use_checkpoint"] else 1)
     factor *= LOCAL_MATCH if amp == "off" and cfg["model.local_match"] else 1

@@ -1,0 +1,143 @@
+"""Grids: what brings a volume onto the training grid and back, with one interpolation, and what compares grids.
+
+Arrays and affines are those of Dataloader/nifti.py: axes i, j, k of the file, voxel to world in millimetres, RAS.
+"""
+import numpy as np
+from nibabel import orientations
+from scipy import ndimage
+
+SMOOTH_ABOVE = 1.5
+SMOOTH_SIGMA = 0.4
+SAME_GRID = 0.1  # voxels by which the corners of what is called the same grid may lie apart
+
+
+def intensity_range(array, low=0.5, high=99.5):
+    """The two intensities of an array that become 0 and 1: its percentiles.
+
+    low, high: percent. Where both percentiles coincide (a sparse volume) they are minimum and maximum instead.
+    Returns: two floats; equal for a constant array.
+    """
+    bottom, top = np.percentile(array, [low, high])
+    return (float(bottom), float(top)) if top > bottom else (float(array.min()), float(array.max()))
+
+
+def rescale(array, bottom, top):
+    """Intensities as 0 .. 1 between two of them, clipped; 0 everywhere where they are equal. Returns float32."""
+    if top <= bottom:
+        return np.zeros(array.shape, np.float32)
+    return np.clip((array.astype(np.float64) - bottom) / (top - bottom), 0, 1).astype(np.float32)
+
+
+def to_canonical(array, affine):
+    """Flip and permute axes to the orientation closest to RAS; every voxel keeps its world position.
+
+    array: (D, H, W), or (H, W), where only those two axes are exchanged or flipped and the third column of the
+    affine stays. affine: 4x4.
+    Returns: array, C-contiguous; affine 4x4.
+    """
+    ornt = orientations.io_orientation(affine)[:array.ndim]
+    # A 2D slice may lie in any world plane: only the order of its two world axes counts.
+    ornt[:, 0] = np.argsort(np.argsort(ornt[:, 0]))
+    change = orientations.inv_ornt_aff(ornt, array.shape)
+    new_affine = np.asarray(affine, np.float64) @ _embed(change[:-1, :-1], change[:-1, -1])
+    return np.ascontiguousarray(orientations.apply_orientation(array, ornt)), new_affine
+
+
+def corners_apart(shape, affine, other):
+    """How far the corners of a grid lie apart under two affines, at most, in voxels. shape: D, H, W or H, W."""
+    corners = np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
+                        for index in np.ndindex(*[2] * len(shape))], np.float64).T
+    return float(np.abs(np.linalg.inv(affine) @ other @ corners - corners)[:len(shape)].max())
+
+
+def foreground_box(inside):
+    """The smallest box around the True voxels of an array: first and past-the-end index of each axis, (2, dims) ints.
+
+    Where nothing is True it is the whole array.
+    """
+    if not inside.any():
+        return np.array([[0] * inside.ndim, inside.shape])
+    spans = [np.flatnonzero(inside.any(tuple(a for a in range(inside.ndim) if a != axis)))
+             for axis in range(inside.ndim)]
+    return np.array([[span[0] for span in spans], [span[-1] + 1 for span in spans]])
+
+
+def grid_transform(shape, affine, size, spacing_mm, box=None):
+    """Place an isotropic grid centred on a canonical volume, or on a box in it.
+
+    shape: of the canonical array, D, H, W or H, W. affine: 4x4. size: target shape, an int or one per axis.
+    spacing_mm: target voxel side in millimetres; 0: the smallest at which the whole field of view fits in `size`.
+    box: from `foreground_box`, what is to be centred and to fit instead of the field of view. What is around it and
+    within the grid stays.
+    Returns: scale (dims,), offset (dims,), with index_in = scale * index_out + offset; new_affine 4x4.
+    An axis whose scale is 1 within 1e-4 gets exactly 1 and a whole offset, so that it is copied, not interpolated.
+    """
+    dims = len(shape)
+    first, stop = np.asarray([[0] * dims, shape] if box is None else box, np.float64)
+    size = np.broadcast_to(np.asarray(size, np.float64), (dims,))
+    voxel_mm = np.linalg.norm(affine[:3, :dims], axis=0)
+    target_mm = spacing_mm or np.max((stop - first) * voxel_mm / size)
+    scale = target_mm / voxel_mm
+    copied = np.abs(scale - 1) < 1e-4
+    scale = np.where(copied, 1.0, scale)
+    offset = (first + stop - 1) / 2 - scale * (size - 1) / 2
+    # A shape difference that is odd would put the centre half a voxel off and blur every voxel.
+    offset = np.where(copied, np.floor(offset), offset)
+    return scale, offset, np.asarray(affine, np.float64) @ _embed(np.diag(scale), offset)
+
+
+def to_grid(array, affine, size, spacing_mm, order=1, box=None):
+    """Bring a volume to canonical orientation and onto the grid of `grid_transform`, interpolating at most once.
+
+    array: (D, H, W) or (H, W). affine: 4x4. size: int or one per axis. spacing_mm: millimetres, 0 fits the volume.
+    box: in the canonical array, see `grid_transform`.
+    order: 1 for images (float32 out; smoothed first along axes that shrink by more than 1.5), 0 for labels (dtype
+    kept). Outside the volume: 0.
+    Returns: array of shape `size`; its affine 4x4. Where only a crop or padding is needed the values are exact copies.
+    """
+    array, affine = to_canonical(array, affine)
+    scale, offset, new_affine = grid_transform(array.shape, affine, size, spacing_mm, box)
+    size = tuple(np.broadcast_to(size, (array.ndim,)).tolist())
+    array = array.astype(np.float32 if order else array.dtype, copy=False)
+    if np.all(np.abs(scale - 1) < 1e-4) and np.all(np.abs(offset - np.round(offset)) < 1e-3):
+        return _crop_or_pad(array, np.round(offset).astype(int), size), new_affine
+    sigma = np.where(scale > SMOOTH_ABOVE, SMOOTH_SIGMA * scale, 0)
+    if order and sigma.any():
+        array = ndimage.gaussian_filter(array, sigma, mode="nearest")
+    # grid-constant: plain "constant" drops the outer half voxel, and a border plane met with rounding error.
+    array = ndimage.affine_transform(array, scale, offset, size, order=order, mode="grid-constant", cval=0)
+    return array, new_affine
+
+
+def from_grid(array, grid_affine, shape, affine, order=1):
+    """Bring a volume on a grid of `to_grid` back to the grid of its file, orientation included.
+
+    array: (D, H, W) or (H, W) on the grid. grid_affine: of the grid. shape, affine: of the file. order: 1 for images
+    (float32 out), 0 for labels (dtype kept). Returns: array of `shape`; 0 where the grid does not reach.
+    """
+    dims = array.ndim
+    change = np.linalg.inv(grid_affine) @ np.asarray(affine, np.float64)
+    array = array.astype(np.float32 if order else array.dtype, copy=False)
+    return ndimage.affine_transform(array, change[:dims, :dims], change[:dims, 3], tuple(shape), order=order,
+                                    mode="grid-constant", cval=0)
+
+
+def _embed(matrix, offset):
+    """4x4 of a (dims, dims) matrix and a (dims,) offset; axes beyond `dims` stay."""
+    dims = len(offset)
+    full = np.eye(4)
+    full[:dims, :dims] = matrix
+    full[:dims, 3] = offset
+    return full
+
+
+def _crop_or_pad(array, offset, size):
+    """Copy with out[i] = array[i + offset], 0 outside."""
+    out = np.zeros(size, array.dtype)
+    first = np.maximum(0, -offset)
+    stop = np.minimum(size, np.array(array.shape) - offset)
+    if np.all(stop > first):
+        inside = tuple(slice(a, b) for a, b in zip(first, stop))
+        out[inside] = array[tuple(slice(a, b) for a, b in zip(first + offset, stop + offset))]
+    return out
+
