@@ -25,13 +25,13 @@ from Dataloader.staging import release
 from Diffusion.batch_augment import augment
 from Diffusion.cost import dry_run
 from Diffusion.diffuser import DeformDDPM, make_condition
-from Diffusion.embeddings import embed, embed_steadily, name_volumes, new_queue, push
+from Diffusion.embeddings import embed, name_volumes, new_queue, push, target_embeddings
 from Diffusion.fields import warp
 from Diffusion.figures import registration_figure
 from Diffusion.gradients import new_gradients, put_together, set_aside
 from Diffusion.losses import info_nce, mslncc, recovery_terms, regularity
 from Diffusion.networks import build_network
-from Diffusion.schedule import averaged, learning_rate, new_average, update_average
+from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
 from Diffusion.validation import align, validate
 from Runtime import agree, checkpoint, launch, memory, watchdog, writer
@@ -39,7 +39,7 @@ from Runtime.config import MODEL_KEYS, load_config
 from Runtime.device import autocast, describe, pick_device, precision, prepare_device
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import patiently, remove_leftovers, write_file
-from Runtime.global_batch import shares
+from Runtime.global_batch import split_step
 from Runtime.keyed_random import uniform
 from Runtime.progress import add_terms, averages, new_sums, progress_bars, show_epoch, show_progress
 from Runtime.provenance import save_launch
@@ -68,17 +68,20 @@ def parse_arguments(argv=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The three modes: from a batch to a weighted loss and its terms. Loss terms leave as numbers only after the backward.
+# The three modes: from a batch, a dict of named tensors, to a weighted loss and its terms.
 # ---------------------------------------------------------------------------------------------------------------------
 
-def deform_batch(images, keys, ddpm, cfg):
-    """What modes 1 and 2 share: augmented x0, times, x_t, the true field, and the condition made of x0."""
-    x0 = augment(images, keys, cfg)
-    times = ddpm.draw_times(keys)
-    xt, true_field = ddpm.diffuse(x0, times, keys)
+def deform_batch(images, rng_keys, ddpm, cfg):
+    """What modes 1 and 2 see of a batch: x_t, the true field, t, and the condition made of the augmented x0.
+
+    images: (B, 1, *spatial) as stored. rng_keys: B tuples (seed, epoch, position), see Runtime/keyed_random.py.
+    """
+    x0 = augment(images, rng_keys, cfg)                                        # (B, 1, *spatial)
+    times = ddpm.draw_times(rng_keys)
+    xt, true_field = ddpm.diffuse(x0, times, rng_keys)                         # (B, 1, *spatial), (B, N, *spatial)
     return {"xt": xt, "true_field": true_field, "t": torch.tensor(times, device=x0.device),
-            "condition": make_condition(x0, cfg["model.condition_type"], keys),
-            "keep": (uniform(keys, "keep") >= cfg["model.condition_dropout"]).to(x0.device)}
+            "condition": make_condition(x0, cfg["model.condition_type"], rng_keys),
+            "keep": (uniform(rng_keys, "keep") >= cfg["model.condition_dropout"]).to(x0.device)}
 
 
 def step_diffusion(net, batch, cfg):
@@ -91,10 +94,14 @@ def step_diffusion(net, batch, cfg):
     return loss, {"total": loss, "ang": ang, "dist": dist, "regul": regul}
 
 
-def step_contrastive(net, batch, subjects, queue, cfg):
-    """Mode 2: know a deformed volume by its own slices among embeddings of other subjects."""
-    of_image, of_condition = embed(net, batch, cfg)
-    image, condition = batch.get("steady") or (of_image, of_condition)
+def step_contrastive(net, batch, cfg):
+    """Mode 2: know a deformed volume by its own slices among embeddings of other subjects.
+
+    The third result is what goes into the queue: the target embeddings, of the averaged weights where there are any.
+    """
+    queue, subjects = batch["queue"], batch["subjects"]
+    of_image, of_condition = embed(net, batch, cfg)                            # (B, E) each
+    image, condition = batch["targets"] or (of_image, of_condition)
     allowed = (queue["subjects"] >= 0) & (queue["subjects"] != subjects[:, None])
     loss = cfg["loss.contrastive"] * 0.5 * (
         info_nce(of_image, condition, queue["conditions"], allowed, cfg["contrastive.temperature"])
@@ -102,15 +109,26 @@ def step_contrastive(net, batch, subjects, queue, cfg):
     return loss, {"contrastive": loss}, (image.detach(), condition.detach())
 
 
-def step_registration(net, moving, fixed, cfg):
+def step_registration(net, batch, cfg):
     """Mode 3: align two volumes, seeing all of the fixed one."""
-    field = align(net, moving, fixed, cfg)
+    moving, fixed = batch["moving"], batch["fixed"]
+    field = align(net, moving, fixed, cfg)                                     # (B, N, *spatial)
     warped = warp(moving, field)
     imgsim = -mslncc(warped, fixed, cfg["registration.window"], cfg["registration.scales"], cfg["registration.squared"])
     imgmse = (warped - fixed).square().mean()
     ddf = regularity(field, cfg["loss.waiver"], cfg["loss.folding"])
     loss = cfg["loss.imgsim"] * imgsim + cfg["loss.imgmse"] * imgmse + cfg["loss.ddf"] * ddf
     return loss, {"regist": loss, "imgsim": imgsim, "imgmse": imgmse, "ddf": ddf}
+
+
+# The modes of a step, in their order. A fourth mode is a step function, a line here and its call in train_step.
+#   step       (net, batch, cfg) -> the loss, its terms by name, and, if need be, what train_step keeps of the batch
+#   clip_norm  config key of the largest norm of its gradient; None for no limit
+#   gate       config key: the mode runs in a step whose `ang` is below it; None for every step
+Mode = collections.namedtuple("Mode", "step clip_norm gate")
+MODES = {"diffusion": Mode(step_diffusion, None, None),
+         "contrastive": Mode(step_contrastive, "contrastive.clip_norm", None),
+         "registration": Mode(step_registration, "registration.clip_norm", "registration.gate")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,10 +151,10 @@ def save_state(state, relative, cfg, metrics=None, best=None):
     watchdog.phase("checkpoint")
     finish_saving(state)
     weights, adam = gather_state(net, optimizer, ranks)
-    average = gather(state["average"], ranks)
+    ema = gather(state["ema"], ranks)
     if ranks["rank"] == 0:
         content = {"format": 1, "model": weights, "optimizer": adam, "queue": state["queue"], "config": cfg,
-                   "data": state["data"], **({"average": {**weights, **average}} if average else {}),
+                   "data": state["data"], **({"ema": {**weights, **ema}} if ema else {}),
                    **state["progress"]}
         began = time.time()
         state["saving"] = checkpoint.save_in_background(
@@ -144,7 +162,7 @@ def save_state(state, relative, cfg, metrics=None, best=None):
         state["saving"].add_done_callback(lambda done: state.update(write_s=time.time() - began))
     # Wait here, under this deadline, not in the next step; and learn from rank 0 how long the write before this took.
     agreed = agree.agree(ranks, state["progress"]["step"], "checkpoint", terms=[state["write_s"]])
-    watchdog.learn_write(agreed["terms"][0] * ranks["world"])
+    watchdog.learn_write(agreed["terms"][0] * ranks["world_size"])
 
 
 def finish_saving(state, last=False):
@@ -183,24 +201,29 @@ def keep_precision(cfg, begun, is_main):
         cfg["run.amp"] = begun
 
 
-def restore_state(state, cfg, init_from=None):
-    """Continue from the newest checkpoint that verifies, as rank 0 finds it; or start, from given weights or anew.
-
-    Returns Adam's state and averaged weights of that checkpoint, for what does not exist yet; None for what it lacks.
-    """
-    run, ranks, net = state["run"], state["ranks"], state["net"]
-    relative = ""
-    if ranks["rank"] == 0:
+def checkpoint_to_load(state, init_from):
+    """The newest checkpoint that verifies, as rank 0 finds it: its path and name; where there is none init_from, ""."""
+    run, relative = state["run"], ""
+    if state["ranks"]["rank"] == 0:
         remove_leftovers(run)
         reason = os.environ.get("OMNIMORPH_STEP_BACK")
         if reason:
             checkpoint.step_back(run, reason)
         relative = checkpoint.newest(run, record=True, patience_s=READ_AGAIN_S) or ""
-    relative = launch.tell(ranks, "newest checkpoint", relative)
-    path = run / relative if relative else init_from
+    relative = launch.tell(state["ranks"], "newest checkpoint", relative)
     if relative and init_from and os.environ.get("OMNIMORPH_ROUND", "0") == "0":
         raise InputError(f"--init-from: {run} has checkpoints already and would be continued; add --fresh to start a "
                          f"new run from {init_from}.")
+    return run / relative if relative else init_from, relative
+
+
+def restore_state(state, cfg, init_from=None):
+    """Continue from the newest checkpoint, or start, from given weights or anew. Every rank calls this.
+
+    Returns: Adam's state and averaged weights of that checkpoint, for what does not exist yet; None for what it lacks.
+    """
+    ranks, net, progress = state["ranks"], state["net"], state["progress"]
+    path, relative = checkpoint_to_load(state, init_from)
     if not path:
         return None, None
     content = patiently(lambda: checkpoint.load(path, map_location=next(net.parameters()).device), READ_AGAIN_S, path)
@@ -209,22 +232,26 @@ def restore_state(state, cfg, init_from=None):
     changes = checkpoint.check_compatible(content, cfg, path, MODEL_KEYS)
     checkpoint.load_weights(net, content, path)
     if relative:
-        missing = [name for name in state["progress"] if name not in content]
-        if missing:
-            raise InputError(f"{path} has no {missing[0]}: it is of an older version; start a new run with --fresh "
-                             f"--init-from {path}.")
-        state["queue"].update({name: value if name == "next" else value.to(state["device"])
-                               for name, value in content["queue"].items()})
-        state["progress"].update({name: content[name] for name in state["progress"]})
-        changes += go_on_with_data(content, state, cfg, path)
+        changes += restore_progress(content, state, cfg, path)
     if ranks["rank"] == 0:
         for change in changes if relative else []:
             print(f"changed since the checkpoint: {change}")
-        progress = state["progress"]
         print(f"continuing from {path}, epoch {progress['epoch']}, step {progress['step']}" if relative
               else f"weights from {path}")
-    agree.agree(ranks, state["progress"]["step"], "checkpoint", weights=net.state_dict())
-    return (content["optimizer"], content.get("average")) if relative else (None, None)
+    agree.agree(ranks, progress["step"], "checkpoint", weights=net.state_dict())
+    return (content["optimizer"], content.get("ema")) if relative else (None, None)
+
+
+def restore_progress(content, state, cfg, path):
+    """Take counters, sums and the queue from a checkpoint. Returns sentences about what has changed in the data."""
+    missing = [name for name in state["progress"] if name not in content]
+    if missing:
+        raise InputError(f"{path} has no {missing[0]}: it is of an older version; start a new run with --fresh "
+                         f"--init-from {path}.")
+    state["queue"].update({name: value if name == "next" else value.to(state["device"])
+                           for name, value in content["queue"].items()})
+    state["progress"].update({name: content[name] for name in state["progress"]})
+    return go_on_with_data(content, state, cfg, path)
 
 
 def go_on_with_data(content, state, cfg, path):
@@ -245,207 +272,287 @@ def go_on_with_data(content, state, cfg, path):
 # The training
 # ---------------------------------------------------------------------------------------------------------------------
 
-def train_mode(branch, compute, inputs, state, clip_norm, cfg, **raised):
+def forward(state, name, batch, results, cfg):
+    """The loss of one batch in one mode. Its terms, as numbers, and what the mode keeps are added to the results."""
+    watchdog.phase("forward", name)
+    loss, terms, *kept = MODES[name].step(state["model"], batch, cfg)
+    results["terms"].update({term: float(value.detach()) / results["batches"] for term, value in terms.items()})
+    results["finite"] = results["finite"] and math.isfinite(loss.item())
+    results["kept"] += kept
+    return loss
+
+
+def train_mode(state, name, batches, cfg, **raised):
     """One mode of a step: forward of each batch of this rank, one agreement, backward, clip, optimizer step.
 
-    compute(model, *inputs[i], cfg) gives loss, terms and what else is to be kept. raised: see agree.agree.
-    Returns what was agreed, with "terms" (global means by name), "moved" (whether the weights did) and "kept".
+    batches: dicts of named tensors, as the mode's step function takes them. raised: see agree.agree.
+    Returns: what was agreed, with "terms" (global means by name), "moved" (whether the weights did) and "kept" (what
+    the step function returns beside, of each batch).
     """
-    model, optimizer, count, gradients = state["model"], state["optimizer"], len(inputs), state["gradients"]
-    optimizer.zero_grad(set_to_none=True)
-    gradients["parts"] = count if model is state["net"] else count * state["ranks"]["world"]
-    means, finite, kept = collections.Counter(), True, []
-    for number, batch in enumerate(inputs, 1):
-        watchdog.phase("forward", branch)
-        # Gradients of all batches but the last only add up here; the last backward sums them over the ranks.
-        with contextlib.nullcontext() if number == count or model is state["net"] else model.no_sync():
-            loss, terms, *more = compute(model, *batch, cfg)
-            means.update({name: float(value.detach()) / count for name, value in terms.items()})
-            finite = finite and math.isfinite(loss.item())
-            kept += more
-            if number < count:
-                watchdog.phase("accumulate", branch)
-                loss.backward()
-                set_aside(gradients, state["net"].parameters())
-    if not finite:
-        watchdog.event("nonfinite", mode=branch, terms=means)
-    agreed = agree.agree(state["ranks"], state["progress"]["step"], branch, agree.fingerprint(inputs),
-                         nonfinite=not finite, terms=means.values(), **raised)
-    agreed.update(terms=dict(zip(means, agreed["terms"])), moved=False, kept=kept)
-    watchdog.phase("backward", branch)
+    model, net, gradients, ranks = state["model"], state["net"], state["gradients"], state["ranks"]
+    alone = model is net  # no DDP around it: one rank, or fsdp
+    state["optimizer"].zero_grad(set_to_none=True)
+    gradients["parts"] = len(batches) if alone else len(batches) * ranks["world_size"]
+    results = {"batches": len(batches), "terms": collections.Counter(), "finite": True, "kept": []}
+
+    # Gradients of all batches but the last only add up here; the last backward sums them over the ranks.
+    for batch in batches[:-1]:
+        with contextlib.nullcontext() if alone else model.no_sync():
+            loss = forward(state, name, batch, results, cfg)
+            watchdog.phase("accumulate", name)
+            loss.backward()
+        set_aside(gradients, net.parameters())
+    loss = forward(state, name, batches[-1], results, cfg)
+    if not results["finite"]:
+        watchdog.event("nonfinite", mode=name, terms=results["terms"])
+    agreed = agree.agree(ranks, state["progress"]["step"], name, agree.fingerprint(batches),
+                         nonfinite=not results["finite"], terms=results["terms"].values(), **raised)
+    watchdog.phase("backward", name)
     loss.backward()  # of a loss that is not finite too: DDP counts on a backward after each forward
-    if model is state["net"]:
-        put_together(gradients, state["net"].parameters())
-    watchdog.phase("optimizer", branch)
+    if alone:
+        put_together(gradients, net.parameters())
+
+    watchdog.phase("optimizer", name)
     # All ranks have the same gradients now, or slices of them, and so the same norm.
-    norm = whole(torch.nn.utils.clip_grad_norm_(state["net"].parameters(), clip_norm)).item()
-    if math.isfinite(norm) and not agreed["nonfinite"]:
-        optimizer.step()
-        add_terms(state["progress"]["sums"], agreed["terms"])
-        agreed["moved"] = True
-    return agreed
+    limit = cfg[MODES[name].clip_norm] if MODES[name].clip_norm else math.inf
+    norm = whole(torch.nn.utils.clip_grad_norm_(net.parameters(), limit)).item()
+    terms, moved = dict(zip(results["terms"], agreed["terms"])), math.isfinite(norm) and not agreed["nonfinite"]
+    if moved:
+        state["optimizer"].step()
+        add_terms(state["progress"]["sums"], terms)
+    return {**agreed, "terms": terms, "moved": moved, "kept": results["kept"]}
+
+
+def volume_batches(state, volumes, cfg):
+    """The batches of modes 1 and 2: deformed volumes, their subjects, and the queue. volumes: of `epoch_batches`."""
+    batches, device, epoch = [], state["device"], state["progress"]["epoch"]
+    for images, positions, subjects in volumes:
+        rng_keys = [(cfg["run.seed"], epoch, position) for position in positions.tolist()]
+        batches.append({**deform_batch(images.to(device), rng_keys, state["ddpm"], cfg),
+                        "subjects": subjects.to(device), "queue": state["queue"], "targets": None})
+    return batches
+
+
+def pair_batches(state, pairs, cfg):
+    """The batches of mode 3. pairs: of `epoch_batches`, where moving and fixed alternate."""
+    batches, device, epoch = [], state["device"], state["progress"]["epoch"]
+    for images, positions, _ in pairs:
+        # Negative positions: the draws of mode 3 must not be those of mode 1.
+        both = augment(images.to(device), [(cfg["run.seed"], epoch, -1 - p) for p in positions.tolist()], cfg)
+        batches.append({"moving": both[0::2], "fixed": both[1::2]})            # (B, 1, *spatial) each
+    return batches
+
+
+def push_of_all_ranks(state, batches, kept):
+    """Put the embeddings of a step into the queue of every rank, in global sample order."""
+    # In float64, which holds a subject's number exactly; on the CPU, as not every device has it.
+    rows = [torch.cat([part.cpu().double() for part in (*embeddings, batch["subjects"][:, None])], dim=1)
+            for embeddings, batch in zip(kept, batches)]
+    rows = agree.gather(state["ranks"], torch.cat(rows)).flatten(0, 1)         # (samples, 2 E + 1)
+    images, conditions = rows[:, :-1].float().to(state["device"]).chunk(2, dim=1)
+    push(state["queue"], images, conditions, rows[:, -1].long().to(state["device"]))
 
 
 def train_step(state, volumes, pairs, cfg, **raised):
-    """One step of all three modes. volumes, pairs: lists of batches. Returns the step's line and mode 1's agreement."""
-    progress, queue, device, ranks = state["progress"], state["queue"], state["device"], state["ranks"]
-    seed, epoch, sums, batches = cfg["run.seed"], progress["epoch"], progress["sums"], []
-    watchdog.phase("deform")
-    for images, positions, subjects in volumes:
-        keys = [(seed, epoch, position) for position in positions.tolist()]
-        batches.append((deform_batch(images.to(device), keys, state["ddpm"], cfg), subjects.to(device), queue))
+    """One step of all modes.
 
+    volumes, pairs: lists of batches, of `epoch_batches`. raised: what this rank asks for, see agree.agree.
+    Returns: the step's line of the log, and what mode 1 agreed on.
+    """
+    progress, device = state["progress"], state["device"]
+    watchdog.phase("deform")
+    batches = volume_batches(state, volumes, cfg)
     compare = cfg["run.checksum_every"] and progress["step"] % cfg["run.checksum_every"] == 0
-    first = train_mode("diffusion", step_diffusion, [batch[:1] for batch in batches], state, math.inf, cfg,
-                       weights=replicated(state["net"]) if compare else None, **raised)
-    for batch, *_ in batches:  # mode 2 needs neither
+    diffusion = train_mode(state, "diffusion", batches, cfg,
+                           weights=replicated(state["net"]) if compare else None, **raised)
+    for batch in batches:  # mode 2 needs neither
         del batch["true_field"], batch["keep"]
     memory.empty_cache(cfg, device)
 
-    embed_steadily(state["net"], state["average"], [batch[0] for batch in batches], cfg)
-    second = train_mode("contrastive", step_contrastive, batches, state, cfg["contrastive.clip_norm"], cfg)
-    if second["moved"]:
-        # In float64, which holds a subject's number exactly; on the CPU, as not every device has it.
-        rows = [torch.cat([part.cpu().double() for part in (*kept, batch[1][:, None])], dim=1)
-                for kept, batch in zip(second["kept"], batches)]
-        rows = agree.gather(ranks, torch.cat(rows)).flatten(0, 1)  # in global sample order
-        push(queue, *rows[:, :-1].float().to(device).chunk(2, dim=1), rows[:, -1].long().to(device))
-    moved, terms = [first["moved"], second["moved"]], {**first["terms"], **second["terms"]}
-    del batches, second
+    for batch, targets in zip(batches, target_embeddings(state["net"], state["ema"], batches, cfg)):
+        batch["targets"] = targets
+    contrastive = train_mode(state, "contrastive", batches, cfg)
+    if contrastive["moved"]:
+        push_of_all_ranks(state, batches, contrastive["kept"])
+    modes = [diffusion, contrastive]
+    del batches, batch
     memory.empty_cache(cfg, device)
 
-    gate_open = first["moved"] and first["terms"]["ang"] < cfg["registration.gate"]
+    gate_open = diffusion["moved"] and diffusion["terms"]["ang"] < cfg[MODES["registration"].gate]
     if gate_open:
-        # Negative positions: the draws of mode 3 must not be those of mode 1.
-        both = [augment(volumes.to(device), [(seed, epoch, -1 - p) for p in positions.tolist()], cfg)
-                for volumes, positions, _ in pairs]
-        third = train_mode("registration", step_registration, [(b[0::2], b[1::2]) for b in both], state,
-                           cfg["registration.clip_norm"], cfg)
-        moved.append(third["moved"])
-        terms.update(third["terms"])
-        del both, third
+        modes.append(train_mode(state, "registration", pair_batches(state, pairs, cfg), cfg))
         memory.empty_cache(cfg, device)
 
-    update_average(state["average"], state["net"], cfg, progress["step"])
-    failed = moved.count(False)
-    sums["steps"], sums["open"], sums["nonfinite"] = (sums["steps"] + 1, sums["open"] + gate_open,
-                                                      sums["nonfinite"] + failed)
-    progress["nonfinite_in_a_row"] = progress["nonfinite_in_a_row"] + 1 if failed else 0
-    return {"epoch": epoch, "ang": terms["ang"], "open": gate_open, "nonfinite": failed, "terms": terms}, first
+    update_ema(state["ema"], state["net"], cfg, progress["step"])
+    nonfinite = [mode["moved"] for mode in modes].count(False)
+    count_step(progress, gate_open, nonfinite)
+    terms = {name: value for mode in modes for name, value in mode["terms"].items()}
+    line = {"epoch": progress["epoch"], "ang": terms["ang"], "open": gate_open, "nonfinite": nonfinite, "terms": terms}
+    return line, diffusion
+
+
+def count_step(progress, gate_open, nonfinite):
+    """nonfinite: modes that took no step, because their loss or gradient was not finite."""
+    sums = progress["sums"]
+    sums["steps"] += 1
+    sums["open"] += gate_open
+    sums["nonfinite"] += nonfinite
+    progress["nonfinite_in_a_row"] = progress["nonfinite_in_a_row"] + 1 if nonfinite else 0
 
 
 def set_up(cfg, args, ranks, run):
     """Data, network, optimizer; join the ranks; continue or start.
 
-    Returns: the state that a training carries along, training and validation data sets, listed pairs, and the shares.
+    Returns: the state that a training carries along; its volumes: training and validation data sets ("train", "val"),
+    "listed" pairs or None, and "split", how the samples of a step are split over the ranks.
     """
-    device = pick_device(cfg["run.device"], ranks["local_rank"])
+    launched, device = time.time(), pick_device(cfg["run.device"], ranks["local_rank"])
     prepare_device(device, cfg["run.threads"])
     watchdog.phase("data set")
-    dataset, held_out, listed = read_datasets(cfg, ranks=ranks)
-    share = shares(cfg, ranks["world"], ranks.get("step"))
+    train, val, listed = read_datasets(cfg, ranks=ranks)
+    split = split_step(cfg, ranks["world_size"], ranks["step"])
     watchdog.phase("join")
     launch.join(ranks, device, cfg)
     watchdog.phase("restore")
     auto_amp = choose_precision(cfg, ranks, device)
-    data = describe_data(cfg, dataset, held_out)
+    data = describe_data(cfg, train, val)
     require_same_everywhere(ranks, data)
     # With fsdp no device ever holds the whole network.
     net = build_network(cfg, "cpu" if cfg["run.strategy"] == "fsdp" else device)
-    state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "saving": None,
-             "data": data, "queue": new_queue(cfg, device), "progress": new_progress(), "failed_saves": 0,
-             "write_s": 0.0,
+    state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "data": data,
+             "queue": new_queue(cfg, device), "progress": new_progress(), "auto_amp": auto_amp,
              "gradients": new_gradients(cfg["run.exact_sums"], device), "writer": None,
-             "watch": memory.new_watch(device, cfg["run.memory_limit_gb"]), "auto_amp": auto_amp}
-    adam, average = restore_state(state, cfg, args.init_from)
+             "watch": memory.new_watch(device, cfg["run.memory_limit_gb"]),
+             "saving": None, "failed_saves": 0, "write_s": 0.0, "saved": launched, "launched": launched,
+             "steps_here": 0}
+    adam, ema = restore_state(state, cfg, args.init_from)
     state["model"] = wrap(net, ranks, device, state["gradients"], cfg)
-    state["optimizer"], state["average"] = make_optimizer(net, ranks, cfg), new_average(net, cfg, average)
+    state["optimizer"], state["ema"] = make_optimizer(net, ranks, cfg), new_ema(net, cfg, ema)
     if adam:
         load_optimizer(state["optimizer"], adam)
+    volumes = {"train": train, "val": val, "listed": listed, "split": split}
     if ranks["rank"] == 0:
-        step = state["progress"]["step"]
-        try:
-            save_launch(run, cfg, step)
-            write_file(run / "data.csv", as_csv(data))
-        except OSError as error:  # a full disk may have room again when the next checkpoint is due
-            print(f"{run}: what this launch runs with could not be written: {error}", file=sys.stderr)
-        print(f"{run}: {len(dataset)} training and {len(held_out)} validation volumes, {share['samples']} samples and "
-              f"{share['pairs']} pairs a step, on {ranks['world']} x {describe(device)}, {PRECISIONS[cfg['run.amp']]}")
-        state["writer"] = writer.new_writer(f"{cfg['run.logs']}/{run.name}", step)
-    return state, dataset, held_out, listed, share
+        announce(state, volumes, cfg)
+    return state, volumes
 
 
-def why_leave(state, args, started, steps):
-    """Whether this rank would leave after this step, its `steps`th here: the strongest of agree.REASONS, or None."""
-    holds = {"steps": 0 < args.max_steps_before_restart <= steps,
-             "time": 0 < args.max_seconds_before_restart < time.time() - started,
+def announce(state, volumes, cfg):
+    """Write down what this launch runs with, say so, and open the log for TensorBoard. Rank 0 calls this."""
+    run, step, split, ranks = state["run"], state["progress"]["step"], volumes["split"], state["ranks"]
+    try:
+        save_launch(run, cfg, step)
+        write_file(run / "data.csv", as_csv(state["data"]))
+    except OSError as error:  # a full disk may have room again when the next checkpoint is due
+        print(f"{run}: what this launch runs with could not be written: {error}", file=sys.stderr)
+    print(f"{run}: {len(volumes['train'])} training and {len(volumes['val'])} validation volumes, {split['samples']} "
+          f"samples and {split['pairs']} pairs a step, on {ranks['world_size']} x {describe(state['device'])}, "
+          f"{PRECISIONS[cfg['run.amp']]}")
+    state["writer"] = writer.new_writer(f"{cfg['run.logs']}/{run.name}", step)
+
+
+def why_leave(state, args):
+    """Whether this rank would leave after the step that begins: the strongest of agree.REASONS, or None."""
+    holds = {"steps": 0 < args.max_steps_before_restart <= state["steps_here"],
+             "time": 0 < args.max_seconds_before_restart < time.time() - state["launched"],
              "signal": watchdog.stop_requested(),
              "memory": memory.watch(state["watch"], state["progress"]["step"])}
     return next((reason for reason in reversed(agree.REASONS) if holds.get(reason)), None)
 
 
+def train_epoch(state, volumes, args, cfg):
+    """Train to the end of the epoch, or until the ranks leave. Returns: the agreed reason to leave; None at the end."""
+    progress, ranks, split, is_main = state["progress"], state["ranks"], volumes["split"], state["ranks"]["rank"] == 0
+    train, listed, first_step, started = volumes["train"], volumes["listed"], progress["step_in_epoch"], time.time()
+    steps = first_step + steps_left(cfg, len(train), listed, split, progress["samples"], progress["pairs"])
+    bar, below = progress_bars(cfg, progress, steps, is_main)
+    watchdog.new_step(progress["step"], "epoch")
+    with bar, below:
+        for volume_list, pair_list in epoch_batches(cfg, train, listed, progress, split, ranks):
+            state["steps_here"] += 1
+            set_learning_rate(state, steps, cfg)
+            line, agreed = train_step(state, volume_list, pair_list, cfg, save=save_is_due(state, cfg),
+                                      leave=why_leave(state, args))
+            advance(progress, split)
+            spent = watchdog.end_step()
+            if is_main:
+                watchdog.event("step", **line, spent=spent)
+                show_progress(bar, below, progress, cfg, steps, first_step, split["samples"], time.time() - started)
+            if line["nonfinite"]:
+                refuse_nonfinite(state, cfg)
+            every, step = cfg["run.checkpoint_steps"], progress["step_in_epoch"]
+            if agreed["leave"] or agreed["save"] or (every and step % every == 0 and step < steps):
+                save_state(state, checkpoint.step_name(progress["epoch"], step, cfg["data.name"], cfg["model.name"]),
+                           cfg)
+                state["saved"] = time.time()
+            if agreed["leave"]:
+                return agreed["leave"]
+            watchdog.new_step(progress["step"])
+    return None
+
+
+def set_learning_rate(state, steps, cfg):
+    """The rate of the step that begins. steps: of a whole epoch."""
+    progress = state["progress"]
+    done = (progress["epoch"] * steps + progress["step_in_epoch"]) / (steps * cfg["run.epochs"])
+    for group in state["optimizer"].param_groups:
+        group["lr"] = learning_rate(cfg, progress["step"], done)
+
+
+def save_is_due(state, cfg):
+    """Whether rank 0 asks for a checkpoint, by run.checkpoint_minutes."""
+    return state["ranks"]["rank"] == 0 and 0 < 60 * cfg["run.checkpoint_minutes"] < time.time() - state["saved"]
+
+
+def advance(progress, split):
+    """Count a step, with its samples and pairs of all ranks."""
+    progress["step"] += 1
+    progress["step_in_epoch"] += 1
+    progress["samples"] += split["samples"]
+    progress["pairs"] += split["pairs"]
+
+
+def refresh_if_due(state, cfg):
+    """Make the process group anew every so many epochs, which frees what drivers leak in it."""
+    every, epoch = cfg["run.refresh_process_group_every"], state["progress"]["epoch"]
+    if every and state["steps_here"] and epoch % every == 0:
+        state["model"] = None
+        launch.refresh(state["ranks"], state["device"], cfg)
+        state["model"] = wrap(state["net"], state["ranks"], state["device"], state["gradients"], cfg)
+
+
 def train(cfg, args, ranks, run):
     """Set up, continue or start, and train to the last epoch. Returns the exit code."""
-    launched = saved = time.time()
-    state, dataset, held_out, listed, share = set_up(cfg, args, ranks, run)
-    progress, chief, done_here, leave = state["progress"], ranks["rank"] == 0, 0, None
-
+    state, volumes = set_up(cfg, args, ranks, run)
+    progress, leave = state["progress"], None
     while progress["epoch"] < cfg["run.epochs"] and not leave:
         watchdog.phase("epoch")
-        if cfg["run.refresh_process_group_every"] and done_here and not (
-                progress["epoch"] % cfg["run.refresh_process_group_every"]):
-            state["model"] = None
-            launch.refresh(ranks, state["device"], cfg)
-            state["model"] = wrap(state["net"], ranks, state["device"], state["gradients"], cfg)
-        first_step, started = progress["step_in_epoch"], time.time()
-        steps = first_step + steps_left(cfg, len(dataset), listed, share, progress["samples"], progress["pairs"])
-        bar, below = progress_bars(cfg, progress, steps, chief)
-        watchdog.new_step(progress["step"], "epoch")
-        with bar, below:
-            for volumes, pairs in epoch_batches(cfg, dataset, listed, progress, share, ranks):
-                done = (progress["epoch"] * steps + progress["step_in_epoch"]) / (steps * cfg["run.epochs"])
-                for group in state["optimizer"].param_groups:
-                    group["lr"] = learning_rate(cfg, progress["step"], done)
-                done_here += 1
-                due = chief and 0 < 60 * cfg["run.checkpoint_minutes"] < time.time() - saved
-                line, agreed = train_step(state, volumes, pairs, cfg, save=due,
-                                          leave=why_leave(state, args, launched, done_here))
-                for key in ("step", "step_in_epoch", "samples", "pairs"):
-                    progress[key] += share.get(key, 1)
-                spent = watchdog.end_step()
-                if chief:
-                    watchdog.event("step", **line, spent=spent)
-                    show_progress(bar, below, progress, cfg, steps, first_step, share["samples"], time.time() - started)
-                if line["nonfinite"]:
-                    refuse_nonfinite(state, cfg)
-                leave, every = agreed["leave"], cfg["run.checkpoint_steps"]
-                if leave or agreed["save"] or (every and progress["step_in_epoch"] % every == 0
-                                               and progress["step_in_epoch"] < steps):
-                    place = (progress["epoch"], progress["step_in_epoch"])
-                    save_state(state, checkpoint.step_name(*place, cfg["data.name"], cfg["model.name"]), cfg)
-                    saved = time.time()
-                if leave:
-                    break
-                watchdog.new_step(progress["step"])
+        refresh_if_due(state, cfg)
+        started = time.time()
+        leave = train_epoch(state, volumes, args, cfg)
         if not leave:
-            finish_epoch(state, held_out, cfg, started)
+            finish_epoch(state, volumes["val"], cfg, started)
+    return finish(state, leave, cfg)
 
+
+def finish(state, leave, cfg):
+    """Wait for the last write, part from the other ranks, and say how it ended. Returns the exit code."""
+    progress, ranks = state["progress"], state["ranks"]
     watchdog.phase("checkpoint")
     finish_saving(state, last=True)
     agree.agree(ranks, progress["step"], "checkpoint")  # the others wait under this deadline
     weights = None if leave else gather(state["net"].state_dict(), ranks)
     watchdog.phase("leave")
-    state.update(model=None, net=None, optimizer=None, average=None)
+    state.update(model=None, net=None, optimizer=None, ema=None)
     launch.leave(ranks)
     if leave:
         leak = state["watch"]["leak"] if leave == "memory" else None
         watchdog.event("leave", reason=f"rank {ranks['rank']}: {leak['sentence']}" if leak else REASONS[leave])
         return PLANNED_RESTART
     release(remove=True)
-    if chief:
+    if ranks["rank"] == 0:
         print(f"done: {cfg['run.epochs']} epochs, {progress['step']} steps, weights "
               f"{checkpoint.weights_sha256(weights)}\n"
-              f"the network, for OM_register.py, OM_augment.py and Scripts/export_model.py: --model {run}")
+              f"the network, for OM_register.py, OM_augment.py and Scripts/export_model.py: --model {state['run']}")
     return DONE
 
 
@@ -464,13 +571,13 @@ def finish_epoch(state, held_out, cfg, started):
     """Validation, log, TensorBoard and the epoch's checkpoint."""
     progress = state["progress"]
     epoch, sums, last = progress["epoch"], progress["sums"], progress["epoch"] + 1 == cfg["run.epochs"]
-    watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world=state["ranks"]["world"],
+    watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world_size=state["ranks"]["world_size"],
                    samples=progress["samples"], steps=sums["steps"],
                    **footprint(state["net"], state["optimizer"], state["device"]))
     scores, picture = {}, None
     if len(held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last):
         watchdog.phase("evaluate")
-        with averaged(state["net"], state["average"]):
+        with ema_weights(state["net"], state["ema"]):
             scores, picture = validate(state, held_out, cfg)
         watchdog.phase("evaluate")
     if state["writer"]:
@@ -497,7 +604,7 @@ def main(argv=None):
         if args.debug:
             launch.debug()
         if args.dry_run:
-            return dry_run(cfg, ranks["world"], step_diffusion, step_contrastive, step_registration)
+            return dry_run(cfg, ranks["world_size"], MODES)
         run = launch.open_run(ranks, cfg, args.fresh)
         code = train(cfg, args, ranks, run)
     except InputError as error:

@@ -376,8 +376,8 @@ def look_into(folder, cfg, ranks, show):
 
 def require_undamaged(folder, manifest, ranks, show):
     """Compare this rank's share of the files with their checksums. Raises InputError naming those that are damaged."""
-    share = sorted(manifest["files"])[ranks["rank"]::ranks["world"]]
-    if wrong := damaged(folder, share, manifest, "data set", f"comparing {folder} with its checksums", show):
+    mine = sorted(manifest["files"])[ranks["rank"]::ranks["world_size"]]
+    if wrong := damaged(folder, mine, manifest, "data set", f"comparing {folder} with its checksums", show):
         raise InputError(f"data.cache {folder} is damaged: {some(wrong)} differ from what was prepared; run "
                          "OM_prepare.py with this config and --repair.")
 

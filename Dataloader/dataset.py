@@ -19,7 +19,7 @@ from Dataloader.prepare import on_grid
 from Dataloader.sampler import all_pairs, batches, epoch_order, epoch_pair_count, epoch_pairs, pair_rule, steps_left
 from Runtime.errors import InputError
 
-ALONE = {"rank": 0, "world": 1}
+ALONE = {"rank": 0, "world_size": 1}
 PIECE = 2 ** 18  # voxels: 1 MiB of float32 stays in a processor's cache from one operation to the next
 
 
@@ -143,32 +143,32 @@ def end_workers():
         worker.kill()
 
 
-def epoch_batches(cfg, dataset, listed, progress, share, ranks):
+def epoch_batches(cfg, dataset, listed, progress, split, ranks):
     """What a rank does from here to the end of the epoch.
 
     Returns: iterator of (volumes, pairs), each the step's list of batches (images as stored, positions, subjects); in a
     batch of pairs moving and fixed alternate.
     """
-    seed, epoch, mine = cfg["run.seed"], progress["epoch"], (ranks["rank"], ranks["world"])
-    steps = steps_left(cfg, len(dataset), listed, share, progress["samples"], progress["pairs"])
-    count = epoch_pair_count(cfg, len(dataset), listed, share)
+    seed, epoch, mine = cfg["run.seed"], progress["epoch"], (ranks["rank"], ranks["world_size"])
+    steps = steps_left(cfg, len(dataset), listed, split, progress["samples"], progress["pairs"])
+    count = epoch_pair_count(cfg, len(dataset), listed, split)
     order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
-    volumes = batches(order, share["samples"], share["sample_batch"], progress["samples"], *mine)
+    volumes = batches(order, split["samples"], split["sample_batch"], progress["samples"], *mine)
     drawn = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
-    drawn = batches(drawn, share["pairs"], share["pair_batch"], progress["pairs"], *mine)
+    drawn = batches(drawn, split["pairs"], split["pair_batch"], progress["pairs"], *mine)
     pairs = [[(2 * position + side, pair[side]) for position, pair in batch for side in (0, 1)] for batch in drawn]
-    per_step = share["sample_batches"] + share["pair_batches"]
+    per_step = split["sample_batches"] + split["pair_batches"]
     if dataset.loader is None:
         dataset.loader = make_loader(dataset, [], cfg)
     # One list, in the order in which the steps want them, so that one set of workers reads both.
-    both = ((volumes, share["sample_batches"]), (pairs, share["pair_batches"]))
+    both = ((volumes, split["sample_batches"]), (pairs, split["pair_batches"]))
     dataset.loader.batch_sampler[:] = [batch for step in range(steps) for kind, number in both
                                        for batch in kind[step * number:(step + 1) * number]]
     # Where the step needs the cores itself, a thread would only take them from it.
     on_cpu = cfg["run.device"] == "cpu" or not torch.accelerator.is_available()
     found = read_ahead(dataset.loader, 0 if on_cpu else cfg["data.prefetch_factor"] * per_step)
     found = ((images, positions, dataset.subjects[indices]) for images, positions, indices in found)
-    return ((step[:share["sample_batches"]], step[share["sample_batches"]:]) for step in zip(*[found] * per_step))
+    return ((step[:split["sample_batches"]], step[split["sample_batches"]:]) for step in zip(*[found] * per_step))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

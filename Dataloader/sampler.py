@@ -108,25 +108,25 @@ def _ruled_pairs(volumes, count, rule, draws):
     return list(zip(moving.tolist(), fixed))
 
 
-def epoch_pair_count(cfg, volumes, listed, share):
+def epoch_pair_count(cfg, volumes, listed, split):
     """Pairs of an epoch: the listed ones, data.pairs, or as many as mode 1 takes steps."""
-    steps = -(-volumes * cfg["data.repeats"] // share["samples"])
-    return len(listed) if listed else cfg["data.pairs"] or steps * share["pairs"]
+    steps = -(-volumes * cfg["data.repeats"] // split["samples"])
+    return len(listed) if listed else cfg["data.pairs"] or steps * split["pairs"]
 
 
-def steps_left(cfg, volumes, listed, share, samples=0, pairs=0):
+def steps_left(cfg, volumes, listed, split, samples=0, pairs=0):
     """Steps to the end of an epoch of which `samples` and `pairs` are done: those of the shorter loader."""
-    return max(min(-(-(volumes * cfg["data.repeats"] - samples) // share["samples"]),
-                   -(-(epoch_pair_count(cfg, volumes, listed, share) - pairs) // share["pairs"])), 0)
+    return max(min(-(-(volumes * cfg["data.repeats"] - samples) // split["samples"]),
+                   -(-(epoch_pair_count(cfg, volumes, listed, split) - pairs) // split["pairs"])), 0)
 
 
-def batches(order, total, batchsize, first=0, rank=0, world=1):
+def batches(order, total, batchsize, first=0, rank=0, world_size=1):
     """The batches of one rank from position `first` on, as (position, entry) lists.
 
     Each step takes `total` positions in order: the ranks one run of them each, in batches of `batchsize`. So the step
     is the same for any number of ranks. The last step is filled from the front of the order.
     """
-    share = total // world
+    per_rank = total // world_size
     return [[(p, order[p % len(order)]) for p in range(start, start + batchsize)]
             for step in range(first, len(order), total)
-            for start in range(step + rank * share, step + (rank + 1) * share, batchsize)]
+            for start in range(step + rank * per_rank, step + (rank + 1) * per_rank, batchsize)]

@@ -1,4 +1,5 @@
 """What a training step of a config costs, without doing it: `python OM_train_3modes.py --config C --dry-run`."""
+import functools
 import json
 
 import torch
@@ -11,7 +12,7 @@ from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
 from Diffusion.networks import network_class
 from Runtime.errors import DONE, InputError
-from Runtime.global_batch import shares
+from Runtime.global_batch import split_step
 
 
 def count_costs(loss_function, network):
@@ -42,28 +43,26 @@ def weights_and_optimizer_bytes(network):
     return 4 * sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
 
 
-def mode_costs(cfg, pair_batch, step_diffusion, step_contrastive, step_registration):
-    """`count_costs` of each mode of a config. pair_batch: pairs of one forward; the step functions: the training's.
+def mode_costs(cfg, pair_batch, modes):
+    """`count_costs` of each mode of a config. pair_batch: pairs of one forward. modes: MODES of the training script.
 
     Returns: the network, on tensors that hold no numbers; {mode: costs}.
     """
     size, batchsize, word = cfg["data.img_size"], cfg["data.batchsize"], cfg["model.condition_type"]
     with FakeTensorMode():
-        net, queue = network_class(cfg["model.name"])(cfg), new_queue(cfg, "cpu")
-        t, image = torch.zeros(batchsize, dtype=torch.long), torch.zeros(batchsize, 1, *size)
-        moving, fixed = torch.zeros(pair_batch, 1, *size), torch.zeros(pair_batch, 1, *size)
+        net, image = network_class(cfg["model.name"])(cfg), torch.zeros(batchsize, 1, *size)
+        t, pair = torch.zeros(batchsize, dtype=torch.long), torch.zeros(2, pair_batch, 1, *size)
         batch = {"xt": image, "t": t, "true_field": torch.zeros(batchsize, len(size), *size), "keep": None,
-                 "condition": make_condition(image, "none" if word == "none" else "volume")}
+                 "condition": make_condition(image, "none" if word == "none" else "volume"),
+                 "subjects": t, "queue": new_queue(cfg, "cpu"), "targets": None, "moving": pair[0], "fixed": pair[1]}
 
-        def contrastive():
-            if cfg["optim.average"]:
+        def loss_of(name):
+            if name == "contrastive" and cfg["optim.average"]:
                 with torch.no_grad():
                     embed(net, batch, cfg)  # by the averaged weights
-            return step_contrastive(net, batch, t, queue, cfg)[0]
+            return modes[name].step(net, batch, cfg)[0]
 
-        return net, {"diffusion": count_costs(lambda: step_diffusion(net, batch, cfg)[0], net),
-                     "contrastive": count_costs(contrastive, net),
-                     "registration": count_costs(lambda: step_registration(net, moving, fixed, cfg)[0], net)}
+        return net, {name: count_costs(functools.partial(loss_of, name), net) for name in modes}
 
 
 def training_volumes(cfg):
@@ -82,16 +81,16 @@ def training_volumes(cfg):
     return cfg["data.expect_samples"], None, f"data.expect_samples{why}"
 
 
-def dry_run(cfg, world, step_diffusion, step_contrastive, step_registration):
+def dry_run(cfg, world_size, modes):
     """Build everything on tensors that hold no numbers, print what a step costs, and last one line of JSON.
 
-    world: ranks it is meant for. The step functions are those of the training script. Returns the exit code.
+    world_size: ranks it is meant for. modes: MODES of the training script. Returns the exit code.
     """
     size, word = "x".join(map(str, cfg["data.img_size"])), cfg["model.condition_type"]
     volumes, listed, source = training_volumes(cfg)
-    share = shares(cfg, world)
-    steps, pairs = steps_left(cfg, volumes, listed, share), epoch_pair_count(cfg, volumes, listed, share)
-    net, costs = mode_costs(cfg, share["pair_batch"], step_diffusion, step_contrastive, step_registration)
+    split = split_step(cfg, world_size)
+    steps, pairs = steps_left(cfg, volumes, listed, split), epoch_pair_count(cfg, volumes, listed, split)
+    net, costs = mode_costs(cfg, split["pair_batch"], modes)
     parameters, fixed_bytes = sum(p.numel() for p in net.parameters()), weights_and_optimizer_bytes(net)
     memory = fixed_bytes + max(kept for _, kept in costs.values())
     print(f"{cfg['model.name']}: {parameters / 1e6:.1f} M parameters, {size} voxels, batch {cfg['data.batchsize']}, "
@@ -101,7 +100,7 @@ def dry_run(cfg, world, step_diffusion, step_contrastive, step_registration):
     print(f"memory per step about {memory / 2 ** 30:.1f} GiB: {fixed_bytes / 2 ** 30:.1f} for weights, gradients and "
           f"Adam, the rest for the activations of the largest mode")
     print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; effective batch "
-          f"{share['samples']} (ranks: {world})")
+          f"{split['samples']} (ranks: {world_size})")
     print(json.dumps({"parameters": parameters, "step_flops": sum(flops for flops, _ in costs.values()),
-                      "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": share["samples"]}))
+                      "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": split["samples"]}))
     return DONE

@@ -118,11 +118,11 @@ class DeformDDPM:
         """
         field = self.draw_image_field(x0.shape[2:], [start] * len(x0), keys, x0.device)
         for t in range(start, 0, -stride):
-            share = (image_count(t) - (image_count(t - stride) if t > stride else 0)) / label_count(t)
-            if share:  # the first two times are alike
+            part = (image_count(t) - (image_count(t - stride) if t > stride else 0)) / label_count(t)
+            if part:  # the first two times are alike
                 with autocast(x0.device, cfg["run.amp"]):
                     pred = net(warp(x0, field), torch.full((len(x0),), t, device=x0.device), condition)
-                field = compose(field, share * pred.float())
+                field = compose(field, part * pred.float())
         return field
 
 

@@ -2,7 +2,7 @@
 import torch
 
 from Dataloader.datalist import subject_key
-from Diffusion.schedule import averaged
+from Diffusion.schedule import ema_weights
 from Runtime import watchdog
 from Runtime.device import autocast
 
@@ -42,16 +42,16 @@ def embed(net, batch, cfg):
 
 
 @torch.no_grad()
-def embed_steadily(net, average, batches, cfg):
-    """Add to each batch, as "steady", its embeddings by the averaged weights, (B, E) each: what mode 2 is to match, and
-    what goes into the queue. (A slow second encoder for both: He et al., "Momentum Contrast", CVPR 2020.)
+def target_embeddings(net, ema, batches, cfg):
+    """Embeddings of each batch by the averaged weights, (image, condition) of (B, E) each; None for each without ema.
 
-    The queue's embeddings stay where they were made while the weights move on. At a high learning rate a sample can be
-    told from them by that alone, and no subject need be told from another; the average hardly moves as long as they
-    last. Every rank calls this: with fsdp the forward gathers the weights. Without an average it does nothing.
+    They are what mode 2 is to match, and what goes into the queue. (A slow second encoder for both: He et al.,
+    "Momentum Contrast", CVPR 2020.) The queue's embeddings stay where they were made while the weights move on. At a
+    high learning rate a sample can be told from them by that alone, and no subject need be told from another; the
+    average hardly moves as long as they last. Every rank calls this: with fsdp the forward gathers the weights.
     """
-    if average:
-        watchdog.phase("embeddings", "contrastive")
-        with averaged(net, average):
-            for batch in batches:
-                batch["steady"] = embed(net, batch, cfg)
+    if not ema:
+        return [None] * len(batches)
+    watchdog.phase("embeddings", "contrastive")
+    with ema_weights(net, ema):
+        return [embed(net, batch, cfg) for batch in batches]

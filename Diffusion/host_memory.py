@@ -13,7 +13,7 @@ from Dataloader.staging import copy_of, expanded
 from Runtime import memory
 from Runtime.device import precision
 from Runtime.errors import InputError
-from Runtime.global_batch import shares
+from Runtime.global_batch import split_step
 
 GIB = 2 ** 30
 # Measured on x86-64 Linux with torch 2.13.0+cpu, glibc's malloc and one thread a rank: the highest anonymous memory of
@@ -32,7 +32,7 @@ BETWEEN_RANKS = {"ddp": 1.25, "zero1": 1.25, "fsdp": 5}
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are memory
 
 
-def memory_estimate(cfg, world, ranks, process, parameters, held=0, activations=0, staged=0, on_cpu=False,
+def memory_estimate(cfg, world_size, ranks, process, parameters, held=0, activations=0, staged=0, on_cpu=False,
                     writes=False):
     """Host memory of a node, in bytes.
 
@@ -42,17 +42,17 @@ def memory_estimate(cfg, world, ranks, process, parameters, held=0, activations=
     Returns: {"rank", "activations", "worker", "workers" (their number in a rank), "batches" (read ahead, of one rank),
     "checkpoint", "staged", "total": ranks x (rank + activations + workers x worker + batches) + checkpoint + staged}.
     """
-    share, voxels, cached = shares(cfg, world), math.prod(cfg["data.img_size"]), bool(cfg["data.cache"])
+    split, voxels, cached = split_step(cfg, world_size), math.prod(cfg["data.img_size"]), bool(cfg["data.cache"])
     workers = 0 if cfg["data.in_memory"] and not cached else cfg["data.num_workers"]
     reading = 0 if cached else READING * 4 * voxels
     # Each worker has batches ready; beside an accelerator a thread has whole steps; and the step at work has its own.
-    per_step = share["sample_batches"] + share["pair_batches"]
+    per_step = split["sample_batches"] + split["pair_batches"]
     steps = 1 + cfg["data.prefetch_factor"] * (workers / per_step if workers else not on_cpu)
-    step = share["sample_batches"] * share["sample_batch"] + 2 * share["pair_batches"] * share["pair_batch"]
+    step = split["sample_batches"] * split["sample_batch"] + 2 * split["pair_batches"] * split["pair_batch"]
     batches = round(steps * step * voxels * (np.dtype(cfg["data.dtype"]).itemsize if cached else 4))
     weights = 4 * parameters
     rank = process + TRAINING + held + (0 if workers else reading)
-    rank += round(weights * (copies(cfg, world, share) if on_cpu else 1))  # accelerators: they are drawn on the host
+    rank += round(weights * (copies(cfg, world_size, split) if on_cpu else 1))  # else they are drawn on the host
     averages = bool(cfg["optim.average"])
     checkpoint = (3 + averages) * weights if writes else 0  # a copy of weights and moments, while it is written
     need = {"rank": rank, "activations": activations, "worker": WORKER + reading, "workers": workers,
@@ -60,25 +60,25 @@ def memory_estimate(cfg, world, ranks, process, parameters, held=0, activations=
     return {**need, "total": ranks * (rank + activations + workers * need["worker"] + batches) + checkpoint + staged}
 
 
-def copies(cfg, world, share):
+def copies(cfg, world_size, split):
     """How often a rank on a CPU holds as many bytes as the weights have: weights, gradients, two moments, sums."""
     found, strategy = 4, cfg["run.strategy"]
-    if world > 1:
-        found = {"ddp": 4, "zero1": 2 + 2 / world, "fsdp": 4 / world}[strategy] + BETWEEN_RANKS[strategy]
+    if world_size > 1:
+        found = {"ddp": 4, "zero1": 2 + 2 / world_size, "fsdp": 4 / world_size}[strategy] + BETWEEN_RANKS[strategy]
     if cfg["optim.average"]:
-        found += 1 / world if strategy == "fsdp" else 1
-    if max(share["sample_batches"], share["pair_batches"]) > 1:  # batches that only add up, in float64 or float32
+        found += 1 / world_size if strategy == "fsdp" else 1
+    if max(split["sample_batches"], split["pair_batches"]) > 1:  # batches that only add up, in float64 or float32
         found += 2 if cfg["run.exact_sums"] else 1
     return found
 
 
-def activation_bytes(cfg, world, step_diffusion, step_contrastive, step_registration):
+def activation_bytes(cfg, world_size, modes):
     """Bytes that a step on a CPU takes at its peak, beside weights and their gradients. Counted in some seconds.
 
-    The step functions are those of the training script.
+    modes: MODES of the training script.
     """
     from Diffusion.cost import mode_costs  # here, because a preflight without a CPU training needs none of it
-    _, costs = mode_costs(cfg, shares(cfg, world)["pair_batch"], step_diffusion, step_contrastive, step_registration)
+    _, costs = mode_costs(cfg, split_step(cfg, world_size)["pair_batch"], modes)
     amp = precision(cfg["run.amp"], torch.device("cpu"))
     factor = PEAK[amp] * (RECOMPUTED if cfg["model.use_checkpoint"] else 1)
     factor *= LOCAL_MATCH if amp == "off" and cfg["model.local_match"] else 1

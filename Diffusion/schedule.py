@@ -19,7 +19,7 @@ def learning_rate(cfg, step, done):
     return rate
 
 
-def new_average(net, cfg, saved=None):
+def new_ema(net, cfg, saved=None):
     """The moving average {name: tensor} of a network's parameters, sliced as they are; None where optim.average is 0.
 
     saved: the whole average of a checkpoint, to go on from; otherwise it starts from the weights.
@@ -31,23 +31,23 @@ def new_average(net, cfg, saved=None):
 
 
 @torch.no_grad()
-def update_average(average, net, cfg, step):
+def update_ema(ema, net, cfg, step):
     """Move the average towards the weights after step `step` (from 0): by 1 - optim.average, more in the first steps.
 
     With a constant weight the first averages would consist of the weights before the training.
     """
-    if average:
+    if ema:
         decay = min(cfg["optim.average"], (1 + step) / (10 + step))
         for name, parameter in net.named_parameters():
-            average[name].lerp_(parameter, 1 - decay)
+            ema[name].lerp_(parameter, 1 - decay)
 
 
 @contextlib.contextmanager
-def averaged(net, average):
+def ema_weights(net, ema):
     """Within it, the network has the averaged weights; without an average, its own."""
-    own = {name: parameter.detach().clone() for name, parameter in net.named_parameters()} if average else {}
+    own = {name: parameter.detach().clone() for name, parameter in net.named_parameters()} if ema else {}
     try:
-        put_weights(net, average)
+        put_weights(net, ema)
         yield net
     finally:
         put_weights(net, own)

@@ -28,7 +28,7 @@ def wrap(net, ranks, device, gradients, cfg):
     gradients: how they are summed. find_unused_parameters also keeps a resumed run bitwise: without it, DDP regroups
     its buckets after the first backward, and sums are then taken in another order than in a run that starts anew.
     """
-    if ranks["world"] == 1:
+    if ranks["world_size"] == 1:
         return net.to(device)
     if cfg["run.strategy"] == "fsdp":
         return shard(net, device, gradients["dtype"], cfg["run.channels_last"])
@@ -76,7 +76,7 @@ def to_channels_last(module, inputs):
 def make_optimizer(net, ranks, cfg):
     """Adam over the parameters of a network that is wrapped already."""
     options = {"lr": cfg["optim.lr"], "fused": True}
-    if ranks["world"] > 1 and cfg["run.strategy"] == "zero1":
+    if ranks["world_size"] > 1 and cfg["run.strategy"] == "zero1":
         from torch.distributed.optim import ZeroRedundancyOptimizer
         return ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, **options)
     return torch.optim.Adam(net.parameters(), **options)

@@ -47,8 +47,9 @@ def own_share(count, ranks):
 
     A forward may need all ranks (fsdp), so one that has nothing left repeats a number that does not count.
     """
-    rank, world = ranks["rank"], ranks["world"]
-    return [(number % count, number < count) for number in range(rank, -(-count // world) * world, world)]
+    rank, world_size = ranks["rank"], ranks["world_size"]
+    last = -(-count // world_size) * world_size
+    return [(number % count, number < count) for number in range(rank, last, world_size)]
 
 
 def retrieval(images, conditions, subjects):
@@ -73,7 +74,7 @@ def validate(state, dataset, cfg):
     net, ddpm, device, ranks = state["net"], state["ddpm"], state["device"], state["ranks"]
     net.eval()
     cosines, embeddings, scores, picture = [], [], [], None
-    times = sorted({max(cfg["diffusion.timesteps"] * share // 4, 1) for share in (1, 2, 3)})
+    times = sorted({max(cfg["diffusion.timesteps"] * quarter // 4, 1) for quarter in (1, 2, 3)})
     for index, counts in own_share(min(len(dataset), cfg["run.val_pairs"]), ranks):
         x0 = dataset.image(index)[None].to(device)
         for t in times:

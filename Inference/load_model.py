@@ -102,7 +102,7 @@ def load_model(path, device="cpu", overrides=()):
     cfg = check_config({**known, **kept, **overridden(overrides)}, path)
     cfg["run.amp"] = precision(cfg["run.amp"], torch.device(device))
     net = build_network(cfg, device)
-    checkpoint.load_weights(net, {"model": state.get("average") or state["model"]}, path)
+    checkpoint.load_weights(net, {"model": state.get("ema") or state["model"]}, path)
     return net.eval(), cfg
 
 

@@ -78,14 +78,14 @@ def refine(moving, fixed, field, steps, cfg, progress=False):
     factors = [2 ** level for level in reversed(range(cfg["refine.levels"]))]
     # A level of which fewer than a window's voxels are left says nothing.
     factors = [factor for factor in factors if min(size) // factor > cfg["refine.window"]] or [1]
-    shares = [steps // len(factors) + (place < steps % len(factors)) for place in range(len(factors))]
+    per_level = [steps // len(factors) + (place < steps % len(factors)) for place in range(len(factors))]
     with torch.enable_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
-        for factor, share in zip(factors, shares):
+        for factor, count in zip(factors, per_level):
             images = smaller(moving, factor), smaller(fixed, factor)
             start = None if field is None else resize_field(field, images[1].shape[2:])
             # A new Adam for each level: the moments of another resolution are those of another function.
             optimizer = torch.optim.Adam([velocity], lr=cfg["refine.lr"])
-            for _ in range(share):
+            for _ in range(count):
                 optimizer.zero_grad(set_to_none=True)
                 pair_loss(*images, start, velocity, cfg).backward()
                 optimizer.step()

@@ -56,19 +56,19 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
 
 def gather(ranks, row):
     """The tensors of all ranks, stacked in rank order, on the CPU. row: same shape and type on every rank."""
-    if ranks["world"] == 1:
+    if ranks["world_size"] == 1:
         return row.detach().cpu()[None]
     row = row.detach().cpu().contiguous()
-    rows = torch.full((ranks["world"], *row.shape), -1, dtype=row.dtype)
+    rows = torch.full((ranks["world_size"], *row.shape), -1, dtype=row.dtype)
     dist.all_gather(list(rows), row, group=ranks["cpu"])
     return rows
 
 
 def gather_objects(ranks, value):
     """The values of all ranks in rank order: anything that pickles, for what is not in every step."""
-    if ranks["world"] == 1:
+    if ranks["world_size"] == 1:
         return [value]
-    values = [None] * ranks["world"]
+    values = [None] * ranks["world_size"]
     dist.all_gather_object(values, value, group=ranks["cpu"])
     return values
 

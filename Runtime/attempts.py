@@ -18,7 +18,7 @@ from pathlib import Path
 from Runtime.config import load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import append_line, is_passing, patiently, read_lines, write_file
-from Runtime.global_batch import fix_step, shares, usable
+from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import durable_step
 from Runtime.run_lock import hold, lock, run_folder, touch, unlock
 from Runtime.verdict import judge, sentence
@@ -36,7 +36,7 @@ def append(run, line):
     append_line(run / "attempts.jsonl", line)
 
 
-def begin(run, loop, world):
+def begin(run, loop, world_size):
     """Number a new attempt. loop: token that is the same for all rounds of one launch. Returns the number."""
     lines = history(run)
     begun = [line for line in lines if line["event"] == "begin"]
@@ -44,7 +44,7 @@ def begin(run, loop, world):
     if begun and begun[-1]["attempt"] not in ended:  # nobody was left to write it
         end(run, begun[-1]["attempt"], None)
     attempt = begun[-1]["attempt"] + 1 if begun else 0
-    append(run, {"event": "begin", "attempt": attempt, "loop": loop, "time": time.time(), "ranks": world,
+    append(run, {"event": "begin", "attempt": attempt, "loop": loop, "time": time.time(), "ranks": world_size,
                  "host": socket.gethostname(), "job": os.environ.get("SLURM_JOB_ID", ""), "durable": durable_step(run)})
     return attempt
 
@@ -172,10 +172,10 @@ def share_out(run, cfg, nodes, tasks, asked):
     step = fix_step(run, cfg, asked)
     used, each = usable(cfg, step, nodes, tasks)
     if used * each < ranks == asked and asked >= step["ranks"]:
-        shares(cfg, ranks, step)  # says what does not divide
+        split_step(cfg, ranks, step)  # says what does not divide
     most = max(asked, step["ranks"])
     if used * each < most:
-        count = shares(cfg, used * each, step)["sample_batches"]
+        count = split_step(cfg, used * each, step)["sample_batches"]
         idle = f"; {ranks - used * each} more could not share it evenly and stay idle" if used * each < ranks else ""
         print(f"{used * each} of {most} ranks ({used} x {each}) do the whole step of {step['samples']} samples, "
               f"{count} batches each{idle}", file=sys.stderr, flush=True)

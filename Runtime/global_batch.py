@@ -44,7 +44,7 @@ def most_pairs(cfg):
     return max(int(cfg["data.batchsize"] / cfg["data.diff_reg_batch_ratio"]), 1)
 
 
-def shares(cfg, world, step=None):
+def split_step(cfg, world_size, step=None):
     """How the samples and pairs of a step are spread over `world` ranks: the same number of batches for each.
 
     step: of `fix_step`; None for that of a first launch.
@@ -52,20 +52,20 @@ def shares(cfg, world, step=None):
     "sample_batches", "pair_batches": forwards of a rank in a step}.
     Raises InputError naming the numbers that do not divide.
     """
-    size, step = cfg["data.batchsize"], step or new_step(cfg, world)
+    size, step = cfg["data.batchsize"], step or new_step(cfg, world_size)
     samples, pairs = step["samples"], step["pairs"]
-    pair_size = min(most_pairs(cfg), max(pairs // world, 1))
+    pair_size = min(most_pairs(cfg), max(pairs // world_size, 1))
     what, change = f"data.global_batchsize {samples}", "change one of them"
     if not cfg["data.global_batchsize"]:
         what = f"the step of {samples} samples, as the run's first launch with {step['ranks']} ranks has fixed it,"
         change = "start another number of ranks, or say by data.global_batchsize how many samples a step shall have"
-    if samples % (size * world):
-        raise InputError(f"{what} is not a multiple of data.batchsize {size} x {world} ranks: {change}.")
-    if pairs % (pair_size * world):
-        raise InputError(f"{what} makes {pairs} pairs of a step, which {world} ranks cannot share in batches of "
+    if samples % (size * world_size):
+        raise InputError(f"{what} is not a multiple of data.batchsize {size} x {world_size} ranks: {change}.")
+    if pairs % (pair_size * world_size):
+        raise InputError(f"{what} makes {pairs} pairs of a step, which {world_size} ranks cannot share in batches of "
                          f"{pair_size}: change data.diff_reg_batch_ratio or the batch.")
     return {"samples": samples, "pairs": pairs, "sample_batch": size, "pair_batch": pair_size,
-            "sample_batches": samples // (size * world), "pair_batches": pairs // (pair_size * world)}
+            "sample_batches": samples // (size * world_size), "pair_batches": pairs // (pair_size * world_size)}
 
 
 def usable(cfg, step, nodes, tasks):
@@ -79,14 +79,14 @@ def usable(cfg, step, nodes, tasks):
     fits = [(used * each, each, used) for used in range(1, nodes + 1) for each in range(1, tasks + 1)
             if can_share(cfg, step, used * each)]
     if not fits:
-        shares(cfg, 1, step)
+        split_step(cfg, 1, step)
     _, each, used = max(fits)
     return used, each
 
 
-def can_share(cfg, step, world):
+def can_share(cfg, step, world_size):
     try:
-        shares(cfg, world, step)
+        split_step(cfg, world_size, step)
     except InputError:
         return False
     return True

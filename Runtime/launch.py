@@ -24,7 +24,7 @@ from Runtime.global_batch import fix_step
 from Runtime.run_lock import hold, is_held, lock, run_folder, unlock
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
-         "world": ("WORLD_SIZE", "SLURM_NTASKS")}
+         "world_size": ("WORLD_SIZE", "SLURM_NTASKS")}
 HEAR_S = 10.0  # after rank 0 has found who is there, until all have heard it
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 LOCK_S = 60.0  # so long rank 0 tries to write the lock, while the others wait for it
@@ -39,18 +39,18 @@ def environment():
     # An sbatch script itself has SLURM_NTASKS but is no task; a task of srun has SLURM_STEP_ID beside it.
     column = 0 if "RANK" in os.environ or "WORLD_SIZE" in os.environ else 1 if "SLURM_STEP_ID" in os.environ else None
     if column is None:
-        return {"rank": 0, "local_rank": 0, "world": 1}
+        return {"rank": 0, "local_rank": 0, "world_size": 1, "step": None}
     found = {}
     for key, names in NAMES.items():
         text = os.environ.get(names[column], "0" if key == "local_rank" else "")
         if not text.isdecimal():
             raise InputError(f"{names[column]} is {text or 'not set'}: every rank needs {NAMES['rank'][column]}, "
-                             f"{NAMES['local_rank'][column]} and {NAMES['world'][column]}, or none of them.")
+                             f"{NAMES['local_rank'][column]} and {NAMES['world_size'][column]}, or none of them.")
         found[key] = int(text)
-    if found["rank"] >= found["world"]:
-        raise InputError(f"{NAMES['rank'][column]} is {found['rank']} but {NAMES['world'][column]} is "
-                         f"{found['world']}: ranks count from 0.")
-    return found
+    if found["rank"] >= found["world_size"]:
+        raise InputError(f"{NAMES['rank'][column]} is {found['rank']} but {NAMES['world_size'][column]} is "
+                         f"{found['world_size']}: ranks count from 0.")
+    return {**found, "step": None}
 
 
 def debug():
@@ -66,16 +66,16 @@ def meet(ranks, seconds):
     Only rank 0 looks who is there, in one request for all; the others wait for its answer. So hundreds of ranks ask the
     store for little more than a few do each.
     """
-    if ranks["world"] == 1:
+    if ranks["world_size"] == 1:
         return
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise InputError(f"MASTER_ADDR is {address or 'not set'} and MASTER_PORT {port or 'not set'}: with "
-                         f"{ranks['world']} ranks both are needed, the host of rank 0 and a free port on it.")
+                         f"{ranks['world_size']} ranks both are needed, the host of rank 0 and a free port on it.")
     ends = time.time() + seconds
     serves = ranks["rank"] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has its own
     try:
-        store = dist.TCPStore(address, int(port), ranks["world"], serves, wait_for_workers=False,
+        store = dist.TCPStore(address, int(port), ranks["world_size"], serves, wait_for_workers=False,
                               timeout=datetime.timedelta(seconds=seconds))
         store = dist.PrefixStore(f"launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         store.set(f"here/{ranks['rank']}", "1")
@@ -83,7 +83,7 @@ def meet(ranks, seconds):
     except dist.DistError as error:  # never there, or gone because it waited in vain for another
         raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
     if missing:
-        raise RuntimeError(f"rank {missing} of {ranks['world']} did not arrive within {seconds:.0f} s")
+        raise RuntimeError(f"rank {missing} of {ranks['world_size']} did not arrive within {seconds:.0f} s")
     ranks["store"] = store
 
 
@@ -92,13 +92,13 @@ def roll_call(store, ranks, ends):
 
     Rank 0, which serves the store, may leave soon after: not before all that are here have heard it.
     """
-    every = [f"here/{rank}" for rank in range(ranks["world"])]
+    every = [f"here/{rank}" for rank in range(ranks["world_size"])]
     while not (complete := store.check(every)) and time.time() < ends:
         time.sleep(0.05)
     missing = [] if complete else [rank for rank, key in enumerate(every) if not store.check([key])]
     answer = ", ".join(map(str, missing))
     store.set("missing", answer)
-    heard = [f"heard/{rank}" for rank in range(1, ranks["world"]) if rank not in missing]
+    heard = [f"heard/{rank}" for rank in range(1, ranks["world_size"]) if rank not in missing]
     patience = time.time() + HEAR_S
     while heard and not store.check(heard) and time.time() < patience:
         time.sleep(0.05)
@@ -121,7 +121,7 @@ def hear(store, ranks, ends):
 
 def tell(ranks, key, value=None):
     """Rank 0's `value` on every rank, before there is a process group."""
-    if ranks["world"] == 1:
+    if ranks["world_size"] == 1:
         return value
     if ranks["rank"] == 0:
         ranks["store"].set(key, value)
@@ -151,11 +151,11 @@ def open_run(ranks, cfg, fresh):
         run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh)
         ranks["token"] = patiently(lambda: lock(run, attempts.stale_after_s(cfg)),
                                    min(cfg["run.patience_s"], LOCK_S), f"the lock of {run}")
-        ranks["step"] = fix_step(run, cfg, ranks["world"])
-        ranks["attempt"] = attempts.begin(run, ranks["token"], ranks["world"])
+        ranks["step"] = fix_step(run, cfg, ranks["world_size"])
+        ranks["attempt"] = attempts.begin(run, ranks["token"], ranks["world_size"])
     run = Path(tell(ranks, "run", str(run) if ranks["rank"] == 0 else None))
     ranks["attempt"] = int(tell(ranks, "attempt", str(ranks.get("attempt"))))
-    ranks["step"] = json.loads(tell(ranks, "step", json.dumps(ranks.get("step"))))
+    ranks["step"] = json.loads(tell(ranks, "step", json.dumps(ranks["step"])))
     hold(run, tell(ranks, "token", ranks.get("token")))
     watchdog.start(run, ranks["rank"], ranks["attempt"], cfg, launched)
     return run
@@ -166,10 +166,10 @@ def close_run(ranks, run, code):
     if not is_held(run):
         return  # somebody else writes there now
     watchdog.finish()
-    if "attempt" in ranks and ranks["world"] > 1:
+    if "attempt" in ranks and ranks["world_size"] > 1:
         with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may be dead
             ranks["store"].set(f"closed/{ranks['rank']}", "1")
-        every, ends = [f"closed/{rank}" for rank in range(ranks["world"])], time.time() + LAST_WORDS_S
+        every, ends = [f"closed/{rank}" for rank in range(ranks["world_size"])], time.time() + LAST_WORDS_S
         while ranks["rank"] == 0 and time.time() < ends and not ranks["store"].check(every):
             time.sleep(0.05)
     if "token" in ranks:
@@ -188,7 +188,7 @@ def join(ranks, device, cfg):
     ranks["generation"] = ranks.get("generation", -1) + 1
     ranks["cpu"] = None
     patience = datetime.timedelta(seconds=cfg["run.backend_timeout_s"])
-    if ranks["world"] == 1:
+    if ranks["world_size"] == 1:
         return
     if ranks["generation"] == 0:
         refuse_shared_devices(ranks, device)
@@ -198,7 +198,7 @@ def join(ranks, device, cfg):
         dist.set_debug_level(dist.DebugLevel.INFO)
     # A fresh rendezvous each time: keys that an old generation left in the store would be taken for its own.
     store = dist.PrefixStore(f"generation{ranks['generation']}", ranks["store"])
-    dist.init_process_group(kind, store=store, rank=ranks["rank"], world_size=ranks["world"],
+    dist.init_process_group(kind, store=store, rank=ranks["rank"], world_size=ranks["world_size"],
                             timeout=patience)
     timeout = datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"])
     ranks["cpu"] = dist.new_group(backend="gloo", timeout=timeout)
@@ -211,7 +211,7 @@ def refuse_shared_devices(ranks, device):
     """
     if device.type == "cpu":
         return
-    store, every = ranks["store"], [f"device/{rank}" for rank in range(ranks["world"])]
+    store, every = ranks["store"], [f"device/{rank}" for rank in range(ranks["world_size"])]
     store.set(every[ranks["rank"]], json.dumps(identity(device)))
     if ranks["rank"] == 0:
         store.set("shared device", shared_device([json.loads(found) for found in store.multi_get(every)]))
@@ -240,7 +240,7 @@ def shared_device(identities):
 
 def leave(ranks):
     """Leave the process groups. The caller has let go of what uses them: destroying a group before DDP deadlocks."""
-    if ranks["world"] > 1:
+    if ranks["world_size"] > 1:
         gc.collect()
         dist.barrier(group=ranks["cpu"])
         dist.destroy_process_group()

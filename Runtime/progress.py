@@ -43,12 +43,12 @@ def show(value):
     return "-" if value is None else f"{value:.3g}"
 
 
-def progress_bars(cfg, progress, steps, chief):
+def progress_bars(cfg, progress, steps, is_main):
     """The bar of an epoch, and the line of averages below it; silent on all ranks but the first."""
     terminal = sys.stderr.isatty()
-    bar = tqdm(total=steps, initial=progress["step_in_epoch"], unit="step", dynamic_ncols=True, disable=not chief,
+    bar = tqdm(total=steps, initial=progress["step_in_epoch"], unit="step", dynamic_ncols=True, disable=not is_main,
                desc=f"epoch {progress['epoch'] + 1}/{cfg['run.epochs']}", mininterval=1.0 if terminal else 30.0)
-    return bar, tqdm(bar_format="{desc}", position=1, dynamic_ncols=True, disable=not (terminal and chief))
+    return bar, tqdm(bar_format="{desc}", position=1, dynamic_ncols=True, disable=not (terminal and is_main))
 
 
 def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds):

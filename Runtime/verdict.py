@@ -38,14 +38,14 @@ def read_rank(run, rank, attempt):
     return found
 
 
-def judge(run, attempt, world, code):
+def judge(run, attempt, world_size, code):
     """How this attempt ended.
 
     code: exit code of the launch (a hint only), None where nobody saw it. Returns a dict with cause, rank (None where
     no single one is to blame), host, step, mode, phase, stack (innermost last), others, detail, ended, and `dead`:
     False for done and for a planned restart.
     """
-    ranks = [read_rank(run, rank, attempt) for rank in range(world)]
+    ranks = [read_rank(run, rank, attempt) for rank in range(world_size)]
     cause, culprit, detail = find_cause(ranks, code)
     refused = event(ranks[culprit], "refused") if culprit is not None else None
     rank = ranks[culprit] if culprit is not None else max(ranks, key=position)

@@ -126,7 +126,7 @@ def training(state, cfg, about):
         ("Batch", f"{cfg['data.global_batchsize'] or cfg['data.batchsize']} "
                   f"({'of all ranks' if cfg['data.global_batchsize'] else 'on each rank'})"),
         ("Optimizer", f"Adam, learning rate {cfg['optim.lr']:g}"),
-        ("Weights exported", "moving average" if state.get("average") else "as the last step left them"),
+        ("Weights exported", "moving average" if state.get("ema") else "as the last step left them"),
         ("Weights of the losses", losses),
         ("Precision", state["config"]["run.amp"]), ("torch", about["torch"] or "not recorded"),
         ("Seed", cfg["run.seed"]),
@@ -198,7 +198,7 @@ def export(model, out=None, licence=UNSTATED):
     folder = Path(out or source.parent)
     folder.mkdir(parents=True, exist_ok=True)
     target, about = folder / f"{source.stem}.safetensors", about_run(source, state)
-    weights = state.get("average") or state["model"]
+    weights = state.get("ema") or state["model"]
     digest = write_weights(target, weights, state["config"], about["commit"])
     page = folder / "MODEL_CARD.md"
     write_file(page, card(target.name, net, state, cfg, about, digest, licence))

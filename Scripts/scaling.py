@@ -29,7 +29,7 @@ from Dataloader.sampler import steps_left  # noqa: E402
 from Runtime.attempts import history, read_lines  # noqa: E402
 from Runtime.config import flatten, load_config  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
-from Runtime.global_batch import known_step, shares  # noqa: E402
+from Runtime.global_batch import known_step, split_step  # noqa: E402
 from Runtime.report import cards_html, figure_html, figure_png, table_html, text_table, write_page  # noqa: E402
 from Runtime.watchdog import ONE_OFF  # noqa: E402
 
@@ -70,7 +70,7 @@ def measurements(run):
             config = launch_config(run, steps[0]["time"])
             nodes = len({line["node"] or line["host"] for line in logs[number, "start"]})
             cfg = flatten(yaml.safe_load(config.read_text()), config)
-            samples = shares(cfg, ranks, known_step(run, cfg))["samples"]
+            samples = split_step(cfg, ranks, known_step(run, cfg))["samples"]
             groups[ranks, nodes, samples].append({"steps": steps, "epochs": logs[number, "epoch"], "config": config,
                                                   "memory": logs[number, "memory"]})
     if not groups:
@@ -156,7 +156,7 @@ def planned_steps(config, ranks):
     except InputError:
         return None
     run = config.parent.parent.parent
-    return steps_left(cfg, len(dataset), listed, shares(cfg, ranks, known_step(run, cfg)))
+    return steps_left(cfg, len(dataset), listed, split_step(cfg, ranks, known_step(run, cfg)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -60,10 +60,11 @@ def one_step(way, net, ddpm, volumes, keys, queue, cfg, device):
         seconds[part] = time.perf_counter() - began
         return found
 
-    batch = measured("deform", lambda: om.deform_batch(volumes, keys, ddpm, cfg))
+    batch = {**measured("deform", lambda: om.deform_batch(volumes, keys, ddpm, cfg)), "subjects": subjects,
+             "queue": queue, "targets": None, "moving": volumes, "fixed": volumes.flip(0).roll(1, 2)}
     measured("diffusion", lambda: way.step_diffusion(net, batch, cfg))
-    measured("contrastive", lambda: way.step_contrastive(net, batch, subjects, queue, cfg))
-    measured("registration", lambda: way.step_registration(net, volumes, volumes.flip(0).roll(1, 2), cfg))
+    measured("contrastive", lambda: way.step_contrastive(net, batch, cfg))
+    measured("registration", lambda: way.step_registration(net, batch, cfg))
     return seconds
 
 

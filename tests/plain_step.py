@@ -68,7 +68,8 @@ def step_diffusion(net, batch, cfg):
 step_contrastive = om.step_contrastive  # nothing in it was written for speed
 
 
-def step_registration(net, moving, fixed, cfg):
+def step_registration(net, batch, cfg):
+    moving, fixed = batch["moving"], batch["fixed"]
     field = align(net, moving, fixed, cfg)
     warped = warp(moving, field)
     imgsim, pool = 0.0, F.avg_pool3d if moving.dim() == 5 else F.avg_pool2d

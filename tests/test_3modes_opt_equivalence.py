@@ -30,9 +30,9 @@ def prepared(**changes):
 
 def results(way, net, cfg, volumes, batch):
     """Terms and gradients of modes 1 and 3: two dicts by mode."""
-    terms, gradients = {}, {}
+    terms, gradients, pair = {}, {}, {"moving": volumes[:2], "fixed": volumes[2:]}
     for mode, compute in (("diffusion", lambda: way.step_diffusion(net, batch, cfg)),
-                          ("registration", lambda: way.step_registration(net, volumes[:2], volumes[2:], cfg))):
+                          ("registration", lambda: way.step_registration(net, pair, cfg))):
         net.zero_grad(set_to_none=True)
         loss, found = compute()
         loss.backward()
@@ -78,9 +78,10 @@ def test_weights_after_three_steps_are_those_of_the_plain_step():
                 if mode == "diffusion":
                     loss, _ = way.step_diffusion(net, batch, cfg)
                 elif mode == "contrastive":
-                    loss, _, embeddings = way.step_contrastive(net, batch, torch.arange(2), queue, cfg)
+                    known = {**batch, "subjects": torch.arange(2), "queue": queue, "targets": None}
+                    loss, _, embeddings = way.step_contrastive(net, known, cfg)
                 else:
-                    loss, _ = way.step_registration(net, volumes[:2], volumes[2:], cfg)
+                    loss, _ = way.step_registration(net, {"moving": volumes[:2], "fixed": volumes[2:]}, cfg)
                 loss.backward()
                 optimizer.step()
                 if mode == "contrastive":

@@ -15,7 +15,7 @@ from tests import launching
 from tests.tiny import ROOT
 
 CFG = {"run.deadline_floor_s": 30.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}
-ALONE = {"rank": 0, "local_rank": 0, "world": 1, "cpu": None}
+ALONE = {"rank": 0, "local_rank": 0, "world_size": 1, "cpu": None}
 WEIGHTS = {"head.weight": torch.arange(6.0).view(2, 3), "head.bias": torch.ones(3), "counter": torch.tensor(4.0)}
 
 
@@ -67,7 +67,7 @@ def main(folder):
     seen["refreshed"] = [ranks["generation"], agree.gather(ranks, torch.tensor([rank])).flatten().tolist()]
     # Ranks 0 and 1 wait for a third at another port; the third looks where nobody is.
     os.environ["MASTER_PORT"] = sys.argv[2] if rank < 2 else sys.argv[3]
-    seen["meet"] = error_of(launch.meet, {"rank": rank, "world": 3}, 3 if rank < 2 else 1)
+    seen["meet"] = error_of(launch.meet, {"rank": rank, "world_size": 3}, 3 if rank < 2 else 1)
     (folder / f"seen{rank}.json").write_text(json.dumps(seen))
     weights = {name: tensor for name, tensor in WEIGHTS.items() if rank != 1 or name != "head.bias"}
     seen["one less"] = error_of(agree.agree, ranks, 8, "checkpoint", weights=weights)
@@ -207,7 +207,7 @@ def environment(monkeypatch):
       "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}, (1, 1, 2))])
 def test_who_a_process_takes_itself_for(environment, variables, expected):
     environment(**variables)
-    assert tuple(launch.environment()[key] for key in ("rank", "local_rank", "world")) == expected
+    assert tuple(launch.environment()[key] for key in ("rank", "local_rank", "world_size")) == expected
 
 
 @pytest.mark.parametrize("variables, text", [
@@ -227,7 +227,7 @@ def test_contradictions_are_refused(environment, variables, text):
 def test_several_ranks_need_a_place_to_meet(environment, variables):
     environment(**variables)
     with pytest.raises(InputError, match=r"MASTER_ADDR is .* and MASTER_PORT .*: with 2 ranks both are needed"):
-        launch.meet({"rank": 0, "world": 2}, 1)
+        launch.meet({"rank": 0, "world_size": 2}, 1)
 
 
 if __name__ == "__main__":

@@ -230,21 +230,21 @@ def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path):
 
 def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, capsys):
     """Nodes with two ranks each, data.global_batchsize 0 as in the shipped configs."""
-    def share(nodes, asked, **changes):
+    def split(nodes, asked, **changes):
         found = share_out(tmp_path, config(**changes), nodes, 2, asked)
         return *found, capsys.readouterr().err
     whole = {"samples": 8, "pairs": 4, "ranks": 4}
-    assert share(2, 4) == (whole, 2, 2, "") and json.loads((tmp_path / "step.json").read_text()) == whole
-    assert share(1, 4) == (whole, 1, 2, "2 of 4 ranks (1 x 2) do the whole step of 8 samples, 2 batches each\n")
-    step, *used, said = share(3, 8)  # three of four nodes: six ranks cannot share four batches
+    assert split(2, 4) == (whole, 2, 2, "") and json.loads((tmp_path / "step.json").read_text()) == whole
+    assert split(1, 4) == (whole, 1, 2, "2 of 4 ranks (1 x 2) do the whole step of 8 samples, 2 batches each\n")
+    step, *used, said = split(3, 8)  # three of four nodes: six ranks cannot share four batches
     assert (step, used) == (whole, [2, 2]) and "2 more could not share it evenly and stay idle" in said
     with pytest.raises(InputError, match="of 8 samples, as the run's first launch with 4 ranks has fixed it, is not"):
-        share(4, 8)  # nothing is missing: somebody wants more than the run can use
-    assert share(4, 8, data__global_batchsize=16) == ({"samples": 16, "pairs": 8, "ranks": 8}, 4, 2, ""), "the config's"
-    assert share(2, 4)[0]["samples"] == 16, "as it was last"
+        split(4, 8)  # nothing is missing: somebody wants more than the run can use
+    assert split(4, 8, data__global_batchsize=16) == ({"samples": 16, "pairs": 8, "ranks": 8}, 4, 2, ""), "the config's"
+    assert split(2, 4)[0]["samples"] == 16, "as it was last"
     (tmp_path / "step.json").write_text("{")
     with pytest.raises(InputError, match=f"{tmp_path}/step.json is damaged"):
-        share(2, 4)
+        split(2, 4)
 
 
 def test_the_launcher_is_told_the_step_and_who_does_it(tmp_path):

@@ -46,7 +46,7 @@ if __name__ == "__main__":
         total, pids = hashlib.sha256(), []
         for epoch in range(2):
             progress = {"epoch": epoch, "samples": 0, "pairs": 0}
-            for step in epoch_batches(cfg, dataset, listed, progress, SHARE, {"rank": 0, "world": 1}):
+            for step in epoch_batches(cfg, dataset, listed, progress, SHARE, {"rank": 0, "world_size": 1}):
                 for images, positions, subjects in step[0] + step[1]:
                     total.update(as_float(images).numpy().tobytes() + repr((positions, subjects)).encode())
             pids.append(sorted(worker.pid for worker in multiprocessing.active_children()))
@@ -259,9 +259,9 @@ def test_2d_images_go_the_whole_way(tmp_path):
     cfg = cached(tmp_path, tmp_path / "cache", **changes)
     dataset, held_out, listed = read_datasets(cfg)
     assert held_out.label(1).shape == (1, 16, 24) and set(held_out.label(1).unique().tolist()) > {0, 1}
-    share = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
+    split = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
     progress = {"epoch": 0, "samples": 0, "pairs": 0}
-    steps = list(epoch_batches(cfg, dataset, listed, progress, share, {"rank": 0, "world": 1}))
+    steps = list(epoch_batches(cfg, dataset, listed, progress, split, {"rank": 0, "world_size": 1}))
     images, _, subjects = steps[0][0][0]
     assert images.shape == (2, 1, 16, 24) and images.dtype == torch.uint8
     assert torch.equal(as_float(images)[1], dataset.image(dataset.subjects.tolist().index(subjects[1])))
@@ -492,7 +492,7 @@ def test_a_flipped_voxel_is_found_before_the_training(made, place, kind):
     found = []
     for rank in range(3):  # each takes a share, together they see everything
         try:
-            read_datasets(cached(made, place), ranks={"rank": rank, "world": 3})
+            read_datasets(cached(made, place), ranks={"rank": rank, "world_size": 3})
         except InputError as error:
             found.append(str(error))
     assert len(found) == 1 and f"{kind}_00001.npy" in found[0]
@@ -557,7 +557,7 @@ def test_where_there_are_no_locks_it_is_said_once(made, place, monkeypatch, caps
 
     monkeypatch.setattr(cache.fcntl, "flock", no_locks)  # as on Lustre without -o flock
     for rank in (0, 1):
-        assert len(read_datasets(cached(made, place), ranks={"rank": rank, "world": 2})[0]) == 6
+        assert len(read_datasets(cached(made, place), ranks={"rank": rank, "world_size": 2})[0]) == 6
     said = capsys.readouterr().err
     assert said.count("cannot be locked (No locks available): do not run OM_prepare.py on it while a training") == 1
 
@@ -945,9 +945,9 @@ def test_fifteen_thousand_volumes_open_in_seconds(tmp_path):
         started = time.time()
         dataset, _, listed = read_datasets(cfg)
         opened = time.time()
-        share = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
+        split = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
         progress = {"epoch": 0, "samples": 0, "pairs": 0}
-        batches = epoch_batches(cfg, dataset, listed, progress, share, {"rank": 0, "world": 1})
+        batches = epoch_batches(cfg, dataset, listed, progress, split, {"rank": 0, "world_size": 1})
         assert next(batches)[0][0][0].shape == (2, 1, 16, 16, 16)
         first = time.time()
         print(f"{workers} workers: opened in {opened - started:.2f} s, first batch after {first - opened:.2f} s more")

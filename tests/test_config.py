@@ -8,7 +8,7 @@ import yaml
 from Dataloader.sampler import steps_left
 from Runtime.config import KEYS, flatten, load_config, save_config
 from Runtime.errors import InputError
-from Runtime.global_batch import shares
+from Runtime.global_batch import split_step
 from tests.tiny import ROOT
 
 OM = ROOT / "Config/config_om.yaml"
@@ -33,9 +33,9 @@ def test_recorded_values_of_the_campaign():
 
 def test_the_campaign_takes_41_steps_an_epoch_on_64_ranks():
     cfg = load_config(ROOT / "Config/config_campaign.yaml")
-    share = shares(cfg, 64)
-    assert (share["samples"], share["pairs"]) == (128, 64)
-    assert steps_left(cfg, 14814, None, share) == 41 == math.ceil(2583 / 64)
+    split = split_step(cfg, 64)
+    assert (split["samples"], split["pairs"]) == (128, 64)
+    assert steps_left(cfg, 14814, None, split) == 41 == math.ceil(2583 / 64)
 
 
 def test_the_production_config_has_the_recipe_of_the_small_ones():

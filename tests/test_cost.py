@@ -53,8 +53,7 @@ def test_what_is_not_prepared_yet_is_counted_from_the_files(tmp_path, capsys):
 
 
 def test_averaged_weights_cost_mode_2_another_forward():
-    counted = [mode_costs(config(optim__average=average), 1, om.step_diffusion, om.step_contrastive,
-                          om.step_registration)[1] for average in (0.0, 0.9)]
+    counted = [mode_costs(config(optim__average=average), 1, om.MODES)[1] for average in (0.0, 0.9)]
     (flops, kept), (more_flops, same) = (costs.pop("contrastive") for costs in counted)
     assert 1.2 * flops < more_flops < 1.5 * flops and same == kept and counted[0] == counted[1]
 

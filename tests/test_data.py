@@ -89,7 +89,7 @@ def test_loader_with_workers_delivers_what_the_one_without_does(tmp_path):
 def test_only_rank_0_draws_bars(tmp_path, capfd):
     make_data(tmp_path)
     for rank, silent in ((1, True), (0, False)):
-        read_datasets(config(tmp_path), ranks={"rank": rank, "world": 2})
+        read_datasets(config(tmp_path), ranks={"rank": rank, "world_size": 2})
         assert ("reading training volumes" not in capfd.readouterr().err) is silent
 
 

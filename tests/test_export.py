@@ -17,7 +17,7 @@ from tests.tiny import ROOT, config
 safetensors = pytest.importorskip("safetensors", reason="pip install -r requirements-export.txt")
 
 
-def make_run(folder, average=False, changed=False):
+def make_run(folder, ema=False, changed=False):
     """A run folder with one checkpoint of random weights. Returns the folder and the weights."""
     cfg = config(folder)
     run = folder / "Models/demo_om_net"
@@ -30,8 +30,8 @@ def make_run(folder, average=False, changed=False):
                for name, tensor in net.state_dict().items()}
     state = {"format": 1, "model": weights, "optimizer": {}, "queue": {}, "config": cfg, "epoch": 2, "step_in_epoch": 0,
              "step": 30}
-    if average:
-        state["average"] = weights = {name: tensor * 0.5 for name, tensor in weights.items()}
+    if ema:
+        state["ema"] = weights = {name: tensor * 0.5 for name, tensor in weights.items()}
     checkpoint.save(run, checkpoint.epoch_name(2, "demo", "om_net"), state,
                     metrics={"val_dice": 0.71234, "val_ang": float("nan")}, best=("val_dice", 0.71234))
     return run, weights
@@ -79,7 +79,7 @@ def test_the_file_says_what_it_is(tmp_path):
 
 
 def test_averaged_weights_are_the_ones_given_away(tmp_path):
-    run, weights = make_run(tmp_path, average=True)
+    run, weights = make_run(tmp_path, ema=True)
     target, page = export_model.export(run)
     assert same(load_model(target)[0].state_dict(), weights) and "moving average" in page.read_text()
 

@@ -26,9 +26,9 @@ from Diffusion.host_memory import (
     memory_estimate,
     staged_bytes,
 )
-from OM_train_3modes import step_contrastive, step_diffusion, step_registration
+from OM_train_3modes import MODES
 from Runtime.attempts import free_port
-from Runtime.global_batch import shares
+from Runtime.global_batch import split_step
 from Scripts.preflight.checks import check_memory, short_of_shared_memory
 from tests import launching
 from tests.tiny import ROOT, arguments, config, launcher_environment, make_data
@@ -94,14 +94,14 @@ def test_a_cpu_also_trains_on_the_host(tmp_path):
     other = memory_estimate(cfg, 1, 1, 0, 10 ** 8)
     assert need["rank"] - other["rank"] == 3 * 4 * 10 ** 8 and need["activations"] == 7, "gradients and two moments"
     assert other["batches"] == 3 * need["batches"], "a thread reads two steps ahead, but only beside an accelerator"
-    for strategy, world, batch, expected in (("ddp", 4, 0, 5.25), ("zero1", 4, 0, 3.75), ("fsdp", 4, 0, 6),
+    for strategy, world_size, batch, expected in (("ddp", 4, 0, 5.25), ("zero1", 4, 0, 3.75), ("fsdp", 4, 0, 6),
                                              ("ddp", 1, 0, 4), ("ddp", 1, 8, 6), ("ddp", 4, 32, 7.25)):
         cfg = config(tmp_path, run__strategy=strategy, data__global_batchsize=batch)
-        assert copies(cfg, world, shares(cfg, world)) == expected, (strategy, world, batch)
+        assert copies(cfg, world_size, split_step(cfg, world_size)) == expected, (strategy, world_size, batch)
 
 
 def counted_bytes(cfg):
-    return activation_bytes(cfg, 1, step_diffusion, step_contrastive, step_registration)
+    return activation_bytes(cfg, 1, MODES)
 
 
 def test_activations_are_those_of_the_largest_mode(tmp_path):
@@ -162,7 +162,7 @@ def test_a_staged_cache_counts_once_where_it_is_memory(staged, tmp_path):
 def test_a_staged_cache_that_is_too_large(staged, tmp_path):
     cfg, manifest = staged
     variables = {name: value for name, value in os.environ.items() if "SLURM" not in name}
-    given = {"cfg": cfg, "rank": 0, "world": 1, "tasks": 1, "variables": variables,
+    given = {"cfg": cfg, "rank": 0, "world_size": 1, "tasks": 1, "variables": variables,
              "found": {"device": {"devices": 1}, "forward": {"process_bytes": GIB}}}
     found = check_memory(given, print)
     assert found["ok"] and re.search(r"\(1\.\d\d \+ 0 workers x 0\.19 \+ batches 0\.00\) \+ checkpoint 0\.00 \+ staged "

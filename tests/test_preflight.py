@@ -18,7 +18,7 @@ from tests import launching
 from tests.tiny import ROOT, arguments, config
 
 GIB, MIB = 2 ** 30, 2 ** 20
-FACTS = {"arrival": {"world": 4}, "code": {"python": "3.11.7", "torch": "2.13.0", "commit": "aaa"},
+FACTS = {"arrival": {"world_size": 4}, "code": {"python": "3.11.7", "torch": "2.13.0", "commit": "aaa"},
          "settings": {"settings": {"NCCL_DEBUG": "WARN"}}, "device": {"devices": 2, "own": []},
          "forward": {"process_bytes": GIB}, "folder": {"sees": ["n1", "n2"]}}
 
@@ -32,7 +32,7 @@ def healthy(nodes=("n1", "n2"), tasks=2):
                 continue
             found[rank, check] = {"rank": rank, "node": nodes[rank // tasks], "host": "h" + nodes[rank // tasks][1:],
                                   "check": check, "ok": True, "said": "well", "do": "", **FACTS.get(check, {})}
-        found[rank, "arrival"].update(world=len(nodes) * tasks, local_rank=rank % tasks)
+        found[rank, "arrival"].update(world_size=len(nodes) * tasks, local_rank=rank % tasks)
         if rank % tasks == 0:
             found[rank, "folder"]["sees"] = list(nodes)
     return found
@@ -185,7 +185,7 @@ def test_ranks_in_wrong_places(judge):
     code, _, rows, _ = judge(found)
     assert code == 43 and "rank 1 is on n2 with LOCAL_RANK 0" in bad_rows(rows)[0][4] and bad_rows(rows)[0][3] == "1-2"
     found = healthy()
-    found[3, "arrival"]["world"] = 3
+    found[3, "arrival"]["world_size"] = 3
     assert bad_rows(judge(found)[2])[0][4] == "WORLD_SIZE is 3, but 2 nodes x 2 tasks make 4"
     found = healthy()
     found["again"] = found[0, "arrival"]
@@ -279,7 +279,8 @@ def test_nobody_is_blamed_for_a_first_rank_that_is_not_there(judge):
 
 def context(folder, **more):
     variables = {name: value for name, value in os.environ.items() if "SLURM" not in name}
-    return {"cfg": config(folder), "rank": 0, "local_rank": 0, "world": 2, "node": "n1", "nodes": ["n1"], "tasks": 2,
+    return {"cfg": config(folder), "rank": 0, "local_rank": 0, "world_size": 2, "node": "n1", "nodes": ["n1"],
+            "tasks": 2,
             "allow_tmp": False, "variables": variables, "served": None, "began": time.monotonic(),
             "ends": time.monotonic() + 5, **more,
             "found": {"device": {"devices": 0}, "forward": {"process_bytes": GIB}}}
@@ -328,7 +329,7 @@ def test_answers_of_checks_however_they_end(tmp_path):
 
 def test_a_check_that_only_needs_processor_time_is_late_and_not_failed(tmp_path, monkeypatch):
     given = context(tmp_path)
-    monkeypatch.setattr(checks, "activation_bytes", lambda cfg, world, *steps: time.sleep(60))
+    monkeypatch.setattr(checks, "activation_bytes", lambda cfg, world_size, modes: time.sleep(60))
     found = preflight.answer(checks.check_memory, {**given, "ends": time.monotonic() + 2})
     assert found["ok"] and found["late"] and found["said"].startswith("activations were not counted in time; the rest")
     monkeypatch.setattr(checks, "build_network", lambda cfg, device: time.sleep(60))
@@ -342,7 +343,11 @@ def test_a_check_that_only_needs_processor_time_is_late_and_not_failed(tmp_path,
 
 def test_activations_are_counted_once_for_a_config(tmp_path, monkeypatch):
     counted = []
-    monkeypatch.setattr(checks, "activation_bytes", lambda cfg, world, *steps: counted.append(world) or 10 * MIB)
+
+    def count(cfg, world_size, modes):
+        counted.append(world_size)
+        return 10 * MIB
+    monkeypatch.setattr(checks, "activation_bytes", count)
     given = context(tmp_path)
     first = checks.check_memory(given, print)
     assert first["need"]["activations"] == 10 * MIB and counted == [2]
@@ -357,7 +362,7 @@ def test_activations_are_counted_once_for_a_config(tmp_path, monkeypatch):
 
 def test_rank_0_counts_for_all_nodes(tmp_path, monkeypatch):
     """Two nodes with a rank each, whose checks are processes that meet at a real store."""
-    def count(cfg, world, *steps):
+    def count(cfg, world_size, modes):
         (tmp_path / f"counted by {os.getpid()}").touch()
         return 7 * MIB
     monkeypatch.setattr(checks, "activation_bytes", count)

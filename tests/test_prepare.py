@@ -42,7 +42,7 @@ def keys(size, spacing_mm=1.0, **changes):
     return {**known, **{f"data.{key}": value for key, value in changes.items()}}
 
 
-def world(shape, affine):
+def world_size(shape, affine):
     """Positions of all voxels in mm, (3, *shape)."""
     index = np.indices(shape).reshape(len(shape), -1)
     return (affine[:3, :len(shape)] @ index + affine[:3, 3:]).reshape(3, *shape)
@@ -77,7 +77,7 @@ def prepared(item, cfg):
 @pytest.mark.parametrize("shape, affine, size, spacing_mm", PLACES)
 def test_a_volume_comes_back_to_its_own_grid_within_the_error_of_two_interpolations(tmp_path, shape, affine, size,
                                                                                     spacing_mm):
-    where = world(shape, affine)
+    where = world_size(shape, affine)
     image = wave(where).astype(np.float32)
     radius = np.linalg.norm(where - where.reshape(3, -1).mean(1).reshape(3, *[1] * len(shape)), axis=0)
     label = np.where(radius < 8, 7, 0).astype(np.int16)
@@ -128,7 +128,7 @@ def test_a_crop_or_padding_comes_back_exactly(tmp_path, shape, affine, size, spa
 
 @pytest.mark.parametrize("shape, affine, size, spacing_mm", PLACES[:3])
 def test_the_grid_is_where_itk_says_it_is(tmp_path, shape, affine, size, spacing_mm):
-    item = save(tmp_path, wave(world(shape, affine)).astype(np.float32), affine)
+    item = save(tmp_path, wave(world_size(shape, affine)).astype(np.float32), affine)
     found, record = prepared(item, keys(size, spacing_mm))
     file = sitk.ReadImage(str(item["image"]))
     reference = to_itk(np.zeros(size, np.float32), found["grid_affine"])
@@ -158,7 +158,7 @@ def test_from_grid_undoes_every_orientation_and_keeps_the_dtype():
     for axes, signs in itertools.product(itertools.permutations(range(3)), itertools.product((1, -1), repeat=3)):
         affine = make_affine(axes, signs)
         shape = tuple(np.array(array.shape)[list(axes)])
-        where = np.rint(world(shape, affine))
+        where = np.rint(world_size(shape, affine))
         low = where.reshape(3, -1).min(1)
         grid = np.eye(4)
         grid[:3, 3] = low

@@ -14,7 +14,7 @@ from Runtime.progress import AVERAGES, add_terms, averages, new_sums
 from tests import launching
 from tests.tiny import ROOT, log_lines, make_data, settings
 
-ALONE = {"rank": 0, "local_rank": 0, "world": 1, "cpu": None}
+ALONE = {"rank": 0, "local_rank": 0, "world_size": 1, "cpu": None}
 TRY = """
 import sys
 import pytest

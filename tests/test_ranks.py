@@ -155,11 +155,11 @@ class CountingStore(dist.PrefixStore):
         return super().wait(*what)
 
 
-def meet_all(ranks, world, seconds):
+def meet_all(ranks, world_size, seconds):
     """launch.meet of some ranks, each with a client of its own, in threads. Returns their errors."""
     def one(rank):
         try:
-            launch.meet({"rank": rank, "world": world}, seconds)
+            launch.meet({"rank": rank, "world_size": world_size}, seconds)
         except RuntimeError as error:
             return str(error)
     with ThreadPoolExecutor(len(ranks)) as pool:
@@ -176,11 +176,11 @@ def counted(monkeypatch):
 
 
 def test_a_meeting_asks_the_store_a_few_times_for_each_rank(counted):
-    world, began = 48, time.time()
-    assert meet_all(range(world), world, 60) == [None] * world
+    world_size, began = 48, time.time()
+    assert meet_all(range(world_size), world_size, 60) == [None] * world_size
     looks = 2 * (time.time() - began) / 0.05  # of rank 0, in each of its two waits
     assert counted.count("check") <= looks + 4
-    assert [counted.count(what) for what in ("set", "wait", "get")] == [2 * world, world - 1, world - 1]
+    assert [counted.count(what) for what in ("set", "wait", "get")] == [2 * world_size, world_size - 1, world_size - 1]
 
 
 def test_a_meeting_names_who_did_not_come_to_all_who_did(counted):

@@ -27,8 +27,8 @@ from OM_register import register as of_the_script
 from Runtime.errors import InputError
 from Runtime.report import figure_png
 from tests import tiny
-from tests.test_nifti import OBLIQUE, make_affine, rotation
 from tests.test_fields_in_files import FIXED, smooth
+from tests.test_nifti import OBLIQUE, make_affine, rotation
 
 PLACES = list(itertools.product(range(len(FIXED)), repeat=2))
 apart_is_said_elsewhere = pytest.mark.filterwarnings("ignore:moving covers")

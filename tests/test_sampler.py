@@ -19,7 +19,7 @@ from Dataloader.sampler import (
     steps_left,
 )
 from Runtime.errors import InputError
-from Runtime.global_batch import can_share, new_step, shares, usable
+from Runtime.global_batch import can_share, new_step, split_step, usable
 from tests.tiny import config
 
 VOLUMES = 20
@@ -31,25 +31,26 @@ WORDS = ("any", "same", "different")
 START = {"epoch": 1, "samples": 0, "pairs": 0}
 
 
-def walk(cfg, world, listed=None, progress=START, rule=None, step=None):
+def walk(cfg, world_size, listed=None, progress=START, rule=None, step=None):
     """What `world` ranks do to the end of the epoch: for each step (samples, pairs) as (position, volume) in order."""
-    share, volumes = shares(cfg, world, step), ([{"subject": ""}] * VOLUMES, np.arange(VOLUMES), None, rule)
-    ranks = [list(epoch_batches(cfg, VolumeDataset(*volumes), listed, progress, share, {"rank": rank, "world": world}))
-             for rank in range(world)]
-    steps = steps_left(cfg, VOLUMES, listed, share, progress["samples"], progress["pairs"])
-    assert [len(own) for own in ranks] == [steps] * world
+    split, volumes = split_step(cfg, world_size, step), ([{"subject": ""}] * VOLUMES, np.arange(VOLUMES), None, rule)
+    ranks = [list(epoch_batches(cfg, VolumeDataset(*volumes), listed, progress, split,
+                                {"rank": rank, "world_size": world_size}))
+             for rank in range(world_size)]
+    steps = steps_left(cfg, VOLUMES, listed, split, progress["samples"], progress["pairs"])
+    assert [len(own) for own in ranks] == [steps] * world_size
     found = []
     for together in zip(*ranks):
         for volumes, pairs in together:
-            assert [len(batch[1]) for batch in volumes] == [share["sample_batch"]] * share["sample_batches"]
-            assert [len(batch[1]) for batch in pairs] == [2 * share["pair_batch"]] * share["pair_batches"]
+            assert [len(batch[1]) for batch in volumes] == [split["sample_batch"]] * split["sample_batches"]
+            assert [len(batch[1]) for batch in pairs] == [2 * split["pair_batch"]] * split["pair_batches"]
         found.append(tuple([entry for own in together for batch in own[kind]
                             for entry in zip(batch[1].tolist(), batch[0].flatten().tolist())] for kind in (0, 1)))
     return found
 
 
-def after(steps, share):
-    return {**START, "samples": steps * share["samples"], "pairs": steps * share["pairs"]}
+def after(steps, split):
+    return {**START, "samples": steps * split["samples"], "pairs": steps * split["pairs"]}
 
 
 def joined(steps, kind):
@@ -83,9 +84,9 @@ def test_batches_from_any_position_are_the_tail_and_the_last_is_filled_from_the_
 def test_batches_of_the_ranks_lie_side_by_side_in_each_step(total, first):
     order, total = list("abcdefghij"), 4 * total
     alone = batches(order, total, total, first)
-    for world in (1, 2, 4):
-        ranks = [batches(order, total, total // world // (2 if world < 4 else 1), first, rank, world)
-                 for rank in range(world)]
+    for world_size in (1, 2, 4):
+        ranks = [batches(order, total, total // world_size // (2 if world_size < 4 else 1), first, rank, world_size)
+                 for rank in range(world_size)]
         count = len(ranks[0]) // len(alone)
         together = [[entry for own in ranks for batch in own[step * count:(step + 1) * count] for entry in batch]
                     for step in range(len(alone))]
@@ -111,7 +112,7 @@ def test_a_global_batch_continues_the_same_order_with_other_ranks(before, then):
     cfg = config(data__global_batchsize=8, data__batchsize=2)
     whole = walk(cfg, before)
     for done in range(len(whole) + 1):
-        assert walk(cfg, then, progress=after(done, shares(cfg, before))) == whole[done:]
+        assert walk(cfg, then, progress=after(done, split_step(cfg, before))) == whole[done:]
 
 
 @pytest.mark.parametrize("before, then", [(4, 2), (4, 1), (6, 3)])
@@ -121,7 +122,7 @@ def test_fewer_ranks_do_the_steps_of_the_first_launch(before, then, ratio):
     step = new_step(cfg, before)
     whole = walk(cfg, before, LISTED)
     assert walk(cfg, then, LISTED, step=step) == whole
-    assert shares(cfg, then, step)["pair_batch"] == shares(cfg, before)["pair_batch"], "the same forwards"
+    assert split_step(cfg, then, step)["pair_batch"] == split_step(cfg, before)["pair_batch"], "the same forwards"
 
 
 @pytest.mark.parametrize("first, nodes, tasks, expected", [
@@ -143,24 +144,24 @@ def test_a_step_of_another_size_goes_on_at_the_next_sample(before, then):
     cfg = config(data__batchsize=2)
     done = 2
     first = walk(cfg, before, LISTED)[:done]
-    rest = walk(cfg, then, LISTED, after(done, shares(cfg, before)))
+    rest = walk(cfg, then, LISTED, after(done, split_step(cfg, before)))
     order = epoch_order(cfg["run.seed"], 1, VOLUMES, cfg["data.repeats"])
     samples, pairs = joined(first, 0) + joined(rest, 0), joined(first, 1) + joined(rest, 1)
     assert samples[:40] == list(enumerate(order)) and [p for p, _ in pairs[:40]] == list(range(40))
-    assert len(samples) < 40 + shares(cfg, then)["samples"], "no more than the last step is filled from the front"
+    assert len(samples) < 40 + split_step(cfg, then)["samples"], "no more than the last step is filled from the front"
     assert [volume for _, volume in samples[40:]] == order[:len(samples) - 40]
     assert sorted(zip([v for _, v in pairs[0:40:2]], [v for _, v in pairs[1:40:2]])) == sorted(LISTED)
 
 
 def test_an_epoch_ends_with_the_shorter_loader():
     cfg = config(data__batchsize=2, data__pairs=7)
-    for world, steps in ((1, 7), (2, 4), (4, 2)):
-        assert len(walk(cfg, world)) == steps == steps_left(cfg, VOLUMES, None, shares(cfg, world))
-        assert len(walk(cfg, world, LISTED[:3])) == -(-3 // world)
-    assert epoch_pair_count(cfg, VOLUMES, LISTED[:3], shares(cfg, 1)) == 3
-    assert epoch_pair_count(cfg, VOLUMES, None, shares(cfg, 1)) == 7
-    assert epoch_pair_count(config(data__batchsize=2), VOLUMES, None, shares(cfg, 4)) == 5 * 4
-    assert steps_left(cfg, VOLUMES, None, shares(cfg, 1), samples=48) == 0, "a longer epoch than the config's is over"
+    for world_size, steps in ((1, 7), (2, 4), (4, 2)):
+        assert len(walk(cfg, world_size)) == steps == steps_left(cfg, VOLUMES, None, split_step(cfg, world_size))
+        assert len(walk(cfg, world_size, LISTED[:3])) == -(-3 // world_size)
+    assert epoch_pair_count(cfg, VOLUMES, LISTED[:3], split_step(cfg, 1)) == 3
+    assert epoch_pair_count(cfg, VOLUMES, None, split_step(cfg, 1)) == 7
+    assert epoch_pair_count(config(data__batchsize=2), VOLUMES, None, split_step(cfg, 4)) == 5 * 4
+    assert steps_left(cfg, VOLUMES, None, split_step(cfg, 1), samples=48) == 0, "longer than the config's"
 
 
 @pytest.mark.parametrize("changes, world, expected", [
@@ -172,9 +173,9 @@ def test_an_epoch_ends_with_the_shorter_loader():
     ({"data__batchsize": 2, "data__global_batchsize": 16}, 1, (16, 8, 2, 1, 8, 8)),
     ({"data__batchsize": 1, "data__global_batchsize": 8, "data__diff_reg_batch_ratio": 4}, 2, (8, 2, 1, 1, 4, 1)),
 ])
-def test_shares_of_a_step(changes, world, expected):
+def test_shares_of_a_step(changes, world_size, expected):
     names = ("samples", "pairs", "sample_batch", "pair_batch", "sample_batches", "pair_batches")
-    assert shares(config(**changes), world) == dict(zip(names, expected))
+    assert split_step(config(**changes), world_size) == dict(zip(names, expected))
 
 
 @pytest.mark.parametrize("changes, world, words", [
@@ -185,9 +186,9 @@ def test_shares_of_a_step(changes, world, expected):
      ["data.global_batchsize 4", "1 pairs", "2 ranks", "data.diff_reg_batch_ratio"]),
     ({"data__batchsize": 1, "data__global_batchsize": 6, "data__diff_reg_batch_ratio": 2}, 2, ["3 pairs", "2 ranks"]),
 ])
-def test_numbers_that_do_not_divide_are_one_sentence(changes, world, words):
+def test_numbers_that_do_not_divide_are_one_sentence(changes, world_size, words):
     with pytest.raises(InputError) as error:
-        shares(config(**changes), world)
+        split_step(config(**changes), world_size)
     message = str(error.value)
     assert all(word in message for word in words) and "\n" not in message, message
 
@@ -271,7 +272,7 @@ def test_every_pair_once_is_a_list_that_an_epoch_shuffles():
     listed = all_pairs(len(GROUPS), ruled("same", "different"))
     once = epoch_pairs(0, 0, len(GROUPS), 3, listed)
     assert sorted(once) == listed and once != listed
-    assert epoch_pair_count(config(data__pairs=3), len(GROUPS), listed, shares(config(), 1)) == len(listed)
+    assert epoch_pair_count(config(data__pairs=3), len(GROUPS), listed, split_step(config(), 1)) == len(listed)
 
 
 def test_more_than_two_million_pairs_are_refused():

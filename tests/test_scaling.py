@@ -124,10 +124,10 @@ def test_each_number_of_ranks_nodes_and_samples_is_a_row_and_the_smallest_the_me
 
 def test_what_cannot_be_compared_is_said(tmp_path):
     first, second = Log(tmp_path / "1"), Log(tmp_path / "2", model__attention_depth=2, run__epochs=7)
-    for log, share in ((first, [True, False]), (second, [True, True])):
+    for log, split in ((first, [True, False]), (second, [True, True])):
         log.begin(1)
         log.steps(0, LEAD)
-        for number, opened in enumerate(share, 3):
+        for number, opened in enumerate(split, 3):
             log.steps(number, [{"forward": 1.0}], open=opened)
     _, notes = compare([first.run, second.run])
     assert notes == ["Not the same work everywhere: the configs differ in model.attention_depth.",

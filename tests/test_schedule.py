@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from Diffusion.networks import build_network
-from Diffusion.schedule import averaged, learning_rate, new_average, update_average
+from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
 from tests.tiny import config
 
 
@@ -26,16 +26,16 @@ def test_cosine_ends_at_zero_with_the_last_epoch_and_not_before():
 def test_average_follows_its_definition():
     cfg = config(optim__average=0.5)
     net = build_network(cfg)
-    average = new_average(net, cfg)
+    ema = new_ema(net, cfg)
     expected = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     for step in range(12):
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.add_(1.0 + step)
-        update_average(average, net, cfg, step)
+        update_ema(ema, net, cfg, step)
         decay = min(0.5, (1 + step) / (10 + step))
         expected = {name: decay * expected[name] + (1 - decay) * p.detach() for name, p in net.named_parameters()}
-    for name, tensor in average.items():
+    for name, tensor in ema.items():
         assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-4)
 
 
@@ -43,19 +43,19 @@ def test_no_average_costs_nothing_and_changes_nothing():
     cfg = config()
     net = build_network(cfg)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    average = new_average(net, cfg)
-    update_average(average, net, cfg, 0)
-    with averaged(net, average):
+    ema = new_ema(net, cfg)
+    update_ema(ema, net, cfg, 0)
+    with ema_weights(net, ema):
         assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert average is None and all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert ema is None and all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
 
 
 def test_averaged_weights_are_put_back_even_after_an_error():
     cfg = config(optim__average=0.9)
     net = build_network(cfg)
-    average = {name: torch.zeros_like(parameter) for name, parameter in net.named_parameters()}
+    ema = {name: torch.zeros_like(parameter) for name, parameter in net.named_parameters()}
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    with pytest.raises(RuntimeError, match="in the middle"), averaged(net, average):
+    with pytest.raises(RuntimeError, match="in the middle"), ema_weights(net, ema):
         assert all(not parameter.any() for parameter in net.parameters())
         raise RuntimeError("in the middle")
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())

@@ -85,11 +85,11 @@ def test_the_weights_at_the_end_are_the_same_too(trained):
     states = {strategy: epoch_end(folder) for strategy, folder in trained.items()}
     sums = {strategy: checkpoint.weights_sha256(state["model"]) for strategy, state in states.items()}
     assert sums["zero1"] == sums["ddp"]
-    assert checkpoint.weights_sha256(states["zero1"]["average"]) == checkpoint.weights_sha256(states["ddp"]["average"])
-    assert checkpoint.weights_sha256(states["ddp"]["average"]) != sums["ddp"]
+    assert checkpoint.weights_sha256(states["zero1"]["ema"]) == checkpoint.weights_sha256(states["ddp"]["ema"])
+    assert checkpoint.weights_sha256(states["ddp"]["ema"]) != sums["ddp"]
     for strategy, folder in trained.items():
         assert re.search(r"weights ([0-9a-f]{64})", (folder / "printed").read_text())[1] == sums[strategy]
-    for kind in ("model", "average"):
+    for kind in ("model", "ema"):
         for name, tensor in states["ddp"][kind].items():
             assert torch.allclose(states["fsdp"][kind][name], tensor, rtol=0, atol=TOLERANCE), (kind, name)
     moved = flat(states["ddp"]["model"]) - flat(om.build_network(config(**QUICK)).state_dict())
@@ -101,7 +101,7 @@ def test_each_rank_holds_its_part_of_the_optimizer_only(trained):
             for strategy, folder in trained.items()}
     parameters = sum(tensor.numel() for tensor in om.build_network(config(**QUICK)).parameters())
     for strategy, lines in held.items():
-        assert [(line["strategy"], line["world"], line["steps"], line["samples"]) for line in lines] == [
+        assert [(line["strategy"], line["world_size"], line["steps"], line["samples"]) for line in lines] == [
             (strategy, 2, STEPS, 2 * STEPS)] * 2
         assert all(line["peak_bytes"] > 1e8 for line in lines), "the process holds torch at least"
     for rank in range(2):
@@ -126,7 +126,7 @@ def test_planned_restarts_give_the_same_bits(data, tmp_path, trained, strategy):
     printed = train(data, tmp_path, 2, "--max-steps-before-restart", "5", run__strategy=strategy)
     assert "done after 3 rounds" in printed
     one, other = epoch_end(tmp_path), epoch_end(trained[strategy])
-    for kind in ("model", "average"):
+    for kind in ("model", "ema"):
         assert checkpoint.weights_sha256(one[kind]) == checkpoint.weights_sha256(other[kind])
 
 
@@ -182,24 +182,24 @@ def begin(cfg, ranks, run):
 
 
 def one_step(begun, cfg, ranks):
-    state, dataset, _, listed, share = begun
-    volumes, pairs = next(iter(epoch_batches(cfg, dataset, listed, state["progress"], share, ranks)))
+    state, sets = begun
+    volumes, pairs = next(iter(epoch_batches(cfg, sets["train"], sets["listed"], state["progress"], sets["split"],
+                                             ranks)))
     om.train_step(state, volumes, pairs, cfg)
-    for key in ("step", "step_in_epoch", "samples", "pairs"):
-        state["progress"][key] += share.get(key, 1)
+    om.advance(state["progress"], sets["split"])
 
 
 def step_of_no_number(begun, cfg, ranks):
     """A step of mode 1 whose loss is not finite on the last rank. Returns whether the weights moved."""
-    state, dataset, *_ = begun
-    batch = om.deform_batch(dataset.image(0)[None], [(0, 0, ranks["rank"])], state["ddpm"], cfg)
-    if ranks["rank"] == ranks["world"] - 1:
+    state, sets = begun
+    batch = om.deform_batch(sets["train"].image(0)[None], [(0, 0, ranks["rank"])], state["ddpm"], cfg)
+    if ranks["rank"] == ranks["world_size"] - 1:
         batch["true_field"] *= math.nan
-    return om.train_mode("diffusion", om.step_diffusion, [(batch,)], state, math.inf, cfg)["moved"]
+    return om.train_mode(state, "diffusion", [batch], cfg)["moved"]
 
 
 def end(begun, ranks):
-    begun[0].update(model=None, net=None, optimizer=None, average=None)
+    begun[0].update(model=None, net=None, optimizer=None, ema=None)
     launch.leave(ranks)
 
 
@@ -243,17 +243,17 @@ def main(data, folder, changes):
             cfg, begun = start(reader, folder / writer)
             state = begun[0]
             weights, adam = gather_state(state["net"], state["optimizer"], ranks)
-            average = gather(state["average"], ranks)
+            ema = gather(state["ema"], ranks)
             seen["optimizer bytes"][pair] = footprint(state["net"], state["optimizer"], state["device"])[
                 "optimizer_bytes"]
             if ranks["rank"] == 0:
                 saved = checkpoint.load(folder / writer / "tmp/000000_step0001_demo.pth")
                 seen["whole state"][pair] = same_state(weights, adam, saved) and all(
-                    torch.equal(tensor, saved["average"][name]) for name, tensor in average.items())
+                    torch.equal(tensor, saved["ema"][name]) for name, tensor in ema.items())
                 seen["counters"][pair] = [state["progress"]["step"], state["progress"]["samples"],
                                           state["queue"]["next"], state["progress"]["sums"]["steps"]]
             if writer == "ddp":
-                seen["scores"][reader] = om.validate(state, begun[2], cfg)[0]
+                seen["scores"][reader] = om.validate(state, begun[1]["val"], cfg)[0]
             one_step(begun, cfg, ranks)
             weights = gather(state["net"].state_dict(), ranks)
             if ranks["rank"] == 0:
@@ -303,7 +303,7 @@ def check_alone(after, folder, data, ranks, monkeypatch, tolerance=TOLERANCE, **
     """One process takes each strategy's checkpoint over, all batches of the step to itself."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))  # for the size of the batch only
     for writer, strategy in zip(STRATEGIES, ("fsdp", "ddp", "zero1")):
-        cfg, alone = case(data, strategy, changes), {"rank": 0, "local_rank": 0, "world": 1}
+        cfg, alone = case(data, strategy, changes), {"rank": 0, "local_rank": 0, "world_size": 1}
         begun = begin(cfg, alone, folder / writer)
         one_step(begun, cfg, alone)
         net = begun[0]["model"]

@@ -21,7 +21,7 @@ from Inference.load_model import load_model
 from Inference.refine import refine
 from Runtime import attempts, checkpoint
 from Runtime.device import precision
-from Runtime.global_batch import shares
+from Runtime.global_batch import split_step
 from Runtime.progress import AVERAGES
 from tests import launching, warm
 from tests.tiny import FAST_BF16, QUICK, ROOT, arguments, config, log_lines, make_data
@@ -79,15 +79,15 @@ def new_state(cfg):
     """What a training holds, for one rank on the CPU."""
     net = om.build_network(cfg)
     return {"net": net, "model": net, "ddpm": om.DeformDDPM(cfg), "device": torch.device("cpu"), "run": "run",
-            "ranks": {"rank": 0, "world": 1}, "optimizer": torch.optim.Adam(net.parameters(), lr=1e-3),
+            "ranks": {"rank": 0, "world_size": 1}, "optimizer": torch.optim.Adam(net.parameters(), lr=1e-3),
             "queue": om.new_queue(cfg, "cpu"), "progress": om.new_progress(),
-            "gradients": new_gradients(cfg["run.exact_sums"]), "average": None}
+            "gradients": new_gradients(cfg["run.exact_sums"]), "ema": None}
 
 
 def first_batches(cfg, state):
     """The batches of the first step: lists for modes 1 and 2, and for mode 3."""
     dataset, _, listed = read_datasets(cfg)
-    return next(iter(epoch_batches(cfg, dataset, listed, state["progress"], shares(cfg, 1), state["ranks"])))
+    return next(iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), state["ranks"])))
 
 
 def test_a_run_that_is_killed_at_several_steps_ends_with_the_same_weights(data, tmp_path, undisturbed, capfd):
@@ -185,14 +185,14 @@ def test_the_average_of_the_weights_survives_restarts_and_is_what_later_tools_lo
         assert run_here(data, tmp_path / "parts", "--max-steps-before-restart", "4", **changes) == code
     parts = tmp_path / "parts/Models/demo_om_net"
     states = [checkpoint.load(run / checkpoint.newest(run)) for run in (whole, parts)]
-    assert states[0]["model"].keys() == states[0]["average"].keys()
-    for kind in ("model", "average"):
+    assert states[0]["model"].keys() == states[0]["ema"].keys()
+    for kind in ("model", "ema"):
         assert all(torch.equal(tensor, states[1][kind][name]) for name, tensor in states[0][kind].items())
-    model, average = states[0]["model"], states[0]["average"]
-    assert sum(not torch.equal(tensor, average[name]) for name, tensor in model.items()) > len(model) / 2
+    model, ema = states[0]["model"], states[0]["ema"]
+    assert sum(not torch.equal(tensor, ema[name]) for name, tensor in model.items()) > len(model) / 2
     net, cfg = load_model(whole / checkpoint.newest(whole), overrides=["run.threads=2"])
     assert cfg["optim.average"] == 0.9 and cfg["run.threads"] == 2 and not net.training
-    assert all(torch.equal(tensor, states[0]["average"][name]) for name, tensor in net.state_dict().items())
+    assert all(torch.equal(tensor, states[0]["ema"][name]) for name, tensor in net.state_dict().items())
 
 
 def test_finished_run_says_so_and_trains_no_further(data, tmp_path, finished, undisturbed, capfd):
@@ -214,14 +214,14 @@ def test_all_modes_move_the_weights(data):
     state = new_state(cfg)
     volumes, pairs = first_batches(cfg, state)
     (images, positions, subjects), (both, *_) = volumes[0], pairs[0]
-    batch = om.deform_batch(images, [(0, 0, p) for p in positions.tolist()], state["ddpm"], cfg)
+    batch = {**om.deform_batch(images, [(0, 0, p) for p in positions.tolist()], state["ddpm"], cfg),
+             "subjects": subjects, "queue": state["queue"], "targets": None}
     filled = torch.nn.functional.normalize(torch.randn(8, 8), dim=1)
     state["queue"].update(images=filled, conditions=filled.flip(0), subjects=torch.full((8,), 99))
     hashes = [checkpoint.weights_sha256(state["net"].state_dict())]
-    for branch, compute, inputs in (("diffusion", om.step_diffusion, (batch,)),
-                                    ("contrastive", om.step_contrastive, (batch, subjects, state["queue"])),
-                                    ("registration", om.step_registration, (both[0::2], both[1::2]))):
-        assert om.train_mode(branch, compute, [inputs], state, math.inf, cfg)["moved"]
+    for mode, inputs in (("diffusion", batch), ("contrastive", batch),
+                         ("registration", {"moving": both[0::2], "fixed": both[1::2]})):
+        assert om.train_mode(state, mode, [inputs], cfg)["moved"]
         hashes.append(checkpoint.weights_sha256(state["net"].state_dict()))
     assert len(set(hashes)) == 4
     assert all(count == 1 for count in state["progress"]["sums"]["counts"].values())
@@ -254,7 +254,7 @@ def test_what_only_mode_1_needs_is_gone_in_mode_2(data, monkeypatch):
         return contrastive(*args)
 
     monkeypatch.setattr(om, "deform_batch", deform_and_watch)
-    monkeypatch.setattr(om, "step_contrastive", contrastive_and_look)
+    monkeypatch.setitem(om.MODES, "contrastive", om.MODES["contrastive"]._replace(step=contrastive_and_look))
     om.train_step(state, *first_batches(cfg, state), cfg)
     assert alive == [False] * 4
 
@@ -274,7 +274,7 @@ def test_accumulated_batches_give_what_one_batch_does(data):
         assert (weights[other] - weights[0]).norm() < 0.01 * (weights[0] - before).norm()
 
 
-def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(data, tmp_path, capfd):
+def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(data, tmp_path, capfd, monkeypatch):
     cfg = config(data)
     state = new_state(cfg)
     before = checkpoint.weights_sha256(state["net"].state_dict())
@@ -285,7 +285,9 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(d
             # The last is 0, its gradient is not finite.
             loss = {"plain": total, "loss": total * factor, "gradient": total * 0 + (total * 0).sqrt()}[kind]
             return loss, {"total": loss}
-        return om.train_mode("diffusion", compute, [(1.0,), (math.nan,)], state, math.inf, cfg)
+        with monkeypatch.context() as patch:
+            patch.setitem(om.MODES, "diffusion", om.MODES["diffusion"]._replace(step=compute))
+            return om.train_mode(state, "diffusion", [1.0, math.nan], cfg)
 
     for kind in ("loss", "gradient"):
         assert not step(kind)["moved"]
@@ -302,30 +304,32 @@ def test_contrastive_loss_is_zero_until_the_queue_holds_another_subject(data):
     cfg = config(data)
     net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.new_queue(cfg, "cpu")
     images, subjects = torch.rand(2, 1, 16, 16, 16), torch.tensor([3, 3])
-    batch = om.deform_batch(images, [(0, 0, 0), (0, 0, 1)], ddpm, cfg)
-    loss, _, kept = om.step_contrastive(net, batch, subjects, queue, cfg)
+    batch = {**om.deform_batch(images, [(0, 0, 0), (0, 0, 1)], ddpm, cfg), "subjects": subjects, "queue": queue,
+             "targets": None}
+    loss, _, kept = om.step_contrastive(net, batch, cfg)
     assert loss.item() == 0.0
     om.push(queue, *kept, subjects)
-    assert om.step_contrastive(net, batch, subjects, queue, cfg)[0].item() == 0.0
-    assert om.step_contrastive(net, batch, torch.tensor([4, 5]), queue, cfg)[0].item() > 0.0
+    assert om.step_contrastive(net, batch, cfg)[0].item() == 0.0
+    assert om.step_contrastive(net, {**batch, "subjects": torch.tensor([4, 5])}, cfg)[0].item() > 0.0
 
 
 def test_mode_2_matches_and_keeps_what_the_averaged_weights_make_of_a_sample(data):
     cfg = config(data)
     net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.new_queue(cfg, "cpu")
     before = checkpoint.weights_sha256(net.state_dict())
-    average = {name: parameter.detach() + 0.01 * torch.randn_like(parameter) for name, parameter in
+    ema = {name: parameter.detach() + 0.01 * torch.randn_like(parameter) for name, parameter in
                net.named_parameters()}
-    batch = om.deform_batch(torch.rand(2, 1, 16, 16, 16), [(0, 0, 0), (0, 0, 1)], ddpm, cfg)
+    batch = {**om.deform_batch(torch.rand(2, 1, 16, 16, 16), [(0, 0, 0), (0, 0, 1)], ddpm, cfg),
+             "subjects": torch.tensor([3, 4]), "queue": queue, "targets": None}
     om.push(queue, *(one.detach() for one in om.embed(net, batch, cfg)), torch.tensor([7, 8]))
-    subjects = torch.tensor([3, 4])
-    own = om.step_contrastive(net, batch, subjects, queue, cfg)[0].item()
-    om.embed_steadily(net, average, [batch], cfg)
-    loss, _, kept = om.step_contrastive(net, batch, subjects, queue, cfg)
+    own = om.step_contrastive(net, batch, cfg)[0].item()
+    assert om.target_embeddings(net, None, [batch, batch], cfg) == [None, None]
+    batch["targets"], = om.target_embeddings(net, ema, [batch], cfg)
+    loss, _, kept = om.step_contrastive(net, batch, cfg)
     assert checkpoint.weights_sha256(net.state_dict()) == before, "the weights are back"
     loss.backward()
     assert all(parameter.grad.any() for parameter in net.embedding.parameters())
-    with om.averaged(net, average):
+    with om.ema_weights(net, ema):
         expected = om.embed(net, batch, cfg)
     assert all(torch.equal(*pair) for pair in zip(kept, expected)) and not any(one.requires_grad for one in kept)
     assert not torch.equal(kept[0], om.embed(net, batch, cfg)[0]) and loss.item() != own

@@ -63,8 +63,8 @@ culprit()
     return {name: (folder / name).read_text() for name in ("crash", "hang")}
 
 
-def verdict_of(run, world, code=1):
-    verdict = judge(run, 0, world, code)
+def verdict_of(run, world_size, code=1):
+    verdict = judge(run, 0, world_size, code)
     assert verdict["attempt"] == 0 and sentence(verdict).startswith(f"attempt 0: {verdict['cause']}")
     return verdict
 

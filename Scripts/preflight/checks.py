@@ -186,8 +186,8 @@ def check_memory(context, at):
 
 def sharing_ranks(context):
     """Ranks that will share a step: where nodes are left out, maybe not all that are there."""
-    cfg, world, tasks = context["cfg"], context["world"], context["tasks"]
-    return math.prod(usable(cfg, new_step(cfg, world), world // tasks, tasks))
+    cfg, world_size, tasks = context["cfg"], context["world_size"], context["tasks"]
+    return math.prod(usable(cfg, new_step(cfg, world_size), world_size // tasks, tasks))
 
 
 def judge_memory(context, parameters, parts):
@@ -219,16 +219,16 @@ def shared_count(context, at):
 
     Returns: bytes; None where rank 0 has not counted them.
     """
-    rank, tasks, world = context["rank"], context["tasks"], context["world"]
+    rank, tasks, world_size = context["rank"], context["tasks"], context["world_size"]
     if rank == 0:
         count = counted_activations(context, at)
-    if world == tasks or not context["found"]["rendezvous"]["ok"]:
+    if world_size == tasks or not context["found"]["rendezvous"]["ok"]:
         return count if rank == 0 else counted_activations(context, at)
     store = dist.PrefixStore("activations", meet(context))
     if rank == 0:
         store.set("bytes", str(count))
         # The store goes with rank 0. A node that is ill does not ask.
-        wait_for(store, [f"taken/{first}" for first in range(tasks, world, tasks)],
+        wait_for(store, [f"taken/{first}" for first in range(tasks, world_size, tasks)],
                  min(context["ends"], time.monotonic() + 5) - 1)
         return count
     at("waiting for rank 0 to count activations")
@@ -253,8 +253,7 @@ def counted_activations(context, at):
     if key not in known:
         at("counting activations")
         import OM_train_3modes as training  # here, because a preflight without a CPU training needs none of it
-        count = activation_bytes(cfg, sharing_ranks(context), training.step_diffusion, training.step_contrastive,
-                                 training.step_registration)
+        count = activation_bytes(cfg, sharing_ranks(context), training.MODES)
         known = dict([*known.items(), (key, count)][-KEPT_COUNTS:])
         with contextlib.suppress(OSError):  # a full disk is the folder check's to tell
             write_file(path, json.dumps(known, indent=1) + "\n")
@@ -352,7 +351,7 @@ def clean_folders(context):
 def serve(context, at):
     """Rank 0: serve the store at MASTER_PORT, in a process that stays as long as its parent; `at` tells the result."""
     try:
-        store = dist.TCPStore("127.0.0.1", int(context["variables"]["MASTER_PORT"]), context["world"], True,
+        store = dist.TCPStore("127.0.0.1", int(context["variables"]["MASTER_PORT"]), context["world_size"], True,
                               wait_for_workers=False, timeout=datetime.timedelta(seconds=10))
     except (RuntimeError, ValueError, KeyError) as error:
         return failed(f"cannot serve MASTER_PORT {context['variables'].get('MASTER_PORT')}: {first_line(error)}",
@@ -379,7 +378,7 @@ def meet(context):
     """The store of all ranks, through Runtime.launch.meet as in the training."""
     if context["rank"] == 0:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # `serve` does it, since this process may be killed
-    ranks = {"rank": context["rank"], "world": context["world"]}
+    ranks = {"rank": context["rank"], "world_size": context["world_size"]}
     launch.meet(ranks, max(context["ends"] - time.monotonic() - 1, 1))
     return ranks["store"]
 
@@ -387,7 +386,7 @@ def meet(context):
 def check_rendezvous(context, at):
     """All ranks meet at MASTER_ADDR:MASTER_PORT. facts: waits_for, the ranks that did not come."""
     address, port = (context["variables"].get(f"MASTER_{name}", "") for name in ("ADDR", "PORT"))
-    if context["world"] == 1:
+    if context["world_size"] == 1:
         return passed("one rank")
     if not address or not port.isdecimal():
         return failed(f"MASTER_ADDR is {address or 'not set'} and MASTER_PORT {port or 'not set'}",
@@ -413,7 +412,7 @@ def check_rendezvous(context, at):
                           unreachable=True)
         missing = [int(number) for number in str(error)[5:].partition(" of ")[0].split(",")]
         return failed(str(error), "look at the rows of these ranks", waits_for=missing)
-    return passed(f"{context['world']} ranks meet at {address}:{port}")
+    return passed(f"{context['world_size']} ranks meet at {address}:{port}")
 
 
 def wait_for(store, keys, ends):
@@ -429,7 +428,7 @@ def wait_for(store, keys, ends):
 def together(context, at, peers, name, compute):
     """Run compute(context, at, store, index, count) once all `peers` (ranks) are there and well, and end together."""
     if len(peers) == 1:
-        return passed("one rank" + " on each node" * (context["world"] > 1))
+        return passed("one rank" + " on each node" * (context["world_size"] > 1))
     at("meeting")
     store = dist.PrefixStore(f"{name} {peers[0]}", meet(context))
     ill = next((check for check in ("device", "forward", "node collective")
@@ -458,7 +457,7 @@ def check_node_collective(context, at):
 
 def check_collective(context, at):
     """An all_reduce among all ranks, and its bandwidth."""
-    return together(context, at, list(range(context["world"])), "all", all_reduce)
+    return together(context, at, list(range(context["world_size"])), "all", all_reduce)
 
 
 def all_reduce(context, at, store, index, count):

@@ -56,11 +56,11 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
 # Reading
 # ---------------------------------------------------------------------------------------------------------------------
 
-def read_findings(stream, world, began):
+def read_findings(stream, world_size, began):
     """Findings from a stream of lines; lines that are none are shown as they are."""
-    found, pieces = {rank: {} for rank in range(world)}, collections.defaultdict(str)
+    found, pieces = {rank: {} for rank in range(world_size)}, collections.defaultdict(str)
     answers, shown, arrived, terminal = 0, began, False, sys.stderr.isatty()
-    with tqdm(total=world * (len(CHECKS) + 1), desc="preflight", unit="answer", leave=False,
+    with tqdm(total=world_size * (len(CHECKS) + 1), desc="preflight", unit="answer", leave=False,
               disable=not terminal) as bar:
         for line in stream:
             finding = parse(line, pieces)
@@ -73,9 +73,9 @@ def read_findings(stream, world, began):
             checks[finding["check"]] = finding
             answers, passed = answers + 1, time.monotonic() - began
             bar.update()
-            if not arrived and all("arrival" in found[rank] for rank in range(world)):
+            if not arrived and all("arrival" in found[rank] for rank in range(world_size)):
                 arrived, shown = True, time.monotonic()
-                tqdm.write(f"preflight: all {world} ranks have arrived after {passed:.0f} s", file=sys.stderr)
+                tqdm.write(f"preflight: all {world_size} ranks have arrived after {passed:.0f} s", file=sys.stderr)
             elif not terminal and time.monotonic() - shown > 10:
                 shown = time.monotonic()
                 print(f"preflight: {answers} answers after {passed:.0f} s", file=sys.stderr, flush=True)
@@ -166,13 +166,13 @@ def complete(found, nodes, tasks, elapsed):
 
 def compare_places(found, nodes, tasks):
     """Ranks agree on the world size, and stand in blocks on the nodes."""
-    world, wrong = len(nodes) * tasks, ""
+    world_size, wrong = len(nodes) * tasks, ""
     for rank, checks in sorted(found.items()):
         arrival = checks["arrival"]
-        if arrival.get("world", world) != world:
-            fail(found, rank, "arrival", f"WORLD_SIZE is {arrival['world']}, but {len(nodes)} nodes x {tasks} tasks "
-                 f"make {world}", f"start {tasks} tasks on each node")
-        if "local_rank" not in arrival or rank >= world:
+        if arrival.get("world_size", world_size) != world_size:
+            fail(found, rank, "arrival", f"WORLD_SIZE is {arrival['world_size']}, but {len(nodes)} nodes x {tasks} "
+                 f"tasks make {world_size}", f"start {tasks} tasks on each node")
+        if "local_rank" not in arrival or rank >= world_size:
             continue
         if arrival["node"] != nodes[rank // tasks] or arrival["local_rank"] != rank % tasks:
             wrong = wrong or f"rank {rank} is on {arrival['node']} with LOCAL_RANK {arrival['local_rank']}"

@@ -55,13 +55,13 @@ def run_task(args):
     """Say that this rank is there, load the config and torch, run the checks."""
     began, variables, host = time.monotonic(), dict(os.environ), socket.gethostname()
     nodes, tasks, limit = place()
-    rank, local_rank, world = (int(variables[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, local_rank, world_size = (int(variables[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     node = variables.get("SLURMD_NODENAME", host)
 
     def say(check, result):
         print_line({"rank": rank, "node": node, "host": host, "check": check, **result})
 
-    say("arrival", {"ok": True, "said": "arrived", "do": "", "world": world, "local_rank": local_rank})
+    say("arrival", {"ok": True, "said": "arrived", "do": "", "world_size": world_size, "local_rank": local_rank})
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # an address that does not answer is said in the table
     try:
         cfg = load_config(args.config, args.overrides)
@@ -71,16 +71,16 @@ def run_task(args):
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return say("code", {"ok": False, "said": f"the code does not load: {type(error).__name__}: {error}"[:300],
                             "do": "look at the environment of this node, or leave it out"})
-    context = {"cfg": cfg, "rank": rank, "local_rank": local_rank, "world": world, "node": node, "nodes": nodes,
-               "tasks": tasks, "allow_tmp": args.allow_tmp, "variables": variables, "began": began, "found": {},
-               "served": None}
+    context = {"cfg": cfg, "rank": rank, "local_rank": local_rank, "world_size": world_size, "node": node,
+               "nodes": nodes, "tasks": tasks, "allow_tmp": args.allow_tmp, "variables": variables, "began": began,
+               "found": {}, "served": None}
     run_checks(checks, context, limit, say)
 
 
 def run_checks(checks, context, limit, say):
     """All checks of the module `checks` in their order; say(name, result) after each. limit: s for the whole task."""
     began, first = context["began"], context["local_rank"] == 0
-    if context["rank"] == 0 and context["world"] > 1:
+    if context["rank"] == 0 and context["world_size"] > 1:
         context["served"] = answer(checks.serve, {**context, "ends": began + 0.4 * limit}, stays=True)
     for name, (function, until, needs) in checks.CHECKS.items():
         if name in checks.OF_THE_NODE and not first:

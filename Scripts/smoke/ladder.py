@@ -222,7 +222,7 @@ def climb(args):
 def run_rank(args):
     """One rank of one step, from the meeting of the ranks to the line that says PASSED."""
     ranks = launch.environment()
-    args.rank, args.world = ranks["rank"], ranks["world"]
+    args.rank, args.world = ranks["rank"], ranks["world_size"]
     results.note_errors(args.folder / f"{args.step}.rank{args.rank}.error", args.rank)
     # DeepSpeed knows only these names, not those of Slurm.
     os.environ.update({names[0]: str(ranks[key]) for key, names in launch.NAMES.items()})

@@ -37,7 +37,7 @@ from Runtime.attempts import free_port, read_lines
 from Runtime.config import save_config
 from Runtime.device import describe, synchronize
 from Runtime.errors import PLANNED_RESTART
-from Runtime.global_batch import shares
+from Runtime.global_batch import split_step
 from Runtime.report import text_table
 from Runtime.run_lock import run_folder
 
@@ -89,8 +89,7 @@ def take_steps(state, cfg, count, seconds):
         volumes, pairs = next(state["batches"])
         memory.watch(state["watch"], progress["step"])
         line, _ = om.train_step(state, volumes, pairs, cfg)
-        for key in ("step", "step_in_epoch", "samples", "pairs"):
-            progress[key] += state["share"].get(key, 1)
+        om.advance(progress, state["split"])
         synchronize(state["device"])
         watchdog.event("step", **line, spent=watchdog.end_step())
         rows.append({"step": time.perf_counter() - started, "save": save, "writing": writing, **seconds})
@@ -99,15 +98,15 @@ def take_steps(state, cfg, count, seconds):
 
 def measure(cfg, run, steps):
     """Train in this process under a watchdog. Returns the state and what `take_steps` does; leaves checkpoints."""
-    device, ranks, progress = om.pick_device(cfg["run.device"]), {"rank": 0, "world": 1}, om.new_progress()
+    device, ranks, progress = om.pick_device(cfg["run.device"]), {"rank": 0, "world_size": 1}, om.new_progress()
     om.prepare_device(device, cfg["run.threads"])
-    (dataset, _, listed), share, net = read_datasets(cfg), shares(cfg, 1), om.build_network(cfg, device)
+    (dataset, _, listed), split, net = read_datasets(cfg), split_step(cfg, 1), om.build_network(cfg, device)
     state = {"run": run, "net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
              "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True), "saving": None,
              "queue": om.new_queue(cfg, device), "progress": progress, "failed_saves": 0, "write_s": 0.0,
-             "share": share, "gradients": new_gradients(cfg["run.exact_sums"]), "average": None,
-             "epoch_steps": steps_left(cfg, len(dataset), listed, share),
-             "batches": epoch_batches(cfg, dataset, listed, progress, share, ranks)}
+             "split": split, "gradients": new_gradients(cfg["run.exact_sums"]), "ema": None,
+             "epoch_steps": steps_left(cfg, len(dataset), listed, split),
+             "batches": epoch_batches(cfg, dataset, listed, progress, split, ranks)}
     watchdog.start(run, 0, 0, cfg, launcher=False)
     seconds, state["watch"] = time_parts(), memory.new_watch(device, cfg["run.memory_limit_gb"])
     take_steps(state, cfg, WARM_UP, seconds)
@@ -171,7 +170,7 @@ def resumes(cfg, state):
     early = checkpoint.load(state["run"] / checkpoint.newest(state["run"]))
     epoch, within = divmod(LATE_STEP, state["epoch_steps"])
     late = {**early, "epoch": epoch, "step_in_epoch": within, "step": LATE_STEP,
-            **{key: within * state["share"][key] for key in ("samples", "pairs")}}
+            **{key: within * state["split"][key] for key in ("samples", "pairs")}}
     return {content["step"]: resume_s(cfg, content, state["run"] / f"from{content['step']}")
             for content in tqdm([early, late], "resumes", file=sys.stderr, leave=False)}
 

@@ -28,7 +28,7 @@ from Diffusion.diffuser import make_condition  # noqa: E402
 from Diffusion.gradients import new_gradients  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, synchronize  # noqa: E402
-from Runtime.global_batch import shares  # noqa: E402
+from Runtime.global_batch import split_step  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
 
 WARM_UP = 5
@@ -70,12 +70,12 @@ def measure(cfg, steps):
     device = om.pick_device(cfg["run.device"])
     om.prepare_device(device, cfg["run.threads"])
     dataset, _, listed = read_datasets(cfg)
-    net, ranks = om.build_network(cfg, device), {"rank": 0, "world": 1}
+    net, ranks = om.build_network(cfg, device), {"rank": 0, "world_size": 1}
     state = {"net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
              "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True),
-             "queue": om.new_queue(cfg, device), "progress": om.new_progress(), "average": None,
+             "queue": om.new_queue(cfg, device), "progress": om.new_progress(), "ema": None,
              "gradients": new_gradients(cfg["run.exact_sums"])}
-    steps_of_epoch = iter(epoch_batches(cfg, dataset, listed, state["progress"], shares(cfg, 1), ranks))
+    steps_of_epoch = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks))
     whole, network = [], []
     for number in tqdm(range(WARM_UP + steps), "steps", file=sys.stderr, leave=False):
         started = time.perf_counter()

@@ -103,8 +103,8 @@ def final_weights(folder, epochs=SCALED["run.epochs"]):
     if last is None:
         return None
     content = load(run_of(folder) / last)
-    average = {f"average {name}": tensor for name, tensor in content.get("average", {}).items()}
-    return weights_sha256({**content["model"], **average})
+    ema = {f"average {name}": tensor for name, tensor in content.get("ema", {}).items()}
+    return weights_sha256({**content["model"], **ema})
 
 
 def resumed_at(folder, launch_number=1):
