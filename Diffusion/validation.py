@@ -71,16 +71,34 @@ def validate(state, dataset, cfg):
     at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean local correlation, 1 is
     perfect), val_folding (percent of voxels); and (moving, fixed, warped, field) of pair 0, None on other ranks than 0.
     """
-    net, ddpm, device, ranks = state["net"], state["ddpm"], state["device"], state["ranks"]
-    net.eval()
-    cosines, embeddings, scores, picture = [], [], [], None
+    ranks = state["ranks"]
+    state["net"].eval()
+    cosines, embeddings = validate_recovery(state, dataset, cfg)
+    scores, picture = validate_registration(state, dataset, cfg)
+    state["net"].train()
+    agree.agree(ranks, state["progress"]["step"], "evaluate")
+    of_all_ranks = agree.gather_objects(ranks, (cosines, embeddings, scores))
+    # In the order of their numbers, so that the averages are the same for any number of ranks.
+    cosines, embeddings, scores = ([row[-1] for row in sorted(itertools.chain(*parts), key=lambda row: row[:-1])]
+                                   for parts in zip(*of_all_ranks))
+    known = retrieval(*torch.from_numpy(np.stack(embeddings, axis=1)), dataset.subjects[:len(embeddings)])
+    return {"val_ang": average(cosines), "val_retrieval": known,
+            **{name: average([score[name] for score in scores]) for name in scores[0]}}, picture
+
+
+def validate_recovery(state, dataset, cfg):
+    """Modes 1 and 2 on this rank's volumes, each deformed at three times.
+
+    Returns: [(volume, t, cosine)] and [(volume, embeddings (2, E) of the image and of the condition)].
+    """
+    net, ddpm, device, cosines, embeddings = state["net"], state["ddpm"], state["device"], [], []
     times = sorted({max(cfg["diffusion.timesteps"] * quarter // 4, 1) for quarter in (1, 2, 3)})
-    for index, counts in own_share(min(len(dataset), cfg["run.val_pairs"]), ranks):
+    for index, counts in own_share(min(len(dataset), cfg["run.val_pairs"]), state["ranks"]):
         x0 = dataset.image(index)[None].to(device)
         for t in times:
-            keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
-            xt, true_field = ddpm.diffuse(x0, [t], keys)
-            asked = (xt, torch.tensor([t], device=device), make_condition(x0, cfg["model.condition_type"], keys))
+            rng_keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
+            xt, true_field = ddpm.diffuse(x0, [t], rng_keys)
+            asked = (xt, torch.tensor([t], device=device), make_condition(x0, cfg["model.condition_type"], rng_keys))
             with autocast(device, cfg["run.amp"]):
                 pred = net(*asked)
                 known = net(*asked, embed=True) if t == times[len(times) // 2] else None
@@ -88,8 +106,14 @@ def validate(state, dataset, cfg):
                 cosines.append((index, t, recovery_terms(pred, true_field)[1].item()))
             if counts and known:
                 embeddings.append((index, torch.cat(known).cpu().numpy()))
+    return cosines, embeddings
+
+
+def validate_registration(state, dataset, cfg):
+    """Mode 3 on this rank's pairs. Returns: [(pair, scores by name)], and the volumes and field of pair 0 or None."""
+    net, device, scores, picture = state["net"], state["device"], [], None
     pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"], rule=dataset.rule)
-    for number, counts in own_share(len(pairs), ranks):
+    for number, counts in own_share(len(pairs), state["ranks"]):
         pair = pairs[number]
         moving, fixed = (dataset.image(index)[None].to(device) for index in pair)
         field = best_field(net, moving, fixed, cfg)
@@ -105,12 +129,4 @@ def validate(state, dataset, cfg):
         scores.append((number, score))
         if number == 0:
             picture = [volume[0, 0].cpu() for volume in (moving, fixed, warped)] + [field[0].cpu()]
-    net.train()
-    agree.agree(ranks, state["progress"]["step"], "evaluate")
-    found = agree.gather_objects(ranks, (cosines, embeddings, scores))
-    # In the order of their numbers, so that the averages are the same for any number of ranks.
-    cosines, embeddings, scores = ([row[-1] for row in sorted(itertools.chain(*parts), key=lambda row: row[:-1])]
-                                   for parts in zip(*found))
-    known = retrieval(*torch.from_numpy(np.stack(embeddings, axis=1)), dataset.subjects[:len(embeddings)])
-    return {"val_ang": average(cosines), "val_retrieval": known,
-            **{name: average([score[name] for score in scores]) for name in scores[0]}}, picture
+    return scores, picture

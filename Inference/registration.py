@@ -67,6 +67,25 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     affine, refine = "affine" if affine is True else affine, STEPS if refine is True else refine
     if affine and affine not in AFFINES:
         raise InputError(f"affine is {' or '.join(AFFINES)}, not {affine!r}.")
+    net, cfg, names, fixed, moving = _read_pair(fixed, moving, model, config, device)
+    began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
+    pair = _place(fixed, moving, affine, start, net is not None, cfg, seconds)
+    said = _warnings(names, pair["overlap_percent"], pair["work_affine"], None if net else fixed[1], cfg["model.dims"])
+    seen, work = (torch.from_numpy(part)[None, None].to(device) for part in (pair["seen"], pair["work"]))
+    u = _find_field(net, seen, work, refine, cfg, seconds, progress)
+    found = _on_fixed_grid(u, pair, fixed, moving)
+    if inverse:
+        found.update(_inverse(u, pair["matrix"], pair["work_affine"], moving[0].shape, moving[1], names[1], said))
+    seconds["total"] = time.perf_counter() - began
+    by_header = torch.from_numpy(pair["by_header"])[None, None].to(device)
+    return {**found, "fixed": fixed, "moving": moving, "start": pair["start"], "matrix": pair["matrix"],
+            "overlap_percent": pair["overlap_percent"], "similarity_before": _similarity(by_header, work, cfg),
+            "similarity": _similarity(warp(seen, u.to(device)), work, cfg), **regularity_scores(found["field"]),
+            "seconds": seconds, "warnings": said}
+
+
+def _read_pair(fixed, moving, model, config, device):
+    """net or None, cfg, the names of both volumes, and each as (array, affine): the inputs of `register`, checked."""
     names = [str(given) if isinstance(given, str | Path) else word
              for given, word in ((fixed, "fixed"), (moving, "moving"))]
     dims = _dims(fixed, moving, names)
@@ -74,33 +93,38 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     if cfg["model.dims"] != dims:
         raise InputError(f"{names[0]} and {names[1]} are {dims}D, but the model, or --dims, is {cfg['model.dims']}D; "
                          "give what fits.")
-    (fixed, fixed_affine), (moving, moving_affine) = (_volume(*both, dims) for both in zip((fixed, moving), names))
-    began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
+    return net, cfg, names, _volume(fixed, names[0], dims), _volume(moving, names[1], dims)
+
+
+def _place(fixed, moving, affine, start, has_net, cfg, seconds):
+    """Where the moving volume lies before the deformation, and both volumes on the working grid.
+
+    fixed, moving: (array, affine). affine, start: of `register`. seconds: gets what the affine alignment took.
+    Returns: dict of start (a word), matrix (T, 4x4), overlap_percent, work_affine; work (the fixed volume), seen (the
+    moving one under T) and by_header (as the headers place it), each (*work) float32, intensities 0 to 1.
+    """
+    (fixed, fixed_affine), (moving, moving_affine), began = fixed, moving, time.perf_counter()
     fixed01, moving01 = (rescale(array, *intensity_limits(array, cfg)) for array in (fixed, moving))
-    work, work_affine = working_grid(fixed01, fixed_affine, cfg, net is not None)
+    work, work_affine = working_grid(fixed01, fixed_affine, cfg, has_net)
     if isinstance(start, str) and start == "auto":
         start = "header" if affine else better_start(fixed, fixed_affine, moving01, moving_affine, work, work_affine)
     matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
     if affine:
         matrix = _aligned(fixed01, fixed_affine, moving01, moving_affine, matrix, affine)
         seconds["affine"] = time.perf_counter() - began
-    covered = overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix)
-    said = _warnings(names, covered, work_affine, None if net else fixed_affine, dims)
-    seen, work = (torch.from_numpy(part)[None, None].to(device) for part in (
-        _on_working_grid(moving01, moving_affine, matrix @ work_affine, work.shape), work))
-    u = _find_field(net, seen, work, refine, cfg, seconds, progress)
-    to_work = np.linalg.inv(work_affine) @ fixed_affine
-    field = total_field(u, to_work, np.linalg.inv(fixed_affine) @ matrix @ work_affine, fixed.shape)
-    found = {"field": field, "warped": apply_field(moving, moving_affine, field, fixed_affine), "matrix": matrix}
-    if inverse:
-        found.update(_inverse(u, matrix, work_affine, moving.shape, moving_affine, names[1], said))
-    seconds["total"] = time.perf_counter() - began
-    by_header = _on_working_grid(moving01, moving_affine, work_affine, tuple(work.shape[2:]))
-    by_header = torch.from_numpy(by_header)[None, None].to(device)
-    return {**found, "fixed": (fixed, fixed_affine), "moving": (moving, moving_affine), "overlap_percent": covered,
-            "start": start if isinstance(start, str) else "matrix",
-            "similarity_before": _similarity(by_header, work, cfg), "similarity": _similarity(
-                warp(seen, u.to(device)), work, cfg), **regularity_scores(field), "seconds": seconds, "warnings": said}
+    return {"start": start if isinstance(start, str) else "matrix", "matrix": matrix, "work": work,
+            "work_affine": work_affine,
+            "overlap_percent": overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix),
+            "seen": _on_working_grid(moving01, moving_affine, matrix @ work_affine, work.shape),
+            "by_header": _on_working_grid(moving01, moving_affine, work_affine, work.shape)}
+
+
+def _on_fixed_grid(u, pair, fixed, moving):
+    """The whole way from the fixed to the moving volume as "field", and the moving volume as it shows it, "warped"."""
+    (fixed, fixed_affine), work_affine = fixed, pair["work_affine"]
+    field = total_field(u, np.linalg.inv(work_affine) @ fixed_affine,
+                        np.linalg.inv(fixed_affine) @ pair["matrix"] @ work_affine, fixed.shape)
+    return {"field": field, "warped": apply_field(*moving, field, fixed_affine)}
 
 
 def apply_field(image, affine, field, fixed_affine, order=1):

@@ -14,7 +14,6 @@ from Runtime.errors import InputError
 # What must be the same everywhere, what any rank may raise for all, and then the sums of the mode's terms.
 SAME = ("step", "branch", "shapes", "weights")
 RAISED = ("nonfinite", "leave", "save")
-BRANCHES = ("diffusion", "contrastive", "registration", "evaluate", "checkpoint")
 REASONS = (None, "steps", "time", "signal", "memory")  # why to leave; where ranks differ, the later one counts
 TERMS = 16  # of a mode, at most: the vector has one length, so that ranks in different modes can tell each other so
 
@@ -26,8 +25,8 @@ class OutOfStep(RuntimeError):
 def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=None, save=False, terms=()):
     """Exchange one vector. Every rank calls this at the same places of the loop.
 
-    branch: one of BRANCHES. shapes: a fingerprint. weights: None or {name: tensor} to compare. terms: floats, up to
-    TERMS.
+    branch: name of the mode or phase. shapes: a fingerprint. weights: None or {name: tensor} to compare. terms: up to
+    TERMS floats.
     Returns: {"nonfinite", "leave" (one of REASONS), "save"} with the highest of all ranks, and "terms", the means.
     Raises OutOfStep on every rank where step, branch, shapes or weights differ, InputError for more than TERMS terms.
     """
@@ -37,12 +36,14 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
     watchdog.phase("agree", branch)
     padded = [float(value) for value in terms] + [0.0] * (TERMS - len(terms))
     sums = None if weights is None else checksums(weights.values())
-    rows = gather(ranks, torch.tensor([step, BRANCHES.index(branch), shapes, 0 if sums is None else digest(sums),
+    rows = gather(ranks, torch.tensor([step, digest(branch), shapes, 0 if sums is None else digest(sums),
                                        nonfinite, REASONS.index(leave), save, *padded], dtype=torch.float64))
     for column, what in enumerate(SAME):
         values = rows[:, column].tolist()
         if len(set(values)) == 1:
             continue
+        if what == "branch":
+            values = gather_objects(ranks, branch)  # every rank sees that they differ, so every rank calls this
         if what == "weights" and sums is not None and 0 not in values:
             every = gather_objects(ranks, dict(zip(weights, sums.tolist())))  # ranks may differ in how many they have
             names = dict.fromkeys(name for row in every for name in row)
@@ -77,7 +78,7 @@ def out_of_step(what, values, step, branch):
     """The OutOfStep of this disagreement, written to the log: the first rank that differs from most, or from rank 0."""
     usual = max(values, key=values.count)
     rank = next(number for number, value in enumerate(values) if value != usual)
-    found, wanted = (BRANCHES[int(v)] if what == "branch" else f"{v:.0f}" for v in (values[rank], usual))
+    found, wanted = (value if what == "branch" else f"{value:.0f}" for value in (values[rank], usual))
     watchdog.event("out of step", differs=rank, what=what, found=found, wanted=wanted)
     return OutOfStep(f"rank {rank} is out of step in {branch} of step {step}: its {what} is {found} where the others "
                      f"have {wanted}")

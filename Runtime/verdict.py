@@ -64,30 +64,44 @@ def judge(run, attempt, world_size, code):
 
 
 def find_cause(ranks, code):
-    """(cause, rank or None, detail), the surest evidence first."""
+    """(cause, rank or None, detail), the surest evidence first. code: of the launch, None where nobody saw it."""
+    return (what_ranks_said(ranks, code) or what_killed_ranks(ranks) or what_is_missing(ranks, code)
+            or ("vanished", None, "no rank left last words: a node died, or the launcher was killed with them"))
+
+
+def what_ranks_said(ranks, code):
+    """A refusal, an end that a rank wrote down, or a rank that was stopped; None where there is nothing of the kind."""
     for rank in ranks:
-        for kind in ("refused", "out of step"):
-            if found := event(rank, kind):
-                if kind == "refused":
-                    return "refused", rank["rank"], found["error"]
-                return "out of step", found["differs"], f"{found['what']} is {found['found']}, not {found['wanted']}"
+        if refusal := event(rank, "refused"):
+            return "refused", rank["rank"], refusal["error"]
+        if odd := event(rank, "out of step"):
+            return "out of step", odd["differs"], f"{odd['what']} is {odd['found']}, not {odd['wanted']}"
     if code == PLANNED_RESTART and not any(rank["now"] for rank in ranks):
         return "planned restart", None, "asked to leave before a rank had begun"
     if all(event(rank, "end") for rank in ranks):
         late = [rank for rank in ranks if "Timeout" in rank["stack"] or (rank["exit"] or {}).get("by_launcher")]
         if late:
             return "would not exit", late[0]["rank"], "the training was over but the process stayed"
-        leaving = [found["reason"] for rank in ranks if (found := event(rank, "leave"))]
+        leaving = [line["reason"] for rank in ranks if (line := event(rank, "leave"))]
         # With a leak, the rank that has it says more than those that only agreed to leave.
         return ("planned restart", None, max(leaving, key=len)) if leaving else ("done", None, "")
     if stopped := [rank["rank"] for rank in ranks if rank["exit"] and rank["exit"].get("stopped")]:
         return "frozen", stopped[0], "the process was stopped, and woken for its end"
+    return None
+
+
+def last_words(ranks):
+    """(time, rank, error) of each rank that died with an exception."""
+    return [(line["time"], rank["rank"], line["error"]) for rank in ranks if (line := event(rank, "died"))]
+
+
+def what_killed_ranks(ranks):
+    """A crash in native code, an exception of a rank's own, or a signal; None where there is none of them."""
     crashed = [(rank["rank"], said) for rank in ranks if (said := native_crash(rank))]
     for number, said in crashed:
         if said not in ("Aborted", "SIGABRT"):  # which is also how some backends take the death of another rank
             return "crash in native code", number, said
-    words = [(found["time"], rank["rank"], found["error"]) for rank in ranks if (found := event(rank, "died"))]
-    own = sorted(word for word in words if not any(echo in word[2].lower() for echo in ECHOES))
+    own = sorted(word for word in last_words(ranks) if not any(echo in word[2].lower() for echo in ECHOES))
     if own:
         return name_error(own[0][2]), own[0][1], own[0][2].splitlines()[0]
     # One that has said its last words was dying already when the signal came.
@@ -101,8 +115,12 @@ def find_cause(ranks, code):
         return "killed", None, f"all ranks ended by {ended_by(killed[0])}"
     if killed:
         return "killed", killed[0]["rank"], f"ended by {ended_by(killed[0])}"
-    if crashed:
-        return "crash in native code", *crashed[0]
+    return ("crash in native code", *crashed[0]) if crashed else None
+
+
+def what_is_missing(ranks, code):
+    """Ranks that never came, hang, or are gone without a word; None where all left something else."""
+    words = last_words(ranks)
     absent = [rank["rank"] for rank in ranks if not rank["now"]]
     if absent and (words or code not in (None, 0) or len(absent) < len(ranks)):
         return "never started", absent[0], f"rank {', '.join(map(str, absent))} left no sign of life"
@@ -115,7 +133,7 @@ def find_cause(ranks, code):
         return "time limit of the round", behind(ranks)["rank"], "the launch outlived its time limit"
     if words:
         return name_error(min(words)[2]), min(words)[1], min(words)[2].splitlines()[0]
-    return "vanished", None, "no rank left last words: a node died, or the launcher was killed with them"
+    return None
 
 
 def find_hang(ranks):

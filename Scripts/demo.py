@@ -41,6 +41,10 @@ CONFIG = "Config/config_demo.yaml"
 TRAIN, VALIDATION = range(0, 40), range(900, 908)
 HELD_OUT = range(5000, 5010)  # seeds of the ten subjects that the report is about; no training or validation uses them
 FOLDER = Path("Logs/demo")
+PANELS = [("Mode 1: recovery of a random deformation (ang: -1 is perfect)", ["ang", "dist", "regul"]),
+          ("Mode 2: contrastive", ["contrastive"]),
+          ("Mode 3: registration (imgsim: -1 is perfect)", ["imgsim", "imgmse", "ddf"]),
+          ("Validation", ["val_dice", "val_dice_before", "val_imgsim", "val_ang", "val_retrieval"])]
 
 
 def register_held_out(model, device):
@@ -77,33 +81,37 @@ def deformed_copies(case, model):
     return copies
 
 
-def write_report(cases, history, model, seconds):
-    """Logs/demo/report.html: headline figures, curves, pictures, table."""
-    before, after, refined = (average([case[key] for case in cases]) for key in ("before", "after", "refined"))
-    folding = average([case["folding"] for case in cases])
-    worst = min(cases, key=lambda case: case["after"])
-    best = max(cases, key=lambda case: case["after"])
-    cards = [("Dice before", f"{before:.3f}", "no registration"),
-             ("Dice after", f"{after:.3f}", f"{after - before:+.3f} over {len(cases)} held-out pairs"),
-             ("Dice refined", f"{refined:.3f}", f"{STEPS} steps of optimisation for each pair"),
-             ("Folded voxels", f"{folding:.3f} %", "determinant of the Jacobian <= 0"),
-             ("Time", f"{seconds / 60:.1f} min", "data, training, registration")]
-    panels = [("Mode 1: recovery of a random deformation (ang: -1 is perfect)", ["ang", "dist", "regul"]),
-              ("Mode 2: contrastive", ["contrastive"]),
-              ("Mode 3: registration (imgsim: -1 is perfect)", ["imgsim", "imgmse", "ddf"]),
-              ("Validation", ["val_dice", "val_dice_before", "val_imgsim", "val_ang", "val_retrieval"])]
+def pair_table(cases, mean):
+    """Header, rows and formats of the table of pairs. mean: of `write_report`."""
     header = ["pair", "Dice before", "Dice after", "gain", "refined", "folded %", "seconds"]
     rows = [[c["pair"], c["before"], c["after"], c["after"] - c["before"], c["refined"], c["folding"], c["seconds"]]
-            for c in cases]
-    rows.append(["mean", before, after, after - before, refined, folding, average([c["seconds"] for c in cases])])
-    formats = [None, ".3f", ".3f", "+.3f", ".3f", ".3f", ".2f"]
-    figures = [registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
-               for case, word in ((worst, "the worst pair"), (best, "the best pair"))]
-    pictures = "".join(report.figure_html(
-        figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} after.")
-        for figure, case in zip(figures, (worst, best)))
-    (FOLDER / "registration.png").write_bytes(report.figure_png(figures[1]))
-    drawn = gallery_figure(deformed_copies(cases[0], model))
+            for c in [*cases, {"pair": "mean", **mean}]]
+    return header, rows, [None, ".3f", ".3f", "+.3f", ".3f", ".3f", ".2f"]
+
+
+def pair_pictures(cases):
+    """The worst and the best pair, as HTML; the best one goes into a file too."""
+    html = ""
+    for case, word in ((min(cases, key=lambda case: case["after"]), "the worst pair"),
+                       (max(cases, key=lambda case: case["after"]), "the best pair")):
+        figure = registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
+        html += report.figure_html(figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} "
+                                           "after.")
+    (FOLDER / "registration.png").write_bytes(report.figure_png(figure))
+    return html
+
+
+def write_report(cases, history, model, seconds):
+    """Logs/demo/report.html: headline figures, curves, pictures, table."""
+    mean = {key: average([case[key] for case in cases]) for key in ("before", "after", "refined", "folding", "seconds")}
+    cards = [("Dice before", f"{mean['before']:.3f}", "no registration"),
+             ("Dice after", f"{mean['after']:.3f}",
+              f"{mean['after'] - mean['before']:+.3f} over {len(cases)} held-out pairs"),
+             ("Dice refined", f"{mean['refined']:.3f}", f"{STEPS} steps of optimisation for each pair"),
+             ("Folded voxels", f"{mean['folding']:.3f} %", "determinant of the Jacobian <= 0"),
+             ("Time", f"{seconds / 60:.1f} min", "data, training, registration")]
+    header, rows, formats = pair_table(cases, mean)
+    pictures, drawn = pair_pictures(cases), gallery_figure(deformed_copies(cases[0], model))
     report.write_page(
         FOLDER / "report.html", "OmniMorph demo",
         f"One small {model[1]['model.name']} learned for {history[-1]['step']} steps from {len(TRAIN)} unlabelled "
@@ -114,10 +122,10 @@ def write_report(cases, history, model, seconds):
          ("Deformed copies", report.figure_html(
              drawn, "One subject deformed at random, at two times t, and what the network makes of it when it undoes "
                     "what it can: what OM_augment.py writes. Labels move along (outlines).")),
-         ("Training", report.figure_html(curves_figure(history, panels), "Averages of each epoch."))])
+         ("Training", report.figure_html(curves_figure(history, PANELS), "Averages of each epoch."))])
     print("\n" + report.text_table(header, rows, formats))
-    return {"dice_before": before, "dice_after": after, "dice_refined": refined, "folding_percent": folding,
-            "seconds": seconds}
+    return {"dice_before": mean["before"], "dice_after": mean["after"], "dice_refined": mean["refined"],
+            "folding_percent": mean["folding"], "seconds": seconds}
 
 
 def read_history(run):

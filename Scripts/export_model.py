@@ -30,6 +30,48 @@ UNSTATED = "not stated; name it by --licence, the terms of the training data may
 MODES = """1. Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing {condition}.
 2. Contrastive: the embedding of a deformed volume is close to that of its own condition, far from other subjects'.
 3. Registration: two volumes are aligned, the network seeing all of the fixed one. No labels are used."""
+CARD = """---
+license: {licence_json}
+tags: [image-registration, medical-imaging, deformation]
+---
+# {data}: a deformation network
+
+One network for deformable registration of medical images and for realistic random deformations (augmentation). Given a
+volume, a time and a condition, it predicts a displacement field.
+
+## Architecture
+{architecture}
+
+## Training
+{modes}
+
+{training}
+
+## Validation
+On volumes that the training has not seen, found by the training itself at this checkpoint; Dice needs labels, which are
+used for this figure only.
+
+{figures}
+
+## Intended use
+Research: aligning images of the kind it was trained on (same modality and anatomy), carrying labels and points over,
+drawing deformed copies of labelled images for the training of other networks.
+
+## Limits
+- Not a medical device; not for diagnosis, nor for decisions about a patient.
+- Trained on {data} alone: other anatomy, modality, resolution or pathology needs a check first.
+- It finds deformations, not positions: volumes that lie far apart need `--affine` first.
+- Folding is discouraged in the training, not impossible: every tool reports it for each field.
+
+## Use
+    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --out Results/pair
+    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --refine --out Results/pair
+    python OM_augment.py --image I.nii.gz --label L.nii.gz --model {name} --out Results/augmented
+    python -c "from Inference.load_model import load_model; net, cfg = load_model('{name}')"
+
+## File
+{file}
+"""
 
 
 def parse_arguments(argv=None):
@@ -138,48 +180,11 @@ def card(name, net, state, cfg, about, digest, licence):
     seen = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     figures = table((key, "-" if value is None else f"{value:.4g}") for key, value in about["metrics"].items())
-    return f"""---
-license: {json.dumps(licence)}
-tags: [image-registration, medical-imaging, deformation]
----
-# {cfg["data.name"]}: a deformation network
-
-One network for deformable registration of medical images and for realistic random deformations (augmentation). Given a
-volume, a time and a condition, it predicts a displacement field.
-
-## Architecture
-{architecture(net, cfg)}
-
-## Training
-{MODES.format(condition=seen)}
-
-{training(state, cfg, about)}
-
-## Validation
-On volumes that the training has not seen, found by the training itself at this checkpoint; Dice needs labels, which are
-used for this figure only.
-
-{figures if about["metrics"] else "No figures were recorded for this checkpoint."}
-
-## Intended use
-Research: aligning images of the kind it was trained on (same modality and anatomy), carrying labels and points over,
-drawing deformed copies of labelled images for the training of other networks.
-
-## Limits
-- Not a medical device; not for diagnosis, nor for decisions about a patient.
-- Trained on {cfg["data.name"]} alone: other anatomy, modality, resolution or pathology needs a check first.
-- It finds deformations, not positions: volumes that lie far apart need `--affine` first.
-- Folding is discouraged in the training, not impossible: every tool reports it for each field.
-
-## Use
-    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --out Results/pair
-    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --refine --out Results/pair
-    python OM_augment.py --image I.nii.gz --label L.nii.gz --model {name} --out Results/augmented
-    python -c "from Inference.load_model import load_model; net, cfg = load_model('{name}')"
-
-## File
-{table([("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)])}
-"""
+    return CARD.format(
+        licence_json=json.dumps(licence), data=cfg["data.name"], name=name, architecture=architecture(net, cfg),
+        modes=MODES.format(condition=seen), training=training(state, cfg, about),
+        figures=figures if about["metrics"] else "No figures were recorded for this checkpoint.",
+        file=table([("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)]))
 
 
 def export(model, out=None, licence=UNSTATED):
