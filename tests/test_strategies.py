@@ -303,7 +303,7 @@ def check_alone(after, folder, data, ranks, monkeypatch, tolerance=TOLERANCE, **
     """One process takes each strategy's checkpoint over, all batches of the step to itself."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))  # for the size of the batch only
     for writer, strategy in zip(STRATEGIES, ("fsdp", "ddp", "zero1")):
-        cfg, alone = case(data, strategy, changes), {"rank": 0, "local_rank": 0, "world_size": 1}
+        cfg, alone = case(data, strategy, changes), {"rank": 0, "local_rank": 0, "world_size": 1, "step": None}
         begun = begin(cfg, alone, folder / writer)
         one_step(begun, cfg, alone)
         net = begun[0]["model"]
