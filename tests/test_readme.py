@@ -1,8 +1,9 @@
-"""A new user's walk: every command block of README.md as it is written, in a fresh clone, from one to the next.
+"""A new user's walk: every command block of README.md and docs/ as it is written, in a fresh clone, one after another.
 
 The clone is one of the commit that is checked out, with the uncommitted changes laid over it: what is about to be
 committed is what walks. Beside .venv, which is a link to the environment at hand, it gets what a user would bring:
-volumes in Data/brains, the files that the examples name, and a config_om.yaml that is small enough for a test.
+volumes in Data/brains, the files that the examples name, and a config_om.yaml that is small enough for a test. A
+command that a page repeats finds its results there and is not run again.
 """
 import json
 import re
@@ -20,7 +21,11 @@ from Runtime.config import load_config
 from tests import launching
 from tests.tiny import ROOT, launcher_environment
 
-README = (ROOT / "README.md").read_text()
+# README.md and all of docs/, in the order of the walk: what a page uses has been made by those before it.
+PAGES = ["README.md", *(f"docs/{name}.md" for name in (
+    "install", "data", "training", "registration", "augmentation", "evaluation", "clusters", "configuration",
+    "benchmarks", "faults", "code", "new_loss", "index"))]
+TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 HIPPOCAMPUS = ROOT.parent / "shared/data/hippocampus"
 VOLUMES = 60  # in Data/brains; those after them are the files of the examples
 # What an edit makes of config_om.yaml: the same recipe for thumbnails, an epoch of a few steps.
@@ -48,28 +53,34 @@ ELSEWHERE = {
         "tests/test_infer_script.py",
 }
 OPTIONAL = {"monai": "tests/test_batch_augment.py"}  # Python blocks that import this run where it is installed
-DATA_PART = ("Train on your own volumes", "Train for days", "Data")  # what a second way to store the volumes changes
+RECIPE = "tests/test_progress.py"  # applies the block of changes in docs/new_loss.md, and trains with them
+# What a second way to store the volumes changes: these pages, and this heading of the README.
+DATA_PART = ("docs/data.md", "docs/training.md", "Train on your own volumes")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The README
+# The pages
 # ---------------------------------------------------------------------------------------------------------------------
 
 def read_blocks():
-    """The fenced blocks, in order: dicts of language, heading (the last of level 2), text."""
+    """The fenced blocks of all pages, in order: dicts of language, page, heading (the last of level 2), text."""
+    return [block for page in PAGES for block in blocks_of(page)]
+
+
+def blocks_of(page):
     blocks, heading, inside = [], "", None
-    for line in README.splitlines():
+    for line in TEXT[page].splitlines():
         if inside is None and line.startswith("## "):
             heading = line[3:]
         if line.startswith("```"):
             if inside is None:
-                inside = {"language": line[3:].strip(), "heading": heading, "text": ""}
+                inside = {"language": line[3:].strip(), "page": page, "heading": heading, "text": ""}
             else:
                 blocks.append(inside)
                 inside = None
         elif inside is not None:
             inside["text"] += line + "\n"
-    assert inside is None, "a block is not closed"
+    assert inside is None, f"{page}: a block is not closed"
     return blocks
 
 
@@ -80,19 +91,30 @@ def commands(block):
 
 
 def first_column(heading):
-    """{words of the first cell: the rest} of the table that begins with this heading row."""
-    rows = README.split(heading + "\n", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
+    """{words of the first cell: the rest} of the table that begins with this heading row, on whichever page."""
+    [after] = [text.split(heading + "\n")[1] for text in TEXT.values() if heading + "\n" in text]
+    rows = after.split("\n\n", 1)[0].splitlines()[1:]
     return {cell: rest for cell, rest in (row.strip("| ").split(" | ", 1) for row in rows)}
+
+
+def test_every_page_is_one_that_the_walk_knows():
+    assert sorted(PAGES) == ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
 def test_every_block_is_one_that_the_walk_knows():
     blocks = read_blocks()
-    assert {block["language"] for block in blocks} == {"bash", "python", "json", "yaml", "text"}
+    assert {block["language"] for block in blocks} == {"bash", "python", "json", "yaml", "text", "diff"}
+    assert [block["page"] for block in blocks if block["language"] == "diff"] == ["docs/new_loss.md"]
+    # The parts that are asked for by name.
+    assert {block["heading"] for block in blocks} > {"Train on your own volumes", "Train for days"}
+    assert {block["page"] for block in blocks} > {"README.md", "docs/data.md", "docs/training.md"}
     written = [line for block in blocks if block["language"] == "bash" for line in commands(block)]
-    assert set(ELSEWHERE) <= set(written), "not in the README any more"
-    assert all((ROOT / place).is_file() for place in [*ELSEWHERE.values(), *OPTIONAL.values()])
-    assert len(written) - len(ELSEWHERE) >= 15
+    assert set(ELSEWHERE) <= set(written), "not on the pages any more"
+    assert all((ROOT / place).is_file() for place in [*ELSEWHERE.values(), *OPTIONAL.values(), RECIPE])
+    assert len(set(written)) - len(ELSEWHERE) >= 15
     assert all(re.match(r"(RANKS=\d+ bash|\.venv/bin/python) ", line) for line in set(written) - set(ELSEWHERE))
+    assert all(promised(shlex.split(line)) for line in set(written) - set(ELSEWHERE)
+               if re.search("OM_(prepare|register|augment|evaluate)", line))
 
 
 def test_the_sizes_of_the_configs_are_those_of_their_networks():
@@ -192,7 +214,7 @@ def registered(words):
     names = []
     for cell, what in first_column("| file | what |").items():
         option = re.match(r"with `(--[\w-]+)", what)
-        # Of a list each pair says whether it has labels; those of the README have.
+        # Of a list each pair says whether it has labels; those of the page have.
         if not option or option[1] in words or ("--pairs" in words and option[1] == "--moving-label"):
             names += re.findall(r"`([^`]+)`", cell)
     assert len(names) >= 6
@@ -207,7 +229,7 @@ def check_further(line, printed, folder):
     if "--out Data/copies" in line:
         assert len(list((folder / "Data/copies/imagesTr").iterdir())) == 32
     if "--out Data/random" in line:
-        assert len(list((folder / "Data/random/imagesTr").iterdir())) == 4 * 20
+        assert len(list((folder / "Data/random/imagesTr").iterdir())) == 16 * 5
     if line.startswith("RANKS="):
         assert "done" in printed and "4 ranks" in printed
 
@@ -240,13 +262,17 @@ def can_import(name):
     return subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True).returncode == 0
 
 
-def walk_block(block, folder, environment):
-    """Run a block of commands or of Python; write a file that is shown; look for the files of a listing."""
+def walk_block(block, folder, environment, walked):
+    """Run a block of commands or of Python; write a file that is shown; look for the files of a listing.
+
+    walked: the commands that have run, to which those of the block are added.
+    """
     text, language = block["text"], block["language"]
     if language == "bash":
         for line in commands(block):
-            if line not in ELSEWHERE:
+            if line not in ELSEWHERE and line not in walked:
                 walk_command(line, folder, environment)
+                walked.add(line)
     elif language == "python":
         walk_python(block, folder, environment)
     elif language == "yaml":
@@ -260,14 +286,14 @@ def walk_block(block, folder, environment):
             pattern = re.sub(r"\d+", "*", line.split()[0])
             assert list(folder.glob(pattern)) or re.search("if any|while somebody has", line), line
     else:
-        assert language == "json"  # written before the walk: a command names it
+        assert language in ("json", "diff")  # written before the walk, as a command names it; and RECIPE
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("layout", ["BIDS", "plain folder"])
 def test_the_walk(layout, tmp_path):
-    folder, blocks = tmp_path / "OmniMorph", read_blocks()
+    folder, blocks, walked = tmp_path / "OmniMorph", read_blocks(), set()
     clone(folder)
     bring(folder, layout, volumes(tmp_path / "synthetic"))
     edit_config(folder, SMALL)
@@ -276,11 +302,11 @@ def test_the_walk(layout, tmp_path):
     environment = {name: value for name, value in launcher_environment(1).items()
                    if name not in ("RANKS", "PYTHON", "PYTHONPATH", "OMP_NUM_THREADS", "CLUSTER")}
     for block in blocks:
-        if layout == "plain folder" and block["heading"] not in DATA_PART:
+        if layout == "plain folder" and block["page"] not in DATA_PART and block["heading"] not in DATA_PART:
             continue
         if block["heading"] == "Train for days":  # a run that is not over yet, to see it go on
             edit_config(folder, {"run.epochs": 2})
-        walk_block(block, folder, environment)
+        walk_block(block, folder, environment, walked)
     if layout == "BIDS":
         return
     text = (folder / "Models/brains_om_net/data.csv").read_text().splitlines()

@@ -14,6 +14,7 @@ SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 PROGRAMS = [path for folder in [*FOLDERS, "tests", ".ci"] for path in (ROOT / folder).glob("*")
            if path.is_file() and path.read_bytes()[:19] == b"#!/usr/bin/env bash"]
 SCRIPTS = [*PROGRAMS, *(ROOT / "Config/cluster").glob("*")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 
 
@@ -37,15 +38,49 @@ def test_what_has_hidden_errors_before_stays_out(pattern):
     assert not found
 
 
-def test_every_file_the_readme_points_to_exists():
-    text = (ROOT / "README.md").read_text()
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
-    named = re.findall(r"`((?:Config|Inference|Diffusion|Dataloader|Runtime|Scripts|tests)/[\w./]+)`", text)
-    assert links and named
-    headings = ["#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-                for heading in re.findall(r"^#+ (.*?)\s*$", text, re.M)]
-    assert not [name for name in links + named if name not in headings and not (ROOT / name).exists()]
+# ---------------------------------------------------------------------------------------------------------------------
+# README.md and docs/
+# ---------------------------------------------------------------------------------------------------------------------
 
+def prose(page):
+    """The text of a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+
+
+def links(page):
+    """[(file, anchor)] of the links to the repository itself; a link within the page names the page."""
+    found = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link]
+    return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in found]
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.*?)\s*$", prose(page), re.M)]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    dead = [(path.name, anchor) for path, anchor in links(page)
+            if not path.exists() or (anchor and anchor not in anchors(path))]
+    assert not dead
+
+
+def test_files_that_are_named_exist():
+    folders = "Config|Inference|Diffusion|Dataloader|Runtime|Scripts|tests|docs"
+    name = rf"`((?:{folders})/[\w./-]*|(?:OM_|bash_|requirements|README|progress)[\w.-]*\.\w+)`"
+    named = {(page.name, path) for page in PAGES for path in re.findall(name, prose(page))}
+    assert len(named) > 60
+    assert not [(page, path) for page, path in named if not (ROOT / path).exists()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# make, scripts
+# ---------------------------------------------------------------------------------------------------------------------
 
 def test_make_help_lists_every_target():
     printed = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
