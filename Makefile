@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 # Processes of `make test`, each with one thread: files of tests that run beside each other.
 TEST_PROCESSES ?= 2
 
-.PHONY: help venv demo test test-all test-slurm faults bench bench-registration lint clean
+.PHONY: help venv demo test test-all test-slurm faults bench bench-registration docs lint clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -49,8 +49,13 @@ bench-registration: .venv/.ready   ## registration against ANTs, DIPY, ConvexAda
 	$(PY) tests/bench/bench_registration.py
 	$(PY) tests/bench/bench_mouse.py
 
+docs: .venv/.ready   ## the pages of docs/ as a site with a search, in site/
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt 1>&2
+	$(PY) -m mkdocs build --quiet --strict
+	@echo "$(CURDIR)/site/index.html"
+
 lint: .venv/.ready   ## style of the code
 	$(PY) -m ruff check --quiet .
 
-clean:           ## remove the virtual environment and the demo's outputs
-	rm -rf .venv Logs/demo
+clean:           ## remove the virtual environment, the demo's outputs and the site
+	rm -rf .venv Logs/demo site

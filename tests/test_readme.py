@@ -41,6 +41,7 @@ ELSEWHERE = {
     "make demo": "tests/test_demo.py",
     "make test": ".ci/run",
     "make bench": "progress.md",  # by hand, for minutes
+    "make docs": "tests/test_repository.py",
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
     "sbatch --account=A --partition=P bash_train_multi_nodes.sh --config Config/config_om.yaml "

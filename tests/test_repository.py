@@ -1,12 +1,17 @@
 """Promises about the repository itself."""
 import ast
+import importlib.util
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from Runtime.config import KEYS
 from tests.tiny import ROOT
 
 FOLDERS = ["", "Runtime", "Dataloader", "Diffusion", "Inference", "Scripts", "Scripts/preflight", "Scripts/smoke"]
@@ -68,14 +73,65 @@ def test_links_lead_somewhere(page):
     dead = [(path.name, anchor) for path, anchor in links(page)
             if not path.exists() or (anchor and anchor not in anchors(path))]
     assert not dead
+    # What is not part of the site would be a dead link there (mkdocs.yml).
+    assert page.name == "README.md" or all(path.parent == ROOT / "docs" for path, _ in links(page))
 
 
 def test_files_that_are_named_exist():
     folders = "Config|Inference|Diffusion|Dataloader|Runtime|Scripts|tests|docs"
-    name = rf"`((?:{folders})/[\w./-]*|(?:OM_|bash_|requirements|README|progress)[\w.-]*\.\w+)`"
+    name = rf"`((?:{folders})/[\w./-]*|(?:OM_|bash_|requirements|README|progress|mkdocs)[\w.-]*\.\w+)`"
     named = {(page.name, path) for page in PAGES for path in re.findall(name, prose(page))}
     assert len(named) > 60
     assert not [(page, path) for page, path in named if not (ROOT / path).exists()]
+
+
+def test_every_page_can_be_found():
+    """In the navigation of the site, and by a link of the README or of the first page."""
+    def files(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [name for part in (entry.values() if isinstance(entry, dict) else entry) for name in files(part)]
+
+    pages = [page.name for page in PAGES[1:]]
+    assert len(pages) >= 12
+    assert sorted(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])) == pages
+    assert set(pages) <= {path.name for page in (PAGES[0], ROOT / "docs/index.md") for path, _ in links(page)} | {
+        "index.md"}
+    assert (ROOT / "docs/index.md", "") in links(PAGES[0])
+
+
+def test_the_site_lists_every_key():
+    rows = runpy.run_path(str(ROOT / "docs/extra/list_keys.py"))["read_keys"]()
+    config = yaml.safe_load((ROOT / "Config/config_om.yaml").read_text())
+    assert sorted(f"{section}.{key}" for section, key, *_ in rows) == sorted(KEYS)
+    assert not [key for section, key, value, *_ in rows if yaml.safe_load(value) != config[section][key]]
+    assert all(meaning for *_, meaning in rows)
+    mark = runpy.run_path(str(ROOT / "docs/extra/list_keys.py"))["MARK"]
+    assert (ROOT / "docs/configuration.md").read_text().count(mark) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="requirements-docs.txt is not installed")
+@pytest.mark.parametrize("addition, expected", [
+    ("", ""), ("[dead](nowhere.md)", "nowhere.md"), ("[dead](training.md#nowhere)", "#nowhere"),
+    ("[not of the site](../Config/config_om.yaml)", "config_om.yaml")], ids=["as it is", "link", "anchor", "outside"])
+def test_the_site_is_built_and_refuses_dead_links(addition, expected, tmp_path):
+    for name in ("docs", "Config"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    with open(tmp_path / "docs/index.md", "a") as index:
+        index.write(f"\n{addition}\n")
+    built = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict"], cwd=tmp_path, capture_output=True,
+                           text=True, timeout=120)
+    assert (built.returncode == 0) == (not expected), built.stderr
+    assert expected in built.stderr
+    if expected:
+        return
+    site = tmp_path / "site"
+    assert {page.stem for page in site.glob("*.html")} == {page.stem for page in PAGES[1:]} | {"404"}
+    assert all(f"<code>{key}</code>" in (site / "configuration.html").read_text() for key in KEYS)
+    # Nothing is fetched from the net.
+    fetched = r"(?:src|href)=\"?https?://[^\s\">]*\.(?:js|css|woff2?)|fonts\.g"
+    assert not [page.name for page in site.glob("*.html") if re.search(fetched, page.read_text())]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -85,7 +141,7 @@ def test_files_that_are_named_exist():
 def test_make_help_lists_every_target():
     printed = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert {"venv", "demo", "test", "test-all", "bench"} <= set(targets)
+    assert {"venv", "demo", "test", "test-all", "bench", "docs"} <= set(targets)
     assert all(f"make {target}" in printed for target in targets)
 
 
