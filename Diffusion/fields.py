@@ -151,22 +151,28 @@ def invert(field, iterations=20):
     return inverse
 
 
-def resize_field(field, size):
-    """The same deformation on a grid with another number of voxels over the same extent (corner to corner).
+def resize_field(field, size, align="corners"):
+    """The same deformation sampled on a grid with another number of voxels over the same extent.
 
-    First voxel lies on first, last on last, and displacements are scaled by the ratio of the steps between: so control
-    grids lie on images, and the smaller images of the refinement on the whole ones. The levels of a network are made
-    otherwise, each voxel a cell of 2^N finer ones: its fields are sampled by `OM_net.on_grid`, in the same way as the
-    features beside them, and stay in voxels of the whole grid.
+    align: which points of the two grids coincide. The project has both kinds of grids, and one taken for the other is
+    off by half a voxel.
+      "corners": the centres of the first voxels, and of the last. Control grids lie so on images, and the smaller
+        images of the refinement on whole ones. The displacement is scaled by the ratio of the grid steps: `field` is in
+        voxels of its own grid, the result in voxels of the new one.
+      "cells": the outer faces, so that a coarse voxel covers 2^N finer ones. The levels of a network lie so, and their
+        features are upsampled so. The values stay as they are: a network keeps one unit at all of its levels.
 
-    field: (B, N, *spatial) in voxels of its grid. Returns (B, N, *size) in voxels of the new grid.
+    field: (B, N, *spatial). Returns: (B, N, *size), float32.
     """
+    align_corners = {"corners": True, "cells": False}[align]
     old = field.shape[2:]
     if tuple(old) == tuple(size):
         return field
-    rescaled = field.float() * side_lengths([(new - 1) / max(n - 1, 1) for new, n in zip(size, old)], field.device)
+    if align_corners:
+        steps = [(new - 1) / max(n - 1, 1) for new, n in zip(size, old)]
+        field = field.float() * side_lengths(steps, field.device)
     with torch.autocast(field.device.type, enabled=False):
-        return F.interpolate(rescaled, size=tuple(size), mode=LINEAR[len(size)], align_corners=True)
+        return F.interpolate(field.float(), size=tuple(size), mode=LINEAR[len(size)], align_corners=align_corners)
 
 
 def jacobian_determinant(field):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from Diffusion.diffuser import image_count, label_count, typical_displacement
-from Diffusion.fields import LINEAR, affine_field, compose, identity, side_lengths, warp
+from Diffusion.fields import LINEAR, affine_field, compose, identity, resize_field, side_lengths, warp
 from Runtime.errors import InputError
 
 
@@ -501,14 +501,6 @@ class OM_net(nn.Module):
             encoded = [torch.where(keep, f, torch.zeros((), dtype=f.dtype, device=f.device)) for f in encoded]
         return features, encoded
 
-    def on_grid(self, field, size):
-        """A field sampled on another grid of the same extent; it stays in its own voxels.
-
-        A coarse voxel is a cell of 2^N finer ones, as in UpsampleConv. For grids that meet at their corners there is
-        fields.resize_field.
-        """
-        return F.interpolate(field, size=tuple(size), mode=LINEAR[self.dims], align_corners=False)
-
     def shown_part(self, image, condition, keep):
         """The part of the volume that each sample's condition shows: (B,), 0 where there is none or it is dropped."""
         if condition is None:
@@ -529,8 +521,8 @@ class OM_net(nn.Module):
             skip = features[-2 - step]
             if self.local is not None:
                 # What is found so far brings the features together; only the rest is left to be measured.
-                ahead = self.field_scale(self.on_grid(found, skip.shape[2:]), t, image.shape[2:])
-                ahead = ahead if affine is None else ahead + self.on_grid(affine, skip.shape[2:])
+                ahead = self.field_scale(resize_field(found, skip.shape[2:], align="cells"), t, image.shape[2:])
+                ahead = ahead if affine is None else ahead + resize_field(affine, skip.shape[2:], align="cells")
                 skip = warp(skip, ahead * (skip.shape[2] / size[0]), padding="border").to(skip.dtype)
             x = up(x, skip.shape[2:])                                              # 16^3 32^3 64^3 128^3
             parts = [x, skip, condition[-2 - step]] if self.conditioned else [x, skip]
@@ -538,11 +530,11 @@ class OM_net(nn.Module):
                 parts.append(recomputed(self.encoder.use_checkpoint, self.local[step], skip, condition[-2 - step]))
             x = join(parts, time)
             if self.local is not None and step < len(self.up) - 1:
-                found = found + self.on_grid(self.middle[step](x).float(), found.shape[2:])
+                found = found + resize_field(self.middle[step](x).float(), found.shape[2:], align="cells")
         field = self.field_scale(self.fine(x).float() + found, t, image.shape[2:])               # (B, 3, 128^3)
         if self.stride > 1:
             # Both heads speak in voxels of the full grid; only the sampling is coarser.
-            field = self.on_grid(field, size)
+            field = resize_field(field, size, align="cells")
         field = field if affine is None else field + affine
         return crop(field, image.shape[2:])
 

@@ -1,6 +1,5 @@
 """Properties of the field operations, in 2D and 3D with unequal sides."""
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from Diffusion.fields import (
     side_lengths,
     warp,
 )
-from Diffusion.networks import OM_net
 
 MATRICES = {2: [[1.10, 0.20, 1.5], [-0.05, 0.85, -0.7]],
             3: [[1.10, 0.20, 0.05, 1.5], [-0.05, 0.85, 0.10, -0.7], [0.03, -0.12, 1.30, 0.4]]}
@@ -305,12 +303,12 @@ def test_which_place_a_coarse_voxel_has_depends_on_how_its_grid_was_made():
     """Both resamplings are exact for what is linear, each on grids of its own kind: corners, or cells of 2 x 2 x 2."""
     size, finer = (6, 7, 8), (12, 14, 16)
     places = identity(size)  # of the coarse voxels
-    cells = OM_net.on_grid(SimpleNamespace(dims=3), 2 * places + 0.5, finer)  # of the same on the fine grid
+    cells = resize_field(2 * places + 0.5, finer, align="cells")  # of the same on the fine grid
     inner = (..., *[slice(1, -1)] * 3)  # beyond the outermost cell centres nothing is known
     assert torch.allclose(cells[inner], identity(finer)[inner], atol=1e-5)
     corners = resize_field(places, finer)  # each axis scaled by the ratio of its steps
     assert torch.allclose(corners, identity(finer), atol=1e-5)
-    other = OM_net.on_grid(SimpleNamespace(dims=3), corners[..., ::2, ::2, ::2], finer)
+    other = resize_field(corners[..., ::2, ::2, ::2], finer, align="cells")
     assert (other - identity(finer))[inner].abs().max() > 0.3, "one in place of the other is off by half a voxel"
 
 
@@ -353,6 +351,7 @@ def test_fields_stay_float32_under_autocast(size):
     field, image = smooth_field(size, 1.3, seed=16), noise_image(size)
     operations = [lambda: warp(image, field), lambda: compose(field, field), lambda: self_compose(field, [5]),
                   lambda: invert(field), lambda: resize_field(field, [2 * n for n in size]),
+                  lambda: resize_field(field, [2 * n for n in size], align="cells"),
                   lambda: jacobian_determinant(field)]
     for operation in operations:
         with torch.autocast("cpu", torch.bfloat16):
