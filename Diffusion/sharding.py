@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
+from Diffusion.blocks import ConvBlock, UpsampleConv
 from Diffusion.gradients import sum_over_ranks
-from Diffusion.networks import AttentionBlock, ConvBlock, TransposedConv, UpsampleConv
+from Diffusion.networks_older import TransposedConv
+from Diffusion.om_net import AttentionBlock
 from Runtime import agree
 
 # FSDP collects a module's weights when the module is called. These always are; what is left belongs to the network.

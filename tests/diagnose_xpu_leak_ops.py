@@ -15,7 +15,10 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from Diffusion.networks import AttentionBlock, TransposedConv, UpsampleConv, build_network, conv  # noqa: E402
+from Diffusion.blocks import UpsampleConv, conv  # noqa: E402
+from Diffusion.networks import build_network  # noqa: E402
+from Diffusion.networks_older import TransposedConv  # noqa: E402
+from Diffusion.om_net import AttentionBlock  # noqa: E402
 from Runtime.device import autocast  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
 from tests.diagnose_xpu_leak import configuration  # noqa: E402

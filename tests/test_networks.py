@@ -5,24 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from Diffusion.blocks import ConvBlock, FieldScale, UpsampleConv, conv, convolve_in_slabs, convolve_voxels, recurse
 from Diffusion.diffuser import make_condition, typical_displacement
 from Diffusion.fields import compose, identity, side_lengths, warp
-from Diffusion.networks import (
-    NETWORKS,
-    AffineMatch,
-    ConvBlock,
-    FieldScale,
-    LocalMatch,
-    NeighbourProducts,
-    UpsampleConv,
-    build_network,
-    conv,
-    convolve_in_slabs,
-    convolve_voxels,
-    neighbours,
-    network_class,
-    recurse,
-)
+from Diffusion.networks import NETWORKS, build_network, network_class
+from Diffusion.om_net import AffineMatch, LocalMatch, NeighbourProducts, neighbours
 from Runtime.checkpoint import weights_sha256
 from Runtime.config import load_config
 from Runtime.errors import InputError
