@@ -5,7 +5,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from Diffusion.diffuser import typical_displacement
 from Diffusion.fields import LINEAR, compose, side_lengths, warp
 
 
@@ -96,10 +95,9 @@ class FieldScale(nn.Module):
     that factor first, and every step of registration would upset the smallest t.
     """
 
-    def __init__(self, cfg):
+    def __init__(self, typical_norm):
         super().__init__()
-        times = range(cfg["diffusion.timesteps"] + 1)
-        self.register_buffer("typical", torch.tensor([typical_displacement(cfg, t) for t in times]))
+        self.register_buffer("typical", torch.tensor(typical_norm))  # float32, in image sides
 
     def forward(self, output, t, size):
         scale = self.typical[t].view(-1, 1) * side_lengths(size, output.device).view(1, -1)

@@ -10,7 +10,7 @@ from Dataloader.dataset import read_datasets
 from Dataloader.sampler import epoch_pair_count, steps_left
 from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
-from Diffusion.networks import network_class
+from Diffusion.networks import new_network
 from Runtime.errors import DONE, InputError
 from Runtime.global_batch import split_step
 
@@ -50,7 +50,7 @@ def mode_costs(cfg, pair_batch, modes):
     """
     size, batchsize, word = cfg["data.img_size"], cfg["data.batchsize"], cfg["model.condition_type"]
     with FakeTensorMode():
-        net, image = network_class(cfg["model.name"])(cfg), torch.zeros(batchsize, 1, *size)
+        net, image = new_network(cfg), torch.zeros(batchsize, 1, *size)
         t, pair = torch.zeros(batchsize, dtype=torch.long), torch.zeros(2, pair_batch, 1, *size)
         batch = {"xt": image, "t": t, "true_field": torch.zeros(batchsize, len(size), *size), "keep": None,
                  "condition": make_condition(image, "none" if word == "none" else "volume"),

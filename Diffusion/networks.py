@@ -1,19 +1,54 @@
-"""The registry of networks, and how one is built from a config.
+"""The registry of networks, and the one place where a config becomes the arguments of a network.
 
-Every network is called as net(image, t, condition) and returns one displacement field in voxels, float32:
-  image (B, 1, *spatial), any size; t (B,) long, 0 .. timesteps - 1 for diffusion, timesteps for registration;
-  condition (B, 2, *spatial) values x mask and mask, or None; keep (B,) bool, False drops a sample's condition.
-net(image, t, condition, embed=True) returns two unit vectors (B, E) instead: of the image and of the condition, both as
-if t were 0. Told t, both could be a function of it, and be known by it among samples of other times, whoever they show.
-A further network is a class, here or in a file of its own, and a line in NETWORKS.
+Every network is called as net(image, t, condition) and returns one displacement field (B, N, *spatial) in voxels,
+float32:
+  image      (B, 1, *spatial), sides of any length
+  t          (B,) long: 0 .. timesteps - 1 for recovery, timesteps for registration
+  condition  (B, 2, *spatial), values x mask and mask; or None
+  keep       (B,) bool, an option: False hides the condition of a sample
+net(image, t, condition, embed=True) returns two unit vectors (B, E) instead, of the image and of the condition.
+Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
+
+To add a network, write a class here or in a file of its own and give it a line in NETWORKS. Its __init__ names what it
+needs of `network_arguments`; tests/test_networks.py tests whatever the registry lists.
 """
+import inspect
+
 import torch
 
+from Diffusion.diffuser import typical_displacement
 from Diffusion.networks_older import RecMulModMutAttnNet, RecResACNet
 from Diffusion.om_net import OM_net
 from Runtime.errors import InputError
 
-NETWORKS = {"om_net": OM_net, "recresacnet": RecResACNet, "recmulmodmutattnnet": RecMulModMutAttnNet}
+NETWORKS = {
+    "om_net": OM_net,
+    "recresacnet": RecResACNet,
+    "recmulmodmutattnnet": RecMulModMutAttnNet,
+}
+
+
+def network_arguments(cfg):
+    """What a config says about networks, under the names of their arguments; a network takes those that it names."""
+    timesteps = cfg["diffusion.timesteps"]
+    return {
+        "dims": cfg["model.dims"],                                  # spatial axes, 2 or 3
+        "channels": cfg["model.channels"],                          # of the encoder's levels, finest first
+        "conditioned": cfg["model.condition_type"] != "none",
+        "rec_num": cfg["model.rec_num"],                            # recursive passes
+        "detach": cfg["model.detach_recovery"],                     # earlier passes run without gradient
+        "field_stride": cfg["model.field_stride"],                  # 2: predict at half resolution
+        "attention_width": cfg["model.attention_width"],
+        "attention_depth": cfg["model.attention_depth"],
+        "attention_heads": cfg["model.attention_heads"],
+        "affine_match": cfg["model.affine_match"],
+        "local_match": cfg["model.local_match"],
+        "use_checkpoint": cfg["model.use_checkpoint"],              # recompute activations in the backward pass
+        "embedding_width": cfg["contrastive.embedding"],
+        "timesteps": timesteps,                                     # t = timesteps means registration
+        # Standard deviation of the field to be predicted at each t, in image sides.
+        "typical_norm": [typical_displacement(cfg, t) for t in range(timesteps + 1)],
+    }
 
 
 def network_class(name):
@@ -23,6 +58,13 @@ def network_class(name):
     return NETWORKS[name]
 
 
+def new_network(cfg):
+    """The network of a config, with weights from torch's random numbers. Raises InputError for an unknown name."""
+    network, arguments = network_class(cfg["model.name"]), network_arguments(cfg)
+    named = inspect.signature(network).parameters
+    return network(**{name: value for name, value in arguments.items() if name in named})
+
+
 def build_network(cfg, device="cpu"):
     """The network of a config on `device`, with weights drawn from run.seed.
 
@@ -30,7 +72,7 @@ def build_network(cfg, device="cpu"):
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg["run.seed"])
-        network = network_class(cfg["model.name"])(cfg)
+        network = new_network(cfg)
     if cfg["run.channels_last"]:
         memory_format = torch.channels_last_3d if cfg["model.dims"] == 3 else torch.channels_last
         network = network.to(memory_format=memory_format)

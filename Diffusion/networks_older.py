@@ -56,15 +56,12 @@ class AtrousBlock(nn.Module):
 class RecResACNet(nn.Module):
     """The plain recursive atrous network of the earlier method: no attention, the condition is just more channels."""
 
-    def __init__(self, cfg):
+    def __init__(self, *, dims, timesteps, typical_norm, conditioned, rec_num, detach, embedding_width):
         super().__init__()
-        dims, widths = cfg["model.dims"], (10, 20, 40)
-        time_width = 64
-        self.dims = dims
-        self.rec_num, self.detach = cfg["model.rec_num"], cfg["model.detach_recovery"]
-        self.conditioned = cfg["model.condition_type"] != "none"
-        self.time = TimeEmbedding(cfg["diffusion.timesteps"], time_width)
-        self.field_scale = FieldScale(cfg)
+        widths, time_width = (10, 20, 40), 64
+        self.dims, self.conditioned, self.rec_num, self.detach = dims, conditioned, rec_num, detach
+        self.time = TimeEmbedding(timesteps, time_width)
+        self.field_scale = FieldScale(typical_norm)
         inputs = 3 if self.conditioned else 1
         self.down = nn.ModuleList(ConvBlock(dims, a, b, time_width, stride=s)
                                   for a, b, s in zip((inputs, *widths), widths, (1, 2, 2)))
@@ -72,7 +69,7 @@ class RecResACNet(nn.Module):
         self.up = nn.ModuleList(UpsampleConv(dims, a, b) for a, b in ((40, 20), (20, 10)))
         self.join = nn.ModuleList(ConvBlock(dims, 2 * w, w, time_width) for w in (20, 10))
         self.out = start_at_zero(conv(dims, 10, dims))
-        self.embedding = nn.Linear(widths[-1], cfg["contrastive.embedding"])
+        self.embedding = nn.Linear(widths[-1], embedding_width)
 
     def features(self, image, condition, time):
         x, found = image if condition is None else torch.cat([image, condition], dim=1), []

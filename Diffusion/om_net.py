@@ -20,7 +20,7 @@ from Diffusion.blocks import (
     start_at_zero,
     unit_embedding,
 )
-from Diffusion.diffuser import image_count, label_count, typical_displacement
+from Diffusion.diffuser import image_count, label_count
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
 
 
@@ -93,7 +93,7 @@ class AttentionBlock(nn.Module):
 class MutualAttention(nn.Module):
     """Image tokens and condition tokens in one sequence of transformer blocks, at the bottleneck."""
 
-    def __init__(self, dims, channels, width, depth, heads, time_width):
+    def __init__(self, channels, width, depth, heads, time_width):
         super().__init__()
         self.width = width
         self.enter = nn.Linear(channels, width)
@@ -151,17 +151,17 @@ class AffineMatch(nn.Module):
     LIMIT = 2.0
     NO_LIMIT = 1e6  # sides of the image; finite, as all that a checkpoint holds
 
-    def __init__(self, cfg):
+    def __init__(self, channels, width, typical_norm):
         super().__init__()
-        channels, times = cfg["model.channels"][-1], cfg["diffusion.timesteps"]
-        self.project = nn.Linear(channels, cfg["model.attention_width"], bias=False)
+        timesteps = len(typical_norm) - 1
+        self.project = nn.Linear(channels, width, bias=False)
         self.trust = start_at_zero(nn.Linear(channels, 1))
         self.log_sharpness = nn.Parameter(torch.full((1,), math.log(10.0)))
         self.log_reach = nn.Parameter(torch.full((1,), math.log(1.5)))  # of nearness, in tokens
         # Registration wants all of the way from the image to the condition, recovery the part to be undone at t.
-        share = [label_count(t) / image_count(t) for t in range(times)] + [1.0]
+        share = [label_count(t) / image_count(t) for t in range(timesteps)] + [1.0]
         self.register_buffer("share", torch.tensor(share))
-        limit = [self.LIMIT * typical_displacement(cfg, t) for t in range(times)] + [self.NO_LIMIT]
+        limit = [self.LIMIT * typical for typical in typical_norm[:-1]] + [self.NO_LIMIT]
         self.register_buffer("limit", torch.tensor(limit))                         # in sides of the image
 
     def features(self, tokens):
@@ -267,23 +267,24 @@ class OM_net(nn.Module):
     for both, equal anatomy has equal features from the first step on, and only their places have to be compared.
     """
 
-    def __init__(self, cfg):
+    def __init__(self, *, dims, channels, timesteps, typical_norm, conditioned, rec_num, detach, field_stride,
+                 attention_width, attention_depth, attention_heads, affine_match, local_match, embedding_width,
+                 use_checkpoint):
         super().__init__()
-        dims, channels = cfg["model.dims"], cfg["model.channels"]
-        width, time_width = cfg["model.attention_width"], 4 * channels[0]
-        self.rec_num, self.detach = cfg["model.rec_num"], cfg["model.detach_recovery"]
-        self.first_is_detached = self.detach and self.rec_num > 1
-        self.stride, self.dims = cfg["model.field_stride"], dims
-        self.conditioned = cfg["model.condition_type"] != "none"
-        self.multiple = 2 ** (len(channels) - 1)
-        self.time = TimeEmbedding(cfg["diffusion.timesteps"], time_width)
-        self.field_scale = FieldScale(cfg)
-        self.encoder = Encoder(dims, 2, channels, time_width, cfg["model.use_checkpoint"])
-        self.attention = MutualAttention(dims, channels[-1], width, cfg["model.attention_depth"],
-                                         cfg["model.attention_heads"], time_width)
-        self.embedding = nn.Linear(width, cfg["contrastive.embedding"])
-        self.match = AffineMatch(cfg) if cfg["model.affine_match"] and self.conditioned else None
-        joined, matched = 3 if self.conditioned else 2, cfg["model.local_match"] and self.conditioned
+        time_width = 4 * channels[0]
+        self.dims, self.conditioned, self.rec_num, self.detach = dims, conditioned, rec_num, detach
+        self.first_is_detached = detach and rec_num > 1
+        self.stride, self.multiple = field_stride, 2 ** (len(channels) - 1)
+        self.time = TimeEmbedding(timesteps, time_width)
+        self.field_scale = FieldScale(typical_norm)
+        self.encoder = Encoder(dims, 2, channels, time_width, use_checkpoint)
+        self.attention = MutualAttention(channels[-1], attention_width, attention_depth, attention_heads, time_width)
+        self.embedding = nn.Linear(attention_width, embedding_width)
+        self.match = AffineMatch(channels[-1], attention_width, typical_norm) if affine_match and conditioned else None
+        self.make_decoder(channels, time_width, local_match and conditioned)
+
+    def make_decoder(self, channels, time_width, matched):
+        dims, joined = self.dims, 3 if self.conditioned else 2
         levels = range(len(channels) - 2, -1 if self.stride == 1 else 0, -1)       # 3, 2, 1, 0
         self.up = nn.ModuleList(self.make_upsampling(channels[i + 1], channels[i]) for i in levels)
         self.join = nn.ModuleList(Join(dims, joined * channels[i] + matched * 3 ** dims, channels[i], time_width)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from Diffusion.blocks import ConvBlock, FieldScale, UpsampleConv, conv, convolve_in_slabs, convolve_voxels, recurse
 from Diffusion.diffuser import make_condition, typical_displacement
 from Diffusion.fields import compose, identity, side_lengths, warp
-from Diffusion.networks import NETWORKS, build_network, network_class
+from Diffusion.networks import NETWORKS, build_network, network_arguments, network_class, new_network
 from Diffusion.om_net import AffineMatch, LocalMatch, NeighbourProducts, neighbours
 from Runtime.checkpoint import weights_sha256
 from Runtime.config import load_config
@@ -153,7 +153,7 @@ def test_transposed_convolutions_only_in_the_older_decoder():
 def test_production_network_as_specified():
     cfg = load_config(ROOT / "Config/config_om.yaml")
     with torch.device("meta"):
-        net = network_class("om_net")(cfg)
+        net = new_network(cfg)
     assert len([m for m in net.modules() if isinstance(m, UpsampleConv)]) == 5
     assert [block.conv.out_channels for block in (net.encoder.first, *net.encoder.down)] == [16, 32, 64, 128, 256]
     assert net.coarse.reduce.in_channels == 256 and net.coarse.conv.out_channels == 3
@@ -172,7 +172,7 @@ def test_weights_depend_on_the_seed_alone():
 
 
 def test_field_scale_grows_with_time_and_with_the_side():
-    scale = FieldScale(config())
+    scale = FieldScale(network_arguments(config())["typical_norm"])
     ones = torch.ones(3, 3, 8, 16, 32)
     field = scale(ones, torch.tensor([1, 79, 80]), (8, 16, 32))
     assert torch.allclose(field[:, 1], 2 * field[:, 0]) and torch.allclose(field[:, 2], 4 * field[:, 0])
@@ -184,12 +184,22 @@ def test_unknown_network_lists_the_known_ones():
         network_class("nothing")
 
 
-def matched(features_at, dims=3, **changes):
+def test_a_network_takes_the_arguments_that_it_names(monkeypatch):
+    """So a further one is a class and a line of the registry."""
+    class Constant(torch.nn.Module):
+        def __init__(self, dims, timesteps, shift=1.0):
+            super().__init__()
+            self.field = torch.nn.Parameter(torch.full((dims,), shift / timesteps))
+
+    monkeypatch.setitem(NETWORKS, "constant", Constant)
+    net, _ = tiny("constant", dims=2)
+    assert net.field.tolist() == pytest.approx([1 / 80] * 2)
+
+
+def matched(features_at, dims=3):
     """AffineMatch's field for token features given as a function of place: features_at(places) -> (T, C)."""
-    cfg = config(model__affine_match=True, model__dims=dims, model__channels="[8, 8, 16]", model__attention_width=64,
-                 data__img_size=16, **changes)
     torch.manual_seed(0)
-    match = AffineMatch(cfg)
+    match = AffineMatch(channels=16, width=64, typical_norm=network_arguments(config())["typical_norm"])
     with torch.no_grad():
         match.project.weight.copy_(torch.randn(64, 16))
         match.log_sharpness.fill_(math.log(200.0))

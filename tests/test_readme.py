@@ -121,11 +121,11 @@ def test_every_block_is_one_that_the_walk_knows():
 def test_the_sizes_of_the_configs_are_those_of_their_networks():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from Diffusion.networks import network_class
+    from Diffusion.networks import new_network
     for name, row in first_column("| config | training grid | parameters | for |").items():
         cfg = load_config(ROOT / "Config" / name.strip("`"))
         with FakeTensorMode():
-            parameters = sum(p.numel() for p in network_class(cfg["model.name"])(cfg).parameters())
+            parameters = sum(p.numel() for p in new_network(cfg).parameters())
         grid, size = row.split(" | ")[:2]
         assert float(size.split()[0]) == pytest.approx(parameters / 1e6, rel=0.03), name
         assert ([int(side) for side in grid.split(" x ")] if " x " in grid else [int(grid[:-2])] * 3) == \

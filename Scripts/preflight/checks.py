@@ -26,7 +26,7 @@ from Dataloader.staging import expanded
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
 from Diffusion.host_memory import activation_bytes, held_bytes, host_room, memory_estimate, staged_bytes
-from Diffusion.networks import build_network, network_class
+from Diffusion.networks import build_network, new_network
 from Runtime import launch, memory
 from Runtime.device import autocast, backend, pick_device, precision, prepare_device, synchronize
 from Runtime.errors import InputError
@@ -170,7 +170,7 @@ def check_memory(context, at):
     cfg = context["cfg"]
     at("counting parameters")
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in network_class(cfg["model.name"])(cfg).parameters())
+        parameters = sum(parameter.numel() for parameter in new_network(cfg).parameters())
     at("counting volumes")
     parts = {"held": held_bytes(cfg), "staged": staged_bytes(cfg), "writes": context["rank"] == 0}
     if context["found"]["device"]["devices"] == 0:
