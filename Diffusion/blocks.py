@@ -1,4 +1,7 @@
-"""Layers and functions that all networks share; shape comments give 128^3 with the channels of config_om.yaml."""
+"""Layers and functions that all networks share.
+
+Shapes: B samples, C channels, N spatial axes. Shape comments give 128^3 with the channels of config_om.yaml.
+"""
 import math
 
 import torch
@@ -7,75 +10,102 @@ import torch.nn.functional as F
 
 from Diffusion.fields import LINEAR, compose, side_lengths, warp
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Convolution and normalisation
+# ---------------------------------------------------------------------------------------------------------------------
+
 
 def is_float32_on_cpu(x):
-    """Whether a CPU computes a layer of x in float32, where torch leaves oneDNN out of some 3D convolutions.
+    """Whether a layer of x runs on a CPU in float32, where torch keeps some 3D convolutions from oneDNN.
 
-    It does so for one small sample, and with one thread for kernels of one voxel (use_mkldnn in
-    ATen/native/Convolution.cpp); `slow_conv3d`, which it takes instead, needs four times as long.
+    Torch then takes `slow_conv3d`, four times slower, for one small sample, and with one thread also for 1x1x1 kernels
+    (use_mkldnn in ATen/native/Convolution.cpp). The two functions below avoid both.
     """
-    kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    return x.device.type == "cpu" and kind == torch.float32 and torch.backends.mkldnn.is_available()
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    return x.device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
-def convolve_voxels(x, weight, bias):
-    """The convolution with a kernel of one voxel, which is a product of matrices. (B, C, *size) -> (B, K, *size)."""
+def pointwise_convolution(x, weight, bias):
+    """A convolution with a 1x1x1 kernel, as a matrix product over channels: y(x) = W x(x) + b at every voxel.
+
+    x: (B, C, *spatial). Returns: (B, K, *spatial), what F.conv3d returns up to rounding.
+    """
     return F.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
 
 
 def convolve_in_slabs(x, weight, bias, stride, padding, dilation):
-    """The 3D convolution of one sample, as a batch of its two halves along the first axis, which share a border.
+    """The 3D convolution of one sample, cut along the first axis into a batch of two slabs, which oneDNN takes.
 
-    x: (1, C, D, H, W). Returns: (1, K, ...), what F.conv3d returns up to rounding.
+    The slabs overlap by what the kernel reaches, so the result is that of F.conv3d up to rounding.
+
+    x: (1, C, D, H, W). Returns: (1, K, ...).
     """
-    reach, step = dilation[0] * (weight.shape[2] - 1) + 1, stride[0]
-    planes = (x.shape[2] + 2 * padding[0] - reach) // step + 1
-    half = (planes + 1) // 2
-    slab = step * (half - 1) + reach                                    # planes of the input that make `half` planes
-    behind = max(step * half + slab - x.shape[2] - padding[0], 0)       # at least the padding; more for an odd number
-    x = F.pad(x, [0, 0, 0, 0, padding[0], behind])
-    x = torch.cat([x.narrow(2, 0, slab), x.narrow(2, step * half, slab)])
+    extent, step = dilation[0] * (weight.shape[2] - 1) + 1, stride[0]                   # extent: planes under a kernel
+    out_planes = (x.shape[2] + 2 * padding[0] - extent) // step + 1
+    half = (out_planes + 1) // 2
+    slab = step * (half - 1) + extent                                                   # planes in, for `half` out
+    pad_end = max(step * half + slab - x.shape[2] - padding[0], 0)                      # one more if out_planes is odd
+    x = F.pad(x, [0, 0, 0, 0, padding[0], pad_end])                                     # (1, C, D + padding, H, W)
+    x = torch.cat([x.narrow(2, 0, slab), x.narrow(2, step * half, slab)])               # (2, C, slab, H, W)
     x = F.conv3d(x, weight, bias, stride, (0, *padding[1:]), dilation)                  # (2, K, half, ...)
-    return torch.cat([x[:1], x[1:, :, :planes - half]], dim=2)
+    return torch.cat([x[:1], x[1:, :, :out_planes - half]], dim=2)                      # (1, K, out_planes, ...)
 
 
 class Conv3d(nn.Conv3d):
-    """nn.Conv3d that keeps to oneDNN on a CPU."""
+    """nn.Conv3d that stays with oneDNN on a CPU."""
 
     def _conv_forward(self, x, weight, bias):
         if is_float32_on_cpu(x):
             if set(self.kernel_size + self.stride) == {1}:
-                return convolve_voxels(x, weight, bias)
-            if len(x) == 1 and x.shape[1:4].numel() <= 20480:
+                return pointwise_convolution(x, weight, bias)
+            if len(x) == 1 and x.shape[1:4].numel() <= 20480:  # torch's limit for a small sample
                 return convolve_in_slabs(x, weight, bias, self.stride, self.padding, self.dilation)
         return super()._conv_forward(x, weight, bias)
 
 
-def conv(dims, inputs, outputs, kernel=3, stride=1, dilation=1, bias=True):
+def conv(dims, in_channels, out_channels, kernel_size=3, stride=1, dilation=1, bias=True):
+    """A convolution in 2D or 3D, padded so that stride 1 keeps the size."""
     layer = Conv3d if dims == 3 else nn.Conv2d
-    return layer(inputs, outputs, kernel, stride, padding=dilation * (kernel // 2), dilation=dilation, bias=bias)
+    return layer(in_channels, out_channels, kernel_size, stride, padding=dilation * (kernel_size // 2),
+                 dilation=dilation, bias=bias)
 
 
 def group_norm(channels):
-    """Groups of 8 channels: no statistics over the batch, so the result does not depend on who else is in it."""
+    """Group normalisation over groups of 8 channels (Wu & He, ECCV 2018).
+
+    Unlike batch norm it has no statistics over the batch: batches hold one or two volumes, and a sample's result must
+    not depend on the others in its batch.
+    """
     return nn.GroupNorm(max(channels // 8, 1), channels)
 
 
 def start_at_zero(layer):
+    """Zero a layer's weights, so that a head first predicts no displacement and a residual branch changes nothing."""
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Time
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 def sinusoids(positions, width, longest):
-    """Sines and cosines of geometrically spaced wavelengths up to `longest`: (..., width) for any shape (...)."""
+    """Sinusoidal embedding (Vaswani et al., NeurIPS 2017): [sin(w_k p), cos(w_k p)] with w_k = longest^(-k / (K - 1)).
+
+    positions: any shape (...). width: channels, 2 K. Returns: (..., width).
+    """
     rates = torch.exp(-math.log(longest) * torch.arange(width // 2, device=positions.device) / max(width // 2 - 1, 1))
     angles = positions.float()[..., None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 class TimeEmbedding(nn.Module):
-    """Time index to a vector: sinusoids, then two layers. Registration's index gets a learned vector of its own."""
+    """Embeds the time t of the forward process: sinusoids, then a perceptron of two layers.
+
+    t = timesteps means registration. It is a task and no later time, so it has a learned vector instead of sinusoids.
+    """
 
     def __init__(self, timesteps, width):
         super().__init__()
@@ -84,67 +114,90 @@ class TimeEmbedding(nn.Module):
         self.layers = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
 
     def forward(self, t):
-        waves = sinusoids(t, self.width, 4.0 * self.timesteps)
-        return self.layers(torch.where((t == self.timesteps)[:, None], self.registration, waves))
+        """t: (B,) long. Returns: (B, width)."""
+        waves = sinusoids(t, self.width, 4.0 * self.timesteps)                              # (B, 64)
+        waves = torch.where((t == self.timesteps)[:, None], self.registration, waves)       # (B, 64)
+        return self.layers(waves)                                                           # (B, 64)
 
 
 class FieldScale(nn.Module):
-    """Outputs of order one to a field in voxels: times the displacement that is typical of each time, and the side.
+    """Scales a network's output of order one to voxels: field = field_norm x typical displacement at t x side.
 
-    What mode 1 has to undo grows a hundredfold from t = 1 to the last t; without this the network would have to learn
-    that factor first, and every step of registration would upset the smallest t.
+    What mode 1 has to undo grows a hundredfold from t = 1 to the last t. Without the scale the network would have to
+    learn that factor first, and every step of registration would upset the smallest t.
     """
 
     def __init__(self, typical_norm):
+        """typical_norm: typical displacement at t = 0 .. timesteps, in image sides."""
         super().__init__()
-        self.register_buffer("typical", torch.tensor(typical_norm))  # float32, in image sides
+        self.register_buffer("typical", torch.tensor(typical_norm))  # (81,), named as in the checkpoints
 
-    def forward(self, output, t, size):
-        scale = self.typical[t].view(-1, 1) * side_lengths(size, output.device).view(1, -1)
-        return output * scale.view(*scale.shape, *[1] * len(size))
+    def forward(self, field_norm, t, image_size):
+        """field_norm: (B, N, *spatial) on a grid of any size. image_size: N voxels. Returns: the field in voxels."""
+        sides = side_lengths(image_size, field_norm.device).view(1, -1)                     # (1, 3)
+        scale = self.typical[t].view(-1, 1) * sides                                         # (B, 3)
+        return field_norm * scale.view(*scale.shape, *[1] * len(image_size))                # (B, 3, 128^3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class ConvBlock(nn.Module):
-    """Convolution, group norm, scale and shift by time, activation."""
+    """Convolution, group norm, scale and shift by time, activation.
 
-    def __init__(self, dims, inputs, outputs, time_width=0, stride=1, dilation=1):
+    y = LeakyReLU((1 + scale(t)) x GroupNorm(conv(x)) + shift(t)), modulation by channel as in FiLM (Perez et al., AAAI
+    2018). Scale and shift start at zero, so that a new block treats all times alike.
+    """
+
+    def __init__(self, dims, in_channels, out_channels, time_width, stride=1, dilation=1):
         super().__init__()
-        self.conv = conv(dims, inputs, outputs, stride=stride, dilation=dilation)
-        self.norm = group_norm(outputs)
-        self.by_time = start_at_zero(nn.Linear(time_width, 2 * outputs)) if time_width else None
+        self.conv = conv(dims, in_channels, out_channels, stride=stride, dilation=dilation)
+        self.norm = group_norm(out_channels)
+        self.by_time = start_at_zero(nn.Linear(time_width, 2 * out_channels))
 
-    def forward(self, x, time=None):
-        x = self.norm(self.conv(x))
-        if self.by_time is not None:
-            shape = (len(x), -1, *[1] * (x.dim() - 2))
-            scale, shift = self.by_time(time).to(x.dtype).view(shape).chunk(2, dim=1)
-            x = (x + shift).addcmul_(x, scale)
-        return F.leaky_relu_(x, 0.2)  # its backward pass needs the result only, as does the convolution that follows
+    def forward(self, x, time):
+        """x: (B, in_channels, *spatial). time: (B, time_width). Shapes are those of OM_net's first block."""
+        x = self.norm(self.conv(x))                                                         # (B, 16, 128^3)
+        shape = (len(x), -1, *[1] * (x.dim() - 2))
+        scale, shift = self.by_time(time).to(x.dtype).view(shape).chunk(2, dim=1)           # (B, 16, 1^3) each
+        x = (x + shift).addcmul_(x, scale)                                                  # (B, 16, 128^3)
+        # In place: the backward passes of the activation and of the next convolution need the result only.
+        return F.leaky_relu_(x, 0.2)                                                        # (B, 16, 128^3)
 
 
 class UpsampleConv(nn.Module):
-    """Linear upsampling and a convolution. (ConvTranspose3d leaves checkerboards and leaked memory on one driver.)
+    """Linear upsampling and a convolution.
 
-    Channels are reduced first, by a 1x1 convolution at the low resolution: it commutes with the interpolation and is
-    scale^dims cheaper there. The 3x3x3 convolution after it can be left out where another one follows.
+    Transposed convolutions leave checkerboards (Odena et al., Distill 2016), and leaked memory with one driver.
+    A 1x1x1 convolution reduces the channels first: it commutes with the interpolation, and is factor^N times cheaper
+    before it. smooth=False leaves out the 3x3x3 convolution, for where another one follows.
     """
 
-    def __init__(self, dims, inputs, outputs, smooth=True):
+    def __init__(self, dims, in_channels, out_channels, smooth=True):
         super().__init__()
         self.mode = LINEAR[dims]
-        self.reduce = conv(dims, inputs, outputs, kernel=1)
-        self.conv = conv(dims, outputs, outputs) if smooth else nn.Identity()
+        self.reduce = conv(dims, in_channels, out_channels, kernel_size=1)
+        self.conv = conv(dims, out_channels, out_channels) if smooth else nn.Identity()
 
     def forward(self, x, size):
-        x = F.interpolate(self.reduce(x), size=size, mode=self.mode, align_corners=False)
-        return self.conv(x)
+        """x: (B, in_channels, *spatial). size: N voxels. Shapes are those of OM_net's last upsampling."""
+        x = self.reduce(x)                                                                  # (B, 16, 64^3)
+        x = F.interpolate(x, size=size, mode=self.mode, align_corners=False)                # (B, 16, 128^3)
+        return self.conv(x)                                                                 # (B, 16, 128^3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Around a network
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def recurse(one_pass, image, rec_num, detach):
-    """Run a network `rec_num` times with the same weights and compose the answers.
+    """Run a network `rec_num` times and compose the fields: recursive cascades (Zhao et al., ICCV 2019).
 
-    Pass k sees the original image warped by the field so far: field = pass_k + warp(field, pass_k). With `detach` the
-    earlier passes run without gradient.
+    field_1 = f(I), field_k = compose(field_(k-1), f(warp(I, field_(k-1)))). All passes share the weights, and each sees
+    the original image interpolated once. With `detach` all but the last pass run without gradient.
     """
     field = None
     for index in range(rec_num):
@@ -157,13 +210,13 @@ def recurse(one_pass, image, rec_num, detach):
 
 
 def unit_embedding(layer, pooled):
-    """Unit vectors (B, E) of pooled features (B, C), in float32: subjects differ by less than bf16 can tell."""
+    """Unit vectors (B, E) of pooled features (B, C). Float32: bf16 rounds away what tells subjects apart."""
     with torch.autocast(pooled.device.type, enabled=False):
         return F.normalize(layer(pooled.float()), dim=1)
 
 
 def pad_to_multiple(x, multiple):
-    """Zeros at the end of each spatial axis, so that the sides can be halved often enough."""
+    """Pad each spatial axis with zeros at its end to a multiple of `multiple`, so that the sides can be halved."""
     padding = [(-n) % multiple for n in x.shape[2:]]
     if not any(padding):
         return x
@@ -171,4 +224,5 @@ def pad_to_multiple(x, multiple):
 
 
 def crop(field, size):
+    """Undo `pad_to_multiple`: the first `size` voxels of each spatial axis."""
     return field[(..., *[slice(0, n) for n in size])]

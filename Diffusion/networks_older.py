@@ -1,4 +1,4 @@
-"""Two older networks, kept for comparison; shape comments give 128^3."""
+"""Two older networks, kept for comparison. Shape comments give 128^3."""
 import torch
 import torch.nn as nn
 
@@ -18,31 +18,35 @@ from Diffusion.om_net import OM_net
 
 
 class TransposedConv(nn.Module):
-    """The older upsampling by a transposed convolution whose kernel equals its stride."""
+    """Upsampling by a transposed convolution whose kernel equals its stride."""
 
-    def __init__(self, dims, inputs, outputs, factor=2):
+    def __init__(self, dims, in_channels, out_channels, factor=2):
         super().__init__()
         layer = nn.ConvTranspose3d if dims == 3 else nn.ConvTranspose2d
-        self.up = layer(inputs, outputs, kernel_size=factor, stride=factor)
+        self.up = layer(in_channels, out_channels, kernel_size=factor, stride=factor)
 
     def forward(self, x, size):
-        return self.up(x)
+        """x: (B, in_channels, *spatial). size: what UpsampleConv takes; here the factor decides."""
+        return self.up(x)                                                            # (B, out_channels, *size)
 
 
 class RecMulModMutAttnNet(OM_net):
-    """OM_net with the older decoder of transposed convolutions; for comparison and for the leak diagnostics."""
+    """OM_net with a decoder of transposed convolutions: for comparison, and to diagnose a leak of theirs."""
 
-    def make_upsampling(self, inputs, outputs):
-        return TransposedConv(self.dims, inputs, outputs)
+    def make_upsampling(self, in_channels, out_channels):
+        return TransposedConv(self.dims, in_channels, out_channels)
 
-    def make_coarse_head(self, inputs):
-        head = TransposedConv(self.dims, inputs, self.dims, self.multiple // self.stride)
+    def make_coarse_head(self, in_channels):
+        head = TransposedConv(self.dims, in_channels, self.dims, self.multiple // self.stride)
         start_at_zero(head.up)
         return head
 
 
 class AtrousBlock(nn.Module):
-    """Residual block of two dilated convolutions: a wide view without losing resolution."""
+    """Two convolutions with a residual connection, the first one dilated: y = x + g(f(x)).
+
+    Atrous convolutions see further without losing resolution (Chen et al., "DeepLab", TPAMI 2018).
+    """
 
     def __init__(self, dims, channels, time_width, dilation):
         super().__init__()
@@ -50,56 +54,80 @@ class AtrousBlock(nn.Module):
         self.second = ConvBlock(dims, channels, channels, time_width, dilation=1)
 
     def forward(self, x, time):
-        return x + self.second(self.first(x, time), time)
+        """x: (B, channels, *spatial). Shapes are those of the first level."""
+        return x + self.second(self.first(x, time), time)                            # (B, 10, 128^3)
 
 
 class RecResACNet(nn.Module):
-    """The plain recursive atrous network of the earlier method: no attention, the condition is just more channels."""
+    """The recursive atrous network of the earlier method: no attention, and the condition is two more channels."""
 
     def __init__(self, *, dims, timesteps, typical_norm, conditioned, rec_num, detach, embedding_width):
         super().__init__()
-        widths, time_width = (10, 20, 40), 64
+        channels, time_width = (10, 20, 40), 64
         self.dims, self.conditioned, self.rec_num, self.detach = dims, conditioned, rec_num, detach
+        self.multiple = 4  # two levels halve the sides
         self.time = TimeEmbedding(timesteps, time_width)
         self.field_scale = FieldScale(typical_norm)
-        inputs = 3 if self.conditioned else 1
-        self.down = nn.ModuleList(ConvBlock(dims, a, b, time_width, stride=s)
-                                  for a, b, s in zip((inputs, *widths), widths, (1, 2, 2)))
-        self.atrous = nn.ModuleList(AtrousBlock(dims, w, time_width, d) for w in widths for d in (2, 4))
+        in_channels = 3 if conditioned else 1
+        self.down = nn.ModuleList(ConvBlock(dims, a, b, time_width, stride=stride)
+                                  for a, b, stride in zip((in_channels, *channels), channels, (1, 2, 2)))
+        self.atrous = nn.ModuleList(AtrousBlock(dims, c, time_width, dilation)
+                                    for c in channels for dilation in (2, 4))
         self.up = nn.ModuleList(UpsampleConv(dims, a, b) for a, b in ((40, 20), (20, 10)))
-        self.join = nn.ModuleList(ConvBlock(dims, 2 * w, w, time_width) for w in (20, 10))
+        self.join = nn.ModuleList(ConvBlock(dims, 2 * c, c, time_width) for c in (20, 10))
         self.out = start_at_zero(conv(dims, 10, dims))
-        self.embedding = nn.Linear(widths[-1], embedding_width)
+        self.embedding = nn.Linear(channels[-1], embedding_width)
 
     def features(self, image, condition, time):
-        x, found = image if condition is None else torch.cat([image, condition], dim=1), []
+        """Features at full, half and quarter resolution."""
+        x = image if condition is None else torch.cat([image, condition], dim=1)     # (B, 3, 128^3)
+        features = []
         for level, down in enumerate(self.down):
-            x = down(x, time)
+            x = down(x, time)                                                        # (B, 10, 128^3) at level 0
             for block in self.atrous[2 * level:2 * level + 2]:
-                x = block(x, time)
-            found.append(x)                                  # (B, 10, 128^3) (B, 20, 64^3) (B, 40, 32^3)
-        return found
+                x = block(x, time)                                                   # (B, 10, 128^3) at level 0
+            features.append(x)                                # (B, 10, 128^3), (B, 20, 64^3), (B, 40, 32^3)
+        return features
 
-    def one_pass(self, image, time, condition):
-        *skips, x = self.features(pad_to_multiple(image, 4), condition, time)
+    def one_pass(self, image, condition, t, time):
+        """The field of one pass, in voxels. condition: padded as the features need it."""
+        *skips, x = self.features(pad_to_multiple(image, self.multiple), condition, time)  # x: (B, 40, 32^3)
         for up, join, skip in zip(self.up, self.join, reversed(skips)):
-            x = join(torch.cat([up(x, skip.shape[2:]), skip], dim=1), time)
-        return crop(self.out(x).float(), image.shape[2:])
+            x = torch.cat([up(x, skip.shape[2:]), skip], dim=1)                      # (B, 40, 64^3), (B, 20, 128^3)
+            x = join(x, time)                                                        # (B, 20, 64^3), (B, 10, 128^3)
+        field_norm = crop(self.out(x).float(), image.shape[2:])                      # (B, 3, 128^3)
+        return self.field_scale(field_norm, t, image.shape[2:])                      # (B, 3, 128^3)
+
+    def masked(self, image, condition, keep):
+        """The condition, padded; zeros where there is none or it is dropped. None for a network without one."""
+        if not self.conditioned:
+            return None
+        empty = image.new_zeros(len(image), 2, *image.shape[2:])                     # (B, 2, 128^3)
+        condition = empty if condition is None else condition                        # (B, 2, 128^3)
+        if keep is not None:
+            keep = keep.view(-1, *[1] * (self.dims + 1))                             # (B, 1, 1^3)
+            condition = torch.where(keep, condition, empty)                          # (B, 2, 128^3)
+        return pad_to_multiple(condition, self.multiple)                             # (B, 2, 128^3)
+
+    def embeddings(self, image, condition, time):
+        """Unit vectors of the image and of the condition, each encoded with zeros in the other's channels."""
+        image = pad_to_multiple(image, self.multiple)                                # (B, 1, 128^3)
+        if not self.conditioned:
+            of_image = of_condition = self.features(image, None, time)[-1]           # (B, 40, 32^3)
+        else:
+            of_image = self.features(image, torch.zeros_like(condition), time)[-1]   # (B, 40, 32^3)
+            of_condition = self.features(torch.zeros_like(image), condition, time)[-1]  # (B, 40, 32^3)
+        return [unit_embedding(self.embedding, features.flatten(2).mean(2)) for features in (of_image, of_condition)]
 
     def forward(self, image, t, condition=None, keep=None, embed=False):
-        time = self.time(torch.zeros_like(t) if embed else t)
-        if self.conditioned:
-            empty = image.new_zeros(len(image), 2, *image.shape[2:])
-            condition = empty if condition is None else condition
-            if keep is not None:
-                condition = torch.where(keep.view(-1, *[1] * (self.dims + 1)), condition, empty)
-            condition = pad_to_multiple(condition, 4)
+        """As every network, see Diffusion/networks.py."""
+        # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
+        time = self.time(torch.zeros_like(t) if embed else t)                        # (B, 64)
+        condition = self.masked(image, condition, keep)                              # (B, 2, 128^3)
         if embed:
-            own = self.features(pad_to_multiple(image, 4), torch.zeros_like(condition) if self.conditioned else None,
-                                time)[-1]
-            other = self.features(torch.zeros_like(pad_to_multiple(image, 4)), condition, time)[-1] \
-                if self.conditioned else own
-            return [unit_embedding(self.embedding, f.flatten(2).mean(2)) for f in (own, other)]
-        def one_pass(x):
-            return self.field_scale(self.one_pass(x, time, condition), t, image.shape[2:])
-        return recurse(one_pass, image, self.rec_num, self.detach)
+            return self.embeddings(image, condition, time)                           # (B, 128) each
+
+        def one_pass(warped):
+            return self.one_pass(warped, condition, t, time)                         # (B, 3, 128^3)
+
+        return recurse(one_pass, image, self.rec_num, self.detach)                   # (B, 3, 128^3)

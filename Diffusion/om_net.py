@@ -1,4 +1,12 @@
-"""OM_net, the network that the project trains; shape comments give 128^3 with the channels of config_om.yaml."""
+"""OM_net, the network that the project trains, and the layers that it alone has.
+
+A U-Net (Ronneberger et al., MICCAI 2015) whose encoder sees image and condition with the same weights, whose bottleneck
+is a transformer over the tokens of both, and whose decoder compares the two at every level. It runs rec_num times, each
+time on the image as warped so far.
+
+Shapes: B samples, C channels, N spatial axes. Shape comments give 128^3 with config_om.yaml: channels 16, 32, 64, 128,
+256 at 128^3 to 8^3, 8^3 = 512 tokens of width 1024, 16 heads, time embedding of 64.
+"""
 import itertools
 import math
 
@@ -23,56 +31,78 @@ from Diffusion.blocks import (
 from Diffusion.diffuser import image_count, label_count
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Encoder and decoder
+# ---------------------------------------------------------------------------------------------------------------------
 
-def recomputed(wanted, function, *inputs):
-    """function(*inputs); where wanted, the backward pass computes its activations once more instead of keeping them."""
-    if wanted and torch.is_grad_enabled():
+
+def checkpointed(use_checkpoint, function, *inputs):
+    """function(*inputs), with gradient checkpointing (T. Chen et al., 2016) where it is wanted.
+
+    The backward pass then computes the activations once more, so that they need not be kept.
+    """
+    if use_checkpoint and torch.is_grad_enabled():
         return checkpoint(function, *inputs, use_reentrant=False)
     return function(*inputs)
 
 
 class Encoder(nn.Module):
-    """Features at full, half, quarter, ... resolution, one block of two convolutions each (one at full resolution)."""
+    """Features at full, half, quarter, ... resolution: one block at full, two at each further level."""
 
-    def __init__(self, dims, inputs, channels, time_width, use_checkpoint):
+    def __init__(self, dims, in_channels, channels, time_width, use_checkpoint):
         super().__init__()
         self.use_checkpoint = use_checkpoint
-        self.first = ConvBlock(dims, inputs, channels[0], time_width)
+        self.first = ConvBlock(dims, in_channels, channels[0], time_width)
         self.down = nn.ModuleList(ConvBlock(dims, a, b, time_width, stride=2) for a, b in zip(channels, channels[1:]))
         self.same = nn.ModuleList(ConvBlock(dims, b, b, time_width) for b in channels[1:])
 
     def level(self, index, x, time):
+        """Features of one level from those of the level above."""
         if index == 0:
-            return self.first(x, time)
-        return self.same[index - 1](self.down[index - 1](x, time), time)
+            return self.first(x, time)                                                      # (B, 16, 128^3)
+        x = self.down[index - 1](x, time)                                                   # (B, 32, 64^3) at level 1
+        return self.same[index - 1](x, time)                                                # (B, 32, 64^3) at level 1
 
-    def forward(self, x, time=None):
+    def forward(self, x, time):
+        """x: (B, 2, *spatial). Returns: a list of features, finest first."""
         features = []
         for index in range(len(self.down) + 1):
             # The three finest levels hold nearly all of the activations.
-            x = recomputed(self.use_checkpoint and index < 3, self.level, index, x, time)
-            features.append(x)  # (B, 16, 128^3) (B, 32, 64^3) (B, 64, 32^3) (B, 128, 16^3) (B, 256, 8^3)
+            x = checkpointed(self.use_checkpoint and index < 3, self.level, index, x, time)
+            features.append(x)  # (B, 16, 128^3), (B, 32, 64^3), (B, 64, 32^3), (B, 128, 16^3), (B, 256, 8^3)
         return features
 
 
 class Join(nn.Module):
-    """Features of several kinds into those of one level.
+    """Joins the decoder's features with the skipped ones of its level.
 
-    What is joined has up to five times as many channels as what comes out. Mixed voxel by voxel to twice as many first,
-    they need half the work of a 3x3x3 convolution of them all.
+    A 1x1x1 convolution first mixes them down to twice the output channels. They have up to five times as many, and the
+    3x3x3 convolution that follows then takes half the work or less.
     """
 
-    def __init__(self, dims, inputs, outputs, time_width):
+    def __init__(self, dims, in_channels, out_channels, time_width):
         super().__init__()
-        self.mix = conv(dims, inputs, 2 * outputs, kernel=1, bias=False)
-        self.block = ConvBlock(dims, 2 * outputs, outputs, time_width)
+        self.mix = conv(dims, in_channels, 2 * out_channels, kernel_size=1, bias=False)
+        self.block = ConvBlock(dims, 2 * out_channels, out_channels, time_width)
 
     def forward(self, parts, time):
-        return self.block(self.mix(torch.cat(parts, dim=1)), time)
+        """parts: features of equal size. Shapes are those of the last level, with skip, condition and correlation."""
+        x = torch.cat(parts, dim=1)                                                         # (B, 3 * 16 + 27, 128^3)
+        x = self.mix(x)                                                                     # (B, 32, 128^3)
+        return self.block(x, time)                                                          # (B, 16, 128^3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class AttentionBlock(nn.Module):
-    """Transformer block over all tokens it is given; two sets of tokens in one sequence attend to each other."""
+    """Transformer block (Vaswani et al., NeurIPS 2017) with the norm before each branch (Xiong et al., ICML 2020).
+
+    x = x + W softmax(Q K^T / sqrt(d)) V, with Q, K, V from LayerNorm(x); x = x + MLP(LayerNorm(x)).
+    Both branches start at zero, so that a new block is the identity.
+    """
 
     def __init__(self, width, heads):
         super().__init__()
@@ -83,198 +113,270 @@ class AttentionBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), start_at_zero(nn.Linear(4 * width, width)))
 
     def forward(self, x):
-        b, n, width = x.shape                                                      # (B, 1024, width)
-        q, k, v = self.qkv(self.norm1(x)).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v)                            # (B, heads, 1024, width / heads)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, n, width))
-        return x + self.mlp(self.norm2(x))
+        """x: (B, tokens, width)."""
+        b, n, width = x.shape                                                               # B, 1024, 1024
+        qkv = self.qkv(self.norm1(x))                                                       # (B, 1024, 3072)
+        q, k, v = qkv.view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)                  # (B, 16, 1024, 64) each
+        mixed = F.scaled_dot_product_attention(q, k, v)                                     # (B, 16, 1024, 64)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, n, width))                        # (B, 1024, 1024)
+        return x + self.mlp(self.norm2(x))                                                  # (B, 1024, 1024)
 
 
 class MutualAttention(nn.Module):
-    """Image tokens and condition tokens in one sequence of transformer blocks, at the bottleneck."""
+    """Bottleneck: tokens of image and condition in one sequence, so that each attends to both.
+
+    A token is W f(x) + place(x) + kind: a projected feature, sinusoids of its coordinates, and a learned vector that
+    tells image from condition, like the segment embedding of BERT (Devlin et al., NAACL 2019).
+    """
 
     def __init__(self, channels, width, depth, heads, time_width):
         super().__init__()
         self.width = width
         self.enter = nn.Linear(channels, width)
-        self.kind = nn.Parameter(torch.randn(2, width) * 0.02)
+        self.kind = nn.Parameter(torch.randn(2, width) * 0.02)  # of the image, of the condition
         self.by_time = nn.Linear(time_width, width)
         self.blocks = nn.ModuleList(AttentionBlock(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.leave = start_at_zero(nn.Linear(width, channels))
 
     def tokens(self, features, kind):
-        """Features (B, C, *size) to tokens (B, prod(size), width) that know their place and whose they are."""
+        """Tokens of features (B, C, *grid). kind: 0 for the image, 1 for the condition."""
         axes = [torch.arange(n, device=features.device) for n in features.shape[2:]]
-        places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)         # (512, 3)
-        part = 2 * (self.width // (2 * len(axes)))
-        place = sinusoids(places, part, 100.0).flatten(1)
-        place = F.pad(place, (0, self.width - place.shape[1]))
-        return self.enter(features.flatten(2).transpose(1, 2)) + self.kind[kind] + place
+        places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)   # (512, 3)
+        width_per_axis = 2 * (self.width // (2 * len(axes)))                                # 340
+        embedded = sinusoids(places, width_per_axis, 100.0).flatten(1)                      # (512, 1020)
+        embedded = F.pad(embedded, (0, self.width - embedded.shape[1]))                     # (512, 1024)
+        tokens = self.enter(features.flatten(2).transpose(1, 2))                            # (B, 512, 1024)
+        return tokens + self.kind[kind] + embedded                                          # (B, 512, 1024)
 
     def forward(self, features, condition, time):
-        """Returns the features with what the tokens found out added to them."""
-        tokens = self.tokens(features, 0)                                          # (B, 512, width)
+        """features: (B, C, *grid) of the image. condition: the same of the condition, or None.
+
+        Returns: the image's features, to which its tokens have added what they gathered.
+        """
+        tokens = self.tokens(features, 0)                                                   # (B, 512, 1024)
         count = tokens.shape[1]
         if condition is not None:
-            tokens = torch.cat([tokens, self.tokens(condition, 1)], dim=1)         # (B, 1024, width)
-        tokens = tokens + self.by_time(time)[:, None]
+            tokens = torch.cat([tokens, self.tokens(condition, 1)], dim=1)                  # (B, 1024, 1024)
+        tokens = tokens + self.by_time(time)[:, None]                                       # (B, 1024, 1024)
         for block in self.blocks:
-            tokens = block(tokens)
-        found = self.leave(self.norm(tokens[:, :count]))
-        return features + found.transpose(1, 2).reshape(features.shape)
+            tokens = block(tokens)                                                          # (B, 1024, 1024)
+        update = self.leave(self.norm(tokens[:, :count]))                                   # (B, 512, 256)
+        return features + update.transpose(1, 2).reshape(features.shape)                    # (B, 256, 8^3)
 
     def pooled(self, features, kind):
-        """Mean token of one image or condition on its own: (B, width)."""
-        tokens = self.tokens(features, kind)
+        """Mean token of an image or a condition by itself: (B, width)."""
+        tokens = self.tokens(features, kind)                                                # (B, 512, 1024)
         for block in self.blocks:
-            tokens = block(tokens)
-        return self.norm(tokens).mean(1)
+            tokens = block(tokens)                                                          # (B, 512, 1024)
+        return self.norm(tokens).mean(1)                                                    # (B, 1024)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Affine match
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class AffineMatch(nn.Module):
-    """Where the tokens of the condition are in the image, as one affine displacement field.
+    """Finds where the condition's tokens are in the image, and fits one affine displacement field to that.
 
-    Convolutions see a volume piece by piece and are slow to learn a shift, rotation or scaling of all of it. Here a
-    token's place in the image is the mean of all places, weighted by the likeness of features and by nearness; where it
-    would find itself among its own tokens is taken off, so that equal volumes give exactly zero. The affine map through
-    all tokens is a weighted least-squares fit, in closed form, so that all of it can be learned.
+    Convolutions see a volume piece by piece and are slow to learn a shift, rotation or scaling of all of it. All steps
+    here are closed forms, so the features learn from the loss through them:
 
-    Features of a slice with nothing beside it are not those of the same place in a whole volume, and until that is
-    learned their tokens are found many voxels off, where mode 1 at a small t asks for a hundredth of a voxel. So the
-    field's size (root mean square over the volume) saturates at LIMIT times the displacement that is typical of t,
-    field / sqrt(1 + (size / limit)^2), and counts as much as the condition shows of the volume. Registration, which
-    sees all of it, is not limited.
+    1. A token x of the condition c is expected at p_I(x) = sum_y softmax_y(s <c(x), I(y)> - |x - y|^2 / (2 r^2)) y,
+       over all tokens y of the image I. s is the learned sharpness, r the learned reach.
+    2. Its displacement is d(x) = p_I(x) - p_c(x). Its place among its own tokens is subtracted, so that equal volumes
+       give exactly zero.
+    3. M minimises sum_x w(x) |M^T (x, 1) - d(x)|^2 + RIDGE |M|^2, with learned trust w that sums to one.
+    4. The field is limited: field / sqrt(1 + (size / limit)^2), where size is its root mean square over the volume and
+       limit is LIMIT times the displacement typical of t. It is weighted by the fraction of the volume that the
+       condition shows.
+
+    The limit is for slices: features of a slice with nothing beside it differ from those of the same place in a whole
+    volume. Until the network has learned that, their tokens are matched many voxels off, where mode 1 at a small t asks
+    for a hundredth of a voxel. Registration sees the whole volume and is not limited.
     """
 
     RIDGE = 0.01  # towards no displacement, against mean squares of order one
     LIMIT = 2.0
-    NO_LIMIT = 1e6  # sides of the image; finite, as all that a checkpoint holds
+    NO_LIMIT = 1e6  # image sides; finite, as everything in a checkpoint is
 
     def __init__(self, channels, width, typical_norm):
+        """typical_norm: typical displacement at t = 0 .. timesteps, in image sides."""
         super().__init__()
-        timesteps = len(typical_norm) - 1
+        times = range(len(typical_norm) - 1)
         self.project = nn.Linear(channels, width, bias=False)
         self.trust = start_at_zero(nn.Linear(channels, 1))
         self.log_sharpness = nn.Parameter(torch.full((1,), math.log(10.0)))
-        self.log_reach = nn.Parameter(torch.full((1,), math.log(1.5)))  # of nearness, in tokens
-        # Registration wants all of the way from the image to the condition, recovery the part to be undone at t.
-        share = [label_count(t) / image_count(t) for t in range(timesteps)] + [1.0]
-        self.register_buffer("share", torch.tensor(share))
-        limit = [self.LIMIT * typical for typical in typical_norm[:-1]] + [self.NO_LIMIT]
-        self.register_buffer("limit", torch.tensor(limit))                         # in sides of the image
+        self.log_reach = nn.Parameter(torch.full((1,), math.log(1.5)))  # in tokens
+        # Registration goes all of the way from the image to the condition, recovery the part to be undone at t.
+        undone = [label_count(t) / image_count(t) for t in times] + [1.0]
+        limit_norm = [self.LIMIT * typical for typical in typical_norm[:-1]] + [self.NO_LIMIT]
+        self.register_buffer("share", torch.tensor(undone))      # (81,); both are named as in the checkpoints
+        self.register_buffer("limit", torch.tensor(limit_norm))  # (81,), in image sides
 
     def features(self, tokens):
+        """Unit vectors to compare tokens by, (B, 512, 1024). What all tokens have in common is subtracted first."""
         return F.normalize(self.project(tokens - tokens.mean(1, keepdim=True)), dim=-1)
 
-    def forward(self, image, condition, shown, t, size):
-        """image, condition: bottleneck features (B, C, *tokens), zero where dropped. t: (B,). size: voxels per side.
+    def displacements(self, image, condition, places):
+        """How far each token of the condition is from its place in the image, in tokens (steps 1 and 2).
 
-        shown: (B,), the part of the volume that the condition shows, 0 where it is dropped.
+        image, condition: (B, T, C). places: (T, N). Returns: (B, T, N).
+        """
+        distance = (places[:, None] - places).square().sum(-1)                              # (512, 512)
+        log_nearness = distance / (-2 * torch.exp(2 * self.log_reach))                      # (512, 512)
+        query, sharpness = self.features(condition), self.log_sharpness.exp()               # (B, 512, 1024), (1,)
+
+        def expected_place(keys):
+            likeness = sharpness * query @ keys.transpose(1, 2)                             # (B, 512, 512)
+            return (likeness + log_nearness).softmax(-1) @ places                           # (B, 512, 3)
+
+        return expected_place(self.features(image)) - expected_place(query)                 # (B, 512, 3)
+
+    def fit(self, places_norm, displacement, trust):
+        """The affine map that fits the displacements best (step 3): weighted least squares with a ridge.
+
+        M = (X^T W X + RIDGE)^-1 X^T W d.
+        places_norm: (T, N). displacement: (B, T, N) in voxels. trust: (B, T, 1). Returns: (B, N + 1, N) in voxels.
+        """
+        x = F.pad(places_norm, (0, 1), value=1.0)                                           # (512, 4)
+        weighted = (x * trust / trust.sum(1, keepdim=True)).transpose(1, 2)                 # (B, 4, 512)
+        gram = weighted @ x + self.RIDGE * torch.eye(x.shape[1], device=x.device)           # (B, 4, 4)
+        return torch.linalg.solve(gram, weighted @ displacement)                            # (B, 4, 3)
+
+    def limited(self, field, shown_fraction, t):
+        """The field, limited by t and weighted by what the condition shows (step 4)."""
+        sides = side_lengths(field.shape[2:], field.device)                                 # (1, 3, 1^3)
+        mean_square_norm = (field / sides).square().flatten(1).mean(1)                      # (B,)
+        factor = shown_fraction * (1 + mean_square_norm / self.limit[t] ** 2).rsqrt()       # (B,)
+        return field * factor.view(-1, *[1] * (field.dim() - 1))                            # (B, 3, 128^3)
+
+    def forward(self, image, condition, shown_fraction, t, size):
+        """image, condition: bottleneck features (B, C, *grid), zero where dropped. t: (B,). size: N voxels.
+
+        shown_fraction: (B,), how much of the volume the condition shows; 0 where it is dropped.
         Returns: displacement (B, N, *size) in voxels.
         """
         with torch.autocast(image.device.type, enabled=False):
-            grid = condition.shape[2:]
-            image, condition = (part.float().flatten(2).transpose(1, 2) for part in (image, condition))  # (B, 512, C)
-            places = identity(grid, image.device)[0].flatten(1).T                                        # (512, 3)
-            near = (places[:, None] - places).square().sum(-1) / (-2 * torch.exp(2 * self.log_reach))
-            asks, sharpness = self.features(condition), self.log_sharpness.exp()
-            there, here = ((sharpness * asks @ others.transpose(1, 2) + near).softmax(-1) @ places
-                           for others in (self.features(image), asks))                               # (B, 512, 3)
-            side = side_lengths(size, image.device).flatten()
-            step = side / side_lengths(grid, image.device).flatten()  # voxels between tokens; the first is at voxel 0
-            x = F.pad((places * step - (side - 1) / 2) / (side / 2), (0, 1), value=1.0)                  # (512, 4)
-            trust = F.softplus(self.trust(condition))                                                    # (B, 512, 1)
-            weighted = (x * trust / trust.sum(1, keepdim=True)).transpose(1, 2)                          # (B, 4, 512)
-            gram = weighted @ x + self.RIDGE * torch.eye(x.shape[1], device=x.device)
-            found = torch.linalg.solve(gram, weighted @ ((there - here) * step))                         # (B, 4, 3)
-            found = (found * self.share[t].view(-1, 1, 1)).transpose(1, 2)
-            linear = found[:, :, :-1] / (side / 2) + torch.eye(len(side), device=x.device)
-            field = affine_field(torch.cat([linear, found[:, :, -1:]], dim=2), size)
-            mean_square = (field / side_lengths(size, image.device)).square().flatten(1).mean(1)         # (B,)
-            part = shown * (1 + mean_square / self.limit[t] ** 2).rsqrt()
-            return field * part.view(-1, *[1] * (field.dim() - 1))
+            grid = condition.shape[2:]                                                      # 8^3
+            image = image.float().flatten(2).transpose(1, 2)                                # (B, 512, 256)
+            condition = condition.float().flatten(2).transpose(1, 2)                        # (B, 512, 256)
+            places = identity(grid, image.device)[0].flatten(1).T                           # (512, 3)
+            displacement = self.displacements(image, condition, places)                     # (B, 512, 3)
+            sides = side_lengths(size, image.device).flatten()                              # (3,)
+            spacing = sides / side_lengths(grid, image.device).flatten()                    # (3,), voxels per token
+            # The first token is at voxel 0; -1 and 1 are the faces of the volume.
+            places_norm = (places * spacing - (sides - 1) / 2) / (sides / 2)                # (512, 3)
+            trust = F.softplus(self.trust(condition))                                       # (B, 512, 1)
+            matrix = self.fit(places_norm, displacement * spacing, trust)                   # (B, 4, 3)
+            matrix = (matrix * self.share[t].view(-1, 1, 1)).transpose(1, 2)                # (B, 3, 4)
+            linear, shift = matrix[:, :, :-1], matrix[:, :, -1:]                            # (B, 3, 3), (B, 3, 1)
+            # From normalised places to voxels, and from displacements to the map itself.
+            linear = linear / (sides / 2) + torch.eye(len(sides), device=image.device)      # (B, 3, 3)
+            field = affine_field(torch.cat([linear, shift], dim=2), size)                   # (B, 3, 128^3)
+            return self.limited(field, shown_fraction, t)                                   # (B, 3, 128^3)
 
 
-def neighbours(dims):
-    """Where the 3^N voxels around one are, itself at (1, 1, 1), in the order of LocalMatch's channels."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Correlation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def neighbour_offsets(dims):
+    """Offsets of the 3^N neighbours of a voxel in a volume padded by one; (1, 1, 1) is the voxel itself."""
     return list(itertools.product(range(3), repeat=dims))
 
 
-def neighbourhoods(around, size):
-    """Views of `around`, (B, *(size + 2), C), one for each of `neighbours`: 3^N times (B, *size, C)."""
-    for place in neighbours(len(size)):
-        yield around[(slice(None), *[slice(i, i + n) for i, n in zip(place, size)])]
+def shifted_views(padded, size):
+    """Views (B, *size, C) of `padded`, (B, *(size + 2), C): one for each of `neighbour_offsets`."""
+    for offset in neighbour_offsets(len(size)):
+        yield padded[(slice(None), *[slice(i, i + n) for i, n in zip(offset, size)])]
 
 
 class NeighbourProducts(torch.autograd.Function):
-    """Scalar product of each voxel's features with those of the 3^N voxels around it in another volume.
+    """Scalar products y_k(x) = <f(x), g(x + k)> of each voxel's features with those of its 3^N neighbours k.
 
-    Autograd would write a whole gradient of `around` for each of the 3^N views, and then add them up; here each view
-    adds its part in place, which takes less than half the time.
+    Autograd would write a whole gradient of g for each of the 3^N views and then add them up. Here each view adds its
+    part in place, which takes less than half the time.
     """
 
     @staticmethod
-    def forward(ctx, image, around):
-        """image: (B, *size, C). around: (B, *(size + 2), C). Returns: (B, 3^N, *size)."""
-        ctx.save_for_backward(image, around)
-        return torch.stack([(image * view).sum(-1) for view in neighbourhoods(around, image.shape[1:-1])], dim=1)
+    def forward(ctx, f, padded):
+        """f: (B, *size, C). padded: g with a border of one voxel, (B, *(size + 2), C). Returns: (B, 3^N, *size)."""
+        ctx.save_for_backward(f, padded)
+        products = [(f * view).sum(-1) for view in shifted_views(padded, f.shape[1:-1])]    # 27 times (B, 64^3)
+        return torch.stack(products, dim=1)                                                 # (B, 27, 64^3)
 
     @staticmethod
     def backward(ctx, grad):
-        image, around = ctx.saved_tensors
-        of_image, of_around = torch.zeros_like(image), torch.zeros_like(around)
-        size = image.shape[1:-1]
-        views = zip(neighbourhoods(around, size), neighbourhoods(of_around, size), grad.unsqueeze(-1).unbind(1))
-        for view, of_view, part in views:
-            of_image.addcmul_(view, part)
-            of_view.addcmul_(image, part)
-        return of_image, of_around
+        """df(x) = sum_k dy_k(x) g(x + k), dg(x + k) += dy_k(x) f(x)."""
+        f, padded = ctx.saved_tensors
+        grad_f, grad_padded = torch.zeros_like(f), torch.zeros_like(padded)
+        size = f.shape[1:-1]
+        views = zip(shifted_views(padded, size), shifted_views(grad_padded, size), grad.unsqueeze(-1).unbind(1))
+        for view, grad_view, grad_product in views:
+            grad_f.addcmul_(view, grad_product)
+            grad_view.addcmul_(f, grad_product)
+        return grad_f, grad_padded
 
 
-class LocalMatch(nn.Module):
-    """How alike each voxel's features are to the condition's at the same place and at the neighbouring ones.
+class CorrelationLayer(nn.Module):
+    """Correlates each voxel's features with the condition's at the same place and at its neighbours.
 
-    Convolutions would have to learn to compare before they can measure a displacement; here the comparison is given, as
-    in networks for optical flow. Its reach is one voxel of its level: the field of the coarser levels brings together
-    what is further apart, and the next pass, which sees the image warped, measures what is left.
+    y_k(x) = sharpness x (cos(f(x), g(x + k)) - mean over k), a cost volume as in FlowNet (Dosovitskiy et al., ICCV
+    2015) and PWC-Net (Sun et al., CVPR 2018). Without it, convolutions would have to learn to compare before they could
+    measure a displacement. It reaches one voxel of its level: the coarser levels bring together what is further apart,
+    and the next pass measures what is left.
     """
 
     WIDTH = 16  # channels that are compared
 
     def __init__(self, dims, channels):
         super().__init__()
-        # No bias: a dropped condition is like nothing.
-        self.project = conv(dims, channels, self.WIDTH, kernel=1, bias=False)
+        # No bias: a zeroed condition gives zero correlation.
+        self.project = conv(dims, channels, self.WIDTH, kernel_size=1, bias=False)
         self.sharpness = nn.Parameter(torch.full((1,), 10.0))
 
     def features(self, x):
-        return F.normalize(self.project(x), dim=1, eps=1e-3).movedim(1, -1)        # (B, *size, 16)
+        """Unit vectors to compare, channels last."""
+        return F.normalize(self.project(x), dim=1, eps=1e-3).movedim(1, -1)                 # (B, 64^3, 16)
 
     def forward(self, image, condition):
-        """image, condition: (B, C, *size). Returns: (B, 3^N, *size), cosines less their mean, sharpened."""
-        size, kind = image.shape[2:], image.dtype
-        with torch.autocast(image.device.type, enabled=False):  # neighbours' cosines differ by less than bf16 can tell
-            image, condition = self.features(image.float()), self.features(condition.float())
-            likeness = NeighbourProducts.apply(image, F.pad(condition, [0, 0] + [1, 1] * len(size)))
-            return (self.sharpness * (likeness - likeness.mean(1, keepdim=True))).to(kind)
+        """image, condition: (B, C, *size). Returns: (B, 3^N, *size). Shapes are those of the level of 64^3."""
+        size, dtype = image.shape[2:], image.dtype
+        with torch.autocast(image.device.type, enabled=False):  # bf16 rounds away how neighbours' cosines differ
+            image = self.features(image.float())                                            # (B, 64^3, 16)
+            condition = self.features(condition.float())                                    # (B, 64^3, 16)
+            condition = F.pad(condition, [0, 0] + [1, 1] * len(size))                       # (B, 66^3, 16)
+            cosines = NeighbourProducts.apply(image, condition)                             # (B, 27, 64^3)
+            cosines = cosines - cosines.mean(1, keepdim=True)                               # (B, 27, 64^3)
+            return (self.sharpness * cosines).to(dtype)                                     # (B, 27, 64^3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The network
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class OM_net(nn.Module):
-    """The recursive network: one encoder for image and condition, mutual attention, one decoder that both join.
+    """The recursive network: one encoder for image and condition, mutual attention, one decoder.
 
-    The image enters the encoder as a condition that is fully known: values and a mask of ones. With the same weights
-    for both, equal anatomy has equal features from the first step on, and only their places have to be compared.
+    The image enters the encoder as a condition that shows everything: values, and a mask of ones. With the same weights
+    for both, equal anatomy has equal features from the first step on, and only places remain to be compared.
+
+    field = affine field + FieldScale(coarse head of the bottleneck + heads of the decoder's levels).
     """
 
     def __init__(self, *, dims, channels, timesteps, typical_norm, conditioned, rec_num, detach, field_stride,
                  attention_width, attention_depth, attention_heads, affine_match, local_match, embedding_width,
                  use_checkpoint):
+        """See `network_arguments` in Diffusion/networks.py for what each of them means."""
         super().__init__()
         time_width = 4 * channels[0]
         self.dims, self.conditioned, self.rec_num, self.detach = dims, conditioned, rec_num, detach
-        self.first_is_detached = detach and rec_num > 1
-        self.stride, self.multiple = field_stride, 2 ** (len(channels) - 1)
+        self.stride = field_stride
+        self.multiple = 2 ** (len(channels) - 1)  # of which padded sides are multiples
         self.time = TimeEmbedding(timesteps, time_width)
         self.field_scale = FieldScale(typical_norm)
         self.encoder = Encoder(dims, 2, channels, time_width, use_checkpoint)
@@ -283,103 +385,128 @@ class OM_net(nn.Module):
         self.match = AffineMatch(channels[-1], attention_width, typical_norm) if affine_match and conditioned else None
         self.make_decoder(channels, time_width, local_match and conditioned)
 
-    def make_decoder(self, channels, time_width, matched):
-        dims, joined = self.dims, 3 if self.conditioned else 2
-        levels = range(len(channels) - 2, -1 if self.stride == 1 else 0, -1)       # 3, 2, 1, 0
+    def make_decoder(self, channels, time_width, correlate):
+        """The decoder's levels, coarse to fine, and its heads. Heads start at zero: a new network moves nothing."""
+        levels = range(len(channels) - 2, -1 if self.stride == 1 else 0, -1)                # 3, 2, 1, 0
+        sources = 3 if self.conditioned else 2                       # decoder, image and, with a condition, condition
+        correlations = 3 ** self.dims if correlate else 0
         self.up = nn.ModuleList(self.make_upsampling(channels[i + 1], channels[i]) for i in levels)
-        self.join = nn.ModuleList(Join(dims, joined * channels[i] + matched * 3 ** dims, channels[i], time_width)
+        self.join = nn.ModuleList(Join(self.dims, sources * channels[i] + correlations, channels[i], time_width)
                                   for i in levels)
         self.local = self.middle = None
-        if matched:
-            self.local = nn.ModuleList(LocalMatch(dims, channels[i]) for i in levels)
-            self.middle = nn.ModuleList(start_at_zero(conv(dims, channels[i], dims)) for i in levels[:-1])
-        self.fine = start_at_zero(conv(dims, channels[levels[-1]], dims))
+        if correlate:
+            self.local = nn.ModuleList(CorrelationLayer(self.dims, channels[i]) for i in levels)
+            self.middle = nn.ModuleList(start_at_zero(conv(self.dims, channels[i], self.dims)) for i in levels[:-1])
+        self.fine = start_at_zero(conv(self.dims, channels[levels[-1]], self.dims))
         self.coarse = self.make_coarse_head(channels[-1])
 
-    def make_upsampling(self, inputs, outputs):
+    def make_upsampling(self, in_channels, out_channels):
         """From one level of the decoder to the next finer one."""
-        return UpsampleConv(self.dims, inputs, outputs, smooth=False)
+        return UpsampleConv(self.dims, in_channels, out_channels, smooth=False)
 
-    def make_coarse_head(self, inputs):
+    def make_coarse_head(self, in_channels):
         """From the bottleneck to a field on the output grid."""
-        head = UpsampleConv(self.dims, inputs, self.dims)
+        head = UpsampleConv(self.dims, in_channels, self.dims)
         start_at_zero(head.conv)
         return head
 
-    def as_known(self, image):
+    def fully_shown(self, image):
         """An image as a condition that shows all of it: values and a mask of ones."""
-        image = pad_to_multiple(image, self.multiple)
-        return torch.cat([image, torch.ones_like(image)], dim=1)                   # (B, 2, 128^3)
+        image = pad_to_multiple(image, self.multiple)                                       # (B, 1, 128^3)
+        return torch.cat([image, torch.ones_like(image)], dim=1)                            # (B, 2, 128^3)
+
+    def shown_fraction(self, image, condition, keep):
+        """How much of the volume each sample's condition shows: (B,), 0 where there is none or it is dropped."""
+        if condition is None:
+            return image.new_zeros(len(image))                                              # (B,)
+        fraction = condition[:, 1].flatten(1).mean(1)                                       # (B,)
+        return fraction if keep is None else fraction * keep                                # (B,)
 
     def encode(self, image, condition, keep, time, together):
         """Features at every level, of the image and of the condition (None without one).
 
-        together: both in one batch, which takes less time than one after the other; otherwise those of the image are
-        left to the passes, and None here. keep: (B,) bool, where it is False the condition's features are zero.
+        together: encode both in one batch, which takes less time than one after the other. Otherwise only the condition
+        is encoded, and the image's features are None: the passes encode it themselves.
+        keep: (B,) bool; where it is False, the condition's features are zero.
         """
-        image = self.as_known(image)                                               # (B, 2, 128^3)
+        image = self.fully_shown(image)                                                     # (B, 2, 128^3)
         if not self.conditioned or condition is None:
-            return self.encoder(image, time), None
-        condition, features = pad_to_multiple(condition, self.multiple), None      # (B, 2, 128^3)
+            return self.encoder(image, time), None                                          # (B, 16, 128^3), ...
+        condition = pad_to_multiple(condition, self.multiple)                               # (B, 2, 128^3)
         if together:
-            both = self.encoder(torch.cat([image, condition]), torch.cat([time, time]))
-            features, encoded = zip(*[level.chunk(2) for level in both])
+            both = self.encoder(torch.cat([image, condition]), torch.cat([time, time]))     # (2B, 16, 128^3), ...
+            features, encoded = zip(*[level.chunk(2) for level in both])                    # (B, 16, 128^3), ...
         else:
-            encoded = self.encoder(condition, time)
+            features, encoded = None, self.encoder(condition, time)                         # (B, 16, 128^3), ...
         if keep is not None:
-            keep = keep.view(-1, *[1] * (self.dims + 1))
-            encoded = [torch.where(keep, f, torch.zeros((), dtype=f.dtype, device=f.device)) for f in encoded]
+            keep = keep.view(-1, *[1] * (self.dims + 1))                                    # (B, 1, 1^3)
+            encoded = [torch.where(keep, level, level.new_zeros(())) for level in encoded]  # (B, 16, 128^3), ...
         return features, encoded
 
-    def shown_part(self, image, condition, keep):
-        """The part of the volume that each sample's condition shows: (B,), 0 where there is none or it is dropped."""
-        if condition is None:
-            return image.new_zeros(len(image))
-        part = condition[:, 1].flatten(1).mean(1)
-        return part if keep is None else part * keep
+    def align(self, skip, field_norm, affine, t, image_size, padded_size):
+        """Features of the image, warped by the field so far, so that only what is left remains to be measured.
 
-    def one_pass(self, image, features, condition, shown, t, time):
-        """The field of one pass. features: of the image; condition: features of the condition, None without one."""
+        PWC-Net warps the features of every level in the same way. Shapes are those of the level of 64^3.
+        """
+        size = skip.shape[2:]                                                               # 64^3
+        field_norm = resize_field(field_norm, size, align="cells")                          # (B, 3, 64^3)
+        field = self.field_scale(field_norm, t, image_size)                                 # (B, 3, 64^3)
+        if affine is not None:
+            field = field + resize_field(affine, size, align="cells")                       # (B, 3, 64^3)
+        # The field is in voxels of the full grid, `warp` takes voxels of this level.
+        field = field * (size[0] / padded_size[0])                                          # (B, 3, 64^3)
+        return warp(skip, field, padding="border").to(skip.dtype)                           # (B, 32, 64^3)
+
+    def one_pass(self, image, features, condition, shown_fraction, t, time):
+        """The field of one pass, in voxels. features, condition: of the encoder; condition is None without one."""
+        image_size, padded_size = image.shape[2:], tuple(features[0].shape[2:])
         if self.conditioned and condition is None:
-            condition = [torch.zeros_like(f) for f in features]
-        x = self.attention(features[-1], condition[-1] if self.conditioned else None, time)      # (B, 256, 8^3)
-        coarse = self.coarse(x, features[self.stride - 1].shape[2:])             # (B, 3, 128^3)
-        size = tuple(features[0].shape[2:])
-        affine = self.match(features[-1], condition[-1], shown, t, size) if self.match is not None else None
-        found = coarse.float()
-        for step, (up, join) in enumerate(zip(self.up, self.join)):
-            skip = features[-2 - step]
+            condition = [torch.zeros_like(level) for level in features]                     # (B, 16, 128^3), ...
+        x = self.attention(features[-1], condition[-1] if self.conditioned else None, time)     # (B, 256, 8^3)
+        field_norm = self.coarse(x, features[self.stride - 1].shape[2:]).float()            # (B, 3, 128^3)
+        affine = None
+        if self.match is not None:
+            affine = self.match(features[-1], condition[-1], shown_fraction, t, padded_size)    # (B, 3, 128^3)
+        for index, (up, join) in enumerate(zip(self.up, self.join)):                        # 16^3, 32^3, 64^3, 128^3
+            skip = features[-2 - index]                                                     # (B, 128, 16^3), ...
             if self.local is not None:
-                # What is found so far brings the features together; only the rest is left to be measured.
-                ahead = self.field_scale(resize_field(found, skip.shape[2:], align="cells"), t, image.shape[2:])
-                ahead = ahead if affine is None else ahead + resize_field(affine, skip.shape[2:], align="cells")
-                skip = warp(skip, ahead * (skip.shape[2] / size[0]), padding="border").to(skip.dtype)
-            x = up(x, skip.shape[2:])                                              # 16^3 32^3 64^3 128^3
-            parts = [x, skip, condition[-2 - step]] if self.conditioned else [x, skip]
+                skip = self.align(skip, field_norm, affine, t, image_size, padded_size)     # (B, 128, 16^3), ...
+            x = up(x, skip.shape[2:])                                                       # (B, 128, 16^3), ...
+            parts = [x, skip]                                                               # (B, 128, 16^3) each, ...
+            if self.conditioned:
+                parts.append(condition[-2 - index])                                         # (B, 128, 16^3), ...
             if self.local is not None:
-                parts.append(recomputed(self.encoder.use_checkpoint, self.local[step], skip, condition[-2 - step]))
-            x = join(parts, time)
-            if self.local is not None and step < len(self.up) - 1:
-                found = found + resize_field(self.middle[step](x).float(), found.shape[2:], align="cells")
-        field = self.field_scale(self.fine(x).float() + found, t, image.shape[2:])               # (B, 3, 128^3)
-        if self.stride > 1:
-            # Both heads speak in voxels of the full grid; only the sampling is coarser.
-            field = resize_field(field, size, align="cells")
-        field = field if affine is None else field + affine
-        return crop(field, image.shape[2:])
+                parts.append(checkpointed(self.encoder.use_checkpoint, self.local[index], skip,
+                                          condition[-2 - index]))                           # (B, 27, 16^3), ...
+            x = join(parts, time)                                                           # (B, 128, 16^3), ...
+            if self.local is not None and index < len(self.middle):
+                update = self.middle[index](x).float()                                      # (B, 3, 16^3), ...
+                field_norm = field_norm + resize_field(update, field_norm.shape[2:], align="cells")  # (B, 3, 128^3)
+        field_norm = self.fine(x).float() + field_norm                                      # (B, 3, 128^3)
+        field = self.field_scale(field_norm, t, image_size)                                 # (B, 3, 128^3)
+        # With stride 2 the field is sampled at 64^3 until here; its unit is voxels of the full grid in any case.
+        field = resize_field(field, padded_size, align="cells")                             # (B, 3, 128^3)
+        field = field if affine is None else field + affine                                 # (B, 3, 128^3)
+        return crop(field, image_size)                                                      # (B, 3, 128^3)
 
     def forward(self, image, t, condition=None, keep=None, embed=False):
-        time = self.time(torch.zeros_like(t) if embed else t)
-        features, encoded = self.encode(image, condition, keep, time, together=embed or not self.first_is_detached)
+        """As every network, see Diffusion/networks.py."""
+        # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
+        time = self.time(torch.zeros_like(t) if embed else t)                               # (B, 64)
+        # A first pass without gradient encodes the image itself; the condition, encoded once, keeps its gradient.
+        together = embed or not (self.detach and self.rec_num > 1)
+        features, encoded = self.encode(image, condition, keep, time, together)             # (B, 16, 128^3), ...
         if embed:
-            own = self.attention.pooled(features[-1], 0)
-            other = self.attention.pooled(encoded[-1], 1) if encoded is not None else own
-            return [unit_embedding(self.embedding, pooled) for pooled in (own, other)]
+            of_image = self.attention.pooled(features[-1], 0)                               # (B, 1024)
+            of_condition = self.attention.pooled(encoded[-1], 1) if encoded is not None else of_image   # (B, 1024)
+            return [unit_embedding(self.embedding, pooled) for pooled in (of_image, of_condition)]  # (B, 128) each
+        shown_fraction = self.shown_fraction(image, condition, keep)                        # (B,)
 
-        shown = self.shown_part(image, condition, keep)
+        def one_pass(warped):
+            if warped is image and features:
+                of_warped = features                                                        # (B, 16, 128^3), ...
+            else:
+                of_warped = self.encoder(self.fully_shown(warped), time)                    # (B, 16, 128^3), ...
+            return self.one_pass(warped, of_warped, encoded, shown_fraction, t, time)       # (B, 3, 128^3)
 
-        def one_pass(seen):
-            known = features if seen is image and features else self.encoder(self.as_known(seen), time)
-            return self.one_pass(seen, known, encoded, shown, t, time)
-
-        return recurse(one_pass, image, self.rec_num, self.detach)
+        return recurse(one_pass, image, self.rec_num, self.detach)                          # (B, 3, 128^3)

@@ -5,11 +5,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from Diffusion.blocks import ConvBlock, FieldScale, UpsampleConv, conv, convolve_in_slabs, convolve_voxels, recurse
+from Diffusion.blocks import (
+    ConvBlock,
+    FieldScale,
+    UpsampleConv,
+    conv,
+    convolve_in_slabs,
+    pointwise_convolution,
+    recurse,
+)
 from Diffusion.diffuser import make_condition, typical_displacement
 from Diffusion.fields import compose, identity, side_lengths, warp
 from Diffusion.networks import NETWORKS, build_network, network_arguments, network_class, new_network
-from Diffusion.om_net import AffineMatch, LocalMatch, NeighbourProducts, neighbours
+from Diffusion.om_net import AffineMatch, CorrelationLayer, NeighbourProducts, neighbour_offsets
 from Runtime.checkpoint import weights_sha256
 from Runtime.config import load_config
 from Runtime.errors import InputError
@@ -251,9 +259,9 @@ def test_what_a_condition_shows_is_its_mask_unless_it_is_dropped():
     net = build_network(config(model__affine_match=True))
     image, condition = torch.rand(3, 1, 16, 18, 20), torch.zeros(3, 2, 16, 18, 20)
     condition[1:, 1, :4] = 1
-    assert net.shown_part(image, condition, torch.tensor([True, True, False])).tolist() == [0, 0.25, 0]
-    assert net.shown_part(image, condition, None).tolist() == [0, 0.25, 0.25]
-    assert net.shown_part(image, None, None).tolist() == [0, 0, 0]
+    assert net.shown_fraction(image, condition, torch.tensor([True, True, False])).tolist() == [0, 0.25, 0]
+    assert net.shown_fraction(image, condition, None).tolist() == [0, 0.25, 0.25]
+    assert net.shown_fraction(image, None, None).tolist() == [0, 0, 0]
 
 
 def test_a_network_of_the_shipped_recipe_begins_with_little_to_undo_of_its_own():
@@ -300,8 +308,8 @@ def test_a_convolution_in_slabs_is_the_convolution(size, kernel, stride, dilatio
     assert torch.allclose(plain, slabs, atol=1e-12)
     weights = torch.randn_like(plain)
     for inputs in (x, layer.weight, layer.bias):
-        wanted, found = (torch.autograd.grad(y, inputs, weights, retain_graph=True)[0] for y in (plain, slabs))
-        assert torch.allclose(wanted, found, atol=1e-10)
+        wanted, given = (torch.autograd.grad(y, inputs, weights, retain_graph=True)[0] for y in (plain, slabs))
+        assert torch.allclose(wanted, given, atol=1e-10)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -326,9 +334,9 @@ def operations(net, image):
 
 
 def test_a_convolution_with_a_kernel_of_one_voxel_is_a_product():
-    x, layer = torch.randn(2, 5, 4, 3, 6), conv(3, 5, 7, kernel=1)
-    found = convolve_voxels(x, layer.weight, layer.bias)
-    assert torch.allclose(found, F.conv3d(x, layer.weight, layer.bias), atol=1e-5)
+    x, layer = torch.randn(2, 5, 4, 3, 6), conv(3, 5, 7, kernel_size=1)
+    product = pointwise_convolution(x, layer.weight, layer.bias)
+    assert torch.allclose(product, F.conv3d(x, layer.weight, layer.bias), atol=1e-5)
 
 
 @pytest.mark.parametrize("dims", [2, 3])
@@ -336,12 +344,12 @@ def test_neighbour_products_are_those_of_the_shifted_volumes(dims):
     torch.manual_seed(0)
     size = (4, 3, 5)[:dims]
     image = torch.randn(2, *size, 3, dtype=torch.float64, requires_grad=True)
-    around = torch.randn(2, *[n + 2 for n in size], 3, dtype=torch.float64, requires_grad=True)
-    found = NeighbourProducts.apply(image, around)
-    for channel, place in enumerate(neighbours(dims)):
-        shifted = around[(slice(None), *[slice(i, i + n) for i, n in zip(place, size)])]
-        assert torch.allclose(found[:, channel], (image * shifted).sum(-1))
-    assert torch.autograd.gradcheck(NeighbourProducts.apply, (image, around))
+    padded = torch.randn(2, *[n + 2 for n in size], 3, dtype=torch.float64, requires_grad=True)
+    products = NeighbourProducts.apply(image, padded)
+    for channel, offset in enumerate(neighbour_offsets(dims)):
+        shifted = padded[(slice(None), *[slice(i, i + n) for i, n in zip(offset, size)])]
+        assert torch.allclose(products[:, channel], (image * shifted).sum(-1))
+    assert torch.autograd.gradcheck(NeighbourProducts.apply, (image, padded))
 
 
 @pytest.mark.parametrize("detach", ["true", "false"])
@@ -353,20 +361,20 @@ def test_the_condition_has_the_same_gradient_encoded_alone_or_with_the_image(det
     alone = net.encode(image, condition, None, time, together=False)
     both = net.encode(image, condition, None, time, together=True)
     assert alone[0] is None and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone[1], both[1]))
-    for own, other in zip(net.encoder(net.as_known(image), time), both[0]):
+    for own, other in zip(net.encoder(net.fully_shown(image), time), both[0]):
         assert torch.allclose(own, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_local_match_tells_in_which_direction_the_condition_is_alike(dims):
+def test_correlation_tells_in_which_direction_the_condition_is_alike(dims):
     torch.manual_seed(0)
-    match, image = LocalMatch(dims, 24), torch.randn(2, 24, *(9, 10, 8)[:dims])
-    for place in neighbours(dims):
-        there = image.roll([i - 1 for i in place], dims=tuple(range(2, 2 + dims)))
-        found = match(image, there)[(..., *[slice(2, -2)] * dims)]
-        assert found.shape[1] == 3 ** dims
-        assert (found.argmax(1) == neighbours(dims).index(place)).float().mean() > 0.99
-    assert not match(image, torch.zeros_like(image)).any(), "a dropped condition is like nothing"
+    layer, image = CorrelationLayer(dims, 24), torch.randn(2, 24, *(9, 10, 8)[:dims])
+    for offset in neighbour_offsets(dims):
+        there = image.roll([i - 1 for i in offset], dims=tuple(range(2, 2 + dims)))
+        correlation = layer(image, there)[(..., *[slice(2, -2)] * dims)]
+        assert correlation.shape[1] == 3 ** dims
+        assert (correlation.argmax(1) == neighbour_offsets(dims).index(offset)).float().mean() > 0.99
+    assert not layer(image, torch.zeros_like(image)).any(), "a zeroed condition gives zero correlation"
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -391,13 +399,13 @@ def test_features_are_compared_where_the_bottleneck_has_brought_them():
     fixed = image.roll(-4, dims=2)  # fixed(x) = image(x + 4)
     with torch.no_grad():
         net.coarse.conv.bias.copy_(torch.tensor([4.0, 0, 0]) / net.field_scale.typical[80] / 32)
-        net.local[-1].register_forward_hook(lambda module, args, found: seen.append(found.argmax(1)))
+        net.local[-1].register_forward_hook(lambda module, args, output: seen.append(output.argmax(1)))
         net(image, torch.tensor([80]), make_condition(fixed, "volume"))
         net.coarse.conv.bias.zero_()
         net(image, torch.tensor([80]), make_condition(fixed, "volume"))
-    middle = neighbours(3).index((1, 1, 1))
-    shares = [(found[:, 3:-3, 3:-3, 3:-3] == middle).float().mean() for found in seen]
-    assert shares[0] > 0.9 and shares[1] < 0.3
+    middle = neighbour_offsets(3).index((1, 1, 1))
+    fractions = [(best[:, 3:-3, 3:-3, 3:-3] == middle).float().mean() for best in seen]
+    assert fractions[0] > 0.9 and fractions[1] < 0.3
 
 
 def test_network_with_affine_match_learns_through_it():
