@@ -140,15 +140,15 @@ def collect(optimizer, ranks):
     own = {number: adam.state[parameter] for number, parameter in enumerate(parameters) if parameter in adam.state}
     sizes = agree.gather_objects(ranks, {number: {name: tensor.shape for name, tensor in entry.items()}
                                          for number, entry in own.items()})
-    found = {number: dict(own.get(number, {})) for number in sorted(number for part in sizes for number in part)}
+    state = {number: dict(own.get(number, {})) for number in sorted(number for part in sizes for number in part)}
     for sender, part in enumerate(sizes[1:], 1):
         for number, name, size in [(number, *item) for number, entry in part.items() for item in entry.items()]:
             if ranks["rank"] == sender:
                 dist.send(own[number][name].cpu().contiguous(), 0, group=ranks["cpu"])
             elif ranks["rank"] == 0:
-                found[number][name] = torch.empty(size)
-                dist.recv(found[number][name], sender, group=ranks["cpu"])
-    return {"state": found, "param_groups": [{**adam.param_groups[0], "params": list(range(len(parameters)))}]}
+                state[number][name] = torch.empty(size)
+                dist.recv(state[number][name], sender, group=ranks["cpu"])
+    return {"state": state, "param_groups": [{**adam.param_groups[0], "params": list(range(len(parameters)))}]}
 
 
 def replicated(net, optimizer=None):
