@@ -23,7 +23,7 @@ WORKER = 190 * 2 ** 20  # a loader worker that has read nothing: 188 MiB
 READING = 8  # volumes of the training grid in float32 held while one as large is read from its file: 7.4
 # What a step on a CPU takes at its peak, as a multiple of the activations kept for the backward pass: gradients of
 # activations, fields and images in float32, scratch of oneDNN, gaps of malloc. Convolutions in float32 need more.
-PEAK = {"bf16": 1.37, "off": 1.6}
+PEAK = {"bf16": 1.37, "off": 1.3}
 LOCAL_MATCH = 1.12  # times that with amp off and model.local_match, which gives convolutions 27 channels more
 RECOMPUTED = 1.2  # times that with model.use_checkpoint, where levels come up once more in the backward pass
 # Beside weights, gradients and moments, as a multiple of the weights, with two ranks or more on a CPU: gradients in
