@@ -1,7 +1,7 @@
 """One agreement per mode and step: all ranks exchange one small vector over a CPU group before the mode's backward.
 
-Every branch is taken from agreed values. Ranks that are not at the same place end the run together, and say which one
-differs and in what.
+Every branch is taken from agreed values. If the ranks are not at the same place, all of them end the run, and the error
+names the rank that differs and the value in which it differs.
 """
 import hashlib
 
@@ -11,24 +11,26 @@ import torch.distributed as dist
 from Runtime import watchdog
 from Runtime.errors import InputError
 
-# What must be the same everywhere, what any rank may raise for all, and then the sums of the mode's terms.
+# Columns of the vector: values that must be the same on all ranks, flags that any rank may raise for all of them, and
+# then the mode's loss terms.
 SAME = ("step", "branch", "shapes", "weights")
 RAISED = ("nonfinite", "leave", "save")
 REASONS = (None, "steps", "time", "signal", "memory")  # why to leave; where ranks differ, the later one counts
-TERMS = 16  # of a mode, at most: the vector has one length, so that ranks in different modes can tell each other so
+TERMS = 16  # most loss terms of a mode: with a fixed length, ranks in different modes can still compare their vectors
 
 
 class OutOfStep(RuntimeError):
-    """Ranks differ in what must be the same. The message names the first rank that differs and in what."""
+    """Ranks differ in a value that must be the same. The message names the value and the first rank that differs."""
 
 
 def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=None, save=False, terms=()):
     """Exchange one vector. Every rank calls this at the same places of the loop.
 
-    branch: name of the mode or phase. shapes: a fingerprint. weights: None or {name: tensor} to compare. terms: up to
-    TERMS floats.
-    Returns: {"nonfinite", "leave" (one of REASONS), "save"} with the highest of all ranks, and "terms", the means.
-    Raises OutOfStep on every rank where step, branch, shapes or weights differ, InputError for more than TERMS terms.
+    ranks: dict of Runtime/launch.py. step: of the run. branch: name of the mode or phase. shapes: a `fingerprint`.
+    weights: None, or {name: tensor} to compare. nonfinite: whether this rank's loss is NaN or infinite. leave: one of
+    REASONS. save: whether to write a checkpoint. terms: up to TERMS floats.
+    Returns: {"nonfinite", "leave", "save"}, each the highest of all ranks, and "terms", their means over the ranks.
+    Raises OutOfStep on every rank if step, branch, shapes or weights differ, InputError for more than TERMS terms.
     """
     if len(terms) > TERMS:
         raise InputError(f"mode {branch} returns {len(terms)} loss terms, at most {TERMS} are exchanged: return fewer, "
@@ -36,27 +38,36 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
     watchdog.phase("agree", branch)
     padded = [float(value) for value in terms] + [0.0] * (TERMS - len(terms))
     sums = None if weights is None else checksums(weights.values())
-    rows = gather(ranks, torch.tensor([step, digest(branch), shapes, 0 if sums is None else digest(sums),
-                                       nonfinite, REASONS.index(leave), save, *padded], dtype=torch.float64))
-    for column, what in enumerate(SAME):
+    weights_digest = 0 if sums is None else digest(sums)
+    own_row = [step, digest(branch), shapes, weights_digest, nonfinite, REASONS.index(leave), save, *padded]
+    rows = gather(ranks, torch.tensor(own_row, dtype=torch.float64))
+    for column, name in enumerate(SAME):
         values = rows[:, column].tolist()
         if len(set(values)) == 1:
             continue
-        if what == "branch":
-            values = gather_objects(ranks, branch)  # every rank sees that they differ, so every rank calls this
-        if what == "weights" and sums is not None and 0 not in values:
-            every = gather_objects(ranks, dict(zip(weights, sums.tolist())))  # ranks may differ in how many they have
-            names = dict.fromkeys(name for row in every for name in row)
-            what = next(name for name in names if len({row.get(name, 0) for row in every}) > 1)
-            values = [row.get(what, 0) for row in every]
-        raise out_of_step(what, values, step, branch)
+        if name == "branch":
+            values = gather_objects(ranks, branch)  # every rank sees the difference, so every rank calls this
+        if name == "weights" and sums is not None and 0 not in values:
+            name, values = differing_tensor(ranks, dict(zip(weights, sums.tolist())))
+        raise out_of_step(name, values, step, branch)
     highest = rows.amax(0)[len(SAME):].tolist()
     return {"nonfinite": bool(highest[0]), "leave": REASONS[int(highest[1])], "save": bool(highest[2]),
             "terms": rows[:, len(SAME) + len(RAISED):].mean(0)[:len(terms)].tolist()}
 
 
+def differing_tensor(ranks, sums):
+    """(name, its checksums by rank) of the first tensor that differs. sums: {name: checksum}, maybe of other names."""
+    of_all_ranks = gather_objects(ranks, sums)
+    names = dict.fromkeys(name for of_rank in of_all_ranks for name in of_rank)
+    for name in names:
+        values = [of_rank.get(name, 0) for of_rank in of_all_ranks]
+        if len(set(values)) > 1:
+            break
+    return name, values
+
+
 def gather(ranks, row):
-    """The tensors of all ranks, stacked in rank order, on the CPU. row: same shape and type on every rank."""
+    """The tensors of all ranks: (ranks, *row.shape), on the CPU. row: same shape and type on every rank."""
     if ranks["world_size"] == 1:
         return row.detach().cpu()[None]
     row = row.detach().cpu().contiguous()
@@ -66,7 +77,7 @@ def gather(ranks, row):
 
 
 def gather_objects(ranks, value):
-    """The values of all ranks in rank order: anything that pickles, for what is not in every step."""
+    """The values of all ranks in rank order: anything that pickles. Slower than `gather`: not for every step."""
     if ranks["world_size"] == 1:
         return [value]
     values = [None] * ranks["world_size"]
@@ -74,18 +85,24 @@ def gather_objects(ranks, value):
     return values
 
 
-def out_of_step(what, values, step, branch):
-    """The OutOfStep of this disagreement, written to the log: the first rank that differs from most, or from rank 0."""
+def out_of_step(name, values, step, branch):
+    """The exception for a disagreement, also written to the log.
+
+    name: of the value that differs. values: by rank. Named is the first rank that differs from the most common value;
+    where no value is more common than the others, from that of rank 0.
+    """
     usual = max(values, key=values.count)
     rank = next(number for number, value in enumerate(values) if value != usual)
-    found, wanted = (value if what == "branch" else f"{value:.0f}" for value in (values[rank], usual))
-    watchdog.event("out of step", differs=rank, what=what, found=found, wanted=wanted)
-    return OutOfStep(f"rank {rank} is out of step in {branch} of step {step}: its {what} is {found} where the others "
+    own, wanted = values[rank], usual
+    if name != "branch":
+        own, wanted = f"{own:.0f}", f"{wanted:.0f}"
+    watchdog.event("out of step", differs=rank, what=name, found=own, wanted=wanted)
+    return OutOfStep(f"rank {rank} is out of step in {branch} of step {step}: its {name} is {own} where the others "
                      f"have {wanted}")
 
 
 def fingerprint(value):
-    """A number below 2^48 for the shapes and types of all tensors in nested lists, tuples and dicts, in order."""
+    """A number from 1 to 2^48 for the shapes and types of all tensors in nested lists, tuples and dicts, in order."""
     return digest(repr(_shapes(value)))
 
 
@@ -104,10 +121,13 @@ def digest(value):
 
 
 def checksums(tensors):
-    """One number for each tensor: the sum of its bits read as integers, which no device and no order changes."""
+    """One int64 for each tensor: the sum of its bits, read as integers. It is exact, so no device or order changes it.
+
+    tensors: on any device. Returns: (number of tensors,) on the CPU.
+    """
     sums = []
     for tensor in tensors:
         flat = tensor.detach().contiguous().flatten()
-        words = flat.view(torch.int32) if flat.element_size() % 4 == 0 else flat.view(torch.uint8)
-        sums.append(words.sum(dtype=torch.int64))
+        integers = flat.view(torch.int32) if flat.element_size() % 4 == 0 else flat.view(torch.uint8)
+        sums.append(integers.sum(dtype=torch.int64))
     return torch.stack(sums).cpu()
