@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import pickle
 import shutil
 import struct
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 
 from Runtime.errors import InputError
-from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file
+from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file, write_flushed
 from Runtime.manifest import damage, newest_first, read_manifest, standing
 from Runtime.run_lock import assert_held
 
@@ -350,14 +349,12 @@ def _raw(tensor):
 
 
 def _write_and_read_back(path, plain):
-    with open(path, "wb") as handle:
-        torch.save(plain, handle)
-        handle.flush()
-        os.fsync(handle.fileno())
-    read = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    for saved, found in itertools.zip_longest(_leaves(plain, "state"), _leaves(read, "state"), fillvalue=()):
-        if saved[:2] != found[:2] or not torch.equal(saved[2], found[2]):  # which releases the GIL for training
-            raise OSError(errno.EIO, f"{(saved or found)[0]} reads back differently")
+    """Write a state and compare every tensor and value with the file. Raises OSError naming the first that differs."""
+    write_flushed(path, lambda file: torch.save(plain, file))
+    content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    for saved, read in itertools.zip_longest(_leaves(plain, "state"), _leaves(content, "state"), fillvalue=()):
+        if saved[:2] != read[:2] or not torch.equal(saved[2], read[2]):  # torch.equal releases the GIL for training
+            raise OSError(errno.EIO, f"{(saved or read)[0]} reads back differently")
 
 
 def _raise_write_failure(error, target):

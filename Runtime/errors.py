@@ -1,30 +1,37 @@
-"""The one exception for bad input; and how to know a want of memory."""
+"""The one exception for bad input, the test for exhausted memory, and the exit codes of all programs."""
+
+# Any other exit code is a crash, after which the launcher tries again.
+DONE = 0
+PLANNED_RESTART = 42
+STOP = 43  # a person is needed
 
 
 class InputError(ValueError):
     """Something the user gave us is wrong: a file, a key, a checkpoint.
 
-    The message is one sentence that names the thing and says what to do. The scripts print it without a
-    traceback and exit with STOP, which the restart loop does not retry.
+    The message is one sentence that names the input and says what to do. Programs print it without a traceback and
+    exit with STOP, which the restart loop does not retry.
     """
 
 
 def is_out_of_memory(error):
-    """Whether an exception says that memory could not be had: Python's and numpy's own, and torch's on any device."""
-    said = str(error)
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(
-        words in said for words in ("out of memory", "can't allocate memory", "not enough memory"))
+    """Whether an exception means exhausted memory: MemoryError of Python and numpy, RuntimeError of torch's devices."""
+    if isinstance(error, MemoryError):
+        return True
+    phrases = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 def first_line(error):
-    """What an exception says, as one line: torch adds whole stacks. Of one that says nothing, its name."""
+    """The first line of an exception's message, since torch adds whole stacks; its type's name if there is none."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def attempt(what, function, *args):
-    """What a function returns; or, where its input cannot be used or memory is too small, the sentence that says so.
+def attempt(name, function, *args):
+    """Call function(*args), so that one bad input of many does not end the work on the others.
 
-    what: the name of the input. Other exceptions are raised as they are.
+    name: of the input, for the sentence.
+    Returns: the result; or the error's sentence where the input is bad or memory too small. Raises other exceptions.
     """
     try:
         return function(*args)
@@ -33,10 +40,5 @@ def attempt(what, function, *args):
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        return (f"{what}: there is not enough memory ({first_line(error)}); use a smaller volume, fewer workers, or a "
+        return (f"{name}: there is not enough memory ({first_line(error)}); use a smaller volume, fewer workers, or a "
                 "device or machine with more.")
-
-
-DONE = 0
-PLANNED_RESTART = 42
-STOP = 43

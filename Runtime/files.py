@@ -1,7 +1,7 @@
-"""The one way in which files are written: whole or not at all, and still there after a power cut. Needs no torch.
+"""The one way in which files are written: whole or not at all, and durable after a power cut. Needs no torch.
 
-A file is written beside its place as `.<name>.tmp-<pid>`, flushed to the disk, and only then given its name. Whoever
-reads it sees the old content or the new one, never half of it.
+A file is written beside its final place as `.<name>.tmp-<pid>`, flushed to the disk, and then renamed. A reader sees
+the old content or the new content, never a part.
 """
 import contextlib
 import errno
@@ -13,46 +13,52 @@ import time
 from pathlib import Path
 
 A_DAY_S = 86400.0
-# What a file system that is full or does not answer says: it may well be over in a minute, and nobody's input is wrong.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # between two tries of `patiently`
+# Errors of a file system that is full or does not answer. They may be over in a minute, and no input is wrong.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY,
            errno.ENOLCK, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
            errno.ENETUNREACH, errno.EREMOTEIO}
 
 
 def write_file(path, content):
-    """Write a file atomically and durably; its folder is made if missing.
+    """Write a file atomically and durably; its folder is created if missing.
 
     content: bytes, text (stored as UTF-8), or a function that writes to the open binary file it is given.
-    Raises OSError where it cannot be written; what stood there before then still stands.
+    Raises OSError if it cannot be written; the previous content then remains.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
     try:
-        with open(partial, "wb") as file:
-            if callable(content):
-                content(file)
-            else:
-                file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_flushed(partial, content)
         replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
+def write_flushed(path, content):
+    """Write a file in place and flush it to the disk: the first half of `write_file`. content: as there."""
+    with open(path, "wb") as file:
+        if callable(content):
+            content(file)
+        else:
+            file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def partial_path(path):
-    """Where this process writes a file before it gets its name: hidden, so that no listing of volumes takes it up."""
+    """Where this process writes a file before the rename. The name is hidden: listings of volumes skip it."""
     path = Path(path)
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")
 
 
 def replace(partial, path):
-    """Give a file that has been written and flushed its name, whatever had it before."""
+    """Rename a file that has been written and flushed; it replaces the file at `path`, if any."""
     os.replace(partial, path)
     if os.name == "nt":
-        return  # Windows opens no folders
-    folder = os.open(Path(path).parent, os.O_RDONLY)  # the new name itself is durable only after this
+        return  # Windows cannot open folders
+    folder = os.open(Path(path).parent, os.O_RDONLY)  # the rename is durable only after the folder is flushed
     try:
         os.fsync(folder)
     finally:
@@ -60,80 +66,98 @@ def replace(partial, path):
 
 
 def remove_leftovers(folder):
-    """Remove partial files below `folder` whose process is dead on this host, or that are a day old. Returns a list."""
+    """Remove partial files below `folder` that are a day old or whose process is dead on this host.
+
+    Returns: list of the removed paths.
+    """
     removed = []
     for path in Path(folder).rglob("*.tmp-*"):
         pid = path.name.rpartition(".tmp-")[2]
+        if not pid.isdecimal() or len(pid) >= 10:
+            continue
         try:
-            old = time.time() - path.stat().st_mtime > A_DAY_S
-            if pid.isdecimal() and len(pid) < 10 and path.is_file() and (old or not _is_alive(int(pid))):
+            is_old = time.time() - path.stat().st_mtime > A_DAY_S
+            if path.is_file() and (is_old or not _is_alive(int(pid))):
                 path.unlink()
                 removed.append(path)
         except FileNotFoundError:
-            continue  # its owner finished in the meantime
+            continue  # its process has renamed it in the meantime
     return removed
 
 
 def is_passing(error):
-    """Whether an exception is a fault that passes by itself, or by somebody making room."""
+    """Whether an exception is a fault of the file system that passes by itself, or once someone frees space."""
     return isinstance(error, OSError) and error.errno in PASSING
 
 
-def patiently(do, seconds, what):
-    """What `do()` returns, tried again at growing intervals as long as a passing fault lasts, for `seconds` at most.
+def patiently(action, seconds, subject):
+    """Call `action()` until no passing fault occurs, at growing intervals, for at most `seconds`.
 
-    what: the thing that is waited for, for the one line that says so on standard error. Raises the last fault.
+    subject: path or name for the one line on standard error that reports the first fault.
+    Returns: what `action` returns. Raises the last passing fault after `seconds`, any other exception at once.
     """
-    ends, pause = time.monotonic() + seconds, 0.5
+    until = time.monotonic() + seconds
+    pause = FIRST_PAUSE_S
     while True:
         try:
-            return do()
+            return action()
         except OSError as error:
-            left = ends - time.monotonic()
+            left = until - time.monotonic()
             if not is_passing(error) or left <= 0:
                 raise
-            if pause == 0.5:
-                print(f"{what}: {error.strerror or error}; tried again for up to {seconds:.0f} s", file=sys.stderr,
+            if pause == FIRST_PAUSE_S:
+                print(f"{subject}: {error.strerror or error}; tried again for up to {seconds:.0f} s", file=sys.stderr,
                       flush=True)
         time.sleep(min(pause, left))
-        pause = min(2 * pause, 15.0)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def read_lines(path):
-    """The objects of a file with one JSON object per line; a line that a dying machine cut short is left out."""
+def read_lines(path, tail=None):
+    """The objects of a file with one JSON object per line; [] if there is no such file.
+
+    tail: how many bytes to read at most, from the end; None reads all. A line that is cut, by `tail` or by the death of
+    a machine, is left out.
+    """
+    try:
+        with open(path, "rb") as file:
+            if tail is not None:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - tail, 0))
+            texts = file.read().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     lines = []
-    if path.exists():
-        with open(path, errors="replace") as file:
-            for line in file:
-                try:
-                    lines.append(json.loads(line))
-                except ValueError:
-                    continue
+    for text in texts:
+        try:
+            lines.append(json.loads(text.decode(errors="replace")))
+        except ValueError:
+            continue
     return lines
 
 
 def append_line(path, line):
-    """Add one JSON object to such a file, durably: all of it or nothing. Raises OSError where it cannot be written."""
+    """Append one JSON object to such a file, durably: all of it or nothing. Raises OSError if that fails."""
     append_bytes(path, json.dumps(line).encode() + b"\n", begin_a_line=True)
 
 
 def append_bytes(path, content, begin_a_line=False):
-    """Add bytes to a file, durably: all of them or none, so that it may be tried again. Makes the file and its folder.
+    """Append bytes durably: all of them or none, so that the call may be repeated. Creates the file and its folder.
 
-    begin_a_line: whether to go to a new line first, where a machine died in the middle of one.
+    begin_a_line: write a line break first if the file ends within a line, as after the death of a machine.
+    Raises OSError if that fails; the file then has its previous length.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        if begin_a_line and end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+        size = file.seek(0, os.SEEK_END)
+        if begin_a_line and size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             content = b"\n" + content
         try:
-            if file.write(content) < len(content):  # the last block of a full disk takes a part
+            if file.write(content) < len(content):  # the last block of a full disk takes only a part
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(file.fileno())
         except OSError:
-            with contextlib.suppress(OSError):  # the first fault is the one to tell
-                os.ftruncate(file.fileno(), end)
+            with contextlib.suppress(OSError):  # report the first fault, not this one
+                os.ftruncate(file.fileno(), size)
             raise
 
 
@@ -149,5 +173,5 @@ def _is_alive(pid):
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # somebody else's
+        pass  # alive, but of another user
     return True

@@ -7,8 +7,9 @@ import collections
 import sys
 from pathlib import Path
 
-from Runtime.attempts import history, read_lines
+from Runtime.attempts import history
 from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import read_lines
 from Runtime.report import text_table
 
 STEP = ("deform", "embeddings", "forward", "accumulate", "agree", "backward", "optimizer", "between steps")

@@ -1,7 +1,7 @@
-"""Randomness without state: every draw is a function of (seed, purpose, counters), and of nothing that ran before.
+"""Randomness without state: every draw is a function of (seed, purpose, counters) and of nothing that ran before.
 
-A run resumed at any step, or spread over another number of processes, therefore sees the same numbers, and a
-checkpoint needs no generator state. Numbers are drawn on the CPU, so that they are the same on every device.
+A run that resumes at any step, or on another number of processes, therefore draws the same numbers, and a checkpoint
+needs no generator state. Numbers are drawn on the CPU: they are the same on every device.
 """
 import hashlib
 
@@ -11,15 +11,17 @@ import torch
 def hashed(seed, purpose, *counters):
     """The hash of a draw's key: 8 bytes.
 
-    seed: int. purpose: str naming what is drawn, so that two uses never share numbers.
+    seed: int. purpose: str naming what is drawn; two uses with different names never share numbers.
     counters: ints, e.g. epoch and global sample index.
     """
-    return hashlib.blake2b(repr((int(seed), purpose, *map(int, counters))).encode(), digest_size=8).digest()
+    key = (int(seed), purpose, *map(int, counters))
+    return hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
 
 
 def generator(seed, purpose, *counters):
-    """A CPU generator keyed by a hash of its arguments, see `hashed`."""
-    return torch.Generator().manual_seed(int.from_bytes(hashed(seed, purpose, *counters), "little") & (2 ** 63 - 1))
+    """A CPU generator seeded by the hash of its arguments, which are those of `hashed`."""
+    number = int.from_bytes(hashed(seed, purpose, *counters), "little")
+    return torch.Generator().manual_seed(number & (2 ** 63 - 1))  # seeds are non-negative int64
 
 
 def uniform(keys, purpose, *shape):

@@ -2,40 +2,38 @@
 
 Each rank leaves its log (Runtime/watchdog.py), to which the launcher adds how the process ended, and its stacks.
 """
-import json
 import signal
 
 from Runtime.errors import PLANNED_RESTART
+from Runtime.files import read_lines
 
 # What a backend says when another rank is gone: a consequence, never the cause.
 ECHOES = ("closed by peer", "connection reset", "broken pipe", "timed out waiting", "connection refused", "heartbeat",
           "remote process", "connection was likely closed", "dist store", "diststore", "socket timeout",
           "did not arrive", "cannot be reached")
 SYNCHRONISED = ("agree", "backward", "refresh")  # no rank can leave these before every other one has arrived
-TAIL = 2 ** 20
-OVERSLEPT_S = 1.5  # later than the others by this: its watchdog did not run
+TAIL = 2 ** 20  # bytes of a rank's log that are read
+OVERSLEPT_S = 1.5  # a rank that outlived its deadline by so much more than the others had no running watchdog
 
 
 def read_rank(run, rank, attempt):
-    """What a rank left of this attempt: {"rank", "events", "now" (last breadcrumb), "exit", "stack"}."""
-    try:
-        with open(run / f"rank{rank}.jsonl", "rb") as file:
-            file.seek(max(file.seek(0, 2) - TAIL, 0))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        lines = []
-    found = {"rank": rank, "events": [], "now": None, "exit": None, "stack": ""}
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # cut by TAIL or by the death of a node
-        if entry.get("attempt") == attempt:
-            kind = entry["event"] if entry["event"] in ("now", "exit") else "events"
-            found[kind] = [*found["events"], entry] if kind == "events" else entry
-    if found["now"] and (run / f"rank{rank}.stack").exists():
-        found["stack"] = (run / f"rank{rank}.stack").read_text(errors="replace")
-    return found
+    """What a rank left of this attempt.
+
+    Returns: {"rank", "events" (all lines but those of the next two), "now" (last breadcrumb or None), "exit" (line of
+    the launcher or None), "stack" (text)}.
+    """
+    evidence = {"rank": rank, "events": [], "now": None, "exit": None, "stack": ""}
+    for line in read_lines(run / f"rank{rank}.jsonl", TAIL):
+        if line.get("attempt") != attempt:
+            continue
+        if line["event"] in ("now", "exit"):
+            evidence[line["event"]] = line
+        else:
+            evidence["events"].append(line)
+    stack = run / f"rank{rank}.stack"
+    if evidence["now"] and stack.exists():
+        evidence["stack"] = stack.read_text(errors="replace")
+    return evidence
 
 
 def judge(run, attempt, world_size, code):

@@ -85,6 +85,15 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path):
     assert read_lines(path) == [{"a": 1}, {"b": "x" * 100}]
 
 
+def test_lines_are_read_from_the_end_on_request(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    assert read_lines(path) == []
+    path.write_bytes(b'{"a": 1}\n{"b": "\xff"}\n{"c": 3}\n{"cut')
+    assert read_lines(path) == [{"a": 1}, {"b": "\ufffd"}, {"c": 3}] == read_lines(path, 1000)
+    assert read_lines(path / "below a file") == []
+    assert read_lines(path, len('{"c": 3}\n{"cut') + 5) == [{"c": 3}], "the line cut by the tail is left out"
+
+
 def test_only_faults_that_pass_are_waited_for(capsys):
     said = []
 
