@@ -25,7 +25,7 @@ import torch
 
 from Runtime.errors import InputError
 from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file, write_flushed
-from Runtime.manifest import damage, newest_first, read_manifest, standing
+from Runtime.manifest import LOST, damage, newest_first, read_manifest, standing
 from Runtime.run_lock import assert_held
 
 FORMAT = 1
@@ -406,7 +406,7 @@ def _manifest(run, warn):
     """The manifest, rebuilt from the files that load when it is lost."""
     try:
         return read_manifest(run)
-    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except LOST as error:
         reason = _reason(error)
     manifest, files = {"checkpoints": {}, "best": None}, _checkpoint_files(run)
     if not files:

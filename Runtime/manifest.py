@@ -1,24 +1,27 @@
 """The list of a run's checkpoints, `<run>/manifest.json`, and which of them count. Needs no torch.
 
 An entry is written once the file has been read back: {"epoch", "step", "sha256", "bytes", "weights_sha256", "written",
-"metrics"}. Two marks may follow: "damaged", what was wrong when the file was last read, and "doubtful", why a run went
-one checkpoint back. What is kept, where a run continues and how far it has come all go by `standing`.
+"metrics"}. Two marks may follow: "damaged", the fault that the last reading of the file found, and "doubtful", the
+reason why a run went one checkpoint back. `standing` decides what is kept, where a run continues and how far it is.
 """
 import json
 from pathlib import Path
 
 from Runtime.files import sha256
 
+# What `read_manifest` raises where the manifest is missing or damaged. Another OSError says nothing about the manifest.
+LOST = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError)
+
 
 def read_manifest(run):
-    """{"checkpoints": {relative path: entry}, "best"}, with a save that was killed after its rename counted in.
+    """{"checkpoints": {relative path: entry}, "best"}, including a save that was killed after its rename.
 
-    Raises FileNotFoundError where there is none, another OSError where the file system does not answer, and ValueError,
-    LookupError, TypeError or AttributeError where the content is damaged.
+    Raises one of LOST if there is no manifest or it is damaged, another OSError if the file system does not answer.
     """
     manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
-    entries, best, pending = manifest["checkpoints"], manifest["best"], manifest.get("pending")
-    newest_first(entries)  # an entry without epoch or step makes the manifest unreadable here, not later
+    entries, best = manifest["checkpoints"], manifest["best"]
+    pending = manifest.get("pending")
+    newest_first(entries)  # an entry without epoch or step counts as damage here, not later
     if pending and damage(run / pending["checkpoint"], pending["entry"]) is None:
         entries[pending["checkpoint"]] = pending["entry"]
         best = pending["best"] or best
@@ -26,16 +29,18 @@ def read_manifest(run):
 
 
 def newest_first(entries):
-    """Names of all entries by (epoch, step), the newest first; of two at the same step the epoch's comes first."""
-    return sorted(entries, reverse=True, key=lambda name: (entries[name]["epoch"], entries[name]["step"],
-                                                           not name.startswith("tmp/"), name))
+    """Names of all entries by (epoch, step), newest first; of two at one step, the epoch checkpoint comes first."""
+    def place(name):
+        return entries[name]["epoch"], entries[name]["step"], not name.startswith("tmp/"), name
+
+    return sorted(entries, reverse=True, key=place)
 
 
 def standing(run, entries):
-    """Names of the checkpoints that count, newest first: the file is there in its size, not damaged, not doubtful.
+    """Names of the checkpoints that count, newest first: not damaged, not doubtful, and the file has its size.
 
-    The content is not read: it was when it was written, and is again when a run continues from it, which then marks
-    what it finds damaged.
+    The content is not read here. It is read after the file is written, and again when a run continues from it, which
+    then marks damaged files.
     """
     return [name for name in newest_first(entries)
             if "damaged" not in entries[name] and "doubtful" not in entries[name]
@@ -43,16 +48,16 @@ def standing(run, entries):
 
 
 def durable_step(run):
-    """Steps of the newest checkpoint that counts; 0 where there is none. Raises OSError as `read_manifest` does."""
+    """Step of the newest checkpoint that counts; 0 if there is none. Raises OSError as `read_manifest` does."""
     try:
         entries = read_manifest(Path(run))["checkpoints"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+    except LOST:
         return 0
     return next((entries[name]["step"] for name in standing(run, entries)), 0)
 
 
 def wrong_size(path, entry):
-    """None where a file is there in the size of its entry, else what is wrong. Raises OSError as `damage` does."""
+    """None if a file has the size of its entry, else a phrase. Raises OSError as `damage` does."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -63,9 +68,9 @@ def wrong_size(path, entry):
 
 
 def damage(path, entry):
-    """None where a file has the size and SHA-256 of its entry, else what is wrong with it.
+    """None if a file has the size and SHA-256 of its entry, else a phrase that says what is wrong.
 
-    Raises OSError where the file system does not give it: that says nothing about the file.
+    Raises OSError if the file system does not deliver the file: that says nothing about its content.
     """
     if wrong := wrong_size(path, entry):
         return wrong
