@@ -13,29 +13,30 @@ import yaml
 
 from Runtime.errors import InputError
 
-# key: (type, limits ...); the notation is explained there.
+# {key: (type, limits ...)}; keys.yaml explains the notation.
 CONFIGS = Path(__file__).parent.parent / "Config"
 KEYS = {key: tuple(rule) for key, rule in yaml.safe_load((CONFIGS / "keys.yaml").read_text()).items()}
 
-# What a checkpoint's weights depend on: these must agree for it to be continued.
+# The weights of a checkpoint depend on these keys: they must agree with the config of the run that continues it.
 MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
     "model.detach_recovery", "model.condition_dropout", "model.use_checkpoint")] + [
     "diffusion.timesteps", "contrastive.embedding"]
 
 
 def load_config(path, overrides=()):
-    """Read a YAML config, what its `base` adds, and `key=value` overrides.
+    """Read a YAML config over its `base`, and apply `key=value` overrides.
 
-    Returns a flat dict {dotted key: value} with every key of KEYS, converted and checked.
+    Returns: flat dict {dotted key: value} with every key of KEYS, converted and checked.
     Raises InputError with one sentence for a missing file, bad YAML, or an unknown, missing or mistyped key.
     """
     return check_config({**read_config(path), **overridden(overrides)}, path)
 
 
 def read_config(path, above=()):
-    """The flat dict of a config file, laid over that of its `base`; not yet checked.
+    """The flat dict of a config file over that of its `base`; not yet checked.
 
-    base: a path from the file's own folder, or the name of a config in Config/. above: the files that led here.
+    base: a path from the file's own folder, or the name of a config in Config/. above: files whose base led here.
+    Raises InputError for a file that is missing or no config, and for a circle of bases.
     """
     flat = flatten(read_yaml(path), path)
     base = flat.pop("base", None)
@@ -44,16 +45,17 @@ def read_config(path, above=()):
     if not isinstance(base, str):
         raise InputError(f"{path}: base is the path of another config, such as config_om.yaml, not {base!r}.")
     beside = Path(path).parent / base
-    found = beside if beside.is_file() else CONFIGS / base
-    if not found.is_file():
+    base_path = beside if beside.is_file() else CONFIGS / base
+    if not base_path.is_file():
         raise InputError(f"{path}: base: there is no config {beside}, and none of that name in {CONFIGS}.")
     above = (*above, Path(path).resolve())
-    if found.resolve() in above:
-        raise InputError(f"{path}: base: {found} leads back to this file; remove one of the two lines.")
-    return {**read_config(found, above), **flat}
+    if base_path.resolve() in above:
+        raise InputError(f"{path}: base: {base_path} leads back to this file; remove one of the two lines.")
+    return {**read_config(base_path, above), **flat}
 
 
 def read_yaml(path):
+    """The content of a YAML file. Raises InputError if it is missing, unreadable or not valid YAML."""
     try:
         return yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
@@ -67,7 +69,7 @@ def read_yaml(path):
 
 
 def overridden(overrides):
-    """What `key=value` words say, as a dict {dotted key: value}, not yet checked."""
+    """{dotted key: value} of `key=value` texts, not yet checked. Raises InputError for a text without "="."""
     flat = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -81,18 +83,20 @@ def overridden(overrides):
 
 
 def flatten(nested, path):
-    """{"model": {"dims": 3}} to {"model.dims": 3}."""
+    """{"model": {"dims": 3}} becomes {"model.dims": 3}. Raises InputError if `nested` is no dict."""
     if not isinstance(nested, dict):
         raise InputError(f"{path}: a config is a YAML mapping of sections, like Config/config_om.yaml.")
     flat = {}
     for section, values in nested.items():
-        flat.update({f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict)
-                    else {str(section): values})
+        if isinstance(values, dict):
+            flat.update({f"{section}.{key}": value for key, value in values.items()})
+        else:
+            flat[str(section)] = values
     return flat
 
 
 def check_config(flat, path):
-    """Check a flat dict against KEYS, convert the values, and check what holds between keys."""
+    """Check a flat dict against KEYS, convert the values, and check rules between keys. Returns: the config."""
     for key in flat:
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
@@ -111,9 +115,9 @@ def check_config(flat, path):
 
 
 def name_data(cfg, path):
-    """data.name from the data set where it is not given, and data.cache from that name.
+    """Derive data.name from the data set if it is empty, and data.cache "auto" from data.name; changes cfg.
 
-    It is done once, here, so that run folder, checkpoints, manifest, cache and report have the same name.
+    This is the only place, so that run folder, checkpoints, manifest, cache and report use the same name.
     """
     root = Path(os.path.abspath(cfg["data.root"]))
     if not cfg["data.name"]:
@@ -129,10 +133,13 @@ def name_data(cfg, path):
 
 
 def convert(key, value, rule, path):
-    """One value to its type and into its range, or InputError. YAML reads 1e-5 as a string: numbers may be strings."""
+    """One value, converted to its type. rule: of KEYS. Raises InputError for a wrong type or a value out of range.
+
+    Numbers may be strings, since YAML reads 1e-5 as a string.
+    """
     kind, limits = rule[0], rule[1:]
     if kind == "int or int+":
-        return convert(key, value, ("int+" if isinstance(value, list) else "int", *limits), path)
+        kind = "int+" if isinstance(value, list) else "int"
     if kind.endswith("+"):
         if not isinstance(value, list) or not value:
             raise InputError(f"{path}: {key} is a list of {'whole ' * (kind == 'int+')}numbers such as [8, 16], not "
@@ -143,8 +150,8 @@ def convert(key, value, rule, path):
             raise InputError(f"{path}: {key} is true or false, not {value!r}.")
         return value
     if kind == "str":
-        # YAML reads the bare word `off` as false.
-        value = "off" if value is False and limits and "off" in limits[0] else value
+        if value is False and limits and "off" in limits[0]:
+            value = "off"  # YAML reads the bare word `off` as false
         value = "" if value is None else str(value)
         if limits and value not in limits[0]:
             raise InputError(f"{path}: {key} is one of {', '.join(limits[0])}, not {value!r}.")
@@ -153,6 +160,7 @@ def convert(key, value, rule, path):
 
 
 def convert_number(key, value, kind, low, high, path):
+    """A number of kind "int" or "float" between low and high (None: no limit), or InputError."""
     wanted = "a whole number" if kind == "int" else "a number"
     number = float("nan")
     with contextlib.suppress(TypeError, ValueError):
@@ -166,18 +174,19 @@ def convert_number(key, value, kind, low, high, path):
 
 
 def check_name(key, value):
-    """Raise InputError for a name that cannot be part of the names of files and folders everywhere."""
+    """Raise InputError for a name that some file system would not accept as part of a file name."""
     if not re.fullmatch(r"\w[\w.+-]*", value):
-        usable = re.sub(r"[^\w.+-]+", "_", value).strip("._+-") or "brains"
+        suggestion = re.sub(r"[^\w.+-]+", "_", value).strip("._+-") or "brains"
         raise InputError(f"{key} is {value!r}, and files and folders are named by it: use letters, digits and . _ + -, "
-                         f"beginning with a letter or digit, for example --set {key}={usable}.")
+                         f"beginning with a letter or digit, for example --set {key}={suggestion}.")
 
 
 def check_together(cfg, path):
-    """What must hold between keys."""
+    """Check rules between keys, and expand data.img_size to one number per dimension. Raises InputError."""
     check_name("data.name", cfg["data.name"])
     dims, size = cfg["model.dims"], cfg["data.img_size"]
-    cfg["data.img_size"] = size = [size] * dims if isinstance(size, int) else size
+    if isinstance(size, int):
+        cfg["data.img_size"] = size = [size] * dims
     grids = cfg["diffusion.grids"]
     if len(size) != dims:
         raise InputError(f"{path}: data.img_size needs one number or {dims} (model.dims), not {size}.")
@@ -207,7 +216,7 @@ def check_together(cfg, path):
 
 
 def save_config(cfg, path):
-    """Write a config so that `load_config` reads the same values back."""
+    """Write a config as YAML; `load_config` reads the same values back. cfg: flat dict."""
     nested = {}
     for key, value in cfg.items():
         section, name = key.split(".")

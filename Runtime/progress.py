@@ -1,6 +1,7 @@
-"""The averages of an epoch, and how the training shows them: nine of the modes as they are, and any that is added.
+"""The averages of an epoch, and how the training shows them.
 
-Whatever a step function returns among its terms is averaged, shown, logged and drawn under its name.
+Nine terms are always listed. Every other term that a step function returns is averaged, shown, logged and drawn under
+its own name.
 """
 import sys
 
@@ -10,20 +11,24 @@ from Runtime.errors import InputError
 from Runtime.writer import add_scalar
 
 AVERAGES = ["total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "imgmse", "ddf"]
-# What the sums and the lines of the log have beside the terms: no names for a term.
+# Keys that the sums and the log use besides the terms; a term cannot have these names.
 TAKEN = ("steps", "open", "nonfinite", "counts", "open_share", "epoch", "step", "event", "attempt", "rank", "time")
 
 
 def new_sums():
-    """Sums of an epoch: each average's total and count, steps, steps with an open gate, non-finite losses."""
-    return {**{name: 0.0 for name in AVERAGES}, "steps": 0, "open": 0, "nonfinite": 0,
-            "counts": {name: 0 for name in AVERAGES}}
+    """Sums of an epoch, all zero.
+
+    Returns: {term: total, "counts": {term: number of values}, "steps", "open": steps with an open gate, "nonfinite":
+    losses that were NaN or infinite}.
+    """
+    totals = {name: 0.0 for name in AVERAGES}
+    return {**totals, "steps": 0, "open": 0, "nonfinite": 0, "counts": {name: 0 for name in AVERAGES}}
 
 
 def add_terms(sums, terms):
-    """Add a mode's terms to the epoch's sums; called only where that mode took a step.
+    """Add a mode's terms to the epoch's sums; call this only if the mode took a step.
 
-    Raises InputError for a term with a name that the log uses itself.
+    sums: of `new_sums`, changed here. terms: {name: number}. Raises InputError for a name in TAKEN.
     """
     for name, value in terms.items():
         if name in TAKEN:
@@ -34,39 +39,50 @@ def add_terms(sums, terms):
 
 
 def averages(sums):
-    """The averages of all terms, the nine first; None where a mode has not run."""
+    """{term: average over its steps}, the nine first; None for a term of a mode that has not run."""
     return {name: sums[name] / count if count else None for name, count in sums["counts"].items()}
 
 
 def show(value):
-    """A number for a person; "-" for a mode that has not run."""
+    """A number with three digits; "-" for None."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def progress_bars(cfg, progress, steps, is_main):
-    """The bar of an epoch, and the line of averages below it; silent on all ranks but the first."""
+    """(bar of an epoch, line of averages below it). The line is disabled in a log, both on ranks other than the first.
+
+    progress: dict with "epoch", "step_in_epoch" and "sums". steps: of the epoch.
+    """
     terminal = sys.stderr.isatty()
     bar = tqdm(total=steps, initial=progress["step_in_epoch"], unit="step", dynamic_ncols=True, disable=not is_main,
                desc=f"epoch {progress['epoch'] + 1}/{cfg['run.epochs']}", mininterval=1.0 if terminal else 30.0)
-    return bar, tqdm(bar_format="{desc}", position=1, dynamic_ncols=True, disable=not (terminal and is_main))
+    below = tqdm(bar_format="{desc}", position=1, dynamic_ncols=True, disable=not (terminal and is_main))
+    return bar, below
 
 
 def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds):
-    """Samples per second and time left of the run behind the bar, the averages below it (in a log, behind)."""
-    here = progress["step_in_epoch"] - first_step
-    left = (cfg["run.epochs"] - progress["epoch"]) * steps - progress["step_in_epoch"]
-    hours, minutes = divmod(int(left * seconds / here) // 60, 60)
+    """Advance the bar: samples per second and remaining time of the run behind it, averages below (in a log, behind).
+
+    steps: of an epoch. first_step: step_in_epoch where this launch entered the epoch. samples: of a step.
+    seconds: since first_step.
+    """
+    steps_here = progress["step_in_epoch"] - first_step
+    steps_left = (cfg["run.epochs"] - progress["epoch"]) * steps - progress["step_in_epoch"]
+    hours, minutes = divmod(int(steps_left * seconds / steps_here) // 60, 60)
     shown = "  ".join(f"{name} {show(value)}" for name, value in averages(progress["sums"]).items())
-    rate = f"{here * samples / seconds:.2f} samples/s, {hours}:{minutes:02d} h left"
+    rate = f"{steps_here * samples / seconds:.2f} samples/s, {hours}:{minutes:02d} h left"
     bar.set_postfix_str(f"{rate} | {shown}" if below.disable else rate, refresh=False)
     below.set_description_str(shown)
     bar.update()
 
 
 def show_epoch(curves, entry, progress, cfg, seconds):
-    """An epoch's averages and scores: a line in the log, and each of them as a curve (Runtime/writer.py)."""
-    tqdm.write(f"epoch {progress['epoch'] + 1}: " + " ".join(f"{name} {show(value)}" for name, value in entry.items())
-               + f" (gate {cfg['registration.gate']}, {seconds:.0f} s)")
+    """Print an epoch's averages and scores in one line, and add each to its curve.
+
+    curves: of Runtime/writer.py. entry: {name: value or None}. seconds: that the epoch took.
+    """
+    shown = " ".join(f"{name} {show(value)}" for name, value in entry.items())
+    tqdm.write(f"epoch {progress['epoch'] + 1}: {shown} (gate {cfg['registration.gate']}, {seconds:.0f} s)")
     for name, value in entry.items():
         if value is not None:
             kind = "validation" if name.startswith("val_") else "train"

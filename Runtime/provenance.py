@@ -1,4 +1,4 @@
-"""What exactly ran: each launch leaves its config, commit, local changes, settings and versions in the run folder.
+"""Provenance: each launch saves its config, commit, local changes, settings and package versions in the run folder.
 
     python -m Runtime.provenance        print the settings of this shell
 """
@@ -15,18 +15,18 @@ from pathlib import Path
 
 from Runtime.config import save_config
 
-# Variables that change what a driver, a communication library or torch does.
+# Environment variables that drivers, communication libraries and torch read.
 SETTINGS = re.compile("(NCCL|RCCL|CCL|GLOO|UCX|FI|I_MPI|MPICH|MIOPEN|HSA|HIP|ROCR|CUDA|ZE|ONEAPI|SYCL|NEO|TORCH|"
                       "PYTORCH|OMP|MKL|KMP|MASTER|CLUSTER|PYTHONPATH)(_.*)?$")
 
 
 def settings():
-    """{name: value} of the variables in force that change how the devices and the communication work."""
+    """{name: value} of the variables of this process that drivers, communication libraries and torch read."""
     return {name: value for name, value in sorted(os.environ.items()) if SETTINGS.match(name)}
 
 
 def git(*arguments):
-    """Output of a git command in the code's folder, or None where this is no git checkout."""
+    """Output of a git command in the code's folder; None if it is no git checkout or git takes more than 30 s."""
     try:
         return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True,
                               check=True, timeout=30).stdout
@@ -34,27 +34,33 @@ def git(*arguments):
         return None
 
 
-def save_launch(run, cfg, step):
-    """Write <run>/launches/<n>/: config.yaml, launch.json and, where files differ from the commit, changes.diff.
-
-    step: the step at which this launch starts. Returns the folder.
-    """
-    launches = Path(run) / "launches"
-    number = max([int(f.name) for f in launches.glob("*") if re.fullmatch(r"\d+", f.name)], default=-1) + 1
-    folder = launches / f"{number:04d}"
-    folder.mkdir(parents=True)
-    save_config(cfg, folder / "config.yaml")
-    names = [re.split(r"[^\w.-]", r)[0] for r in importlib.metadata.requires("torch") or []]
-    names, versions = ["torch", "numpy", "nibabel", "pyyaml", "tensorboard", "tqdm", "scipy", "matplotlib", *names], {}
+def package_versions():
+    """{name: version} of the installed packages that the project and torch need."""
+    names = ["torch", "numpy", "nibabel", "pyyaml", "tensorboard", "tqdm", "scipy", "matplotlib"]
+    names += [re.split(r"[^\w.-]", requirement)[0] for requirement in importlib.metadata.requires("torch") or []]
+    versions = {}
     for name in dict.fromkeys(names):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def save_launch(run, cfg, step):
+    """Write <run>/launches/<n>/: config.yaml, launch.json and, if files differ from the commit, changes.diff.
+
+    step: the step at which this launch starts. Returns: Path of the folder.
+    """
+    launches = Path(run) / "launches"
+    numbers = [int(path.name) for path in launches.glob("*") if re.fullmatch(r"\d+", path.name)]
+    folder = launches / f"{max(numbers, default=-1) + 1:04d}"
+    folder.mkdir(parents=True)
+    save_config(cfg, folder / "config.yaml")
     commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
     job = {name: value for name, value in sorted(os.environ.items()) if re.match("SLURM_(JOB|NTASKS|NNODES)", name)}
     launch = {"started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "step": step,
               "command": [sys.executable, *sys.argv], "host": platform.node(), "commit": commit and commit.strip(),
               "changed": bool(changes), "seed": cfg["run.seed"], "python": platform.python_version(),
-              "packages": versions, "settings": settings(), "job": job}
+              "packages": package_versions(), "settings": settings(), "job": job}
     (folder / "launch.json").write_text(json.dumps(launch, indent=1) + "\n")
     if changes:
         (folder / "changes.diff").write_text(changes)

@@ -1,4 +1,4 @@
-"""Tables and pages of results: the one module that writes HTML. A page is one file and works offline."""
+"""Tables and pages of results: the only module that writes HTML. A page is one file and works offline."""
 import base64
 import io
 import platform
@@ -20,15 +20,15 @@ STYLE = (Path(__file__).parent / "report.css").read_text()
 
 
 def figure_png(figure):
-    """The figure as the bytes of a PNG file on white."""
+    """A matplotlib figure as the bytes of a PNG file, on white."""
     buffer = io.BytesIO()
-    # Without `metadata`, matplotlib writes the address of its home page into the file.
+    # Without this metadata, matplotlib writes the address of its home page into the file.
     figure.savefig(buffer, format="png", backend="agg", dpi=FILE_DPI, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def figure_html(figure, caption="", alt=""):
-    """The figure as a <figure> with the picture inside; it scrolls in its box where the window is narrow."""
+    """A matplotlib figure as a <figure> that embeds the picture; in a narrow window the picture scrolls."""
     data = base64.b64encode(figure_png(figure)).decode()
     width = round(figure.get_figwidth() * SCREEN_DPI)
     return (f'<figure><div class="wide"><img src="data:image/png;base64,{data}" alt="{escape(alt or caption)}" '
@@ -37,10 +37,10 @@ def figure_html(figure, caption="", alt=""):
 
 
 def table_html(header, rows, caption="", formats=None):
-    """HTML table; numbers to the right, None and NaN as "-", every text escaped.
+    """HTML table: numbers right-aligned, None and NaN as "-", all text escaped.
 
-    header: column names. rows: lists of cells. formats: one format such as ".3f" or None per column, used for numbers.
-    Raises InputError if a row or `formats` has not one entry per column.
+    header: column names. rows: lists of cells. formats: a format for numbers such as ".3f", or None, for each column.
+    Raises InputError if a row or `formats` does not have one entry per column.
     """
     lines, right = _cells(header, rows, formats)
     for number, (cells, sides) in enumerate(zip(lines, right)):
@@ -52,7 +52,7 @@ def table_html(header, rows, caption="", formats=None):
 
 
 def text_table(header, rows, formats=None):
-    """The table of `table_html` as aligned plain text for a terminal, without a newline at the end."""
+    """The table of `table_html` as aligned plain text, without a newline at the end. Arguments as there."""
     lines, right = _cells(header, rows, formats)
     widths = [max(map(len, column)) for column in zip(*lines)]
     for number, (cells, sides) in enumerate(zip(lines, right)):
@@ -62,23 +62,23 @@ def text_table(header, rows, formats=None):
 
 
 def cards_html(cards):
-    """Headline figures as large numbers, for the top of a page. cards: list of (label, value, note or "")."""
+    """HTML of headline results in large type, for the top of a page. cards: list of (label, value, note or "")."""
     parts = [f'<div class="card"><span>{escape(str(label))}</span><strong>{escape(_text(value))}</strong>'
              f"<span>{escape(str(note or ''))}</span></div>\n" for label, value, note in cards]
     return f'<div class="cards">\n{"".join(parts)}</div>\n'
 
 
 def write_page(path, title, lead, sections):
-    """Write a complete page that needs no other file and no network. A reader never sees half of it.
+    """Write a complete page, atomically, that needs no other file and no network.
 
-    path: the .html file; its folder is created. title, lead: plain text. sections: list of (heading, html), where the
-    html comes from the functions above; an empty heading is left out.
+    path: the .html file; its folder is created. title, lead: plain text. sections: list of (heading, html), with html
+    of the functions above; an empty heading is left out.
     Returns: path as a Path.
     """
     path = Path(path)
     body = "".join(f"<section>\n{f'<h2>{escape(heading)}</h2>' if heading else ''}\n{html}</section>\n"
                    for heading, html in sections)
-    # The policy keeps the page from asking the network for anything, whatever a section contains.
+    # The policy keeps the page from loading anything over the network, whatever a section contains.
     page = f"""<!DOCTYPE html>
 <html lang="en"><head>
 <meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -91,12 +91,13 @@ def write_page(path, title, lead, sections):
 {body}</main>
 <footer><p>{escape(_origin())}</p></footer></body></html>
 """
-    # File names that are not UTF-8 reach us as lone surrogates, which cannot be encoded.
+    # A file name that is not UTF-8 holds lone surrogates, which cannot be encoded.
     write_file(path, page.encode(errors="replace"))
     return path
 
 
 def _origin():
+    """The footer: when, where and with which versions the page was written."""
     commit = git("rev-parse", "--short", "HEAD")
     commit = [f"commit {commit.strip()}"] if commit else []
     return " \u00b7 ".join([f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", *commit,
@@ -104,6 +105,7 @@ def _origin():
 
 
 def _text(value, form=None):
+    """A cell as text. form: format for numbers; None shows integers whole and others with four digits."""
     if value is None or value != value:
         return "-"
     default = "" if isinstance(value, (int, np.integer)) else ".4g"
@@ -111,13 +113,18 @@ def _text(value, form=None):
 
 
 def _cells(header, rows, formats):
-    """The lines of the table as texts, header first, and for each cell whether it stands on the right."""
-    formats, rows = list(formats or [None] * len(header)), [list(row) for row in rows]
+    """(lines of texts, lines of flags whether a cell is right-aligned); the header is the first line of both."""
+    formats = list(formats or [None] * len(header))
+    rows = [list(row) for row in rows]
     for row in [formats, *rows]:
         if len(row) != len(header):
             raise InputError(f"A table of {len(header)} columns cannot hold {row}; give one entry per column.")
-    present = [[row[i] for row in rows if row[i] is not None] for i in range(len(header))]
-    numeric = [bool(column) and all(isinstance(cell, NUMBER) for cell in column) for column in present]
-    texts = [[" ".join(_text(cell, form).split()) for cell, form in zip(row, formats)] for row in rows]
-    right = [[isinstance(cell, NUMBER) or (cell is None and side) for cell, side in zip(row, numeric)] for row in rows]
-    return [[str(name) for name in header], *texts], [numeric, *right]
+    numeric = []  # for each column, whether all its cells are numbers, but for None
+    for index in range(len(header)):
+        column = [row[index] for row in rows if row[index] is not None]
+        numeric.append(bool(column) and all(isinstance(cell, NUMBER) for cell in column))
+    texts, right = [[str(name) for name in header]], [numeric]
+    for row in rows:
+        texts.append([" ".join(_text(cell, form).split()) for cell, form in zip(row, formats)])
+        right.append([isinstance(cell, NUMBER) or (cell is None and side) for cell, side in zip(row, numeric)])
+    return texts, right

@@ -1,4 +1,4 @@
-"""Curves and pictures of a run for TensorBoard. What cannot be written waits, and never ends a training."""
+"""Curves and pictures of a run for TensorBoard. If they cannot be written they wait; the training goes on."""
 import io
 import os
 import socket
@@ -12,11 +12,14 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from Runtime.files import append_bytes
 
-WAITING = 64 * 2 ** 20  # bytes that wait for room on a full disk; beyond that the oldest are given up
+WAITING = 64 * 2 ** 20  # most bytes that wait for space on a full disk; beyond that the oldest are dropped
 
 
 def new_writer(folder, step):
-    """A new event file in `folder` that replaces what earlier launches showed from `step` on."""
+    """Begin an event file. TensorBoard then ignores events of earlier launches from `step` on.
+
+    folder: of the events, created at the first `flush`. Returns: the dict that the functions below take.
+    """
     name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
     writer = {"path": Path(folder) / name, "waiting": [], "told": False}
     _add(writer, file_version="brain.Event:2")
@@ -25,11 +28,12 @@ def new_writer(folder, step):
 
 
 def add_scalar(writer, tag, value, step):
+    """Add a point to the curve `tag`. It is written by the next `flush`."""
     _add(writer, step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]))
 
 
 def add_figure(writer, tag, figure, step):
-    """A picture of a matplotlib figure."""
+    """Add a matplotlib figure as a picture. It is written by the next `flush`."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     width, height = (int(side) for side in figure.get_size_inches() * figure.dpi)
@@ -38,7 +42,7 @@ def add_figure(writer, tag, figure, step):
 
 
 def flush(writer):
-    """Write what waits. Where that fails, one line says so, and it is tried again at the next flush."""
+    """Write all that waits. If that fails, one line on standard error says so, and the next flush tries again."""
     try:
         append_bytes(writer["path"], b"".join(writer["waiting"]))
     except OSError as error:
