@@ -1,7 +1,8 @@
-"""Attempts: each launch of a run is one, numbered in `<run>/attempts.jsonl` with how it ended and what came next.
+"""Attempts: each launch of a run is one. `<run>/attempts.jsonl` numbers them and says how each ended and what follows.
 
 The launcher (bash_train_multi_nodes.sh) calls `python -m Runtime.attempts begin ...` before and `... end CODE` after
-each round; a training without a launcher does so by itself. Needs no torch. Runtime/goodput.py adds up what they cost.
+each round; a training without a launcher calls `begin` and `end` itself. Needs no torch. Runtime/goodput.py adds up the
+time that the attempts cost.
 """
 import argparse
 import functools
@@ -23,52 +24,58 @@ from Runtime.manifest import durable_step
 from Runtime.run_lock import hold, lock, run_folder, touch, unlock
 from Runtime.verdict import judge, sentence
 
-SAME_DEATHS, ANY_DEATHS = 3, 10  # without a new durable step: so many and the loop stops
-PATIENCE_S = 600.0  # where no config has been read yet
+SAME_DEATHS, ANY_DEATHS = 3, 10  # after so many without a new durable step the loop stops
+PATIENCE_S = 600.0  # for a file system that does not answer, before the config with run.patience_s is read
+# Phases before the first step. A refusal there would come again.
+STARTING = ("launch", "start", "meet", "data set", "stage", "join", "restore")
 
 
 def history(run):
-    """The lines of attempts.jsonl; one that a dying machine cut short is left out."""
+    """The lines of attempts.jsonl, oldest first. run: Path of the run folder."""
     return read_lines(run / "attempts.jsonl")
 
 
 def append(run, line):
+    """Add a line to attempts.jsonl, durably."""
     append_line(run / "attempts.jsonl", line)
 
 
 def begin(run, loop, world_size):
-    """Number a new attempt. loop: token that is the same for all rounds of one launch. Returns the number."""
+    """Number a new attempt and write its line. An attempt before it that has no end is judged first.
+
+    loop: the lock's token, the same for all rounds of one launcher. world_size: ranks. Returns: the number.
+    """
     lines = history(run)
-    begun = [line for line in lines if line["event"] == "begin"]
+    begins = [line for line in lines if line["event"] == "begin"]
     ended = {line["attempt"] for line in lines if line["event"] == "end"}
-    if begun and begun[-1]["attempt"] not in ended:  # nobody was left to write it
-        end(run, begun[-1]["attempt"], None)
-    attempt = begun[-1]["attempt"] + 1 if begun else 0
+    if begins and begins[-1]["attempt"] not in ended:  # launcher and ranks died together
+        end(run, begins[-1]["attempt"], None)
+    attempt = begins[-1]["attempt"] + 1 if begins else 0
     append(run, {"event": "begin", "attempt": attempt, "loop": loop, "time": time.time(), "ranks": world_size,
                  "host": socket.gethostname(), "job": os.environ.get("SLURM_JOB_ID", ""), "durable": durable_step(run)})
     return attempt
 
 
 def end(run, attempt, code, quiet=False, patience_s=0.0):
-    """Judge an attempt, decide what comes next, write both down and say so.
+    """Judge an attempt, decide what comes next, write and print both.
 
-    code: exit code of the launch, None where nobody saw it. quiet: the process itself has said how it ended.
-    patience_s: how long a file system that is full or does not answer is waited for.
-    Returns the decision: "done", "continue", "restart" (planned), "step back" (one checkpoint) or "stop".
+    code: exit code of the launch, None if unknown. quiet: do not print, since the process has printed its own end.
+    patience_s: how long to wait for a file system that is full or does not answer.
+    Returns: "done", "continue", "restart" (planned), "step back" (one checkpoint) or "stop".
     """
     line = patiently(lambda: judged(run, attempt, code), patience_s, run)
     patiently(lambda: append(run, line), patience_s, run / "attempts.jsonl")
     if line["verdict"]["dead"]:
-        content = {**line["verdict"], "next": line["next"], "sentence": line["sentence"]}
-        patiently(lambda: write_file(run / "verdict.json", json.dumps(content, indent=1) + "\n"), patience_s,
-                  run / "verdict.json")
+        path = run / "verdict.json"
+        content = json.dumps({**line["verdict"], "next": line["next"], "sentence": line["sentence"]}, indent=1)
+        patiently(lambda: write_file(path, content + "\n"), patience_s, path)
     if not quiet:
         print(line["sentence"], file=sys.stderr, flush=True)
     return line["decision"]
 
 
 def judged(run, attempt, code):
-    """The line that an attempt's end adds to attempts.jsonl."""
+    """The "end" line of an attempt for attempts.jsonl. code: as in `end`."""
     lines = history(run)
     begun = next(line for line in lines if line["event"] == "begin" and line["attempt"] == attempt)
     verdict = judge(run, attempt, begun["ranks"], code)
@@ -76,57 +83,54 @@ def judged(run, attempt, code):
             "time": time.time() if code is not None else verdict["ended"] or begun["time"],
             "durable": durable_step(run), "cause": verdict["cause"],
             "signature": [verdict[key] for key in ("cause", "mode", "phase", "step")]}
-    decision, why = decide([*lines, line], verdict)
-    return {**line, "decision": decision, "verdict": verdict, "next": why,
-            "sentence": f"{sentence(verdict).rstrip('.')}. {why}"}
+    decision, reason = decide([*lines, line], verdict)
+    return {**line, "decision": decision, "verdict": verdict, "next": reason,
+            "sentence": f"{sentence(verdict).rstrip('.')}. {reason}"}
 
 
 def decide(lines, verdict):
-    """(decision, what happens next in one sentence) from the ends of this loop's attempts, the last one included."""
+    """(decision of `end`, one sentence on what happens next).
+
+    lines: of attempts.jsonl; the last is the end that `verdict` judges. Only ends of the same loop count.
+    """
     last = lines[-1]
     if verdict["cause"] == "done":
         return "done", "The training is complete."
-    if verdict["cause"] == "refused" and verdict["phase"] in (
-            "launch", "start", "meet", "data set", "stage", "join", "restore"):
+    if verdict["cause"] == "refused" and verdict["phase"] in STARTING:
         return "stop", "This needs a person: correct it and start again."
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == last["loop"]]
     if not verdict["dead"]:
-        same = len(list(itertools.takewhile(lambda line: is_same(line, last), reversed(ends))))
-        if same >= SAME_DEATHS:  # each step that was done and saved would have made it another one
-            return "stop", f"Stopped: {same} planned restarts in a row at step {last['durable']}."
+        repeats = len(list(itertools.takewhile(lambda line: is_same(line, last), reversed(ends))))
+        if repeats >= SAME_DEATHS:  # a round that had saved a step would have another durable step
+            return "stop", f"Stopped: {repeats} planned restarts in a row at step {last['durable']}."
         return "restart", f"Continues from step {last['durable']}."
     deaths = [line for line in ends if line["durable"] == last["durable"] and line["cause"] != "planned restart"]
-    same = [line for line in deaths if is_same(line, last)]
-    # A file system comes back: no checkpoint is to blame, and it is given longer.
-    again = 0 if verdict["cause"] == "disk" else len(same)
-    if again >= SAME_DEATHS or len(deaths) >= ANY_DEATHS:
-        count = f"the same end {again} times" if again >= SAME_DEATHS else f"{len(deaths)} ends"
+    repeats = sum(is_same(line, last) for line in deaths)
+    if verdict["cause"] == "disk":
+        repeats = 0  # no checkpoint is to blame, and the file system gets more time to come back
+    if repeats >= SAME_DEATHS or len(deaths) >= ANY_DEATHS:
+        count = f"the same end {repeats} times" if repeats >= SAME_DEATHS else f"{len(deaths)} ends"
         return "stop", f"Stopped: {count} without a new durable step after step {last['durable']}."
-    if again == SAME_DEATHS - 1:
+    if repeats == SAME_DEATHS - 1:
         return "step back", "The same death twice without a new durable step: goes one checkpoint back."
     return "continue", f"Continues from the newest checkpoint that verifies (step {last['durable']})."
 
 
 def is_same(line, other):
-    """Whether two attempts ended in the same way at the same place, with the same durable step."""
+    """Whether two attempts ended for the same cause at the same place with the same durable step."""
     return (line["signature"], line["durable"]) == (other["signature"], other["durable"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the launcher calls
+# Commands of the launcher
 # ---------------------------------------------------------------------------------------------------------------------
 
 def launcher_begin(argv):
-    """Before a round: check the config, take the lock, number the attempt; print shell variables for the launcher."""
-    parser = argparse.ArgumentParser(prog="attempts begin")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--fresh", action="store_true")
-    parser.add_argument("--launcher-pid", type=int, required=True)
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that are there")
-    parser.add_argument("--tasks", type=int, required=True, help="ranks on each of them")
-    parser.add_argument("--of", type=int, default=0, help="ranks that were asked for, before nodes were left out")
-    args, _ = parser.parse_known_args(argv)
+    """Before a round: check the config, take the lock, number the attempt; print shell variables for the launcher.
+
+    argv: the arguments of the training and of the parser here. Raises InputError for a bad config or a folder in use.
+    """
+    args = parse_begin_arguments(argv)
     patiently(lambda: Path(args.config).exists() and Path(args.config).read_bytes(), PATIENCE_S, args.config)
     cfg = load_config(args.config, args.overrides)
     floor = cfg["run.deadline_floor_s"]
@@ -136,10 +140,10 @@ def launcher_begin(argv):
     lines = patiently(lambda: history(run), patience, run)
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == token]
     step_back = ends[-1]["sentence"] if ends and ends[-1]["decision"] == "step back" else ""
+    attempt = patiently(lambda: begin(run, token, nodes * tasks), patience, run)
     variables = {"OMNIMORPH_RUN": run, "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,
                  "OMNIMORPH_STEP": json.dumps(step), "NODE_COUNT": nodes, "TASKS_PER_NODE": tasks,
-                 "RANKS": nodes * tasks,
-                 "OMNIMORPH_ATTEMPT": patiently(lambda: begin(run, token, nodes * tasks), patience, run),
+                 "RANKS": nodes * tasks, "OMNIMORPH_ATTEMPT": attempt,
                  "OMNIMORPH_ROUND": len(ends) + requeued, "FREE_PORT": free_port(),
                  "ROUND_SECONDS": f"{cfg['run.round_seconds']:g}", "MAX_ROUNDS": cfg["run.max_rounds"],
                  "PAUSE_PLANNED": cfg["run.pause_planned_s"], "PAUSE_CRASH": cfg["run.pause_crash_s"],
@@ -150,61 +154,84 @@ def launcher_begin(argv):
         print(f"{name}={shlex.quote(str(value))}")
 
 
+def parse_begin_arguments(argv):
+    parser = argparse.ArgumentParser(prog="attempts begin")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--launcher-pid", type=int, required=True)
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that are there")
+    parser.add_argument("--tasks", type=int, required=True, help="ranks on each of them")
+    parser.add_argument("--of", type=int, default=0, help="ranks that were asked for, before nodes were left out")
+    return parser.parse_known_args(argv)[0]
+
+
 def take_folder(cfg, fresh, launcher_pid):
-    """(folder of the run, token of its lock, whether this job was requeued and goes on there); waits with patience."""
-    in_time = functools.partial(patiently, seconds=cfg["run.patience_s"], what=cfg["run.models"])
-    run, again = os.environ.get("OMNIMORPH_RUN"), os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    requeued = in_time(lambda: run_of_job(cfg)) if again else None
-    name = cfg["data.name"], cfg["model.name"]
-    run = Path(run or requeued or in_time(lambda: run_folder(cfg["run.models"], *name, fresh)))
-    token = in_time(lambda: lock(run, stale_after_s(cfg), pid=launcher_pid, token=os.environ.get("OMNIMORPH_TOKEN")))
-    return run, token, bool(requeued)
+    """Choose the run folder and take its lock for the launcher; wait up to run.patience_s for the file system.
+
+    Returns: (Path of the folder, token of its lock, whether a job that was requeued continues there).
+    """
+    wait = functools.partial(patiently, seconds=cfg["run.patience_s"], subject=cfg["run.models"])
+    was_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    folder_of_job = wait(lambda: run_of_job(cfg)) if was_requeued else None
+    run = os.environ.get("OMNIMORPH_RUN") or folder_of_job
+    if not run:
+        run = wait(lambda: run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh))
+    run = Path(run)
+    token = wait(lambda: lock(run, stale_after_s(cfg), pid=launcher_pid, token=os.environ.get("OMNIMORPH_TOKEN")))
+    return run, token, bool(folder_of_job)
 
 
 def share_out(run, cfg, nodes, tasks, asked):
-    """The step of the run, and how many of the nodes and of the ranks on each share it: (step, nodes, tasks).
+    """How many ranks divide the step of the run: (step of `fix_step`, nodes, tasks on each).
 
-    Where fewer ranks are left than were asked for, or fewer start than at first, as many as possible go on, and it is
-    said how many stay idle. Raises InputError where the config does not fit the ranks that were asked for.
+    nodes, tasks: that are there. asked: ranks that were asked for, before nodes were left out. If fewer ranks are there
+    than were asked for, or than the first launch had, as many as possible go on, and one line says how many stay idle.
+    Raises InputError if the config does not fit the ranks that were asked for.
     """
-    ranks = nodes * tasks
-    asked = max(asked, ranks)
+    there = nodes * tasks
+    asked = max(asked, there)
     step = fix_step(run, cfg, asked)
-    used, each = usable(cfg, step, nodes, tasks)
-    if used * each < ranks == asked and asked >= step["ranks"]:
-        split_step(cfg, ranks, step)  # says what does not divide
+    used_nodes, used_tasks = usable(cfg, step, nodes, tasks)
+    used = used_nodes * used_tasks
+    if used < there == asked and asked >= step["ranks"]:
+        split_step(cfg, there, step)  # raises the InputError
     most = max(asked, step["ranks"])
-    if used * each < most:
-        count = split_step(cfg, used * each, step)["sample_batches"]
-        idle = f"; {ranks - used * each} more could not share it evenly and stay idle" if used * each < ranks else ""
-        print(f"{used * each} of {most} ranks ({used} x {each}) do the whole step of {step['samples']} samples, "
+    if used < most:
+        count = split_step(cfg, used, step)["sample_batches"]
+        idle = f"; {there - used} more could not share it evenly and stay idle" if used < there else ""
+        print(f"{used} of {most} ranks ({used_nodes} x {used_tasks}) do the whole step of {step['samples']} samples, "
               f"{count} batches each{idle}", file=sys.stderr, flush=True)
-    return step, used, each
+    return step, used_nodes, used_tasks
 
 
 def run_of_job(cfg):
-    """The folder in which this job, requeued since, has trained before; None where it has not come to that."""
+    """The folder in which this Slurm job trained before it was requeued; None if it did not begin to train."""
     folders = Path(cfg["run.models"]).glob(f"{cfg['data.name']}_{cfg['model.name']}*")
     jobs = {line["job"]: folder for folder in folders for line in history(folder) if line["event"] == "begin"}
     return jobs.get(os.environ["SLURM_JOB_ID"])
 
 
 def launcher_end(argv):
-    """After a round: judge and decide. Returns the exit code of the round: 0, 42 (planned), 43 (stop) or 1 (crash)."""
-    run, attempt, code = Path(os.environ["OMNIMORPH_RUN"]), int(os.environ["OMNIMORPH_ATTEMPT"]), int(argv[0])
+    """After a round: judge it and decide. argv: [exit code of the round].
+
+    Returns: exit code for the launcher: 0 (done), 42 (planned restart), 43 (stop) or 1 (crash).
+    """
+    run = Path(os.environ["OMNIMORPH_RUN"])
     hold(run, os.environ["OMNIMORPH_TOKEN"])
-    touch(run)  # raises where somebody else has taken the folder over since: then nothing may be written here
-    decision = end(run, attempt, code, patience_s=float(os.environ.get("OMNIMORPH_PATIENCE_S", PATIENCE_S)))
+    touch(run)  # raises TakenOver if another launch has the folder now: then nothing may be written here
+    decision = end(run, int(os.environ["OMNIMORPH_ATTEMPT"]), int(argv[0]),
+                   patience_s=float(os.environ.get("OMNIMORPH_PATIENCE_S", PATIENCE_S)))
     return {"done": DONE, "restart": PLANNED_RESTART, "stop": STOP}.get(decision, 1)
 
 
 def stale_after_s(cfg):
-    """When a lock that is not touched may be taken: later than every deadline of its holder."""
+    """Seconds after which an untouched lock may be taken: longer than every deadline of its holder."""
     return 3 * max(cfg["run.deadline_first_s"], cfg["run.deadline_floor_s"], cfg["run.pause_crash_s"], 60.0)
 
 
 def free_port():
-    """A free TCP port of this host."""
+    """The number of a free TCP port of this host."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
@@ -212,12 +239,13 @@ def free_port():
 
 def main(argv):
     try:
-        calls = {"begin": launcher_begin, "end": launcher_end, "port": lambda _: print(free_port()),
-                 "unlock": lambda _: unlock(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])}
-        if not argv or argv[0] not in calls:
-            raise InputError(f"python -m Runtime.attempts is for the launcher and knows {', '.join(calls)}; where the "
+        commands = {"begin": launcher_begin, "end": launcher_end, "port": lambda _: print(free_port()),
+                    "unlock": lambda _: unlock(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])}
+        if not argv or argv[0] not in commands:
+            known = ", ".join(commands)
+            raise InputError(f"python -m Runtime.attempts is for the launcher and knows {known}; where the "
                              "time of a run went tells python -m Runtime.goodput Models/<run>.")
-        return calls[argv[0]](argv[1:])
+        return commands[argv[0]](argv[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
