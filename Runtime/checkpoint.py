@@ -1,7 +1,8 @@
 """Checkpoints: a checkpoint exists only once it has been read back.
 
 A run folder `<root>/<data>_<net>` holds epoch checkpoints, `tmp/` with those written within an epoch, and
-`manifest.json`, which names every checkpoint with its size and SHA-256. A state is a plain dict:
+`manifest.json`, which names every checkpoint with its size and SHA-256. Below, `run` is the Path of this folder and
+`relative` or `name` is the path of a checkpoint in it. A state is a plain dict:
 {"format": 1, "model", "optimizer", "epoch" (to continue in), "step_in_epoch" (steps done in it), "step" (of the
 run), "config" (flat, dotted keys), ...}. One process writes a run folder, its threads in turn; any number may read it.
 """
@@ -30,12 +31,12 @@ from Runtime.run_lock import assert_held
 
 FORMAT = 1
 REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")
-# What reading a damaged or foreign file was seen to raise: flipped bits in the pickle reach all of these.
+# Exceptions that reading a damaged or foreign file raises: flipped bits in the pickle lead to all of these.
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
               OverflowError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile)
-LATEST = {"ended": threading.Event()}  # set once the last `save_in_background` has ended
+LATEST = {"ended": threading.Event()}  # the event that the last `save_in_background` sets when it ends
 LATEST["ended"].set()
-TURN = threading.RLock()  # two threads that rewrote the manifest at once would lose an entry
+TURN = threading.RLock()  # held while the manifest is read and written: otherwise two threads could lose an entry
 
 
 def _stderr(message):
@@ -53,18 +54,20 @@ def step_name(epoch, step_in_epoch, data_name, net_name):
 
 
 def save(run, relative, state, metrics=None, best=None):
-    """Write `state` to `run/relative`, read it back, then name it in the manifest. Returns its manifest entry.
+    """Write `state` to `run/relative`, read it back, then name it in the manifest.
 
-    metrics: {name: number or None}, NaN becomes null. best: (metric name, value), higher is better: it becomes the
-    manifest's best unless that has the same metric and as high a value. A crash leaves the old file or the new one.
-    Raises OSError naming the file and the free space when it cannot be written or reads back differently (the earlier
-    ones stay), ValueError for a missing key or weights not finite, TypeError for what torch.load would refuse.
+    metrics: {name: number or None}; NaN becomes null. best: (metric name, value), higher is better. It becomes the
+    manifest's best unless that has the same metric and a value as high. A crash leaves the old file or the new one.
+    Returns: the manifest entry.
+    Raises OSError naming the file and the free space if it cannot be written or reads back differently (the earlier
+    ones stay), ValueError for a missing key or weights not finite, TypeError for a value that torch.load would refuse.
     """
     plain = _savable(state, relative, copy=False)
     run, target = Path(run), Path(run) / relative
-    metrics = metrics and {name: None if value is None or not math.isfinite(value) else float(value)
-                           for name, value in metrics.items()}
-    best = None if best is None else {"checkpoint": relative, "metric": best[0], "value": float(best[1])}
+    if metrics:
+        metrics = {name: _finite_or_none(value) for name, value in metrics.items()}
+    if best is not None:
+        best = {"checkpoint": relative, "metric": best[0], "value": float(best[1])}
     partial = partial_path(target)
     with TURN:
         try:
@@ -87,28 +90,33 @@ def save(run, relative, state, metrics=None, best=None):
     return entry
 
 
-def save_in_background(run, relative, state, metrics=None, best=None, keep=None):
-    """`save` in a thread, of a copy of `state` made in CPU memory at once. Returns a Future of what `save` does.
+def _finite_or_none(value):
+    return float(value) if value is not None and math.isfinite(value) else None
 
-    keep: (keep_last, keep_every, keep_tmp) to `prune` with afterwards; where the disk is full also first, for a second
-    try. Raises at once for a state that `save` refuses. A second call queues behind the first: wait for the former
-    future before calling again, or two copies are in memory. Python does not end before all is written.
+
+def save_in_background(run, relative, state, metrics=None, best=None, keep=None):
+    """Copy `state` to CPU memory, then `save` the copy in a thread.
+
+    metrics, best: as in `save`. keep: (keep_last, keep_every, keep_tmp) to `prune` with after the save; if the disk is
+    full, also before a second try. A second call queues behind the first: wait for the former future before calling
+    again, or two copies are in memory. Python does not exit before all is written.
+    Returns: Future of the result of `save`. Raises at once for a state that `save` refuses.
     """
     plain = _savable(state, relative, copy=True)
-    # A thread of its own for each file: OpenMP keeps the helpers of a thread in which torch has computed for as long as
-    # that lives, and where helpers outnumber the cores all of them go to sleep between operations. With a thread that
-    # stayed, each step on a CPU took half as long again after the first checkpoint.
+    # A new thread for each file: OpenMP keeps the helper threads of a thread in which torch has computed until that
+    # thread ends, and if helpers outnumber the cores, all of them sleep between operations. With one lasting thread,
+    # each step on a CPU took half as long again after the first checkpoint.
     thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     ended = threading.Event()
     future = thread.submit(_save_in_turn, LATEST["ended"], ended, run, relative, plain, metrics and dict(metrics), best,
                            keep)
-    LATEST["ended"] = ended  # only now: nobody would ever set it if no thread could be started
+    LATEST["ended"] = ended  # only now: if the thread could not start, nobody would ever set it
     thread.shutdown(wait=False)
     return future
 
 
 def verify(run, relative):
-    """None when the file matches the manifest (size, SHA-256) and loads; otherwise a phrase saying what is wrong."""
+    """None if the file matches the manifest (size, SHA-256) and loads; otherwise a phrase that says what is wrong."""
     path = Path(run) / relative
     if not path.is_file():
         return "missing"
@@ -123,14 +131,14 @@ def verify(run, relative):
 
 
 def newest(run, warn=_stderr, record=False, patience_s=0.0):
-    """Relative path of the newest checkpoint by (epoch, step) that verifies; None in a run folder without any.
+    """The newest checkpoint by (epoch, step) that verifies. A doubtful one (`step_back`) counts only if no other does.
 
-    Each rejected file is reported through warn(message); a doubtful one (`step_back`) is taken only where no other
-    verifies. A lost manifest is rebuilt from the files that load.
-    record: whether to mark in the manifest what is damaged, which then no longer counts; for the one who has the lock.
-    patience_s: how long a file that the file system does not give is asked for again.
-    Raises InputError when there are checkpoints and none verifies: a run never silently starts over. Raises OSError
-    where that is so because some could not be read: they may be sound.
+    A lost manifest is rebuilt from the files that load. warn: called with a message for each rejected file. record:
+    whether to mark damaged files in the manifest, so that they no longer count; only for the process that has the lock.
+    patience_s: how long to wait for a file that the file system does not deliver.
+    Returns: its relative path; None in a folder without checkpoints.
+    Raises InputError if there are checkpoints and none verifies: a run never silently starts over. Raises OSError if
+    some of them could not be read: they may be sound.
     """
     run = Path(run)
     manifest = patiently(lambda: _manifest(run, warn), patience_s, run / "manifest.json")
@@ -142,44 +150,48 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
     for relative, reason in doubtful.items():
         warn(f"{run / relative} is doubtful and comes last: {reason}")
     order = sorted(newest_first(entries), key=lambda name: name in doubtful)
-    found, problems, unread = _first_sound(run, entries, order, warn, patience_s)
+    sound, problems, read_error = _first_sound(run, entries, order, warn, patience_s)
     if record:
         _mark_damaged(run, manifest, problems)
-    if found in doubtful:
-        warn(f"{run / found} is taken although it is doubtful: no other checkpoint verifies")
-    if found is None and unread:
-        raise OSError(unread.errno, f"no checkpoint in {run} can be read at the moment ({unread.strerror or unread})")
-    if found is None and (entries or unlisted):
+    if sound in doubtful:
+        warn(f"{run / sound} is taken although it is doubtful: no other checkpoint verifies")
+    if sound is None and read_error:
+        fault = read_error.strerror or read_error
+        raise OSError(read_error.errno, f"no checkpoint in {run} can be read at the moment ({fault})")
+    if sound is None and (entries or unlisted):
         raise InputError(f"no checkpoint in {run} can be used: start over in a new folder with --fresh, or restore "
                          "one of its files.")
-    return found
+    return sound
 
 
 def _first_sound(run, entries, order, warn, patience_s):
     """(first name that verifies or None, {name that was read: what is wrong or None}, the last OSError or None)."""
-    problems, unread = {}, None
+    problems, read_error = {}, None
     for name in order:
         try:
             problems[name] = patiently(lambda name=name: _mismatch(run / name, entries[name]), patience_s, run / name)
         except OSError as error:
-            problems[name], unread = _reason(error), error
+            problems[name] = _reason(error)
+            read_error = error
         if problems[name] is None:
-            return name, problems, unread
+            return name, problems, read_error
         warn(f"{run / name} is skipped: {problems[name]}")
-    return None, problems, unread
+    return None, problems, read_error
 
 
 def step_back(run, reason, warn=_stderr):
-    """Mark the newest checkpoint that verifies as doubtful, until it is saved again: `newest` takes the one before.
+    """Mark the newest checkpoint that verifies as doubtful, until it is saved again: `newest` takes the one before it.
 
-    Returns that one's relative path; None, and nothing is marked, where no earlier one verifies and is not doubtful.
+    reason: a sentence for the manifest.
+    Returns: relative path of the one before. If no earlier one verifies and counts: None, and nothing is marked.
     """
     run = Path(run)
     with TURN:
         manifest = _manifest(run, warn)
         entries = manifest["checkpoints"]
         sound = (name for name in standing(run, entries) if _mismatch(run / name, entries[name]) is None)
-        doubted, before = next(sound, None), next(sound, None)
+        doubted = next(sound, None)
+        before = next(sound, None)
         if before:
             entries[doubted]["doubtful"] = reason
             _write_manifest(run, manifest)
@@ -187,9 +199,9 @@ def step_back(run, reason, warn=_stderr):
 
 
 def load(path, map_location="cpu"):
-    """State dict of the checkpoint at `path`. Raises InputError naming a file that is damaged, foreign or too new.
+    """State of the checkpoint at `path`, its tensors on map_location.
 
-    A fault of the file system that may pass is raised as the OSError it is.
+    Raises InputError naming a file that is damaged, foreign or too new, and OSError for a fault that may pass.
     """
     try:
         state = torch.load(path, weights_only=True, map_location=map_location)
@@ -197,31 +209,34 @@ def load(path, map_location="cpu"):
         if is_passing(error):
             raise
         raise InputError(f"{path} {_reason(error)}: restore the file or take another checkpoint.") from error
-    found = state.get("format") if isinstance(state, dict) else None
-    if not isinstance(found, int) or not isinstance(state.get("model"), dict):
+    format_number = state.get("format") if isinstance(state, dict) else None
+    if not isinstance(format_number, int) or not isinstance(state.get("model"), dict):
         raise InputError(f"{path} is not a checkpoint of this project: it has no format number or no model.")
-    if found > FORMAT:
-        raise InputError(f"{path} has format {found} and this code reads up to {FORMAT}: update the code.")
+    if format_number > FORMAT:
+        raise InputError(f"{path} has format {format_number} and this code reads up to {FORMAT}: update the code.")
     return state
 
 
 def check_compatible(state, cfg, path, model_keys):
     """Compare the config in `state` with `cfg` (both flat, dotted keys).
 
-    Raises InputError naming the first of `model_keys` that differs. Returns a sentence for each other changed key.
+    path: of the checkpoint, for the error. model_keys: keys that the weights depend on.
+    Returns: a text "key: before -> after" for each other key that differs.
+    Raises InputError naming the first of `model_keys` that differs.
     """
     config = state.get("config")
     if not isinstance(config, dict):
         raise InputError(f"{path} holds no config: start a new run with --fresh, or take its weights by --init-from.")
-    # Through JSON, because a tuple that was saved and the list from a YAML file are the same setting.
-    old, new = json.loads(json.dumps(config)), json.loads(json.dumps(dict(cfg)))
+    # Through JSON, since a saved tuple and the list of a YAML file are the same setting.
+    old = json.loads(json.dumps(config))
+    new = json.loads(json.dumps(dict(cfg)))
     changed = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in {**old, **new}
                if key not in old or key not in new or old[key] != new[key]}
     model_keys = list(model_keys)
     for key in sorted(model_keys, key=lambda key: key != "model.name"):
         if key in changed:
-            what = "is a checkpoint of another network" if key == "model.name" else "does not match the config"
-            raise InputError(f"{path} {what} ({key} is {changed[key][0]} in the checkpoint and {changed[key][1]} in "
+            problem = "is a checkpoint of another network" if key == "model.name" else "does not match the config"
+            raise InputError(f"{path} {problem} ({key} is {changed[key][0]} in the checkpoint and {changed[key][1]} in "
                              "the config): start a new run with --fresh, or use the config it was trained with.")
     return [f"{key}: {before} -> {after}" for key, (before, after) in changed.items() if key not in model_keys]
 
@@ -233,15 +248,16 @@ def load_weights(model, state, path):
     unexpected = [f"{name} is unexpected" for name in theirs if name not in own]
     shapes = [f"{name} is {tuple(theirs[name].shape)} in the file and {tuple(own[name].shape)} in the network"
               for name in own if name in theirs and own[name].shape != theirs[name].shape]
-    if wrong := missing + unexpected + shapes:
-        raise InputError(f"the weights in {path} do not fit the network ({wrong[0]}; "
+    differences = missing + unexpected + shapes
+    if differences:
+        raise InputError(f"the weights in {path} do not fit the network ({differences[0]}; "
                          f"{len(missing)} missing, {len(unexpected)} unexpected, {len(shapes)} mis-shaped): use the "
                          "config, and the version of this code, that it was trained with.")
     model.load_state_dict(theirs, strict=True)
 
 
 def weights_sha256(state_dict):
-    """Hex SHA-256 over sorted names, dtypes, shapes and raw bytes: the same on every device and in any order."""
+    """Hex SHA-256 of the names (sorted), dtypes, shapes and bytes of all tensors: the same on every device."""
     digest = hashlib.sha256()
     for name in sorted(state_dict):
         tensor = state_dict[name]
@@ -251,23 +267,21 @@ def weights_sha256(state_dict):
 
 
 def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
-    """Remove old checkpoints; returns their relative paths.
+    """Remove old checkpoints.
 
     Kept, of those that count: the newest `keep_last` epoch checkpoints, each whose epoch is divisible by `keep_every`
     (0: none), the best one, the newest `keep_tmp` within an epoch, and always at least one that verifies (a doubtful
-    one if no other does). What is damaged or doubtful takes nobody's place, and goes once a newer one verifies. Epochs
-    are those of the states, not of the file names. trusted: names just read back; kept, and not to be read again.
+    one if no other does). Damaged and doubtful ones do not fill these numbers and are removed once a newer one
+    verifies. Epochs are those of the states, not of the file names. trusted: names that have just been read back; they
+    are kept and not read again.
+    Returns: list of the removed relative paths.
     """
     run = Path(run)
     with TURN:
         manifest = _manifest(run, _stderr)
         entries, best = manifest["checkpoints"], manifest["best"] or {}
         ordered, counted = newest_first(entries), standing(run, entries)
-        epochs = [name for name in counted if not name.startswith("tmp/")]
-        steps = [name for name in counted if name.startswith("tmp/")]
-        keep = {*epochs[:max(keep_last, 0)], *steps[:max(keep_tmp, 0)], best.get("checkpoint"), *trusted}
-        if keep_every > 0:
-            keep.update(name for name in epochs if entries[name]["epoch"] % keep_every == 0)
+        keep = _kept_by_rule(entries, counted, keep_last, keep_every, keep_tmp) | {best.get("checkpoint"), *trusted}
         if keep.issuperset(ordered):
             return []
         # The kept ones first: usually the newest verifies at once and nothing else has to be read.
@@ -278,13 +292,24 @@ def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
         assert_held(run)
         older = ordered[ordered.index(intact) + 1:]
         removed = [name for name in ordered if name not in keep | {intact} and (name in counted or name in older)]
-        for name in removed:  # before the manifest is written, which on a full disk needs their room
+        for name in removed:  # before the manifest is written: on a full disk it needs their space
             (run / name).unlink(missing_ok=True)
         _write_manifest(run, manifest | {"checkpoints": {key: entries[key] for key in entries if key not in removed}})
     return removed
 
 
+def _kept_by_rule(entries, counted, keep_last, keep_every, keep_tmp):
+    """Names that the numbers of `prune` keep. counted: of `standing`."""
+    epochs = [name for name in counted if not name.startswith("tmp/")]
+    steps = [name for name in counted if name.startswith("tmp/")]
+    keep = {*epochs[:max(keep_last, 0)], *steps[:max(keep_tmp, 0)]}
+    if keep_every > 0:
+        keep.update(name for name in epochs if entries[name]["epoch"] % keep_every == 0)
+    return keep
+
+
 def _save_in_turn(earlier, ended, *arguments):
+    """In the thread: wait for the save before this one (its event), then save, and set the event of this one."""
     try:
         earlier.wait()
         return _save_and_prune(*arguments)
@@ -293,6 +318,7 @@ def _save_in_turn(earlier, ended, *arguments):
 
 
 def _save_and_prune(run, relative, plain, metrics, best, keep):
+    """`save`, then `prune`; on a full disk `prune` and `save` again. Returns the entry."""
     try:
         entry = save(run, relative, plain, metrics, best)
     except OSError as error:
@@ -309,16 +335,22 @@ def _save_and_prune(run, relative, plain, metrics, best, keep):
 
 
 def _savable(state, relative, copy):
-    if missing := [key for key in REQUIRED if key not in state]:
+    """The state on the CPU, checked. copy: whether to copy tensors that are there already."""
+    missing = [key for key in REQUIRED if key not in state]
+    if missing:
         raise ValueError(f"the state to save in {relative} lacks {', '.join(missing)}")
     plain = _plain(state, "state", copy)
-    if bad := [name for name, tensor in plain["model"].items() if not torch.isfinite(tensor).all()]:
+    bad = [name for name, tensor in plain["model"].items() if not torch.isfinite(tensor).all()]
+    if bad:
         raise ValueError(f"the weights to save in {relative} are not finite: {bad[0]}")
     return plain
 
 
 def _plain(value, where, copy):
-    """`value` with every tensor on the CPU and only types that torch.load(weights_only=True) accepts."""
+    """`value` with every tensor on the CPU and only types that torch.load(weights_only=True) accepts.
+
+    where: its dotted name, for the TypeError.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=copy)
     if isinstance(value, dict):
@@ -334,7 +366,7 @@ def _plain(value, where, copy):
 
 
 def _leaves(value, where):
-    """(dotted name, description, raw bytes) of every tensor and plain value, so that NaN equals NaN."""
+    """(dotted name, description, bytes) of every tensor and plain value: unlike values, these compare NaN as equal."""
     if isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(item, f"{where}.{key}")
@@ -345,6 +377,7 @@ def _leaves(value, where):
 
 
 def _raw(tensor):
+    """The bytes of a tensor: (bytes,) uint8 on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -358,7 +391,7 @@ def _write_and_read_back(path, plain):
 
 
 def _raise_write_failure(error, target):
-    """An OSError with the free space; torch.save hides the writer's OSError in the context of a RuntimeError."""
+    """Raise an OSError that names the free space. torch.save hides the OSError in the context of a RuntimeError."""
     cause = error
     while not isinstance(cause, OSError):
         if cause is None:
@@ -370,16 +403,17 @@ def _raise_write_failure(error, target):
 
 
 def _entry(path, state, metrics):
-    info = path.stat()
-    written = datetime.datetime.fromtimestamp(info.st_mtime, datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"epoch": state["epoch"], "step": state["step"], "sha256": sha256(path), "bytes": info.st_size,
+    """The manifest entry of a file with this state."""
+    status = path.stat()
+    written = datetime.datetime.fromtimestamp(status.st_mtime, datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"epoch": state["epoch"], "step": state["step"], "sha256": sha256(path), "bytes": status.st_size,
             "weights_sha256": weights_sha256(state["model"]), "written": written, "metrics": metrics}
 
 
 def _mismatch(path, entry):
-    """None where the file matches its entry and loads, else what is wrong. Raises OSError where it cannot be read."""
-    if wrong := damage(path, entry):
-        return wrong
+    """None if the file matches its entry and loads, else a phrase. Raises OSError if it cannot be read."""
+    if problem := damage(path, entry):
+        return problem
     try:
         torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except FileNotFoundError:
@@ -392,6 +426,7 @@ def _mismatch(path, entry):
 
 
 def _reason(error):
+    """An error of reading a file as a phrase."""
     if isinstance(error, InputError):
         return str(error)
     text = getattr(error, "strerror", None) or str(error).split("\n")[0].split(". ")[0] or "it ends too early"
@@ -399,24 +434,28 @@ def _reason(error):
 
 
 def _checkpoint_files(run):
-    return sorted(path.relative_to(run).as_posix() for pattern in ("*.pth", "tmp/*.pth") for path in run.glob(pattern))
+    """Relative paths of all checkpoint files, in the manifest or not."""
+    paths = [*run.glob("*.pth"), *run.glob("tmp/*.pth")]
+    return sorted(path.relative_to(run).as_posix() for path in paths)
 
 
 def _manifest(run, warn):
-    """The manifest, rebuilt from the files that load when it is lost."""
+    """The manifest; if it is lost, it is rebuilt from the files that load."""
     try:
         return read_manifest(run)
     except LOST as error:
         reason = _reason(error)
-    manifest, files = {"checkpoints": {}, "best": None}, _checkpoint_files(run)
+    manifest = {"checkpoints": {}, "best": None}
+    files = _checkpoint_files(run)
     if not files:
         return manifest
     warn(f"{run / 'manifest.json'} {reason}; it is rebuilt from the files that load, without their metrics")
     for relative in files:
         try:
-            with zipfile.ZipFile(run / relative) as archive:  # torch.load does not look at the CRCs
-                if damaged := archive.testzip():
-                    raise InputError(f"CRC of {damaged} differs")
+            with zipfile.ZipFile(run / relative) as archive:  # torch.load does not check the CRCs
+                damaged = archive.testzip()
+            if damaged:
+                raise InputError(f"CRC of {damaged} differs")
             manifest["checkpoints"][relative] = _entry(run / relative, load(run / relative), None)
         except UNREADABLE as error:
             warn(f"{run / relative} is skipped: {_reason(error)}")
@@ -426,8 +465,9 @@ def _manifest(run, warn):
 
 
 def _mark_damaged(run, manifest, problems):
-    """Write down what is wrong with checkpoints that were just read, {name: phrase or None}, where that has changed."""
-    entries, before = manifest["checkpoints"], json.dumps(manifest)
+    """Update the "damaged" marks of checkpoints that were just read. problems: {name: phrase or None}."""
+    entries = manifest["checkpoints"]
+    before = json.dumps(manifest)
     for name, problem in problems.items():
         entries[name].pop("damaged", None)
         if problem:
@@ -438,5 +478,6 @@ def _mark_damaged(run, manifest, problems):
 
 
 def _write_manifest(run, manifest):
+    """Write the manifest atomically. Raises TakenOver if another launch has the folder."""
     assert_held(run)
     write_file(run / "manifest.json", json.dumps(manifest, indent=2, allow_nan=False))
