@@ -182,21 +182,21 @@ def take_folder(cfg, fresh, launcher_pid):
     return run, token, bool(folder_of_job)
 
 
-def share_out(run, cfg, nodes, tasks, asked):
+def share_out(run, cfg, nodes, tasks, ranks_asked):
     """How many ranks divide the step of the run: (step of `fix_step`, nodes, tasks on each).
 
-    nodes, tasks: that are there. asked: ranks that were asked for, before nodes were left out. If fewer ranks are there
-    than were asked for, or than the first launch had, as many as possible go on, and one line says how many stay idle.
+    nodes, tasks: that are there. ranks_asked: before nodes were left out. If fewer ranks are there than were asked for,
+    or than the first launch had, as many as possible go on, and one line says how many stay idle.
     Raises InputError if the config does not fit the ranks that were asked for.
     """
     there = nodes * tasks
-    asked = max(asked, there)
-    step = fix_step(run, cfg, asked)
+    ranks_asked = max(ranks_asked, there)
+    step = fix_step(run, cfg, ranks_asked)
     used_nodes, used_tasks = usable(cfg, step, nodes, tasks)
     used = used_nodes * used_tasks
-    if used < there == asked and asked >= step["ranks"]:
+    if used < there == ranks_asked and ranks_asked >= step["ranks"]:
         split_step(cfg, there, step)  # raises the InputError
-    most = max(asked, step["ranks"])
+    most = max(ranks_asked, step["ranks"])
     if used < most:
         count = split_step(cfg, used, step)["sample_batches"]
         idle = f"; {there - used} more could not share it evenly and stay idle" if used < there else ""

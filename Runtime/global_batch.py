@@ -9,12 +9,12 @@ from Runtime.errors import InputError
 from Runtime.files import write_file
 
 
-def new_step(cfg, ranks):
-    """The step of a run's first launch: {"samples", "pairs", "ranks"}. ranks: of this launch."""
+def new_step(cfg, world_size):
+    """The step of a run's first launch: {"samples", "pairs", "ranks"}. world_size: ranks of this launch."""
     total = cfg["data.global_batchsize"]
     if total:
-        return {"samples": total, "pairs": max(int(total / cfg["data.diff_reg_batch_ratio"]), 1), "ranks": ranks}
-    return {"samples": cfg["data.batchsize"] * ranks, "pairs": most_pairs(cfg) * ranks, "ranks": ranks}
+        return {"samples": total, "pairs": max(int(total / cfg["data.diff_reg_batch_ratio"]), 1), "ranks": world_size}
+    return {"samples": cfg["data.batchsize"] * world_size, "pairs": most_pairs(cfg) * world_size, "ranks": world_size}
 
 
 def known_step(run, cfg):
@@ -33,11 +33,11 @@ def known_step(run, cfg):
                          "and let the next launch fix them.") from None
 
 
-def fix_step(run, cfg, ranks):
+def fix_step(run, cfg, world_size):
     """The step of a run: `known_step`, or else `new_step` of this launch, which is written to step.json."""
     step = known_step(run, cfg)
     if step is None:
-        step = new_step(cfg, ranks)
+        step = new_step(cfg, world_size)
         write_file(run / "step.json", json.dumps(step) + "\n")
     return step
 

@@ -1,7 +1,7 @@
 """The verdict on an attempt, from the files that its ranks have left. Needs no torch.
 
 Each rank leaves its log (Runtime/watchdog.py), to which the launcher appends the exit of the process, and its stacks.
-Below, `ranks` is the list of what `read_rank` returns, by rank.
+Below, a record is what `read_rank` returns; `records` has one for each rank, in their order.
 """
 import signal
 
@@ -23,18 +23,18 @@ def read_rank(run, rank, attempt):
     Returns: {"rank", "events" (all lines but those of the next two), "now" (last breadcrumb or None), "exit" (line of
     the launcher or None), "stack" (text)}.
     """
-    evidence = {"rank": rank, "events": [], "now": None, "exit": None, "stack": ""}
+    record = {"rank": rank, "events": [], "now": None, "exit": None, "stack": ""}
     for line in read_lines(run / f"rank{rank}.jsonl", TAIL):
         if line.get("attempt") != attempt:
             continue
         if line["event"] in ("now", "exit"):
-            evidence[line["event"]] = line
+            record[line["event"]] = line
         else:
-            evidence["events"].append(line)
+            record["events"].append(line)
     stack = run / f"rank{rank}.stack"
-    if evidence["now"] and stack.exists():
-        evidence["stack"] = stack.read_text(errors="replace")
-    return evidence
+    if record["now"] and stack.exists():
+        record["stack"] = stack.read_text(errors="replace")
+    return record
 
 
 def judge(run, attempt, world_size, code):
@@ -45,169 +45,180 @@ def judge(run, attempt, world_size, code):
     "stack" (innermost frame last), "others" (text), "ended" (time.time or None), "dead" (False for done and for a
     planned restart)}.
     """
-    ranks = [read_rank(run, rank, attempt) for rank in range(world_size)]
-    cause, culprit, detail = find_cause(ranks, code)
-    refused = last_event(ranks[culprit], "refused") if culprit is not None else None
-    rank = ranks[culprit] if culprit is not None else max(ranks, key=position)
-    now, started = rank["now"] or {}, last_event(rank, "start") or {}
-    times = [line["time"] for other in ranks for line in other["events"]]
-    times += [other["exit"]["time"] for other in ranks if other["exit"]]
+    records = [read_rank(run, rank, attempt) for rank in range(world_size)]
+    cause, culprit, detail = find_cause(records, code)
+    refused = last_event(records[culprit], "refused") if culprit is not None else None
+    record = records[culprit] if culprit is not None else max(records, key=position)
+    now, started = record["now"] or {}, last_event(record, "start") or {}
+    times = [line["time"] for other in records for line in other["events"]]
+    times += [other["exit"]["time"] for other in records if other["exit"]]
     host = started.get("node") or started.get("host", now.get("host", ""))  # Slurm's name of the node, if there is one
     return {"attempt": attempt, "cause": cause, "detail": detail, "rank": culprit, "host": host,
             "step": now.get("step"), "mode": now.get("mode", ""), "phase": (refused or now).get("phase", "launch"),
-            "stack": stack_lines(rank), "others": places([other for other in ranks if other["rank"] != culprit]),
+            "stack": stack_lines(record), "others": places([other for other in records if other["rank"] != culprit]),
             "ended": max(times, default=None), "dead": cause not in ("done", "planned restart")}
 
 
-def places(ranks):
+def places(records):
     """Where ranks are, in words: "rank 0, 2: forward of step 5; rank 3: finished"."""
     numbers = {}
-    for rank in ranks:
-        numbers.setdefault(where(rank), []).append(str(rank["rank"]))
+    for record in records:
+        numbers.setdefault(where(record), []).append(str(record["rank"]))
     return "; ".join(f"rank {', '.join(there)}: {place}" for place, there in numbers.items())
 
 
-def find_cause(ranks, code):
+def find_cause(records, code):
     """(cause, rank or None, detail), the surest evidence first. code: as in `judge`."""
-    return (what_ranks_said(ranks, code) or what_killed_ranks(ranks) or what_is_missing(ranks, code)
+    return (what_ranks_said(records, code) or what_killed_ranks(records) or what_is_missing(records, code)
             or ("vanished", None, "no rank left last words: a node died, or the launcher was killed with them"))
 
 
-def what_ranks_said(ranks, code):
+def what_ranks_said(records, code):
     """(cause, rank, detail) of a refusal, of an end that all ranks logged, or of a stopped rank; None without these."""
-    for rank in ranks:
-        if refusal := last_event(rank, "refused"):
-            return "refused", rank["rank"], refusal["error"]
-        if odd := last_event(rank, "out of step"):
+    for record in records:
+        if refusal := last_event(record, "refused"):
+            return "refused", record["rank"], refusal["error"]
+        if odd := last_event(record, "out of step"):
             return "out of step", odd["differs"], f"{odd['what']} is {odd['found']}, not {odd['wanted']}"
-    if code == PLANNED_RESTART and not any(rank["now"] for rank in ranks):
+    if code == PLANNED_RESTART and not any(record["now"] for record in records):
         return "planned restart", None, "asked to leave before a rank had begun"
-    if all(last_event(rank, "end") for rank in ranks):
-        stuck = [rank for rank in ranks if "Timeout" in rank["stack"] or (rank["exit"] or {}).get("by_launcher")]
+    if all(last_event(record, "end") for record in records):
+        stuck = [record for record in records
+                 if has_timed_out(record) or record["exit"] and record["exit"].get("by_launcher")]
         if stuck:
             return "would not exit", stuck[0]["rank"], "the training was over but the process stayed"
-        reasons = [line["reason"] for rank in ranks if (line := last_event(rank, "leave"))]
+        reasons = [line["reason"] for record in records if (line := last_event(record, "leave"))]
         if reasons:  # the longest is that of the rank with a leak; the other ranks only agreed to leave
             return "planned restart", None, max(reasons, key=len)
         return "done", None, ""
-    stopped = [rank["rank"] for rank in ranks if rank["exit"] and rank["exit"].get("stopped")]
+    stopped = [record["rank"] for record in records if record["exit"] and record["exit"].get("stopped")]
     if stopped:
         return "frozen", stopped[0], "the process was stopped, and woken for its end"
     return None
 
 
-def exceptions(ranks):
+def exceptions(records):
     """(time, rank, error) of each rank that died with an exception, the earliest first."""
-    return sorted((line["time"], rank["rank"], line["error"]) for rank in ranks if (line := last_event(rank, "died")))
+    died = []
+    for record in records:
+        if line := last_event(record, "died"):
+            died.append((line["time"], record["rank"], line["error"]))
+    return sorted(died)
 
 
-def what_killed_ranks(ranks):
+def what_killed_ranks(records):
     """(cause, rank, detail) of a native crash, of an exception that is no echo, or of a signal; None without these."""
-    crashes = [(rank["rank"], crash) for rank in ranks if (crash := native_crash(rank))]
-    for number, crash in crashes:
+    crashes = [(record["rank"], crash) for record in records if (crash := native_crash(record))]
+    for rank, crash in crashes:
         if crash not in ("Aborted", "SIGABRT"):  # some backends abort when another rank dies
-            return "crash in native code", number, crash
-    for _, number, error in exceptions(ranks):
+            return "crash in native code", rank, crash
+    for _, rank, error in exceptions(records):
         if not any(echo in error.lower() for echo in ECHOES):
-            return name_error(error), number, error.splitlines()[0]
+            return name_error(error), rank, error.splitlines()[0]
     # A rank that logged an exception was dying already when the signal came.
-    killed = [rank for rank in ranks if is_ended(rank) and ended_by(rank) and not native_crash(rank)
-              and not last_event(rank, "died")]
-    starved = next((rank for rank in killed if rank["exit"].get("oom_kill")), None)
+    killed = [record for record in records if is_ended(record) and ended_by(record) and not native_crash(record)
+              and not last_event(record, "died")]
+    starved = next((record for record in killed if record["exit"].get("oom_kill")), None)
     if starved:
         return "out of host memory", starved["rank"], ("the kernel ended it for want of memory on its node: lower "
                                                        "data.num_workers, or ask for more memory")
-    if killed and len(killed) == len(ranks):
+    if killed and len(killed) == len(records):
         return "killed", None, f"all ranks ended by {ended_by(killed[0])}"
     if killed:
         return "killed", killed[0]["rank"], f"ended by {ended_by(killed[0])}"
     return ("crash in native code", *crashes[0]) if crashes else None
 
 
-def what_is_missing(ranks, code):
+def what_is_missing(records, code):
     """(cause, rank, detail) of ranks that never came, hang, or vanished; None without these."""
-    died = exceptions(ranks)
-    absent = [rank["rank"] for rank in ranks if not rank["now"]]
-    if absent and (died or code not in (None, 0) or len(absent) < len(ranks)):
+    died = exceptions(records)
+    absent = [record["rank"] for record in records if not record["now"]]
+    if absent and (died or code not in (None, 0) or len(absent) < len(records)):
         return "never started", absent[0], f"rank {', '.join(map(str, absent))} left no sign of life"
-    if any("Timeout" in rank["stack"] for rank in ranks):
-        return find_hang(ranks)
-    gone = [rank["rank"] for rank in ranks if rank["now"] and not rank["exit"] and not last_event(rank, "end")]
+    if any(map(has_timed_out, records)):
+        return find_hang(records)
+    gone = [record["rank"] for record in records
+            if record["now"] and not record["exit"] and not last_event(record, "end")]
     if died and gone:
         return "vanished", gone[0], f"rank {', '.join(map(str, gone))} left neither last words nor an exit: a node died"
     if code in (124, 137):
-        return "time limit of the round", min(ranks, key=position)["rank"], "the launch outlived its time limit"
+        return "time limit of the round", min(records, key=position)["rank"], "the launch outlived its time limit"
     if died:
-        _, number, error = died[0]
-        return name_error(error), number, error.splitlines()[0]
+        _, rank, error = died[0]
+        return name_error(error), rank, error.splitlines()[0]
     return None
 
 
-def find_hang(ranks):
+def find_hang(records):
     """(cause, rank, detail) after deadlines: which rank made the others wait."""
-    ended = max(rank["exit"]["time"] if rank["exit"] else 0 for rank in ranks)
-    frozen = [rank for rank in ranks if "Timeout" not in rank["stack"] and not is_ended(rank)
-              and not (rank["now"] and rank["now"]["time"] + rank["now"]["deadline"] > ended > 0)]
+    ended = max(record["exit"]["time"] if record["exit"] else 0 for record in records)
+    frozen = [record for record in records if not has_timed_out(record) and not is_ended(record)
+              and not (record["now"] and record["now"]["time"] + record["now"]["deadline"] > ended > 0)]
     # A scheduler wakes stopped processes before it ends them: their watchdogs then fire late.
-    slowest = min(ranks, key=position)
-    punctual = min(overslept(rank) for rank in ranks if "Timeout" in rank["stack"])
-    frozen += [rank for rank in ranks
-               if overslept(rank) > punctual + OVERSLEPT_S and position(rank) == position(slowest)]
+    slowest = min(records, key=position)
+    punctual = min(overslept(record) for record in records if has_timed_out(record))
+    frozen += [record for record in records
+               if overslept(record) > punctual + OVERSLEPT_S and position(record) == position(slowest)]
     if frozen:
         return "frozen", frozen[0]["rank"], "the process is stopped or its node is gone: its watchdog did not run"
-    if position(slowest) == max(map(position, ranks)):
+    if position(slowest) == max(map(position, records)):
         return "hang", None, f"all ranks are in {where(slowest)}: what they wait for together did not complete"
     if slowest["now"]["phase"] in SYNCHRONISED:
-        ahead = min((rank for rank in ranks if position(rank) > position(slowest)), key=position)
+        ahead = min((record for record in records if position(record) > position(slowest)), key=position)
         return "out of step", ahead["rank"], f"went on without the others, who wait in {where(slowest)}"
     waited = max(ended - slowest["now"]["time"], slowest["now"]["deadline"])
     return "hang", slowest["rank"], f"no progress for {waited:.0f} s"
 
 
-def overslept(rank):
+def has_timed_out(record):
+    """Whether a deadline ended a rank: faulthandler heads the stacks with "Timeout"."""
+    return "Timeout" in record["stack"]
+
+
+def overslept(record):
     """Seconds by which a rank that has ended outlived its last deadline; 0 for others."""
-    if not is_ended(rank) or not rank["now"]:
+    if not is_ended(record) or not record["now"]:
         return 0
-    return rank["exit"]["time"] - rank["now"]["time"] - rank["now"]["deadline"]
+    return record["exit"]["time"] - record["now"]["time"] - record["now"]["deadline"]
 
 
-def position(rank):
+def position(record):
     """How many phases a rank has entered; the same number is the same place in the program on every rank."""
-    return rank["now"]["number"] if rank["now"] else 0
+    return record["now"]["number"] if record["now"] else 0
 
 
-def where(rank):
+def where(record):
     """Where a rank is, in words."""
-    now = rank["now"]
+    now = record["now"]
     if not now:
         return "no sign of life"
-    if last_event(rank, "end"):
+    if last_event(record, "end"):
         return "finished"
     mode = f" ({now['mode']})" if now["mode"] else ""
     return f"{now['phase']}{mode} of step {now['step']}"
 
 
-def last_event(rank, kind):
+def last_event(record, kind):
     """The last event of this kind that the rank logged, or None."""
-    return next((line for line in reversed(rank["events"]) if line["event"] == kind), None)
+    return next((line for line in reversed(record["events"]) if line["event"] == kind), None)
 
 
-def native_crash(rank):
+def native_crash(record):
     """A crash below Python: faulthandler's message, else the name of the signal, else ""."""
-    message = rank["stack"].partition("Fatal Python error: ")[2].partition("\n")[0]
+    message = record["stack"].partition("Fatal Python error: ")[2].partition("\n")[0]
     if message:
         return message
-    return ended_by(rank) if ended_by(rank) in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGABRT") else ""
+    return ended_by(record) if ended_by(record) in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGABRT") else ""
 
 
-def is_ended(rank):
+def is_ended(record):
     """Whether a rank's process ended by itself, not by the launcher."""
-    return bool(rank["exit"]) and not rank["exit"].get("by_launcher")
+    return bool(record["exit"]) and not record["exit"].get("by_launcher")
 
 
-def ended_by(rank):
+def ended_by(record):
     """Name of the signal that ended a rank, or ""."""
-    code = rank["exit"]["code"] if rank["exit"] else 0
+    code = record["exit"]["code"] if record["exit"] else 0
     try:
         return signal.Signals(code - 128).name if code > 128 else ""
     except ValueError:
@@ -231,13 +242,13 @@ def name_error(error):
     return "exception"
 
 
-def stack_lines(rank):
+def stack_lines(record):
     """Up to six innermost frames of a rank, the innermost last: of its exception, or those that its watchdog dumped."""
-    died = last_event(rank, "died")
+    died = last_event(record, "died")
     if died:
         return died["stack"][-6:]
     # faulthandler prints the innermost frame first, under a heading for each thread; the main thread comes last.
-    blocks = [block for block in rank["stack"].split("\n\n") if "File " in block] or [""]
+    blocks = [block for block in record["stack"].split("\n\n") if "File " in block] or [""]
     block = next((block for block in blocks if "Current thread" in block), blocks[-1])
     frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
     return frames[:6][::-1]
