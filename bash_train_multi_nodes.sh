@@ -11,31 +11,31 @@
 #SBATCH --open-mode=append
 #SBATCH --output=Logs/train_multi_%j.out
 #
-# Train until it is done, whatever happens on the way: rounds of one process per rank, each judged after its end.
+# Train until it is done, across crashes: rounds of one process per rank, each judged after its end.
 #
 #   sbatch [--nodes=N --ntasks-per-node=T --account=A ...] bash_train_multi_nodes.sh --config Config/config_om.yaml [...]
 #   bash bash_train_multi_nodes.sh --config Config/config_om.yaml [--set key=value ...] [--fresh]
 #
-# Inside an allocation (sbatch, salloc) the ranks are tasks of srun on all of its nodes, elsewhere processes of this host.
-# What follows the script's name goes to OM_train_3modes.py, but for
-#   --preflight        only look whether the allocation works (0 = yes, 43 = no); under Slurm this comes first anyway
-#   --no-preflight     do without it
-#   --allow-tmp        several nodes may write below /tmp, for where that is a shared folder
+# Inside an allocation (sbatch, salloc) the ranks are srun tasks on all of its nodes, elsewhere processes of this host.
+# All arguments go to OM_train_3modes.py, except
+#   --preflight        only check whether the allocation works (0 = yes, 43 = no); under Slurm a start begins with it
+#   --no-preflight     do not check it
+#   --allow-tmp        several nodes may write below /tmp, for sites where that is a shared folder
 #
-# CLUSTER=name       settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if there is
-#                    such a file, else local)
+# CLUSTER=name       settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if that file
+#                    exists, else local)
 # PYTHON=path        the interpreter (default: .venv/bin/python, else python3)
 # RANKS=n            processes on this host, without srun (default: one for each device that torch sees, 1 without)
 # MASTER_ADDR, MASTER_PORT   where the ranks meet (default: the first node, a free port for each round)
-# PREFLIGHT_SECONDS  limit of the preflight (default 45)
+# PREFLIGHT_SECONDS  time limit of the preflight (default 45)
 #
 # A round ends with 0 (done), 42 (planned restart), 43 (stop: a person is needed) or anything else (a death: the next
 # round continues from the newest checkpoint that verifies). Pauses, rounds and time limits are keys of the config
 # (run.round_seconds, run.max_rounds, run.pause_*). TERM or Ctrl-C: save, leave, and do not start again. USR1, which
-# Slurm sends 480 s before the time limit: the same, and the job goes back into the queue, to continue where it was; what
-# hangs then is ended in time for that. With fewer nodes than at first a step has the same samples (Runtime/global_batch.py).
+# Slurm sends 480 s before the time limit: the same, and the job is requeued and continues from there; ranks that hang
+# are killed in time for that. On fewer nodes than at first, a step keeps its samples (Runtime/global_batch.py).
 #
-# Paths count from the repository's folder, wherever this is started; --config and --init-from also from where it is.
+# Paths are relative to the repository's folder; --config and --init-from may also be relative to the current one.
 set -u
 
 script=$(realpath "${BASH_SOURCE[0]}") typed_in=$PWD
@@ -49,10 +49,10 @@ if [[ ! -f OM_train_3modes.py ]]; then
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What every shell does, that of a rank on its node too
+# Functions for every shell, including that of a rank on its node
 # ---------------------------------------------------------------------------------------------------------------------
 
-load_settings() {  # the site's file, every variable in it exported; NODE_COUNT chooses between its profiles
+load_settings() {  # read the site's file and export all its variables; NODE_COUNT chooses between its profiles
     set -a
     # shellcheck source=/dev/null
     source "Config/cluster/$CLUSTER.env"
@@ -61,13 +61,13 @@ load_settings() {  # the site's file, every variable in it exported; NODE_COUNT 
     ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
 }
 
-count_oom_kills() {  # how often this node's kernel has ended a process for want of memory
+count_oom_kills() {  # how many processes this node's kernel has killed because memory ran out
     awk '$1 == "oom_kill" { print $2 }' /proc/vmstat 2> /dev/null
 }
 
-note_exit() {  # rank, exit code, extra JSON: the last line of the rank's log, next to what it said itself
+note_exit() {  # rank, exit code, extra JSON: append the end of the process to the rank's log
     local extra=${3:-} kills lock=$OMNIMORPH_RUN/lock.json
-    # Whoever has taken the folder over meanwhile writes this log now.
+    # If another launch has taken the folder over, this log is no longer ours.
     [[ -e $lock ]] && ! grep -q "$OMNIMORPH_TOKEN" "$lock" && return
     kills=$(count_oom_kills)
     if [[ $2 == 137 && -n $kills && $kills != "$oom_kills" ]]; then extra+=', "oom_kill": true'; fi
@@ -75,14 +75,14 @@ note_exit() {  # rank, exit code, extra JSON: the last line of the rank's log, n
         "$OMNIMORPH_ATTEMPT" "$1" "$2" "$(date +%s.%N)" "$extra" >> "$OMNIMORPH_RUN/rank$1.jsonl"
 }
 
-nap() {  # seconds; a trapped signal ends it
+nap() {  # seconds: sleep, but wake up for a trapped signal
     local sleeper
     sleep "$1" > /dev/null 2>&1 &
     sleeper=$!
     wait "$sleeper" || kill "$sleeper" 2> /dev/null
 }
 
-await() {  # pid, seconds: sets `code` to how it ended, 137 where it is killed after them, whether or not it dies of it
+await() {  # pid, seconds: wait and set `code` to its exit code; after the seconds, kill it and set 137 at once
     local ends=$((SECONDS + ${2:-1000000000}))
     while kill -0 "$1" 2> /dev/null; do
         if ((SECONDS >= ends)); then
@@ -96,16 +96,16 @@ await() {  # pid, seconds: sets `code` to how it ended, 137 where it is killed a
     code=$?
 }
 
-run_task() {  # one task of srun: variables of the rank, settings again (a node's profile may differ), the program
+run_task() {  # one task of srun: set the rank's variables, load the settings (a node's profile may differ), run
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     load_settings
     [[ $1 == Scripts/preflight/preflight.py ]] && exec "$PYTHON" "$@"
     local child code oom_kills status awake=9
     oom_kills=$(count_oom_kills)
-    trap ':' TERM USR1 INT  # Slurm sends them to the rank too; it saves and leaves, and is waited for
-    (trap '' USR1; exec "$PYTHON" "$@") &  # until Python listens, USR1 would end it; it is sent again
+    trap ':' TERM USR1 INT  # Slurm sends them to the rank too, which saves and leaves; wait for it
+    (trap '' USR1; exec "$PYTHON" "$@") &  # before Python handles USR1 it would die of it; USR1 is sent repeatedly
     child=$!
-    while kill -0 "$child" 2> /dev/null; do  # a stopped rank is woken before it is ended, and knows nothing of it
+    while kill -0 "$child" 2> /dev/null; do  # Slurm wakes a stopped rank before it ends it, so note the stop here
         status=$(cat "/proc/$child/stat" 2> /dev/null)
         if [[ ${status##*) } == T* ]]; then awake=0; else awake=$((awake + 1)); fi
         sleep 1 > /dev/null 2>&1 &
@@ -113,13 +113,13 @@ run_task() {  # one task of srun: variables of the rank, settings again (a node'
     done
     await "$child"
     if ((awake < 5)); then note_exit "$RANK" "$code" ', "stopped": true'; else note_exit "$RANK" "$code"; fi
-    # --kill-on-bad-exit would end the others in the middle of their leaving.
+    # A code other than 0 makes --kill-on-bad-exit end the other ranks while they are leaving.
     [[ $code == 0 || $code == 42 ]] && return 0
-    nap "$GRACE"  # and here in the middle of their last words
+    nap "$GRACE"  # give the others time to log their exceptions first
     return "$code"
 }
 
-step() {  # program and arguments: one task of srun for each rank on the chosen nodes; options in srun_options
+step() {  # program and arguments: run them as one srun task for each rank on the chosen nodes, with srun_options
     local nodes
     nodes=$(tr ' ' , <<< "$NODES")
     exec setsid srun "${srun_options[@]}" --export=ALL --nodes="$NODE_COUNT" --nodelist="$nodes" --ntasks="$RANKS" \
@@ -128,7 +128,7 @@ step() {  # program and arguments: one task of srun for each rank on the chosen 
         bash -c "$(declare -f load_settings count_oom_kills note_exit nap await run_task); run_task \"\$@\"" task "$@"
 }
 
-end_steps() {  # no task of an earlier round of this launcher may be left; other steps of the job are not its own
+end_steps() {  # kill all tasks of earlier rounds of this launcher; other steps of the job are not its own
     local steps left="Slurm does not answer" ends=$((SECONDS + 60))
     [[ ${leaving:-} == USR1 ]] && ends=$((SECONDS + 20))
     while ((SECONDS < ends)); do
@@ -143,18 +143,18 @@ end_steps() {  # no task of an earlier round of this launcher may be left; other
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One round or one preflight, inside `timeout`. After the first rank has ended, the others are not waited for for ever.
+# One round or one preflight, inside `timeout`. After the first rank has ended, the others have limited time to end.
 # ---------------------------------------------------------------------------------------------------------------------
 
-mark_launch() {  # what `has_spoken` compares with; false on a full disk, which does not make a rank silent
+mark_launch() {  # the time stamp for `has_spoken`; false on a full disk, and then no rank counts as silent
     touch "$OMNIMORPH_RUN/.launched"
 }
 
-has_spoken() {  # whether a rank has begun its log; until then nobody but the launcher watches
+has_spoken() {  # whether a rank has begun its log; before that, only the launcher watches over it
     [[ -n $(find "$OMNIMORPH_RUN" -maxdepth 1 -name 'rank*.jsonl' -newer "$OMNIMORPH_RUN/.launched") ]]
 }
 
-run_step() {  # the ranks as tasks of srun, which ends the others when one ends badly, and LINGER after a good end
+run_step() {  # run the ranks as srun tasks; srun ends the others if one fails, or LINGER seconds after a good end
     local srun asked="" next=0 spoken="" began=$SECONDS
     local -a srun_options=(--kill-on-bad-exit=1 --wait="$LINGER")
     trap 'asked=1' TERM USR1 INT
@@ -165,28 +165,28 @@ run_step() {  # the ranks as tasks of srun, which ends the others when one ends 
         nap 0.5
         if [[ -z $spoken ]]; then
             if has_spoken; then spoken=1
-            elif [[ -n $asked ]]; then  # srun itself may not listen yet, and there is nothing to save
+            elif [[ -n $asked ]]; then  # srun may not handle signals yet, and there is nothing to save
                 end_steps
                 return 42
             elif ((SECONDS - began > START_SECONDS)); then end_steps
             fi
         fi
         if [[ -n $asked && -n $spoken ]] && ((SECONDS >= next)); then
-            kill -USR1 "$srun" 2> /dev/null  # which passes it on; again and again, since a rank may not hear it yet
+            kill -USR1 "$srun" 2> /dev/null  # srun passes it on; repeated, since a rank may not handle it yet
             next=$((SECONDS + 5))
         fi
     done
     wait "$srun"
 }
 
-run_ranks() {  # the ranks as processes of this host
+run_ranks() {  # run the ranks as processes of this host
     local -a pids=()
     local rank code patience oom_kills asked="" next=0 first="" until="" spoken="" left=$RANKS began=$SECONDS
     oom_kills=$(count_oom_kills)
     trap 'asked=1' TERM USR1 INT
     mark_launch || spoken=1
     for ((rank = 0; rank < RANKS; rank++)); do
-        # Until Python listens, a signal would end it; USR1 is sent again.
+        # Before Python handles a signal it would die of it; USR1 is sent repeatedly.
         (trap '' TERM USR1 INT; RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS exec "$PYTHON" OM_train_3modes.py "$@") &
         pids[rank]=$!
     done
@@ -199,9 +199,9 @@ run_ranks() {  # the ranks as processes of this host
             note_exit "$rank" "$code"
             unset "pids[rank]"
             left=$((left - 1))
-            # The first bad end names the cause; until then any end.
+            # The round's exit code is that of the first rank that failed, else that of the last rank.
             if [[ -z $first || $first == 0 || $first == 42 ]]; then first=$code; fi
-            # Last words take seconds; after a good end the others may still be finishing theirs.
+            # Other ranks need seconds to log their exceptions; after a good end they may still be finishing.
             patience=$GRACE
             [[ $code == 0 || $code == 42 ]] && patience=$LINGER
             [[ -n $until ]] || until=$((SECONDS + patience))
@@ -225,7 +225,7 @@ run_ranks() {  # the ranks as processes of this host
     return "${first:-1}"
 }
 
-end_ranks() {  # of `pids`, all at once: one that a driver or a file system holds (state D) dies later than the others
+end_ranks() {  # kill all of `pids` at once: a process that a driver or file system holds (state D) dies later
     local ends=$((SECONDS + 5))
     kill -KILL "${pids[@]}" 2> /dev/null
     for rank in "${!pids[@]}"; do
@@ -236,10 +236,10 @@ end_ranks() {  # of `pids`, all at once: one that a driver or a file system hold
     done
 }
 
-start_preflight() {  # one task for each rank; what they find goes to standard output
+start_preflight() {  # run one task for each rank; their findings go to standard output
     local -a srun_options=(--kill-on-bad-exit=0) pids=()
     local rank
-    [[ -n $UNDER_SLURM ]] && step Scripts/preflight/preflight.py --task "$@"  # does not come back
+    [[ -n $UNDER_SLURM ]] && step Scripts/preflight/preflight.py --task "$@"  # does not return
     for ((rank = 0; rank < RANKS; rank++)); do
         RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS "$PYTHON" Scripts/preflight/preflight.py --task "$@" &
         pids[rank]=$!
@@ -247,7 +247,7 @@ start_preflight() {  # one task for each rank; what they find goes to standard o
     wait "${pids[@]}"
 }
 
-case ${1:-} in  # inside `timeout`, with the variables that the rest of this file has set
+case ${1:-} in  # this file started by itself inside `timeout`, with the variables that the part below has set
     --round)
         shift
         if [[ -n $UNDER_SLURM ]]; then run_step "$@"; else run_ranks "$@"; fi
@@ -261,14 +261,14 @@ case ${1:-} in  # inside `timeout`, with the variables that the rest of this fil
 esac
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is asked for
+# Arguments
 # ---------------------------------------------------------------------------------------------------------------------
 
 unset RANK LOCAL_RANK WORLD_SIZE OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_ATTEMPT OMNIMORPH_ROUND OMNIMORPH_STEP_BACK
 unset OMNIMORPH_STEP OMNIMORPH_PATIENCE_S
 only_preflight="" arguments=() preflight_options=() want_preflight="" before=""
 for word in "$@"; do
-    # What the shell has completed where it was typed is meant from there.
+    # A path that exists in the folder where the command was typed is relative to that folder.
     [[ $before == --config || $before == --init-from ]] && [[ -f $typed_in/$word ]] && word=$typed_in/$word
     before=$word
     case $word in
@@ -285,15 +285,15 @@ if [[ -n ${SLURM_JOB_ID:-} && -z ${RANKS:-} ]] && command -v srun > /dev/null; t
 export UNDER_SLURM STEP_NAME
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is said: to the log and to where we were started. A full disk there loses words; it ends nobody who speaks.
+# Output: to the log and to the standard output. A full disk loses output, but ends no process that writes.
 # ---------------------------------------------------------------------------------------------------------------------
 
-drain() {  # passes standard input on; while it cannot be written it is dropped
+drain() {  # pass standard input on; drop it while it cannot be written
     trap '' TERM INT USR1 HUP PIPE
     until cat 2> /dev/null; do timeout 1 cat > /dev/null; done
 }
 
-split() {  # standard input to the log too; both ways are pipes, which `tee` would never give up
+split() {  # pass standard input on and to the log; `tee` gives up a file on a full disk, but never a pipe
     trap '' TERM INT USR1 HUP PIPE
     tee >(drain >> "$log") | drain
 }
@@ -306,7 +306,7 @@ fi
 speaker=$!
 exec 2>&1
 # shellcheck disable=SC2154  # `code` is set by `await`
-trap 'exec > /dev/null 2>&1; await "$speaker" 5' EXIT  # the last words too are written before we are gone
+trap 'exec > /dev/null 2>&1; await "$speaker" 5' EXIT  # write the last output before the shell ends
 
 if [[ -z ${CLUSTER:-} ]]; then
     CLUSTER=local
@@ -319,12 +319,12 @@ if [[ ! -f Config/cluster/$CLUSTER.env ]]; then
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Leaving: a signal is heard at any time, between rounds too
+# Leaving: signals count at any time, also between rounds
 # ---------------------------------------------------------------------------------------------------------------------
 
 leaving=""
 child=""
-leave() {  # the first signal counts: Slurm's TERM at the time limit follows its USR1
+leave() {  # signal: remember the first one, since Slurm's TERM at the time limit follows its USR1
     leaving=${leaving:-$1}
     [[ -n $child ]] && kill -TERM "$child" 2> /dev/null
 }
@@ -332,24 +332,24 @@ trap 'leave TERM' TERM
 trap 'leave USR1' USR1
 trap 'leave INT' INT
 
-ask() {  # seconds, command: sets `answer` to what it prints and `code` to how it ended. stoppable=1: a signal ends it
+ask() {  # seconds, command: set `answer` to its output and `code` to its exit code. stoppable=1: a signal ends it
     local output
     exec {output}< <(exec "${@:2}")
     [[ -n ${stoppable:-} ]] && child=$!
     await $! "$1"
     child="" answer=""
-    ((code > 128)) || IFS= read -r -d '' answer <&"$output"  # what it has started itself may still hold the pipe
+    ((code > 128)) || IFS= read -r -d '' answer <&"$output"  # its children may still hold the pipe
     answer=${answer%$'\n'}
     exec {output}<&-
 }
 
 say() { echo "$(date '+%F %T') $*"; }
 
-job_word() {  # name: what Slurm says of this job under that name
+job_word() {  # name: print that field of `scontrol show job` for this job
     timeout --kill-after=5 20 scontrol show job -o "$SLURM_JOB_ID" | grep -oE " $1=[^ ]+" | head -n 1 | cut -d= -f2
 }
 
-seconds_to_leave() {  # how long a round may go on before the time limit, with a third or 90 s for what comes after it
+seconds_to_leave() {  # print how long a round may go on before the time limit; a third or 90 s is left for the rest
     local word ends left=240
     word=$(job_word EndTime)
     [[ -n $word ]] && ends=$(date -d "$word" +%s 2> /dev/null) && left=$((ends - $(date +%s)))
@@ -358,7 +358,7 @@ seconds_to_leave() {  # how long a round may go on before the time limit, with a
 
 requeue() {
     local tries
-    [[ $(job_word JobState) == CANCELLED* ]] && return  # by a person, meanwhile
+    [[ $(job_word JobState) == CANCELLED* ]] && return  # a person has cancelled it meanwhile
     say "the time limit of job $SLURM_JOB_ID is near: back into the queue, to continue from there"
     for ((tries = 0; tries < 3; tries++)); do
         timeout --kill-after=5 20 scontrol requeue "$SLURM_JOB_ID" && return
@@ -367,7 +367,7 @@ requeue() {
     echo "it could not be requeued: the same sbatch command continues the run"
 }
 
-finish() {  # exit code, last words
+finish() {  # exit code, message: unlock the folder, print the message, requeue if the time limit is near, exit
     [[ -n $UNDER_SLURM ]] && end_steps
     [[ -n ${OMNIMORPH_TOKEN:-} ]] && ask 60 "$PYTHON" -m Runtime.attempts unlock
     say "$2"
@@ -376,18 +376,18 @@ finish() {  # exit code, last words
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where we are: site, nodes and ranks
+# Site, nodes and ranks
 # ---------------------------------------------------------------------------------------------------------------------
 
-overlap=()  # to try a node, or ask it for a port, whatever else runs in the job; unknown to older Slurms
+overlap=()  # lets `on_node` run beside other steps of the job; older versions of Slurm do not know it
 [[ -n $UNDER_SLURM ]] && srun --help 2> /dev/null | grep -q -- --overlap && overlap=(--overlap)
 
-on_node() {  # node, command: a single task there, with a limit
+on_node() {  # node, command: run a single task there, with a time limit
     exec timeout --kill-after=5 30 setsid srun --quiet "${overlap[@]}" --job-name="$STEP_NAME" --export=ALL --nodes=1 \
         --ntasks=1 --nodelist="$1" --input=none "${@:2}"
 }
 
-choose_port() {  # a port that is free on this host, unless rank 0 is on another one or the user has chosen
+choose_port() {  # port, free on this host: set MASTER_PORT to the user's, to one free on rank 0's node, or to it
     MASTER_PORT=${fixed_port:-$1}
     if [[ -z $fixed_port && -n $UNDER_SLURM && ${SLURMD_NODENAME:-} != "${NODES%% *}" ]]; then
         MASTER_PORT=$(on_node "${NODES%% *}" "$PYTHON" -m Runtime.attempts port)
@@ -395,11 +395,11 @@ choose_port() {  # a port that is free on this host, unless rank 0 is on another
     fi
 }
 
-probe() {  # nodes: sets `good` and `lost` to those on which a task can be started and the others
+probe() {  # nodes: add those on which a task can be started to `good`, set `lost` to the others
     local index
     local -a asked=("$@") pids=()
     lost=()
-    for index in "${!asked[@]}"; do  # one node that does not answer would take a whole srun with it
+    for index in "${!asked[@]}"; do  # one srun for each: a node that does not answer would make a common srun fail
         on_node "${asked[index]}" true &
         pids[index]=$!
     done
@@ -409,7 +409,7 @@ probe() {  # nodes: sets `good` and `lost` to those on which a task can be start
     done
 }
 
-choose_nodes() {  # NODES: those of the allocation on which a task can be started and which preflight has not excluded
+choose_nodes() {  # set NODES to the allocation's nodes that can start a task and that preflight has not excluded
     local node tries ends=$((SECONDS + patience))
     local -a hosts=() wanted=() good=() lost=()
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -421,7 +421,7 @@ choose_nodes() {  # NODES: those of the allocation on which a task can be starte
     for ((tries = 1; ; tries++)); do
         probe "${lost[@]}"
         [[ -n $leaving || ${#lost[@]} == 0 ]] && break
-        # A slow node gets a second chance; where none answers, Slurm itself may be away.
+        # A slow node gets a second try; if no node answers, Slurm itself may be down.
         ((${#good[@]} > 0 && tries > 1 || SECONDS >= ends)) && break
         say "no task can be started on ${lost[*]}: tried again"
         nap 10
@@ -434,7 +434,7 @@ choose_nodes() {  # NODES: those of the allocation on which a task can be starte
     NODE_COUNT=${#good[@]} TASKS_PER_NODE=$TASKS RANKS=$((${#good[@]} * TASKS))
     ((NODE_COUNT > 0)) || finish 43 "stopped: no node of the allocation is left"
     MASTER_ADDR=${fixed_address:-${NODES%% *}}
-    if [[ -z $fixed_address ]] && ! getent hosts "$MASTER_ADDR" > /dev/null; then  # Slurm knows where its nodes are
+    if [[ -z $fixed_address ]] && ! getent hosts "$MASTER_ADDR" > /dev/null; then  # Slurm knows the address
         MASTER_ADDR=$(timeout 20 scontrol show node -o "${NODES%% *}" | grep -oE 'NodeAddr=[^ ]+' | cut -d= -f2)
     fi
 }
@@ -454,7 +454,7 @@ else
 fi
 SITE_OPTIONS=()
 load_settings
-arguments=("${SITE_OPTIONS[@]}" "${arguments[@]}")  # what the user says comes later and counts
+arguments=("${SITE_OPTIONS[@]}" "${arguments[@]}")  # the user's come later and take precedence
 export PREFLIGHT_SECONDS=${PREFLIGHT_SECONDS:-45}
 if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
@@ -477,10 +477,10 @@ echo "settings (Config/cluster/$CLUSTER.env and what was set before):"
 "$PYTHON" -m Runtime.provenance
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Preflight: a misconfigured allocation is found in a minute
+# Preflight: find a misconfigured allocation within a minute
 # ---------------------------------------------------------------------------------------------------------------------
 
-look() {  # options: one preflight; sets `code` and `answer`. A signal ends it
+look() {  # options: run one preflight, set `code` and `answer`. A signal ends it
     local findings tasks
     exec {findings}< <(exec timeout --kill-after=5 "$PREFLIGHT_SECONDS" bash "$script" --preflight-tasks "$@")
     tasks=$!
@@ -495,7 +495,7 @@ look() {  # options: one preflight; sets `code` and `answer`. A signal ends it
     [[ -n $leaving ]] && finish 42 "left by $leaving during the preflight"
 }
 
-preflight() {  # leaves in NODES those that work; ends the script where too few do
+preflight() {  # options: keep in NODES those that work; end the script if too few do
     local EXCLUDED=""
     local -a repeat=(--may-repeat)
     while :; do
@@ -511,7 +511,7 @@ preflight() {  # leaves in NODES those that work; ends the script where too few 
                 choose_nodes
                 ;;
             43) finish 43 "stopped: the preflight failed, see the table above" ;;
-            *)  # 76: what failed may pass, such as a file system that stands still for a moment
+            *)  # 76: the fault may pass, such as a file system that hangs for a moment
                 ((${#repeat[@]})) || finish 43 "stopped: the preflight failed twice (code $code), see above"
                 repeat=()
                 say "the preflight failed: once more in 20 s"
@@ -530,7 +530,7 @@ fi
 # The restart loop
 # ---------------------------------------------------------------------------------------------------------------------
 
-begin_round() {  # take the folder and number the attempt; what may pass is waited for
+begin_round() {  # lock the folder and number the attempt; retry while the fault may pass
     local ends=$((SECONDS + patience)) nodes
     while :; do
         nodes=$(wc -w <<< "$HOSTS")
@@ -543,27 +543,27 @@ begin_round() {  # take the folder and number the attempt; what may pass is wait
         say "round $round cannot begin yet (code $code): tried again"
         nap 5
     done
-    set -a  # export them all
+    set -a  # export all variables that the answer sets
     eval "$answer"
     set +a
-    NODES=$(cut -d ' ' -f "1-$NODE_COUNT" <<< "$HOSTS")  # those that can share a step
+    NODES=$(cut -d ' ' -f "1-$NODE_COUNT" <<< "$HOSTS")  # the nodes that can divide a step evenly
 }
 
-end_round() {  # exit code of the round; sets `decision`
+end_round() {  # exit code of the round: have it judged, set `decision`
     local seconds=900
     [[ $leaving == USR1 ]] && seconds=30
     ask "$seconds" "$PYTHON" -m Runtime.attempts end "$1"
     decision=$code
 }
 
-run_round() {  # sets `code`. What still hangs, validates or saves near the time limit is ended before Slurm does it
+run_round() {  # arguments: run a round, set `code`. Near Slurm's time limit, ranks that have not left are killed
     local told="" ends=""
     timeout --kill-after="$LEAVE_SECONDS" "$ROUND_SECONDS" bash "$script" --round "$@" &
     child=$!
     while kill -0 "$child" 2> /dev/null; do
         if [[ -n $leaving && -z $told ]]; then
             told=1
-            kill -TERM "$child" 2> /dev/null  # the signal may have come when there was no child yet
+            kill -TERM "$child" 2> /dev/null  # the signal may have come before the child existed
             [[ $leaving == USR1 && -n $UNDER_SLURM ]] && ends=$((SECONDS + $(seconds_to_leave)))
         fi
         if [[ -n $ends ]] && ((SECONDS >= ends)); then
@@ -576,17 +576,17 @@ run_round() {  # sets `code`. What still hangs, validates or saves near the time
     await "$child"
     child=""
     [[ -n $UNDER_SLURM ]] && end_steps
-    # Before it listened, TERM has ended the shell itself.
+    # 143: TERM ended the shell of the round before it set its trap.
     [[ -n $leaving && $code == 143 ]] && code=42
 }
 
-SILENT="vanished|frozen|never started|a rank did not arrive"  # causes after which nodes are looked at again
+SILENT="vanished|frozen|never started|a rank did not arrive"  # causes after which the nodes are checked again
 HOSTS=$NODES
 for ((round = 0; ; round++)); do
     begin_round
     choose_port "$FREE_PORT"
     patience=${OMNIMORPH_PATIENCE_S:-$patience} patience=${patience%.*}
-    # A healthy round saves and leaves before its time limit, so that the limit only ends hung ones.
+    # A healthy round saves and leaves before its time limit; the limit ends only those that hang.
     reserve=$(awk -v s="$ROUND_SECONDS" 'BEGIN { r = s / 10; print (r > 300 ? s - 300 : s - r) }')
     code=42
     [[ -n $leaving ]] || run_round "${arguments[@]}" --max-seconds-before-restart "$reserve"
@@ -601,7 +601,7 @@ for ((round = 0; ; round++)); do
     ((round + 1 >= MAX_ROUNDS)) && finish 43 "stopped after $MAX_ROUNDS rounds (run.max_rounds)"
     nap "$seconds"
     [[ -n $leaving ]] && finish 42 "left by $leaving; the same command continues the run"
-    # Ranks that fell silent may have lost their node.
+    # The node of a rank that fell silent may be lost.
     if [[ -n $UNDER_SLURM && -z $want_preflight && $decision == 1 ]] \
         && grep -qE "\"cause\": \"($SILENT)\"" "$OMNIMORPH_RUN/verdict.json"; then
         choose_nodes
