@@ -1,10 +1,10 @@
-"""What one task of the preflight looks at: one short function for each check.
+"""The checks of one task of the preflight: one short function for each.
 
-A check gets `context`, a dict: cfg, rank, local_rank, world, node, nodes, tasks (on a node), allow_tmp, variables
-(the environment), served (of `serve`), ends (its deadline, by time.monotonic) and found (the results so far); and `at`,
-to say where it is, or what holds if it is `late`. It returns `passed`, `failed` or `skipped`, with facts for the
-collector to compare.
-Scripts/preflight/preflight.py runs each in a process of its own, which it kills at the deadline.
+A check gets `context`, a dict: cfg, rank, local_rank, world_size, node, nodes, tasks (on a node), allow_tmp, variables
+(the environment), served (result of `serve`), ends (its deadline, by time.monotonic) and found (the results so far). It
+also gets `at`, a function: at(text) reports what the check does now, at(late(...)) the result if it is not done in
+time. It returns `passed`, `failed` or `skipped`, with facts that the collector compares.
+Scripts/preflight/preflight.py runs each check in a process of its own, which it kills at the deadline.
 """
 import contextlib
 import datetime
@@ -36,9 +36,9 @@ from Runtime.provenance import SETTINGS, git
 
 GIB = 2 ** 30
 ROOT = Path(__file__).resolve().parents[2]
-KEPT_COUNTS = 20  # of activations, by config and code
-OPEN_FILES = 4096  # sockets of all ranks, shared-memory files of all loader workers
-# These name a node's or a rank's own devices, network cards and caches, and may differ.
+KEPT_COUNTS = 20  # counts of activations that are kept, by config and code
+OPEN_FILES = 4096  # enough for the sockets of all ranks and the shared-memory files of all loader workers
+# Variables that name a node's or a rank's own devices, network cards and caches: they may differ.
 OWN = (*launch.VISIBLE, "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR")
 OWN_ENDINGS = ("_IFNAME", "_HCA", "_NIC")
 GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
@@ -56,7 +56,7 @@ def failed(said, do, **facts):
 
 
 def late(said, do, **facts):
-    """For `at`: the result of a check that comes too late without anything being wrong. It warns."""
+    """For `at`: the result if a check is not done in time though nothing is wrong. It warns."""
     return {"ok": True, "said": said, "do": do, "late": True, **facts}
 
 
@@ -73,7 +73,7 @@ def first_line(error):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def check_code(context, at):
-    """Versions; the commit once for each node, since git reads every file."""
+    """The same versions of Python, torch and code. The first rank of a node runs git, which reads every file."""
     facts = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if context["local_rank"] == 0:
         at(late("git has not answered in time, so commits are not compared", "", **facts))
@@ -86,7 +86,7 @@ def check_code(context, at):
 
 
 def check_settings(context, at):
-    """The variables that libraries for devices and communication read; and how many files may be open."""
+    """Report the variables of device and communication libraries, and check the limit of open files."""
     mine = {name: value for name, value in context["variables"].items()
             if SETTINGS.match(name) and name not in OWN and not name.endswith(OWN_ENDINGS)}
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -97,13 +97,13 @@ def check_settings(context, at):
 
 
 def check_device(context, at):
-    """As many devices as tasks on this node, or one for each task. facts: devices, own (what tells one task's)."""
+    """torch sees as many devices as this node has tasks, or one in each task. facts: devices, own (identifies it)."""
     name, tasks, variables = context["cfg"]["run.device"], context["tasks"], context["variables"]
     if name == "cpu":
         return passed("cpu, as run.device says", devices=0)
     at("counting devices")
     with contextlib.suppress(InputError):
-        pick_device(name)  # lets older Intel packages register their devices; what is missing is said below
+        pick_device(name)  # older Intel packages register their devices here; a missing device is reported below
     count, built = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
     given = next((f"{key}={variables[key]}" for key in GIVEN if variables.get(key, "0") not in ("", "0")), "")
     in_slurm = "SLURM_JOB_ID" in variables
@@ -116,7 +116,7 @@ def check_device(context, at):
         return failed(f"{asked}, but torch {torch.__version__} sees no device", f"{what}, or set run.device=cpu",
                       devices=0)
     at("asking the device for its properties")
-    device = pick_device(name, context["local_rank"] % count)  # too many tasks are named below
+    device = pick_device(name, context["local_rank"] % count)  # too many tasks are reported below
     visible = [f"{key}={variables[key]}" for key in launch.VISIBLE if variables.get(key)]
     facts, kind = {"devices": count, "own": visible}, device.type
     if device.type != "cpu":
@@ -131,13 +131,13 @@ def check_device(context, at):
 
 
 def check_forward(context, at):
-    """Forward and backward of a tiny network of the config's kind. facts: bytes of this process afterwards."""
+    """Run a tiny network of the config's kind forward and backward. facts: process_bytes, used afterwards."""
     cfg = {**context["cfg"], **TINY, "data.img_size": [16] * context["cfg"]["model.dims"]}
     began = time.monotonic()
-    os.environ["MIOPEN_FIND_MODE"] = "FAST"  # of its full search for the best kernels, the training has more use
+    os.environ["MIOPEN_FIND_MODE"] = "FAST"  # the full search for the best kernels only pays in the training
     device = pick_device(cfg["run.device"], context["local_rank"])
     prepare_device(device, cfg["run.threads"])
-    if device.type == "cpu":  # which does not hang; others may be using it
+    if device.type == "cpu":  # a CPU does not hang, but others may be using it
         at(late("a tiny network has not answered in time: the processors of this node are busy",
                 "look who else uses them; the training will be slow", process_bytes=0))
     at(f"moving a network to {device}")
@@ -166,7 +166,7 @@ def check_forward(context, at):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def check_memory(context, at):
-    """Ranks, their steps on a CPU, loader workers and batches, and a cache in memory, against what the node has."""
+    """The node has enough memory for ranks, their steps on a CPU, loader workers, batches and a cache in memory."""
     cfg = context["cfg"]
     at("counting parameters")
     with torch.device("meta"):
@@ -185,7 +185,7 @@ def check_memory(context, at):
 
 
 def sharing_ranks(context):
-    """Ranks that will share a step: where nodes are left out, maybe not all that are there."""
+    """Number of ranks that will divide a step: after nodes are left out, maybe not all that are there."""
     cfg, world_size, tasks = context["cfg"], context["world_size"], context["tasks"]
     return math.prod(usable(cfg, new_step(cfg, world_size), world_size // tasks, tasks))
 
@@ -215,9 +215,9 @@ def judge_memory(context, parameters, parts):
 
 
 def shared_count(context, at):
-    """`counted_activations` of rank 0 on the first rank of every node: counting takes a core for some seconds.
+    """`counted_activations` of rank 0, for the first rank of every node: counting keeps a core busy for some seconds.
 
-    Returns: bytes; None where rank 0 has not counted them.
+    Returns: bytes; None if rank 0 has not counted them.
     """
     rank, tasks, world_size = context["rank"], context["tasks"], context["world_size"]
     if rank == 0:
@@ -227,7 +227,7 @@ def shared_count(context, at):
     store = dist.PrefixStore("activations", meet(context))
     if rank == 0:
         store.set("bytes", str(count))
-        # The store goes with rank 0. A node that is ill does not ask.
+        # The store ends with rank 0, so wait for the others; a node that has failed does not ask.
         wait_for(store, [f"taken/{first}" for first in range(tasks, world_size, tasks)],
                  min(context["ends"], time.monotonic() + 5) - 1)
         return count
@@ -236,13 +236,13 @@ def shared_count(context, at):
         store.wait(["bytes"], datetime.timedelta(seconds=max(context["ends"] - time.monotonic(), 1)))
         count = int(store.get("bytes"))
         store.set(f"taken/{rank}", "")
-    except dist.DistError:  # it was too late itself, and the store went with it
+    except dist.DistError:  # rank 0 was too late itself, and the store ended with it
         return None
     return count
 
 
 def counted_activations(context, at):
-    """Bytes of a step's activations on a CPU, from `<run.logs>/preflight_activations.json` where they stand already."""
+    """Bytes of a step's activations on a CPU; kept in `<run.logs>/preflight_activations.json`."""
     cfg, path, known = context["cfg"], Path(context["cfg"]["run.logs"]) / "preflight_activations.json", {}
     sources = [ROOT / "OM_train_3modes.py", *(ROOT / "Diffusion").glob("*.py")]
     amp = precision(cfg["run.amp"], torch.device("cpu"))
@@ -252,16 +252,16 @@ def counted_activations(context, at):
         known = json.loads(path.read_text())
     if key not in known:
         at("counting activations")
-        import OM_train_3modes as training  # here, because a preflight without a CPU training needs none of it
+        import OM_train_3modes as training  # here, since only a training on CPUs needs it
         count = activation_bytes(cfg, sharing_ranks(context), training.MODES)
         known = dict([*known.items(), (key, count)][-KEPT_COUNTS:])
-        with contextlib.suppress(OSError):  # a full disk is the folder check's to tell
+        with contextlib.suppress(OSError):  # the folder check reports a full disk
             write_file(path, json.dumps(known, indent=1) + "\n")
     return known[key]
 
 
 def short_of_shared_memory(cfg, ranks, need):
-    """What does not fit into a folder in memory that is smaller than the memory itself, and what to do; or two ""."""
+    """(what does not fit into data.stage or /dev/shm, what to do), or ("", ""). Both may be smaller than the memory."""
     shm, place = Path("/dev/shm"), expanded(cfg["data.stage"])
     shared = ranks * need["batches"] if need["workers"] else 0
     if need["staged"]:
@@ -281,26 +281,26 @@ def short_of_shared_memory(cfg, ranks, need):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def marker_folder(cfg, key, variables):
-    """Where the nodes show each other that they see run.models or run.logs; no other preflight uses it."""
+    """Folder in which the nodes of this preflight show each other that they share run.models or run.logs."""
     parts = [variables.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID")]
     return Path(cfg[key]) / f".preflight-{'-'.join(filter(None, parts)) or variables.get('MASTER_PORT', 'local')}"
 
 
 def write_and_read_back(path, text):
-    """As checkpoints are written: a file of another name, to the disk, and renamed over what is there."""
+    """Write as checkpoints are written: under another name, flushed, renamed over the old file; then read."""
     write_file(path, text)
     if path.read_text() != text:
         raise OSError(f"{path} reads back differently after a rename")
 
 
 def node_local(path, variables):
-    """The folder of each node's own under which `path` is, or ""."""
+    """The node-local folder in which `path` is, or ""."""
     folders = [*NODE_LOCAL, *filter(None, [variables.get("TMPDIR")])]
     return next((folder for folder in folders if path.resolve().is_relative_to(Path(folder).resolve())), "")
 
 
 def check_folder(context, at):
-    """run.models and run.logs: writable, renames atomic, seen by all nodes. facts: sees, the nodes whose files show."""
+    """run.models and run.logs are writable, with atomic renames, and shared. facts: marks, sees (nodes seen here)."""
     cfg, nodes, variables, notes = context["cfg"], context["nodes"], context["variables"], []
     keys = {key: marker_folder(cfg, key, variables) for key in ("run.models", "run.logs")}
     for key, folder in keys.items():
@@ -319,7 +319,7 @@ def check_folder(context, at):
     missing = {}
     while True:
         for key, folder in keys.items():
-            # A new write makes a network file system forget what it knew of the folder.
+            # A new write makes a network file system drop its cached listing of the folder.
             write_and_read_back(folder / context["node"], str(time.time()))
             missing[key] = [node for node in nodes if node not in os.listdir(folder)]
         if not any(missing.values()) or time.monotonic() > context["ends"] - 1:
@@ -336,7 +336,7 @@ def check_folder(context, at):
 
 
 def clean_folders(context):
-    """Take this node's marks away again, and the folder when it was the last."""
+    """Remove this node's marks, and the folder if they were the last."""
     for key in ("run.models", "run.logs"):
         folder = marker_folder(context["cfg"], key, context["variables"])
         with contextlib.suppress(OSError):
@@ -349,7 +349,7 @@ def clean_folders(context):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def serve(context, at):
-    """Rank 0: serve the store at MASTER_PORT, in a process that stays as long as its parent; `at` tells the result."""
+    """Rank 0: serve the store at MASTER_PORT, in a process that lives as long as its parent; `at` gets the result."""
     try:
         store = dist.TCPStore("127.0.0.1", int(context["variables"]["MASTER_PORT"]), context["world_size"], True,
                               wait_for_workers=False, timeout=datetime.timedelta(seconds=10))
@@ -363,7 +363,7 @@ def serve(context, at):
 
 
 def reach(address, port, ends):
-    """Why no connection has come about until then, or ""."""
+    """Connect until `ends`. Returns: "" or the reason why there is no connection."""
     while True:
         try:
             with socket.create_connection((address, port), timeout=max(ends - time.monotonic(), 0.1)):
@@ -377,7 +377,7 @@ def reach(address, port, ends):
 def meet(context):
     """The store of all ranks, through Runtime.launch.meet as in the training."""
     if context["rank"] == 0:
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # `serve` does it, since this process may be killed
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # `serve` holds the store, since this process may be killed
     ranks = {"rank": context["rank"], "world_size": context["world_size"]}
     launch.meet(ranks, max(context["ends"] - time.monotonic() - 1, 1))
     return ranks["store"]
@@ -416,7 +416,7 @@ def check_rendezvous(context, at):
 
 
 def wait_for(store, keys, ends):
-    """Numbers of the keys that are not there at the end."""
+    """Wait for keys of a store until `ends`. Returns: indices of the keys that are still missing."""
     missing = list(range(len(keys)))
     while missing := [number for number in missing if not store.check([keys[number]])]:
         if time.monotonic() > ends:
@@ -426,7 +426,7 @@ def wait_for(store, keys, ends):
 
 
 def together(context, at, peers, name, compute):
-    """Run compute(context, at, store, index, count) once all `peers` (ranks) are there and well, and end together."""
+    """Run compute(context, at, store, index, count) once all `peers` (ranks) are there and well; end together."""
     if len(peers) == 1:
         return passed("one rank" + " on each node" * (context["world_size"] > 1))
     at("meeting")
@@ -442,31 +442,31 @@ def together(context, at, peers, name, compute):
     result = next((skipped(f"{state} failed on rank {peer}") for peer, state in states.items() if state), None)
     if result is None:
         result = compute(context, at, dist.PrefixStore("group", store), peers.index(context["rank"]), len(peers))
-    # Who ends while others are still in it breaks it for them. The group itself is not destroyed: that can hang.
+    # Wait for the others: a rank that ends early breaks their collective. The group is not destroyed: that can hang.
     store.set(f"out/{context['rank']}", "")
-    with contextlib.suppress(dist.DistError):  # rank 0, with the store, may be the first to see that all are through
+    with contextlib.suppress(dist.DistError):  # rank 0, which has the store, may be the first to see that all are done
         wait_for(store, [f"out/{peer}" for peer in peers], context["ends"] - 1)
     return result
 
 
 def check_node_collective(context, at):
-    """An all_reduce among the ranks of this node."""
+    """all_reduce works among the ranks of this node."""
     first = context["rank"] - context["local_rank"]
     return together(context, at, list(range(first, first + context["tasks"])), "node", all_reduce)
 
 
 def check_collective(context, at):
-    """An all_reduce among all ranks, and its bandwidth."""
+    """all_reduce works among all ranks; report its bandwidth."""
     return together(context, at, list(range(context["world_size"])), "all", all_reduce)
 
 
 def all_reduce(context, at, store, index, count):
-    """A checked sum of a small and a large tensor by the device's backend, and by gloo, which agreements use."""
+    """Check the sums of a small and a large tensor by the device's backend, then by gloo, which agreements use."""
     device = pick_device(context["cfg"]["run.device"], context["local_rank"])
     prepare_device(device, 0)
     kind = backend(device)
     at(f"joining a group of {kind}")
-    # No timeout of its own: not every backend keeps one, and this process ends at its deadline in any case.
+    # A long timeout: not every backend obeys one, and this process is killed at its deadline in any case.
     dist.init_process_group(kind, store=store, rank=index, world_size=count, timeout=datetime.timedelta(hours=1))
     large = torch.ones((64 if device.type != "cpu" else 4) * 2 ** 18, device=device)
     small = torch.full((4,), float(index + 1), device=device)
@@ -490,8 +490,8 @@ def all_reduce(context, at, store, index, count):
     return passed(f"{count} ranks by {kind}, {large.nbytes // 2 ** 20} MiB at {rate:.2g} GiB/s", worst=-rate)
 
 
-# name: (function, deadline as a share of PREFLIGHT_SECONDS since the task began, checks that must have passed).
-# Deadlines are points in time, so that those who wait for others outlast a check that hangs there.
+# name: (function, deadline as a fraction of PREFLIGHT_SECONDS since the task began, checks that must have passed).
+# Deadlines are points in time, so that a rank that waits for others outlasts a check that hangs there.
 CHECKS = {
     "code": (check_code, 0.40, ()),
     "settings": (check_settings, 0.42, ()),
@@ -503,4 +503,4 @@ CHECKS = {
     "collective": (check_collective, 0.87, ("rendezvous",)),
     "memory": (check_memory, 0.95, ("forward",)),
 }
-OF_THE_NODE = ("memory", "folder")  # only by its first rank
+OF_THE_NODE = ("memory", "folder")  # checks that only the first rank of a node runs

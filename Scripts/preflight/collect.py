@@ -1,7 +1,7 @@
-"""The other side of the preflight: read what all tasks found, compare them, print a table, decide.
+"""The other side of the preflight: read the findings of all tasks, compare them, print a table, decide.
 
-`found` is {rank: {check: finding}}, a finding being what a task printed: rank, node, host, check, ok (True, False, or
-None where the check could not run), said, do, and facts.
+`found` is {rank: {check: finding}}. A finding is what a task printed: rank, node, host, check, ok (True, False, or None
+if the check could not run), said (the result), do (advice), and facts.
 """
 import collections
 import json
@@ -21,15 +21,16 @@ from Runtime.global_batch import new_step, usable
 from Runtime.report import text_table
 from Scripts.preflight.checks import CHECKS, OF_THE_NODE, skipped
 
+# Exit codes beside those of Runtime/errors.py
 GO_ON = 75  # without the nodes in EXCLUDED
-AGAIN = 76  # look once more: what failed may have been a stall
+AGAIN = 76  # check once more: the fault may have been a stall
 
 
 def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
-    """Read findings to the end, judge them, print the table, write the report. Returns the exit code.
+    """Read findings to the end, judge them, print the table, write the report.
 
-    stream: lines. limit: s that all of it may take, since `began` (time.monotonic). may_repeat: whether a failure that
-    may pass asks for another look (AGAIN).
+    stream: lines of all tasks. tasks: on each node. limit: seconds since `began` (time.monotonic) that all of it may
+    take. may_repeat: whether a failure that may pass gives AGAIN. Returns: exit code.
     """
     print(f"preflight: {many(len(nodes), 'node')} x {many(tasks, 'rank')}, at most {limit:.0f} s", file=sys.stderr,
           flush=True)
@@ -57,7 +58,7 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def read_findings(stream, world_size, began):
-    """Findings from a stream of lines; lines that are none are shown as they are."""
+    """Findings from a stream of lines; other lines are printed as they are. Returns: `found`."""
     found, pieces = {rank: {} for rank in range(world_size)}, collections.defaultdict(str)
     answers, shown, arrived, terminal = 0, began, False, sys.stderr.isatty()
     with tqdm(total=world_size * (len(CHECKS) + 1), desc="preflight", unit="answer", leave=False,
@@ -83,7 +84,7 @@ def read_findings(stream, world_size, began):
 
 
 def parse(line, pieces):
-    """The finding that a line completes, or None. pieces: {rank: text so far} of long ones, changed here."""
+    """The finding that a line completes, or None. pieces: {rank: text so far} of long findings, changed here."""
     try:
         content = json.loads(line)
         if "piece" in content:
@@ -102,7 +103,7 @@ def parse(line, pieces):
 
 
 def remove_marks(found, cfg):
-    """What the folder check of nodes that have died left behind."""
+    """Remove the marks that the folder check of dead nodes has left behind."""
     for checks in found.values():
         name = checks.get("folder", {}).get("marks", "")
         if name.startswith(".preflight-") and "/" not in name:
@@ -111,11 +112,11 @@ def remove_marks(found, cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Judging: what only shows when ranks are compared, and what follows from the failure of another
+# Judging: failures that only a comparison of ranks shows, and failures that follow from those of others
 # ---------------------------------------------------------------------------------------------------------------------
 
 def judge(found, nodes, tasks, elapsed):
-    """Compare and complete the findings, in place."""
+    """Complete and compare the findings, in place. elapsed: seconds since the start."""
     complete(found, nodes, tasks, elapsed)
     compare_places(found, nodes, tasks)
     versions = {rank: checks["code"] for rank, checks in found.items() if "python" in checks.get("code", {})}
@@ -133,19 +134,19 @@ def judge(found, nodes, tasks, elapsed):
 
 
 def may_pass(finding):
-    """Whether a failure may have been a stall of a file system or of the network: no answer, not a wrong one."""
+    """Whether a failure may have been a stall of a file system or of the network: no answer instead of a wrong one."""
     return finding["ok"] is False and bool(finding.get("passing") or finding.get("unreachable")
                                            or finding.get("waits_for"))
 
 
 def fail(found, rank, check, said, do):
-    """Let a finding that was fine until now fail."""
+    """Turn a finding that was fine into a failure."""
     if found[rank][check]["ok"]:
         found[rank][check].update(ok=False, said=said, do=do)
 
 
 def complete(found, nodes, tasks, elapsed):
-    """What ranks did not say: those that never came, and those that fell silent."""
+    """Add the findings that are missing: of ranks that never came, and of ranks that fell silent."""
     for rank, checks in found.items():
         node = nodes[min(rank // tasks, len(nodes) - 1)]
         host = next((finding["host"] for finding in checks.values()), "")
@@ -165,7 +166,7 @@ def complete(found, nodes, tasks, elapsed):
 
 
 def compare_places(found, nodes, tasks):
-    """Ranks agree on the world size, and stand in blocks on the nodes."""
+    """Fail ranks with another world size, and ranks that do not fill the nodes in blocks."""
     world_size, wrong = len(nodes) * tasks, ""
     for rank, checks in sorted(found.items()):
         arrival = checks["arrival"]
@@ -181,7 +182,7 @@ def compare_places(found, nodes, tasks):
 
 
 def compare(found, check, values, do):
-    """Fail the ranks whose value differs from that of most ranks; all of them where no value has most."""
+    """Fail the ranks whose value differs from that of most ranks; all of them if no value has a majority."""
     counts = collections.Counter(values.values())
     if len(counts) < 2:
         return
@@ -196,7 +197,7 @@ def compare(found, check, values, do):
 
 
 def groups(values):
-    """{rank: value} to {value: [ranks]}."""
+    """{rank: value} becomes {value: [ranks]}."""
     grouped = collections.defaultdict(list)
     for rank, value in sorted(values.items()):
         grouped[value].append(rank)
@@ -204,7 +205,7 @@ def groups(values):
 
 
 def compare_settings(found):
-    """The first variable that is not the same on all ranks."""
+    """Compare the variables of all ranks, up to the first that differs."""
     settings = {rank: checks["settings"]["settings"] for rank, checks in found.items()
                 if "settings" in checks.get("settings", {})}
     for name in sorted(set().union(*settings.values())):
@@ -220,7 +221,7 @@ def shorten(text):
 
 
 def compare_devices(found, tasks):
-    """A node without devices among others that have some; tasks that share one device."""
+    """Fail nodes without devices if others have some, and tasks that share one device."""
     counts = {rank: checks["device"]["devices"] for rank, checks in found.items() if "devices" in
               checks.get("device", {})}
     for rank, count in counts.items():
@@ -235,7 +236,7 @@ def compare_devices(found, tasks):
 
 
 def compare_folders(found, nodes, tasks):
-    """Whose files nobody sees: a node that sees most of those that wrote is well, and so waits for the others."""
+    """Excuse nodes that see the files of most nodes: the fault is with the nodes whose files they do not see."""
     sees = {nodes[rank // tasks]: checks["folder"]["sees"] for rank, checks in found.items()
             if rank < len(nodes) * tasks and "sees" in checks.get("folder", {})}
     for checks in found.values():
@@ -247,7 +248,7 @@ def compare_folders(found, nodes, tasks):
 
 
 def compare_rendezvous(found, nodes, tasks):
-    """An address that leads nowhere because rank 0 is not there, or that leads somewhere else from most nodes."""
+    """Excuse ranks if rank 0 does not serve the store; blame its node if most others cannot reach it."""
     lost = [rank for rank, checks in found.items() if checks.get("rendezvous", {}).get("unreachable")]
     first = found[0].get("rendezvous")
     if first is None or not (first["ok"] or first.get("unreachable") or "waits_for" in first):
@@ -263,7 +264,7 @@ def compare_rendezvous(found, nodes, tasks):
 
 
 def excuse(found):
-    """Ranks that only waited for others have not failed, where those have a failure of their own."""
+    """Excuse ranks that only waited for others, if those have a failure of their own."""
     ill = {rank for rank, checks in found.items() for finding in checks.values()
            if finding["ok"] is False and not finding.get("waits_for")}
     for checks in found.values():
@@ -273,11 +274,11 @@ def excuse(found):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Saying and deciding
+# The table, the decision and the report
 # ---------------------------------------------------------------------------------------------------------------------
 
 def ranges(numbers):
-    """[0, 1, 2, 5] to "0-2, 5"."""
+    """[0, 1, 2, 5] becomes "0-2, 5"."""
     parts = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][1] + 1:
@@ -292,7 +293,7 @@ def many(count, what):
 
 
 def table_rows(found, nodes, tasks):
-    """One row for each check where all is well, one for each different failure otherwise."""
+    """Rows of the table: one for a check that all have passed, otherwise one for each different failure."""
     rows = []
     for check in ("arrival", *CHECKS):
         findings = [checks[check] for _, checks in sorted(found.items()) if check in checks]
@@ -308,7 +309,7 @@ def table_rows(found, nodes, tasks):
 
 
 def add_rows(rows, state, findings, found):
-    """One row for each different sentence of some findings of the same check."""
+    """Append one row for each different sentence among findings of the same check."""
     for (said, do), ranks in groups({f["rank"]: (f["said"], f["do"]) for f in findings}).items():
         check = findings[0]["check"]
         names = dict.fromkeys(found[rank][check]["node"] for rank in ranks)
@@ -336,7 +337,7 @@ def decide(cfg, nodes, tasks, bad, rows):
 
 
 def write_report(cfg, report):
-    """`<run.logs>/preflight_<job>.json`. A folder that cannot be written is in the table already."""
+    """Write `<run.logs>/preflight_<job>.json`. If the folder is not writable, the table says so already."""
     path = Path(cfg["run.logs"]) / f"preflight_{os.environ.get('SLURM_JOB_ID', 'local')}.json"
     try:
         write_file(path, json.dumps(report, indent=1) + "\n")

@@ -1,12 +1,12 @@
-"""Has every task of this allocation what the training needs? Found out in a minute, before any data is touched.
+"""Check within a minute that every task of an allocation has what the training needs, before any data is read.
 
     P=Scripts/preflight/preflight.py; srun ... python $P --task --config C | python $P --collect --config C
 
 bash_train_multi_nodes.sh does this. Both sides take the arguments of the training and read NODES ("n1 n2"),
-TASKS_PER_NODE and PREFLIGHT_SECONDS (for all of it, default 45); tasks also RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT. A task prints one JSON line for each check and always ends with 0. The collector prints a table on standard
-error (Scripts/preflight/collect.py) and EXCLUDED='n2 n3' on standard output; it ends with 0 (passed), 43 (stop), 75 (go
-on without the excluded nodes) or, with --may-repeat, 76 (what failed may pass: look once more before that is believed).
+TASKS_PER_NODE and PREFLIGHT_SECONDS (time limit, default 45); tasks also RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT. A task prints one JSON line for each check and always exits with 0. The collector prints a table on
+standard error (Scripts/preflight/collect.py) and EXCLUDED='n2 n3' on standard output; it exits with 0 (passed), 43
+(stop), 75 (go on without the excluded nodes) or, with --may-repeat, 76 (the faults may pass: check once more).
 """
 import argparse
 import ctypes
@@ -25,8 +25,8 @@ from Runtime.config import load_config  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
-LEAST = 0.05  # of PREFLIGHT_SECONDS: what a check gets even after a late start
-PIECE = 400  # characters; srun keeps lines of less than 1024 bytes whole among those of other tasks
+LEAST = 0.05  # fraction of PREFLIGHT_SECONDS that a check gets even after a late start
+PIECE = 400  # characters; srun does not mix lines of less than 1024 bytes with those of other tasks
 
 
 def parse_arguments(argv=None):
@@ -42,7 +42,7 @@ def parse_arguments(argv=None):
 
 
 def place():
-    """What both sides are told: names of the nodes in order, tasks on each, and the seconds for all of it."""
+    """(names of the nodes in order, tasks on each, time limit in seconds), from the environment."""
     return (os.environ["NODES"].split(), int(os.environ["TASKS_PER_NODE"]),
             float(os.environ.get("PREFLIGHT_SECONDS", 45)))
 
@@ -52,7 +52,7 @@ def place():
 # ---------------------------------------------------------------------------------------------------------------------
 
 def run_task(args):
-    """Say that this rank is there, load the config and torch, run the checks."""
+    """Report the arrival of this rank, load the config and torch, run the checks."""
     began, variables, host = time.monotonic(), dict(os.environ), socket.gethostname()
     nodes, tasks, limit = place()
     rank, local_rank, world_size = (int(variables[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -62,10 +62,10 @@ def run_task(args):
         print_line({"rank": rank, "node": node, "host": host, "check": check, **result})
 
     say("arrival", {"ok": True, "said": "arrived", "do": "", "world_size": world_size, "local_rank": local_rank})
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # an address that does not answer is said in the table
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the table reports an address that does not answer
     try:
         cfg = load_config(args.config, args.overrides)
-        from Scripts.preflight import checks  # here, because torch takes its time, and this rank has arrived already
+        from Scripts.preflight import checks  # here, since torch loads slowly and this rank has arrived already
     except InputError as error:
         return say("code", {"ok": False, "said": str(error), "do": "the config has to be the same on every node"})
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -78,7 +78,10 @@ def run_task(args):
 
 
 def run_checks(checks, context, limit, say):
-    """All checks of the module `checks` in their order; say(name, result) after each. limit: s for the whole task."""
+    """Run all checks of the module `checks` in their order, and say(name, result) after each.
+
+    limit: seconds for the whole task.
+    """
     began, first = context["began"], context["local_rank"] == 0
     if context["rank"] == 0 and context["world_size"] > 1:
         context["served"] = answer(checks.serve, {**context, "ends": began + 0.4 * limit}, stays=True)
@@ -90,14 +93,14 @@ def run_checks(checks, context, limit, say):
         result = checks.skipped(f"{ill} failed") if ill else answer(function, {**context, "ends": ends})
         context["found"][name] = result
         say(name, result)
-    if context["found"]["rendezvous"]["ok"] and first:  # no other node still looks for the marks of this one
+    if context["found"]["rendezvous"]["ok"] and first:  # no other node still waits for the marks of this one
         checks.clean_folders(context)
     elif context["served"]:
-        time.sleep(LEAST * limit)  # others may be a little behind, and would take the end of the store for a failure
+        time.sleep(LEAST * limit)  # ranks that are a little behind would take the end of the store for a failure
 
 
 def print_line(line):
-    """One finding as one line of JSON, or as several pieces of one."""
+    """Print one finding as a line of JSON, or as several lines that each hold a piece of it."""
     text, rank = json.dumps(line), line["rank"]
     pieces = [text[start:start + PIECE] for start in range(0, len(text), PIECE)]
     lines = [text] if len(text) < 2 * PIECE else [
@@ -109,10 +112,11 @@ def print_line(line):
 
 
 def answer(function, context, stays=False):
-    """Result of one check in a forked process, which is killed at its deadline, or with its answer unless it `stays`.
+    """Result of one check, run in a forked process that is killed at its deadline.
 
-    context: with "began" and "ends", by time.monotonic; the rest is the check's. A check that only needs processor time
-    says beforehand, by a dict for `at`, what is to be the result if it is too late: a warning instead of a failure.
+    context: with "began" and "ends" (time.monotonic); the rest is for the check. stays: do not kill the process after
+    its answer. A check that only needs processor time passes a dict to `at` beforehand: this is its result if it is too
+    late, a warning instead of a failure.
     """
     mine, theirs = FORK.Pipe(duplex=False)
     process = FORK.Process(target=work, args=(function, context, theirs), daemon=True)
@@ -143,10 +147,10 @@ def answer(function, context, stays=False):
 
 
 def work(function, context, pipe):
-    """In the child: an error that libraries raise is a finding; anything else shows its traceback."""
+    """In the child: run a check. An error that libraries raise becomes a finding; others show their traceback."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing is left when the task is killed
-    os.dup2(2, 1)  # libraries print; standard output belongs to the findings
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process dies with its task
+    os.dup2(2, 1)  # libraries print to standard output, which is for the findings
     try:
         result = function(context, pipe.send)
     except (RuntimeError, ValueError, OSError) as error:
@@ -166,7 +170,7 @@ def main(argv=None):
     sys.stdin.reconfigure(errors="replace")
     try:
         cfg = load_config(args.config, args.overrides)
-        from Scripts.preflight.collect import collect  # here, because torch takes its time
+        from Scripts.preflight.collect import collect  # here, since torch loads slowly
         return collect(sys.stdin, cfg, *place(), began, args.may_repeat)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
