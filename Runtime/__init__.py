@@ -1,4 +1,4 @@
-"""Keeps a run alive. Every program imports this first, so that a Python that is too old ends in one sentence."""
+"""Modules that keep a run alive. Every program imports this first: a Python that is too old ends in one sentence."""
 import sys
 
 OLDEST = (3, 11)

@@ -26,7 +26,7 @@ from Runtime.verdict import judge, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # after so many without a new durable step the loop stops
 PATIENCE_S = 600.0  # for a file system that does not answer, before the config with run.patience_s is read
-# Phases before the first step. A refusal there would come again.
+# Phases before the first step: a refusal there would recur in every round.
 STARTING = ("launch", "start", "meet", "data set", "stage", "join", "restore")
 
 

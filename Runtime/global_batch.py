@@ -43,7 +43,7 @@ def fix_step(run, cfg, world_size):
 
 
 def most_pairs(cfg):
-    """Pairs in one forward pass of the pair modes, at most."""
+    """Most pairs in one forward pass of the modes that take pairs."""
     return max(int(cfg["data.batchsize"] / cfg["data.diff_reg_batch_ratio"]), 1)
 
 
