@@ -15,18 +15,13 @@ import Runtime  # noqa: F401  first of all: a Python that is too old ends here, 
 
 # isort: split
 import argparse
-import concurrent.futures
 import csv
 import functools
 import hashlib
 import io
 import json
-import multiprocessing
-import os
 import signal
 import sys
-import threading
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +49,7 @@ from Runtime.config import load_config
 from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import sha256, write_file
+from Runtime.workers import run_tasks
 
 CHUNK = 4  # draws that a worker makes of a volume that it has read
 STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
@@ -237,18 +233,6 @@ def target_of(item, key):
     return pick_target(others, key) if others else None
 
 
-def start_worker(job):
-    """A worker leaves interrupts to the main process, and does not outlive it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    prepare_worker(job)
-
-
-def end_with_parent():
-    multiprocessing.parent_process().join()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def read_item(item, dims):
     """Image (float32), affine, and the arrays with affines of what is deformed like labels, {kind: (array, affine)}."""
     image, affine = read_volume(item["image"], dims)
@@ -335,7 +319,7 @@ def make_all(job, items, draws, workers, records):
     left = sum(len(part) for _, part in tasks)
     bar = tqdm(total=len(items) * draws, initial=len(items) * draws - left, desc="augmenting", unit="draw")
     with bar, open(out / "draws.jsonl", "a", encoding="utf-8") as lines:
-        for (item, part), made in run_tasks(job, tasks, workers):
+        for (item, part), made in results_of(job, tasks, workers):
             bar.update(len(part))
             run_lock.touch(out)
             if isinstance(made, str):
@@ -347,22 +331,11 @@ def make_all(job, items, draws, workers, records):
     return records, refused
 
 
-def run_tasks(job, tasks, workers):
-    """Yields ((item, draws), result) as they come, from this process or from `workers` others."""
-    workers = min(workers, len(tasks))
-    if workers <= 1 or WORKER["device"].type != "cpu":
-        yield from ((task, try_draws(*task)) for task in tasks)
-        return
-    pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (job,))
-    try:
-        waiting = {pool.submit(try_draws, *task): task for task in tasks}
-        for future in concurrent.futures.as_completed(waiting):
-            yield waiting[future], future.result()
-    except BrokenProcessPool:
-        raise InputError(f"{job['out']}: a worker was killed, most likely for want of memory; run the same command "
-                         f"again with fewer --workers than {workers}, it goes on where it stopped.") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+def results_of(job, tasks, workers):
+    """Yield ((item, draws), records or the reason of a refusal), from this process or from `workers` others."""
+    if min(workers, len(tasks)) <= 1 or WORKER["device"].type != "cpu":
+        return ((task, try_draws(*task)) for task in tasks)
+    return run_tasks(try_draws, tasks, workers, job["out"], prepare_worker, (job,))
 
 
 def write_lists(out, items, draws, records):

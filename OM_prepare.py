@@ -11,7 +11,6 @@ import Runtime  # noqa: F401  first of all: a Python that is too old ends here, 
 
 # isort: split
 import argparse
-import concurrent.futures
 import contextlib
 import csv
 import functools
@@ -23,9 +22,7 @@ import random
 import shutil
 import signal
 import sys
-import threading
 import time
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +35,7 @@ from Dataloader.prepare import original_header, to_original
 from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
+from Runtime.workers import run_tasks
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
@@ -67,17 +65,8 @@ def parse_arguments(argv=None):
 # The workers
 # ---------------------------------------------------------------------------------------------------------------------
 
-def start_worker(counter, parent):
-    """A worker leaves interrupts to the main process, and does not outlive it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def keep_counter(counter):
     WORKER["counter"] = counter
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-
-
-def end_with(parent):
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def make_group(folder, number, items, cfg):
@@ -90,25 +79,21 @@ def count_one():
 
 
 def make_groups(folder, groups, cfg, workers, before):
-    """Prepare the parts that are missing, in parallel. before: volumes that are there. Returns: {number: record}."""
-    context, made = multiprocessing.get_context("spawn"), {}
-    counter, left = context.Value("q", 0), sum(map(len, groups.values()))
-    pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(groups)), context, start_worker,
-                                                  (counter, os.getpid()))
-    try:
-        waiting = {pool.submit(make_group, folder, number, items, cfg): number for number, items in groups.items()}
-        with tqdm(total=before + left, initial=before, desc=f"preparing {folder}", unit="vol") as bar:
-            while waiting:
-                ended, _ = concurrent.futures.wait(waiting, 0.3, concurrent.futures.FIRST_COMPLETED)
-                bar.update(before + counter.value - bar.n)
-                run_lock.touch(folder)
-                made.update({waiting.pop(future): future.result() for future in ended})
-    except (BrokenProcessPool, MemoryError):
-        raise InputError(f"{folder}: a worker was killed or gave up, most likely for want of memory; run the same "
-                         f"command again with fewer --workers than {workers}, it goes on where it stopped.") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-    return made
+    """Prepare the missing parts of the cache, in parallel.
+
+    groups: {number of the part: items}. before: number of volumes that are there already, for the progress bar.
+    Returns: {number: record}. Raises InputError where a worker was killed.
+    """
+    counter = multiprocessing.get_context("spawn").Value("q", 0)
+    tasks = [(folder, number, items, cfg) for number, items in groups.items()]
+    left = sum(map(len, groups.values()))
+    with tqdm(total=before + left, initial=before, desc=f"preparing {folder}", unit="vol") as bar:
+        def meanwhile():
+            bar.update(before + counter.value - bar.n)
+            run_lock.touch(folder)
+
+        results = run_tasks(make_group, tasks, workers, folder, keep_counter, (counter,), meanwhile)
+        return {number: record for (_, number, _, _), record in results}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,51 @@
+"""Tasks on several processes of one machine. The processes never outlive the one that started them. Needs no torch."""
+import concurrent.futures
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures.process import BrokenProcessPool
+
+from Runtime.errors import InputError
+
+POLL_S = 0.3
+
+
+def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhile=None):
+    """Yield (task, function(*task)) in the order in which the tasks end.
+
+    function, begin: functions of a module, as new processes import them. tasks: list of tuples of plain data.
+    workers: number of processes, of which no more are started than there are tasks. what: what the error begins with,
+    such as the folder of the results. begin(*arguments) is called once in each process before its first task.
+    meanwhile() is called here about three times a second while tasks run.
+    Raises InputError where a process was killed or ran out of memory, and whatever a task raises.
+    """
+    processes = min(workers, len(tasks))
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (begin, arguments))
+    try:
+        waiting = {pool.submit(function, *task): task for task in tasks}
+        while waiting:
+            ended, _ = concurrent.futures.wait(waiting, POLL_S, concurrent.futures.FIRST_COMPLETED)
+            if meanwhile:
+                meanwhile()
+            for future in ended:
+                yield waiting.pop(future), future.result()
+    except (BrokenProcessPool, MemoryError):
+        raise InputError(f"{what}: a worker was killed or gave up, most likely for want of memory; run the same "
+                         f"command again with fewer --workers than {workers}, it goes on where it stopped.") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin(begin, arguments):
+    """In a new process: leave Ctrl-C to the main process, and end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if begin:
+        begin(*arguments)
+
+
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,81 @@
+"""Runtime/workers.py: results, the death of a worker, the death of the parent."""
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from Runtime.errors import InputError
+from Runtime.workers import run_tasks
+from tests import launching
+from tests.tiny import ROOT
+
+STATE = {}
+
+
+def keep(number):
+    STATE["number"] = number
+
+
+def add(a, b):
+    return os.getpid(), a + b + STATE.get("number", 0)
+
+
+def kill_one(a):
+    if a == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return a
+
+
+def take_too_much(a):
+    raise MemoryError
+
+
+def refuse(a):
+    raise InputError(f"{a}: not this one")
+
+
+def sleep(folder, seconds):
+    with open(os.path.join(folder, str(os.getpid())), "w"):
+        time.sleep(seconds)
+
+
+def test_every_task_runs_once_in_another_process():
+    calls = []
+    results = dict(run_tasks(add, [(1, 2), (3, 4), (5, 6)], 2, "out", keep, (100,), lambda: calls.append(1)))
+    assert {task: total for task, (_, total) in results.items()} == {(1, 2): 103, (3, 4): 107, (5, 6): 111}
+    pids = {pid for pid, _ in results.values()}
+    assert 1 <= len(pids) <= 2 and os.getpid() not in pids and calls
+
+
+@pytest.mark.parametrize("function", [kill_one, take_too_much])
+def test_a_worker_that_dies_or_lacks_memory_is_one_sentence(function):
+    with pytest.raises(InputError, match="out: a worker was killed or gave up, .* fewer --workers than 2"):
+        list(run_tasks(function, [(1,), (2,)], 2, "out"))
+
+
+def test_what_a_task_raises_is_raised_here():
+    with pytest.raises(InputError, match="7: not this one"):
+        list(run_tasks(refuse, [(7,)], 3, "out"))
+
+
+def test_no_worker_outlives_its_killed_parent(tmp_path):
+    code = ("import sys; from Runtime.workers import run_tasks; from tests.test_workers import sleep\n"
+            "if __name__ == '__main__':\n    list(run_tasks(sleep, [(sys.argv[1], 60)] * 2, 2, 'out'))")
+    (tmp_path / "main.py").write_text(code)
+    (tmp_path / "pids").mkdir()
+    process = launching.start([sys.executable, str(tmp_path / "main.py"), str(tmp_path / "pids")],
+                              stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == 2)
+    process.kill()
+    process.wait()
+    assert launching.expect_nothing(process.mark) == ""
+
+
+def wait_until(condition, seconds=60):
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "it took too long"
+        time.sleep(0.05)
