@@ -185,7 +185,8 @@ def compare(runs):
         row["efficiency"] = row["speedup"] * rows[0]["ranks"] / row["ranks"]
     configs = [flatten(yaml.safe_load(row.pop("config").read_text()), row["run"]) for row in rows]
     keys = sorted({key for cfg in configs for key in cfg if key.split(".")[0] in SAME_SECTIONS or key in SAME_KEYS})
-    if differing := [key for key in keys if any(cfg.get(key) != configs[0].get(key) for cfg in configs)]:
+    differing = [key for key in keys if any(cfg.get(key) != configs[0].get(key) for cfg in configs)]
+    if differing:
         notes.append(f"Not the same work everywhere: the configs differ in {', '.join(differing)}.")
     opened = [row["mode3_share"] for row in rows]
     if max(opened) - min(opened) > 0.05:

@@ -24,7 +24,7 @@ from Diffusion.networks import build_network
 from Inference.augmentation import augment, deform, measure, place, to_native, training_grid
 from Inference.load_model import load_model
 from Inference.monai_transforms import RandDeformationd
-from Runtime import checkpoint
+from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests import launching
@@ -638,8 +638,8 @@ def test_what_the_function_refuses():
 def test_one_run_at_a_time(data, capsys):
     words = ["--data", data / "data", *WORDS, "--out", data / "out", "--draws", 1]
     assert run(*words) == 0
-    token = OM_augment.run_folder.lock(data / "out", 60, pid=os.getpid())
+    token = run_lock.lock(data / "out", 60, pid=os.getpid())
     assert run(*words) == 43
     assert "is in use by process" in capsys.readouterr().err
-    OM_augment.run_folder.unlock(data / "out", token)
+    run_lock.unlock(data / "out", token)
     assert run(*words) == 0

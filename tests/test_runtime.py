@@ -13,8 +13,9 @@ import pytest
 from tests import launching
 from tests.tiny import ROOT
 
-PROGRAMS = [path for folder in (".", "Dataloader", "Scripts", "Scripts/smoke") for path in sorted((ROOT / folder).glob(
-    "*.py")) if '__name__ == "__main__"' in path.read_text()]
+FOLDERS = (".", "Dataloader", "Scripts", "Scripts/preflight", "Scripts/smoke")
+PROGRAMS = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))
+            if '__name__ == "__main__"' in path.read_text()]
 OTHERS = ("numpy", "torch", "tqdm", "scipy", "nibabel", "yaml", "matplotlib")
 SENTENCE = r"error: Python 3\.11 or newer is needed, and \S+ is 3\.\d+: use .venv/bin/python, .*\n"
 # Those of the machine, and those that pyenv has.
