@@ -14,7 +14,6 @@ import Runtime  # noqa: F401  first of all: a Python that is too old ends here, 
 # isort: split
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -25,13 +24,13 @@ from tqdm import tqdm
 from Dataloader.grids import SAME_GRID, corners_apart
 from Dataloader.nifti import move_points, read_field, read_label, read_points
 from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spread
+from Inference.pair_lists import TO_SCORE, read_scored_pairs
 from Inference.registration import apply_field
 from Inference.results import damage, scores_csv
 from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import write_file
 from Runtime.report import cards_html, table_html, text_table, write_page
 
-FILES = ("fixed_label", "moving_label", "field", "warped_label", "fixed_points", "moving_points")
 COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_mm": ".2f", "tre_before_mm": ".2f",
            "tre_mm": ".2f", "folding_percent": ".4f", "sdlogj": ".4f"}
 
@@ -51,52 +50,6 @@ def parse_arguments(argv=None):
     parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes (what results.json says, else 3)")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the scores go")
     return parser.parse_args(argv)
-
-
-def read_list(path):
-    """The pairs of a JSON list, with whole paths, and the number of axes, None where the list does not tell.
-
-    Of a results.json whose registration failed for some pairs, or did not come to its end, that is said.
-    """
-    path = Path(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such list of pairs; check the path.") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error}); correct the file.") from error
-    entries = content.get("pairs") if isinstance(content, dict) else content
-    if not isinstance(entries, list) or not entries or not all(isinstance(pair, dict) for pair in entries):
-        raise InputError(f"{path}: no list of pairs; write objects with fixed_label, moving_label, field.")
-    if not isinstance(content, dict) or "settings" not in content:
-        return [listed(path, number, pair) for number, pair in enumerate(entries, 1)], None
-    for entry in content["failed"]:
-        print(f"warning: {path}: {entry['name']} was not registered and is not scored ({entry['reason']})",
-              file=sys.stderr)
-    if not content["complete"]:
-        print(f"warning: {path}: the registration has not come to its end; run it again, and it goes on",
-              file=sys.stderr)
-    return [registered(path, row) for row in entries], content["settings"]["config"]["model.dims"]
-
-
-def listed(path, number, pair):
-    """One pair of a list, with whole paths."""
-    for key, value in pair.items():
-        if key not in (*FILES, "name"):
-            raise InputError(f"{path}: pair {number} has the unknown key {key}; the keys are {', '.join(FILES)} and "
-                             "name.")
-        if key != "name" and not isinstance(value, (str, type(None))):
-            raise InputError(f"{path}: pair {number}: {key} is {value!r}, not a path; correct it.")
-    return {"name": str(pair.get("name", f"pair {number}")),
-            **{key: str(path.parent / pair[key]) for key in FILES if pair.get(key)}}
-
-
-def registered(path, row):
-    """One pair of OM_register.py: its labels, its field, and under "written" what the field's file has to be."""
-    field = path.parent / row["folder"] / "field.nii.gz"
-    name = os.path.relpath(field, path.parent)
-    return {"name": row["name"], **{key: row[key] for key in ("fixed_label", "moving_label") if key in row},
-            "field": str(field), "written": (path.parent, {name: row["files"][name]})}
 
 
 def score_whole(pair, dims):
@@ -157,7 +110,7 @@ def score_points(pair, field, affine, scores):
 def score_pair(pair, dims=3):
     """All scores of one pair.
 
-    pair: dict with those of FILES that there are. Returns: dict of name, "labels" ({label: scores}) and the means of
+    pair: dict with those of TO_SCORE that there are. Returns: dict of name, "labels" ({label: scores}) and the means of
     COLUMNS that could be found. Raises InputError naming the file for whatever does not fit.
     """
     field, grid, scores = None, None, {"name": pair.get("name", "pair"), "labels": {}}
@@ -206,10 +159,10 @@ def write_tables(path, scores, failed, means):
 def main(argv=None):
     args = parse_arguments(argv)
     try:
-        given = {key: getattr(args, key) for key in FILES if getattr(args, key)}
+        given = {key: getattr(args, key) for key in TO_SCORE if getattr(args, key)}
         if bool(args.pairs) == bool(given):
             raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
-        pairs, dims = read_list(args.pairs) if args.pairs else ([{"name": "pair", **given}], None)
+        pairs, dims = read_scored_pairs(args.pairs) if args.pairs else ([{"name": "pair", **given}], None)
         with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
             found = [attempt(pair["name"], score_whole, pair, args.dims or dims or 3) for pair in bar]
         failed = [{"name": pair["name"], "reason": reason} for pair, reason in zip(pairs, found)

@@ -1,8 +1,8 @@
-"""What registrations leave in a folder, and which of them are whole.
+"""Which pairs of a folder of results are registered, and whether their files are whole.
 
-results.json is written after the files of a pair and names each with its size and SHA-256. A pair that does not stand
-there, or whose files are others, is not done: whoever was killed between two files leaves no row. Before a pair is
-written its older files are removed, so that a new image never lies beside an old field.
+results.json gets the row of a pair after the pair's files, with the size and SHA-256 of each. A pair without a row, or
+with other files than its row says, counts as not done: a kill between two files leaves no row. The older files of a
+pair are removed before the first new one, so that a new image never lies beside an old field.
 """
 import csv
 import io
@@ -12,18 +12,28 @@ import re
 from pathlib import Path
 
 from Inference.pair_figures import COLUMNS, means
+from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
            "points.csv", "picture.png")  # of a pair, in its folder
+# Names in the folder of results that no file to be read may have, whatever is asked for.
+RESERVED = r"(warped.*|field|inverse_field|jacobian)\.nii(\.gz)?$|points\.csv$"
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 
 
-def write_results(out, rows, failed, settings, complete):
-    """results.json and results.csv, a row for each pair and label; whoever reads them never sees half a file.
+def require_apart(folder, inputs):
+    """Raise InputError where a result in `folder` would take the place of a file that is read. inputs: paths."""
+    for path in map(Path, inputs):
+        if path.resolve().parent == folder.resolve() and re.match(RESERVED, path.name):
+            raise InputError(f"{path}: the result of that name would take its place; choose another --out.")
 
-    rows: with "folder", which is stored relative to `out`. settings: on what the rows depend. complete: whether the run
-    has come to its end.
+
+def write_results(out, rows, failed, settings, complete):
+    """Write results.json, and results.csv with a row for each pair and label.
+
+    out: Path. rows: dicts with name, "folder" (stored relative to `out`), labels and scores. failed: dicts of name and
+    reason. settings: what the rows depend on, plain JSON. complete: whether the run has come to its end.
     """
     stored = [{**row, "folder": os.path.relpath(row["folder"], out)} for row in rows]
     content = {"complete": complete, "pairs": stored, "failed": failed, "mean": means(rows, failed),
@@ -45,22 +55,22 @@ def scores_csv(rows, columns):
 
 
 def read_results(out):
-    """What an earlier run left: {"complete", "settings", "pairs": {name: row, with its whole folder}}.
+    """What an earlier run left: {"complete": bool, "settings": dict, "pairs": {name: row, with its whole folder}}.
 
-    Without pairs where results.json is not there or cannot be read.
+    Without pairs where results.json is missing or cannot be read.
     """
     try:
-        found = json.loads((out / "results.json").read_text())
-        rows = {row["name"]: {**row, "folder": str(out / row["folder"])} for row in found["pairs"]}
-        return {"complete": found.get("complete", True), "settings": found.get("settings"), "pairs": rows}
+        content = json.loads((out / "results.json").read_text())
+        rows = {row["name"]: {**row, "folder": str(out / row["folder"])} for row in content["pairs"]}
+        return {"complete": content.get("complete", True), "settings": content.get("settings"), "pairs": rows}
     except (OSError, ValueError, LookupError, TypeError):
         return {"complete": True, "settings": None, "pairs": {}}
 
 
 def kept_rows(earlier, settings, pairs, out):
-    """Of an interrupted run with the same settings the rows of those pairs that are whole: {name: row}.
+    """The rows of an interrupted run that still hold: {name: row}. A run that came to its end is done anew.
 
-    earlier: from `read_results`. A run that came to its end is done anew.
+    earlier: from `read_results`. A row holds where settings, source files and written files are as they were.
     """
     if earlier["complete"] or earlier["settings"] != settings:
         return {}
@@ -73,19 +83,23 @@ def kept_rows(earlier, settings, pairs, out):
 
 
 def source_digests(pair):
-    """What the files of a pair hold, {key: SHA-256}; None for one that is not there."""
+    """SHA-256 of each file of a pair, {key: hex}; None for one that is missing."""
     return {key: sha256(path) if Path(path).is_file() else None for key, path in pair.items() if key != "name"}
 
 
 def output_files(folder, disp=None):
-    """The files of a pair that are there. disp: that of Learn2Reg, or None."""
-    return [path for path in [*[folder / name for name in OUTPUTS], *[disp] * bool(disp)] if path.is_file()]
+    """Paths of the files of a pair that there are. disp: path of the field for Learn2Reg, or None."""
+    paths = [folder / name for name in OUTPUTS]
+    if disp:
+        paths.append(disp)
+    return [path for path in paths if path.is_file()]
 
 
 def remove_outputs(folder, out, row):
     """Remove what an earlier registration of this pair left. row: that of the earlier results, or None."""
-    listed = [name for name in (row or {}).get("files", {}) if re.fullmatch(DISP, name)]
-    for path in output_files(folder) + [out / name for name in listed]:
+    written = row.get("files", {}) if row else {}
+    disps = [out / name for name in written if re.fullmatch(DISP, name)]
+    for path in output_files(folder) + disps:
         path.unlink(missing_ok=True)
 
 

@@ -1,0 +1,113 @@
+"""The files of a registered pair: warped images and labels, fields, landmarks."""
+import re
+
+import nibabel
+import numpy as np
+import torch
+
+from Dataloader.datalist import volume_id
+from Dataloader.grids import SAME_GRID, corners_apart
+from Dataloader.nifti import (
+    move_points,
+    open_nifti,
+    read_header,
+    read_raw_header,
+    write_field,
+    write_field_learn2reg,
+    write_volume,
+)
+from Diffusion.fields import jacobian_determinant
+from Runtime.errors import InputError
+from Runtime.files import write_file
+
+
+def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=None):
+    """Write what a registration has found.
+
+    folder: where warped.nii.gz, field.nii.gz, jacobian.nii.gz and, where there are such, warped_label.nii.gz,
+    inverse_field.nii.gz and points.csv go. pair: paths of the files that were read, fixed, moving and moving_label.
+    result: of `register`. warped_label: (*fixed) or None. points_mm: (P, 3) landmarks of the fixed volume or None.
+    disp: path of the field for Learn2Reg, or None.
+    """
+    header = read_raw_header(pair["fixed"])
+    field, affine = result["field"], result["fixed"][1]
+    if warped_label is not None:
+        write_warped(folder / "warped_label.nii.gz", warped_label, pair["moving_label"], affine, header)
+    write_warped(folder / "warped.nii.gz", result["warped"], pair["moving"], affine, header)
+    write_field(folder / "field.nii.gz", field, affine, header)
+    determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
+    write_volume(folder / "jacobian.nii.gz", determinant, affine, grid_header(header))
+    if "inverse" in result:
+        write_field(folder / "inverse_field.nii.gz", result["inverse"], result["moving"][1],
+                    read_raw_header(pair["moving"]))
+    if disp:
+        write_field_learn2reg(disp, field, affine)
+    if points_mm is not None:
+        write_points(folder / "points.csv", points_mm, field, affine)
+
+
+def write_warped(path, warped, source, affine, fixed_header):
+    """Write a warped volume on the fixed grid, its header that of the fixed volume without the display range.
+
+    Whole numbers stay of the type that the moving file has; others are written as they are.
+    warped: (*fixed). source: the moving file. affine, fixed_header: of the fixed volume.
+    """
+    header = nibabel.Nifti1Header.from_header(fixed_header)
+    header["cal_min"] = header["cal_max"] = 0
+    write_moved(path, warped, source, affine, header, kinds="iu")
+
+
+def write_moved(path, array, source, affine, header, kinds="iuf"):
+    """Write a deformed volume with the number type of the file it comes from.
+
+    A file whose numbers are scaled (slope, intercept) has none that would fit: the array's own type is kept then.
+    array: (D, H, W) or (H, W). source: path of the file that was deformed. affine: 4x4, header: nibabel header, of the
+    grid of the array. kinds: numpy's letters of the kinds of numbers whose type is kept ("i", "u" whole, "f" floating).
+    """
+    stored = open_nifti(source).dataobj
+    dtype = np.dtype(stored.dtype).newbyteorder("=")
+    if (stored.slope, stored.inter) == (1, 0) and dtype.kind in kinds:
+        if dtype.kind in "iu":
+            limits = np.iinfo(dtype)
+            array = np.clip(np.rint(array.astype(np.float64)), limits.min, limits.max)
+        array = array.astype(dtype)
+    write_volume(path, array, affine, header)
+
+
+def write_points(path, points_mm, field, affine):
+    """Write landmarks of the fixed volume, moved into the moving one, as a CSV table x,y,z.
+
+    points_mm: (P, 3) mm, RAS. field: (N, *fixed) in voxels. affine: 4x4 of the fixed volume.
+    """
+    if len(field) == 2:  # one plane of a 3D field
+        field = np.concatenate([field, np.zeros_like(field[:1])])[..., None]
+    lines = ["x,y,z"]
+    for point in move_points(points_mm, field, affine):
+        lines.append("{:.6f},{:.6f},{:.6f}".format(*point))
+    write_file(path, "\n".join(lines) + "\n")
+
+
+def grid_header(header):
+    """A new header with what places the grid of another one: the codes of its affines and its units."""
+    plain = nibabel.Nifti1Header()
+    for key in ("qform_code", "sform_code", "xyzt_units"):
+        plain[key] = header[key]
+    return plain
+
+
+def disp_name(pair, dims):
+    """The name of a field in a Learn2Reg submission: disp_<fixed>_<moving>.nii.gz, four digits each.
+
+    pair: dict with fixed and moving, paths. Raises InputError where the two volumes are on different grids, and where
+    a file's name has no number.
+    """
+    shape, affine = read_header(pair["fixed"], dims)
+    moving_shape, moving_affine = read_header(pair["moving"], dims)
+    if shape != moving_shape or corners_apart(shape, affine, moving_affine) > SAME_GRID:
+        raise InputError(f"{pair['fixed']} and {pair['moving']}: --learn2reg needs both on one grid, as its data sets "
+                         "have them; leave it out.")
+    fixed_numbers, moving_numbers = (re.findall(r"\d+", volume_id(pair[side])) for side in ("fixed", "moving"))
+    if not fixed_numbers or not moving_numbers:
+        raise InputError(f"{pair['fixed']} and {pair['moving']}: --learn2reg names fields by the numbers in the files' "
+                         "names, and there is none; rename them, such as case_0001.nii.gz.")
+    return f"disp_{int(fixed_numbers[-1]):04d}_{int(moving_numbers[-1]):04d}.nii.gz"

@@ -1,0 +1,138 @@
+"""Lists of pairs for the tools: which to register (OM_register.py) and which to score (OM_evaluate.py).
+
+Learn2Reg JSON, a plain list, or the results.json of a registration; paths are relative to the list. The pair list of a
+training names volumes of its data set instead of files: Dataloader/datalist.py reads that one.
+"""
+import json
+import os
+import sys
+from pathlib import Path
+
+from Dataloader.datalist import PAIR_KEYS, volume_id
+from Runtime.errors import InputError
+
+TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "points")
+TO_SCORE = ("fixed_label", "moving_label", "field", "warped_label", "fixed_points", "moving_points")
+LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # of a JSON file, the first that is not empty
+
+
+def read_pairs(path, key=None):
+    """The pairs to register.
+
+    path: a JSON list of objects with TO_REGISTER and "name", or an object that has such a list. key: which list, where
+    the file has several. Learn2Reg's entries have no labels: a volume then gets the label that the list "training"
+    names for its image, else the file of the same name in a labelsTr or labelsTs beside the images.
+    Returns: list of dict(name=str, fixed=Path, moving=Path and, where there are, fixed_label, moving_label, points).
+    Raises InputError naming the file for a list that cannot be read, unknown keys and names that come twice.
+    """
+    path = Path(path)
+    content = _read_json(path)
+    entries, training = content, []
+    if isinstance(content, dict):
+        key = key or next((name for name in LISTS if content.get(name)), "pairs")
+        entries, training = content.get(key), content.get("training", [])
+    _require_entries(path, entries, "fixed and moving", key)
+    labels = _training_labels(path.parent, training)
+    pairs = [_pair_to_register(path, number, entry, labels) for number, entry in enumerate(entries, 1)]
+    names = [pair["name"] for pair in pairs]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated:
+        raise InputError(f"{path}: two pairs are called {repeated}; give each a name of its own.")
+    return pairs
+
+
+def read_scored_pairs(path):
+    """The pairs to score.
+
+    path: results.json of OM_register.py, or a JSON list (or an object with such a list under "pairs") of objects with
+    TO_SCORE and "name". Of a registration that failed for some pairs, or did not come to its end, a warning says so.
+    Returns: list of dict(name=str, and a Path for each of TO_SCORE that there is; "written" for a registered pair: the
+    folder and the `file_digests` of its field); the number of axes, None where the list does not tell.
+    Raises InputError naming the file for a list that cannot be read and unknown keys.
+    """
+    path = Path(path)
+    content = _read_json(path)
+    entries = content.get("pairs") if isinstance(content, dict) else content
+    _require_entries(path, entries, "fixed_label, moving_label, field")
+    if not isinstance(content, dict) or "settings" not in content:
+        pairs = []
+        for number, entry in enumerate(entries, 1):
+            files = _files_of(path, number, entry, TO_SCORE)
+            pairs.append({"name": str(entry.get("name", f"pair {number}")), **files})
+        return pairs, None
+    for entry in content["failed"]:
+        print(f"warning: {path}: {entry['name']} was not registered and is not scored ({entry['reason']})",
+              file=sys.stderr)
+    if not content["complete"]:
+        print(f"warning: {path}: the registration has not come to its end; run it again, and it goes on",
+              file=sys.stderr)
+    return [_registered_pair(path, row) for row in entries], content["settings"]["config"]["model.dims"]
+
+
+def _read_json(path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise InputError(f"{path}: no such list of pairs ({error.strerror}); check the path.") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error}); correct the file.") from error
+
+
+def _require_entries(path, entries, wanted, key=None):
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise InputError(f"{path}: no list of pairs{f' under {key}' if key else ''}; write objects with {wanted}.")
+
+
+def _files_of(path, number, entry, keys):
+    """{key: Path} of the files that an entry names. keys: those that it may have, beside "name"."""
+    for key, value in entry.items():
+        if key not in (*keys, "name"):
+            raise InputError(f"{path}: pair {number} has the unknown key {key}; the keys are {', '.join(keys)} and "
+                             "name.")
+        if key != "name" and not isinstance(value, str | None):
+            raise InputError(f"{path}: pair {number}: {key} is {value!r}, not a path; correct it.")
+    return {key: path.parent / entry[key] for key in keys if entry.get(key)}
+
+
+def _training_labels(folder, training):
+    """{image: label} of a Decathlon list. Entries of several channels are left out: they are no volume of a pair."""
+    labels = {}
+    for entry in training:
+        if not isinstance(entry, dict):
+            continue
+        image, label = entry.get("image"), entry.get("label")
+        if isinstance(image, str) and isinstance(label, str):
+            labels[folder / image] = folder / label
+    return labels
+
+
+def _pair_to_register(path, number, entry, labels):
+    pair = _files_of(path, number, entry, TO_REGISTER)
+    if "fixed" not in pair or "moving" not in pair:
+        raise InputError(f"{path}: pair {number} has no fixed or no moving volume; give both.")
+    for side in ("fixed", "moving"):
+        label = _label_of(pair[side], labels)
+        if label and f"{side}_label" not in entry:
+            pair[f"{side}_label"] = label
+    name = str(entry.get("name") or f"{volume_id(pair['moving'])}_to_{volume_id(pair['fixed'])}")
+    if "/" in name or name.startswith("."):
+        raise InputError(f"{path}: pair {number}: the name {name} is that of its folder; leave out slashes and a "
+                         "leading dot.")
+    return {"name": name, **pair}
+
+
+def _label_of(image, labels):
+    """The label file that belongs to an image and is there, or None. labels: from `_training_labels`."""
+    candidates = [labels.get(image)]
+    folder = image.parent
+    if folder.name.startswith("images"):
+        candidates.append(folder.parent / folder.name.replace("images", "labels") / image.name)
+    return next((path for path in candidates if path and path.is_file()), None)
+
+
+def _registered_pair(path, row):
+    """A pair of results.json, with its labels and its field. row: of the results."""
+    field = path.parent / row["folder"] / "field.nii.gz"
+    relative = os.path.relpath(field, path.parent)
+    labels = {key: Path(row[key]) for key in ("fixed_label", "moving_label") if key in row}
+    return {"name": row["name"], **labels, "field": field, "written": (path.parent, {relative: row["files"][relative]})}
