@@ -15,23 +15,19 @@ import Runtime  # noqa: F401  first of all: a Python that is too old ends here, 
 
 # isort: split
 import argparse
-import csv
 import functools
-import hashlib
-import io
 import json
 import signal
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from Dataloader.datalist import SUFFIXES, read_datalist, volume_id
-from Dataloader.nifti import open_nifti, read_header, read_raw_header, read_volume, write_field, write_volume
+from Dataloader.nifti import read_header, read_raw_header, read_volume, write_field
 from Dataloader.prepare import on_grid, read_beside
-from Inference.augment_report import MEASURES, describe, draw_name, draw_paths, write_report
+from Inference.augment_report import describe, write_report
 from Inference.augmentation import (
     STRIDE,
     deform,
@@ -43,18 +39,33 @@ from Inference.augmentation import (
     shown_kind,
     subject_number,
 )
+from Inference.draws import (
+    append_records,
+    claim_folder,
+    draw_name,
+    draw_paths,
+    draw_settings,
+    file_sizes,
+    missing_draws,
+    source_digests,
+    write_lists,
+)
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
+from Inference.outputs import write_moved
 from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError, attempt
-from Runtime.files import sha256, write_file
 from Runtime.workers import run_tasks
 
 CHUNK = 4  # draws that a worker makes of a volume that it has read
 STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
-WORKER = {}  # what every worker has: job, config, network, items of the targets
+WORKER = {}  # of each process, from `prepare_worker`: job, cfg, net, device, targets
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is asked for
+# ---------------------------------------------------------------------------------------------------------------------
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Write deformed copies of images with their labels and fields.")
@@ -87,12 +98,8 @@ def parse_arguments(argv=None):
     return parser.parse_args(argv)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is asked for
-# ---------------------------------------------------------------------------------------------------------------------
-
 def check_arguments(args):
-    """What can be told wrong before any file is read."""
+    """Raise InputError for options that are wrong or do not fit together, before any file is read."""
     wrong = [
         (bool(args.image) == bool(args.data), "give either --image or --data."),
         (args.label and not args.image, "--label belongs to --image; with --data the list names the labels."),
@@ -115,77 +122,51 @@ def check_arguments(args):
 
 
 def read_start(text):
-    """The words of --start: None, an int, or a pair of ints."""
-    words = (text or "").split("-")
-    if not text or all(word.strip().isdecimal() for word in words) and len(words) <= 2:
-        return None if not text else int(text) if len(words) == 1 else tuple(map(int, words))
-    raise InputError(f"--start {text}: give one time such as 79, or a range such as 40-79.")
+    """The words of --start as `draw_start` takes them: None, an int, or a pair of ints."""
+    if not text:
+        return None
+    times = text.split("-")
+    if len(times) > 2 or not all(time.strip().isdecimal() for time in times):
+        raise InputError(f"--start {text}: give one time such as 79, or a range such as 40-79.")
+    return int(times[0]) if len(times) == 1 else (int(times[0]), int(times[1]))
 
 
 def make_job(args):
-    """All on which the draws depend, and how they are made: a plain dict, which goes to the workers."""
+    """All that the draws depend on, and how they are made: a plain dict, which goes to the workers.
+
+    Also makes this process ready to draw. Raises InputError for whatever of it cannot be used.
+    """
     model = None if args.model == "none" else str(find_checkpoint(args.model))
     job = {"seed": args.seed, "start": read_start(args.start), "model": model, "stride": args.stride,
            "config": str(args.config or DEFAULTS), "overrides": args.overrides, "target": args.target,
            "condition": args.condition, "slices": args.slices, "out": args.out, "device": args.device}
     prepare_worker(job)
     cfg = WORKER["cfg"]
-    draw_start(job["start"], (0, 0, 0), cfg)
+    draw_start(job["start"], (0, 0, 0), cfg)  # refuses a time that the config does not have
     if args.target:
         job["condition"] = shown_kind(args.condition, args.slices, cfg)
-        for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
-            placed_target(number)  # one that cannot be used is named before anything is drawn
-        show(placed_target(0), job["condition"], job["slices"], (0, 0, 0), cfg)
+        check_targets(job, cfg)
         if cfg["model.condition_type"] == "volume" and job["condition"] == "slice":
             print(f"warning: {args.model} was trained with whole volumes (model.condition_type volume) and has not "
                   "learned to use a few planes; look at the draws before you use them.", file=sys.stderr)
     return job
 
 
-def settings(job, cfg):
-    """What must be the same for earlier draws to be kept."""
-    shown = "".join(sha256(item["image"]) for item in WORKER["targets"])
-    digest = {"model": job["model"] and sha256(job["model"]),
-              "target": (shown if len(shown) <= 64 else hashlib.sha256(shown.encode()).hexdigest()) or None}
-    kept = {key: value for key, value in cfg.items() if key.split(".")[0] in ("model", "diffusion") or key in (
-        "data.img_size", "data.spacing_mm", "data.crop_above", "data.percentiles", "data.window", "run.amp")}
-    plain = {**{key: job[key] for key in ("seed", "start", "stride", "condition", "slices")}, **digest, **kept}
-    return json.loads(json.dumps(plain))
-
-
-def claim_folder(out, job):
-    """Take an empty folder, or go on in one of the same settings. Returns: the draws that are there, {name: record}."""
-    path, wanted, records = out / "settings.json", settings(job, WORKER["cfg"]), read_records(out / "draws.jsonl")
-    if not path.is_file():
-        others = [entry.name for entry in out.iterdir() if entry.name not in ("lock.json", ".lock")]
-        if others:
-            raise InputError(f"{out} holds other things ({sorted(others)[0]}); name a new folder.")
-    elif records:
-        try:
-            found = json.loads(path.read_text())
-        except ValueError as error:
-            raise InputError(f"{path}: not valid JSON ({error}); name a new folder.") from error
-        for key in wanted:
-            if found.get(key) != wanted[key]:
-                raise InputError(f"{out} holds draws with {key} {found.get(key)}, not {wanted[key]}; name a new "
-                                 "folder.")
-    write_file(path, (json.dumps(wanted, indent=1) + "\n").encode())
-    for unfinished in out.glob("*Tr/.*.tmp-*"):  # of a run that was killed; the lock says that no other is at work
-        unfinished.unlink(missing_ok=True)
-    return records
-
-
-def read_records(path):
-    """The draws that an earlier run has finished, {name: record}."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    records = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last one
-    return {record["name"]: record for record in records}
+def check_targets(job, cfg):
+    """Read all targets once: one that cannot be used is named before anything is drawn."""
+    for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
+        placed_target(number)
+    show(placed_target(0), job["condition"], job["slices"], (0, 0, 0), cfg)
 
 
 def read_items(args, cfg):
+    """The volumes to deform, as `read_datalist` lists them."""
     if args.data:
         return read_datalist(args.data, cfg["model.dims"], args.ids)
-    return [{**read_one(args.image, cfg["model.dims"]), "label": args.label and Path(args.label)}]
+    item = read_one(args.image, cfg["model.dims"])
+    if args.label:
+        item["label"] = Path(args.label)
+    return [item]
 
 
 def read_one(path, dims):
@@ -196,14 +177,14 @@ def read_one(path, dims):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The workers
+# The draws of one volume, in this process or a worker
 # ---------------------------------------------------------------------------------------------------------------------
 
 def prepare_worker(job):
-    """What every process needs: the config, the network, which targets there are."""
+    """Fill WORKER: what every process needs for its draws."""
     torch.set_num_threads(1)  # the same rounding for any number of workers
     device = pick_device(job["device"])
-    net, cfg = None, None
+    net = None
     if job["model"]:
         net, cfg = load_model(job["model"], device, job["overrides"])
     else:
@@ -213,168 +194,127 @@ def prepare_worker(job):
 
 
 def read_targets(path, dims):
-    """The items that --target names: one volume, or those of a data set; none without it."""
+    """The items of the volumes that --target names, each with its resolved path as "file"; none without --target."""
     if not path:
         return []
     items = [read_one(path, dims)] if path.endswith(SUFFIXES) else read_datalist(path, dims)
-    return [{**item, "file": item["image"].resolve()} for item in items]  # once, to be compared in every draw
+    return [{**item, "file": item["image"].resolve()} for item in items]
 
 
 @functools.lru_cache(maxsize=8)
 def placed_target(number):
     """One of the targets on the training grid: (1, 1, *size)."""
-    return torch.from_numpy(on_grid(WORKER["targets"][number], WORKER["cfg"], ("image",))["image"])[None, None]
+    placed = on_grid(WORKER["targets"][number], WORKER["cfg"], ("image",))
+    return torch.from_numpy(placed["image"])[None, None]
 
 
 def target_of(item, key):
-    """The number of the target of a draw: of several any but the volume itself. None where there are no targets."""
+    """The number of the target of a draw: any, but of several not the volume itself. None without targets."""
     targets, own = WORKER["targets"], item["image"].resolve()
     others = [number for number, target in enumerate(targets) if len(targets) == 1 or target["file"] != own]
     return pick_target(others, key) if others else None
 
 
 def read_item(item, dims):
-    """Image (float32), affine, and the arrays with affines of what is deformed like labels, {kind: (array, affine)}."""
+    """Read a volume: image (D, H, W) or (H, W) float32, affine 4x4, {kind: int16 array} of its label and mask."""
     image, affine = read_volume(item["image"], dims)
-    beside = {}
-    for kind in [kind for kind in ("label", "mask") if item[kind]]:
-        beside[kind] = read_beside(item, kind, image.shape, affine)
-    return image, affine, beside
-
-
-def write_like(path, array, source, affine):
-    """Write an array with the header and, where the file stores numbers without a scale, the dtype of `source`."""
-    header, stored = read_raw_header(source), open_nifti(source).dataobj
-    dtype = header.get_data_dtype().newbyteorder("=") if (stored.slope, stored.inter) == (1, 0) else array.dtype
-    array = np.rint(array) if dtype.kind in "ui" and array.dtype.kind == "f" else array
-    write_volume(path, array.astype(dtype), affine, header)
+    label_maps = {}
+    for kind in ("label", "mask"):
+        if item[kind]:
+            label_maps[kind] = read_beside(item, kind, image.shape, affine)
+    return image, affine, label_maps
 
 
 def try_draws(item, draws):
-    """Some draws of one volume. Returns: their records; or the sentence that says why it cannot be used."""
+    """Make some draws of one volume. Returns: their records; or the sentence that says why it cannot be used."""
     return attempt(item["image"], make_draws, item, draws)
 
 
 def make_draws(item, draws):
-    """Write some draws of one volume. Returns: their records. Raises InputError for a volume that cannot be used."""
-    job, cfg, out = WORKER["job"], WORKER["cfg"], Path(WORKER["job"]["out"])
-    image, affine, beside = read_item(item, cfg["model.dims"])
-    digest, records = digests(item), []
+    """Write some draws of one volume. draws: their numbers. Returns: their records."""
+    job, cfg = WORKER["job"], WORKER["cfg"]
+    image, affine, label_maps = read_item(item, cfg["model.dims"])
+    mask = label_maps["mask"][0] if "mask" in label_maps else None
+    digests, records = source_digests(item), []
     for draw in draws:
-        key, condition = (job["seed"], subject_number(item["id"]), draw), None
+        key = (job["seed"], subject_number(item["id"]), draw)
         target = target_of(item, key)
+        condition = None
         if target is not None:
             condition = show(placed_target(target), job["condition"], job["slices"], key, cfg).to(WORKER["device"])
-        field = draw_field(image, affine, cfg, key, job["start"], WORKER["net"], condition, job["stride"],
-                           beside.get("mask", (None,))[0], WORKER["device"])
-        name, paths = draw_name(item, draw), draw_paths(item, draw)
-        write_like(out / paths["image"], deform(image, field), item["image"], affine)
-        for kind, (array, own) in beside.items():
-            write_like(out / paths[kind], deform(array, field, "nearest"), item[kind], own)
-        write_field(out / paths["field"], field, affine, read_raw_header(item["image"]))
-        towards = "" if target is None else WORKER["targets"][target]["id"]
-        records.append({"name": name, "id": item["id"], "draw": draw, "target": towards, "source": digest,
-                        "bytes": sizes(paths, out), **{
-                            word: round(measured, 5) for word, measured in measure(field, affine).items()}})
+        field = draw_field(image, affine, cfg, key, job["start"], WORKER["net"], condition, job["stride"], mask,
+                           WORKER["device"])
+        sizes = write_draw(Path(job["out"]), item, draw, image, affine, label_maps, field)
+        measures = {name: round(value, 5) for name, value in measure(field, affine).items()}
+        target_id = "" if target is None else WORKER["targets"][target]["id"]
+        records.append({"name": draw_name(item, draw), "id": item["id"], "draw": draw, "target": target_id,
+                        "source": digests, "bytes": sizes, **measures})
     return records
 
 
-def sizes(paths, out):
-    """Bytes of the files of a draw, by kind; None for one that is not there.
-
-    Every file was flushed before it got its name, so one that was torn later shows by its size.
-    """
-    files = {kind: out / path for kind, path in paths.items()}
-    return {kind: file.stat().st_size if file.is_file() else None for kind, file in files.items()}
-
-
-def digests(item):
-    """What the files of a volume hold, so that a changed file is deformed anew."""
-    return [sha256(item[kind]) for kind in ("image", "label", "mask") if item[kind]]
-
-
-def missing_draws(item, draws, records, out):
-    """The draws of a volume that no earlier run has made from these files, or whose own files are not as it left them.
-
-    Records of older versions have no sizes: those draws are made anew, for their files were not flushed.
-    """
-    digest, missing = digests(item) if records else None, []
-    for draw in range(draws):
-        record = records.get(draw_name(item, draw), {})
-        if record.get("source") != digest or record.get("bytes") != sizes(draw_paths(item, draw), out):
-            missing.append(draw)
-    return missing
+def write_draw(out, item, draw, image, affine, label_maps, field):
+    """Write the files of one draw with the headers and number types of its volume. Returns: their sizes."""
+    paths = draw_paths(item, draw)
+    header = read_raw_header(item["image"])
+    write_moved(out / paths["image"], deform(image, field), item["image"], affine, header)
+    for kind, (array, own_affine) in label_maps.items():
+        deformed = deform(array, field, "nearest")
+        write_moved(out / paths[kind], deformed, item[kind], own_affine, read_raw_header(item[kind]))
+    write_field(out / paths["field"], field, affine, header)
+    return file_sizes(paths, out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The steps
+# All volumes
 # ---------------------------------------------------------------------------------------------------------------------
 
 def make_all(job, items, draws, workers, records):
-    """Make the draws that are not there yet. Returns: records {name: record}, refused {id: why}."""
+    """Make the draws that are not there yet.
+
+    draws: how many of each volume. records: of the draws that are there, {name: record}.
+    Returns: records with those that were made; refused, {id: why}.
+    """
     out, refused, tasks = Path(job["out"]), {}, []
     for item in items:
         missing = missing_draws(item, draws, records, out)
         tasks += [(item, missing[first:first + CHUNK]) for first in range(0, len(missing), CHUNK)]
-    left = sum(len(part) for _, part in tasks)
-    bar = tqdm(total=len(items) * draws, initial=len(items) * draws - left, desc="augmenting", unit="draw")
-    with bar, open(out / "draws.jsonl", "a", encoding="utf-8") as lines:
-        for (item, part), made in results_of(job, tasks, workers):
-            bar.update(len(part))
+    total, left = len(items) * draws, sum(len(numbers) for _, numbers in tasks)
+    bar = tqdm(total=total, initial=total - left, desc="augmenting", unit="draw")
+    with bar, open(out / "draws.jsonl", "a", encoding="utf-8") as file:
+        for (item, numbers), made in results_of(job, tasks, workers):
+            bar.update(len(numbers))
             run_lock.touch(out)
             if isinstance(made, str):
                 refused[item["id"]] = made
                 continue
             records.update({record["name"]: record for record in made})
-            lines.writelines("\n" * (number == 0) + json.dumps(record) + "\n" for number, record in enumerate(made))
-            lines.flush()
+            append_records(file, made)
     return records, refused
 
 
 def results_of(job, tasks, workers):
-    """Yield ((item, draws), records or the reason of a refusal), from this process or from `workers` others."""
+    """Yield ((item, numbers of draws), what `try_draws` returns), from this process or from `workers` others."""
     if min(workers, len(tasks)) <= 1 or WORKER["device"].type != "cpu":
         return ((task, try_draws(*task)) for task in tasks)
     return run_tasks(try_draws, tasks, workers, job["out"], prepare_worker, (job,))
-
-
-def write_lists(out, items, draws, records):
-    """dataset.json, which every reader of Decathlon lists takes; draws.csv and draws.jsonl, in the order of the list.
-
-    Returns: the records of these draws, in that order."""
-    entries, kept = [], []
-    for item in items:
-        for draw in range(draws):
-            kept.append(records[draw_name(item, draw)])
-            words = {"modality": item["modality"]} if item["modality"] else {}
-            entries.append({**draw_paths(item, draw), "subject": item["subject"], **words, "draw": draw})
-    write_file(out / "draws.jsonl", "".join(json.dumps(record) + "\n" for record in kept).encode())
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    named = ("name", "id", "draw", "target")
-    writer.writerow([*named, *MEASURES.values()])
-    writer.writerows([record[word] for word in (*named, *MEASURES)] for record in kept)
-    write_file(out / "draws.csv", text.getvalue().encode())
-    content = {"name": "deformed copies", "numTraining": len(entries), "training": entries}
-    write_file(out / "dataset.json", (json.dumps(content, indent=1) + "\n").encode())
-    return kept
 
 
 def run(args):
     """Do what the command line asks for. Returns the exit code."""
     check_arguments(args)
     job, out = make_job(args), Path(args.out)
-    items = read_items(args, WORKER["cfg"])
+    cfg = WORKER["cfg"]
+    items = read_items(args, cfg)
     out.mkdir(parents=True, exist_ok=True)
     token = run_lock.lock(out, STALE_S, instead="name another --out")
     try:
-        records = claim_folder(out, job)
+        records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]))
         records, refused = make_all(job, items, args.draws, args.workers, records)
         items = [item for item in items if item["id"] not in refused]
         if items:
             kept = write_lists(out, items, args.draws, records)
-            lead = describe(job, WORKER["cfg"])
-            print(json.dumps(write_report(out, lead, items, kept, refused, WORKER["cfg"]["model.dims"])))
+            summary = write_report(out, describe(job, cfg), items, kept, refused, cfg["model.dims"])
+            print(json.dumps(summary))
     finally:
         run_lock.unlock(out, token)
     for reason in refused.values():

@@ -7,22 +7,10 @@ from Dataloader.datalist import SUFFIXES
 from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import read_field, read_label, read_volume
 from Diffusion.figures import gallery_figure
+from Inference.draws import MEASURES, draw_paths
 from Runtime.report import cards_html, figure_html, table_html, text_table, write_page
 
 PICTURED, ACROSS, ROWS = 3, 5, 400  # volumes and draws in the report's pictures, rows in its table
-MEASURES = {"mean": "deformation_percent_mean", "p95": "deformation_percent_p95", "max": "deformation_percent_max",
-            "folding": "folding_percent"}
-
-
-def draw_name(item, draw):
-    return f"{item['id']}_draw{draw:02d}"
-
-
-def draw_paths(item, draw):
-    """Where the files of a draw are, relative to the folder of all: {kind: path}."""
-    return {kind: f"{folder}/{draw_name(item, draw)}.nii.gz" for kind, folder in (
-        ("image", "imagesTr"), ("label", "labelsTr"), ("mask", "masksTr"), ("field", "fieldsTr"))
-        if kind == "field" or item[kind]}
 
 
 def describe(job, cfg):

@@ -1,0 +1,146 @@
+"""The folder that OM_augment.py fills: names of its files, records of its draws, and which of them are whole.
+
+A draw is done where draws.jsonl has its record, the files of its volume are those it was made from, and its own files
+have the sizes that were written. settings.json says how all of them were made; dataset.json lists them for a training.
+"""
+import csv
+import hashlib
+import io
+import json
+
+from Runtime.errors import InputError
+from Runtime.files import sha256, write_file
+
+FOLDERS = {"image": "imagesTr", "label": "labelsTr", "mask": "masksTr", "field": "fieldsTr"}
+MEASURES = {"mean": "deformation_percent_mean", "p95": "deformation_percent_p95", "max": "deformation_percent_max",
+            "folding": "folding_percent"}  # of a record: its column in draws.csv
+DATA_KEYS = ("data.img_size", "data.spacing_mm", "data.crop_above", "data.percentiles", "data.window", "run.amp")
+
+
+def draw_name(item, draw):
+    """The name of a draw, and of its files without folder and suffix. item: of the volume. draw: its number."""
+    return f"{item['id']}_draw{draw:02d}"
+
+
+def draw_paths(item, draw):
+    """Where the files of a draw are, relative to the folder of all: {kind: path}."""
+    name = draw_name(item, draw)
+    return {kind: f"{folder}/{name}.nii.gz" for kind, folder in FOLDERS.items() if kind == "field" or item[kind]}
+
+
+def draw_settings(job, cfg, targets):
+    """What must be the same for earlier draws to be kept, as plain JSON.
+
+    job: dict of OM_augment.py. cfg: flat config. targets: items of the volumes towards which the network deforms.
+    """
+    digest = "".join(sha256(item["image"]) for item in targets)
+    if len(targets) > 1:
+        digest = hashlib.sha256(digest.encode()).hexdigest()
+    settings = {key: job[key] for key in ("seed", "start", "stride", "condition", "slices")}
+    settings["model"] = job["model"] and sha256(job["model"])
+    settings["target"] = digest or None
+    settings.update({key: value for key, value in cfg.items()
+                     if key.split(".")[0] in ("model", "diffusion") or key in DATA_KEYS})
+    return json.loads(json.dumps(settings))
+
+
+def claim_folder(out, settings):
+    """Take an empty folder, or go on in one whose draws were made with the same settings.
+
+    out: Path of a folder that this process has locked. settings: from `draw_settings`.
+    Returns: the records of the draws that are there, {name: record}.
+    Raises InputError where the folder holds other things, or draws that were made with other settings.
+    """
+    path, records = out / "settings.json", read_records(out / "draws.jsonl")
+    if not path.is_file():
+        others = [entry.name for entry in out.iterdir() if entry.name not in ("lock.json", ".lock")]
+        if others:
+            raise InputError(f"{out} holds other things ({sorted(others)[0]}); name a new folder.")
+    elif records:
+        try:
+            earlier = json.loads(path.read_text())
+        except ValueError as error:
+            raise InputError(f"{path}: not valid JSON ({error}); name a new folder.") from error
+        for key in settings:
+            if earlier.get(key) != settings[key]:
+                raise InputError(f"{out} holds draws with {key} {earlier.get(key)}, not {settings[key]}; name a new "
+                                 "folder.")
+    write_file(path, (json.dumps(settings, indent=1) + "\n").encode())
+    for unfinished in out.glob("*Tr/.*.tmp-*"):  # of a run that was killed; the lock says that no other is at work
+        unfinished.unlink(missing_ok=True)
+    return records
+
+
+def read_records(path):
+    """The records of the draws that an earlier run has finished, {name: record}. path: draws.jsonl."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    records = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last one
+    return {record["name"]: record for record in records}
+
+
+def append_records(file, records):
+    """Add the records of some draws to the open draws.jsonl, a line each.
+
+    An empty line first: where a kill cut the last line of an earlier run, the next one begins on a line of its own.
+    """
+    file.write("\n")
+    for record in records:
+        file.write(json.dumps(record) + "\n")
+    file.flush()
+
+
+def missing_draws(item, draws, records, out):
+    """Numbers of the draws of a volume that have to be made: without a record, or with other files than it says.
+
+    draws: how many are asked for. Records of older versions have no sizes: their files were not flushed to the disk, so
+    these draws are made anew.
+    """
+    digests = source_digests(item) if records else None
+    missing = []
+    for draw in range(draws):
+        record = records.get(draw_name(item, draw), {})
+        if record.get("source") != digests or record.get("bytes") != file_sizes(draw_paths(item, draw), out):
+            missing.append(draw)
+    return missing
+
+
+def source_digests(item):
+    """SHA-256 of each file of a volume: a changed file is deformed anew."""
+    return [sha256(item[kind]) for kind in ("image", "label", "mask") if item[kind]]
+
+
+def file_sizes(paths, out):
+    """Bytes of the files of a draw, {kind: int}; None for one that is missing.
+
+    Every file was flushed to the disk before it got its name, so one that was torn later shows by its size.
+    """
+    files = {kind: out / path for kind, path in paths.items()}
+    return {kind: file.stat().st_size if file.is_file() else None for kind, file in files.items()}
+
+
+def write_lists(out, items, draws, records):
+    """Write dataset.json, which every reader of Decathlon lists takes, draws.csv and draws.jsonl.
+
+    items: the volumes, in whose order the lists are. draws: how many each has. records: {name: record}, which may hold
+    others too.
+    Returns: the records of these draws, in that order.
+    """
+    entries, kept = [], []
+    for item in items:
+        for draw in range(draws):
+            kept.append(records[draw_name(item, draw)])
+            entry = {**draw_paths(item, draw), "subject": item["subject"]}
+            if item["modality"]:
+                entry["modality"] = item["modality"]
+            entries.append({**entry, "draw": draw})
+    write_file(out / "draws.jsonl", "".join(json.dumps(record) + "\n" for record in kept).encode())
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    named = ("name", "id", "draw", "target")
+    writer.writerow([*named, *MEASURES.values()])
+    for record in kept:
+        writer.writerow([record[key] for key in (*named, *MEASURES)])
+    write_file(out / "draws.csv", table.getvalue().encode())
+    content = {"name": "deformed copies", "numTraining": len(entries), "training": entries}
+    write_file(out / "dataset.json", (json.dumps(content, indent=1) + "\n").encode())
+    return kept
