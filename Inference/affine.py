@@ -1,8 +1,10 @@
-"""The affine stage: an affine or rigid map between two volumes, found on the similarity that the networks train on.
+"""The affine stage: an affine or rigid map between two volumes, by the similarity that the networks train on.
 
-Everything is done in two frames, one for each volume: millimetres along its (orthonormalised) axes from its centre of
+Multi-start optimisation: several starts are optimised by L-BFGS on a coarse grid, the best go on to finer grids. A map
+is its start times the matrix exponential of a generator, so that rotation, scale and shear are numbers of one size.
+
+The maps live between two frames, one for each volume: millimetres along its (orthonormalised) axes from its centre of
 intensity. There a map has small numbers whatever the headers say, and 2D and 3D are the same code.
-Several starts are compared on a coarse grid, the best are optimised there, and what is left goes on to finer grids.
 """
 import itertools
 
@@ -15,25 +17,26 @@ from Diffusion.losses import box_mean
 from Runtime.errors import InputError
 
 SIDES = {2: (24, 48, 96, 192), 3: (16, 32, 64, 96)}  # voxels along the longest side, never finer than the volume
-# Level, similarity, maps that are carried on, at most, and iterations for each.
+# (level, similarity, how many maps go on at most, iterations for each of them)
 STAGES = [(0, "global", 7, 10), (0, "local", 4, 15), (1, "local", 3, 20), (2, "local", 2, 20), (3, "local", 1, 10)]
 HOPEFUL = 0.8  # similarity, as a fraction of the best map's, below which a map is given up
 WINDOW = 7  # of the local correlation, in voxels of the level
-TURNED = np.deg2rad(25.0)  # of the starts that are turned against the headers
+TURNED = np.deg2rad(25.0)  # angle of the starts that are turned against the headers
 FOREGROUND = 0.05  # intensity above which a voxel counts for centre, moments and box
 MARGIN = 0.1  # around the foreground of the fixed volume, as a fraction of its box
 THINNEST = 4  # voxels that a level has at least along the shortest side
-STRAIN = 0.7  # norm of the logarithmic strain that costs nothing: 1.5 times as large along every axis
-OVERLAP = 0.5  # part of the fixed intensity that has to fall into the moving volume at no cost
+STRAIN = 0.7  # norm of the logarithmic strain above which it costs: 1.5 times as large along every axis
+OVERLAP = 0.5  # part of the fixed intensity that has to lie in the moving volume; less costs
 
 
 def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine"):
-    """The affine or rigid map that aligns two volumes: where a world point of the fixed one is in the moving one.
+    """The affine or rigid map T that aligns two volumes: where a world point of the fixed one is in the moving one.
 
-    fixed, moving: (D, H, W), or both (H, W), intensities 0 .. 1, of any size, spacing and orientation. Their affines:
-    4x4, voxel to world in millimetres, RAS. kind: "affine", or "rigid" (rotation and shift).
-    Returns: 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map stays
-    in the planes of the images. The same input gives the same result; the volumes need not overlap.
+    fixed, moving: (D, H, W), or both (H, W), intensities 0 .. 1, of any size, spacing and orientation; they need not
+    overlap. fixed_affine, moving_affine: 4x4, voxel to world in millimetres, RAS. kind: "affine", or "rigid" (rotation
+    and shift).
+    Returns: T, 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map
+    stays in the planes of the images. The same input gives the same result.
     Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
     """
     if kind not in ("affine", "rigid"):
@@ -45,14 +48,18 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine"):
                          "kind.")
     starts, frames = _starts(fixed, fixed_affine, moving, moving_affine)
     levels = _levels((fixed, fixed_affine, moving, moving_affine), frames, _basis(fixed.ndim, kind))
-    none = torch.zeros(len(levels[0]["basis"]), dtype=torch.float64)
-    found, done = [(start, none) for start in starts], set()
-    for number, similarity, carried, iterations in STAGES:
+    zero = torch.zeros(len(levels[0]["basis"]), dtype=torch.float64)
+    candidates = [(start, zero) for start in starts]
+    done = set()
+    for number, similarity, count, iterations in STAGES:
         level = levels[number]
-        if (similarity, level["spacing_mm"]) not in done:
-            found = [_optimise(*one, level, similarity, iterations) for one in _best(found, carried, level, similarity)]
-            done.add((similarity, level["spacing_mm"]))
-    (start, parameters), = _best(found, 1, level, "local")
+        stage = (similarity, level["spacing_mm"])
+        if stage in done:
+            continue  # of a small volume several levels are the same
+        best = _best(candidates, count, level, similarity)
+        candidates = [_optimise(start, parameters, level, similarity, iterations) for start, parameters in best]
+        done.add(stage)
+    (start, parameters), = _best(candidates, 1, level, "local")
     matrix = _matrix(start, parameters, level)[0].numpy()
     return frames[1] @ _embed(matrix) @ np.linalg.inv(frames[0])
 
@@ -73,17 +80,20 @@ def _checked(name, array, affine):
 
 
 def _frame(affine, origin):
-    """4x4, frame to world: the rotation closest to an affine, and the frame's origin in the world."""
+    """4x4, frame to world in mm: the orthogonal matrix closest to an affine, and the frame's origin in the world."""
     left, _, right = np.linalg.svd(affine[:3, :3])
     frame = np.eye(4)
-    frame[:3, :3], frame[:3, 3] = left @ right, origin
+    frame[:3, :3] = left @ right
+    frame[:3, 3] = origin
     return frame
 
 
 def _embed(matrix):
-    """4x4 of an (N, N + 1) matrix; an axis beyond N stays."""
-    dims, full = len(matrix), np.eye(4)
-    full[:dims, :dims], full[:dims, 3] = matrix[:, :dims], matrix[:, dims]
+    """4x4 of an (N, N + 1) matrix; an axis beyond N is left as it is."""
+    dims = len(matrix)
+    full = np.eye(4)
+    full[:dims, :dims] = matrix[:, :dims]
+    full[:dims, 3] = matrix[:, dims]
     return full
 
 
@@ -97,58 +107,77 @@ def _moments(array):
     """Centre (N,) and covariance (N, N) of the intensities of the foreground, in voxels."""
     weight = np.where(array > FOREGROUND, array, 0).astype(np.float64)
     weight /= weight.sum()
-    dims, axes = array.ndim, [np.arange(n) for n in array.shape]
-    # Sums over all axes but two serve every moment.
-    sums = {pair: weight.sum(tuple(k for k in range(dims) if k not in pair))
-            for pair in itertools.combinations(range(dims), 2)}
+    dims = array.ndim
+    axes = [np.arange(n) for n in array.shape]
     centre, covariance = np.zeros(dims), np.zeros((dims, dims))
-    for (a, b), plane in sums.items():
-        along = plane.sum(1), plane.sum(0)
-        centre[[a, b]] = along[0] @ axes[a], along[1] @ axes[b]
+    # Sums over all axes but two serve every moment.
+    for a, b in itertools.combinations(range(dims), 2):
+        plane = weight.sum(tuple(k for k in range(dims) if k not in (a, b)))
+        along_a, along_b = plane.sum(1), plane.sum(0)
+        centre[a] = along_a @ axes[a]
+        centre[b] = along_b @ axes[b]
         from_a, from_b = axes[a] - centre[a], axes[b] - centre[b]
         covariance[a, b] = covariance[b, a] = from_a @ plane @ from_b
-        covariance[a, a], covariance[b, b] = along[0] @ from_a ** 2, along[1] @ from_b ** 2
+        covariance[a, a] = along_a @ from_a ** 2
+        covariance[b, b] = along_b @ from_b ** 2
     return centre, covariance
 
 
 def _starts(fixed, fixed_affine, moving, moving_affine):
-    """Maps to start from, (N, N + 1) each from the fixed to the moving frame, and the two frames, 4x4 to the world.
+    """Maps to start from, (N, N + 1) each from the fixed to the moving frame; and the two frames, 4x4 to the world.
 
-    What the headers say; their orientation with the centres of the fields of view, or of the intensities, matched; and
-    the principal axes of the intensities matched, with all signs that are rotations; and small turns about the centre
-    of intensity, for volumes cut off by their field of view, whose moments tell little.
+    The starts are: what the headers say; their orientation with the centres of the fields of view, or of the
+    intensities, matched; the principal axes of the intensities matched, with all signs that are rotations; and small
+    turns about the centre of intensity, for volumes cut off by their field of view, whose moments tell little.
     """
-    dims, frames, middles, axes = fixed.ndim, [], [], []
-    for array, affine in ((fixed, fixed_affine), (moving, moving_affine)):
-        centre, covariance = _moments(array)
-        centre, middle = [(affine @ [*point, *[0] * (3 - dims), 1])[:3]
-                          for point in (centre, (np.array(array.shape) - 1) / 2)]
-        frames.append(_frame(affine, centre))
-        to_frame = np.linalg.inv(frames[-1])
-        middles.append((to_frame @ [*middle, 1])[:dims])
-        along = (to_frame @ affine)[:dims, :dims]
-        axes.append(np.linalg.eigh(along @ covariance @ along.T)[1])
-    header = _in_plane(np.linalg.inv(frames[1]) @ frames[0], dims)
+    dims = fixed.ndim
+    fixed_frame, fixed_middle, fixed_axes = _place_in_frame(fixed, fixed_affine)
+    moving_frame, moving_middle, moving_axes = _place_in_frame(moving, moving_affine)
+    header = _in_plane(np.linalg.inv(moving_frame) @ fixed_frame, dims)
     left, _, right = np.linalg.svd(header[:dims, :dims])
     turn = left @ right  # the turn between the headers; in 2D their planes may differ
-    starts = [(turn, header[:dims, dims]), (turn, middles[1] - turn @ middles[0]), (turn, np.zeros(dims))]
+    no_shift = np.zeros(dims)
+    starts = [(turn, header[:dims, dims]), (turn, moving_middle - turn @ fixed_middle), (turn, no_shift)]
     for signs in itertools.product((1.0, -1.0), repeat=dims):
-        matched = axes[1] @ np.diag(signs) @ axes[0].T
+        matched = moving_axes @ np.diag(signs) @ fixed_axes.T
         if np.linalg.det(matched) * np.linalg.det(turn) > 0:
-            starts.append((matched, np.zeros(dims)))
+            starts.append((matched, no_shift))
     for (a, b), angle in itertools.product(itertools.combinations(range(dims), 2), (-TURNED, TURNED)):
         turned = np.eye(dims)
-        turned[[a, b], [a, b]], turned[a, b], turned[b, a] = np.cos(angle), -np.sin(angle), np.sin(angle)
-        starts.append((turn @ turned, np.zeros(dims)))
-    return [np.column_stack(start) for start in starts], frames
+        turned[a, a] = turned[b, b] = np.cos(angle)
+        turned[a, b] = -np.sin(angle)
+        turned[b, a] = np.sin(angle)
+        starts.append((turn @ turned, no_shift))
+    return [np.column_stack(start) for start in starts], (fixed_frame, moving_frame)
+
+
+def _place_in_frame(array, affine):
+    """The frame of a volume, 4x4 to the world; in it the middle of the field of view (N,) and principal axes (N, N)."""
+    dims = array.ndim
+    centre, covariance = _moments(array)
+    frame = _frame(affine, _to_world(affine, centre))
+    to_frame = np.linalg.inv(frame)
+    middle = to_frame @ [*_to_world(affine, (np.array(array.shape) - 1) / 2), 1]
+    to_frame_axes = (to_frame @ affine)[:dims, :dims]
+    axes = np.linalg.eigh(to_frame_axes @ covariance @ to_frame_axes.T)[1]
+    return frame, middle[:dims], axes
+
+
+def _to_world(affine, voxel):
+    """The world point (3,) in mm of a voxel (N,)."""
+    return (affine @ [*voxel, *[0] * (3 - len(voxel)), 1])[:3]
 
 
 def _levels(volumes, frames, basis):
-    """All levels, coarse to fine. Each is made from the next finer one: large volumes are smoothed only once."""
+    """All levels, coarse to fine, as `_level` makes them, each from the next finer: large volumes are smoothed once.
+
+    volumes: fixed, fixed_affine, moving, moving_affine. frames: two 4x4. basis: from `_basis`.
+    """
     fixed = volumes[0]
     box = foreground_box(fixed > FOREGROUND).astype(np.float64)
     margin = MARGIN * (box[1] - box[0])
-    box, levels = np.stack([np.maximum(box[0] - margin, 0), np.minimum(box[1] + margin, fixed.shape)]), []
+    box = np.stack([np.maximum(box[0] - margin, 0), np.minimum(box[1] + margin, fixed.shape)])
+    levels = []
     for side in reversed(SIDES[fixed.ndim]):
         level, volumes = _level(*volumes, box, frames, side)
         box = np.array([[0] * fixed.ndim, volumes[0].shape], np.float64)
@@ -161,21 +190,22 @@ def _levels(volumes, frames, basis):
 def _level(fixed, fixed_affine, moving, moving_affine, box, frames, side):
     """Both volumes smoothed and on isotropic grids, the box of the fixed one about `side` voxels long.
 
-    Returns: what the loss needs, a dict; and both volumes and affines anew.
+    Returns: dict of what the loss needs; (fixed, fixed_affine, moving, moving_affine) of this level.
     """
     dims = fixed.ndim
-    voxel_mm, moving_voxel_mm = [np.linalg.norm(a[:3, :dims], axis=0) for a in (fixed_affine, moving_affine)]
-    extent_mm, moving_extent_mm = voxel_mm * (box[1] - box[0]), moving_voxel_mm * moving.shape
+    voxel_mm = np.linalg.norm(fixed_affine[:3, :dims], axis=0)
+    moving_voxel_mm = np.linalg.norm(moving_affine[:3, :dims], axis=0)
+    extent_mm = voxel_mm * (box[1] - box[0])
+    moving_extent_mm = moving_voxel_mm * moving.shape
     spacing_mm = max(min(extent_mm.max() / side, extent_mm.min() / THINNEST), voxel_mm.min())
     # A moving volume that is far larger than the fixed one must not fill the memory.
-    moving_mm = max(spacing_mm, moving_extent_mm.max() / (4 * side), moving_voxel_mm.min())
-    size, moving_size = [np.maximum(np.floor(extent / mm + 1e-3), 1).astype(int)
-                         for extent, mm in ((extent_mm, spacing_mm), (moving_extent_mm, moving_mm))]
-    fixed, fixed_affine = to_grid(fixed, fixed_affine, size, spacing_mm, box=box)
-    moving, moving_affine = to_grid(moving, moving_affine, moving_size, moving_mm)
+    moving_spacing_mm = max(spacing_mm, moving_extent_mm.max() / (4 * side), moving_voxel_mm.min())
+    fixed, fixed_affine = to_grid(fixed, fixed_affine, _size(extent_mm, spacing_mm), spacing_mm, box=box)
+    moving, moving_affine = to_grid(moving, moving_affine, _size(moving_extent_mm, moving_spacing_mm),
+                                    moving_spacing_mm)
     ratio = min(moving_extent_mm.prod() / extent_mm.prod(), 1.0)
     level = {"fixed": torch.from_numpy(fixed)[None, None], "spacing_mm": float(f"{spacing_mm:.6g}"),
-             # Beside the intensities a volume of ones, which tells what is outside.
+             # Beside the intensities a volume of ones, which shows what lies outside.
              "moving": torch.from_numpy(np.stack([moving, np.ones_like(moving)]))[None],
              "extent_mm": float(extent_mm.max()), "overlap": OVERLAP * ratio,
              "from_fixed": torch.from_numpy(_in_plane(np.linalg.inv(frames[0]) @ fixed_affine, dims)),
@@ -183,35 +213,42 @@ def _level(fixed, fixed_affine, moving, moving_affine, box, frames, side):
     return level, (fixed, fixed_affine, moving, moving_affine)
 
 
+def _size(extent_mm, spacing_mm):
+    """How many whole voxels an extent holds, per axis, at least one; a rounding error must not cost one."""
+    return np.maximum(np.floor(extent_mm / spacing_mm + 1e-3), 1).astype(int)
+
+
 def _basis(dims, kind):
     """(P, N, N + 1): what each parameter adds to the generator (first N columns) and to the shift (last column)."""
     basis = []
     for a, b in itertools.product(range(dims), repeat=2):
-        one = torch.zeros(dims, dims + 1, dtype=torch.float64)
-        one[a, b] += 1.0
+        entry = torch.zeros(dims, dims + 1, dtype=torch.float64)
+        entry[a, b] += 1.0
         if kind == "rigid":
-            one[b, a] -= 1.0
+            entry[b, a] -= 1.0
         if kind == "affine" or a < b:
-            basis.append(one)
+            basis.append(entry)
     for a in range(dims):
-        one = torch.zeros(dims, dims + 1, dtype=torch.float64)
-        one[a, dims] = 1.0
-        basis.append(one)
+        entry = torch.zeros(dims, dims + 1, dtype=torch.float64)
+        entry[a, dims] = 1.0
+        basis.append(entry)
     return torch.stack(basis)
 
 
 def _matrix(start, parameters, level):
-    """The map (N, N + 1) of some parameters, and the norm of its logarithmic strain.
+    """The map (N, N + 1) of some parameters (P,), and the norm of its logarithmic strain, a scalar.
 
-    The generator's entries are angles, logarithms of scales and shears, the shift is a fraction of the longest side:
-    numbers of comparable size, about the centre of intensity.
+    The entries of the generator are angles, logarithms of scales and shears, the shift is a fraction of the longest
+    side: numbers of comparable size, about the centre of intensity.
     """
-    start, dims = torch.from_numpy(start), len(start)
+    start = torch.from_numpy(start)
+    dims = len(start)
     change = torch.tensordot(parameters, level["basis"], 1)
     generator, shift = change[:, :dims], change[:, dims:]
     strain = (generator + generator.T).square().sum().add(1e-12).sqrt() / 2
-    return torch.cat([start[:, :dims] @ torch.matrix_exp(generator),
-                      start[:, dims:] + level["extent_mm"] * shift], dim=1), strain
+    linear = start[:, :dims] @ torch.matrix_exp(generator)
+    shift_mm = start[:, dims:] + level["extent_mm"] * shift
+    return torch.cat([linear, shift_mm], dim=1), strain
 
 
 def global_correlation(image, target, weight):
@@ -224,32 +261,36 @@ def global_correlation(image, target, weight):
 
 
 def weighted_correlation(image, target, weight, window=WINDOW):
-    """Squared local correlation as in `losses.local_correlation`, of the voxels that a weight of 0 .. 1 lets in.
+    """Squared local correlation as in `losses.local_correlation`, each voxel with a weight of 0 .. 1.
 
-    image, target, weight: (B, 1, *spatial). Returns a scalar, 0 .. 1, the weighted mean over the voxels.
+    image, target, weight: (B, 1, *spatial). window: side of the cubes, in voxels.
+    Returns a scalar, 0 .. 1, the weighted mean over the voxels.
     """
     count = box_mean(weight, window).clamp(min=1e-4)
-    means = [box_mean(weight * x, window) / count for x in (image, target)]
-    variances = [(box_mean(weight * x * x, window) / count - mean * mean).clamp(min=0.0)
-                 for x, mean in zip((image, target), means)]
-    covariance = box_mean(weight * image * target, window) / count - means[0] * means[1]
-    squared = covariance.square() / (variances[0] * variances[1] + 1e-10)
+    image_mean = box_mean(weight * image, window) / count
+    target_mean = box_mean(weight * target, window) / count
+    image_variance = (box_mean(weight * image * image, window) / count - image_mean * image_mean).clamp(min=0.0)
+    target_variance = (box_mean(weight * target * target, window) / count - target_mean * target_mean).clamp(min=0.0)
+    covariance = box_mean(weight * image * target, window) / count - image_mean * target_mean
+    squared = covariance.square() / (image_variance * target_variance + 1e-10)
     return (weight * squared).sum() / weight.sum().clamp(min=1.0)
 
 
 def _loss(start, parameters, level, similarity):
-    """1 - similarity where the volumes overlap, plus what too much strain and too little overlap cost."""
+    """1 - similarity where the volumes overlap, plus the costs of too much strain and too little overlap; a scalar."""
     matrix, strain = _matrix(start, parameters, level)
     fixed, dims = level["fixed"], len(start)
     change = (level["to_moving"][:dims, :dims] @ matrix @ level["from_fixed"]).clone()
     change[:, dims] += level["to_moving"][:dims, dims]
-    seen = warp(level["moving"], across(torch.zeros(1, dims, *fixed.shape[2:]), change))
-    weight = seen[:, 1:]
-    warped = seen[:, :1] / weight.clamp(min=1e-3)
-    score = (global_correlation if similarity == "global" else weighted_correlation)(fixed, warped, weight)
+    sampled = warp(level["moving"], across(torch.zeros(1, dims, *fixed.shape[2:]), change))
+    weight = sampled[:, 1:]
+    warped = sampled[:, :1] / weight.clamp(min=1e-3)
+    correlation = (global_correlation if similarity == "global" else weighted_correlation)(fixed, warped, weight)
     overlap = (weight * fixed).sum() / fixed.sum().clamp(min=1e-6)
-    # Outside the moving volume nothing is known, so it neither helps nor hurts; but a map must not leave it altogether.
-    return 1.0 - score + torch.relu(strain - STRAIN) ** 2 + 4.0 * torch.relu(level["overlap"] - overlap) ** 2
+    # Points outside the moving volume neither help nor hurt, so a map must not be free to leave the volume altogether.
+    too_strained = torch.relu(strain - STRAIN) ** 2
+    too_far = 4.0 * torch.relu(level["overlap"] - overlap) ** 2
+    return 1.0 - correlation + too_strained + too_far
 
 
 def _optimise(start, parameters, level, similarity, iterations):
@@ -266,24 +307,30 @@ def _optimise(start, parameters, level, similarity, iterations):
 
     before = parameters.detach().clone()
     optimizer.step(closure)
-    # Where nothing is to be seen, as in volumes of a few voxels, the numbers can run away.
+    # In volumes of a few voxels, which show too little, the parameters can diverge.
     return start, parameters.detach() if bool(parameters.isfinite().all()) else before
 
 
 @torch.no_grad()
-def _best(found, count, level, similarity):
-    """The `count` best of some (start, parameters), without those that are the same map to within a voxel."""
-    if len(found) == 1:
-        return found
-    scores = [1.0 - float(_loss(*one, level, similarity)) for one in found]
+def _best(candidates, count, level, similarity):
+    """The `count` best of some (start, parameters), without those that are the same map to within a voxel.
+
+    Of the local similarity those below HOPEFUL are given up too; the best one always stays.
+    """
+    if len(candidates) == 1:
+        return candidates
+    scores = [1.0 - float(_loss(start, parameters, level, similarity)) for start, parameters in candidates]
     enough = max(scores) - (1.0 - HOPEFUL) * abs(max(scores))
     half = level["extent_mm"] / 2
-    corners = torch.tensor([[*corner, 1.0] for corner in itertools.product((-half, half), repeat=len(found[0][0]))],
-                           dtype=torch.float64).T
+    dims = len(candidates[0][0])
+    corners = [[*corner, 1.0] for corner in itertools.product((-half, half), repeat=dims)]
+    corners = torch.tensor(corners, dtype=torch.float64).T
     kept = []
-    for k in sorted(range(len(found)), key=lambda k: -scores[k]):
-        moved = _matrix(*found[k], level)[0] @ corners
-        new = all(float((moved - other).norm(dim=0).max()) > level["spacing_mm"] for _, other in kept)
-        if not kept or new and (similarity == "global" or scores[k] >= enough):
-            kept.append((found[k], moved))
-    return [one for one, _ in kept[:count]]
+    for number in sorted(range(len(candidates)), key=lambda number: -scores[number]):
+        start, parameters = candidates[number]
+        moved = _matrix(start, parameters, level)[0] @ corners
+        is_new = all(float((moved - other).norm(dim=0).max()) > level["spacing_mm"] for _, other in kept)
+        is_hopeful = similarity == "global" or scores[number] >= enough
+        if not kept or (is_new and is_hopeful):
+            kept.append((candidates[number], moved))
+    return [candidate for candidate, _ in kept[:count]]

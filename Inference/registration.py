@@ -22,12 +22,11 @@ from Dataloader.grids import SMOOTH_ABOVE, SMOOTH_SIGMA, foreground_box, rescale
 from Dataloader.nifti import open_nifti, read_volume
 from Dataloader.prepare import intensity_limits
 from Diffusion.fields import across, warp
-from Diffusion.losses import mslncc
 from Diffusion.metrics import folding_percent, sdlogj
 from Diffusion.validation import best_field
 from Inference.affine import align_affine, weighted_correlation
 from Inference.load_model import default_config, load_model
-from Inference.refine import STEPS
+from Inference.refine import STEPS, similarity
 from Inference.refine import refine as optimise
 from Runtime.device import synchronize
 from Runtime.errors import InputError
@@ -46,12 +45,13 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     """Find the field that brings `moving` onto `fixed`.
 
     fixed, moving: path of a NIfTI file, or (array, affine 4x4), array (D, H, W) or (H, W) with any intensities.
-    model: path for `load_model`, what it returned (net, config), or None. affine: False, "rigid", or True or "affine":
-    align by that first. refine: steps of optimisation for this pair, True for the recommended number,
-    0 for none. start: "header" (as the headers place
-    the volumes), "centre" (of the fields of view on each other), "auto" (the more similar one of the two; an affine
-    alignment has starts of its own), or a 4x4 matrix, fixed world to moving world in mm. inverse: find the inverse too.
-    config: flat dict of config keys where there is no model; default Config/config_om.yaml. progress: show a bar.
+    model: path for `load_model`, what it returned (net, config), or None.
+    affine: False, "rigid", or True or "affine": align by that first.
+    refine: steps of optimisation for this pair, True for the recommended number, 0 for none.
+    start: "header" (as the headers place the volumes), "centre" (of the fields of view on each other), "auto" (the more
+    similar one of the two; an affine alignment has starts of its own), or a 4x4 matrix, fixed to moving world in mm.
+    inverse: find the inverse too. config: flat dict of config keys where there is no model; default
+    Config/config_om.yaml. progress: show a bar.
     Returns: dict of
       field (N, *fixed) float32, displacement in voxels of the fixed grid, and inverse (N, *moving) of the moving grid;
       warped (*fixed) float32, intensities of the moving file; fixed, moving: (array, affine) as they were read;
@@ -64,67 +64,22 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
       warnings: sentences about what may be wrong, such as fields of view that barely overlap; also given as warnings.
     Raises InputError for what cannot be read, is not a volume, or does not fit together.
     """
-    affine, refine = "affine" if affine is True else affine, STEPS if refine is True else refine
-    if affine and affine not in AFFINES:
-        raise InputError(f"affine is {' or '.join(AFFINES)}, not {affine!r}.")
+    affine, refine = _options(affine, refine)
     net, cfg, names, fixed, moving = _read_pair(fixed, moving, model, config, device)
     began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
-    pair = _place(fixed, moving, affine, start, net is not None, cfg, seconds)
-    said = _warnings(names, pair["overlap_percent"], pair["work_affine"], None if net else fixed[1], cfg["model.dims"])
-    seen, work = (torch.from_numpy(part)[None, None].to(device) for part in (pair["seen"], pair["work"]))
-    u = _find_field(net, seen, work, refine, cfg, seconds, progress)
-    found = _on_fixed_grid(u, pair, fixed, moving)
+    placed = _place(fixed, moving, affine, start, net is not None, cfg, seconds)
+    sentences = _warnings(names, placed, None if net else fixed[1], cfg["model.dims"])
+    work_fixed, work_moving = (_tensor(placed[key]).to(device) for key in ("work_fixed", "work_moving"))
+    work_field = _find_field(net, work_moving, work_fixed, refine, cfg, seconds, progress)
+    result = _on_fixed_grid(work_field, placed, fixed, moving)
     if inverse:
-        found.update(_inverse(u, pair["matrix"], pair["work_affine"], moving[0].shape, moving[1], names[1], said))
+        result.update(_inverse(work_field, placed, moving, names[1], sentences))
     seconds["total"] = time.perf_counter() - began
-    by_header = torch.from_numpy(pair["by_header"])[None, None].to(device)
-    return {**found, "fixed": fixed, "moving": moving, "start": pair["start"], "matrix": pair["matrix"],
-            "overlap_percent": pair["overlap_percent"], "similarity_before": _similarity(by_header, work, cfg),
-            "similarity": _similarity(warp(seen, u.to(device)), work, cfg), **regularity_scores(found["field"]),
-            "seconds": seconds, "warnings": said}
-
-
-def _read_pair(fixed, moving, model, config, device):
-    """net or None, cfg, the names of both volumes, and each as (array, affine): the inputs of `register`, checked."""
-    names = [str(given) if isinstance(given, str | Path) else word
-             for given, word in ((fixed, "fixed"), (moving, "moving"))]
-    dims = _dims(fixed, moving, names)
-    net, cfg = _settings(model, config, dims, device)
-    if cfg["model.dims"] != dims:
-        raise InputError(f"{names[0]} and {names[1]} are {dims}D, but the model, or --dims, is {cfg['model.dims']}D; "
-                         "give what fits.")
-    return net, cfg, names, _volume(fixed, names[0], dims), _volume(moving, names[1], dims)
-
-
-def _place(fixed, moving, affine, start, has_net, cfg, seconds):
-    """Where the moving volume lies before the deformation, and both volumes on the working grid.
-
-    fixed, moving: (array, affine). affine, start: of `register`. seconds: gets what the affine alignment took.
-    Returns: dict of start (a word), matrix (T, 4x4), overlap_percent, work_affine; work (the fixed volume), seen (the
-    moving one under T) and by_header (as the headers place it), each (*work) float32, intensities 0 to 1.
-    """
-    (fixed, fixed_affine), (moving, moving_affine), began = fixed, moving, time.perf_counter()
-    fixed01, moving01 = (rescale(array, *intensity_limits(array, cfg)) for array in (fixed, moving))
-    work, work_affine = working_grid(fixed01, fixed_affine, cfg, has_net)
-    if isinstance(start, str) and start == "auto":
-        start = "header" if affine else better_start(fixed, fixed_affine, moving01, moving_affine, work, work_affine)
-    matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
-    if affine:
-        matrix = _aligned(fixed01, fixed_affine, moving01, moving_affine, matrix, affine)
-        seconds["affine"] = time.perf_counter() - began
-    return {"start": start if isinstance(start, str) else "matrix", "matrix": matrix, "work": work,
-            "work_affine": work_affine,
-            "overlap_percent": overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix),
-            "seen": _on_working_grid(moving01, moving_affine, matrix @ work_affine, work.shape),
-            "by_header": _on_working_grid(moving01, moving_affine, work_affine, work.shape)}
-
-
-def _on_fixed_grid(u, pair, fixed, moving):
-    """The whole way from the fixed to the moving volume as "field", and the moving volume as it shows it, "warped"."""
-    (fixed, fixed_affine), work_affine = fixed, pair["work_affine"]
-    field = total_field(u, np.linalg.inv(work_affine) @ fixed_affine,
-                        np.linalg.inv(fixed_affine) @ pair["matrix"] @ work_affine, fixed.shape)
-    return {"field": field, "warped": apply_field(*moving, field, fixed_affine)}
+    by_header = _tensor(placed["by_header"]).to(device)
+    return {**result, "fixed": fixed, "moving": moving, "start": placed["start"], "matrix": placed["matrix"],
+            "overlap_percent": placed["overlap_percent"], "similarity_before": similarity(by_header, work_fixed, cfg),
+            "similarity": similarity(warp(work_moving, work_field.to(device)), work_fixed, cfg),
+            **regularity_scores(result["field"]), "seconds": seconds, "warnings": sentences}
 
 
 def apply_field(image, affine, field, fixed_affine, order=1):
@@ -135,136 +90,56 @@ def apply_field(image, affine, field, fixed_affine, order=1):
     Returns: (*fixed); outside the image its least intensity, for labels 0.
     """
     change = np.linalg.inv(affine) @ fixed_affine
-    there = across(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)
-    lowest = np.float32(image.min()) if order else 0
-    shown = torch.from_numpy(np.asarray(image, np.float32) - lowest)[None, None]
-    warped = warp(shown, there, mode="bilinear" if order else "nearest")[0, 0].numpy() + lowest
+    moving_field = across(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)
+    lowest = np.float32(image.min()) if order else 0  # `warp` gives 0 outside
+    above = _tensor(np.asarray(image, np.float32) - lowest)
+    warped = warp(above, moving_field, mode="bilinear" if order else "nearest")[0, 0].numpy() + lowest
     return warped if order else warped.astype(image.dtype)
 
 
-def start_matrix(start, shape, affine, moving_shape, moving_affine):
-    """T before any alignment, 4x4: `start` is "header", "centre" of the fields of view, or the matrix itself."""
-    if isinstance(start, str) and start not in STARTS[1:]:
-        raise InputError(f"start is {', '.join(STARTS)} or a 4x4 matrix, not {start!r}.")
-    if not isinstance(start, str):
-        matrix = np.array(start, np.float64)
-        if matrix.shape != (4, 4) or not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
-            raise InputError(f"start is {', '.join(STARTS)} or an invertible 4x4 matrix, not {matrix.tolist()}.")
-        return matrix
-    matrix = np.eye(4)
-    if start == "centre":
-        middles = [grid @ [*(np.subtract(size, 1) / 2), *[0] * (3 - len(size)), 1]
-                   for size, grid in ((shape, affine), (moving_shape, moving_affine))]
-        matrix[:3, 3] = (middles[1] - middles[0])[:3]
-    return matrix
+# ---------------------------------------------------------------------------------------------------------------------
+# The volumes
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _options(affine, refine):
+    """affine and refine of `register`, with the kind and the number that True stands for."""
+    affine = "affine" if affine is True else affine
+    refine = STEPS if refine is True else refine
+    if affine and affine not in AFFINES:
+        raise InputError(f"affine is {' or '.join(AFFINES)}, not {affine!r}.")
+    return affine, refine
 
 
-def better_start(fixed, fixed_affine, moving, moving_affine, work, work_affine):
-    """ "header", or "centre" where that makes the volumes clearly more alike, or by the headers they barely meet.
-
-    moving: in 0..1. work: the fixed volume on the working grid. Compared where both fields of view are: two crops of
-    one volume have other centres and belong as their headers say.
-    """
-    similarity = {}
-    for start in STARTS[1:]:
-        matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
-        if overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix) < FAR_APART:
-            similarity[start] = 0.0
-            continue
-        seen, inside = (torch.from_numpy(_on_working_grid(part, moving_affine, matrix @ work_affine, work.shape))
-                        for part in (moving, np.ones_like(moving)))
-        images = (part[None, None] for part in (seen / inside.clamp(min=1e-3), torch.from_numpy(work), inside))
-        similarity[start] = float(weighted_correlation(*images))
-    return "centre" if similarity["centre"] > similarity["header"] + BETTER else "header"
+def _read_pair(fixed, moving, model, config, device):
+    """net or None, cfg, the names of both volumes, and each as (array, affine): the inputs of `register`, checked."""
+    names = [str(source) if isinstance(source, str | Path) else word
+             for source, word in ((fixed, "fixed"), (moving, "moving"))]
+    dims = _dims(fixed, names[0])
+    moving_dims = _dims(moving, names[1])
+    if dims != moving_dims:
+        raise InputError(f"{names[0]} is {dims}D and {names[1]} is {moving_dims}D; fixed and moving need the same "
+                         "number of axes.")
+    net, cfg = _net_and_config(model, config, dims, device)
+    if cfg["model.dims"] != dims:
+        raise InputError(f"{names[0]} and {names[1]} are {dims}D, but the model, or --dims, is {cfg['model.dims']}D; "
+                         "give what fits.")
+    return net, cfg, names, _volume(fixed, names[0], dims), _volume(moving, names[1], dims)
 
 
-def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):
-    """How much of the fixed field of view lies within the moving one under T, in percent."""
-    dims = len(shape)
-    axes = [np.linspace(0, n - 1, min(n, 32)) for n in shape]
-    points = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(dims, -1)
-    change = rows(np.linalg.inv(moving_affine) @ matrix @ affine, dims)
-    there = change[:, :dims] @ points + change[:, dims:]
-    inside = (there > -0.5) & (there < np.reshape(moving_shape, (dims, 1)) - 0.5)
-    return 100.0 * float(inside.all(0).mean())
+def _dims(source, name):
+    """The number of axes of a path or (array, affine): 2 or 3. Trailing axes of length 1 in a file do not count."""
+    if isinstance(source, str | Path):
+        shape = open_nifti(source).shape
+        while len(shape) > 2 and shape[-1] == 1:
+            shape = shape[:-1]
+    else:
+        shape = np.shape(source[0])
+    if len(shape) not in (2, 3):
+        raise InputError(f"{name}: shape {tuple(shape)} is neither 2D nor 3D; split it into one file per volume.")
+    return len(shape)
 
 
-def working_grid(image, affine, cfg, as_trained):
-    """The fixed volume on the grid where the field is looked for.
-
-    image: (D, H, W) or (H, W) in 0..1. as_trained: place it as the training did (data.img_size, data.spacing_mm,
-    data.crop_above), with more voxels along an axis that would not fit; else cover its field of view with voxels as
-    large as its own, on average.
-    Returns: array; its affine 4x4.
-    """
-    canonical, canonical_affine = to_canonical(image, affine)
-    shape, dims = canonical.shape, image.ndim
-    voxel_mm = np.linalg.norm(canonical_affine[:3, :dims], axis=0)
-    if as_trained:
-        crop, size, spacing_mm = cfg["data.crop_above"], np.array(cfg["data.img_size"]), cfg["data.spacing_mm"]
-        box = foreground_box(canonical > crop) if crop else np.array([[0] * dims, shape])
-        if spacing_mm:
-            size = np.maximum(size, _voxels((box[1] - box[0]) * voxel_mm, spacing_mm))
-        return to_grid(image, affine, size, spacing_mm, box=box if crop else None)
-    spacing_mm = float(np.exp(np.log(voxel_mm).mean()))
-    count = float(np.prod(_voxels(shape * voxel_mm, spacing_mm), dtype=np.float64))
-    if count > MOST_VOXELS:
-        spacing_mm *= (count / MOST_VOXELS) ** (1 / dims)
-    least = max(LEAST_SIDE, 2 ** (cfg["registration.scales"] - 1))  # the similarity halves the grid so often
-    return to_grid(image, affine, np.maximum(_voxels(shape * voxel_mm, spacing_mm), least), spacing_mm)
-
-
-def total_field(u, before, after, shape):
-    """A field of the working grid as one of a file's grid: x -> after(y + u(y)) - x with y = before(x).
-
-    u: (1, N, *work) in voxels of the working grid; outside it that of its border. before, after: 4x4, voxels of the
-    file's grid to those of the working grid, and from there to the file's. shape: of the file's grid.
-    Returns: (N, *shape) float32 in voxels of the file's grid.
-    """
-    still = torch.zeros(1, len(shape), *shape)
-    moved = warp(u, across(still, before), padding="border")
-    return _joined(moved, before, after, still)
-
-
-def inverse_field(u, before, after, shape, rounds=50):
-    """As `total_field`, of the inverse of u: x -> after(y + v(y)) - x with v(y) = -u(y + v(y)) and y = before(x).
-
-    Fixed-point iteration, in the points of the file's grid, so that v is not interpolated, and with half steps, which
-    converge wherever u does not fold; whole ones need derivatives below one.
-    Returns: (N, *shape) float32; lengths of v + u(y + v) that are left, (*shape) in voxels of the working grid.
-    """
-    still = torch.zeros(1, len(shape), *shape)
-    there, v = across(still, before), still
-    for _ in range(rounds):
-        rest = v + warp(u, there + v, padding="border")
-        if float(rest.square().sum(1).max()) < 1e-6:
-            break
-        v = v - 0.5 * rest
-    rest = v + warp(u, there + v, padding="border")
-    return _joined(v, before, after, still), rest.square().sum(1).sqrt()[0].numpy()
-
-
-def regularity_scores(field):
-    """folding_percent and sdlogj of a field (N, *spatial) in voxels; sdlogj is None where fewer than 5 voxels are."""
-    tensor = torch.from_numpy(field)[None]
-    return {"folding_percent": folding_percent(tensor), "sdlogj": sdlogj(tensor) if min(field.shape[1:]) > 4 else None}
-
-
-def rows(matrix, dims):
-    """Of a 4x4 the rows and columns of `dims` axes, and the shift: (dims, dims + 1) float64."""
-    matrix = np.asarray(matrix, np.float64)
-    return np.hstack([matrix[:dims, :dims], matrix[:dims, 3:]])
-
-
-def _joined(moved, before, after, still):
-    """after(before(x) + moved) - x. The affine part on its own, so that it is exactly zero where there is none."""
-    dims = moved.shape[1]
-    linear = torch.from_numpy(np.asarray(after, np.float64)[:dims, :dims].astype(np.float32))
-    rest = (linear @ moved.flatten(2)).view(still.shape)
-    return (across(still, np.round(after @ before, 12)) + rest)[0].numpy()
-
-
-def _settings(model, config, dims, device):
+def _net_and_config(model, config, dims, device):
     """(net or None, config) of whatever `register` was given as its model."""
     if isinstance(model, str | Path):
         return load_model(model, device)
@@ -274,24 +149,8 @@ def _settings(model, config, dims, device):
     return None, default_config(dims) if config is None else config
 
 
-def _dims(fixed, moving, names):
-    """The number of axes of both volumes: 2 or 3."""
-    found = []
-    for source, name in zip((fixed, moving), names):
-        shape = open_nifti(source).shape if isinstance(source, str | Path) else np.shape(source[0])
-        while isinstance(source, str | Path) and len(shape) > 2 and shape[-1] == 1:
-            shape = shape[:-1]
-        found.append(len(shape))
-        if found[-1] not in (2, 3):
-            raise InputError(f"{name}: shape {tuple(shape)} is neither 2D nor 3D; split it into one file per volume.")
-    if found[0] != found[1]:
-        raise InputError(f"{names[0]} is {found[0]}D and {names[1]} is {found[1]}D; fixed and moving need the same "
-                         "number of axes.")
-    return found[0]
-
-
 def _volume(source, name, dims):
-    """(array float32, affine) of a path or of (array, affine), checked alike."""
+    """(array float32, affine 4x4) of a path or of (array, affine), checked alike."""
     if isinstance(source, str | Path):
         array, affine = read_volume(source, dims)
     else:
@@ -306,42 +165,77 @@ def _volume(source, name, dims):
     return array, affine
 
 
-def _warnings(names, covered, work_affine, fixed_affine, dims):
-    """What the user should know before believing the result. fixed_affine: None where a model sets the grid."""
-    said = []
-    if covered < FAR_APART:
-        said.append(f"{names[1]} covers {covered:.0f} % of the field of view of {names[0]}: bring them together by "
-                    "--affine or --start centre.")
-    if fixed_affine is not None:
-        own, used = (abs(np.linalg.det(grid[:dims, :dims])) ** (1 / dims) for grid in (fixed_affine, work_affine))
-        if used > 1.001 * own:
-            said.append(f"{names[0]} has more voxels than memory allows for: its field is looked for on a grid of "
-                        f"{used:.3g} mm.")
-    for sentence in said:
-        warnings.warn(sentence, stacklevel=3)
-    return said
+def _tensor(array):
+    """A volume (*spatial) as a batch of one, (1, 1, *spatial)."""
+    return torch.from_numpy(array)[None, None]
 
 
-def _inverse(u, matrix, work_affine, moving_shape, moving_affine, name, said):
-    """`inverse` of `register`, its errors, and among the sentences `said` one where it is not an inverse everywhere."""
-    field, rest = inverse_field(u, np.linalg.inv(matrix @ work_affine) @ moving_affine,
-                                np.linalg.inv(moving_affine) @ work_affine, moving_shape)
-    rest_mm = rest * np.linalg.norm(work_affine[:3, 0])
-    wrong = 100.0 * float((rest > NOT_INVERTED).mean())
-    if wrong:
-        said.append(f"the inverse field did not converge: {wrong:.2g} % of the points of {name} that go there and back "
-                    f"miss by up to {rest_mm.max():.2g} mm, mostly where the field folds; do not use it there.")
-        warnings.warn(said[-1], stacklevel=3)
-    return {"inverse": field, "inverse_error_mm": float(rest_mm.mean()), "inverse_error_max_mm": float(rest_mm.max())}
+# ---------------------------------------------------------------------------------------------------------------------
+# From the files to the working grid
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _place(fixed, moving, affine, start, has_net, cfg, seconds):
+    """Where the moving volume lies before the deformation, and both volumes on the working grid.
+
+    fixed, moving: (array, affine). affine, start: of `register`. seconds: gets what the affine alignment took.
+    Returns: dict of start (a word), matrix (T, 4x4), overlap_percent, work_affine; work_fixed, work_moving (under T)
+    and by_header (the moving volume as the headers place it), each (*work) float32, intensities 0 to 1.
+    """
+    began = time.perf_counter()
+    (fixed, fixed_affine), (moving, moving_affine) = fixed, moving
+    fixed01 = rescale(fixed, *intensity_limits(fixed, cfg))
+    moving01 = rescale(moving, *intensity_limits(moving, cfg))
+    work_fixed, work_affine = working_grid(fixed01, fixed_affine, cfg, has_net)
+    if isinstance(start, str) and start == "auto":
+        start = "header" if affine else better_start(fixed, fixed_affine, moving01, moving_affine, work_fixed,
+                                                     work_affine)
+    matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
+    if affine:
+        started_affine = np.linalg.inv(matrix) @ moving_affine
+        matrix = matrix @ align_affine(fixed01, fixed_affine, moving01, started_affine, affine)
+        seconds["affine"] = time.perf_counter() - began
+    return {"start": start if isinstance(start, str) else "matrix", "matrix": matrix,
+            "overlap_percent": overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix),
+            "work_affine": work_affine, "work_fixed": work_fixed,
+            "work_moving": _on_working_grid(moving01, moving_affine, matrix @ work_affine, work_fixed.shape),
+            "by_header": _on_working_grid(moving01, moving_affine, work_affine, work_fixed.shape)}
 
 
-def _aligned(fixed, fixed_affine, moving, moving_affine, matrix, kind):
-    """T by an affine alignment that begins at `matrix`."""
-    return matrix @ align_affine(fixed, fixed_affine, moving, np.linalg.inv(matrix) @ moving_affine, kind)
+def working_grid(image, affine, cfg, as_trained):
+    """The fixed volume on the grid on which the field is found.
+
+    image: (D, H, W) or (H, W) in 0..1. affine: 4x4. as_trained: place it as the training did (data.img_size,
+    data.spacing_mm, data.crop_above), with more voxels along an axis that would not fit; else cover its field of view
+    with voxels as large as its own, on average.
+    Returns: array (*work) float32; its affine 4x4.
+    """
+    canonical, canonical_affine = to_canonical(image, affine)
+    shape, dims = canonical.shape, image.ndim
+    voxel_mm = np.linalg.norm(canonical_affine[:3, :dims], axis=0)
+    if as_trained:
+        crop, size, spacing_mm = cfg["data.crop_above"], np.array(cfg["data.img_size"]), cfg["data.spacing_mm"]
+        box = foreground_box(canonical > crop) if crop else np.array([[0] * dims, shape])
+        if spacing_mm:
+            size = np.maximum(size, _covering_size((box[1] - box[0]) * voxel_mm, spacing_mm))
+        return to_grid(image, affine, size, spacing_mm, box=box if crop else None)
+    spacing_mm = float(np.exp(np.log(voxel_mm).mean()))
+    count = float(np.prod(_covering_size(shape * voxel_mm, spacing_mm), dtype=np.float64))
+    if count > MOST_VOXELS:
+        spacing_mm *= (count / MOST_VOXELS) ** (1 / dims)
+    least = max(LEAST_SIDE, 2 ** (cfg["registration.scales"] - 1))  # the similarity halves the grid so often
+    return to_grid(image, affine, np.maximum(_covering_size(shape * voxel_mm, spacing_mm), least), spacing_mm)
+
+
+def _covering_size(extent_mm, spacing_mm):
+    """How many voxels cover an extent, per axis; a rounding error more does not need another one."""
+    return np.ceil(np.asarray(extent_mm) / spacing_mm - 1e-3).astype(int)
 
 
 def _on_working_grid(image, affine, work_to_world, size):
-    """A volume on another grid, (D, H, W) or (H, W) float32, smoothed first where it shrinks, as `to_grid` does."""
+    """A volume on another grid, (*size) float32, smoothed first where it shrinks, as `to_grid` does.
+
+    image: (D, H, W) or (H, W). affine: its 4x4. work_to_world: 4x4, voxels of the other grid to the volume's world in mm.
+    """
     dims = image.ndim
     change = rows(np.linalg.inv(affine) @ work_to_world, dims)
     steps = np.linalg.norm(change[:, :dims], axis=1)  # voxels of the image in a step of the grid
@@ -351,13 +245,100 @@ def _on_working_grid(image, affine, work_to_world, size):
                                     mode="grid-constant", cval=0)
 
 
-def _voxels(extent_mm, spacing_mm):
-    """How many voxels cover an extent, per axis; a rounding error more does not need another one."""
-    return np.ceil(np.asarray(extent_mm) / spacing_mm - 1e-3).astype(int)
+def start_matrix(start, shape, affine, moving_shape, moving_affine):
+    """T before any alignment, 4x4: `start` is "header", "centre" of the fields of view, or the matrix itself.
+
+    shape, affine, moving_shape, moving_affine: of the two files. Raises InputError for another start.
+    """
+    if isinstance(start, str) and start not in STARTS[1:]:
+        raise InputError(f"start is {', '.join(STARTS)} or a 4x4 matrix, not {start!r}.")
+    if not isinstance(start, str):
+        matrix = np.array(start, np.float64)
+        if matrix.shape != (4, 4) or not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
+            raise InputError(f"start is {', '.join(STARTS)} or an invertible 4x4 matrix, not {matrix.tolist()}.")
+        return matrix
+    matrix = np.eye(4)
+    if start == "centre":
+        matrix[:3, 3] = _middle_mm(moving_shape, moving_affine) - _middle_mm(shape, affine)
+    return matrix
 
 
-def _find_field(net, moving, fixed, refine, cfg, seconds, progress):
-    """u, (1, N, *work) float32 on the CPU, by network and refinement."""
+def _middle_mm(shape, affine):
+    """The world point (3,) in the middle of a field of view."""
+    middle = (np.array(shape) - 1) / 2
+    return (affine @ [*middle, *[0] * (3 - len(shape)), 1])[:3]
+
+
+def better_start(fixed, fixed_affine, moving, moving_affine, work_fixed, work_affine):
+    """ "header", or "centre" where that makes the volumes clearly more alike, or by the headers they barely meet.
+
+    They are compared where both fields of view are: two crops of one volume have other centres and belong as their
+    headers say.
+    fixed: (*fixed), of which only the shape counts. moving: (*moving) in 0..1. work_fixed: the fixed volume on the
+    working grid. Affines: 4x4.
+    """
+    scores = {}
+    for start in STARTS[1:]:
+        matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
+        if overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix) < FAR_APART:
+            scores[start] = 0.0
+            continue
+        to_world = matrix @ work_affine
+        work_moving = _tensor(_on_working_grid(moving, moving_affine, to_world, work_fixed.shape))
+        inside = _tensor(_on_working_grid(np.ones_like(moving), moving_affine, to_world, work_fixed.shape))
+        scores[start] = float(weighted_correlation(work_moving / inside.clamp(min=1e-3), _tensor(work_fixed), inside))
+    return "centre" if scores["centre"] > scores["header"] + BETTER else "header"
+
+
+def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):
+    """How much of the fixed field of view lies within the moving one under T, in percent.
+
+    shape, affine: of the fixed volume. matrix: T, 4x4. Counted on at most 32 points along each axis.
+    """
+    dims = len(shape)
+    axes = [np.linspace(0, n - 1, min(n, 32)) for n in shape]
+    points = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(dims, -1)
+    change = rows(np.linalg.inv(moving_affine) @ matrix @ affine, dims)
+    moving_points = change[:, :dims] @ points + change[:, dims:]
+    inside = (moving_points > -0.5) & (moving_points < np.reshape(moving_shape, (dims, 1)) - 0.5)
+    return 100.0 * float(inside.all(0).mean())
+
+
+def rows(matrix, dims):
+    """Of a 4x4 the rows and columns of `dims` axes, and the shift: (dims, dims + 1) float64."""
+    matrix = np.asarray(matrix, np.float64)
+    return np.hstack([matrix[:dims, :dims], matrix[:dims, 3:]])
+
+
+def _warnings(names, placed, fixed_affine, dims):
+    """What the user should know before believing the result, a list of sentences; each is given as a warning too.
+
+    placed: from `_place`. fixed_affine: 4x4, None where a model sets the grid.
+    """
+    sentences = []
+    if placed["overlap_percent"] < FAR_APART:
+        sentences.append(f"{names[1]} covers {placed['overlap_percent']:.0f} % of the field of view of {names[0]}: "
+                         "bring them together by --affine or --start centre.")
+    if fixed_affine is not None:
+        own, used = (abs(np.linalg.det(affine[:dims, :dims])) ** (1 / dims)
+                     for affine in (fixed_affine, placed["work_affine"]))
+        if used > 1.001 * own:
+            sentences.append(f"{names[0]} has more voxels than memory allows for: its field is looked for on a grid of "
+                             f"{used:.3g} mm.")
+    for sentence in sentences:
+        warnings.warn(sentence, stacklevel=3)
+    return sentences
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The field, and its way back to the files' grids
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _find_field(net, moving, fixed, steps, cfg, seconds, progress):
+    """u, (1, N, *work) float32 on the CPU, by network and refinement.
+
+    moving, fixed: (1, 1, *work). steps: of the refinement. seconds: gets what network and refinement took.
+    """
     field, device = None, fixed.device
     if net is not None:
         began = time.perf_counter()
@@ -365,9 +346,9 @@ def _find_field(net, moving, fixed, refine, cfg, seconds, progress):
             field = best_field(net, moving, fixed, cfg)
         synchronize(device)
         seconds["network"] = time.perf_counter() - began
-    if refine:
+    if steps:
         began = time.perf_counter()
-        field = optimise(moving, fixed, field, refine, cfg, progress)[0].detach()
+        field = optimise(moving, fixed, field, steps, cfg, progress)[0].detach()
         synchronize(device)
         seconds["refine"] = time.perf_counter() - began
     if field is None:
@@ -377,6 +358,78 @@ def _find_field(net, moving, fixed, refine, cfg, seconds, progress):
     return field.cpu()
 
 
-def _similarity(image, fixed, cfg):
-    return float(mslncc(image, fixed, cfg["registration.window"], cfg["registration.scales"],
-                        cfg["registration.squared"]))
+def _on_fixed_grid(work_field, placed, fixed, moving):
+    """The whole way from the fixed to the moving volume as "field", and the moving volume as it shows it, "warped".
+
+    placed: from `_place`. fixed, moving: (array, affine).
+    """
+    fixed, fixed_affine = fixed
+    work_affine = placed["work_affine"]
+    field = total_field(work_field, np.linalg.inv(work_affine) @ fixed_affine,
+                        np.linalg.inv(fixed_affine) @ placed["matrix"] @ work_affine, fixed.shape)
+    return {"field": field, "warped": apply_field(*moving, field, fixed_affine)}
+
+
+def total_field(work_field, before, after, shape):
+    """A field u of the working grid as one of a file's grid: x -> after(y + u(y)) - x with y = before(x).
+
+    work_field: u, (1, N, *work) in voxels of the working grid; outside the grid that of its border. before, after: 4x4,
+    voxels of the file's grid to those of the working grid, and from there to the file's. shape: of the file's grid.
+    Returns: (N, *shape) float32 in voxels of the file's grid.
+    """
+    zero = torch.zeros(1, len(shape), *shape)
+    sampled = warp(work_field, across(zero, before), padding="border")
+    return _joined(sampled, before, after)
+
+
+def inverse_field(work_field, before, after, shape, rounds=50):
+    """As `total_field`, of the inverse of u: x -> after(y + v(y)) - x with v(y) = -u(y + v(y)) and y = before(x).
+
+    Fixed-point iteration (Chen et al., Medical Physics 2008), in the points of the file's grid, so that v is not
+    interpolated, and with half steps, which converge wherever u does not fold; whole steps need derivatives below one.
+    Returns: (N, *shape) float32; lengths of v + u(y + v) that are left, (*shape) in voxels of the working grid.
+    """
+    v = torch.zeros(1, len(shape), *shape)
+    y = across(v, before)
+    for _ in range(rounds):
+        rest = v + warp(work_field, y + v, padding="border")
+        if float(rest.square().sum(1).max()) < 1e-6:
+            break
+        v = v - 0.5 * rest
+    rest = v + warp(work_field, y + v, padding="border")
+    return _joined(v, before, after), rest.square().sum(1).sqrt()[0].numpy()
+
+
+def _joined(sampled, before, after):
+    """x -> after(before(x) + sampled(x)) - x, (N, *shape). sampled: (1, N, *shape) in voxels of the working grid.
+
+    The affine part stands on its own, so that it is exactly zero where there is none.
+    """
+    dims = sampled.shape[1]
+    linear = torch.from_numpy(np.asarray(after, np.float64)[:dims, :dims].astype(np.float32))
+    turned = (linear @ sampled.flatten(2)).view(sampled.shape)
+    return (across(torch.zeros_like(sampled), np.round(after @ before, 12)) + turned)[0].numpy()
+
+
+def _inverse(work_field, placed, moving, name, sentences):
+    """`inverse` of `register` and its errors. Adds to the sentences where it is not an inverse everywhere.
+
+    placed: from `_place`. moving: (array, affine). name: of the moving volume.
+    """
+    (moving, moving_affine), work_affine = moving, placed["work_affine"]
+    field, rest = inverse_field(work_field, np.linalg.inv(placed["matrix"] @ work_affine) @ moving_affine,
+                                np.linalg.inv(moving_affine) @ work_affine, moving.shape)
+    rest_mm = rest * np.linalg.norm(work_affine[:3, 0])
+    missed_percent = 100.0 * float((rest > NOT_INVERTED).mean())
+    if missed_percent:
+        sentences.append(f"the inverse field did not converge: {missed_percent:.2g} % of the points of {name} that go "
+                         f"there and back miss by up to {rest_mm.max():.2g} mm, mostly where the field folds; do not "
+                         "use it there.")
+        warnings.warn(sentences[-1], stacklevel=3)
+    return {"inverse": field, "inverse_error_mm": float(rest_mm.mean()), "inverse_error_max_mm": float(rest_mm.max())}
+
+
+def regularity_scores(field):
+    """folding_percent and sdlogj of a field (N, *spatial) in voxels; sdlogj is None where an axis has fewer than 5."""
+    tensor = torch.from_numpy(field)[None]
+    return {"folding_percent": folding_percent(tensor), "sdlogj": sdlogj(tensor) if min(field.shape[1:]) > 4 else None}
