@@ -1,7 +1,7 @@
-"""Deformed copies of a volume, on its own grid: random deformations, which a trained network may recover from.
+"""Deformed copies of a volume on its own grid: random deformations, which a trained network may partly undo.
 
 Fields are drawn on the training grid (isotropic, canonical, see Dataloader/prepare.py) and brought to the grid of the
-volume, which is then interpolated once. Every draw is a function of (seed, subject, draw): nothing else changes it.
+volume, which is then interpolated once. Every draw is a function of (seed, subject, draw) and of nothing else.
 """
 import numpy as np
 import torch
@@ -23,15 +23,18 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
             condition=None, slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu"):
     """A deformed copy of a volume.
 
-    image: (D, H, W) or (H, W), any real numbers. label: the same shape, or None. affine: 4x4, voxel to world in
-    millimetres, default the identity. model: (network, config) from `load_model`; None: the random deformation alone.
-    start: the time of the random deformation, 1 .. diffusion.timesteps - 1, its strength; or (low, high), between which
-    it is drawn; default the largest. seed, subject, draw: the key of the draw; a file that OM_augment.py writes has the
-    id of the volume as subject. target: volume towards which the network deforms, on a grid of its own
-    (target_affine); of it the network is shown, by `condition`, "slice": as many planes as `slices` says (0: as in
-    training), "volume": all, None: what it was trained with, or planes if `slices` is given. stride: see
-    `DeformDDPM.recover`. mask: what data.crop_above puts the grid on. cfg: without a model, the config whose
-    diffusion.* and data.* keys are taken; default config_om.yaml.
+    image: (D, H, W) or (H, W), any real numbers. label: the same shape, or None.
+    affine: 4x4, voxel to world in millimetres; default the identity.
+    model: (network, config) from `load_model`; None: the random deformation alone.
+    start: time of the random deformation, 1 .. diffusion.timesteps - 1: the larger the stronger; or (low, high),
+    between which it is drawn; default the largest.
+    seed, subject, draw: the key of the draw. OM_augment.py takes the id of the volume as subject.
+    target: volume (same number of axes) towards which the network deforms, on a grid of its own (target_affine).
+    condition: what the network is shown of it, "slice": as many planes as `slices` says (0: a random number, as in
+    training), "volume": all, None: what it was trained with, or planes if `slices` is given.
+    stride: times per step of the recovery, see `DeformDDPM.recover`. mask: (*spatial), where data.crop_above centres
+    the training grid. cfg: without a model, the config whose diffusion.* and data.* keys are taken; default
+    Config/config_om.yaml. device: where the network is.
     Returns: image, of its dtype, whole numbers rounded; label or None, nearest neighbour; field (N, *spatial) float32
     in voxels: image(x) is what was at x + field(x).
     Raises InputError for what cannot be used.
@@ -46,16 +49,19 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
         if net is None:
             raise InputError("target: only a network can deform towards it; give a model.")
         target = require_volume(target, "target", image.ndim)
-        shown = show(place(target, target_affine, cfg)[0], condition, slices, key, cfg).to(device)
+        placed_target, _ = place(target, target_affine, cfg)
+        shown = show(placed_target, condition, slices, key, cfg).to(device)
     field = draw_field(image, affine, cfg, key, start, net, shown, stride, mask, device)
-    return deform(image, field), None if label is None else deform(label, field, "nearest"), field
+    deformed_label = None if label is None else deform(label, field, "nearest")
+    return deform(image, field), deformed_label, field
 
 
 def draw_field(image, affine, cfg, key, start=None, net=None, condition=None, stride=STRIDE, mask=None, device="cpu"):
     """A random deformation of one volume, on its own grid: (N, *spatial) float32 in voxels.
 
-    image: (*spatial), of which only the shape counts without a network, and without data.crop_above. key: (seed,
-    subject, draw), ints. condition: (1, 2, *size) on the training grid, or None. Others as in `augment`.
+    image: (*spatial); without a network and without data.crop_above only its shape counts. key: (seed, subject, draw),
+    ints. condition: (1, 2, *size) on the training grid, from `show`, or None. Others as in `augment`.
+    Raises InputError for an image or a start that does not fit the config.
     """
     dims = cfg["model.dims"]
     if image.ndim != dims:
@@ -63,54 +69,63 @@ def draw_field(image, affine, cfg, key, start=None, net=None, condition=None, st
                          "another model or config.")
     affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
     ddpm, t = DeformDDPM(cfg), draw_start(start, key, cfg)
-    if net is None:
-        grid_affine, size = training_grid(image, affine, cfg, mask), np.broadcast_to(cfg["data.img_size"], (dims,))
-        # Straight from the control points, which span the training grid from corner to corner.
-        points = cfg["diffusion.grids"][-1] // 2
-        field = ddpm.draw_image_field([points] * dims, [t], [key], "cpu")
-        grid_affine = grid_affine @ np.diag([*(size - 1) / (points - 1), *[1] * (4 - dims)])
-    else:
+    if net is not None:
         placed, grid_affine = place(image, affine, cfg, mask)
         field = ddpm.recover(net, placed.to(device), t, [key], cfg, condition, stride).cpu()
-    return to_native(field, grid_affine, image.shape, affine)
+        return to_native(field, grid_affine, image.shape, affine)
+    # Straight from the control points, which span the training grid from corner to corner.
+    points = cfg["diffusion.grids"][-1] // 2
+    field = ddpm.draw_image_field([points] * dims, [t], [key], "cpu")
+    size = np.broadcast_to(cfg["data.img_size"], (dims,))
+    voxels_per_point = np.diag([*(size - 1) / (points - 1), *[1] * (4 - dims)])
+    points_affine = training_grid(image, affine, cfg, mask) @ voxels_per_point
+    return to_native(field, points_affine, image.shape, affine)
 
 
 def deform(array, field, mode="bilinear"):
-    """An array seen through a field: what was at x + field(x); beyond the border, the nearest voxel's.
+    """The array warped by a field: at x what was at x + field(x); beyond the border the nearest voxel's value.
 
     array: (*spatial); values up to 2^24 are exact. field: (N, *spatial) in voxels. mode: "bilinear" for images (linear
     along each axis), "nearest" for labels. Returns: the same shape and dtype, whole numbers rounded.
     """
     array = np.asarray(array)
-    plain = torch.from_numpy(np.ascontiguousarray(array, np.float32))[None, None]
-    values = warp(plain, torch.from_numpy(field)[None], mode=mode, padding="border")[0, 0].numpy()
-    return (np.rint(values) if array.dtype.kind in "bui" else values).astype(array.dtype)
+    image = torch.from_numpy(np.ascontiguousarray(array, np.float32))[None, None]
+    warped = warp(image, torch.from_numpy(field)[None], mode=mode, padding="border")[0, 0].numpy()
+    if array.dtype.kind in "bui":
+        warped = np.rint(warped)
+    return warped.astype(array.dtype)
 
 
 def measure(field, affine):
-    """How much a field deforms: dict of mean, p95 and max, the length of the displacement over the voxels, in percent
-    of the longest side of the field of view (both in millimetres); and folding, the percentage of voxels whose Jacobian
-    determinant is <= 0.
+    """How much a field deforms.
 
     field: (N, *spatial) in voxels. affine: 4x4 of its grid.
+    Returns: dict of mean, p95 and max over the voxels of the length of the displacement, in percent of the longest side
+    of the field of view (both in millimetres); and folding, the percentage of voxels whose determinant is <= 0.
     """
-    axes = np.asarray(affine, np.float64)[:3, :len(field)]
-    side_mm = (np.linalg.norm(axes, axis=0) * field.shape[1:]).max()
-    percent = 100 * np.linalg.norm(np.tensordot(axes, field, 1), axis=0) / side_mm
+    axes_mm = np.asarray(affine, np.float64)[:3, :len(field)]
+    side_mm = (np.linalg.norm(axes_mm, axis=0) * field.shape[1:]).max()
+    length_mm = np.linalg.norm(np.tensordot(axes_mm, field, 1), axis=0)
+    percent = 100 * length_mm / side_mm
     determinant = jacobian_determinant(torch.from_numpy(field)[None])
     return {"mean": float(percent.mean()), "p95": float(np.percentile(percent, 95)), "max": float(percent.max()),
             "folding": 100 * float((determinant <= 0).double().mean())}
 
 
 def subject_number(subject):
-    """The name of a subject as a number for the key of a draw."""
+    """The hash of a subject's name, an int for the key of a draw."""
     return int.from_bytes(hashed(0, f"subject {subject}"), "little")
 
 
 def draw_start(start, key, cfg):
-    """The time of the random deformation. start: int, (low, high) or None, the largest."""
+    """The time of the random deformation, an int. start: int, (low, high) or None, the largest. key: of the draw."""
     last = cfg["diffusion.timesteps"] - 1
-    low, high = (last, last) if start is None else (start, start) if np.ndim(start) == 0 else start
+    if start is None:
+        low, high = last, last
+    elif np.ndim(start) == 0:
+        low, high = start, start
+    else:
+        low, high = start
     if not 1 <= low <= high <= last:
         raise InputError(f"start {start}: the random deformation has a time from 1 to {last} (diffusion.timesteps - "
                          "1), or a range of such times, the smaller first.")
@@ -118,31 +133,33 @@ def draw_start(start, key, cfg):
 
 
 def require_volume(array, name, dims=None):
-    """An array of two or three axes of finite numbers, or InputError."""
+    """The array, of two or three axes of finite real numbers. Raises InputError naming what else it is."""
     array = np.asarray(array)
     if array.ndim not in (2, 3) or dims not in (None, array.ndim):
         raise InputError(f"{name}: shape {array.shape} is not {dims or '2D or 3'}D; give one {dims or 3}D volume.")
     if array.dtype.kind not in "buif":
         raise InputError(f"{name}: voxels of type {array.dtype} are not one real number each; convert it.")
-    if bad := array.size - np.count_nonzero(np.isfinite(array)):
+    bad = array.size - np.count_nonzero(np.isfinite(array))
+    if bad:
         raise InputError(f"{name}: {bad} of {array.size} voxels are NaN or infinite; repair or remove the volume.")
     return array
 
 
 def pick_target(others, key):
-    """Of several targets the one of a draw."""
+    """The target of a draw, one of the list `others`. key: of the draw."""
     return others[int(float(uniform([key], "target")) * len(others))]
 
 
 def shown_kind(kind, slices, cfg):
-    """What a network is shown of a target where nothing else is asked for: what it was trained with."""
+    """What a network is shown of a target: what is asked for, else planes if a number is given, else as in training."""
     return kind or ("slice" if slices else cfg["model.condition_type"])
 
 
 def show(target, kind, slices, key, cfg):
     """What the network is shown of a target, drawn once for all steps: values and mask, (1, 2, *size).
 
-    target: (1, 1, *size) on the training grid. kind, slices: as in `augment`.
+    target: (1, 1, *size) on the training grid. kind, slices: condition and slices of `augment`. key: of the draw.
+    Raises InputError where the model takes no condition, and for more planes than the grid has.
     """
     if cfg["model.condition_type"] == "none":
         raise InputError("target: the model was trained without a condition (model.condition_type none) and cannot be "
@@ -156,30 +173,32 @@ def show(target, kind, slices, key, cfg):
     if not 1 <= slices <= len(planes):
         raise InputError(f"slices {slices}: the training grid has {len(planes)} planes; give 1 to {len(planes)}, or 0 "
                          "for a random number.")
+    order = torch.randperm(len(planes), generator=generator(key[0], "planes", *key[1:]))
     mask = torch.zeros_like(target)
-    for number in torch.randperm(len(planes), generator=generator(key[0], "planes", *key[1:]))[:slices].tolist():
+    for number in order[:slices].tolist():
         axis, plane = planes[number]
         mask.select(axis + 2, plane).fill_(1.0)
     return torch.cat([target * mask, mask], dim=1)
 
 
 def training_grid(image, affine, cfg, mask=None):
-    """The affine of the training grid of a volume, 4x4, without resampling it."""
+    """The affine of the training grid of a volume, 4x4, without resampling it. image, affine, mask: as in `augment`."""
     box = focus(image, affine, cfg, mask)
     empty, affine = to_canonical(np.broadcast_to(np.uint8(0), image.shape), affine)
     return grid_transform(empty.shape, affine, cfg["data.img_size"], cfg["data.spacing_mm"], box)[2]
 
 
 def place(image, affine, cfg, mask=None):
-    """A volume on the training grid, just as `on_grid` puts a file there: (1, 1, *size), and the grid's affine."""
+    """A volume on the training grid, just as `on_grid` puts a file there: (1, 1, *size), and the grid's affine 4x4."""
     affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
-    placed, grid_affine = to_grid(normalised(image, cfg), affine, cfg["data.img_size"], cfg["data.spacing_mm"],
-                                  box=focus(image, affine, cfg, mask))
+    box = focus(image, affine, cfg, mask)
+    placed, grid_affine = to_grid(normalised(image, cfg), affine, cfg["data.img_size"], cfg["data.spacing_mm"], box=box)
     return torch.from_numpy(placed)[None, None], grid_affine
 
 
 def focus(image, affine, cfg, mask=None):
-    """The box of the canonical volume that the grid is put on; None, all of it, without data.crop_above."""
+    """The box of the canonical volume on which the grid is centred, of its mask or foreground; None without
+    data.crop_above: all of it."""
     if not cfg["data.crop_above"]:
         return None
     inside = mask > 0 if mask is not None else normalised(image, cfg) > cfg["data.crop_above"]
@@ -193,9 +212,10 @@ def normalised(image, cfg):
 
 
 def to_native(field, grid_affine, shape, affine):
-    """A field (1, N, *spatial) of one grid as displacement on another, (N, *shape) in voxels of that one.
+    """A field of one grid as displacement on another one.
 
-    grid_affine, affine: 4x4 of the old and the new grid.
+    field: (1, N, *spatial) in voxels of its grid, whose affine is grid_affine. affine: 4x4 of the other grid.
+    Returns: (N, *shape) float32 in voxels of the other grid.
     """
     change = np.linalg.inv(grid_affine) @ affine
     return total_field(field, change, np.linalg.inv(change), shape)

@@ -1,4 +1,4 @@
-"""A trained network from its file: for registration, augmentation and whatever else comes after the training."""
+"""A trained network from its file, for registration, augmentation and other uses after the training."""
 import functools
 import json
 import sys
@@ -14,22 +14,24 @@ from Runtime.config import check_config, load_config, overridden
 from Runtime.device import precision
 from Runtime.errors import InputError
 
-# Keys that came after a checkpoint was written, and the tools' own, are taken from here.
+# Gives the keys that a checkpoint lacks: those introduced after it was written.
 DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
 
 
 @functools.cache
 def default_config(dims):
-    """The config of what is done without a model, for volumes of 2 or 3 axes."""
+    """The config without a model, for volumes of `dims` axes, 2 or 3: a flat dict."""
     return load_config(DEFAULTS, [f"model.dims={dims}"])
 
 
 def find_checkpoint(path):
-    """The checkpoint file that `path` names, whole: a file itself, or of a run's folder the best one, else the newest.
+    """The checkpoint file that `path` names, verified.
 
-    One that does not match its SHA-256 in the manifest is not taken: torch reads flipped bits without a word. Of a
-    folder the newest that matches is taken instead, and that is said. Raises InputError where none is left, and for a
-    damaged file; one that was copied out of its run is compared with the checksums that it holds itself.
+    path: a file, or a run's folder, of which the best checkpoint is taken, else the newest.
+    A checkpoint must match its SHA-256 in the manifest, because torch reads flipped bits without an error; one that was
+    copied out of its run is compared with the checksums of its own zip archive. Of a folder whose best one is damaged
+    the newest whole one is taken, with a warning.
+    Returns: Path. Raises InputError for a damaged file and for a folder without a whole checkpoint.
     """
     path = Path(path)
     if path.is_dir():
@@ -46,28 +48,29 @@ def find_checkpoint(path):
 
 
 def _best_or_newest(run):
-    """The best checkpoint of a run's folder if it is whole, else the newest that is; its path in the folder."""
+    """The best checkpoint of a run's folder if it is whole, else the newest that is; its path within the folder."""
     best = (_manifest(run).get("best") or {}).get("checkpoint")
     problem = checkpoint.verify(run, best) if best else None
     if best and not problem:
         return best
-    said = []
-    newest = checkpoint.newest(run, said.append)
+    sentences = []
+    newest = checkpoint.newest(run, sentences.append)
     if not newest:
         raise InputError(f"{run}: no checkpoint in this folder; give a run's folder, such as Models/all_om_net, or a "
                          "file.")
     if best:
-        said = [f"{run / best}, the best of its run, is not used ({problem}); {newest}, the newest that is whole, is "
-                "taken instead", *[sentence for sentence in said if not sentence.startswith(f"{run / best} ")]]
-    for sentence in said:
+        others = [sentence for sentence in sentences if not sentence.startswith(f"{run / best} ")]
+        sentences = [f"{run / best}, the best of its run, is not used ({problem}); {newest}, the newest that is whole, "
+                     "is taken instead", *others]
+    for sentence in sentences:
         print(f"warning: {sentence}", file=sys.stderr)
     return newest
 
 
 def _damage(path):
-    """What is wrong with a .pth file by the checksums of the zip archive that it is, or None."""
+    """What is wrong with a .pth file by the checksums of its zip archive: a phrase, or None."""
     if path.suffix == ".safetensors" or not zipfile.is_zipfile(path):
-        return None  # what loads it knows whether it is whole
+        return None  # loading it will show
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -77,18 +80,19 @@ def _damage(path):
 
 
 def _manifest(run):
-    """What a run's folder says about its checkpoints; empty where it cannot be read."""
+    """The manifest.json of a run's folder, a dict; empty where it cannot be read."""
     try:
-        found = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def load_model(path, device="cpu", overrides=()):
     """A network in evaluation mode with the weights of `path`, and the config it was trained with.
 
-    path: checkpoint (.pth), .safetensors file or run folder. overrides: "key=value" that change the config.
+    path: checkpoint (.pth), .safetensors file or run folder, see `find_checkpoint`. device: where the network goes.
+    overrides: list of "key=value" that change the config.
     The averaged weights are taken where the training kept them (optim.average). The precision is that of this device,
     not that of the training, unless overrides name run.amp.
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
@@ -115,10 +119,11 @@ def _read_safetensors(path, device):
                          ".pth file.") from None
     try:
         with safe_open(path, "pt", device=str(device)) as file:
-            about, weights = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
-            config = json.loads(about.get("config", "null"))
+            metadata = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}
+            config = json.loads(metadata.get("config", "null"))
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path}: not a readable .safetensors file ({error}); export the model again.") from error
-    if about.get("weights_sha256") not in (None, checkpoint.weights_sha256(weights)):
+    if metadata.get("weights_sha256") not in (None, checkpoint.weights_sha256(weights)):
         raise InputError(f"{path}: its weights are not those that were exported; copy the file again.")
     return {"model": weights, "config": config}

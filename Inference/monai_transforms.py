@@ -1,6 +1,6 @@
-"""Random deformations as a MONAI-style dictionary transform; MONAI itself is not needed.
+"""Random deformations as a MONAI-style dictionary transform. MONAI itself is not needed.
 
-In a file of its own, because importing MONAI, where it is installed, takes seconds.
+A file of its own, because importing MONAI, where it is installed, takes seconds.
 """
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from Inference.load_model import default_config
 from Runtime.errors import InputError
 
 try:
-    from monai.transforms import Randomizable as Base  # by which Compose finds whose random state it has to set
+    from monai.transforms import Randomizable as Base  # Compose sets the random state of its instances
 except ImportError:
     Base = object
 
@@ -19,15 +19,18 @@ except ImportError:
 class RandDeformationd(Base):
     """Deforms several volumes of a dictionary by one random field.
 
-    keys: names of the entries, arrays or tensors (C, *spatial) on one grid. mode: "bilinear" for images or "nearest"
-    for labels, one for all keys or one for each. prob: how often anything is done. start: as in `augment`; (low, high)
-    draws a strength for each sample. model: (network, config) from `load_model`; the network sees the first channel of
-    the first key. cfg: without a model, whose diffusion.* and data.* keys are taken; default config_om.yaml. stride: as
-    in `augment`. field_key: entry that receives the field, (N, *spatial) in voxels, zero where nothing was done.
+    keys: names of the entries, arrays or tensors (C, *spatial) on one grid.
+    mode: "bilinear" for images or "nearest" for labels, one for all keys or one for each.
+    prob: probability that a sample is deformed.
+    start: as in `augment`; (low, high) draws a strength for each sample. stride: as in `augment`.
+    model: (network, config) from `load_model`; the network sees the first channel of the first key.
+    cfg: without a model, the config whose diffusion.* and data.* keys are taken; default Config/config_om.yaml.
+    field_key: entry that receives the field, (N, *spatial) in voxels, zero where nothing is deformed.
     allow_missing_keys: whether entries may be absent. seed: of the random state; None: another one each time.
 
     Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. Types, dtypes and meta
     data of the entries stay. Each worker of a DataLoader draws numbers of its own.
+    Raises InputError for modes that do not fit, absent entries and entries of different shapes.
     """
 
     def __init__(self, keys, mode="bilinear", prob=0.1, start=None, model=None, cfg=None, stride=STRIDE, field_key=None,
@@ -49,54 +52,59 @@ class RandDeformationd(Base):
         return self
 
     def randomize(self, data=None):
-        """Draw whether anything is done, and the number of the field."""
+        """Draw whether the sample is deformed, and the number of its field."""
         worker = get_worker_info()
         if worker is not None and worker.seed != self.worker_seed:
-            # Workers begin as copies of one process, with one and the same state.
+            # Workers begin as copies of one process, all with the same state.
             self.worker_seed = worker.seed
             self.R = np.random.RandomState([int(self.R.randint(2 ** 32, dtype=np.uint32)), worker.seed % 2 ** 32])
         self.chosen = bool(self.R.rand() < self.prob)
         self.number = int(self.R.randint(2 ** 32, dtype=np.uint32))
 
     def __call__(self, data):
-        found, entries = dict(data), [(key, mode) for key, mode in zip(self.keys, self.modes) if key in data]
+        """The dictionary with deformed entries; the one given is left as it is."""
+        result = dict(data)
+        entries = [(key, mode) for key, mode in zip(self.keys, self.modes) if key in data]
         if len(entries) < len(self.keys) and not self.allow_missing_keys:
             raise InputError(f"{next(key for key in self.keys if key not in data)}: no such entry in the dictionary; "
                              "correct the keys, or set allow_missing_keys.")
         self.randomize()
         if not entries or not (self.chosen or self.field_key):
-            return found
-        shapes = {key: tuple(found[key].shape[1:]) for key, _ in entries}
+            return result
         first = entries[0][0]
-        if other := [key for key in shapes if shapes[key] != shapes[first]]:
-            raise InputError(f"{other[0]}: shape {shapes[other[0]]} is not that of {first}, {shapes[first]}; bring "
-                             "both to one grid.")
+        shape = tuple(data[first].shape[1:])
+        for key, _ in entries:
+            if tuple(data[key].shape[1:]) != shape:
+                raise InputError(f"{key}: shape {tuple(data[key].shape[1:])} is not that of {first}, {shape}; bring "
+                                 "both to one grid.")
         if not self.chosen:
-            found[self.field_key] = np.zeros((len(shapes[first]), *shapes[first]), np.float32)
-            return found
-        field = self.draw(found, first)
+            result[self.field_key] = np.zeros((len(shape), *shape), np.float32)
+            return result
+        field = self.draw(data, first)
         for key, mode in entries:
-            found[key] = like(np.stack([deform(channel, field, mode) for channel in plain(found[key])]), found[key])
+            channels = [deform(channel, field, mode) for channel in plain(result[key])]
+            result[key] = like(np.stack(channels), result[key])
         if self.field_key:
-            found[self.field_key] = field
-        return found
+            result[self.field_key] = field
+        return result
 
     def draw(self, data, key):
-        """The field for the volumes of a dictionary; `key` is the one that a network sees."""
+        """The field for the volumes of a dictionary, (N, *spatial) in voxels. key: the entry that a network sees."""
         cfg = self.cfg or default_config(data[key].ndim - 1)
-        image, numbers = plain(data[key])[0], (self.number, 0, 0)
+        image = plain(data[key])[0]
+        draw_key = (self.number, 0, 0)
         device = next(self.net.parameters()).device if self.net is not None else "cpu"
-        start = draw_start(self.start, numbers, cfg)
-        return draw_field(image, affine_of(data, key), cfg, numbers, start, self.net, None, self.stride, device=device)
+        start = draw_start(self.start, draw_key, cfg)
+        return draw_field(image, affine_of(data, key), cfg, draw_key, start, self.net, None, self.stride, device=device)
 
 
 def plain(value):
-    """An array or tensor of whatever kind as a numpy array."""
+    """An array or a tensor of any kind as a numpy array."""
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
 def like(array, value):
-    """An array as the kind of thing that `value` is, its meta data included."""
+    """An array as the type of `value`: an array, or a tensor with the same dtype, device and meta data."""
     if not isinstance(value, torch.Tensor):
         return array
     return value.detach().clone().copy_(torch.from_numpy(array))
@@ -109,7 +117,9 @@ def affine_of(data, key):
         affine = (data.get(f"{key}_meta_dict") or {}).get("affine")
     if affine is None:
         return None
-    affine, whole = plain(affine).astype(np.float64), np.eye(4)
+    affine = plain(affine).astype(np.float64)
     dims = len(affine) - 1
-    whole[:dims, :dims], whole[:dims, 3] = affine[:dims, :dims], affine[:dims, dims]
-    return whole
+    full = np.eye(4)
+    full[:dims, :dims] = affine[:dims, :dims]
+    full[:dims, 3] = affine[:dims, dims]
+    return full

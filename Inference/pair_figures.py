@@ -1,4 +1,4 @@
-"""What registrations look like, one and many: checkerboards, box plots, tables, and the page that shows them."""
+"""Figures and report of registrations: checkerboards, box plots, tables, and the page that shows them."""
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +27,21 @@ def checkerboard_figure(fixed, before, after):
     edges of structures run on from square to square, the volumes agree.
     Returns: a matplotlib Figure of the middle slices, before on the left, after on the right.
     """
-    slices = [middle_slices(volume) for volume in (_grey(fixed), *_greys_together(before, after))]
-    widths = [plane.shape[0] for plane in slices[0]]
+    fixed_slices = middle_slices(_grey(fixed))
+    moving_slices = [middle_slices(volume) for volume in _greys_together(before, after)]
+    widths = [plane.shape[0] for plane in fixed_slices]
     widths = [*widths, 0.05 * sum(widths), *widths]  # a gap between before and after
-    tallest = max(plane.shape[1] for plane in slices[0])
+    tallest = max(plane.shape[1] for plane in fixed_slices)
     height = min(tallest * WIDTH / sum(widths), 5 * CELL) + 0.4
     figure = Figure(figsize=(WIDTH, height))
     grid = figure.add_gridspec(1, len(widths), width_ratios=widths, left=0.005, right=0.995, bottom=0.01,
                                top=1 - 0.32 / height, wspace=0.03)
-    for part, (moving, word) in enumerate(zip(slices[1:], ("before", "after"))):
-        for number, (still, moved) in enumerate(zip(slices[0], moving)):
-            ax = figure.add_subplot(grid[part * (len(slices[0]) + 1) + number])
-            side = max(2, round(max(still.shape) / SQUARES))
-            odd = (np.indices(still.shape) // side).sum(0) % 2 == 1
-            ax.imshow(np.where(odd, moved, still).T, cmap="gray", vmin=0, vmax=1, origin="lower",
+    for part, word in enumerate(("before", "after")):
+        for number, (fixed_plane, moving_plane) in enumerate(zip(fixed_slices, moving_slices[part])):
+            ax = figure.add_subplot(grid[part * (len(fixed_slices) + 1) + number])
+            side = max(2, round(max(fixed_plane.shape) / SQUARES))
+            odd = (np.indices(fixed_plane.shape) // side).sum(0) % 2 == 1
+            ax.imshow(np.where(odd, moving_plane, fixed_plane).T, cmap="gray", vmin=0, vmax=1, origin="lower",
                       interpolation="nearest", aspect="equal")
             ax.set(xticks=[], yticks=[])
             ax.spines[:].set_color("#c4cad0")
@@ -55,34 +56,28 @@ def box_figure(dice, similarity, folding):
     """How the scores spread over the pairs: Dice of each label and similarity before and after, and folding.
 
     dice: {label: (values before, values after)}; may be empty. similarity: (values before, values after).
-    folding: percent of voxels. None and NaN are left out. Up to 30 pairs are drawn as points, fewer than 5 only so.
+    folding: percent of voxels. None and NaN are left out. Up to 30 pairs are drawn as points too, fewer than 5 as
+    points alone.
     Returns: a matplotlib Figure.
     """
     labels = list(dice)[:MOST_BOXES]
-    panels = {"similarity": ("local correlation", ["all"], [similarity]),
-              "folding": ("folded voxels, %", [""], [(folding,)])}
+    panels = {}  # {key: (title, names below, for each name its groups of values)}
     if labels:
-        panels = {"dice": ("Dice" + f", first {MOST_BOXES} labels" * (len(dice) > MOST_BOXES),
-                           [str(label) for label in labels], [dice[label] for label in labels])} | panels
+        title = "Dice" if len(dice) <= MOST_BOXES else f"Dice, first {MOST_BOXES} labels"
+        panels["dice"] = (title, [str(label) for label in labels], [dice[label] for label in labels])
+    panels["similarity"] = ("local correlation", ["all"], [similarity])
+    panels["folding"] = ("folded voxels, %", [""], [(folding,)])
     if len(labels) > 8:
-        figure, layout, widths = Figure(figsize=(WIDTH, 5.8)), [["dice", "dice"], ["similarity", "folding"]], [1, 1]
+        figure = Figure(figsize=(WIDTH, 5.8))
+        layout, widths = [["dice", "dice"], ["similarity", "folding"]], [1, 1]
     else:
         widths = [max(2.2, 0.7 * len(names)) for _, names, _ in panels.values()]
-        figure, layout = Figure(figsize=(sum(widths) + 2.2, 3.3)), [list(panels)]
+        figure = Figure(figsize=(sum(widths) + 2.2, 3.3))
+        layout = [list(panels)]
     figure.set_layout_engine("constrained")
     axes = figure.subplot_mosaic(layout, width_ratios=widths)
     for key, (title, names, groups) in panels.items():
-        ax = axes[key]
-        for place, group in enumerate(groups):
-            for part, values in enumerate(group):
-                _box(ax, place + (part - 0.5) * 0.36 * (len(group) > 1), _finite(values),
-                     BEFORE if part == 0 and len(group) > 1 else AFTER)
-        ax.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
-        ax.set(xticks=range(len(names)), xlim=(-0.6, len(names) - 0.4))
-        ax.set_xticklabels(names, fontsize=8.5 if len(names) < 20 else 7)
-        ax.grid(axis="y", color="#e3e6e9", linewidth=0.8)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
+        _box_panel(axes[key], title, names, groups)
     if labels:
         axes["dice"].set(xlabel="label", ylim=(-0.02, 1.02))
     highest = max(_finite(folding), default=0)
@@ -92,67 +87,105 @@ def box_figure(dice, similarity, folding):
     return figure
 
 
+def _box_panel(ax, title, names, groups):
+    """Boxes above the names, those of a group (before, after) side by side; a single one is that of after."""
+    for place, group in enumerate(groups):
+        if len(group) == 1:
+            _box(ax, place, _finite(group[0]), AFTER)
+        else:
+            before, after = group
+            _box(ax, place - 0.18, _finite(before), BEFORE)
+            _box(ax, place + 0.18, _finite(after), AFTER)
+    ax.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
+    ax.set(xticks=range(len(names)), xlim=(-0.6, len(names) - 0.4))
+    ax.set_xticklabels(names, fontsize=8.5 if len(names) < 20 else 7)
+    ax.grid(axis="y", color="#e3e6e9", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
 def pair_figures(row, dims):
     """The pictures of one registered pair, from its files: `registration_figure` and `checkerboard_figure`.
 
     Intensities are 0..1 between percentiles of each volume, so that differences can be looked at.
-    row: of the results, with fixed, moving, folder and, where there are, fixed_label and moving_label.
+    row: of the results, with name, fixed, moving, folder and, where there are, fixed_label and moving_label.
+    Returns: two matplotlib Figures.
     """
     folder = Path(row["folder"])
-    (fixed, affine), (moving, moving_affine) = (read_volume(row[side], dims) for side in ("fixed", "moving"))
+    fixed, affine = read_volume(row["fixed"], dims)
+    moving, moving_affine = read_volume(row["moving"], dims)
     field, _ = read_field(folder / "field.nii.gz", dims)
-    still, warped = np.zeros_like(field), apply_field(moving, moving_affine, field, affine)
-    start = apply_field(moving, moving_affine, still, affine)
+    zero = np.zeros_like(field)
+    by_header = apply_field(moving, moving_affine, zero, affine)
+    warped = apply_field(moving, moving_affine, field, affine)
     labels = None
     if "fixed_label" in row and "moving_label" in row:
-        moving_label = read_label(row["moving_label"], dims)[0]
-        labels = [apply_field(moving_label, moving_affine, still, affine, order=0),
-                  read_label(row["fixed_label"], dims)[0], read_label(folder / "warped_label.nii.gz", dims)[0]]
-    images = [_grey(fixed), *_greys_together(start, warped)]
-    return (registration_figure(images[1], images[0], images[2], field, labels, row["name"]),
-            checkerboard_figure(fixed, start, warped))
+        moving_label, _ = read_label(row["moving_label"], dims)
+        fixed_label, _ = read_label(row["fixed_label"], dims)
+        warped_label, _ = read_label(folder / "warped_label.nii.gz", dims)
+        labels = [apply_field(moving_label, moving_affine, zero, affine, order=0), fixed_label, warped_label]
+    before, after = _greys_together(by_header, warped)
+    return (registration_figure(before, _grey(fixed), after, field, labels, row["name"]),
+            checkerboard_figure(fixed, by_header, warped))
 
 
 def means(rows, failed):
-    """The means of all columns, and how many pairs are done and failed, as one flat dict."""
-    return {**{column: round(mean, 5) for column, (mean, *_) in spread(rows, COLUMNS).items()}, "pairs": len(rows),
-            "failed": len(failed)}
+    """The means of all columns, and how many pairs are done and failed: one flat dict. rows, failed: of the results."""
+    columns = {column: round(mean, 5) for column, (mean, _, _) in spread(rows, COLUMNS).items()}
+    return {**columns, "pairs": len(rows), "failed": len(failed)}
 
 
 def worst_first(rows):
-    """The rows by mean Dice where all have one, else by similarity."""
-    column = "dice" if all(row.get("dice") is not None for row in rows) else "similarity"
-    return sorted(rows, key=lambda row: row[column]), {"dice": "Dice", "similarity": "similarity"}[column]
+    """The rows by mean Dice where all have one, else by similarity; and the word for that."""
+    if all(row.get("dice") is not None for row in rows):
+        return sorted(rows, key=lambda row: row["dice"]), "Dice"
+    return sorted(rows, key=lambda row: row["similarity"]), "similarity"
 
 
 def write_report(folder, rows, failed, lead, dims):
-    """report.html and the table on the terminal. rows: of the results, at least one. Returns: the page's path."""
-    found, (ordered, by) = spread(rows, COLUMNS), worst_first(rows)
-    words = [column.replace("_percent", " %").replace("_", " ") for column in found]
-    header, formats = ["pair", *words], [None, *[COLUMNS[column] for column in found]]
-    ends = [[word, *[pair[part] for pair in found.values()]] for part, word in enumerate(("mean", "sd"))]
-    lines = [[row["name"].replace("_to_", " to "), *[row.get(column) for column in found]] for row in ordered]
-    ends = ends if len(rows) > 1 else []
-    sections = [("", cards_html([(word, f"{mean:{COLUMNS[column]}}",
-                                  f"sd {deviation:{COLUMNS[column]}}" if len(rows) > 1 else "")
-                                 for word, (column, (mean, deviation, _)) in zip(words, found.items())]))]
+    """Write report.html and print its table.
+
+    folder: where the page goes. rows: of the results, at least one. failed: dicts of name and reason. lead: how the
+    pairs were registered. Returns: the page's path.
+    """
+    columns = spread(rows, COLUMNS)
+    words = {column: column.replace("_percent", " %").replace("_", " ") for column in columns}
+    ordered, order_word = worst_first(rows)
+    header, formats = ["pair", *words.values()], [None, *[COLUMNS[column] for column in columns]]
+    lines = [[row["name"].replace("_to_", " to "), *[row.get(column) for column in columns]] for row in ordered]
+    if len(rows) > 1:
+        lines.append(["mean", *[mean for mean, _, _ in columns.values()]])
+        lines.append(["sd", *[deviation for _, deviation, _ in columns.values()]])
+    cards = [(words[column], f"{mean:{COLUMNS[column]}}", f"sd {deviation:{COLUMNS[column]}}" if len(rows) > 1 else "")
+             for column, (mean, deviation, _) in columns.items()]
+    sections = [("", cards_html(cards))]
     notes = [[entry["name"], "failed", entry["reason"]] for entry in failed]
     notes += [[row["name"], "warning", sentence] for row in ordered for sentence in row["warnings"]]
     if notes:
         sections.append(("Failed pairs and warnings", table_html(["pair", "", "what"], notes)))
-    sections.append(("Pairs", table_html(header, [*lines, *ends], f"Worst {by} first. Dice and similarity before: as "
-                                         "the headers place the volumes. Seconds without reading files.", formats)))
+    sections.append(("Pairs", table_html(header, lines, f"Worst {order_word} first. Dice and similarity before: as the "
+                                         "headers place the volumes. Seconds without reading files.", formats)))
     sections.append(("Spread over the pairs", figure_html(_boxes(rows), "Box: quartiles; line: median; whiskers: "
                                                           "within 1.5 times the box.", "box plots of the scores")))
-    places = dict.fromkeys([0, (len(ordered) - 1) // 2, len(ordered) - 1])
-    ranks = {1: [""], 2: ["Worst: ", "Best: "], 3: ["Worst: ", "Median: ", "Best: "]}[len(places)]
-    for place, rank in zip(places, ranks):
-        pictures = [figure_html(figure, caption, ordered[place]["name"]) for figure, caption in
-                    zip(pair_figures(ordered[place], dims), ("Middle slices, on the fixed grid.", "Checkerboards."))]
-        sections.append((f"{rank}{ordered[place]['name']}", "".join(pictures)))
-    print(text_table(header, [*lines, *ends], formats))
+    sections += _pictures(ordered, dims)
+    print(text_table(header, lines, formats))
     return write_page(folder / "report.html", "Registrations", f"{len(rows)} pair{'s' * (len(rows) > 1)}; {lead}.",
                       sections)
+
+
+def _pictures(ordered, dims):
+    """Sections with the pictures of the worst, the median and the best pair, as far as they are different ones."""
+    last = len(ordered) - 1
+    numbers = list(dict.fromkeys([0, last // 2, last]))
+    ranks = {1: [""], 2: ["Worst: ", "Best: "], 3: ["Worst: ", "Median: ", "Best: "]}[len(numbers)]
+    sections = []
+    for number, rank in zip(numbers, ranks):
+        name = ordered[number]["name"]
+        slices, checkerboards = pair_figures(ordered[number], dims)
+        html = figure_html(slices, "Middle slices, on the fixed grid.", name)
+        html += figure_html(checkerboards, "Checkerboards.", name)
+        sections.append((f"{rank}{name}", html))
+    return sections
 
 
 def _boxes(rows):
@@ -160,16 +193,16 @@ def _boxes(rows):
     by_label = {}
     for row in rows:
         for label, values in row["labels"].items():
-            pair = by_label.setdefault(label, ([], []))
-            pair[0].append(values["dice_before"])
-            pair[1].append(values["dice"])
+            before, after = by_label.setdefault(label, ([], []))
+            before.append(values["dice_before"])
+            after.append(values["dice"])
     by_label = dict(sorted(by_label.items(), key=lambda item: int(item[0])))
     similarity = [[row[key] for row in rows] for key in ("similarity_before", "similarity")]
     return box_figure(by_label, similarity, [row["folding_percent"] for row in rows])
 
 
 def _box(ax, place, values, color):
-    """One box of values with its points; a few values have no quartiles worth drawing and are points alone."""
+    """One box of values with its points; fewer than 5 values have no quartiles worth drawing and are points alone."""
     few = len(values) < 5
     if not few:
         lines = {"color": LINE, "linewidth": 0.8}
@@ -177,8 +210,8 @@ def _box(ax, place, values, color):
                    boxprops={"facecolor": color, "edgecolor": LINE, "linewidth": 0.8, "alpha": 0.75},
                    medianprops={"color": FIXED_LINE, "linewidth": 1.6}, whiskerprops=lines, capprops=lines)
     if len(values) <= 30:
-        spread = 0.1 * np.sin(2.4 * np.arange(len(values)))  # apart, and the same in every drawing
-        ax.plot(place + spread, values, "o", color=color if few else LINE, markersize=6 if few else 1.5,
+        aside = 0.1 * np.sin(2.4 * np.arange(len(values)))  # apart, and the same in every drawing
+        ax.plot(place + aside, values, "o", color=color if few else LINE, markersize=6 if few else 1.5,
                 markeredgecolor=LINE, markeredgewidth=0.6, alpha=1 if few else 0.7)
 
 

@@ -234,7 +234,7 @@ def _covering_size(extent_mm, spacing_mm):
 def _on_working_grid(image, affine, work_to_world, size):
     """A volume on another grid, (*size) float32, smoothed first where it shrinks, as `to_grid` does.
 
-    image: (D, H, W) or (H, W). affine: its 4x4. work_to_world: 4x4, voxels of the other grid to the volume's world in mm.
+    image: (D, H, W) or (H, W). affine: its 4x4. work_to_world: 4x4, voxels of the other grid to the volume's world.
     """
     dims = image.ndim
     change = rows(np.linalg.inv(affine) @ work_to_world, dims)
