@@ -52,52 +52,69 @@ def parse_arguments(argv=None):
     return parser.parse_args(argv)
 
 
+def asked_pairs(args):
+    """The pairs that the command line asks for, those of a list or one, and their number of axes."""
+    files = {key: getattr(args, key) for key in TO_SCORE if getattr(args, key)}
+    if bool(args.pairs) == bool(files):
+        raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
+    if not args.pairs:
+        return [{"name": "pair", **files}], args.dims or 3
+    pairs, dims = read_scored_pairs(args.pairs)
+    return pairs, args.dims or dims or 3
+
+
 def score_whole(pair, dims):
-    """`score_pair` of a pair whose field is still the one that OM_register.py wrote, if it did."""
-    problem = damage(pair["written"][1], pair["written"][0]) if "written" in pair else None
-    if problem:
-        raise InputError(f"{problem}: register this pair again.")
+    """`score_pair`, after a look whether the field of a registered pair is still the file that was written."""
+    if "written" in pair:
+        folder, digests = pair["written"]
+        problem = damage(digests, folder)
+        if problem:
+            raise InputError(f"{problem}: register this pair again.")
     return score_pair(pair, dims)
 
 
 def require_same_grid(path, fixed_path, shape, affine, fixed_shape, fixed_affine):
+    """Raise InputError naming both files where their grids differ by more than rounding."""
     if tuple(shape) != tuple(fixed_shape) or corners_apart(fixed_shape, fixed_affine, affine) > SAME_GRID:
         raise InputError(f"{path}: it is on another grid than {fixed_path} (shapes {tuple(shape)} and "
                          f"{tuple(fixed_shape)}); give the one of this pair.")
 
 
 def score_labels(pair, field, grid, dims, scores):
-    """Dice and HD95 of each label of the fixed image, before and after, into `scores`."""
+    """Dice and HD95 of each label of the fixed image, before and after, into `scores`.
+
+    field: (N, *fixed) in voxels or None. grid: its (shape, affine) or None.
+    """
     fixed, fixed_affine = read_label(pair["fixed_label"], dims)
     if grid:
         require_same_grid(pair["field"], pair["fixed_label"], *grid, fixed.shape, fixed_affine)
-    images = {}
+    label_maps = {}
     if "moving_label" in pair:
         moving, affine = read_label(pair["moving_label"], dims)
-        still = np.zeros((dims, *fixed.shape), np.float32)
-        images["before"] = apply_field(moving, affine, still, fixed_affine, order=0)
+        zero = np.zeros((dims, *fixed.shape), np.float32)
+        label_maps["_before"] = apply_field(moving, affine, zero, fixed_affine, order=0)
         if field is not None:
-            images["after"] = apply_field(moving, affine, field, fixed_affine, order=0)
+            label_maps[""] = apply_field(moving, affine, field, fixed_affine, order=0)
     if "warped_label" in pair:
-        images["after"], affine = read_label(pair["warped_label"], dims)
-        require_same_grid(pair["warped_label"], pair["fixed_label"], images["after"].shape, affine, fixed.shape,
-                          fixed_affine)
+        warped, affine = read_label(pair["warped_label"], dims)
+        require_same_grid(pair["warped_label"], pair["fixed_label"], warped.shape, affine, fixed.shape, fixed_affine)
+        label_maps[""] = warped
     labels = sorted(set(np.unique(fixed).tolist()) - {0})
     if not labels:
         raise InputError(f"{pair['fixed_label']}: no label but 0; give a label image.")
     spacing_mm = np.linalg.norm(fixed_affine[:3, :dims], axis=0)
     scores["labels"] = {label: {} for label in labels}
-    for word, image in images.items():
-        end = "_before" * (word == "before")
-        for name, values in ((f"dice{end}", dice(image, fixed, labels)),
-                             (f"hd95{end}_mm", hd95(image, fixed, labels, spacing_mm))):
+    for suffix, label_map in label_maps.items():
+        columns = {f"dice{suffix}": dice(label_map, fixed, labels),
+                   f"hd95{suffix}_mm": hd95(label_map, fixed, labels, spacing_mm)}
+        for name, values in columns.items():
             scores[name] = average(values)
             for label, value in zip(labels, values):
                 scores["labels"][label][name] = value
 
 
 def score_points(pair, field, affine, scores):
-    """Mean distance of landmarks, before and after, into `scores`."""
+    """Mean distance of landmarks in mm, before and after, into `scores`. field: (N, *fixed) in voxels or None."""
     fixed, moving = read_points(pair["fixed_points"]), read_points(pair["moving_points"])
     if len(fixed) != len(moving):
         raise InputError(f"{pair['fixed_points']}: {len(fixed)} landmarks, {pair['moving_points']} has {len(moving)}; "
@@ -110,10 +127,12 @@ def score_points(pair, field, affine, scores):
 def score_pair(pair, dims=3):
     """All scores of one pair.
 
-    pair: dict with those of TO_SCORE that there are. Returns: dict of name, "labels" ({label: scores}) and the means of
-    COLUMNS that could be found. Raises InputError naming the file for whatever does not fit.
+    pair: dict with name and those of TO_SCORE that there are. dims: 2 or 3.
+    Returns: dict of name, "labels" ({label: scores}) and those means of COLUMNS that the files allow.
+    Raises InputError naming the file for whatever does not fit.
     """
-    field, grid, scores = None, None, {"name": pair.get("name", "pair"), "labels": {}}
+    scores = {"name": pair.get("name", "pair"), "labels": {}}
+    field, affine, grid = None, None, None
     if "field" in pair:
         field, affine = read_field(pair["field"], dims)
         grid = (field.shape[1:], affine)
@@ -122,54 +141,68 @@ def score_pair(pair, dims=3):
     if "fixed_label" in pair:
         score_labels(pair, field, grid, dims, scores)
     if "fixed_points" in pair and "moving_points" in pair:
-        score_points(pair, field, grid and grid[1], scores)
+        score_points(pair, field, affine, scores)
     if len(scores) == 2:
         raise InputError(f"{scores['name']}: nothing to score; give a field, label images or landmarks.")
     return scores
 
 
 def write_scores(folder, scores, failed):
-    """scores.csv, scores.json, scores.html; and the table on the terminal. failed: name and reason of other pairs."""
-    means = spread(scores, COLUMNS)
+    """Write scores.csv, scores.json and scores.html, and print the table.
+
+    scores: of `score_pair`, at least one. failed: dicts of name and reason of the other pairs.
+    """
+    columns = spread(scores, COLUMNS)
     write_file(folder / "scores.csv", scores_csv(scores, COLUMNS))
-    content = {"pairs": scores, "failed": failed, "mean": {column: mean for column, (mean, _, _) in means.items()}}
+    content = {"pairs": scores, "failed": failed, "mean": {column: mean for column, (mean, _, _) in columns.items()}}
     plain = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
     write_file(folder / "scores.json", json.dumps(plain, indent=1) + "\n")
-    write_tables(folder / "scores.html", scores, failed, means)
-    print(json.dumps({column: round(mean, 5) for column, (mean, _, _) in means.items()}))
+    write_tables(folder / "scores.html", scores, failed, columns)
+    print(json.dumps({column: round(mean, 5) for column, (mean, _, _) in columns.items()}))
 
 
-def write_tables(path, scores, failed, means):
-    """The page, worst pairs first, and the same table on the terminal. means: of `spread`."""
-    header, formats = ["pair", *means], [None, *[COLUMNS[column] for column in means]]
-    rows = [[score["name"], *[score.get(column) for column in means]] for score in scores]
-    ends = [["mean", *[mean for mean, _, _ in means.values()]], ["sd", *[sd for _, sd, _ in means.values()]]]
-    worst_first = [rows[number] for number in sorted(range(len(rows)), key=lambda n: scores[n].get("dice") or 0.0)]
+def write_tables(path, scores, failed, columns):
+    """Write the page, worst pairs first, and print the same table. columns: of `spread`."""
+    header, formats = ["pair", *columns], [None, *[COLUMNS[column] for column in columns]]
+    rows = table_rows(scores, columns)
+    worst_first = table_rows(sorted(scores, key=lambda score: score.get("dice") or 0.0), columns)
+    ends = [["mean", *[mean for mean, _, _ in columns.values()]], ["sd", *[sd for _, sd, _ in columns.values()]]]
     cards = cards_html([(column, f"{mean:{COLUMNS[column]}}", f"sd {sd:{COLUMNS[column]}}, {count} pairs")
-                        for column, (mean, sd, count) in means.items()])
+                        for column, (mean, sd, count) in columns.items()])
     sections = [("", cards), ("Pairs", table_html(header, [*worst_first, *ends], "Worst Dice first.", formats))]
     if failed:
-        why = [[entry["name"], entry["reason"]] for entry in failed]
-        sections.append(("Not scored", table_html(["pair", "why"], why)))
+        reasons = [[entry["name"], entry["reason"]] for entry in failed]
+        sections.append(("Not scored", table_html(["pair", "why"], reasons)))
     write_page(path, "Registrations, scored", f"{len(scores)} pairs.", sections)
     print(text_table(header, [*rows, *ends], formats))
     print(f"\nscores: {path.resolve()}")
 
 
+def table_rows(scores, columns):
+    """Rows of the table of pairs, in the order of `scores`."""
+    return [[score["name"], *[score.get(column) for column in columns]] for score in scores]
+
+
+def score_all(args):
+    """Score one pair or a list, and write the scores. Returns: the pairs that failed, dicts of name and reason."""
+    pairs, dims = asked_pairs(args)
+    scores, failed = [], []
+    with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
+        for pair in bar:
+            score = attempt(pair["name"], score_whole, pair, dims)
+            if isinstance(score, str):
+                failed.append({"name": pair["name"], "reason": score})
+            else:
+                scores.append(score)
+    if scores:
+        write_scores(Path(args.out), scores, failed)
+    return failed
+
+
 def main(argv=None):
     args = parse_arguments(argv)
     try:
-        given = {key: getattr(args, key) for key in TO_SCORE if getattr(args, key)}
-        if bool(args.pairs) == bool(given):
-            raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
-        pairs, dims = read_scored_pairs(args.pairs) if args.pairs else ([{"name": "pair", **given}], None)
-        with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
-            found = [attempt(pair["name"], score_whole, pair, args.dims or dims or 3) for pair in bar]
-        failed = [{"name": pair["name"], "reason": reason} for pair, reason in zip(pairs, found)
-                  if isinstance(reason, str)]
-        scores = [score for score in found if not isinstance(score, str)]
-        if scores:
-            write_scores(Path(args.out), scores, failed)
+        failed = score_all(args)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP

@@ -39,7 +39,7 @@ from Runtime.workers import run_tasks
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
-WORKER = {"counter": None}  # volumes done, shared with the main process
+WORKER = {"counter": None}  # of each worker: how many volumes are done, shared with the main process
 
 
 def parse_arguments(argv=None):
@@ -101,35 +101,41 @@ def make_groups(folder, groups, cfg, workers, before):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def report(folder, manifest, cfg, seconds):
-    """Say what is there: on the terminal, as refused.csv, and as a page with pictures in run.logs."""
+    """Say what is there: on the terminal, as refused.csv, and as a page with pictures in run.logs.
+
+    manifest: of the cache. seconds: that the preparation took.
+    """
     volumes, refused = manifest["volumes"], manifest["refused"]
     size = sum(length for length, _ in manifest["files"].values())
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([("id", "image", "reason"), *refused])
-    if refused:
-        cache.write_bytes(folder, "refused.csv", text.getvalue().encode())
-    else:
-        (folder / "refused.csv").unlink(missing_ok=True)
+    write_refused(folder, refused)
     print(f"{folder}: {len(volumes)} volumes ({sum(line[5] for line in volumes)} with labels), {len(refused)} refused, "
           f"{size / 2 ** 20:,.0f} MiB, {seconds:.0f} s")
     for name, _, reason in refused[:5]:
         print(f"refused {name}: {reason}")
     if len(refused) > 5:
         print(f"and {len(refused) - 5} more: {folder / 'refused.csv'}")
-    print(f"look at them: {write_page(folder, manifest, cfg, size)}")
+    print(f"look at them: {write_report(folder, manifest, cfg, size)}")
 
 
-def write_page(folder, manifest, cfg, size):
-    """Counts, refused volumes, and pictures of some volumes. Returns: the path of the page."""
+def write_refused(folder, refused):
+    """Write refused.csv, or remove it where nothing was refused. refused: rows of id, image and reason."""
+    if not refused:
+        (folder / "refused.csv").unlink(missing_ok=True)
+        return
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([("id", "image", "reason"), *refused])
+    cache.write_bytes(folder, "refused.csv", table.getvalue().encode())
+
+
+def write_report(folder, manifest, cfg, size):
+    """Write the page: counts, refused volumes, and pictures of some volumes. Returns: its path.
+
+    size: of all files, in bytes.
+    """
     from Diffusion.figures import contact_sheet  # here, because the workers need neither torch nor matplotlib
     from Runtime.report import cards_html, figure_html, table_html, write_page
     volumes, refused = manifest["volumes"], manifest["refused"]
-    chosen = sorted(random.Random(0).sample(range(len(volumes)), min(24, len(volumes))))
-    places = ([volumes[number][3] for number in chosen], [volumes[number][4] for number in chosen])
-    # Maps are not kept: another run in this process may make files of the same names.
-    images, labels = (cache.Rows(folder, kind, *places, keep=False) for kind in ("image", "label"))
-    sheet = contact_sheet([(volumes[number][0], np.asarray(images[row]), labels[row] if volumes[number][5] else None)
-                           for row, number in enumerate(chosen)])
+    sheet = contact_sheet(sample_of(folder, volumes))
     cards = [("volumes", len(volumes), f"{len({line[1] for line in volumes})} subjects"),
              ("with labels", sum(line[5] for line in volumes), ""), ("refused", len(refused), ""),
              ("on disk", f"{size / 2 ** 20:,.0f} MiB", cfg["data.dtype"])]
@@ -137,27 +143,43 @@ def write_page(folder, manifest, cfg, size):
                 ("Some of them", figure_html(sheet, "Middle slices on the training grid, outlines of their labels."))]
     if refused:
         sections.append(("Refused", table_html(["id", "file", "why"], refused, "Left out of the cache.")))
-    kept = "; ".join(f"{key} {value}" for key, value in cache.settings(cfg).items())
+    settings = "; ".join(f"{key} {value}" for key, value in cache.settings(cfg).items())
     return write_page(Path(cfg["run.logs"]) / f"{cfg['data.name']}_prepared.html", f"Prepared: {cfg['data.name']}",
-                      f"{folder}, made with {kept}.", sections).resolve()
+                      f"{folder}, made with {settings}.", sections).resolve()
+
+
+def sample_of(folder, volumes, most=24):
+    """Some volumes for a contact sheet: a list of (id, image, label or None). volumes: of the manifest."""
+    chosen = sorted(random.Random(0).sample(range(len(volumes)), min(most, len(volumes))))
+    rows = [volumes[number] for number in chosen]
+    places = [row[3] for row in rows], [row[4] for row in rows]
+    # Maps are not kept: another run in this process may make files of the same names.
+    images, labels = (cache.Rows(folder, kind, *places, keep=False) for kind in ("image", "label"))
+    return [(row[0], np.asarray(images[number]), labels[number] if row[5] else None)
+            for number, row in enumerate(rows)]
 
 
 def export(folder, cfg, identity, out):
-    """One volume as NIfTI: on the training grid, and mapped back; its label and mask likewise."""
+    """Write one volume, its label and its mask as NIfTI: on the training grid, and mapped back to the file's grid.
+
+    identity: id of the volume. out: folder. Returns the exit code.
+    """
     opened = cache.open_cache(folder, cfg)
-    known = cache.record(folder, identity)
+    record = cache.record(folder, identity)
     number = [item["id"] for item in opened["items"]].index(identity)
+    header = original_header(record)
     for kind in cache.KINDS:
-        if not known[kind]:
+        if not record[kind]:
             continue
         array = np.asarray(cache.Rows(folder, kind, opened["groups"], opened["rows"])[number])
-        image = kind == "image"
-        array = cache.decode(array) if image else array.astype(np.int16)
-        back = to_original(array, known, order=1 if image else 0, intensities=image)
-        for word, volume, affine in (("grid", array, known["grid_affine"]), ("original", back, known["affine"])):
+        is_image = kind == "image"
+        array = cache.decode(array) if is_image else array.astype(np.int16)
+        back = to_original(array, record, order=1 if is_image else 0, intensities=is_image)
+        for word, volume, affine in (("grid", array, record["grid_affine"]), ("original", back, record["affine"])):
             path = Path(out) / f"{identity}_{kind}_{word}.nii.gz"
-            write_volume(path, volume, np.array(affine), original_header(known))
+            write_volume(path, volume, np.array(affine), header)
             print(f"wrote {path}")
+    return DONE
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,16 +205,19 @@ def check(folder, cfg):
 
 
 def require_same_settings(folder, cfg):
-    """A cache that was made, or begun, with other settings is left as it is."""
+    """Raise InputError for a cache that was made, or begun, with other settings: it is left as it is."""
     for path in (folder / "manifest.json", folder / "plan.json", *cache.record_paths(folder)):
-        found = cache.read_json(path)
-        if found:
-            cache.check_settings(folder, found["settings"], cfg)
+        content = cache.read_json(path)
+        if content:
+            cache.check_settings(folder, content["settings"], cfg)
             return
 
 
 def prepare(folder, cfg, args):
-    """Make what is missing, and say so. No training reads the cache with --fresh or --repair. Returns the exit code."""
+    """Make what is missing and report it. With --fresh or --repair no training may be reading the cache.
+
+    Returns the exit code.
+    """
     started = time.time()
     if not args.fresh:
         require_same_settings(folder, cfg)
@@ -200,27 +225,17 @@ def prepare(folder, cfg, args):
     if args.fresh:
         cache.remove_all(folder)
     if args.repair:
-        def progress(names):
-            for name in tqdm(names, f"verifying {folder}", unit="part"):
-                run_lock.touch(folder)
-                yield name
-
-        again = cache.forget_damaged(folder, progress)
-        print(f"{folder}: {len(again)} parts that are damaged or lack a volume are made anew")
+        forget_damaged(folder)
     kept, groups = cache.plan(folder, items, cfg)
     before = len(items) - sum(map(len, groups.values()))
     if before:
         print(f"{folder}: {before} of {len(items)} volumes are there already")
     if groups:
         require_room(folder, groups, cfg)
-        planned = {f"{number:05d}": [item["id"] for item in group] for number, group in groups.items()}
-        planned.update({f"{number:05d}": [line["id"] for line in found["volumes"] + found["refused"]]
-                        for number, found in kept.items()})
-        content = {"settings": cache.settings(cfg), "groups": dict(sorted(planned.items()))}
-        cache.write_json(folder, "plan.json", content)
+        write_plan(folder, kept, groups, cfg)
         kept.update(make_groups(folder, groups, cfg, max(args.workers, 1), before))
-    if not any(found["volumes"] for found in kept.values()):
-        first = next(line for found in kept.values() for line in found["refused"])
+    if not any(record["volumes"] for record in kept.values()):
+        first = next(line for record in kept.values() for line in record["refused"])
         raise InputError(f"{cfg['data.root']}: not one of the {len(items)} volumes can be used; the first, "
                          f"{first['reason']}")
     manifest = cache.write_manifest(folder, cfg, kept)
@@ -229,8 +244,30 @@ def prepare(folder, cfg, args):
     return DONE
 
 
+def forget_damaged(folder):
+    """--repair: have the parts made anew that are damaged or lack a volume."""
+    def progress(names):
+        for name in tqdm(names, f"verifying {folder}", unit="part"):
+            run_lock.touch(folder)
+            yield name
+
+    removed = cache.forget_damaged(folder, progress)
+    print(f"{folder}: {len(removed)} parts that are damaged or lack a volume are made anew")
+
+
+def write_plan(folder, kept, groups, cfg):
+    """Write plan.json: which volumes are in which part. kept: {number: record}, groups: {number: items} to make."""
+    plan = {f"{number:05d}": [item["id"] for item in items] for number, items in groups.items()}
+    for number, record in kept.items():
+        plan[f"{number:05d}"] = [line["id"] for line in record["volumes"] + record["refused"]]
+    cache.write_json(folder, "plan.json", {"settings": cache.settings(cfg), "groups": dict(sorted(plan.items()))})
+
+
 def remove_old(folder, keep, alone):
-    """Remove parts that the cache no longer has, unless a training still reads them. alone: none does, as is known."""
+    """Remove parts that the cache no longer has, unless a training still reads them.
+
+    keep: names of the files of the cache. alone: whether it is known that no training reads the cache.
+    """
     (folder / "plan.json").unlink(missing_ok=True)
     with contextlib.nullcontext(True) if alone else cache.without_readers(folder) as free:
         old = [name for name in os.listdir(folder) if cache.OURS.fullmatch(name) and name not in keep]
@@ -242,8 +279,9 @@ def remove_old(folder, keep, alone):
 
 
 def require_room(folder, groups, cfg):
-    """Images and labels of what is to be made must fit; labels in one byte, as most do."""
-    volumes, free = sum(map(len, groups.values())), shutil.disk_usage(folder).free
+    """Raise InputError where what is to be made does not fit the disk. A label is counted as one byte a voxel."""
+    volumes = sum(map(len, groups.values()))
+    free = shutil.disk_usage(folder).free
     labels = sum(bool(item["label"]) + bool(item["mask"]) for group in groups.values() for item in group)
     need = math.prod(cfg["data.img_size"]) * (volumes * np.dtype(cfg["data.dtype"]).itemsize + labels)
     if need > free:
@@ -256,7 +294,7 @@ def run(folder, cfg, args):
     if args.verify:
         return check(folder, cfg)
     if args.export:
-        return export(folder, cfg, *args.export) or DONE
+        return export(folder, cfg, *args.export)
     folder.mkdir(parents=True, exist_ok=True)
     token = run_lock.lock(folder, STALE_S, instead="name another data.cache")
     try:
