@@ -1,4 +1,4 @@
-"""The whole pipeline on synthetic volumes: make data, train, register pairs the training has never seen, report.
+"""The whole pipeline on synthetic volumes: make data, train, register held-out pairs, report.
 
     make demo        (or: python Scripts/demo.py [--set key=value ...])
 
@@ -39,7 +39,7 @@ from Runtime.run_lock import run_folder  # noqa: E402
 
 CONFIG = "Config/config_demo.yaml"
 TRAIN, VALIDATION = range(0, 40), range(900, 908)
-HELD_OUT = range(5000, 5010)  # seeds of the ten subjects that the report is about; no training or validation uses them
+HELD_OUT = range(5000, 5010)  # seeds of the ten subjects of the report; neither training nor validation uses them
 FOLDER = Path("Logs/demo")
 PANELS = [("Mode 1: recovery of a random deformation (ang: -1 is perfect)", ["ang", "dist", "regul"]),
           ("Mode 2: contrastive", ["contrastive"]),
@@ -48,52 +48,58 @@ PANELS = [("Mode 1: recovery of a random deformation (ang: -1 is perfect)", ["an
 
 
 def register_held_out(model, device):
-    """Register each held-out subject to the next one, by the network alone and refined. Returns a list of dicts."""
-    net, cfg = model
-    items, cases = read_datalist(FOLDER / "held_out", cfg["model.dims"]), []
-    for number, item in enumerate(tqdm(items, "registering", unit="pair", leave=False)):
-        other = items[(number + 1) % len(items)]
-        (moving_label, moving_affine), (fixed_label, affine) = (read_label(one["label"], cfg["model.dims"])
-                                                                for one in (item, other))
-        found = register(other["image"], item["image"], model, device=device)
-        refined = register(other["image"], item["image"], model, refine=True, device=device)
+    """Register each held-out subject to the next one, by the network alone and refined: a list of dicts."""
+    dims = model[1]["model.dims"]
+    items = read_datalist(FOLDER / "held_out", dims)
+    cases = []
+    for number, moving in enumerate(tqdm(items, "registering", unit="pair", leave=False)):
+        fixed = items[(number + 1) % len(items)]
+        result = register(fixed["image"], moving["image"], model, device=device)
+        refined = register(fixed["image"], moving["image"], model, refine=True, device=device)
+        moving_label, moving_affine = read_label(moving["label"], dims)
+        fixed_label, fixed_affine = read_label(fixed["label"], dims)
         labels = sorted(set(np.unique(fixed_label).tolist()) - {0})
-        fields = {"before": 0 * found["field"], "after": found["field"], "refined": refined["field"]}
-        warped = {word: apply_field(moving_label, moving_affine, field, affine, order=0)
+        fields = {"before": 0 * result["field"], "after": result["field"], "refined": refined["field"]}
+        warped = {word: apply_field(moving_label, moving_affine, field, fixed_affine, order=0)
                   for word, field in fields.items()}
-        cases.append({"pair": f"{item['id']} to {other['id']}", "folding": found["folding_percent"],
-                      **{word: average(dice(label, fixed_label, labels)) for word, label in warped.items()},
-                      "seconds": found["seconds"]["total"], "item": item,
-                      "volumes": [found["moving"][0], found["fixed"][0], found["warped"], found["field"]],
+        scores = {word: average(dice(label, fixed_label, labels)) for word, label in warped.items()}
+        cases.append({"pair": f"{moving['id']} to {fixed['id']}", "folding": result["folding_percent"], **scores,
+                      "seconds": result["seconds"]["total"], "item": moving,
+                      "volumes": [result["moving"][0], result["fixed"][0], result["warped"], result["field"]],
                       "labels": [moving_label, fixed_label, warped["after"]]})
     return cases
 
 
 def deformed_copies(case, model):
     """One subject, deformed at random and then recovered by the network: [(title, image, label, field)]."""
+    cfg = model[1]
     image, label = case["volumes"][0], case["labels"][0]
-    affine = read_label(case["item"]["label"], image.ndim)[1]
+    _, affine = read_label(case["item"]["label"], image.ndim)
     copies = [("original", image, label, None)]
-    for t in (50, model[1]["diffusion.timesteps"] - 1):
-        for word, given in (("random", None), ("recovered", model)):
-            found = augment(image, label, affine, given, start=t, subject=case["item"]["id"], cfg=model[1])
-            copies.append((f"t = {t}, {word}", *found))
+    for t in (50, cfg["diffusion.timesteps"] - 1):
+        for word, network in (("random", None), ("recovered", model)):
+            copy = augment(image, label, affine, network, start=t, subject=case["item"]["id"], cfg=cfg)
+            copies.append((f"t = {t}, {word}", *copy))
     return copies
 
 
 def pair_table(cases, mean):
-    """Header, rows and formats of the table of pairs. mean: of `write_report`."""
+    """Header, rows and formats of the table of pairs. mean: {key: mean over the cases}."""
     header = ["pair", "Dice before", "Dice after", "gain", "refined", "folded %", "seconds"]
-    rows = [[c["pair"], c["before"], c["after"], c["after"] - c["before"], c["refined"], c["folding"], c["seconds"]]
-            for c in [*cases, {"pair": "mean", **mean}]]
+    rows = []
+    for case in [*cases, {"pair": "mean", **mean}]:
+        gain = case["after"] - case["before"]
+        rows.append([case["pair"], case["before"], case["after"], gain, case["refined"], case["folding"],
+                     case["seconds"]])
     return header, rows, [None, ".3f", ".3f", "+.3f", ".3f", ".3f", ".2f"]
 
 
 def pair_pictures(cases):
-    """The worst and the best pair, as HTML; the best one goes into a file too."""
+    """The worst and the best pair, as HTML; the best one is written as registration.png too."""
+    worst = min(cases, key=lambda case: case["after"])
+    best = max(cases, key=lambda case: case["after"])
     html = ""
-    for case, word in ((min(cases, key=lambda case: case["after"]), "the worst pair"),
-                       (max(cases, key=lambda case: case["after"]), "the best pair")):
+    for case, word in ((worst, "the worst pair"), (best, "the best pair")):
         figure = registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
         html += report.figure_html(figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} "
                                            "after.")
@@ -102,7 +108,10 @@ def pair_pictures(cases):
 
 
 def write_report(cases, history, model, seconds):
-    """Logs/demo/report.html: headline figures, curves, pictures, table."""
+    """Write Logs/demo/report.html: headline figures, curves, pictures, table. Returns: the means, a flat dict.
+
+    history: from `read_history`. seconds: that all of the demo took.
+    """
     mean = {key: average([case[key] for case in cases]) for key in ("before", "after", "refined", "folding", "seconds")}
     cards = [("Dice before", f"{mean['before']:.3f}", "no registration"),
              ("Dice after", f"{mean['after']:.3f}",
@@ -111,7 +120,8 @@ def write_report(cases, history, model, seconds):
              ("Folded voxels", f"{mean['folding']:.3f} %", "determinant of the Jacobian <= 0"),
              ("Time", f"{seconds / 60:.1f} min", "data, training, registration")]
     header, rows, formats = pair_table(cases, mean)
-    pictures, drawn = pair_pictures(cases), gallery_figure(deformed_copies(cases[0], model))
+    pictures = pair_pictures(cases)
+    gallery = gallery_figure(deformed_copies(cases[0], model))
     report.write_page(
         FOLDER / "report.html", "OmniMorph demo",
         f"One small {model[1]['model.name']} learned for {history[-1]['step']} steps from {len(TRAIN)} unlabelled "
@@ -120,7 +130,7 @@ def write_report(cases, history, model, seconds):
          ("Pairs", report.table_html(header, rows, "Mean Dice over the labels of each held-out pair.", formats)),
          ("Before and after", pictures),
          ("Deformed copies", report.figure_html(
-             drawn, "One subject deformed at random, at two times t, and what the network makes of it when it undoes "
+             gallery, "One subject deformed at random, at two times t, and what the network makes of it when it undoes "
                     "what it can: what OM_augment.py writes. Labels move along (outlines).")),
          ("Training", report.figure_html(curves_figure(history, PANELS), "Averages of each epoch."))])
     print("\n" + report.text_table(header, rows, formats))
@@ -129,26 +139,36 @@ def write_report(cases, history, model, seconds):
 
 
 def read_history(run):
-    """The epochs' lines of the run's log; of an epoch that ran twice after a restart, the last."""
+    """The log's lines of the epochs of a run, numbered from 1; of an epoch that ran twice, the last line."""
     epochs = {line["epoch"]: line for line in read_lines(run / "rank0.jsonl") if line["event"] == "epoch"}
     return [{**line, "epoch": epoch + 1} for epoch, line in sorted(epochs.items())]
 
 
-def main(argv=None):
+def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Make synthetic data, train, register held-out pairs, write a report.")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of Config/config_demo.yaml; may be repeated")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def train(overrides):
+    """Train by OM_train_3modes.py, as a process of its own. Raises InputError where it fails."""
+    command = [sys.executable, str(ROOT / "OM_train_3modes.py"), "--config", str(ROOT / CONFIG)]
+    for override in overrides:
+        command += ["--set", override]
+    code = subprocess.run(command).returncode
+    if code:
+        raise InputError(f"the training ended with exit code {code}; what it said stands above.")
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
     started = time.time()
     cfg = load_config(ROOT / CONFIG, args.overrides)
     shutil.rmtree(FOLDER, ignore_errors=True)
-    size = cfg["data.img_size"]
-    write_dataset(FOLDER / "data", [*TRAIN, *VALIDATION], size)
-    write_dataset(FOLDER / "held_out", HELD_OUT, size)
-    command = [sys.executable, str(ROOT / "OM_train_3modes.py"), "--config", str(ROOT / CONFIG)]
-    code = subprocess.run(command + [word for override in args.overrides for word in ("--set", override)]).returncode
-    if code:
-        raise InputError(f"the training ended with exit code {code}; what it said stands above.")
+    write_dataset(FOLDER / "data", [*TRAIN, *VALIDATION], cfg["data.img_size"])
+    write_dataset(FOLDER / "held_out", HELD_OUT, cfg["data.img_size"])
+    train(args.overrides)
     device = pick_device(cfg["run.device"])
     prepare_device(device, cfg["run.threads"])
     run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"])

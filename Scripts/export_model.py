@@ -83,36 +83,42 @@ def parse_arguments(argv=None):
 
 
 def about_run(path, state):
-    """What the run's folder knows about a checkpoint: its validation figures, and the commit and torch it began with.
+    """What the run's folder tells about a checkpoint: its validation figures, the commit and the torch it ran with.
 
+    path: of the checkpoint. state: its content.
     Returns: dict of metrics (maybe empty), commit and torch (None where the folder does not tell).
     """
     run = path.parent.parent if path.parent.name == "tmp" else path.parent
-    found = {"metrics": {}, "commit": None, "torch": None}
+    about = {"metrics": {}, "commit": None, "torch": None}
     try:
-        entry = json.loads((run / "manifest.json").read_text())["checkpoints"][path.relative_to(run).as_posix()]
-        found["metrics"] = entry["metrics"] or {}
+        manifest = json.loads((run / "manifest.json").read_text())
+        about["metrics"] = manifest["checkpoints"][path.relative_to(run).as_posix()]["metrics"] or {}
     except (OSError, ValueError, LookupError):
         pass  # a checkpoint that was copied out of its run has no figures
-    launches = sorted(run.glob("launches/*/launch.json"))
-    launches = [launch for launch in map(json.loads, (file.read_text() for file in launches))
-                if launch["step"] <= state["step"]]
+    launches = [json.loads(file.read_text()) for file in sorted(run.glob("launches/*/launch.json"))]
+    launches = [launch for launch in launches if launch["step"] <= state["step"]]
     if launches:
-        found["commit"] = f"{launches[-1]['commit']}{' with local changes' * bool(launches[-1]['changed'])}"
-        found["torch"] = launches[-1]["packages"].get("torch")
-    return found
+        newest = launches[-1]
+        about["commit"] = f"{newest['commit']} with local changes" if newest["changed"] else newest["commit"]
+        about["torch"] = newest["packages"].get("torch")
+    return about
 
 
 def write_weights(path, weights, config, commit):
-    """Write `path` (.safetensors) and read it back before it gets its name. Returns the SHA-256 of the file."""
+    """Write `path` (.safetensors) and read it back before it gets its name.
+
+    weights: {name: tensor}. config: flat dict. commit: text or None. Returns: the SHA-256 of the file.
+    Raises OSError where the file reads back differently.
+    """
     from safetensors import safe_open
     from safetensors.torch import save_file
     digest = checkpoint.weights_sha256(weights)
     metadata = {"format": "pt", "config": json.dumps(config), "commit": commit or "", "weights_sha256": digest}
     partial = partial_path(path)
     try:
-        # Tensors of one storage would be refused.
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}, partial, metadata)
+        # Clones, because safetensors refuses tensors that share memory.
+        clones = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
+        save_file(clones, partial, metadata)
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         with safe_open(partial, "pt") as file:
@@ -127,12 +133,15 @@ def write_weights(path, weights, config, commit):
 def training_volumes(state, cfg):
     """How many volumes it was trained on, in words.
 
-    As the checkpoint says; in one of an earlier version counted where the data are here, else as the config says.
+    The checkpoint says so. For one of an older version the volumes are counted where the data are here; else the config
+    tells.
     """
     if "data" in state:
-        sides = {side: [row for row in volumes_of(state["data"]) if row[2] == side] for side in ("train", "val")}
-        train, val = (f"{len(rows)} (subjects: {len({row[1] for row in rows})})" for rows in sides.values())
-        return f"volumes: {train}; held out for validation: {val}"
+        counts = {}
+        for side in ("train", "val"):
+            rows = [row for row in volumes_of(state["data"]) if row[2] == side]
+            counts[side] = f"{len(rows)} (subjects: {len({row[1] for row in rows})})"
+        return f"volumes: {counts['train']}; held out for validation: {counts['val']}"
     try:
         count = f"{len(read_datalist(cfg['data.root'], cfg['model.dims'], cfg['data.train_ids']))} volumes"
     except InputError:
@@ -142,10 +151,12 @@ def training_volumes(state, cfg):
 
 
 def table(rows):
+    """A Markdown table of two columns without a header. rows: (name, value) pairs."""
     return "\n".join(["| | |", "|---|---|", *[f"| {name} | {value} |" for name, value in rows]])
 
 
 def architecture(net, cfg):
+    """The card's table about the network."""
     parameters = sum(parameter.numel() for parameter in net.parameters())
     spacing = f"{cfg['data.spacing_mm']:g} mm" if cfg["data.spacing_mm"] else "as large as the field of view needs"
     return table([
@@ -160,6 +171,7 @@ def architecture(net, cfg):
 
 
 def training(state, cfg, about):
+    """The card's table about the training. state: content of the checkpoint. about: from `about_run`."""
     losses = ", ".join(f"{key.removeprefix('loss.')} {value:g}" for key, value in cfg.items()
                        if key.startswith("loss."))
     return table([
@@ -170,19 +182,24 @@ def training(state, cfg, about):
         ("Optimizer", f"Adam, learning rate {cfg['optim.lr']:g}"),
         ("Weights exported", "moving average" if state.get("ema") else "as the last step left them"),
         ("Weights of the losses", losses),
-        ("Precision", state["config"]["run.amp"]), ("torch", about["torch"] or "not recorded"),
+        ("Precision", state["config"]["run.amp"]),
+        ("torch", about["torch"] or "not recorded"),
         ("Seed", cfg["run.seed"]),
         ("Commit", about["commit"] or "not recorded")])
 
 
 def card(name, net, state, cfg, about, digest, licence):
-    """The text of MODEL_CARD.md. name: of the .safetensors file. digest: its SHA-256."""
-    seen = {"none": "nothing else", "slice": "one to several slices of the original",
+    """The text of MODEL_CARD.md.
+
+    name: of the .safetensors file. state: content of the checkpoint. about: from `about_run`. digest: SHA-256 of the
+    file. licence: of the weights.
+    """
+    shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     figures = table((key, "-" if value is None else f"{value:.4g}") for key, value in about["metrics"].items())
     return CARD.format(
         licence_json=json.dumps(licence), data=cfg["data.name"], name=name, architecture=architecture(net, cfg),
-        modes=MODES.format(condition=seen), training=training(state, cfg, about),
+        modes=MODES.format(condition=shown), training=training(state, cfg, about),
         figures=figures if about["metrics"] else "No figures were recorded for this checkpoint.",
         file=table([("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)]))
 
@@ -190,7 +207,8 @@ def card(name, net, state, cfg, about, digest, licence):
 def export(model, out=None, licence=UNSTATED):
     """Write <checkpoint>.safetensors and MODEL_CARD.md.
 
-    model: checkpoint or run folder. out: folder, default that of the checkpoint. Returns the paths of the two files.
+    model: checkpoint or run folder. out: folder, default that of the checkpoint. licence: of the weights, for the card.
+    Returns: the paths of the two files.
     Raises InputError for what is no checkpoint of this project, and where safetensors is not installed.
     """
     if importlib.util.find_spec("safetensors") is None:
@@ -202,7 +220,8 @@ def export(model, out=None, licence=UNSTATED):
     net, cfg = load_model(source)  # refuses weights that do not fit the config
     folder = Path(out or source.parent)
     folder.mkdir(parents=True, exist_ok=True)
-    target, about = folder / f"{source.stem}.safetensors", about_run(source, state)
+    target = folder / f"{source.stem}.safetensors"
+    about = about_run(source, state)
     weights = state.get("ema") or state["model"]
     digest = write_weights(target, weights, state["config"], about["commit"])
     page = folder / "MODEL_CARD.md"

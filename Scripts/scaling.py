@@ -1,9 +1,9 @@
 """How the speed of a training grows with its ranks: `python Scripts/scaling.py RUN...`.
 
-A measurement is what a run did with one number of ranks, nodes and samples a step, in however many attempts. It counts
-the steps that follow directly on another step, each once: not the first WARM_UP of an attempt nor the first of its
-steps that ran mode 3, which compile, and not those behind a checkpoint, a validation or the start of an epoch, whose
-phases are not the step's own. What is between the steps is in the time per epoch. Times are those of rank 0.
+A measurement is what a run did with one number of ranks, nodes and samples a step, over all its attempts. It counts the
+steps that follow directly on another step, each once. Left out are the first WARM_UP of an attempt and the first of its
+steps that ran mode 3, which compile, and those behind a checkpoint, a validation or the start of an epoch, whose phases
+are not the step's own; the time per epoch includes what is between the steps. Times are those of rank 0.
 """
 import argparse
 import collections
@@ -49,9 +49,9 @@ MEASURED, IDEAL, GRID = "#1668a8", "#8a939c", "#e3e6e9"
 # ---------------------------------------------------------------------------------------------------------------------
 
 def measurements(run):
-    """The measurements of a run folder, a dict each, those without a step to count (`"steps": 0`) included.
+    """The measurements of a run folder, a list of dicts; also those without a step to count (`"steps": 0`).
 
-    Seconds, bytes, shares of 1. Values that the logs do not have are None.
+    Times are in seconds, memory in bytes, fractions from 0 to 1. Values that the logs do not have are None.
     Raises InputError if this is no run folder, or one without a step.
     """
     if not run.is_dir():
@@ -64,15 +64,17 @@ def measurements(run):
         for line in read_lines(path):
             logs[line["attempt"], line["event"]].append(line)
     groups = collections.defaultdict(list)
-    for number, ranks in [(line["attempt"], line["ranks"]) for line in begun]:
+    for line in begun:
+        number, ranks = line["attempt"], line["ranks"]
         steps = logs[number, "step"]
-        if steps:
-            config = launch_config(run, steps[0]["time"])
-            nodes = len({line["node"] or line["host"] for line in logs[number, "start"]})
-            cfg = flatten(yaml.safe_load(config.read_text()), config)
-            samples = split_step(cfg, ranks, known_step(run, cfg))["samples"]
-            groups[ranks, nodes, samples].append({"steps": steps, "epochs": logs[number, "epoch"], "config": config,
-                                                  "memory": logs[number, "memory"]})
+        if not steps:
+            continue
+        config = launch_config(run, steps[0]["time"])
+        nodes = len({start["node"] or start["host"] for start in logs[number, "start"]})
+        cfg = flatten(yaml.safe_load(config.read_text()), config)
+        samples = split_step(cfg, ranks, known_step(run, cfg))["samples"]
+        groups[ranks, nodes, samples].append({"steps": steps, "epochs": logs[number, "epoch"], "config": config,
+                                              "memory": logs[number, "memory"]})
     if not groups:
         raise InputError(f"{run}: its logs have no step yet; let it train for more than {WARM_UP} steps.")
     return [{"run": str(run), "ranks": ranks, "nodes": nodes, "batch": samples, **measure(ranks, samples, attempts)}
@@ -80,7 +82,7 @@ def measurements(run):
 
 
 def launch_config(run, moment):
-    """Path of the config of the launch that was going on at a moment, the newest that had begun."""
+    """Path of the config of the launch that ran at a moment (a time stamp): the newest that had begun by then."""
     begun = []
     for path in (run / "launches").glob("*/launch.json"):
         try:
@@ -102,7 +104,7 @@ def countable(steps):
 
 
 def measure(ranks, samples, attempts):
-    """What `measurements` says of some attempts with the same ranks, nodes and samples of a step."""
+    """The measurement of some attempts with the same ranks, nodes and samples of a step, as in `measurements`."""
     counted = {}
     for attempt in attempts:
         counted.update(countable(attempt["steps"]))
@@ -110,25 +112,32 @@ def measure(ranks, samples, attempts):
     spent = collections.Counter()
     for line in counted.values():
         spent.update(line["spent"])
-    together, count = max(sum(seconds), 1e-9), len(counted)
-    median = statistics.median(seconds) if count else None
+    total_s, count = max(sum(seconds), 1e-9), len(counted)
+    median_s = statistics.median(seconds) if count else None
     config = attempts[-1]["config"]
-    measured = epoch_seconds(attempts)
-    per_epoch = None if measured or not count else epoch_steps(attempts) or planned_steps(config, ranks)
-    memory = {key: max([line[key] for attempt in attempts for line in attempt["memory"] if line[key]], default=None)
-              for key in ("peak_bytes", "optimizer_bytes")}
-    return {"steps": count, "step_s": median, "samples_per_s": samples * count / together if count else None,
+    epoch_s, steps_per_epoch = epoch_seconds(attempts), None
+    if not epoch_s and count:
+        steps_per_epoch = epoch_steps(attempts) or planned_steps(config, ranks)
+        epoch_s = steps_per_epoch and steps_per_epoch * median_s
+    return {"steps": count, "step_s": median_s, "samples_per_s": samples * count / total_s if count else None,
             "left_out": len({line["step"] for attempt in attempts for line in attempt["steps"]}) - count,
-            "data_share": spent["data"] / together, "agree_share": spent["agree"] / together,
+            "data_share": spent["data"] / total_s, "agree_share": spent["agree"] / total_s,
             "mode3_share": sum(line["open"] for line in counted.values()) / max(count, 1),
-            "epoch_s": measured or (per_epoch and per_epoch * median), "epoch_computed": bool(per_epoch), **memory,
+            "epoch_s": epoch_s, "epoch_computed": bool(steps_per_epoch),
+            "peak_bytes": most(attempts, "peak_bytes"), "optimizer_bytes": most(attempts, "optimizer_bytes"),
             "config": config}
+
+
+def most(attempts, key):
+    """The largest value of a key in the memory lines of some attempts; None where no line has one."""
+    values = [line[key] for attempt in attempts for line in attempt["memory"]]
+    return max(filter(None, values), default=None)
 
 
 def epoch_seconds(attempts):
     """Median wall time of the complete epochs of an attempt, validation and checkpoint included; None without one.
 
-    An epoch that begins an attempt compiles, so those count only where there are no others.
+    The first epoch of an attempt contains the compilation, so it counts only where there is no other.
     """
     first, later = [], []
     for attempt in attempts:
@@ -141,9 +150,9 @@ def epoch_seconds(attempts):
 
 
 def epoch_steps(attempts):
-    """Steps of an epoch that these attempts did together, None if they ended none that they had begun."""
-    done = collections.Counter(epoch for epoch, _ in {(line["epoch"], line["step"]) for attempt in attempts
-                                                      for line in attempt["steps"]})
+    """Steps of an epoch that these attempts did together from its beginning to its end; None without such an epoch."""
+    steps = {(line["epoch"], line["step"]) for attempt in attempts for line in attempt["steps"]}
+    done = collections.Counter(epoch for epoch, _ in steps)
     ended = [line for attempt in attempts for line in attempt["epochs"] if line["steps"] == done[line["epoch"]]]
     return ended[-1]["steps"] if ended else None
 
@@ -164,21 +173,22 @@ def planned_steps(config, ranks):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def compare(runs):
-    """The measurements of all runs by number of ranks, with "speedup" and "efficiency" against the first.
+    """The measurements of all runs, ordered by ranks, with "speedup" and "efficiency" against the first.
 
-    Returns: list of dicts, and notes: sentences on what was not measured and what is not comparable.
+    runs: Paths of run folders.
+    Returns: list of dicts; list of sentences on what was not measured and what is not comparable.
     Raises InputError for a run without a step to count.
     """
     rows, notes = [], []
     for run in runs:
-        found = measurements(run)
-        if not any(row["steps"] for row in found):
-            raise InputError(f"{run}: of its {sum(row['left_out'] for row in found)} steps none is left without the "
+        measured = measurements(run)
+        if not any(row["steps"] for row in measured):
+            raise InputError(f"{run}: of its {sum(row['left_out'] for row in measured)} steps none is left without the "
                              f"first {WARM_UP} of each attempt and those behind a checkpoint or a validation; let it "
                              "train longer.")
         notes += [f"{run} with {plural(row['ranks'], 'rank')}: no step is left to measure, so it is left out."
-                  for row in found if not row["steps"]]
-        rows += [row for row in found if row["steps"]]
+                  for row in measured if not row["steps"]]
+        rows += [row for row in measured if row["steps"]]
     rows.sort(key=lambda row: row["ranks"])
     for row in rows:
         row["speedup"] = row["samples_per_s"] / rows[0]["samples_per_s"]
@@ -200,26 +210,32 @@ def plural(number, word):
 
 
 def duration(seconds, computed=False):
-    """Seconds in the unit in which a person reads them, with "~" before a computed one."""
+    """Seconds as text in hours, minutes or seconds, with "~" before a computed value. None stays None."""
     if seconds is None:
         return None
-    unit, size = next(((unit, size) for unit, size in (("h", 3600), ("min", 60)) if seconds >= 2 * size), ("s", 1))
-    return f"{'~' * computed}{seconds / size:.3g} {unit}"
+    unit, size = "s", 1
+    if seconds >= 7200:
+        unit, size = "h", 3600
+    elif seconds >= 120:
+        unit, size = "min", 60
+    return f"{'~' if computed else ''}{seconds / size:.3g} {unit}"
 
 
 def tables(rows):
-    """What `table_html` and `text_table` take, for two tables: speed, and what stands behind it."""
-    speed = [[row["ranks"], row["nodes"], row["batch"], row["step_s"], row["samples_per_s"], row["speedup"],
-              100 * row["efficiency"], duration(row["epoch_s"], row["epoch_computed"]), row["run"]] for row in rows]
-    costs = [[row["ranks"], row["nodes"], *(100 * row[key] for key in ("data_share", "agree_share", "mode3_share")),
-              *(row[key] and row[key] / 2 ** 30 for key in ("peak_bytes", "optimizer_bytes")), row["steps"],
-              row["left_out"]] for row in rows]
-    return {"header": SPEED, "rows": speed, "formats": SPEED_FORMATS}, {"header": COSTS, "rows": costs,
-                                                                        "formats": COSTS_FORMATS}
+    """Two tables, of speed and of where time and memory go: dicts of header, rows and formats."""
+    speed, costs = [], []
+    for row in rows:
+        speed.append([row["ranks"], row["nodes"], row["batch"], row["step_s"], row["samples_per_s"], row["speedup"],
+                      100 * row["efficiency"], duration(row["epoch_s"], row["epoch_computed"]), row["run"]])
+        fractions = [100 * row[key] for key in ("data_share", "agree_share", "mode3_share")]
+        memory = [row[key] and row[key] / 2 ** 30 for key in ("peak_bytes", "optimizer_bytes")]
+        costs.append([row["ranks"], row["nodes"], *fractions, *memory, row["steps"], row["left_out"]])
+    return ({"header": SPEED, "rows": speed, "formats": SPEED_FORMATS},
+            {"header": COSTS, "rows": costs, "formats": COSTS_FORMATS})
 
 
 def kind_of_scaling(rows):
-    """Whether the batch grew with the ranks, for the lead of the page; empty where it cannot be said."""
+    """Whether the batch grew with the ranks, for the top of the page; empty for one number of ranks."""
     if len({row["ranks"] for row in rows}) == 1:
         return ""
     if len({row["batch"] for row in rows}) == 1:
@@ -235,22 +251,21 @@ def scaling_figure(rows):
     ranks, base = [row["ranks"] for row in rows], rows[0]
     line = {"color": MEASURED, "marker": "o", "markersize": 6, "zorder": 3, "label": "measured",
             "linestyle": "-" if len(set(ranks)) == len(ranks) else "none"}
-    rates, shares_of_ideal = [row["samples_per_s"] for row in rows], [100 * row["efficiency"] for row in rows]
+    rates = [row["samples_per_s"] for row in rows]
+    efficiencies = [100 * row["efficiency"] for row in rows]
     ends = [ranks[0] / 1.35, ranks[-1] * 1.35]
     ideal = [base["samples_per_s"] * end / base["ranks"] for end in ends]
     left.plot(ends, ideal, color=IDEAL, linestyle="--", label=f"ideal, from {plural(base['ranks'], 'rank')}")
     left.plot(ranks, rates, **line)
     right.axhline(100, color=IDEAL, linestyle="--")
-    right.plot(ranks, shares_of_ideal, **line)
-    marks = [digit * 10.0 ** power for power in range(-6, 9) for digit in (1, 2, 5)]
-    low, high = max(m for m in marks if m < min(rates + ideal)), min(m for m in marks if m > max(rates + ideal))
-    marks = [mark for mark in marks if low <= mark <= high]
+    right.plot(ranks, efficiencies, **line)
+    marks = marks_around(rates + ideal)
     left.set_yscale("log")
     left.set_yticks(marks, [f"{mark:g}" for mark in marks])
-    left.set(ylim=(low, high), ylabel="throughput, samples/s")
-    right.set(ylim=(0, max(118, 1.15 * max(shares_of_ideal))), ylabel="efficiency per rank, % of ideal")
+    left.set(ylim=(marks[0], marks[-1]), ylabel="throughput, samples/s")
+    right.set(ylim=(0, max(118, 1.15 * max(efficiencies))), ylabel="efficiency per rank, % of ideal")
     left.legend(loc="upper left", frameon=False)
-    for ax, values, form, shift in ((left, rates, "{:.3g}", -11), (right, shares_of_ideal, "{:.0f} %", 7)):
+    for ax in (left, right):
         ax.set_xscale("log")
         ax.set_xticks(sorted(set(ranks)), [str(number) for number in sorted(set(ranks))])
         ax.xaxis.set_minor_locator(NullLocator())
@@ -258,13 +273,22 @@ def scaling_figure(rows):
         ax.set(xlim=ends, xlabel="ranks")
         ax.grid(color=GRID, linewidth=0.8)
         ax.spines[["top", "right"]].set_visible(False)
-        for number, value in zip(ranks, values):
-            ax.annotate(form.format(value), (number, value), (7, shift), textcoords="offset points", fontsize=9)
+    for number, rate, efficiency in zip(ranks, rates, efficiencies):
+        left.annotate(f"{rate:.3g}", (number, rate), (7, -11), textcoords="offset points", fontsize=9)
+        right.annotate(f"{efficiency:.0f} %", (number, efficiency), (7, 7), textcoords="offset points", fontsize=9)
     return figure
 
 
+def marks_around(values):
+    """Marks 1, 2, 5, 10, 20, ... of a logarithmic axis, from the last below all values to the first above them."""
+    marks = [digit * 10.0 ** power for power in range(-6, 9) for digit in (1, 2, 5)]
+    low = max(mark for mark in marks if mark < min(values))
+    high = min(mark for mark in marks if mark > max(values))
+    return [mark for mark in marks if low <= mark <= high]
+
+
 def headline(rows):
-    """The cards above the page: those of the largest run, against the smallest."""
+    """The cards at the top of the page: figures of the run with most ranks, against that with fewest."""
     base, most = rows[0], rows[-1]
     where = f"{plural(most['ranks'], 'rank')} on {plural(most['nodes'], 'node')}, batch {most['batch']}"
     against = f"against {plural(base['ranks'], 'rank')}"
@@ -276,7 +300,8 @@ def headline(rows):
 
 def method(rows):
     """How the figures were made: rows of a table."""
-    measured, left_out = (sum(row[key] for row in rows) for key in ("steps", "left_out"))
+    measured = sum(row["steps"] for row in rows)
+    left_out = sum(row["left_out"] for row in rows)
     return [("steps", f"{measured} measured, each once. {left_out} left out: the first {WARM_UP} of each attempt and "
              "its first with mode 3, which compile; those behind a checkpoint, a validation or the start of an epoch"),
             ("batch", "effective batch: samples of mode 1 in a step of all ranks together"),
@@ -291,13 +316,14 @@ def method(rows):
 
 
 def report(runs, out):
-    """Measure runs, print the table, write `scaling.png` and `scaling.html` to `out`, and last a line of JSON.
+    """Measure runs, write `scaling.png` and `scaling.html` to `out`, and print the tables and last a line of JSON.
 
     runs: Paths of run folders. out: Path of a folder, created. Returns the exit code.
     Raises InputError for what is no run, for one without a step to measure, and if `out` cannot be written.
     """
     rows, notes = compare(runs)
-    (speed, costs), figure = tables(rows), scaling_figure(rows)
+    speed, costs = tables(rows)
+    figure = scaling_figure(rows)
     lead = f"{plural(len(rows), 'measurement')} of {plural(len(runs), 'run')}{kind_of_scaling(rows)}. {' '.join(notes)}"
     alt = "Samples per second and efficiency against the number of ranks, with the ideal lines"
     sections = [("", cards_html(headline(rows))), ("Speed", figure_html(figure, alt=alt) + table_html(**speed)),
@@ -316,12 +342,16 @@ def report(runs, out):
     return DONE
 
 
-def main(argv=None):
+def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Speed of runs by number of ranks: samples/s, time per epoch, "
                                      "efficiency; table, plot and page, last a line of JSON.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
     parser.add_argument("--out", type=Path, default=Path("Logs/scaling"), metavar="FOLDER", help="for page and plot")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
     try:
         return report(args.runs, args.out)
     except InputError as error:

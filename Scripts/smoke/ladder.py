@@ -2,7 +2,7 @@
 
     python Scripts/smoke/ladder.py --count [--scale S]      exact number of parameters of each network
 
-A step trains on y = 1 + sin(x), saves, reloads into a fresh network and trains on; what does not fit is an error.
+A step trains on y = 1 + sin(x), saves, reloads into a fresh network and trains on; a difference is an error.
 """
 import argparse
 import datetime
@@ -38,13 +38,13 @@ STEPS = {"01": (1024, 0), "02": (2048, 0), "03": (4096, 6), "04": (4096, 8)}
 ZERO1 = json.loads((ROOT / "Scripts/smoke/zero1.json").read_text())
 BATCH = ZERO1["train_micro_batch_size_per_gpu"]
 SEED = 1
-FALL = 0.9  # of the first loss, at most, must be left at the end
-# Of a reloaded network, on devices that do not repeat themselves to the bit. Without its Adam state it is 0.8 % off.
+FALL = 0.9  # the last loss must be below this fraction of the first
+# Of a reloaded network, on devices whose results are not the same to the bit. Without its Adam state it is 0.8 % off.
 OUTPUT_TOLERANCE, LOSS_TOLERANCE = 0.05, 1e-3
 
 
 class Block(nn.Module):
-    """x + Linear(GELU(Linear(x))): without the sum, sixteen layers without normalisation would hardly train."""
+    """x + Linear(GELU(Linear(x))). The sum is needed: sixteen layers without normalisation would hardly train."""
 
     def __init__(self, width):
         super().__init__()
@@ -71,11 +71,16 @@ def network(step, scale, device, seed=SEED):
 
 
 def count(net):
+    """Number of parameters of a network."""
     return sum(parameter.numel() for parameter in net.parameters())
 
 
 def start_plain(net, device, lr):
-    """A trainer: the model, how to make a step of its loss, how to save to a folder and to load from it. DDP, AdamW."""
+    """A trainer by DDP and AdamW.
+
+    Returns: dict of net; model (the net as called, with DDP around it); advance(loss): one step of the optimizer;
+    save(folder); load(folder).
+    """
     model = net
     if dist.is_initialized():
         model = DistributedDataParallel(net, device_ids=None if device.type == "cpu" else [device])
@@ -100,18 +105,18 @@ def start_plain(net, device, lr):
 
 
 def start_zero1(net, device, lr):
-    """The same trainer by DeepSpeed: AdamW of zero1.json, its state spread over the ranks."""
+    """The trainer of `start_plain` by DeepSpeed: AdamW of zero1.json, its state divided among the ranks."""
     os.environ.update({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})
     try:
         import deepspeed
     except ModuleNotFoundError as error:
         raise InputError(f"DeepSpeed is needed here and there is no module {error.name} for {sys.executable}; run "
                          "`pip install -r requirements-smoke.txt`.") from error
-    if device.type == "cpu":  # gloo's own sums: DeepSpeed would first compile some, for a minute and with a compiler
-        deepspeed.ops.__compatible_ops__ = {}
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__ = {}  # take gloo's sums; DeepSpeed's own need a compiler and a minute
     optimizer = {**ZERO1["optimizer"], "params": {**ZERO1["optimizer"]["params"], "lr": lr}}
-    engine = deepspeed.initialize(model=net, model_parameters=net.parameters(), dist_init_required=False,
-                                  config={**ZERO1, "optimizer": optimizer})[0]
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), dist_init_required=False,
+                                      config={**ZERO1, "optimizer": optimizer})
 
     def advance(loss):
         engine.backward(loss)
@@ -121,13 +126,15 @@ def start_zero1(net, device, lr):
         if engine.load_checkpoint(str(folder))[0] is None:
             raise RuntimeError(f"DeepSpeed finds no checkpoint in {folder}: do all nodes see this folder?")
 
-    return {"net": net, "model": engine, "advance": advance, "load": load,
-            "save": lambda folder: engine.save_checkpoint(str(folder))}
+    def save(folder):
+        engine.save_checkpoint(str(folder))
+
+    return {"net": net, "model": engine, "advance": advance, "save": save, "load": load}
 
 
 def start(args, seed=SEED):
     """A trainer of the step on args.device, its network made from the seed."""
-    # Adam moves an output by up to lr x width x activation in a step: the narrower, the larger the rate.
+    # Adam moves an output by up to lr x width x activation in a step, so a narrower network takes a larger rate.
     lr = ZERO1["optimizer"]["params"]["lr"] * STEPS["04"][0] / hidden(args.step, args.scale)
     starter = start_zero1 if STEPS[args.step][1] else start_plain
     return starter(network(args.step, args.scale, args.device, seed), args.device, lr)
@@ -157,7 +164,7 @@ def examine(trainer, args):
 
 
 def train(trainer, args):
-    """All training steps. Returns steps per second, without the first one, which starts everything."""
+    """Make all training steps. Returns steps per second, without the first one, which compiles and allocates."""
     for number in range(1, args.steps + 1):
         trainer["advance"](loss_of(trainer, args, number)[1])
         if number == 1:
@@ -168,29 +175,29 @@ def train(trainer, args):
 
 
 def reload(trainer, args):
-    """Save, train on, and see a fresh network do the same from what was saved. Returns the largest difference."""
+    """Save and train on; then load into a fresh network, which has to do the same. Returns the largest difference."""
     folder = args.folder / f"{args.step}.checkpoint"
     trainer["save"](folder)
     over_ranks(0, args.device)  # nobody reads before it is written
     output, _ = examine(trainer, args)
     trainer["advance"](loss_of(trainer, args, args.steps + 1)[1])
-    _, following = examine(trainer, args)
-    trainer.clear()  # not both in memory
+    _, next_loss = examine(trainer, args)
+    trainer.clear()  # the memory may not hold both
     gc.collect()
     fresh = start(args, SEED + 1)
     fresh["load"](folder)
-    again, _ = examine(fresh, args)
+    fresh_output, _ = examine(fresh, args)
     fresh["advance"](loss_of(fresh, args, args.steps + 1)[1])
-    _, then = examine(fresh, args)
-    difference = over_ranks((again - output).abs().max(), args.device, dist.ReduceOp.MAX)
-    if not (difference <= OUTPUT_TOLERANCE and abs(then - following) <= LOSS_TOLERANCE * following):
-        raise RuntimeError(f"reloaded, the network differs: output by {difference:.3g}, next loss {then:.6g} instead "
-                           f"of {following:.6g}")
-    return max(difference, abs(then - following))
+    _, fresh_loss = examine(fresh, args)
+    difference = over_ranks((fresh_output - output).abs().max(), args.device, dist.ReduceOp.MAX)
+    if not (difference <= OUTPUT_TOLERANCE and abs(fresh_loss - next_loss) <= LOSS_TOLERANCE * next_loss):
+        raise RuntimeError(f"reloaded, the network differs: output by {difference:.3g}, next loss {fresh_loss:.6g} "
+                           f"instead of {next_loss:.6g}")
+    return max(difference, abs(fresh_loss - next_loss))
 
 
 def peak_gib(device):
-    """Most memory of any rank: of the device, or what is resident of the process on the CPU."""
+    """Most memory that any rank has used, in GiB: of the device, or on a CPU of the process."""
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:
@@ -199,13 +206,14 @@ def peak_gib(device):
 
 
 def climb(args):
-    """One step of the ladder. Returns its figures; raises RuntimeError for the first thing that is wrong."""
+    """Do one step of the ladder. Returns: a dict of its figures. Raises RuntimeError for the first fault."""
     node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     nodes = [node] * args.world
     if args.world > 1:
         dist.all_gather_object(nodes, node)
     trainer = start(args)
-    parameters, expected = count(trainer["net"]), count(network(args.step, args.scale, "meta"))
+    parameters = count(trainer["net"])
+    expected = count(network(args.step, args.scale, "meta"))
     if parameters != expected:
         raise RuntimeError(f"the network has {parameters:,} parameters instead of {expected:,}")
     _, before = examine(trainer, args)
@@ -220,7 +228,7 @@ def climb(args):
 
 
 def run_rank(args):
-    """One rank of one step, from the meeting of the ranks to the line that says PASSED."""
+    """Be one rank of one step, from the meeting of the ranks to the line that says PASSED."""
     ranks = launch.environment()
     args.rank, args.world = ranks["rank"], ranks["world_size"]
     results.note_errors(args.folder / f"{args.step}.rank{args.rank}.error", args.rank)
@@ -245,7 +253,7 @@ def run_rank(args):
         dist.destroy_process_group()
 
 
-def options(argv):
+def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", action="store_true", help="print the parameter counts")
     parser.add_argument("--host", action="store_true", help="print device, number of devices and a free port")
@@ -263,7 +271,7 @@ def options(argv):
 
 
 def answer(args):
-    """What the script asks besides: results, this host, parameter counts."""
+    """Print what bash_smoke.sh asks beside the steps: results, this host, or parameter counts."""
     if args.table:
         print(results.table(args.folder, args.table))
     elif args.host:
@@ -275,9 +283,9 @@ def answer(args):
 
 
 def main(argv):
-    args = options(argv)
+    args = parse_arguments(argv)
     if args.step:
-        run_rank(args)  # its errors are told by the hook of note_errors
+        run_rank(args)  # the hook of note_errors prints its errors
         return
     try:
         answer(args)

@@ -1,4 +1,4 @@
-"""What a step of the smoke ladder says: why a rank failed, what the ranks talked through, the line and the table."""
+"""What a step of the smoke ladder reports: why a rank failed, how the ranks talk to each other, its line, the table."""
 import faulthandler
 import json
 import re
@@ -16,9 +16,10 @@ NAMES = {"01": "one device", "02": "DDP", "03": "ZeRO-1", "04": "ZeRO-1, several
 
 
 def note_errors(path, rank):
-    """Write an error down when it happens, before other ranks fail in its wake: "<time> rank <n> on <host>: <what>".
+    """Have an error written to `path` when it happens, before other ranks fail because of it.
 
-    SIGTERM, the end of the time limit, writes where every thread stands to standard error and then ends the process.
+    The line is "<time> rank <n> on <host>: <what>". SIGTERM, the end of the time limit, prints the stack of every
+    thread to standard error and then ends the process.
     """
     faulthandler.register(signal.SIGTERM, chain=True)
 
@@ -31,12 +32,12 @@ def note_errors(path, rank):
 
 
 def transports(log):
-    """What the channels of an NCCL log go through, sorted: P2P, SHM, NET/IB, NET/Socket or another network."""
+    """The transports of the channels in an NCCL log, sorted: P2P, SHM, NET/IB, NET/Socket or another network."""
     return sorted(set(re.findall(r"NCCL INFO (?:Channel|Ring) [\d/]+ : .* via (P2P|SHM|NET/[^/\n]+)", log)))
 
 
 def transport(folder, step):
-    """One phrase: what the ranks of a step talked through, from NCCL's own logs where it is NCCL."""
+    """The transport between the ranks of a step, one phrase; of NCCL from its own logs in `folder`."""
     if not dist.is_initialized():
         return "none"
     if dist.get_backend() != "nccl":
@@ -47,18 +48,18 @@ def transport(folder, step):
 
 def sentence(step, figures):
     """The figures of a step in one line."""
-    f = figures
-    where = f"{f['ranks']} ranks on {f['nodes']} nodes" if f["nodes"] > 1 else f"ranks: {f['ranks']}"
-    if step == "04" and f["nodes"] == 1:
+    ranks, nodes, difference = figures["ranks"], figures["nodes"], figures["reload"]
+    where = f"{ranks} ranks on {nodes} nodes" if nodes > 1 else f"ranks: {ranks}"
+    if step == "04" and nodes == 1:
         where += " (one host only, no Slurm)"
-    back = "to the bit" if f["reload"] == 0 else f"within {f['reload']:.1g}"
-    return (f"{NAMES[step]}: {f['device']}, {where}, transport {f['transport']}; {f['parameters']:,} parameters; "
-            f"loss {f['before']:.3f} -> {f['after']:.3f} in {f['steps']} steps; {f['rate']:.1f} steps/s; "
-            f"peak {f['peak']:.2f} GiB; reloaded {back}")
+    reloaded = "to the bit" if difference == 0 else f"within {difference:.1g}"
+    text = ("{device}, {where}, transport {transport}; {parameters:,} parameters; loss {before:.3f} -> {after:.3f} in "
+            "{steps} steps; {rate:.1f} steps/s; peak {peak:.2f} GiB; reloaded {reloaded}")
+    return f"{NAMES[step]}: {text.format(**figures, where=where, reloaded=reloaded)}"
 
 
 def table(folder, steps):
-    """Steps that have been tried, passed or not, as aligned text."""
+    """The steps that were tried, passed or not, as a text table. folder: of their results."""
     header = ["step", "result", "what", "device", "ranks", "nodes", "parameters", "first loss", "last loss", "steps/s",
               "peak GiB", "transport"]
     keys = ("device", "ranks", "nodes", "parameters", "before", "after", "rate", "peak", "transport")
