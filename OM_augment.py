@@ -58,8 +58,8 @@ from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.workers import run_tasks
 
-CHUNK = 4  # draws that a worker makes of a volume that it has read
-STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
+CHUNK = 4  # draws that a worker makes of a volume at a time: it reads the volume once for all of them
+STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process
 WORKER = {}  # of each process, from `prepare_worker`: job, cfg, net, device, targets
 
 

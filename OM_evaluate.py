@@ -6,8 +6,8 @@
 pairs.json is the results.json of OM_register.py; or a list of objects (or an object with such a list under "pairs")
 with the keys of the options below and, if wanted, "name"; paths are relative to the list. A field is a file of ITK or
 ANTs (millimetres) or of Learn2Reg (voxels), on the fixed grid. Whatever is not given is not scored. Writes scores.csv
-(a row for each pair and label), scores.json and scores.html. Exit codes: 0 done, 43 bad input; of a list whose other
-pairs are scored, too.
+(a row for each pair and label), scores.json and scores.html. Exit codes: 0 done, 43 bad input, also where only some
+pairs of a list are bad: the others are scored.
 """
 import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
 
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from Dataloader.grids import SAME_GRID, corners_apart
 from Dataloader.nifti import move_points, read_field, read_label, read_points
 from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spread
-from Inference.pair_lists import TO_SCORE, read_scored_pairs
+from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.registration import apply_field
 from Inference.results import damage, scores_csv
 from Runtime.errors import DONE, STOP, InputError, attempt
@@ -59,7 +59,7 @@ def asked_pairs(args):
         raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
     if not args.pairs:
         return [{"name": "pair", **files}], args.dims or 3
-    pairs, dims = read_scored_pairs(args.pairs)
+    pairs, dims = read_pairs_to_score(args.pairs)
     return pairs, args.dims or dims or 3
 
 

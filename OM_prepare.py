@@ -38,7 +38,7 @@ from Runtime.errors import DONE, STOP, InputError
 from Runtime.workers import run_tasks
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
+STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process
 WORKER = {"counter": None}  # of each worker: how many volumes are done, shared with the main process
 
 
@@ -97,7 +97,7 @@ def make_groups(folder, groups, cfg, workers, before):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What was made, for people
+# The report, and volumes for a look
 # ---------------------------------------------------------------------------------------------------------------------
 
 def report(folder, manifest, cfg, seconds):
@@ -183,7 +183,7 @@ def export(folder, cfg, identity, out):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The steps
+# Preparing and verifying
 # ---------------------------------------------------------------------------------------------------------------------
 
 def check(folder, cfg):

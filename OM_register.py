@@ -1,15 +1,15 @@
-"""Register volumes: one pair, a list of pairs, or further images and landmarks by a field that is there already.
+"""Register one pair of volumes or a list of pairs, or apply a saved field to further images and landmarks.
 
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model Models/RUN --out Results/pair
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --affine --refine --out Results/pair
     python OM_register.py --pairs pairs.json --model Models/RUN --refine --out Results/run
     python OM_register.py --apply Results/pair/field.nii.gz --moving OTHER.nii.gz --out Results/other
 
-Volumes may have any size, spacing and orientation, and two grids. Into the folder go, for each pair: warped.nii.gz and
-warped_label.nii.gz (on the fixed grid), field.nii.gz (millimetres, for ITK, ANTs, Slicer and --apply), jacobian.nii.gz
-(determinant; <= 0 where it folds) and picture.png; for all of them report.html, results.csv and results.json. The last
-line on the terminal is one line of JSON with the means. Exit codes: 0 done, 43 bad input; of a list whose other pairs
-are done, too.
+Volumes may have any size, spacing and orientation, the two of a pair different ones. Written are, for each pair:
+warped.nii.gz and warped_label.nii.gz (on the fixed grid), field.nii.gz (mm, for ITK, ANTs, Slicer and --apply),
+jacobian.nii.gz (determinant; <= 0 where it folds) and picture.png; for all of them report.html, results.csv and
+results.json. The last line on the terminal is one line of JSON with the means. Exit codes: 0 done, 43 bad input, also
+where only some pairs of a list are bad: the others are done.
 """
 import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
 
@@ -33,7 +33,7 @@ from Diffusion.metrics import average, dice
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import disp_name, write_pair, write_points, write_warped
 from Inference.pair_figures import COLUMNS, means, pair_figures, write_report
-from Inference.pair_lists import TO_REGISTER, read_pairs
+from Inference.pair_lists import TO_REGISTER, read_pairs_to_register
 from Inference.refine import STEPS
 from Inference.registration import AFFINES, STARTS, apply_field, overlap_percent, register
 from Inference.results import (
@@ -54,7 +54,7 @@ from Runtime.files import write_file
 from Runtime.report import figure_png
 
 ROW = ("overlap_percent", "inverse_error_mm", "inverse_error_max_mm", "warnings", "start")  # beside COLUMNS
-STALE_S = 3600.0  # a lock that has not been touched for so long, on another machine, is dead
+STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,9 +117,9 @@ def check_arguments(args):
 
 
 def asked_pairs(args):
-    """The pairs that the command line asks for, those of a list or one, as `read_pairs` gives them."""
+    """The pairs that the command line asks for, those of a list or one, as `read_pairs_to_register` gives them."""
     if args.pairs:
-        return read_pairs(args.pairs, args.list)
+        return read_pairs_to_register(args.pairs, args.list)
     files = {"fixed": args.fixed, "moving": args.moving[0], "fixed_label": args.fixed_label,
              "moving_label": args.moving_label[0] if args.moving_label else None, "points": args.points}
     name = f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}"
@@ -185,7 +185,7 @@ def register_each(pairs, model, cfg, settings, args, out):
         print(f"{out}: {len(kept)} of {len(pairs)} pairs are whole from a run that was interrupted, and are kept",
               file=sys.stderr)
     rows, failed = [], []
-    # From here on no row stands for files that are about to be replaced.
+    # Rows of pairs that are about to be replaced go before their files do.
     write_results(out, list(kept.values()), failed, settings, complete=False)
     (out / "report.html").unlink(missing_ok=True)
     print(f"device: {describe(args.device)}", file=sys.stderr)

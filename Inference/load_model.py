@@ -14,7 +14,7 @@ from Runtime.config import check_config, load_config, overridden
 from Runtime.device import precision
 from Runtime.errors import InputError
 
-# Gives the keys that a checkpoint lacks: those introduced after it was written.
+# Gives the keys that were introduced after a checkpoint was written, and the config where there is no model.
 DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
 
 

@@ -16,7 +16,7 @@ TO_SCORE = ("fixed_label", "moving_label", "field", "warped_label", "fixed_point
 LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # of a JSON file, the first that is not empty
 
 
-def read_pairs(path, key=None):
+def read_pairs_to_register(path, key=None):
     """The pairs to register.
 
     path: a JSON list of objects with TO_REGISTER and "name", or an object that has such a list. key: which list, where
@@ -41,7 +41,7 @@ def read_pairs(path, key=None):
     return pairs
 
 
-def read_scored_pairs(path):
+def read_pairs_to_score(path):
     """The pairs to score.
 
     path: results.json of OM_register.py, or a JSON list (or an object with such a list under "pairs") of objects with

@@ -31,13 +31,13 @@ from Inference.refine import refine as optimise
 from Runtime.device import synchronize
 from Runtime.errors import InputError
 
-LEAST_SIDE = 4  # voxels: fewer along an axis have no derivatives worth the name
-MOST_VOXELS = 256 ** 3  # of a working grid that no network asks for
+LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
+MOST_VOXELS = 256 ** 3  # of the working grid where no network sets it
 STARTS = ("auto", "header", "centre")
-BETTER = 0.02  # of similarity that the centres need over the headers, which usually know
+BETTER = 0.02  # similarity by which the centres must beat the headers, which are usually right
 AFFINES = ("rigid", "affine")
 NOT_INVERTED = 0.1  # voxels of the working grid that a point there and back may miss by
-FAR_APART = 50.0  # percent of the fixed field of view that the moving one has to cover before we say nothing
+FAR_APART = 50.0  # percent of the fixed field of view; where the moving one covers less, a warning says so
 
 
 def register(fixed, moving, model=None, affine=False, refine=0, start="auto", device="cpu", inverse=False,
@@ -55,13 +55,12 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     Returns: dict of
       field (N, *fixed) float32, displacement in voxels of the fixed grid, and inverse (N, *moving) of the moving grid;
       warped (*fixed) float32, intensities of the moving file; fixed, moving: (array, affine) as they were read;
-      start: what was taken; matrix: T, 4x4; overlap_percent: how much of the fixed field of view the moving one covers
-      under it;
+      start: what was taken; matrix: T, 4x4; overlap_percent: of the fixed field of view, covered by the moving one;
       similarity_before (as the headers place the volumes), similarity: multi-scale local correlation on the working
       grid, 1 is perfect; folding_percent, sdlogj: of the field; inverse_error_mm, inverse_error_max_mm: how far, on
       average and at most, a point of the moving volume that went there and back is from where it was;
       seconds: dict of affine, network, refine and total, without reading files, loading the model and scoring;
-      warnings: sentences about what may be wrong, such as fields of view that barely overlap; also given as warnings.
+      warnings: sentences about what may be wrong, such as little overlap; also given as warnings.
     Raises InputError for what cannot be read, is not a volume, or does not fit together.
     """
     affine, refine = _options(affine, refine)

@@ -18,7 +18,7 @@ from Dataloader.nifti import move_points, read_field, read_points, read_volume, 
 from Dataloader.synthetic import make_subject
 from Diffusion.networks import build_network
 from Inference.load_model import load_model
-from Inference.pair_lists import read_pairs
+from Inference.pair_lists import read_pairs_to_register
 from Inference.registration import register
 from Inference.results import kept_rows, read_results
 from Runtime import checkpoint, run_lock
@@ -272,7 +272,7 @@ def test_a_kill_between_two_files_leaves_no_pair_that_looks_whole(place, tmp_pat
 def test_only_what_is_whole_and_was_asked_for_alike_is_kept(place, tmp_path):
     words, out = listed(place, tmp_path), tmp_path / "out"
     assert OM_register.main(words) == 0
-    pairs, earlier = read_pairs(tmp_path / "pairs.json"), {**read_results(out), "complete": False}
+    pairs, earlier = read_pairs_to_register(tmp_path / "pairs.json"), {**read_results(out), "complete": False}
     settings, names = earlier["settings"], [pair["name"] for pair in pairs]
     assert list(kept_rows(earlier, settings, pairs, out)) == names
     assert kept_rows(read_results(out), settings, pairs, out) == {}, "a run that was complete is done anew"
@@ -355,9 +355,9 @@ def test_labels_of_a_learn2reg_list(place):
     listed += [several, {"image": "imagesTr/b_0002.nii.gz", "label": ["x"]}, None]  # channels: no volume of a pair
     path.write_text(json.dumps({"registration_val": entries, "registration_test": [entries[0]] * 1, "pairs": [],
                                 "training": listed}))
-    pair, = read_pairs(path, "registration_val")
+    pair, = read_pairs_to_register(path, "registration_val")
     assert pair["moving_label"].name == "c_0003.nii.gz" and pair["fixed_label"] == image(place, "a_0001", "labels")
-    assert pair["name"] == "b_0002_to_a_0001" and read_pairs(path)[0]["fixed"] == image(place, "a_0001")
+    assert pair["name"] == "b_0002_to_a_0001" and read_pairs_to_register(path)[0]["fixed"] == image(place, "a_0001")
 
 
 def test_without_a_model_by_refinement(place):
