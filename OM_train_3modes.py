@@ -72,14 +72,14 @@ def parse_arguments(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def deform_batch(images, rng_keys, ddpm, cfg):
-    """What modes 1 and 2 see of a batch: x_t, the true field, t, and the condition made of the augmented x0.
+    """What modes 1 and 2 see of a batch: x_t, the target field, t, and the condition made of the augmented x0.
 
     images: (B, 1, *spatial) as stored. rng_keys: B tuples (seed, epoch, position), see Runtime/keyed_random.py.
     """
     x0 = augment(images, rng_keys, cfg)                                        # (B, 1, *spatial)
     times = ddpm.draw_times(rng_keys)
-    xt, true_field = ddpm.diffuse(x0, times, rng_keys)                         # (B, 1, *spatial), (B, N, *spatial)
-    return {"xt": xt, "true_field": true_field, "t": torch.tensor(times, device=x0.device),
+    xt, target_field = ddpm.diffuse(x0, times, rng_keys)                       # (B, 1, *spatial), (B, N, *spatial)
+    return {"xt": xt, "target_field": target_field, "t": torch.tensor(times, device=x0.device),
             "condition": make_condition(x0, cfg["model.condition_type"], rng_keys),
             "keep": (uniform(rng_keys, "keep") >= cfg["model.condition_dropout"]).to(x0.device)}
 
@@ -88,7 +88,7 @@ def step_diffusion(net, batch, cfg):
     """Mode 1: undo a random deformation, seeing a few slices of the original."""
     with autocast(batch["xt"].device, cfg["run.amp"]):
         pred_field = net(batch["xt"], batch["t"], batch["condition"], batch["keep"])
-    dist, ang = (term.mean() for term in recovery_terms(pred_field, batch["true_field"]))
+    dist, ang = (term.mean() for term in recovery_terms(pred_field, batch["target_field"]))
     regul = regularity(pred_field, cfg["loss.waiver"], cfg["loss.folding"])
     loss = cfg["loss.dist"] * dist + cfg["loss.ang"] * ang + cfg["loss.regul"] * regul
     return loss, {"total": loss, "ang": ang, "dist": dist, "regul": regul}
@@ -366,7 +366,7 @@ def train_step(state, volumes, pairs, cfg, **raised):
     diffusion = train_mode(state, "diffusion", batches, cfg,
                            weights=replicated(state["net"]) if compare else None, **raised)
     for batch in batches:  # mode 2 needs neither
-        del batch["true_field"], batch["keep"]
+        del batch["target_field"], batch["keep"]
     memory.empty_cache(cfg, device)
 
     for batch, targets in zip(batches, target_embeddings(state["net"], state["ema"], batches, cfg)):

@@ -52,7 +52,7 @@ def mode_costs(cfg, pair_batch, modes):
     with FakeTensorMode():
         net, image = new_network(cfg), torch.zeros(batchsize, 1, *size)
         t, pair = torch.zeros(batchsize, dtype=torch.long), torch.zeros(2, pair_batch, 1, *size)
-        batch = {"xt": image, "t": t, "true_field": torch.zeros(batchsize, len(size), *size), "keep": None,
+        batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "keep": None,
                  "condition": make_condition(image, "none" if word == "none" else "volume"),
                  "subjects": t, "queue": new_queue(cfg, "cpu"), "targets": None, "moving": pair[0], "fixed": pair[1]}
 

@@ -37,7 +37,7 @@ def draw_velocity(keys, purpose, dims, grids, v_scale):
 
 
 def typical_displacement(cfg, t):
-    """Size of what a network predicts at time t, as a fraction of the image side: the label field's standard deviation.
+    """Standard deviation of the target field at time t, as a fraction of the image side: the size of a prediction.
 
     At the index that means registration: the image field's at the last time, the largest deformation seen in mode 1.
     """
@@ -70,30 +70,30 @@ class DeformDDPM:
     def draw_fields(self, size, times, keys, device):
         """Fields that deform images of `size` at the given times.
 
-        Returns: image field and label field, (B, N, *size) in voxels. The label field is the velocity composed with
+        Returns: image field and target field, (B, N, *size) in voxels. The target field is the velocity composed with
         itself label_count(t) times, the image field image_count(t) times after a second small draw has joined it.
         """
         velocity = draw_velocity(keys, "velocity", self.dims, self.grids, self.v_scale).to(device)
         extra = draw_velocity(keys, "velocity noise", self.dims, self.grids, self.v_scale).to(device)
         on_image = middle(self.grids[-1], self.dims)
-        label = self_compose(velocity, [label_count(t) for t in times], on_image)
+        target = self_compose(velocity, [label_count(t) for t in times], on_image)
         image = self_compose(compose(velocity, self.noise_ratio * extra), [image_count(t) for t in times], on_image)
-        return resize_field(image, size), resize_field(label, size)
+        return resize_field(image, size), resize_field(target, size)
 
     @torch.no_grad()
     def diffuse(self, x0, times, keys):
         """Deform images: x_t = warp(x0, image field).
 
         x0: (B, 1, *spatial). times: B ints. keys: B tuples (seed, epoch, sample).
-        Returns: x_t like x0, and the true field (B, N, *spatial) in voxels of which a perfect prediction p satisfies
-        warp(p, true) = -true.
+        Returns: x_t like x0, and the target field (B, N, *spatial) in voxels of which a perfect prediction p satisfies
+        warp(p, target) = -target.
         """
-        image_field, true_field = self.draw_fields(x0.shape[2:], times, keys, x0.device)
-        return warp(x0, image_field), true_field
+        image_field, target_field = self.draw_fields(x0.shape[2:], times, keys, x0.device)
+        return warp(x0, image_field), target_field
 
     @torch.no_grad()
     def draw_image_field(self, size, times, keys, device):
-        """The image field of `draw_fields`, bit for bit, without the label field: for where nothing is trained."""
+        """The image field of `draw_fields`, bit for bit, without the target field: for where nothing is trained."""
         velocity = draw_velocity(keys, "velocity", self.dims, self.grids, self.v_scale).to(device)
         extra = draw_velocity(keys, "velocity noise", self.dims, self.grids, self.v_scale).to(device)
         image = self_compose(compose(velocity, self.noise_ratio * extra), [image_count(t) for t in times],

@@ -12,25 +12,25 @@ from Diffusion.fields import jacobian_determinant, side_lengths, warp
 NEGLIGIBLE = 1e-7
 
 
-def recovery_terms(pred_field, true_field):
-    """How well `pred_field` undoes `true_field`: the terms `dist` and `ang`, per sample.
+def recovery_terms(pred_field, target_field):
+    """How well `pred_field` undoes `target_field`: the terms `dist` and `ang`, per sample.
 
-    With r(x) = p(x + label(x)), a perfect prediction gives r = -label.
-    dist: mean over voxels of |r + label|^2 / (|label|^2 + 1e-7 side^2); 0 is perfect, 1 is what a zero prediction gets.
-    ang: mean cosine of r and label where the label is not negligible; -1 is perfect, 0 unrelated, +1 opposite.
+    With r(x) = p(x + target(x)), a perfect prediction gives r = -target.
+    dist: mean over voxels of |r + target|^2 / (|target|^2 + 1e-7); 0 is perfect, 1 is what a zero prediction gets.
+    ang: mean cosine of r and target where the target is not negligible; -1 is perfect, 0 unrelated, +1 opposite.
     Lengths are fractions of the image side, axis by axis, as the noise is drawn.
 
-    pred_field, true_field: (B, N, *spatial). Returns: two tensors (B,).
+    pred_field, target_field: (B, N, *spatial). Returns: two tensors (B,).
     """
-    side = side_lengths(true_field.shape[2:], true_field.device)
-    label = true_field.float() / side
-    r = warp(pred_field, true_field, padding="border") / side
-    squared = label.square().sum(1)
-    dist = ((r + label).square().sum(1) / (squared + NEGLIGIBLE)).flatten(1).mean(1)
+    side = side_lengths(target_field.shape[2:], target_field.device)
+    target = target_field.float() / side
+    r = warp(pred_field, target_field, padding="border") / side
+    squared = target.square().sum(1)
+    dist = ((r + target).square().sum(1) / (squared + NEGLIGIBLE)).flatten(1).mean(1)
     # The clamp keeps the gradient finite where the prediction is still zero. (F.cosine_similarity takes its norms over
     # the channels of a volume five times slower.)
     lengths = r.square().sum(1).clamp(min=NEGLIGIBLE) * squared.clamp(min=NEGLIGIBLE)
-    cosine = (r * label).sum(1) * lengths.rsqrt()
+    cosine = (r * target).sum(1) * lengths.rsqrt()
     counted = (squared > NEGLIGIBLE).float()
     ang = (cosine * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1.0)
     return dist, ang

@@ -97,13 +97,13 @@ def validate_recovery(state, dataset, cfg):
         x0 = dataset.image(index)[None].to(device)
         for t in times:
             rng_keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
-            xt, true_field = ddpm.diffuse(x0, [t], rng_keys)
+            xt, target_field = ddpm.diffuse(x0, [t], rng_keys)
             asked = (xt, torch.tensor([t], device=device), make_condition(x0, cfg["model.condition_type"], rng_keys))
             with autocast(device, cfg["run.amp"]):
                 pred = net(*asked)
                 known = net(*asked, embed=True) if t == times[len(times) // 2] else None
             if counts:
-                cosines.append((index, t, recovery_terms(pred, true_field)[1].item()))
+                cosines.append((index, t, recovery_terms(pred, target_field)[1].item()))
             if counts and known:
                 embeddings.append((index, torch.cat(known).cpu().numpy()))
     return cosines, embeddings

@@ -52,12 +52,12 @@ class PlainDDPM(DeformDDPM):
 def step_diffusion(net, batch, cfg):
     with autocast(batch["xt"].device, cfg["run.amp"]):
         pred_field = net(batch["xt"], batch["t"], batch["condition"], batch["keep"])
-    true_field = batch["true_field"]
-    side = torch.tensor(true_field.shape[2:], device=true_field.device).view(1, -1, *[1] * (true_field.dim() - 2))
-    label, undone = true_field / side, warp(pred_field.float(), true_field, padding="border") / side
-    lengths = label.norm(dim=1)
-    dist = ((undone + label).norm(dim=1) ** 2 / (lengths ** 2 + NEGLIGIBLE)).mean()
-    cosine = (undone * label).sum(1) / (undone.norm(dim=1).clamp(min=NEGLIGIBLE ** 0.5)
+    target_field = batch["target_field"]
+    side = torch.tensor(target_field.shape[2:], device=target_field.device).view(1, -1, *[1] * (target_field.dim() - 2))
+    target, undone = target_field / side, warp(pred_field.float(), target_field, padding="border") / side
+    lengths = target.norm(dim=1)
+    dist = ((undone + target).norm(dim=1) ** 2 / (lengths ** 2 + NEGLIGIBLE)).mean()
+    cosine = (undone * target).sum(1) / (undone.norm(dim=1).clamp(min=NEGLIGIBLE ** 0.5)
                                         * lengths.clamp(min=NEGLIGIBLE ** 0.5))
     ang = torch.stack([one[known].mean() for one, known in zip(cosine, lengths > NEGLIGIBLE ** 0.5)]).mean()
     regul = regularity(pred_field, cfg["loss.waiver"], cfg["loss.folding"])

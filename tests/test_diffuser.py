@@ -49,11 +49,11 @@ def test_times_are_never_zero_and_cover_the_rest():
 def test_fields_do_not_depend_on_the_batch_or_the_global_generator(size):
     process = make(size)
     torch.manual_seed(1)
-    image, label = process.draw_fields(size, [40, 79, 3], keys(11, 12, 13), "cpu")
+    image, target = process.draw_fields(size, [40, 79, 3], keys(11, 12, 13), "cpu")
     state = torch.get_rng_state()
     torch.manual_seed(2)
-    alone_image, alone_label = process.draw_fields(size, [79], keys(12), "cpu")
-    assert torch.equal(alone_label[0], label[1]) and torch.equal(alone_image[0], image[1])
+    alone_image, alone_target = process.draw_fields(size, [79], keys(12), "cpu")
+    assert torch.equal(alone_target[0], target[1]) and torch.equal(alone_image[0], image[1])
     reordered, _ = process.draw_fields(size, [3, 40], keys(13, 11), "cpu")
     assert torch.equal(reordered, image[[2, 0]])
     torch.set_rng_state(state)
@@ -73,21 +73,21 @@ def test_samples_epochs_and_seeds_differ(size):
 
 def test_shapes_and_per_sample_times(size):
     process = make(size)
-    image, label = process.draw_fields(size, [1, 79], keys(3, 3), "cpu")
-    assert image.shape == label.shape == (2, len(size), *size)
-    assert image.dtype == label.dtype == torch.float32
-    assert 8 < label[1].norm() / label[0].norm() < 20
-    assert image[1].norm() / label[1].norm() > 5
+    image, target = process.draw_fields(size, [1, 79], keys(3, 3), "cpu")
+    assert image.shape == target.shape == (2, len(size), *size)
+    assert image.dtype == target.dtype == torch.float32
+    assert 8 < target[1].norm() / target[0].norm() < 20
+    assert image[1].norm() / target[1].norm() > 5
     # The same sample at t = 1: both fields are one composition, the image's with the small second draw.
-    ratio = (image[0] - label[0]).norm() / label[0].norm()
+    ratio = (image[0] - target[0]).norm() / target[0].norm()
     assert 0.03 < ratio < 0.2
     without, _ = make(size, noise_ratio=0.0).draw_fields(size, [1], keys(3), "cpu")
-    assert torch.allclose(without[0], label[0], rtol=0, atol=1e-5)
+    assert torch.allclose(without[0], target[0], rtol=0, atol=1e-5)
 
 
 def test_second_draw_is_independent_of_the_first(size):
-    image, label = make(size).draw_fields(size, [1] * 12, keys(*range(12)), "cpu")
-    cosine = torch.nn.functional.cosine_similarity((image - label).flatten(1), label.flatten(1))
+    image, target = make(size).draw_fields(size, [1] * 12, keys(*range(12)), "cpu")
+    cosine = torch.nn.functional.cosine_similarity((image - target).flatten(1), target.flatten(1))
     assert abs(float(cosine.mean())) < 0.4
 
 
@@ -128,7 +128,7 @@ def test_middle_is_the_centre_of_the_grid(grid):
     assert middle(grid, 2) == [slice(grid // 4, 3 * grid // 4)] * 2
 
 
-def test_label_field_is_what_particle_composition_gives(size):
+def test_target_field_is_what_particle_composition_gives(size):
     dims, grids = len(size), GRIDS[len(size)]
     # Strong enough for particles to leave their cell of the control grid; one step is an eleventh of the way.
     process = make(size, v_scale=1e-3)
@@ -140,32 +140,32 @@ def test_label_field_is_what_particle_composition_gives(size):
         points += np.stack([map_coordinates(v, points, order=1, mode="nearest") for v in velocity])
     moved = torch.from_numpy(points - start)[None].float()
     assert moved.abs().max() > 0.5
-    label = process.draw_fields(size, [60], keys(5), "cpu")[1]
+    target = process.draw_fields(size, [60], keys(5), "cpu")[1]
     expected = resize_field(moved, size)
-    assert float((label - expected).norm() / expected.norm()) < 0.03
+    assert float((target - expected).norm() / expected.norm()) < 0.03
 
 
 def test_diffuse_warps_by_the_image_field(size):
     process, times, chosen = make(size), [30, 79], keys(1, 2)
     x0 = torch.rand(2, 1, *size, generator=torch.Generator().manual_seed(0))
-    xt, true_field = process.diffuse(x0, times, chosen)
-    image_field, label_field = process.draw_fields(size, times, chosen, "cpu")
+    xt, target_field = process.diffuse(x0, times, chosen)
+    image_field, target_field_alone = process.draw_fields(size, times, chosen, "cpu")
     assert torch.equal(xt, warp(x0, image_field))
-    assert torch.equal(true_field, label_field)
+    assert torch.equal(target_field, target_field_alone)
     assert not torch.allclose(xt, x0, atol=0.1)
-    assert not xt.requires_grad and not true_field.requires_grad
+    assert not xt.requires_grad and not target_field.requires_grad
 
 
-def test_perfect_prediction_undoes_the_true_field(size):
+def test_perfect_prediction_undoes_the_target_field(size):
     process = make(size)
     x0 = torch.rand(3, 1, *size, generator=torch.Generator().manual_seed(0))
-    _, true_field = process.diffuse(x0, [10, 40, 79], keys(1, 2, 3))
-    inverse = invert(true_field)
-    residual = warp(inverse, true_field, padding="border") + true_field
-    assert float(residual.norm() / true_field.norm()) < 0.05
-    dist, ang = recovery_terms(inverse, true_field)
+    _, target_field = process.diffuse(x0, [10, 40, 79], keys(1, 2, 3))
+    inverse = invert(target_field)
+    residual = warp(inverse, target_field, padding="border") + target_field
+    assert float(residual.norm() / target_field.norm()) < 0.05
+    dist, ang = recovery_terms(inverse, target_field)
     assert (ang < -0.99).all() and (dist < 0.05).all()
-    assert (recovery_terms(torch.zeros_like(true_field), true_field)[0] > 0.5).all()
+    assert (recovery_terms(torch.zeros_like(target_field), target_field)[0] > 0.5).all()
 
 
 def test_label_count_at_a_whole_power():

@@ -194,7 +194,7 @@ def step_of_no_number(begun, cfg, ranks):
     state, sets = begun
     batch = om.deform_batch(sets["train"].image(0)[None], [(0, 0, ranks["rank"])], state["ddpm"], cfg)
     if ranks["rank"] == ranks["world_size"] - 1:
-        batch["true_field"] *= math.nan
+        batch["target_field"] *= math.nan
     return om.train_mode(state, "diffusion", [batch], cfg)["moved"]
 
 

@@ -246,7 +246,7 @@ def test_what_only_mode_1_needs_is_gone_in_mode_2(data, monkeypatch):
 
     def deform_and_watch(*args):
         batch = deform(*args)
-        fields.append(weakref.ref(batch["true_field"]))
+        fields.append(weakref.ref(batch["target_field"]))
         return batch
 
     def contrastive_and_look(*args):
