@@ -4,7 +4,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from Diffusion.fields import LINEAR, compose, resize_field, self_compose, warp
+from Diffusion.fields import LINEAR, compose, integrate_velocity, resize_field, warp
 from Runtime.device import autocast
 from Runtime.keyed_random import generator, normal, uniform
 
@@ -66,6 +66,12 @@ class DeformDDPM:
         """One t in 1 .. timesteps - 1 for each key: list of ints. At t = 0 there would be nothing to undo."""
         return [1 + int(u * (self.timesteps - 1)) for u in uniform(keys, "time")]
 
+    def draw_velocities(self, keys, device):
+        """The velocity of the target field and the noisier one of the image field, (B, N, *[finest] * N) each."""
+        velocity = draw_velocity(keys, "velocity", self.dims, self.grids, self.v_scale).to(device)
+        extra = draw_velocity(keys, "velocity noise", self.dims, self.grids, self.v_scale).to(device)
+        return velocity, compose(velocity, self.noise_ratio * extra)
+
     @torch.no_grad()
     def draw_fields(self, size, times, keys, device):
         """Fields that deform images of `size` at the given times.
@@ -73,11 +79,10 @@ class DeformDDPM:
         Returns: image field and target field, (B, N, *size) in voxels. The target field is the velocity composed with
         itself label_count(t) times, the image field image_count(t) times after a second small draw has joined it.
         """
-        velocity = draw_velocity(keys, "velocity", self.dims, self.grids, self.v_scale).to(device)
-        extra = draw_velocity(keys, "velocity noise", self.dims, self.grids, self.v_scale).to(device)
+        velocity, noisy = self.draw_velocities(keys, device)
         on_image = middle(self.grids[-1], self.dims)
-        target = self_compose(velocity, [label_count(t) for t in times], on_image)
-        image = self_compose(compose(velocity, self.noise_ratio * extra), [image_count(t) for t in times], on_image)
+        target = integrate_velocity(velocity, [label_count(t) for t in times], on_image)
+        image = integrate_velocity(noisy, [image_count(t) for t in times], on_image)
         return resize_field(image, size), resize_field(target, size)
 
     @torch.no_grad()
@@ -94,10 +99,8 @@ class DeformDDPM:
     @torch.no_grad()
     def draw_image_field(self, size, times, keys, device):
         """The image field of `draw_fields`, bit for bit, without the target field: for where nothing is trained."""
-        velocity = draw_velocity(keys, "velocity", self.dims, self.grids, self.v_scale).to(device)
-        extra = draw_velocity(keys, "velocity noise", self.dims, self.grids, self.v_scale).to(device)
-        image = self_compose(compose(velocity, self.noise_ratio * extra), [image_count(t) for t in times],
-                             middle(self.grids[-1], self.dims))
+        _, noisy = self.draw_velocities(keys, device)
+        image = integrate_velocity(noisy, [image_count(t) for t in times], middle(self.grids[-1], self.dims))
         return resize_field(image, size)
 
     @torch.no_grad()

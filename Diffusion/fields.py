@@ -1,4 +1,4 @@
-"""Displacement fields: warp, compose, self-compose, invert, Jacobian, change of grid. Pure functions, 2D and 3D.
+"""Displacement fields: warp, compose, integrate, invert, Jacobian, change of grid. Pure functions, 2D and 3D.
 
 Conventions, used everywhere in the project:
   image  (B, C, *spatial), spatial = (D, H, W) or (H, W)
@@ -95,35 +95,38 @@ def compose(first, then):
     return then + warp(first, then, padding="border")
 
 
-def self_compose(field, counts, region=None):
-    """A field composed with itself: n = 0 gives the identity, 1 the field, 2 compose(field, field), and so on.
+def integrate_velocity(velocity, counts, region=None):
+    """The displacement after `counts` units of time along a velocity: composed with itself that many times.
 
-    Composition is associative, so the powers field^1, 2, 4, 8, ... serve all samples of the batch and each takes those
-    that its count has a bit for: log2(n) squarings instead of n - 1 compositions, and fewer interpolations to smear it.
-    The bits are applied to points moving through the powers, which only `region` needs.
+    n = 0 gives the identity, 1 the velocity itself, 2 compose(velocity, velocity), and so on. Composition is
+    associative: the powers velocity^1, ^2, ^4, ^8, ... are made by squaring, once for the whole batch, and each sample
+    takes those of the binary digits of its count. So there are log2(n) squarings instead of n - 1 compositions, and
+    fewer interpolations. The digits are applied to points that move through the powers, so only `region` is computed.
 
-    field: (B, N, *spatial) displacement in voxels. counts: B integers >= 0.
+    velocity: (B, N, *spatial) displacement in voxels per unit of time. counts: B integers >= 0.
     region: N slices (non-negative start, step 1) of the grid where the result is wanted; default all of it.
     Returns: (B, N, *region) displacement in voxels.
+    Raises ValueError unless there is one count >= 0 for each sample.
     """
-    region = region or [slice(0, n) for n in field.shape[2:]]
+    region = region or [slice(0, n) for n in velocity.shape[2:]]
     counts = torch.as_tensor(counts, dtype=torch.long)
-    if len(counts) != len(field) or bool((counts < 0).any()):
-        raise ValueError(f"one count >= 0 is needed for each of the {len(field)} fields, got {counts.tolist()}")
-    result = torch.zeros_like(field[(..., *region)])
+    if len(counts) != len(velocity) or bool((counts < 0).any()):
+        raise ValueError(f"one count >= 0 is needed for each of the {len(velocity)} fields, got {counts.tolist()}")
+    result = torch.zeros_like(velocity[(..., *region)])
     origin = [r.start or 0 for r in region]
-    power, rows = field, torch.arange(len(field))
+    power = velocity  # of the samples whose counts have this binary digit or a higher one
+    rows = torch.arange(len(velocity))  # their numbers in the batch
     for bit in range(int(counts.max()).bit_length()):
         if bit:
             keep = (counts[rows] >> bit) > 0
             rows = rows[keep]
-            power = power if bool(keep.all()) else power[keep.to(field.device)]
+            power = power if bool(keep.all()) else power[keep.to(velocity.device)]
             power = compose(power, power)
         chosen = ((counts[rows] >> bit) & 1).bool()
         if bool(chosen.any()):
-            at = rows[chosen].to(field.device)
+            at = rows[chosen].to(velocity.device)
             moved = result[at]
-            result[at] = moved + warp(power[chosen.to(field.device)], moved, padding="border", origin=origin)
+            result[at] = moved + warp(power[chosen.to(velocity.device)], moved, padding="border", origin=origin)
     return result
 
 

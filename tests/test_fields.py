@@ -11,10 +11,10 @@ from Diffusion.fields import (
     affine_field,
     compose,
     identity,
+    integrate_velocity,
     invert,
     jacobian_determinant,
     resize_field,
-    self_compose,
     side_lengths,
     warp,
 )
@@ -222,9 +222,9 @@ def step_by_step(field, count):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 13])
-def test_self_compose_agrees_with_step_by_step(size, count):
+def test_integrate_velocity_agrees_with_step_by_step(size, count):
     field = smooth_field(size, 0.3, 2, seed=8)
-    ours, reference = self_compose(field, [count, count]), step_by_step(field, count)
+    ours, reference = integrate_velocity(field, [count, count]), step_by_step(field, count)
     if count < 2:
         assert torch.allclose(ours, field * count, rtol=0, atol=1e-5)
     else:
@@ -232,42 +232,42 @@ def test_self_compose_agrees_with_step_by_step(size, count):
         assert relative(field * count, reference) > 0.5 * relative(ours, reference)
 
 
-def test_self_compose_of_an_affine_is_the_power_of_its_matrix(size):
+def test_integrate_velocity_of_an_affine_is_the_power_of_its_matrix(size):
     dims = len(size)
     matrix = torch.eye(dims, dims + 1)[None].clone()
     matrix[0, :, :dims] += 0.1 * (affine_matrix(dims)[0, :, :dims] - torch.eye(dims))
     power = matrix.clone()
     power[0, :, :dims] = torch.linalg.matrix_power(matrix[0, :, :dims], 13)
-    result = self_compose(affine_field(matrix, size), [13])
+    result = integrate_velocity(affine_field(matrix, size), [13])
     assert torch.allclose(inside(result, 7), inside(affine_field(power, size), 7), rtol=0, atol=1e-3)
 
 
-def test_self_compose_with_mixed_counts_equals_the_separate_ones(size):
+def test_integrate_velocity_with_mixed_counts_equals_the_separate_ones(size):
     counts = [5, 0, 13, 1, 8]
     field = smooth_field(size, 0.3, len(counts), seed=9)
-    mixed = self_compose(field, counts)
+    mixed = integrate_velocity(field, counts)
     for i, count in enumerate(counts):
-        assert torch.allclose(mixed[i:i + 1], self_compose(field[i:i + 1], [count]), rtol=0, atol=1e-6)
-    assert torch.equal(mixed, self_compose(field, torch.tensor(counts)))
+        assert torch.allclose(mixed[i:i + 1], integrate_velocity(field[i:i + 1], [count]), rtol=0, atol=1e-6)
+    assert torch.equal(mixed, integrate_velocity(field, torch.tensor(counts)))
 
 
-def test_self_compose_on_a_region_equals_the_crop_of_the_whole(size):
+def test_integrate_velocity_on_a_region_equals_the_crop_of_the_whole(size):
     counts = [6, 13]
     field = smooth_field(size, 0.4, 2, seed=10)
     region = [slice(2 + axis, n - 4) for axis, n in enumerate(size)]
-    part = self_compose(field, counts, region)
+    part = integrate_velocity(field, counts, region)
     assert part.shape == (2, len(size), *[r.stop - r.start for r in region])
-    assert torch.allclose(part, self_compose(field, counts)[(..., *region)], rtol=0, atol=2e-5)
+    assert torch.allclose(part, integrate_velocity(field, counts)[(..., *region)], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dims, grids, v_scale", [(2, [8, 16, 32, 64], 4e-5), (3, [4, 8, 16, 32], 8e-5)])
-def test_self_compose_is_closer_to_particle_trajectories_than_step_by_step(dims, grids, v_scale):
+def test_integrate_velocity_is_closer_to_particle_trajectories_than_step_by_step(dims, grids, v_scale):
     velocity = draw_velocity([(1, 0, 0)], "velocity", dims, grids, v_scale)
     region = middle(grids[-1], dims)
     starts = np.stack(np.mgrid[tuple(region)]).reshape(dims, -1).astype(np.float64)
     exact = moved_particles(velocity[0].double().numpy(), starts, 195)
     exact = torch.from_numpy(exact).view(1, dims, *[r.stop - r.start for r in region]).float()
-    ours = relative(self_compose(velocity, [195], region), exact)
+    ours = relative(integrate_velocity(velocity, [195], region), exact)
     plain = relative(step_by_step(velocity, 195)[(..., *region)], exact)
     assert exact.abs().max() > 1.0
     assert ours < 0.1
@@ -349,7 +349,7 @@ def test_gradients_agree_with_central_differences(size):
 
 def test_fields_stay_float32_under_autocast(size):
     field, image = smooth_field(size, 1.3, seed=16), noise_image(size)
-    operations = [lambda: warp(image, field), lambda: compose(field, field), lambda: self_compose(field, [5]),
+    operations = [lambda: warp(image, field), lambda: compose(field, field), lambda: integrate_velocity(field, [5]),
                   lambda: invert(field), lambda: resize_field(field, [2 * n for n in size]),
                   lambda: resize_field(field, [2 * n for n in size], align="cells"),
                   lambda: jacobian_determinant(field)]
@@ -371,9 +371,9 @@ def test_wrong_shapes_raise(size):
     with pytest.raises(ValueError, match="cannot compose"):
         compose(field, torch.zeros(1, len(size), *[n + 1 for n in size]))
     with pytest.raises(ValueError, match="one count"):
-        self_compose(field, [1, 2])
+        integrate_velocity(field, [1, 2])
     with pytest.raises(ValueError, match="one count"):
-        self_compose(field, [-1])
+        integrate_velocity(field, [-1])
 
 
 def test_affine_field_is_exact_under_autocast():

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from Diffusion.diffuser import DeformDDPM, draw_velocity, image_count, label_count, make_condition, middle
-from Diffusion.fields import compose, invert, resize_field, self_compose, side_lengths, warp
+from Diffusion.fields import compose, integrate_velocity, invert, resize_field, side_lengths, warp
 
 GRIDS = {2: [8, 16, 32], 3: [4, 8, 16]}
 KEYS = [(7, 0, 1), (7, 0, 2)]
@@ -39,7 +39,7 @@ def inverse_of_label(size, cfg, calls=None):
     def net(image, t, condition=None):
         if calls is not None:
             calls.append((image, t, condition))
-        undone = self_compose(backwards, [label_count(int(time)) for time in t], middle(grids[-1], dims))
+        undone = integrate_velocity(backwards, [label_count(int(time)) for time in t], middle(grids[-1], dims))
         return resize_field(undone, size)
 
     return net

@@ -21,7 +21,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from Diffusion.diffuser import draw_velocity, image_count, middle  # noqa: E402
-from Diffusion.fields import identity, resize_field, self_compose, warp  # noqa: E402
+from Diffusion.fields import identity, integrate_velocity, resize_field, warp  # noqa: E402
 from Diffusion.losses import local_correlation, mslncc  # noqa: E402
 from tests.plain_step import dense_correlation, step_by_step  # noqa: E402
 
@@ -63,12 +63,12 @@ def trajectories(velocity, count, region):
     return moved
 
 
-def bench_self_compose(size, repeats):
+def bench_integrate_velocity(size, repeats):
     velocity = draw_velocity([(0, 0, 0), (0, 0, 1)], "velocity", 3, GRIDS, V_SCALE)
     region, count, out = middle(GRIDS[-1], 3), image_count(TIME), [size] * 3
 
     def ours():
-        return resize_field(self_compose(velocity, [count, count], region), out)
+        return resize_field(integrate_velocity(velocity, [count, count], region), out)
 
     def plain():
         return resize_field(step_by_step(velocity, count, region), out)
@@ -77,7 +77,7 @@ def bench_self_compose(size, repeats):
     ms, plain_ms, field, plain_field = in_turns("self_compose", ours, plain, repeats)
     exact = resize_field(trajectories(velocity, count, region), out)
     errors = relative(field, exact), relative(plain_field, exact)
-    row = [f"self_compose n={count} batch 2, against step by step", ms, plain_ms, f"{plain_ms / ms:.1f}x faster",
+    row = [f"integrate_velocity n={count} batch 2, against step by step", ms, plain_ms, f"{plain_ms / ms:.1f}x faster",
            f"{errors[0]:.4f} / {errors[1]:.4f}", ">= 15x, error ratio < 1"]
     return row, {"self_compose_speedup": plain_ms / ms, "self_compose_error_ratio": errors[0] / errors[1]}
 
@@ -163,7 +163,7 @@ def main():
     torch.set_num_threads(args.threads)
     print(f"{processor()}, {args.threads} threads, torch {torch.__version__}, image {args.size}^3, float32, "
           f"load at start {os.getloadavg()[0]:.1f} (other work on the machine spoils the figures)")
-    row, results = bench_self_compose(args.size, args.repeats)
+    row, results = bench_integrate_velocity(args.size, args.repeats)
     rows = [row]
     for key, name, reference, target in [("mslncc_vs_dense", "dense convolutions", dense_correlation, 30),
                                          ("mslncc_vs_monai", "MONAI", monai_correlation(), 20)]:
