@@ -208,11 +208,11 @@ def placed_target(number):
     return torch.from_numpy(placed["image"])[None, None]
 
 
-def target_of(item, key):
+def target_of(item, rng_key):
     """The number of the target of a draw: any, but of several not the volume itself. None without targets."""
     targets, own = WORKER["targets"], item["image"].resolve()
     others = [number for number, target in enumerate(targets) if len(targets) == 1 or target["file"] != own]
-    return pick_target(others, key) if others else None
+    return pick_target(others, rng_key) if others else None
 
 
 def read_item(item, dims):
@@ -237,12 +237,12 @@ def make_draws(item, draws):
     mask = label_maps["mask"][0] if "mask" in label_maps else None
     digests, records = source_digests(item), []
     for draw in draws:
-        key = (job["seed"], subject_number(item["id"]), draw)
-        target = target_of(item, key)
+        rng_key = (job["seed"], subject_number(item["id"]), draw)
+        target = target_of(item, rng_key)
         condition = None
         if target is not None:
-            condition = show(placed_target(target), job["condition"], job["slices"], key, cfg).to(WORKER["device"])
-        field = draw_field(image, affine, cfg, key, job["start"], WORKER["net"], condition, job["stride"], mask,
+            condition = show(placed_target(target), job["condition"], job["slices"], rng_key, cfg).to(WORKER["device"])
+        field = draw_field(image, affine, cfg, rng_key, job["start"], WORKER["net"], condition, job["stride"], mask,
                            WORKER["device"])
         sizes = write_draw(Path(job["out"]), item, draw, image, affine, label_maps, field)
         measures = {name: round(value, 5) for name, value in measure(field, affine).items()}

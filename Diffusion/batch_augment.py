@@ -9,9 +9,9 @@ from Diffusion.fields import affine_field, warp
 from Runtime.keyed_random import hashed, uniform
 
 
-def random_affine(keys, dims, size, cfg):
+def random_affine(rng_keys, dims, size, cfg):
     """Affine matrices about the image centre, (B, dims, dims + 1) in voxels: rotation, scaling, shift, flip."""
-    numbers = uniform(keys, "affine", 3 * 3 + 1) * 2 - 1
+    numbers = uniform(rng_keys, "affine", 3 * 3 + 1) * 2 - 1
     angles = numbers[:, :3] * math.radians(cfg["augment.rotation"])
     scales = torch.exp(numbers[:, 3:3 + dims] * math.log1p(cfg["augment.scaling"]))
     shift = numbers[:, 6:6 + dims] * cfg["augment.shift"] * torch.tensor(size, dtype=torch.float32)
@@ -38,15 +38,15 @@ def _quantiles(device):
     return ((values * 2 ** 14).round() / 2 ** 14).float().to(device)
 
 
-def noise(key, purpose, size, device="cpu"):
+def noise(rng_key, purpose, size, device="cpu"):
     """Standard normal noise of one sample, made on the device: the same bits on every device and in every batch.
 
     A hash of the key gives two 32-bit words a (odd) and b; the mixed bits of a * i + b are the indices into a table of
     normal quantiles of voxels i and i + half, 16 bits each. All of it is exact: no logarithm or cosine is computed.
-    key: (seed, epoch, sample). purpose: str naming what is drawn. size: voxels per side.
+    rng_key: (seed, epoch, sample). purpose: str naming what is drawn. size: voxels per side.
     Returns: (*size) float32.
     """
-    words = hashed(key[0], purpose, *key[1:])
+    words = hashed(rng_key[0], purpose, *rng_key[1:])
     a, b = (int.from_bytes(words[at:at + 4], "little", signed=True) for at in (0, 4))
     count, place = math.prod(size), torch.device(device)
     half = (count + 1) // 2
@@ -66,10 +66,10 @@ def noise(key, purpose, size, device="cpu"):
     return values.view(-1)[:count].view(size)
 
 
-def _recolour(images, keys, cfg):
+def _recolour(images, rng_keys, cfg):
     """Gamma, contrast, brightness and noise, in this order, written into the images."""
     def drawn(name):
-        numbers = (uniform(keys, name) * 2 - 1) * cfg[f"augment.{name}"]
+        numbers = (uniform(rng_keys, name) * 2 - 1) * cfg[f"augment.{name}"]
         return numbers.view(-1, *[1] * (images.dim() - 1)).to(images.device)
 
     if cfg["augment.gamma"]:
@@ -81,16 +81,16 @@ def _recolour(images, keys, cfg):
     elif cfg["augment.brightness"]:
         images.add_(drawn("brightness"))
     if cfg["augment.noise"]:
-        for image, key in zip(images, keys):
-            image[0].add_(noise(key, "noise", image.shape[1:], images.device), alpha=cfg["augment.noise"])
+        for image, rng_key in zip(images, rng_keys):
+            image[0].add_(noise(rng_key, "noise", image.shape[1:], images.device), alpha=cfg["augment.noise"])
 
 
-def augment(images, keys, cfg):
+def augment(images, rng_keys, cfg):
     """Randomly moved and re-contrasted copies of a batch; what is switched off costs nothing.
 
     After the affine, intensities v become v ^ exp(+-gamma), then 0.5 + (v - 0.5) exp(+-contrast) +- brightness, then
     get noise added; they may leave [0, 1].
-    images: (B, 1, *spatial) as stored, on any device, left as it is. keys: B tuples (seed, epoch, sample).
+    images: (B, 1, *spatial) as stored, on any device, left as it is. rng_keys: B tuples (seed, epoch, sample).
     Returns: (B, 1, *spatial) float32; `images` itself where it is that and everything is off.
     """
     images = as_float(images)
@@ -99,10 +99,10 @@ def augment(images, keys, cfg):
     if not moves and not colours:
         return images
     if moves:
-        matrix = random_affine(keys, images.dim() - 2, images.shape[2:], cfg).to(images.device)
+        matrix = random_affine(rng_keys, images.dim() - 2, images.shape[2:], cfg).to(images.device)
         images = warp(images, affine_field(matrix, images.shape[2:]), padding="border")
     else:
         images = images.clone()
     if colours:
-        _recolour(images, keys, cfg)
+        _recolour(images, rng_keys, cfg)
     return images

@@ -19,19 +19,19 @@ def label_count(t):
     return math.floor(t ** 0.6 + 1e-9)  # 32 ** 0.6 is 7.999999999999999 in floating point
 
 
-def draw_velocity(keys, purpose, dims, grids, v_scale):
+def draw_velocity(rng_keys, purpose, dims, grids, v_scale):
     """Random velocity fields on the finest control grid: Gaussian noise at several resolutions, coarse is stronger.
 
     The grid spans about twice the image (`middle` is the part on it), so that deformations reach beyond the border.
 
-    keys: B tuples (seed, epoch, sample). grids: control points per side, ascending, the last a multiple of 4.
+    rng_keys: B tuples (seed, epoch, sample). grids: control points per side, ascending, the last a multiple of 4.
     v_scale: standard deviation of the finest grid's noise as a fraction of the image side.
     Returns: (B, dims, *[finest] * dims) in spacings of the finest grid.
     """
     finest = grids[-1]
     velocity = 0.0
     for grid in grids:
-        noise = normal(keys, f"{purpose} {grid}", dims, *[grid] * dims) * (finest / grid)
+        noise = normal(rng_keys, f"{purpose} {grid}", dims, *[grid] * dims) * (finest / grid)
         velocity = velocity + F.interpolate(noise, size=[finest] * dims, mode=LINEAR[dims], align_corners=True)
     return velocity * (v_scale * (finest // 2 - 1))
 
@@ -62,49 +62,49 @@ class DeformDDPM:
         self.v_scale = cfg["diffusion.v_scale"]
         self.noise_ratio = cfg["diffusion.noise_ratio"]
 
-    def draw_times(self, keys):
-        """One t in 1 .. timesteps - 1 for each key: list of ints. At t = 0 there would be nothing to undo."""
-        return [1 + int(u * (self.timesteps - 1)) for u in uniform(keys, "time")]
+    def draw_times(self, rng_keys):
+        """One t in 1 .. timesteps - 1 for each rng_key: list of ints. At t = 0 there would be nothing to undo."""
+        return [1 + int(u * (self.timesteps - 1)) for u in uniform(rng_keys, "time")]
 
-    def draw_velocities(self, keys, device):
+    def draw_velocities(self, rng_keys, device):
         """The velocity of the target field and the noisier one of the image field, (B, N, *[finest] * N) each."""
-        velocity = draw_velocity(keys, "velocity", self.dims, self.grids, self.v_scale).to(device)
-        extra = draw_velocity(keys, "velocity noise", self.dims, self.grids, self.v_scale).to(device)
+        velocity = draw_velocity(rng_keys, "velocity", self.dims, self.grids, self.v_scale).to(device)
+        extra = draw_velocity(rng_keys, "velocity noise", self.dims, self.grids, self.v_scale).to(device)
         return velocity, compose(velocity, self.noise_ratio * extra)
 
     @torch.no_grad()
-    def draw_fields(self, size, times, keys, device):
+    def draw_fields(self, size, times, rng_keys, device):
         """Fields that deform images of `size` at the given times.
 
         Returns: image field and target field, (B, N, *size) in voxels. The target field is the velocity composed with
         itself label_count(t) times, the image field image_count(t) times after a second small draw has joined it.
         """
-        velocity, noisy = self.draw_velocities(keys, device)
+        velocity, noisy = self.draw_velocities(rng_keys, device)
         on_image = middle(self.grids[-1], self.dims)
         target = integrate_velocity(velocity, [label_count(t) for t in times], on_image)
         image = integrate_velocity(noisy, [image_count(t) for t in times], on_image)
         return resize_field(image, size), resize_field(target, size)
 
     @torch.no_grad()
-    def diffuse(self, x0, times, keys):
+    def diffuse(self, x0, times, rng_keys):
         """Deform images: x_t = warp(x0, image field).
 
-        x0: (B, 1, *spatial). times: B ints. keys: B tuples (seed, epoch, sample).
+        x0: (B, 1, *spatial). times: B ints. rng_keys: B tuples (seed, epoch, sample).
         Returns: x_t like x0, and the target field (B, N, *spatial) in voxels of which a perfect prediction p satisfies
         warp(p, target) = -target.
         """
-        image_field, target_field = self.draw_fields(x0.shape[2:], times, keys, x0.device)
+        image_field, target_field = self.draw_fields(x0.shape[2:], times, rng_keys, x0.device)
         return warp(x0, image_field), target_field
 
     @torch.no_grad()
-    def draw_image_field(self, size, times, keys, device):
+    def draw_image_field(self, size, times, rng_keys, device):
         """The image field of `draw_fields`, bit for bit, without the target field: for where nothing is trained."""
-        _, noisy = self.draw_velocities(keys, device)
+        _, noisy = self.draw_velocities(rng_keys, device)
         image = integrate_velocity(noisy, [image_count(t) for t in times], middle(self.grids[-1], self.dims))
         return resize_field(image, size)
 
     @torch.no_grad()
-    def recover(self, net, x0, start, keys, cfg, condition=None, stride=1):
+    def recover(self, net, x0, start, rng_keys, cfg, condition=None, stride=1):
         """A random deformation as at time `start`, of which a network then undoes what it can, down to time 0.
 
         At time t the image is deformed by image_count(t) compositions, and a perfect prediction p undoes label_count(t)
@@ -114,12 +114,12 @@ class DeformDDPM:
         composed so far, so that it is interpolated once.
 
         net: called as net(image, t, condition), like a network of `build_network`. x0: (B, 1, *spatial). start: 1 ..
-        timesteps - 1. keys: B tuples (seed, epoch, sample). condition: of `make_condition`: of x0 to come back to it,
-        of another image to be drawn towards that one, None for any image that the network finds likely. stride: times
-        per step; up to 4 no prediction has to be stretched, except by little near the end.
+        timesteps - 1. rng_keys: B tuples (seed, epoch, sample). condition: of `make_condition`: of x0 to come back to
+        it, of another image to be drawn towards that one, None for any image that the network finds likely. stride:
+        times per step; up to 4 no prediction has to be stretched, except by little near the end.
         Returns: field (B, N, *spatial) in voxels, by which x0 is to be warped.
         """
-        field = self.draw_image_field(x0.shape[2:], [start] * len(x0), keys, x0.device)
+        field = self.draw_image_field(x0.shape[2:], [start] * len(x0), rng_keys, x0.device)
         for t in range(start, 0, -stride):
             part = (image_count(t) - (image_count(t - stride) if t > stride else 0)) / label_count(t)
             if part:  # the first two times are alike
@@ -137,12 +137,12 @@ def log_uniform(u, most):
     return min(int((most + 1) ** u), most)
 
 
-def make_condition(target, kind, keys=None):
+def make_condition(target, kind, rng_keys=None):
     """What the network is shown of a target: values x mask and mask as two channels.
 
     kind "volume": all of it. "slice": k whole planes, orthogonal to the axes, at random places; k is log-uniform from 1
     to all planes of all axes, so that easy cases teach first and the full volume is the limit. "none": None.
-    target: (B, 1, *spatial). keys: B tuples (seed, epoch, sample), for "slice". Returns: (B, 2, *spatial) or None.
+    target: (B, 1, *spatial). rng_keys: B tuples (seed, epoch, sample), for "slice". Returns: (B, 2, *spatial) or None.
     """
     if kind == "none":
         return None
@@ -151,8 +151,8 @@ def make_condition(target, kind, keys=None):
     size = target.shape[2:]
     planes = sum(size)
     masks = torch.zeros(target.shape)
-    for mask, key in zip(masks[:, 0], keys):
-        draws = generator(key[0], "slices", *key[1:])
+    for mask, rng_key in zip(masks[:, 0], rng_keys):
+        draws = generator(rng_key[0], "slices", *rng_key[1:])
         count = log_uniform(torch.rand((), generator=draws).item(), planes)
         for plane in torch.randperm(planes, generator=draws)[:count].tolist():
             axis = 0

@@ -43,24 +43,25 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     if label is not None and np.shape(label) != image.shape:
         raise InputError(f"label: shape {np.shape(label)} is not that of the image, {image.shape}; give its own label.")
     net, cfg = model or (None, cfg or default_config(image.ndim))
-    key = (seed, subject_number(subject), draw)
+    rng_key = (seed, subject_number(subject), draw)
     shown = None
     if target is not None:
         if net is None:
             raise InputError("target: only a network can deform towards it; give a model.")
         target = require_volume(target, "target", image.ndim)
         placed_target, _ = place(target, target_affine, cfg)
-        shown = show(placed_target, condition, slices, key, cfg).to(device)
-    field = draw_field(image, affine, cfg, key, start, net, shown, stride, mask, device)
+        shown = show(placed_target, condition, slices, rng_key, cfg).to(device)
+    field = draw_field(image, affine, cfg, rng_key, start, net, shown, stride, mask, device)
     deformed_label = None if label is None else deform(label, field, "nearest")
     return deform(image, field), deformed_label, field
 
 
-def draw_field(image, affine, cfg, key, start=None, net=None, condition=None, stride=STRIDE, mask=None, device="cpu"):
+def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None, stride=STRIDE, mask=None,
+               device="cpu"):
     """A random deformation of one volume, on its own grid: (N, *spatial) float32 in voxels.
 
-    image: (*spatial); without a network and without data.crop_above only its shape counts. key: (seed, subject, draw),
-    ints. condition: (1, 2, *size) on the training grid, from `show`, or None. Others as in `augment`.
+    image: (*spatial); without a network and without data.crop_above only its shape counts. rng_key: (seed, subject,
+    draw), ints. condition: (1, 2, *size) on the training grid, from `show`, or None. Others as in `augment`.
     Raises InputError for an image or a start that does not fit the config.
     """
     dims = cfg["model.dims"]
@@ -68,14 +69,14 @@ def draw_field(image, affine, cfg, key, start=None, net=None, condition=None, st
         raise InputError(f"image: shape {image.shape} is not {dims}D, as model.dims says; give a {dims}D volume, or "
                          "another model or config.")
     affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
-    ddpm, t = DeformDDPM(cfg), draw_start(start, key, cfg)
+    ddpm, t = DeformDDPM(cfg), draw_start(start, rng_key, cfg)
     if net is not None:
         placed, grid_affine = place(image, affine, cfg, mask)
-        field = ddpm.recover(net, placed.to(device), t, [key], cfg, condition, stride).cpu()
+        field = ddpm.recover(net, placed.to(device), t, [rng_key], cfg, condition, stride).cpu()
         return to_native(field, grid_affine, image.shape, affine)
     # Straight from the control points, which span the training grid from corner to corner.
     points = cfg["diffusion.grids"][-1] // 2
-    field = ddpm.draw_image_field([points] * dims, [t], [key], "cpu")
+    field = ddpm.draw_image_field([points] * dims, [t], [rng_key], "cpu")
     size = np.broadcast_to(cfg["data.img_size"], (dims,))
     voxels_per_point = np.diag([*(size - 1) / (points - 1), *[1] * (4 - dims)])
     points_affine = training_grid(image, affine, cfg, mask) @ voxels_per_point
@@ -117,8 +118,8 @@ def subject_number(subject):
     return int.from_bytes(hashed(0, f"subject {subject}"), "little")
 
 
-def draw_start(start, key, cfg):
-    """The time of the random deformation, an int. start: int, (low, high) or None, the largest. key: of the draw."""
+def draw_start(start, rng_key, cfg):
+    """The time of the random deformation, an int. start: int, (low, high) or None, the largest."""
     last = cfg["diffusion.timesteps"] - 1
     if start is None:
         low, high = last, last
@@ -129,7 +130,7 @@ def draw_start(start, key, cfg):
     if not 1 <= low <= high <= last:
         raise InputError(f"start {start}: the random deformation has a time from 1 to {last} (diffusion.timesteps - "
                          "1), or a range of such times, the smaller first.")
-    return int(low) + int(float(uniform([key], "start")) * (int(high) - int(low) + 1))
+    return int(low) + int(float(uniform([rng_key], "start")) * (int(high) - int(low) + 1))
 
 
 def require_volume(array, name, dims=None):
@@ -145,9 +146,9 @@ def require_volume(array, name, dims=None):
     return array
 
 
-def pick_target(others, key):
-    """The target of a draw, one of the list `others`. key: of the draw."""
-    return others[int(float(uniform([key], "target")) * len(others))]
+def pick_target(others, rng_key):
+    """The target of a draw, one of the list `others`. rng_key: of the draw."""
+    return others[int(float(uniform([rng_key], "target")) * len(others))]
 
 
 def shown_kind(kind, slices, cfg):
@@ -155,10 +156,10 @@ def shown_kind(kind, slices, cfg):
     return kind or ("slice" if slices else cfg["model.condition_type"])
 
 
-def show(target, kind, slices, key, cfg):
+def show(target, kind, slices, rng_key, cfg):
     """What the network is shown of a target, drawn once for all steps: values and mask, (1, 2, *size).
 
-    target: (1, 1, *size) on the training grid. kind, slices: condition and slices of `augment`. key: of the draw.
+    target: (1, 1, *size) on the training grid. kind, slices: condition and slices of `augment`. rng_key: of the draw.
     Raises InputError where the model takes no condition, and for more planes than the grid has.
     """
     if cfg["model.condition_type"] == "none":
@@ -169,11 +170,11 @@ def show(target, kind, slices, key, cfg):
         raise InputError(f"condition {kind}: of a target the network can be shown slice or volume.")
     planes = [(axis, plane) for axis, n in enumerate(target.shape[2:]) for plane in range(n)]
     if not slices or kind == "volume":
-        return make_condition(target, kind, [key])
+        return make_condition(target, kind, [rng_key])
     if not 1 <= slices <= len(planes):
         raise InputError(f"slices {slices}: the training grid has {len(planes)} planes; give 1 to {len(planes)}, or 0 "
                          "for a random number.")
-    order = torch.randperm(len(planes), generator=generator(key[0], "planes", *key[1:]))
+    order = torch.randperm(len(planes), generator=generator(rng_key[0], "planes", *rng_key[1:]))
     mask = torch.zeros_like(target)
     for number in order[:slices].tolist():
         axis, plane = planes[number]

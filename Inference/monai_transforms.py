@@ -92,10 +92,10 @@ class RandDeformationd(Base):
         """The field for the volumes of a dictionary, (N, *spatial) in voxels. key: the entry that a network sees."""
         cfg = self.cfg or default_config(data[key].ndim - 1)
         image = plain(data[key])[0]
-        draw_key = (self.number, 0, 0)
+        rng_key = (self.number, 0, 0)
         device = next(self.net.parameters()).device if self.net is not None else "cpu"
-        start = draw_start(self.start, draw_key, cfg)
-        return draw_field(image, affine_of(data, key), cfg, draw_key, start, self.net, None, self.stride, device=device)
+        start = draw_start(self.start, rng_key, cfg)
+        return draw_field(image, affine_of(data, key), cfg, rng_key, start, self.net, None, self.stride, device=device)
 
 
 def plain(value):

@@ -24,11 +24,11 @@ def generator(seed, purpose, *counters):
     return torch.Generator().manual_seed(number & (2 ** 63 - 1))  # seeds are non-negative int64
 
 
-def uniform(keys, purpose, *shape):
-    """Numbers in [0, 1) for each sample of a batch: (B, *shape). keys: list of B (seed, epoch, sample index)."""
-    return torch.stack([torch.rand(shape, generator=generator(key[0], purpose, *key[1:])) for key in keys])
+def uniform(rng_keys, purpose, *shape):
+    """Numbers in [0, 1) for each sample of a batch: (B, *shape). rng_keys: B tuples (seed, epoch, position)."""
+    return torch.stack([torch.rand(shape, generator=generator(key[0], purpose, *key[1:])) for key in rng_keys])
 
 
-def normal(keys, purpose, *shape):
-    """Standard normal numbers for each sample of a batch: (B, *shape). keys: list of B (seed, epoch, sample index)."""
-    return torch.stack([torch.randn(shape, generator=generator(key[0], purpose, *key[1:])) for key in keys])
+def normal(rng_keys, purpose, *shape):
+    """Standard normal numbers for each sample of a batch: (B, *shape). rng_keys: B tuples (seed, epoch, position)."""
+    return torch.stack([torch.randn(shape, generator=generator(key[0], purpose, *key[1:])) for key in rng_keys])

@@ -45,7 +45,7 @@ def parse_arguments(argv=None):
     return parser.parse_args(argv)
 
 
-def one_step(way, net, ddpm, volumes, keys, queue, cfg, device):
+def one_step(way, net, ddpm, volumes, rng_keys, queue, cfg, device):
     """Seconds of the parts of a step: {part: seconds}. way: OM_train_3modes or plain_step."""
     seconds, subjects = {}, torch.arange(len(volumes), device=device)
 
@@ -60,7 +60,7 @@ def one_step(way, net, ddpm, volumes, keys, queue, cfg, device):
         seconds[part] = time.perf_counter() - began
         return found
 
-    batch = {**measured("deform", lambda: om.deform_batch(volumes, keys, ddpm, cfg)), "subjects": subjects,
+    batch = {**measured("deform", lambda: om.deform_batch(volumes, rng_keys, ddpm, cfg)), "subjects": subjects,
              "queue": queue, "targets": None, "moving": volumes, "fixed": volumes.flip(0).roll(1, 2)}
     measured("diffusion", lambda: way.step_diffusion(net, batch, cfg))
     measured("contrastive", lambda: way.step_contrastive(net, batch, cfg))
@@ -84,9 +84,9 @@ def main(argv=None):
     ways = {"as it is": (om, DeformDDPM(cfg)), "plain": (plain_step, plain_step.PlainDDPM(cfg))}
     found = {name: [] for name in ways}
     for step in tqdm(range(args.steps + 1), "steps"):
-        keys = [(0, step, number) for number in range(count)]
+        rng_keys = [(0, step, number) for number in range(count)]
         for name, (way, ddpm) in ways.items():
-            found[name].append(one_step(way, net, ddpm, volumes, keys, queue, cfg, device))
+            found[name].append(one_step(way, net, ddpm, volumes, rng_keys, queue, cfg, device))
     medians = {name: {part: statistics.median(one[part] for one in steps[1:]) for part in PARTS}
                for name, steps in found.items()}
     for parts in medians.values():

@@ -52,15 +52,15 @@ def make_iteration(part, kind, cfg, device):
                                         find_unused_parameters=True)
     optimizer = torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"])
     images = torch.rand(cfg["data.batchsize"], 1, *cfg["data.img_size"], device=device)
-    keys = [(0, 0, number) for number in range(len(images))]
-    batch = om.deform_batch(images, keys, ddpm, cfg)
+    rng_keys = [(0, 0, number) for number in range(len(images))]
+    batch = om.deform_batch(images, rng_keys, ddpm, cfg)
 
     def iteration():
         silent = model.no_sync() if part == "DDP no_sync" else contextlib.nullcontext()
         optimizer.zero_grad(set_to_none=True)
         with silent, torch.set_grad_enabled(kind != "forward"):
             if part == "DeformDDPM":
-                loss, _ = om.step_diffusion(model, om.deform_batch(images, keys, ddpm, cfg), cfg)
+                loss, _ = om.step_diffusion(model, om.deform_batch(images, rng_keys, ddpm, cfg), cfg)
             else:
                 with autocast(device, cfg["run.amp"]):
                     loss = model(batch["xt"], batch["t"], batch["condition"]).square().mean()

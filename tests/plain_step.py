@@ -37,10 +37,10 @@ class PlainDDPM(DeformDDPM):
     """The same deformations, one sample and one composition after the other."""
 
     @torch.no_grad()
-    def diffuse(self, x0, times, keys):
+    def diffuse(self, x0, times, rng_keys):
         images, fields = [], []
-        for image, t, key in zip(x0, times, keys):
-            velocity, extra = (draw_velocity([key], word, self.dims, self.grids, self.v_scale).to(x0.device)
+        for image, t, rng_key in zip(x0, times, rng_keys):
+            velocity, extra = (draw_velocity([rng_key], word, self.dims, self.grids, self.v_scale).to(x0.device)
                                for word in ("velocity", "velocity noise"))
             region, size = middle(self.grids[-1], self.dims), x0.shape[2:]
             fields.append(resize_field(step_by_step(velocity, label_count(t), region), size))

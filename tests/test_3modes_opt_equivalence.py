@@ -56,10 +56,10 @@ def test_values_and_gradients_are_those_of_the_plain_step(dims):
 def test_deformations_are_those_of_composing_one_after_the_other(dims):
     """Squaring interpolates less often, so the two differ by that: by some percent at the largest times."""
     cfg, _, volumes = prepared(model__dims=dims)
-    ddpm, plain, keys = DeformDDPM(cfg), plain_step.PlainDDPM(cfg), [(0, 0, number) for number in range(4)]
+    ddpm, plain, rng_keys = DeformDDPM(cfg), plain_step.PlainDDPM(cfg), [(0, 0, number) for number in range(4)]
     for times, allowed in (([1, 2, 3, 4], 1e-4), ([20, 40, 60, 79], 0.06)):
-        (images, fields), (plain_images, plain_fields) = (ddpm.diffuse(volumes, times, keys),
-                                                          plain.diffuse(volumes, times, keys))
+        (images, fields), (plain_images, plain_fields) = (ddpm.diffuse(volumes, times, rng_keys),
+                                                          plain.diffuse(volumes, times, rng_keys))
         assert (fields - plain_fields).norm() / plain_fields.norm() < allowed
         assert (images - plain_images).norm() / plain_images.norm() < allowed
 

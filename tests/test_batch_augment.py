@@ -46,15 +46,15 @@ def test_augmentation_off_is_the_identity_and_on_is_keyed():
 @pytest.mark.parametrize("dims", [2, 3])
 def test_random_affine_stays_within_its_limits(dims):
     cfg = config(augment__rotation=0, augment__scaling=0.2, augment__shift=0.1, augment__flip=0.5)
-    keys = [(0, 0, i) for i in range(300)]
-    matrix = random_affine(keys, dims, [20, 30, 40][:dims], cfg)
+    rng_keys = [(0, 0, i) for i in range(300)]
+    matrix = random_affine(rng_keys, dims, [20, 30, 40][:dims], cfg)
     linear, shift = matrix[:, :, :dims], matrix[:, :, dims]
     diagonal = torch.diagonal(linear, dim1=1, dim2=2)
     assert torch.equal(torch.diag_embed(diagonal), linear)
     assert diagonal.abs().max() <= 1.2 + 1e-5 and diagonal.abs().min() >= 1 / 1.2 - 1e-5
     assert (shift.abs() <= torch.tensor([2.0, 3.0, 4.0][:dims]) + 1e-5).all()
     assert 100 < (diagonal[:, 0] < 0).sum() < 200 and (diagonal[:, 1:] > 0).all(), "only the first axis is mirrored"
-    turned = random_affine(keys, dims, [20, 30, 40][:dims], config(augment__rotation=30, augment__scaling=0,
+    turned = random_affine(rng_keys, dims, [20, 30, 40][:dims], config(augment__rotation=30, augment__scaling=0,
                                                                    augment__shift=0))[:, :, :dims]
     assert torch.allclose(turned @ turned.mT, torch.eye(dims).expand(300, -1, -1), atol=1e-5)
 

@@ -242,8 +242,8 @@ def test_a_missing_label_is_named(tmp_path):
 @pytest.mark.parametrize("size", [(18, 22), (12, 16, 20)])
 def test_slices_are_whole_planes_and_any_number_of_them(size):
     target = torch.rand(200, 1, *size) + 0.5
-    keys = [(0, 0, i) for i in range(200)]
-    condition = make_condition(target, "slice", keys)
+    rng_keys = [(0, 0, i) for i in range(200)]
+    condition = make_condition(target, "slice", rng_keys)
     values, masks = condition[:, :1], condition[:, 1:]
     assert torch.equal(values, target * masks) and set(masks.unique().tolist()) == {0.0, 1.0}
     counts = []
@@ -258,7 +258,7 @@ def test_slices_are_whole_planes_and_any_number_of_them(size):
         counts.append(int(sum(planes)))
     assert min(counts) == 1 and max(counts) > sum(size) // 2
     assert np.median(counts) < sum(size) ** 0.5 * 2, "few slices are as likely as many, on a log scale"
-    assert torch.equal(make_condition(target[7:8], "slice", keys[7:8]), condition[7:8])
+    assert torch.equal(make_condition(target[7:8], "slice", rng_keys[7:8]), condition[7:8])
 
 
 @pytest.mark.parametrize("most", [1, 4, 48, 384])

@@ -23,7 +23,7 @@ def make(size, **changes):
     return DeformDDPM({**cfg, **{f"diffusion.{name}": value for name, value in changes.items()}})
 
 
-def keys(*samples, seed=7, epoch=0):
+def rng_keys(*samples, seed=7, epoch=0):
     return [(seed, epoch, sample) for sample in samples]
 
 
@@ -38,28 +38,28 @@ def test_counts_of_the_schedule():
 
 
 def test_times_are_never_zero_and_cover_the_rest():
-    times = make((30, 41), timesteps=8).draw_times(keys(*range(400)))
+    times = make((30, 41), timesteps=8).draw_times(rng_keys(*range(400)))
     assert set(times) == set(range(1, 8))
     assert all(isinstance(t, int) for t in times)
     counts = [times.count(t) for t in range(1, 8)]
     assert min(counts) > 30 and max(counts) < 90
-    assert make((30, 41), timesteps=2).draw_times(keys(*range(20))) == [1] * 20
+    assert make((30, 41), timesteps=2).draw_times(rng_keys(*range(20))) == [1] * 20
 
 
 def test_fields_do_not_depend_on_the_batch_or_the_global_generator(size):
     process = make(size)
     torch.manual_seed(1)
-    image, target = process.draw_fields(size, [40, 79, 3], keys(11, 12, 13), "cpu")
+    image, target = process.draw_fields(size, [40, 79, 3], rng_keys(11, 12, 13), "cpu")
     state = torch.get_rng_state()
     torch.manual_seed(2)
-    alone_image, alone_target = process.draw_fields(size, [79], keys(12), "cpu")
+    alone_image, alone_target = process.draw_fields(size, [79], rng_keys(12), "cpu")
     assert torch.equal(alone_target[0], target[1]) and torch.equal(alone_image[0], image[1])
-    reordered, _ = process.draw_fields(size, [3, 40], keys(13, 11), "cpu")
+    reordered, _ = process.draw_fields(size, [3, 40], rng_keys(13, 11), "cpu")
     assert torch.equal(reordered, image[[2, 0]])
     torch.set_rng_state(state)
-    process.draw_fields(size, [5], keys(1), "cpu")
+    process.draw_fields(size, [5], rng_keys(1), "cpu")
     assert torch.equal(torch.get_rng_state(), state)
-    assert process.draw_times(keys(11, 12)) == process.draw_times(keys(11)) + process.draw_times(keys(12))
+    assert process.draw_times(rng_keys(11, 12)) == process.draw_times(rng_keys(11)) + process.draw_times(rng_keys(12))
 
 
 def test_samples_epochs_and_seeds_differ(size):
@@ -73,7 +73,7 @@ def test_samples_epochs_and_seeds_differ(size):
 
 def test_shapes_and_per_sample_times(size):
     process = make(size)
-    image, target = process.draw_fields(size, [1, 79], keys(3, 3), "cpu")
+    image, target = process.draw_fields(size, [1, 79], rng_keys(3, 3), "cpu")
     assert image.shape == target.shape == (2, len(size), *size)
     assert image.dtype == target.dtype == torch.float32
     assert 8 < target[1].norm() / target[0].norm() < 20
@@ -81,44 +81,44 @@ def test_shapes_and_per_sample_times(size):
     # The same sample at t = 1: both fields are one composition, the image's with the small second draw.
     ratio = (image[0] - target[0]).norm() / target[0].norm()
     assert 0.03 < ratio < 0.2
-    without, _ = make(size, noise_ratio=0.0).draw_fields(size, [1], keys(3), "cpu")
+    without, _ = make(size, noise_ratio=0.0).draw_fields(size, [1], rng_keys(3), "cpu")
     assert torch.allclose(without[0], target[0], rtol=0, atol=1e-5)
 
 
 def test_second_draw_is_independent_of_the_first(size):
-    image, target = make(size).draw_fields(size, [1] * 12, keys(*range(12)), "cpu")
+    image, target = make(size).draw_fields(size, [1] * 12, rng_keys(*range(12)), "cpu")
     cosine = torch.nn.functional.cosine_similarity((image - target).flatten(1), target.flatten(1))
     assert abs(float(cosine.mean())) < 0.4
 
 
 def test_velocity_has_the_standard_deviation_asked_for():
     for dims, grid in ((2, 64), (3, 16)):
-        velocity = draw_velocity(keys(*range(20)), "velocity", dims, [grid], 1e-3)
+        velocity = draw_velocity(rng_keys(*range(20)), "velocity", dims, [grid], 1e-3)
         assert velocity.shape == (20, dims, *[grid] * dims)
         assert float(velocity.std()) == pytest.approx(1e-3 * (grid // 2 - 1), rel=0.03)
         assert float(velocity.mean()) == pytest.approx(0.0, abs=float(velocity.std()) / 50)
 
 
 def test_coarse_noise_is_stronger():
-    coarse = draw_velocity(keys(*range(40)), "velocity", 2, [8, 64], 1e-3)
-    fine = draw_velocity(keys(*range(40)), "velocity", 2, [64], 1e-3)
+    coarse = draw_velocity(rng_keys(*range(40)), "velocity", 2, [8, 64], 1e-3)
+    fine = draw_velocity(rng_keys(*range(40)), "velocity", 2, [64], 1e-3)
     corner = (..., 0, 0)
     # The corner of the grid is a control point at every resolution: there the variances simply add up.
     assert float(coarse[corner].std() / fine[corner].std()) == pytest.approx((1 + 8 ** 2) ** 0.5, rel=0.3)
 
 
 def test_field_scales_with_v_scale_and_image_size(size):
-    one = make(size).draw_fields(size, [1, 1], keys(1, 2), "cpu")[1]
-    three = make(size, v_scale=3e-4).draw_fields(size, [1, 1], keys(1, 2), "cpu")[1]
+    one = make(size).draw_fields(size, [1, 1], rng_keys(1, 2), "cpu")[1]
+    three = make(size, v_scale=3e-4).draw_fields(size, [1, 1], rng_keys(1, 2), "cpu")[1]
     assert torch.allclose(three, 3 * one, rtol=1e-3, atol=1e-6)
     larger = [2 * n for n in size]
-    field = make(size).draw_fields(larger, [1, 1], keys(1, 2), "cpu")[1]
+    field = make(size).draw_fields(larger, [1, 1], rng_keys(1, 2), "cpu")[1]
     for axis, n in enumerate(size):
         expected = (2 * n - 1) / (n - 1)
         assert float(field[:, axis].std() / one[:, axis].std()) == pytest.approx(expected, rel=0.05)
     fraction = one / (side_lengths(size) - 1)
     finest = GRIDS[len(size)][-1]
-    on_grid = draw_velocity(keys(1, 2), "velocity", len(size), GRIDS[len(size)], 1e-4) / (finest // 2 - 1)
+    on_grid = draw_velocity(rng_keys(1, 2), "velocity", len(size), GRIDS[len(size)], 1e-4) / (finest // 2 - 1)
     on_grid = on_grid[(..., *middle(finest, len(size)))]
     assert float(fraction.std()) == pytest.approx(float(on_grid.std()), rel=0.1)
 
@@ -132,7 +132,7 @@ def test_target_field_is_what_particle_composition_gives(size):
     dims, grids = len(size), GRIDS[len(size)]
     # Strong enough for particles to leave their cell of the control grid; one step is an eleventh of the way.
     process = make(size, v_scale=1e-3)
-    velocity = draw_velocity(keys(5), "velocity", dims, grids, 1e-3)[0].double().numpy()
+    velocity = draw_velocity(rng_keys(5), "velocity", dims, grids, 1e-3)[0].double().numpy()
     region = middle(grids[-1], dims)
     start = np.stack(np.mgrid[tuple(region)]).astype(np.float64)
     points = start.copy()
@@ -140,13 +140,13 @@ def test_target_field_is_what_particle_composition_gives(size):
         points += np.stack([map_coordinates(v, points, order=1, mode="nearest") for v in velocity])
     moved = torch.from_numpy(points - start)[None].float()
     assert moved.abs().max() > 0.5
-    target = process.draw_fields(size, [60], keys(5), "cpu")[1]
+    target = process.draw_fields(size, [60], rng_keys(5), "cpu")[1]
     expected = resize_field(moved, size)
     assert float((target - expected).norm() / expected.norm()) < 0.03
 
 
 def test_diffuse_warps_by_the_image_field(size):
-    process, times, chosen = make(size), [30, 79], keys(1, 2)
+    process, times, chosen = make(size), [30, 79], rng_keys(1, 2)
     x0 = torch.rand(2, 1, *size, generator=torch.Generator().manual_seed(0))
     xt, target_field = process.diffuse(x0, times, chosen)
     image_field, target_field_alone = process.draw_fields(size, times, chosen, "cpu")
@@ -159,7 +159,7 @@ def test_diffuse_warps_by_the_image_field(size):
 def test_perfect_prediction_undoes_the_target_field(size):
     process = make(size)
     x0 = torch.rand(3, 1, *size, generator=torch.Generator().manual_seed(0))
-    _, target_field = process.diffuse(x0, [10, 40, 79], keys(1, 2, 3))
+    _, target_field = process.diffuse(x0, [10, 40, 79], rng_keys(1, 2, 3))
     inverse = invert(target_field)
     residual = warp(inverse, target_field, padding="border") + target_field
     assert float(residual.norm() / target_field.norm()) < 0.05

@@ -195,17 +195,17 @@ def loss_of(logits, label):
 
 def batch_of(pool, seed, step, share, common):
     """Images and labels of one step, each (BATCH, 1, *size). common: config of the common augmentation, or None."""
-    keys = [(seed, step, sample) for sample in range(BATCH)]
+    rng_keys = [(seed, step, sample) for sample in range(BATCH)]
     chosen = []
-    for volume, drawn, number in uniform(keys, "sample", 3).tolist():
+    for volume, drawn, number in uniform(rng_keys, "sample", 3).tolist():
         versions = pool[int(volume * len(pool))]
         last = len(versions) - 1
         chosen.append(versions[1 + int(number * last) if last and drawn < share else 0])
     image, label = (torch.stack(parts) for parts in zip(*chosen))
     if common:
-        matrix = random_affine(keys, 3, image.shape[2:], common)
+        matrix = random_affine(rng_keys, 3, image.shape[2:], common)
         label = warp(label, affine_field(matrix, label.shape[2:]), mode="nearest", padding="border")
-        image = common_augment(image, keys, common)
+        image = common_augment(image, rng_keys, common)
     return image, label
 
 

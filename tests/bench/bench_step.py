@@ -84,8 +84,8 @@ def measure(cfg, steps):
         synchronize(device)
         taken = time.perf_counter() - started
         images, positions, _ = volumes[0]
-        keys = [(cfg["run.seed"], 0, p) for p in positions.tolist()]
-        batch, both = om.deform_batch(images.to(device), keys, state["ddpm"], cfg), pairs[0][0].to(device)
+        rng_keys = [(cfg["run.seed"], 0, p) for p in positions.tolist()]
+        batch, both = om.deform_batch(images.to(device), rng_keys, state["ddpm"], cfg), pairs[0][0].to(device)
         alone = network_alone(net, batch, both[0::2], both[1::2], cfg, device)
         if number >= WARM_UP:
             whole.append(taken)
