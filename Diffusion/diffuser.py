@@ -1,4 +1,4 @@
-"""DeformDDPM: the random deformations that mode 1 has to undo."""
+"""DeformDDPM: the random deformations that mode 1 learns to undo, and the conditions that the network is shown."""
 import math
 
 import torch
@@ -10,23 +10,24 @@ from Runtime.keyed_random import generator, normal, uniform
 
 
 def image_count(t):
-    """How often the velocity is composed with itself to deform the image at time t: 1 .. 200."""
+    """Compositions of the velocity with itself that deform the image at time t: 1 .. 200."""
     return min(max(math.floor(2 * t ** 1.3 / 3), 1), 200)
 
 
 def label_count(t):
-    """How many of these compositions the network is asked to undo at time t; 0 at t = 0."""
+    """Compositions that the network is asked to undo at time t, those of the target field; 0 at t = 0."""
     return math.floor(t ** 0.6 + 1e-9)  # 32 ** 0.6 is 7.999999999999999 in floating point
 
 
 def draw_velocity(rng_keys, purpose, dims, grids, v_scale):
-    """Random velocity fields on the finest control grid: Gaussian noise at several resolutions, coarse is stronger.
+    """Random velocity fields on the finest control grid: Gaussian noise at several resolutions, stronger where coarse.
 
-    The grid spans about twice the image (`middle` is the part on it), so that deformations reach beyond the border.
+    The grid spans about twice the image, so that deformations reach across its border; `middle` is the part on it.
 
-    rng_keys: B tuples (seed, epoch, sample). grids: control points per side, ascending, the last a multiple of 4.
-    v_scale: standard deviation of the finest grid's noise as a fraction of the image side.
-    Returns: (B, dims, *[finest] * dims) in spacings of the finest grid.
+    rng_keys: B tuples (seed, epoch, sample). purpose: str naming what is drawn. grids: control points per side,
+    ascending, the last a multiple of 4. v_scale: standard deviation of the finest grid's noise, fraction of the image
+    side.
+    Returns: (B, dims, *[finest] * dims) displacement in spacings of the finest grid.
     """
     finest = grids[-1]
     velocity = 0.0
@@ -39,7 +40,8 @@ def draw_velocity(rng_keys, purpose, dims, grids, v_scale):
 def typical_displacement(cfg, t):
     """Standard deviation of the target field at time t, as a fraction of the image side: the size of a prediction.
 
-    At the index that means registration: the image field's at the last time, the largest deformation seen in mode 1.
+    t = diffusion.timesteps stands for registration. Its value is that of the image field at the last time, the largest
+    deformation of mode 1.
     """
     grids = cfg["diffusion.grids"]
     # Linear upsampling leaves about half of the standard deviation between the control points.
@@ -48,12 +50,15 @@ def typical_displacement(cfg, t):
 
 
 def middle(grid, dims):
-    """The part of a control grid of `grid` points per side that lies on the image, corner to corner."""
+    """The part of a control grid of `grid` points per side that lies on the image, corner to corner: `dims` slices."""
     return [slice(grid // 4, grid // 4 + grid // 2)] * dims
 
 
 class DeformDDPM:
-    """The forward process: image x0 and time t to deformed image x_t and the field that must be undone."""
+    """The forward process: from an image x0 and a time t to the deformed image x_t and the field to be undone.
+
+    cfg: flat config; read are model.dims, diffusion.timesteps, .grids, .v_scale and .noise_ratio.
+    """
 
     def __init__(self, cfg):
         self.dims = cfg["model.dims"]
@@ -63,7 +68,7 @@ class DeformDDPM:
         self.noise_ratio = cfg["diffusion.noise_ratio"]
 
     def draw_times(self, rng_keys):
-        """One t in 1 .. timesteps - 1 for each rng_key: list of ints. At t = 0 there would be nothing to undo."""
+        """One time t for each sample, uniform in 1 .. timesteps - 1: list of B ints. At t = 0 nothing is deformed."""
         return [1 + int(u * (self.timesteps - 1)) for u in uniform(rng_keys, "time")]
 
     def draw_velocities(self, rng_keys, device):
@@ -74,10 +79,13 @@ class DeformDDPM:
 
     @torch.no_grad()
     def draw_fields(self, size, times, rng_keys, device):
-        """Fields that deform images of `size` at the given times.
+        """Random fields at given times: what deforms the images, and what the network is to undo.
 
-        Returns: image field and target field, (B, N, *size) in voxels. The target field is the velocity composed with
-        itself label_count(t) times, the image field image_count(t) times after a second small draw has joined it.
+        The target field is label_count(t) compositions of the velocity. The image field is image_count(t) of them, of
+        the velocity composed with a second, small draw.
+
+        size: N voxels per side. times: B ints. rng_keys: B tuples (seed, epoch, sample).
+        Returns: image field and target field, (B, N, *size) displacement in voxels each.
         """
         velocity, noisy = self.draw_velocities(rng_keys, device)
         on_image = middle(self.grids[-1], self.dims)
@@ -90,59 +98,61 @@ class DeformDDPM:
         """Deform images: x_t = warp(x0, image field).
 
         x0: (B, 1, *spatial). times: B ints. rng_keys: B tuples (seed, epoch, sample).
-        Returns: x_t like x0, and the target field (B, N, *spatial) in voxels of which a perfect prediction p satisfies
-        warp(p, target) = -target.
+        Returns: x_t (B, 1, *spatial); target field (B, N, *spatial) in voxels. A perfect prediction p satisfies
+        warp(p, target) == -target, which is compose(p, target) == 0.
         """
         image_field, target_field = self.draw_fields(x0.shape[2:], times, rng_keys, x0.device)
         return warp(x0, image_field), target_field
 
     @torch.no_grad()
     def draw_image_field(self, size, times, rng_keys, device):
-        """The image field of `draw_fields`, bit for bit, without the target field: for where nothing is trained."""
+        """The image field of `draw_fields`, bit for bit. Without training no target is needed."""
         _, noisy = self.draw_velocities(rng_keys, device)
         image = integrate_velocity(noisy, [image_count(t) for t in times], middle(self.grids[-1], self.dims))
         return resize_field(image, size)
 
     @torch.no_grad()
     def recover(self, net, x0, start, rng_keys, cfg, condition=None, stride=1):
-        """A random deformation as at time `start`, of which a network then undoes what it can, down to time 0.
+        """Deform an image as at time `start`, then let a network undo what it can, step by step down to time 0.
 
         At time t the image is deformed by image_count(t) compositions, and a perfect prediction p undoes label_count(t)
-        of them, about four times as many as lie between t and t - 1. So p is scaled to the share that leads to the next
-        time, and all shares together undo exactly what was done. p belongs to the voxels of the deformed image and acts
-        on it last: warp(warp(x0, field), p) is warp(x0, compose(field, p)). Always the original is warped, by the field
-        composed so far, so that it is interpolated once.
+        of them, about four times as many as lie between t and t - 1. Each p is therefore scaled by the fraction that
+        leads to the next time, so that all steps together undo exactly what was done. p is defined on the voxels of the
+        deformed image and is applied last: warp(warp(x0, field), p) == warp(x0, compose(field, p)). Always x0 itself is
+        warped, by the composed field, so that it is interpolated only once.
 
         net: called as net(image, t, condition), like a network of `build_network`. x0: (B, 1, *spatial). start: 1 ..
-        timesteps - 1. rng_keys: B tuples (seed, epoch, sample). condition: of `make_condition`: of x0 to come back to
+        timesteps - 1. rng_keys: B tuples (seed, epoch, sample). condition: from `make_condition`: of x0 to come back to
         it, of another image to be drawn towards that one, None for any image that the network finds likely. stride:
-        times per step; up to 4 no prediction has to be stretched, except by little near the end.
+        times per step; up to 4 no prediction is stretched, except by little near the end.
         Returns: field (B, N, *spatial) in voxels, by which x0 is to be warped.
         """
         field = self.draw_image_field(x0.shape[2:], [start] * len(x0), rng_keys, x0.device)
         for t in range(start, 0, -stride):
-            part = (image_count(t) - (image_count(t - stride) if t > stride else 0)) / label_count(t)
-            if part:  # the first two times are alike
+            left = image_count(t - stride) if t > stride else 0
+            fraction = (image_count(t) - left) / label_count(t)
+            if fraction:  # 0 at t = 2: its image_count is that of t = 1
                 with autocast(x0.device, cfg["run.amp"]):
                     pred = net(warp(x0, field), torch.full((len(x0),), t, device=x0.device), condition)
-                field = compose(field, part * pred.float())
+                field = compose(field, fraction * pred.float())
         return field
 
 
 def log_uniform(u, most):
-    """A whole number from 1 to `most`, both included, whose logarithm is spread evenly. u: uniform in [0, 1).
+    """A whole number from 1 to `most`, both included, with a log-uniform distribution. u: uniform in [0, 1).
 
-    k has the share log((k + 1) / k) / log(most + 1) of the interval.
+    k has the probability log((k + 1) / k) / log(most + 1).
     """
     return min(int((most + 1) ** u), most)
 
 
 def make_condition(target, kind, rng_keys=None):
-    """What the network is shown of a target: values x mask and mask as two channels.
+    """What the network is shown of a target volume: its values times a mask, and the mask, as two channels.
 
-    kind "volume": all of it. "slice": k whole planes, orthogonal to the axes, at random places; k is log-uniform from 1
-    to all planes of all axes, so that easy cases teach first and the full volume is the limit. "none": None.
-    target: (B, 1, *spatial). rng_keys: B tuples (seed, epoch, sample), for "slice". Returns: (B, 2, *spatial) or None.
+    kind: "volume", all of it; "slice", k whole planes orthogonal to the axes at random places; "none". k is log-uniform
+    from 1 to all planes of all axes, so that easy cases are frequent and the full volume is the limit.
+    target: (B, 1, *spatial). rng_keys: B tuples (seed, epoch, sample), for "slice".
+    Returns: (B, 2, *spatial); None for kind "none".
     """
     if kind == "none":
         return None
