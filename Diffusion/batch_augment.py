@@ -10,7 +10,12 @@ from Runtime.keyed_random import hashed, uniform
 
 
 def random_affine(rng_keys, dims, size, cfg):
-    """Affine matrices about the image centre, (B, dims, dims + 1) in voxels: rotation, scaling, shift, flip."""
+    """Random affine maps about the image centre: scaling, then rotation, then shift; some flipped along the first axis.
+
+    rng_keys: B tuples (seed, epoch, sample). size: voxels per side. cfg: augment.rotation (degrees), .scaling, .shift
+    (fractions) and .flip (probability).
+    Returns: (B, dims, dims + 1), linear part and shift in voxels, as `affine_field` takes it.
+    """
     numbers = uniform(rng_keys, "affine", 3 * 3 + 1) * 2 - 1
     angles = numbers[:, :3] * math.radians(cfg["augment.rotation"])
     scales = torch.exp(numbers[:, 3:3 + dims] * math.log1p(cfg["augment.scaling"]))
@@ -20,7 +25,10 @@ def random_affine(rng_keys, dims, size, cfg):
     for index, (i, j) in enumerate(planes):
         cos, sin = torch.cos(angles[:, index]), torch.sin(angles[:, index])
         turn = torch.eye(dims).repeat(len(linear), 1, 1)
-        turn[:, i, i], turn[:, j, j], turn[:, i, j], turn[:, j, i] = cos, cos, -sin, sin
+        turn[:, i, i] = cos
+        turn[:, j, j] = cos
+        turn[:, i, j] = -sin
+        turn[:, j, i] = sin
         linear = turn @ linear
     flipped = (numbers[:, 9] + 1) / 2 < cfg["augment.flip"]
     linear[:, :, 0] = torch.where(flipped[:, None], -linear[:, :, 0], linear[:, :, 0])
@@ -29,7 +37,7 @@ def random_affine(rng_keys, dims, size, cfg):
 
 @functools.cache
 def _quantiles(device):
-    """The 2^16 equally likely values of noise(), ascending: (65536,) float32, mean 0, variance 1, to 4.3 deviations.
+    """The normal quantiles of 2^16 equally likely values, ascending: (65536,) float32, mean 0, variance 1, |x| <= 4.3.
 
     Rounded to 2^-14, far above the last digit in which two processors could differ.
     """
@@ -41,23 +49,26 @@ def _quantiles(device):
 def noise(rng_key, purpose, size, device="cpu"):
     """Standard normal noise of one sample, made on the device: the same bits on every device and in every batch.
 
-    A hash of the key gives two 32-bit words a (odd) and b; the mixed bits of a * i + b are the indices into a table of
-    normal quantiles of voxels i and i + half, 16 bits each. All of it is exact: no logarithm or cosine is computed.
+    A hash of the key gives two 32-bit words, a (odd) and b. Voxel i and voxel i + half share the number a * i + b,
+    whose mixed bits are two 16-bit indices into a table of normal quantiles. Integers only, no logarithm and no cosine:
+    every device gets the same bits.
     rng_key: (seed, epoch, sample). purpose: str naming what is drawn. size: voxels per side.
     Returns: (*size) float32.
     """
     words = hashed(rng_key[0], purpose, *rng_key[1:])
     a, b = (int.from_bytes(words[at:at + 4], "little", signed=True) for at in (0, 4))
-    count, place = math.prod(size), torch.device(device)
+    count = math.prod(size)
     half = (count + 1) // 2
-    # On a CPU in pieces of 2^15, above which torch shares an operation out: they stay in the cache, and a dozen short
-    # operations do not wait for threads one after another.
-    step = 2 ** 15 if place.type == "cpu" else half
-    table, values = _quantiles(place), torch.empty(2, half, device=place)
+    device = torch.device(device)
+    # On a CPU in pieces of 2^15 voxels: they stay in the cache, and torch does not split an operation of that size over
+    # threads, for which a dozen short operations would each have to wait.
+    step = 2 ** 15 if device.type == "cpu" else half
+    table = _quantiles(device)
+    values = torch.empty(2, half, device=device)
     for start in range(0, half, step):
         piece = slice(start, min(start + step, half))
-        # int32 products keep their lowest 32 bits on CPUs and accelerators alike; >> copies the sign, hence the mask.
-        bits = torch.arange(piece.start, piece.stop, dtype=torch.int32, device=place).mul_(a | 1).add_(b)
+        # int32 products wrap to their lowest 32 bits on every device; >> copies the sign bit, hence the mask.
+        bits = torch.arange(piece.start, piece.stop, dtype=torch.int32, device=device).mul_(a | 1).add_(b)
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2 ** 32)):
             bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)
         high = (bits >> 16).bitwise_and_(0xFFFF)
@@ -67,7 +78,7 @@ def noise(rng_key, purpose, size, device="cpu"):
 
 
 def _recolour(images, rng_keys, cfg):
-    """Gamma, contrast, brightness and noise, in this order, written into the images."""
+    """Apply gamma, contrast, brightness and noise, in this order, in place."""
     def drawn(name):
         numbers = (uniform(rng_keys, name) * 2 - 1) * cfg[f"augment.{name}"]
         return numbers.view(-1, *[1] * (images.dim() - 1)).to(images.device)
@@ -86,12 +97,12 @@ def _recolour(images, rng_keys, cfg):
 
 
 def augment(images, rng_keys, cfg):
-    """Randomly moved and re-contrasted copies of a batch; what is switched off costs nothing.
+    """Copies of a batch with random affine maps, gamma, contrast, brightness and noise; what is off costs nothing.
 
     After the affine, intensities v become v ^ exp(+-gamma), then 0.5 + (v - 0.5) exp(+-contrast) +- brightness, then
-    get noise added; they may leave [0, 1].
-    images: (B, 1, *spatial) as stored, on any device, left as it is. rng_keys: B tuples (seed, epoch, sample).
-    Returns: (B, 1, *spatial) float32; `images` itself where it is that and everything is off.
+    noise is added. They may leave [0, 1].
+    images: (B, 1, *spatial) as stored, on any device; not changed. rng_keys: B tuples (seed, epoch, sample).
+    Returns: (B, 1, *spatial) float32; `images` itself where they are float32 and all augment.* keys are 0.
     """
     images = as_float(images)
     moves = any(cfg[f"augment.{name}"] for name in ("rotation", "scaling", "shift", "flip"))
