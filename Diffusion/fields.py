@@ -12,12 +12,12 @@ import math
 import torch
 import torch.nn.functional as F
 
-SLABS = 4  # a CPU shares grid_sample out over the batch only, so a single field is cut into a batch of slabs
+SLABS = 4  # pieces of one sample in `warp`: on a CPU grid_sample runs in parallel over the batch only
 LINEAR = {2: "bilinear", 3: "trilinear"}  # F.interpolate's names of linear interpolation in N dimensions
 
 
 def side_lengths(size, device=None):
-    """Image sides in voxels as a (1, N, 1, ..., 1) tensor, to turn a field into fractions of the image side."""
+    """Image sides in voxels, (1, N, 1, ..., 1) float32: a field divided by them is in fractions of the image side."""
     return torch.tensor(size, dtype=torch.float32, device=device).view(1, -1, *[1] * len(size))
 
 
@@ -28,7 +28,10 @@ def identity(size, device="cpu"):
 
 
 def _identity_norm(size, image_size, origin, device):
-    """The identity in grid_sample's units (voxel 0 at -1, voxel n - 1 at +1): one broadcastable tensor per axis."""
+    """The identity in normalised units of the image, voxel 0 at -1 and voxel n - 1 at +1: one tensor for each axis.
+
+    Each is broadcastable, (1, 1, .., n, .., 1). size: of the grid. origin: the image's voxel where the grid starts.
+    """
     axes = []
     for i, (n, image_n) in enumerate(zip(size, image_size)):
         voxels = torch.arange(n, dtype=torch.float32, device=device) + origin[i]
@@ -40,7 +43,7 @@ def _identity_norm(size, image_size, origin, device):
 def warp(image, field, mode="bilinear", padding="zeros", origin=None):
     """warped(x) = image(x + field(x)).
 
-    This is the one place that knows the layout of grid_sample: last axis first (x, y, z), coordinates in -1 .. 1.
+    The only place that knows the layout of grid_sample: last axis first (x, y, z), coordinates in -1 .. 1.
 
     image: (B, C, *spatial_image). field: (B, N, *spatial) in voxels; the grids share their spacing, sizes may differ.
     mode: "bilinear" (linear along each axis) for images and fields, "nearest" for labels.
@@ -52,26 +55,28 @@ def warp(image, field, mode="bilinear", padding="zeros", origin=None):
     image_size, size = tuple(image.shape[2:]), tuple(field.shape[2:])
     if not field.shape[1] == len(size) == len(image_size):
         raise ValueError(f"a field of shape {tuple(field.shape)} cannot warp an image of shape {tuple(image.shape)}")
-    base = _identity_norm(size, image_size, tuple(origin or [0] * len(size)), field.device)
+    identity_norm = _identity_norm(size, image_size, tuple(origin or [0] * len(size)), field.device)
+    options = {"mode": mode, "padding_mode": padding, "align_corners": True}
     with torch.autocast(image.device.type, enabled=False):
-        axes = [torch.add(base[i], field[:, i].float(), alpha=2.0 / max(image_size[i] - 1, 1))
-                for i in reversed(range(len(size)))]
-        grid, image, rows = torch.stack(axes, dim=1).movedim(1, -1), image.float(), math.prod(size[:-1])
-        options = {"mode": mode, "padding_mode": padding, "align_corners": True}
+        image = image.float()
+        axes_norm = [torch.add(identity_norm[i], field[:, i].float(), alpha=2.0 / max(image_size[i] - 1, 1))
+                     for i in reversed(range(len(size)))]
+        grid_norm = torch.stack(axes_norm, dim=1).movedim(1, -1)                    # (B, *spatial, N)
+        rows = math.prod(size[:-1])
         parts = next(k for k in (SLABS, 2, 1) if rows % k == 0)
-        if len(grid) > 1 or grid.device.type != "cpu" or parts == 1:
-            return F.grid_sample(image, grid, **options)
-        grid = grid.reshape(parts, rows // parts, *[1] * (len(size) - 2), size[-1], len(size))
-        slabs = F.grid_sample(image.expand(parts, *image.shape[1:]), grid, **options)
+        if len(grid_norm) > 1 or grid_norm.device.type != "cpu" or parts == 1:
+            return F.grid_sample(image, grid_norm, **options)
+        grid_norm = grid_norm.reshape(parts, rows // parts, *[1] * (len(size) - 2), size[-1], len(size))
+        slabs = F.grid_sample(image.expand(parts, *image.shape[1:]), grid_norm, **options)
         return slabs.transpose(0, 1).reshape(1, -1, *size)
 
 
 def across(field, change):
-    """The field by which `warp` samples a volume of another grid: x -> change(x + field(x)) - x.
+    """The field by which `warp` samples a volume on another grid: x -> change(x + field(x)) - x.
 
-    field: (B, N, *spatial), displacement in voxels of its own (fixed) grid. change: voxels of that grid to those of the
-    other one, A_moving^-1 A_fixed; 4x4, of which the N axes and the shift are taken, or just these, (N, N + 1).
-    Returns: (B, N, *spatial) in voxels of the other grid.
+    field: (B, N, *spatial) displacement in voxels of its own, fixed grid. change: from voxels of that grid to voxels of
+    the other, A_moving^-1 A_fixed; 4x4, of which the N axes and the shift are taken, or just these, (N, N + 1).
+    Returns: (B, N, *spatial) displacement in voxels of the other grid.
     """
     dims, size = field.shape[1], tuple(field.shape[2:])
     start = identity(size, field.device)
@@ -102,6 +107,7 @@ def integrate_velocity(velocity, counts, region=None):
     associative: the powers velocity^1, ^2, ^4, ^8, ... are made by squaring, once for the whole batch, and each sample
     takes those of the binary digits of its count. So there are log2(n) squarings instead of n - 1 compositions, and
     fewer interpolations. The digits are applied to points that move through the powers, so only `region` is computed.
+    (Squaring as in Arsigny et al., MICCAI 2006, for any n and without scaling; see `flow` for unit time.)
 
     velocity: (B, N, *spatial) displacement in voxels per unit of time. counts: B integers >= 0.
     region: N slices (non-negative start, step 1) of the grid where the result is wanted; default all of it.
@@ -131,10 +137,13 @@ def integrate_velocity(velocity, counts, region=None):
 
 
 def flow(velocity, squarings=5):
-    """The displacement after unit time along a stationary velocity, by scaling and squaring. Shapes as `compose`.
+    """The displacement after unit time along a stationary velocity: exp(velocity), by scaling and squaring.
 
-    Does not fold (Arsigny et al., MICCAI 2006), up to the interpolation of its samples. Five squarings are 32 steps: a
-    fraction of a voxel each for all that registration needs.
+    exp(v) = exp(v / 2^n) composed with itself 2^n times, n = squarings (Arsigny et al., "A Log-Euclidean Framework for
+    Statistics on Diffeomorphisms", MICCAI 2006). It does not fold, up to the interpolation of its samples. Five
+    squarings are 32 steps of a fraction of a voxel each, for all that registration needs.
+
+    velocity: (B, N, *spatial) in voxels per unit of time. Returns: (B, N, *spatial) displacement in voxels.
     """
     field = velocity / 2 ** squarings
     for _ in range(squarings):
@@ -143,10 +152,12 @@ def flow(velocity, squarings=5):
 
 
 def invert(field, iterations=20):
-    """Inverse field by fixed-point iteration: compose(field, inverse) is zero up to interpolation.
+    """Inverse field by the fixed-point iteration inverse(x) = -field(x + inverse(x)) (Chen et al., Med Phys 2008).
 
-    Converges where the field's derivatives stay below one (no folding); each round shrinks the error by that factor.
-    field: (B, N, *spatial) displacement in voxels. Returns the same shape.
+    compose(field, inverse) is zero up to interpolation. Each iteration shrinks the error by the largest derivative of
+    the field, so it converges where that stays below one, which also means no folding.
+
+    field: (B, N, *spatial) displacement in voxels. Returns: the same shape.
     """
     inverse = torch.zeros_like(field)
     for _ in range(iterations):
@@ -179,10 +190,10 @@ def resize_field(field, size, align="corners"):
 
 
 def jacobian_determinant(field):
-    """Determinant of the derivative of x -> x + field(x); <= 0 where the deformation folds.
+    """det(I + d field / d x), the change of volume by x -> x + field(x); <= 0 where the deformation folds.
 
     Central differences inside, one-sided at the border, so it is exact for affine maps.
-    field: (B, N, *spatial) displacement in voxels. Returns: (B, *spatial).
+    field: (B, N, *spatial) displacement in voxels. Returns: (B, *spatial) float32.
     """
     dims = field.shape[1]
     rows = [torch.gradient(field[:, i].float(), dim=tuple(range(1, dims + 1))) for i in range(dims)]
@@ -195,7 +206,7 @@ def jacobian_determinant(field):
 
 
 def affine_field(matrix, size):
-    """Displacement of an affine map about the centre of the grid: x -> c + A (x - c) + b.
+    """Displacement of an affine map about the centre c of the grid: x -> c + A (x - c) + b.
 
     matrix: (B, N, N + 1), A in the first N columns, shift b in voxels in the last. size: N voxels per side.
     Returns: (B, N, *size) displacement in voxels.
