@@ -1,6 +1,7 @@
 """Losses: one short function each. All work in float32 with autocast off, whatever the network ran in.
 
-Fields are (B, N, *spatial) displacements in voxels, images (B, C, *spatial).
+Fields are (B, N, *spatial) displacements in voxels, images (B, C, *spatial). A loss of your own is a function here and
+a line in its step function in OM_train_3modes.py.
 """
 import torch
 import torch.nn.functional as F
@@ -8,27 +9,28 @@ from torch.autograd.function import once_differentiable
 
 from Diffusion.fields import jacobian_determinant, side_lengths, warp
 
-# Squared fraction of the image side below which a displacement counts as none (0.04 voxels at 128).
+# A displacement counts as zero where its squared length, as a fraction of the image side, is below this: 0.04 voxels at
+# a side of 128.
 NEGLIGIBLE = 1e-7
 
 
 def recovery_terms(pred_field, target_field):
-    """How well `pred_field` undoes `target_field`: the terms `dist` and `ang`, per sample.
+    """How well a predicted field p undoes the target field u: the terms `dist` and `ang` of each sample.
 
-    With r(x) = p(x + target(x)), a perfect prediction gives r = -target.
-    dist: mean over voxels of |r + target|^2 / (|target|^2 + 1e-7); 0 is perfect, 1 is what a zero prediction gets.
-    ang: mean cosine of r and target where the target is not negligible; -1 is perfect, 0 unrelated, +1 opposite.
+    With r(x) = p(x + u(x)), compose(p, u) = r + u is zero for a perfect prediction.
+    dist = mean over voxels of |r + u|^2 / (|u|^2 + 1e-7): >= 0, 0 is perfect, about 1 is a prediction of zero.
+    ang = mean of cos(r, u) over voxels with |u|^2 > 1e-7: -1 is perfect, 0 unrelated, +1 opposite.
     Lengths are fractions of the image side, axis by axis, as the noise is drawn.
 
-    pred_field, target_field: (B, N, *spatial). Returns: two tensors (B,).
+    pred_field, target_field: (B, N, *spatial) in voxels. Returns: dist and ang, (B,) each.
     """
     side = side_lengths(target_field.shape[2:], target_field.device)
     target = target_field.float() / side
     r = warp(pred_field, target_field, padding="border") / side
     squared = target.square().sum(1)
     dist = ((r + target).square().sum(1) / (squared + NEGLIGIBLE)).flatten(1).mean(1)
-    # The clamp keeps the gradient finite where the prediction is still zero. (F.cosine_similarity takes its norms over
-    # the channels of a volume five times slower.)
+    # The clamp keeps the gradient finite where the prediction is still zero. Written out, because the norms of
+    # F.cosine_similarity over the channels of a volume are five times slower.
     lengths = r.square().sum(1).clamp(min=NEGLIGIBLE) * squared.clamp(min=NEGLIGIBLE)
     cosine = (r * target).sum(1) * lengths.rsqrt()
     counted = (squared > NEGLIGIBLE).float()
@@ -37,37 +39,42 @@ def recovery_terms(pred_field, target_field):
 
 
 def roughness(field, waiver=0.0):
-    """Mean absolute difference of neighbouring displacements (voxels per voxel) above `waiver`; 0 where smooth.
+    """Mean over axes a, channels i and voxels x of max(|u_i(x + e_a) - u_i(x)| - waiver, 0), where u is the field.
 
-    field: (B, N, *spatial). Returns a scalar >= 0.
+    field: (B, N, *spatial) in voxels. waiver: a difference that is not penalised, in voxels per voxel.
+    Returns: a scalar >= 0; 0 for a shift.
     """
     axes = range(2, field.dim())
     return sum(F.relu(field.float().diff(dim=axis).abs() - waiver).mean() for axis in axes) / len(axes)
 
 
 def folding(field):
-    """Mean of the negative part of the Jacobian determinant of id + field; 0 where nothing folds, 1 for a reflection.
+    """Mean of max(-det J, 0), J the Jacobian of x -> x + field(x): the volume that is turned inside out.
 
-    field: (B, N, *spatial). Returns a scalar >= 0.
+    The penalty of negative Jacobian determinants as in Mok and Chung, CVPR 2020.
+    field: (B, N, *spatial) in voxels. Returns: a scalar >= 0; 0 where nothing folds, 1 for a reflection.
     """
     return F.relu(-jacobian_determinant(field)).mean()
 
 
 def regularity(field, waiver=0.0, folding_weight=1.0):
-    """The regulariser of all modes: roughness above a waiver plus weighted folding. Returns a scalar >= 0."""
+    """The regulariser of modes 1 and 3: roughness(field, waiver) + folding_weight * folding(field).
+
+    field: (B, N, *spatial) in voxels. Returns: a scalar >= 0.
+    """
     return roughness(field, waiver) + folding_weight * folding(field)
 
 
 def _band(n, window, device):
-    """(n, n) matrix whose product is the mean over `window` neighbours, zeros outside."""
+    """(n, n) matrix M such that M x is the mean of x over `window` neighbours, zeros outside."""
     return torch.full((n, n), 1.0 / window, device=device).triu(-(window // 2)).tril(window // 2)
 
 
 def box_mean(x, window):
     """Mean over the cube of `window` voxels around each voxel, zeros outside. x: (B, C, *spatial) float32.
 
-    One banded matrix product along each axis. For sides of some hundred voxels that is faster than running sums,
-    pooling or convolutions, and it has no long sums to lose digits in. It is its own transpose.
+    One banded matrix product along each axis. At sides of some hundred voxels that is faster than running sums, pooling
+    or convolutions, and it has no long sums that lose digits. The operator is its own transpose, as its gradient needs.
     """
     for axis in range(2, x.dim()):
         band = _band(x.shape[axis], window, x.device)
@@ -79,18 +86,20 @@ def box_mean(x, window):
 
 
 class _LocalCorrelation(torch.autograd.Function):
-    """Mean local correlation with its gradient written out: three box means per image instead of autograd's five."""
+    """`local_correlation` with its gradient written out: three box means for each image instead of autograd's five."""
 
     @staticmethod
     def forward(ctx, a, b, window, squared, eps):
-        mean_a, mean_b = box_mean(a, window), box_mean(b, window)
-        # Variances are clamped at zero: a difference of means can come out slightly negative where an image is flat.
+        mean_a = box_mean(a, window)
+        mean_b = box_mean(b, window)
+        # Clamped: rounding can make this difference of means slightly negative where an image is flat.
         var_a = box_mean(a * a, window).addcmul_(mean_a, mean_a, value=-1.0).clamp_(min=0.0)
         var_b = box_mean(b * b, window).addcmul_(mean_b, mean_b, value=-1.0).clamp_(min=0.0)
         covariance = box_mean(a * b, window).addcmul_(mean_a, mean_b, value=-1.0)
         variances = (var_a * var_b).add_(eps ** 2)
         ctx.save_for_backward(a, b, mean_a, mean_b, var_a, var_b, covariance, variances)
-        ctx.window, ctx.squared = window, squared
+        ctx.window = window
+        ctx.squared = squared
         return (covariance.square() / variances if squared else covariance * variances.rsqrt()).mean()
 
     @staticmethod
@@ -99,7 +108,7 @@ class _LocalCorrelation(torch.autograd.Function):
         a, b, mean_a, mean_b, var_a, var_b, covariance, variances = ctx.saved_tensors
         by_covariance = (covariance / variances).mul_(2.0) if ctx.squared else variances.rsqrt()
         by_covariance = by_covariance.mul_(grad / a.numel())
-        # Derivative by one variance, short of the other variance.
+        # The derivative by one variance, without the factor of the other variance.
         by_variance = (by_covariance * covariance).div_(variances).mul_(-0.5)
         spread = box_mean(by_covariance, ctx.window)
         results = []
@@ -117,32 +126,47 @@ class _LocalCorrelation(torch.autograd.Function):
 
 
 def local_correlation(image, target, window=9, squared=True, eps=1e-5):
-    """Mean local normalised cross-correlation over cubes of `window` voxels (zeros outside the image).
+    """Mean local normalised cross-correlation of two images.
 
-    image, target: (B, C, *spatial), intensities of order one. window: odd, voxels. eps: a variance that counts as none.
-    Returns a scalar: squared, 0 .. 1; signed, -1 .. 1; 1 is perfect. (Avants et al., Med Image Anal 2008.)
+    With means <.> over the cube of `window` voxels around each voxel (zeros outside the image),
+      cov = <I T> - <I><T>,  var_I = <I I> - <I>^2,  var_T = <T T> - <T>^2,
+      squared:  mean of cov^2 / (var_I var_T + eps^2), 0 .. 1 (Avants et al., Med Image Anal 2008)
+      else:     mean of cov / sqrt(var_I var_T + eps^2), -1 .. 1 (Cachier et al., CVIU 2003, by Gaussian windows)
+    and 1 is perfect: as a loss it enters with a minus.
+
+    image, target: (B, C, *spatial), intensities of order one. window: odd, in voxels. eps: a variance that counts as
+    zero. Returns: a scalar.
     """
     with torch.autocast(image.device.type, enabled=False):
         return _LocalCorrelation.apply(image.float(), target.float(), window, squared, eps)
 
 
 def mslncc(image, target, window=9, scales=3, squared=True):
-    """Local correlation averaged over scales 1, 1/2, 1/4, ... made by average pooling. Same range as at one scale."""
+    """Multi-scale local correlation: the mean of `local_correlation` at scales 1, 1/2, 1/4, ..., by average pooling.
+
+    image, target: (B, C, *spatial). window: odd, in voxels of each scale. scales: how many.
+    Returns: a scalar in the range of `local_correlation`; 1 is perfect.
+    """
     total = 0.0
     for level in range(scales):
         if level:
             pool = F.avg_pool3d if image.dim() == 5 else F.avg_pool2d
-            image, target = pool(image, 2), pool(target, 2)
+            image = pool(image, 2)
+            target = pool(target, 2)
         total = total + local_correlation(image, target, window, squared)
     return total / scales
 
 
 def info_nce(anchors, positives, negatives, allowed, temperature):
-    """Cross-entropy of picking the own positive among the queue's negatives.
+    """InfoNCE: the cross-entropy of picking a sample's positive among the negatives of a queue.
 
-    anchors, positives: (B, E) unit vectors. negatives: (K, E) unit vectors, no gradient.
-    allowed: (B, K) bool, False where the negative is of the same subject (or an empty place).
-    Returns a scalar >= 0; 0 where a sample has no allowed negative.
+    loss = mean over samples of -log(exp(a.p / T) / (exp(a.p / T) + sum over allowed n of exp(a.n / T)))
+    (van den Oord et al., "Representation Learning with Contrastive Predictive Coding", 2018; with a queue as in He et
+    al., "Momentum Contrast", CVPR 2020).
+
+    anchors, positives: (B, E) unit vectors. negatives: (K, E) unit vectors, without gradient. allowed: (B, K) bool,
+    False where the negative is of the same subject, or an empty place. temperature: T > 0.
+    Returns: a scalar >= 0; a sample without an allowed negative adds 0.
     """
     positive = (anchors * positives).sum(1, keepdim=True)
     others = (anchors @ negatives.T).masked_fill(~allowed, float("-inf"))
