@@ -10,9 +10,11 @@ from Diffusion.fields import jacobian_determinant, warp
 
 
 def dice(first, second, labels):
-    """Dice overlap 2 |A and B| / (|A| + |B|) of each label; NaN where a label is in neither image.
+    """Overlap of each label: 2 |A and B| / (|A| + |B|), 0 .. 1, 1 is perfect (Dice, Ecology 1945).
 
-    first, second: integer arrays or tensors of one shape. labels: the label values. Returns: list of floats.
+    first, second: integer arrays or tensors of one shape. labels: the label values.
+    Returns: list of floats; NaN where a label is in neither image.
+    Raises ValueError if the shapes differ.
     """
     if tuple(first.shape) != tuple(second.shape):
         raise ValueError(f"label images of different shapes: {tuple(first.shape)} and {tuple(second.shape)}")
@@ -25,42 +27,49 @@ def dice(first, second, labels):
 
 
 def dice_before_after(moving_label, fixed_label, field):
-    """Mean Dice over the fixed image's labels without and with a field.
+    """Mean Dice over the fixed image's labels, without and with a field.
 
     moving_label, fixed_label: (1, 1, *spatial). field: (1, N, *spatial) in voxels; labels are warped nearest neighbour.
-    Returns: Dice before, Dice after, warped label (1, 1, *spatial).
+    Returns: Dice before and after, None where the fixed image has no label; the warped label (1, 1, *spatial).
     """
     warped_label = warp(moving_label, field, mode="nearest")
     labels = sorted(set(fixed_label.unique().tolist()) - {0})
-    return (average(dice(moving_label, fixed_label, labels)), average(dice(warped_label, fixed_label, labels)),
-            warped_label)
+    before = average(dice(moving_label, fixed_label, labels))
+    after = average(dice(warped_label, fixed_label, labels))
+    return before, after, warped_label
 
 
 def average(values):
-    """Mean of the finite values; None if there are none."""
+    """Mean of the finite values, None if there are none. values: numbers or None."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return sum(finite) / len(finite) if finite else None
 
 
 def spread(rows, columns):
-    """Mean, standard deviation and number of the values of each column that there is: {column: (mean, sd, count)}.
+    """Mean, standard deviation and number of the values in each column.
 
-    rows: dicts, one for each case; what is None or missing does not count.
+    rows: dicts, one for each case; values that are None or missing do not count.
+    Returns: {column: (mean, standard deviation (n - 1; 0 for one value), count)}, without columns that have no value.
     """
-    found = {}
+    summary = {}
     for column in columns:
         values = [row[column] for row in rows if row.get(column) is not None]
         if values:
             deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-            found[column] = (statistics.fmean(values), deviation, len(values))
-    return found
+            summary[column] = (statistics.fmean(values), deviation, len(values))
+    return summary
 
 
 def hd95(first, second, labels, spacing_mm):
-    """95th percentile of the surface distances of each label, in mm; NaN where one image lacks the label.
+    """95th percentile Hausdorff distance of each label, in mm: max(P95 of d(a, B), P95 of d(b, A)).
 
-    The larger of both directions, as Learn2Reg has it: pooled, a part that one image lacks would hide among all others.
-    first, second: integer numpy arrays of one shape. spacing_mm: voxel size per axis. Returns: list of floats.
+    a and b run over the surface voxels A and B of a label in the two images, d is the distance to the nearest voxel of
+    the other surface (partial Hausdorff distance: Huttenlocher et al., PAMI 1993). The two directions are not pooled:
+    a part that one image lacks would hide among the distances of all others. Learn2Reg also takes the larger one, but
+    weights surface voxels by their area.
+
+    first, second: integer numpy arrays of one shape. labels: the label values. spacing_mm: voxel size for each axis.
+    Returns: list of floats >= 0; NaN where one image lacks the label.
     """
     scores = []
     for label in labels:
@@ -68,22 +77,28 @@ def hd95(first, second, labels, spacing_mm):
         if not a.any() or not b.any():
             scores.append(float("nan"))
             continue
-        surface_a, surface_b = a & ~binary_erosion(a), b & ~binary_erosion(b)
-        to_b = distance_transform_edt(~surface_b, sampling=spacing_mm)[surface_a]
-        to_a = distance_transform_edt(~surface_a, sampling=spacing_mm)[surface_b]
-        scores.append(float(max(np.percentile(to_a, 95), np.percentile(to_b, 95))))
+        surface_a = a & ~binary_erosion(a)
+        surface_b = b & ~binary_erosion(b)
+        to_b_mm = distance_transform_edt(~surface_b, sampling=spacing_mm)[surface_a]
+        to_a_mm = distance_transform_edt(~surface_a, sampling=spacing_mm)[surface_b]
+        scores.append(float(max(np.percentile(to_a_mm, 95), np.percentile(to_b_mm, 95))))
     return scores
 
 
 def folding_percent(field):
-    """Percentage of voxels whose Jacobian determinant is <= 0. field: (B, N, *spatial) in voxels. Returns a float."""
+    """100 x the fraction of voxels with det J <= 0, J the Jacobian of x -> x + field(x): where the deformation folds.
+
+    field: (B, N, *spatial) in voxels. Returns: a float, 0 .. 100.
+    """
     return 100.0 * float((jacobian_determinant(field) <= 0).float().mean())
 
 
 def sdlogj(field):
-    """Standard deviation of log(clip(det + 3, 1e-9, 1e9)), two voxels cropped on every side: Learn2Reg's convention.
+    """SDlogJ: standard deviation of log(clip(det J + 3, 1e-9, 1e9)) without two voxels on every side.
 
-    field: (B, N, *spatial) in voxels. Returns a float.
+    The convention of Learn2Reg, the + 3 included (Hering et al., IEEE TMI 2023), so that values are comparable. 0 where
+    the change of volume is the same everywhere.
+    field: (B, N, *spatial) in voxels. Returns: a float >= 0.
     """
     inner = (slice(None), *[slice(2, -2)] * (field.dim() - 2))
     determinant = jacobian_determinant(field)[inner]
