@@ -1,4 +1,7 @@
-"""Mode 2's embeddings: of a step's samples, of the averaged weights, and the queue of those of recent samples."""
+"""Mode 2's embeddings: of the samples of a step, of the averaged weights, and a queue of recent samples.
+
+The queue of negatives and the slowly moving second encoder are those of He et al., "Momentum Contrast", CVPR 2020.
+"""
 import torch
 
 from Dataloader.datalist import subject_key
@@ -8,47 +11,62 @@ from Runtime.device import autocast
 
 
 def new_queue(cfg, device):
-    """Embeddings of recent samples, oldest overwritten first.
+    """An empty queue of the embeddings of K recent samples; the oldest is overwritten first.
 
-    subjects: whose each is, by `subject_key`, which stays valid when volumes are added; -1 marks an empty place.
+    Returns: dict of images and conditions, (K, E) each; subjects (K,), the `subject_key` of each sample, which stays
+    valid when volumes are added, -1 for an empty place; next, how many samples were ever put in.
     """
-    size, width = cfg["contrastive.queue"], cfg["contrastive.embedding"]
-    return {"images": torch.zeros(size, width, device=device), "conditions": torch.zeros(size, width, device=device),
-            "subjects": torch.full((size,), -1, device=device), "next": 0}
+    size = cfg["contrastive.queue"]
+    width = cfg["contrastive.embedding"]
+    return {"images": torch.zeros(size, width, device=device),
+            "conditions": torch.zeros(size, width, device=device),
+            "subjects": torch.full((size,), -1, device=device),
+            "next": 0}
 
 
 def push(queue, images, conditions, subjects):
-    """Put a step's embeddings into the queue, in global sample order. images, conditions: (B, E). subjects: (B,)."""
+    """Put the embeddings of a step into the queue, in place, in global sample order.
+
+    images, conditions: (B, E). subjects: (B,), of `subject_key`.
+    """
     for image, condition, subject in zip(images, conditions, subjects):
         place = queue["next"] % len(queue["subjects"])
-        queue["images"][place], queue["conditions"][place], queue["subjects"][place] = image, condition, subject
+        queue["images"][place] = image
+        queue["conditions"][place] = condition
+        queue["subjects"][place] = subject
         queue["next"] += 1
 
 
 def name_volumes(queue, subjects):
-    """Turn the numbers of volumes, which a queue of an earlier version holds, into keys of their subjects.
+    """Replace the numbers of volumes, which a queue of an earlier version holds, by the keys of their subjects.
 
-    subjects: of the training volumes, in their order.
+    subjects: names of the subjects of the training volumes, in the order of the volumes.
     """
-    keys = {number: subject_key(subject) for number, subject in enumerate(subjects)}
-    named = [keys.get(number, -1) for number in queue["subjects"].tolist()]
-    queue["subjects"] = torch.tensor(named, device=queue["subjects"].device)
+    key_of_volume = {number: subject_key(subject) for number, subject in enumerate(subjects)}
+    keys = [key_of_volume.get(number, -1) for number in queue["subjects"].tolist()]
+    queue["subjects"] = torch.tensor(keys, device=queue["subjects"].device)
 
 
 def embed(net, batch, cfg):
-    """Unit vectors of the deformed volumes and of their conditions, (B, E) each."""
+    """Embeddings of a batch: unit vectors of the deformed volumes and of their conditions, (B, E) each.
+
+    batch: dict with "xt" (B, 1, *spatial), "t" (B,) and "condition" (B, 2, *spatial) or None.
+    """
     with autocast(batch["xt"].device, cfg["run.amp"]):
         return net(batch["xt"], batch["t"], batch["condition"], embed=True)
 
 
 @torch.no_grad()
 def target_embeddings(net, ema, batches, cfg):
-    """Embeddings of each batch by the averaged weights, (image, condition) of (B, E) each; None for each without ema.
+    """Embeddings by the averaged weights: what mode 2 has to match, and what goes into the queue.
 
-    They are what mode 2 is to match, and what goes into the queue. (A slow second encoder for both: He et al.,
-    "Momentum Contrast", CVPR 2020.) The queue's embeddings stay where they were made while the weights move on. At a
-    high learning rate a sample can be told from them by that alone, and no subject need be told from another; the
-    average hardly moves as long as they last. Every rank calls this: with fsdp the forward gathers the weights.
+    The queue keeps embeddings of earlier weights. At a high learning rate the weights move so far that a new sample
+    differs from all of them by its age, and mode 2 could be solved without telling subjects apart. The average hardly
+    moves while an embedding is in the queue. (The key encoder of Momentum Contrast.)
+
+    ema: of `new_ema`, or None. batches: list of dicts, as for `embed`. Every rank calls this: with fsdp the forward
+    gathers the weights.
+    Returns: for each batch (image, condition), (B, E) each; without ema None for each.
     """
     if not ema:
         return [None] * len(batches)

@@ -1,10 +1,10 @@
 """Sums of gradients over the batches of a step and over the ranks, in float64.
 
-Rounded once at the end, a sum of float32 gradients in float64 is the same in any order. So a step has the same bits for
-any number of ranks, as long as the batches of a forward are the same.
+float32 gradients summed in float64 and rounded once at the end give the same float32 in any order. So a step has the
+same bits for any number of ranks, as long as the batches of a forward are the same.
 
-`sums` is a dict: dtype, totals {parameter: sum so far}, and parts, the number of batches of all ranks in this step;
-of this rank alone with run.strategy fsdp, which takes the mean over the ranks after each batch.
+`sums` is a dict: dtype of the sums; totals, {parameter: sum so far}; parts, the number of batches in this step, of all
+ranks. With run.strategy fsdp it is that of this rank, because fsdp takes the mean over the ranks after each batch.
 """
 import torch
 import torch.distributed as dist
@@ -13,7 +13,10 @@ from Runtime.errors import InputError
 
 
 def new_gradients(exact, device="cpu"):
-    """exact: float64, which is tried once; otherwise float32. Raises InputError for a device that has no float64."""
+    """The `sums` of a run. exact: in float64, otherwise in float32.
+
+    Raises InputError for exact sums on a device that has no float64, which is tried once.
+    """
     if exact:
         try:
             torch.ones(2, dtype=torch.float64, device=device).sum().item()
@@ -24,7 +27,7 @@ def new_gradients(exact, device="cpu"):
 
 
 def set_aside(sums, parameters):
-    """Add the gradients of one batch to the totals, and clear them."""
+    """Add the gradients of one batch to the totals, and clear the gradients."""
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = parameter.grad.to(sums["dtype"])
@@ -34,7 +37,7 @@ def set_aside(sums, parameters):
 
 
 def put_together(sums, parameters):
-    """The mean over all batches as the gradient, where no communication hook makes it."""
+    """Make the mean over all batches the gradient. Without DDP there is no communication hook that does it."""
     if sums["parts"] > 1:
         set_aside(sums, parameters)
         for parameter, total in sums["totals"].items():
@@ -43,12 +46,17 @@ def put_together(sums, parameters):
 
 
 def sum_over_ranks(sums, bucket):
-    """Communication hook of DDP: the mean over all batches of all ranks, of a bucket of gradients and their totals."""
+    """Communication hook of DDP: the mean over all batches of all ranks, for one bucket of gradients.
+
+    Returns: a future of the bucket's buffer, which then holds the means.
+    """
     buffer = bucket.buffer()
     total = buffer.to(sums["dtype"], copy=True)
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
-        if (before := sums["totals"].pop(parameter, None)) is not None:
-            # In the buffer a gradient lies as its parameter does, channels last too, whatever bucket.gradients() says.
+        before = sums["totals"].pop(parameter, None)
+        if before is not None:
+            # In the buffer a gradient has the strides of its parameter, channels last too; bucket.gradients() does not
+            # show that.
             place = gradient.storage_offset() - buffer.storage_offset()
             total.as_strided(parameter.size(), parameter.stride(), place).add_(before)
 

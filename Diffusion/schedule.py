@@ -8,10 +8,12 @@ from Diffusion.sharding import part_like
 
 
 def learning_rate(cfg, step, done):
-    """The learning rate of one step: linear over optim.warmup_steps, then constant or half a cosine down to zero.
+    """The learning rate of one step: a linear warm-up, then constant, or a cosine down to zero.
 
-    step: from 0. done: the share of the run, by epochs, at whose end the cosine is zero. Steps would not do: how many
-    an epoch has changes with the samples of a step and with the data set.
+    rate = optim.lr * min((step + 1) / optim.warmup_steps, 1), with optim.schedule "cosine" times
+    (1 + cos(pi done)) / 2 (Loshchilov and Hutter, "SGDR", ICLR 2017, without restarts).
+    step: from 0, over the whole run. done: fraction of the run's epochs that is done. It is not counted in steps: an
+    epoch has another number of them when the samples of a step or the data set change.
     """
     rate = cfg["optim.lr"] * min((step + 1) / max(cfg["optim.warmup_steps"], 1), 1.0)
     if cfg["optim.schedule"] == "cosine":
@@ -20,9 +22,10 @@ def learning_rate(cfg, step, done):
 
 
 def new_ema(net, cfg, saved=None):
-    """The moving average {name: tensor} of a network's parameters, sliced as they are; None where optim.average is 0.
+    """The exponential moving average of a network's parameters, at its start.
 
-    saved: the whole average of a checkpoint, to go on from; otherwise it starts from the weights.
+    saved: {name: whole tensor} of a checkpoint, to go on from; None: start from the weights.
+    Returns: {name: tensor}, with fsdp slices like the parameters; None where optim.average is 0.
     """
     if not cfg["optim.average"]:
         return None
@@ -32,9 +35,10 @@ def new_ema(net, cfg, saved=None):
 
 @torch.no_grad()
 def update_ema(ema, net, cfg, step):
-    """Move the average towards the weights after step `step` (from 0): by 1 - optim.average, more in the first steps.
+    """Move the average towards the weights, in place: ema = decay * ema + (1 - decay) * weights.
 
-    With a constant weight the first averages would consist of the weights before the training.
+    decay = min(optim.average, (1 + step) / (10 + step)), step from 0. It is smaller at first: with a constant decay the
+    first averages would be little but the weights before the training.
     """
     if ema:
         decay = min(cfg["optim.average"], (1 + step) / (10 + step))
@@ -44,7 +48,7 @@ def update_ema(ema, net, cfg, step):
 
 @contextlib.contextmanager
 def ema_weights(net, ema):
-    """Within it, the network has the averaged weights; without an average, its own."""
+    """Within this context the network has the averaged weights; without an average (None), its own."""
     own = {name: parameter.detach().clone() for name, parameter in net.named_parameters()} if ema else {}
     try:
         put_weights(net, ema)
@@ -55,5 +59,6 @@ def ema_weights(net, ema):
 
 @torch.no_grad()
 def put_weights(net, weights):
+    """Copy {name: tensor} into the network's parameters; nothing where there are none."""
     for name, parameter in net.named_parameters() if weights else ():
         parameter.copy_(weights[name])
