@@ -1,4 +1,4 @@
-"""What a training step of a config costs, without doing it: `python OM_train_3modes.py --config C --dry-run`."""
+"""What a training step costs, counted without computing it: `python OM_train_3modes.py --config C --dry-run`."""
 import functools
 import json
 
@@ -16,19 +16,19 @@ from Runtime.global_batch import split_step
 
 
 def count_costs(loss_function, network):
-    """Cost of one forward and backward pass of a mode, without doing it: call under torch's FakeTensorMode.
+    """Cost of one forward and backward pass of a mode, on tensors without values: call under torch's FakeTensorMode.
 
-    loss_function: builds the loss from scratch. network: its weights are not counted as activations.
-    Returns: (floating-point operations of matrix products, convolutions and attention; bytes of the activations that
-    the forward pass keeps for the backward pass, each storage counted once).
+    loss_function: computes the loss from scratch. network: its weights are not counted as activations.
+    Returns: floating-point operations of matrix products, convolutions and attention; bytes of the activations that the
+    forward pass keeps for the backward pass, each storage counted once.
     """
-    own = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
+    weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
     kept = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage  # holding it keeps its address from being used again
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage  # a reference, so that the address is not used again
         return tensor
 
     with FlopCounterMode(display=False) as counter:
@@ -39,42 +39,46 @@ def count_costs(loss_function, network):
 
 
 def weights_and_optimizer_bytes(network):
-    """Float32 weights, gradients and Adam's two moments."""
+    """Bytes of the weights, their gradients and Adam's two moments, all in float32."""
     return 4 * sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
 
 
 def mode_costs(cfg, pair_batch, modes):
-    """`count_costs` of each mode of a config. pair_batch: pairs of one forward. modes: MODES of the training script.
+    """`count_costs` of each mode of a config.
 
-    Returns: the network, on tensors that hold no numbers; {mode: costs}.
+    pair_batch: pairs of one forward. modes: MODES of the training script.
+    Returns: the network, on tensors without values; {mode: (operations, bytes)}.
     """
-    size, batchsize, word = cfg["data.img_size"], cfg["data.batchsize"], cfg["model.condition_type"]
+    size, batchsize = cfg["data.img_size"], cfg["data.batchsize"]
+    kind = "none" if cfg["model.condition_type"] == "none" else "volume"
     with FakeTensorMode():
-        net, image = new_network(cfg), torch.zeros(batchsize, 1, *size)
-        t, pair = torch.zeros(batchsize, dtype=torch.long), torch.zeros(2, pair_batch, 1, *size)
+        net = new_network(cfg)
+        image = torch.zeros(batchsize, 1, *size)
+        t = torch.zeros(batchsize, dtype=torch.long)
+        moving, fixed = torch.zeros(2, pair_batch, 1, *size)
         batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "keep": None,
-                 "condition": make_condition(image, "none" if word == "none" else "volume"),
-                 "subjects": t, "queue": new_queue(cfg, "cpu"), "targets": None, "moving": pair[0], "fixed": pair[1]}
+                 "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, "cpu"),
+                 "targets": None, "moving": moving, "fixed": fixed}
 
         def loss_of(name):
             if name == "contrastive" and cfg["optim.average"]:
                 with torch.no_grad():
-                    embed(net, batch, cfg)  # by the averaged weights
+                    embed(net, batch, cfg)  # the target embeddings, by the averaged weights
             return modes[name].step(net, batch, cfg)[0]
 
         return net, {name: count_costs(functools.partial(loss_of, name), net) for name in modes}
 
 
 def training_volumes(cfg):
-    """How many volumes would be trained on, their listed pairs, and where that is known from.
+    """How many volumes would be trained on: counted in the cache, else in the files, else data.expect_samples.
 
-    Before OM_prepare.py has run the files of data.root tell it; without them data.expect_samples is taken.
+    Returns: number of volumes; listed pairs or None; where the number comes from, as a text.
     """
     why = ""
-    for place, looked in ((cfg["data.cache"], cfg), (cfg["data.root"], {**cfg, "data.cache": ""})):
+    for place, source_cfg in ((cfg["data.cache"], cfg), (cfg["data.root"], {**cfg, "data.cache": ""})):
         if place:
             try:
-                dataset, _, listed = read_datasets(looked, headers_only=True)
+                dataset, _, listed = read_datasets(source_cfg, headers_only=True)
                 return len(dataset), listed, place + why
             except InputError as error:
                 why = f", since {error}"
@@ -82,16 +86,18 @@ def training_volumes(cfg):
 
 
 def dry_run(cfg, world_size, modes):
-    """Build everything on tensors that hold no numbers, print what a step costs, and last one line of JSON.
+    """Build everything on tensors without values, print what a step costs, and as the last line the same as JSON.
 
-    world_size: ranks it is meant for. modes: MODES of the training script. Returns the exit code.
+    world_size: ranks it is meant for. modes: MODES of the training script. Returns: the exit code.
     """
     size, word = "x".join(map(str, cfg["data.img_size"])), cfg["model.condition_type"]
     volumes, listed, source = training_volumes(cfg)
     split = split_step(cfg, world_size)
-    steps, pairs = steps_left(cfg, volumes, listed, split), epoch_pair_count(cfg, volumes, listed, split)
+    steps = steps_left(cfg, volumes, listed, split)
+    pairs = epoch_pair_count(cfg, volumes, listed, split)
     net, costs = mode_costs(cfg, split["pair_batch"], modes)
-    parameters, fixed_bytes = sum(p.numel() for p in net.parameters()), weights_and_optimizer_bytes(net)
+    parameters = sum(p.numel() for p in net.parameters())
+    fixed_bytes = weights_and_optimizer_bytes(net)
     memory = fixed_bytes + max(kept for _, kept in costs.values())
     print(f"{cfg['model.name']}: {parameters / 1e6:.1f} M parameters, {size} voxels, batch {cfg['data.batchsize']}, "
           f"{cfg['diffusion.timesteps']} timesteps, condition {word}")

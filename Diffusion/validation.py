@@ -1,4 +1,4 @@
-"""What a network is worth on held-out volumes: recovery at fixed times, registration of fixed pairs."""
+"""Scores of a network on held-out volumes: recovery at fixed times, retrieval, and registration of fixed pairs."""
 import itertools
 
 import numpy as np
@@ -15,7 +15,10 @@ from Runtime.device import autocast
 
 
 def align(net, moving, fixed, cfg):
-    """The field (B, N, *spatial) in voxels that aligns (B, 1, *spatial) volumes, by one question, as in training."""
+    """Register volumes by one forward pass, as mode 3 trains it.
+
+    moving, fixed: (B, 1, *spatial) in [0, 1]. Returns: field (B, N, *spatial) in voxels.
+    """
     t = torch.full((len(moving),), cfg["diffusion.timesteps"], device=moving.device)
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
     with autocast(moving.device, cfg["run.amp"]):
@@ -23,12 +26,14 @@ def align(net, moving, fixed, cfg):
 
 
 def best_field(net, moving, fixed, cfg):
-    """The field (B, N, *spatial) in voxels that registers two volumes once the training is done.
+    """Register volumes with a trained network, by several forward passes.
 
-    registration.symmetric: fixed to moving is asked as well. With u = exp(v) - id one way and exp(-v) - id the other,
-    half the difference of both is v up to third order; errors that do not depend on the direction cancel, and the flow
-    of v does not fold. registration.rounds: the network is asked so often, each time with the moving volume as the
-    field so far shows it, so that it can better what it has not reached at once.
+    With registration.symmetric both directions are predicted. If they are exp(v) - id and exp(-v) - id, half their
+    difference is v up to third order; errors that do not depend on the direction cancel, and the flow of v does not
+    fold. With registration.rounds > 1 each further round registers the warped volume, and its field is composed with
+    the field so far: it adds what the round before did not reach.
+
+    moving, fixed: (B, 1, *spatial) in [0, 1]. Returns: field (B, N, *spatial) in voxels.
     """
     field = None
     for _ in range(cfg["registration.rounds"]):
@@ -42,10 +47,11 @@ def best_field(net, moving, fixed, cfg):
     return field
 
 
-def own_share(count, ranks):
-    """The numbers below `count` that are this rank's, as (number, whether it counts): equally many on every rank.
+def cases_of_rank(count, ranks):
+    """The cases that this rank scores, of `count` in all: list of (number, whether it counts).
 
-    A forward may need all ranks (fsdp), so one that has nothing left repeats a number that does not count.
+    Every rank gets equally many, because with fsdp a forward needs all ranks: a rank that has none left repeats a case,
+    which does not count.
     """
     rank, world_size = ranks["rank"], ranks["world_size"]
     last = -(-count // world_size) * world_size
@@ -53,10 +59,10 @@ def own_share(count, ranks):
 
 
 def retrieval(images, conditions, subjects):
-    """Share of the images that are nearest to a condition of their own subject, 0 .. 1; by chance about 1 in subjects.
+    """Fraction of the images whose nearest condition, by cosine, is of their own subject.
 
-    images, conditions: (n, E) embeddings, seen from their means: what all have in common does not count in mode 2.
-    subjects: (n,), whose each is.
+    images, conditions: (n, E) embeddings; their means are subtracted, as what all have in common does not count in mode
+    2. subjects: (n,), the subject of each. Returns: 0 .. 1; by chance about 1 / number of subjects.
     """
     images, conditions = (F.normalize(one - one.mean(0), dim=1) for one in (images, conditions))
     return (subjects[(images @ conditions.T).argmax(1)] == subjects).double().mean().item()
@@ -64,12 +70,13 @@ def retrieval(images, conditions, subjects):
 
 @torch.no_grad()
 def validate(state, dataset, cfg):
-    """Scores on held-out volumes, shared among the ranks, and the first pair for a picture.
+    """Scores on held-out volumes, computed by all ranks together, and the first pair for a picture.
 
     state: the training's net, ddpm, device, ranks and progress. Every rank calls this.
-    Returns: dict of val_ang (mean over times), val_retrieval (share of volumes whose subject is known by its condition
-    at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean local correlation, 1 is
-    perfect), val_folding (percent of voxels); and (moving, fixed, warped, field) of pair 0, None on other ranks than 0.
+    Returns: scores, a dict of val_ang (mean over times, -1 is perfect), val_retrieval (fraction of volumes, see
+    `retrieval`, at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean local
+    correlation, 1 is perfect) and val_folding (percent of voxels); and moving, fixed, warped and field of pair 0,
+    without batch axis, None on other ranks than 0.
     """
     ranks = state["ranks"]
     state["net"].eval()
@@ -77,13 +84,18 @@ def validate(state, dataset, cfg):
     scores, picture = validate_registration(state, dataset, cfg)
     state["net"].train()
     agree.agree(ranks, state["progress"]["step"], "evaluate")
-    of_all_ranks = agree.gather_objects(ranks, (cosines, embeddings, scores))
-    # In the order of their numbers, so that the averages are the same for any number of ranks.
-    cosines, embeddings, scores = ([row[-1] for row in sorted(itertools.chain(*parts), key=lambda row: row[:-1])]
-                                   for parts in zip(*of_all_ranks))
-    known = retrieval(*torch.from_numpy(np.stack(embeddings, axis=1)), dataset.subjects[:len(embeddings)])
-    return {"val_ang": average(cosines), "val_retrieval": known,
+    parts = zip(*agree.gather_objects(ranks, (cosines, embeddings, scores)))
+    cosines, embeddings, scores = (in_order(rows) for rows in parts)
+    images, conditions = torch.from_numpy(np.stack(embeddings, axis=1))        # (n, E) each
+    return {"val_ang": average(cosines),
+            "val_retrieval": retrieval(images, conditions, dataset.subjects[:len(embeddings)]),
             **{name: average([score[name] for score in scores]) for name in scores[0]}}, picture
+
+
+def in_order(rows_of_ranks):
+    """The last items of all ranks' rows, sorted by what comes before: averages are the same for any number of ranks."""
+    rows = itertools.chain(*rows_of_ranks)
+    return [row[-1] for row in sorted(rows, key=lambda row: row[:-1])]
 
 
 def validate_recovery(state, dataset, cfg):
@@ -91,29 +103,32 @@ def validate_recovery(state, dataset, cfg):
 
     Returns: [(volume, t, cosine)] and [(volume, embeddings (2, E) of the image and of the condition)].
     """
-    net, ddpm, device, cosines, embeddings = state["net"], state["ddpm"], state["device"], [], []
+    net, ddpm, device = state["net"], state["ddpm"], state["device"]
+    cosines, embeddings = [], []
     times = sorted({max(cfg["diffusion.timesteps"] * quarter // 4, 1) for quarter in (1, 2, 3)})
-    for index, counts in own_share(min(len(dataset), cfg["run.val_pairs"]), state["ranks"]):
+    for index, counts in cases_of_rank(min(len(dataset), cfg["run.val_pairs"]), state["ranks"]):
         x0 = dataset.image(index)[None].to(device)
         for t in times:
             rng_keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
             xt, target_field = ddpm.diffuse(x0, [t], rng_keys)
-            asked = (xt, torch.tensor([t], device=device), make_condition(x0, cfg["model.condition_type"], rng_keys))
+            condition = make_condition(x0, cfg["model.condition_type"], rng_keys)
+            inputs = (xt, torch.tensor([t], device=device), condition)
             with autocast(device, cfg["run.amp"]):
-                pred = net(*asked)
-                known = net(*asked, embed=True) if t == times[len(times) // 2] else None
+                pred_field = net(*inputs)
+                embedded = net(*inputs, embed=True) if t == times[len(times) // 2] else None
             if counts:
-                cosines.append((index, t, recovery_terms(pred, target_field)[1].item()))
-            if counts and known:
-                embeddings.append((index, torch.cat(known).cpu().numpy()))
+                cosines.append((index, t, recovery_terms(pred_field, target_field)[1].item()))
+            if counts and embedded:
+                embeddings.append((index, torch.cat(embedded).cpu().numpy()))
     return cosines, embeddings
 
 
 def validate_registration(state, dataset, cfg):
     """Mode 3 on this rank's pairs. Returns: [(pair, scores by name)], and the volumes and field of pair 0 or None."""
-    net, device, scores, picture = state["net"], state["device"], [], None
+    net, device = state["net"], state["device"]
+    scores, picture = [], None
     pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"], rule=dataset.rule)
-    for number, counts in own_share(len(pairs), state["ranks"]):
+    for number, counts in cases_of_rank(len(pairs), state["ranks"]):
         pair = pairs[number]
         moving, fixed = (dataset.image(index)[None].to(device) for index in pair)
         field = best_field(net, moving, fixed, cfg)
