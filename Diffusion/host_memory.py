@@ -1,7 +1,7 @@
-"""What a training will take of a node's host memory, before it starts: for the preflight (Scripts/preflight/checks.py).
+"""How much host memory a training will need on a node, estimated before it starts (Scripts/preflight/checks.py).
 
-Counted is what does not give way: anonymous memory of the ranks and of their loader workers, batches in shared memory,
-and a cache staged in memory. Mapped files of a cache are not: the kernel drops their pages when it needs room.
+It counts what the kernel cannot drop: anonymous memory of the ranks and their loader workers, batches in shared memory,
+and a cache staged in memory. Mapped files of a cache do not count: the kernel drops their pages when it needs room.
 """
 import math
 from pathlib import Path
@@ -18,66 +18,73 @@ from Runtime.global_batch import split_step
 GIB = 2 ** 30
 # Measured on x86-64 Linux with torch 2.13.0+cpu, glibc's malloc and one thread a rank: the highest anonymous memory of
 # trainings of 16^3 to 96^3 voxels and 50 thousand to 27 million parameters.
-TRAINING = 125 * 2 ** 20  # what a training of next to nothing adds to a preflight: its modules, TensorBoard, pictures
-WORKER = 190 * 2 ** 20  # a loader worker that has read nothing: 188 MiB
-READING = 8  # volumes of the training grid in float32 held while one as large is read from its file: 7.4
-# What a step on a CPU takes at its peak, as a multiple of the activations kept for the backward pass: gradients of
-# activations, fields and images in float32, scratch of oneDNN, gaps of malloc. Convolutions in float32 need more.
+TRAINING = 125 * 2 ** 20  # bytes that the smallest training adds to a preflight: its modules, TensorBoard, pictures
+WORKER = 190 * 2 ** 20  # bytes of a loader worker before it reads anything: 188 MiB measured
+READING = 8  # volumes of the training grid in float32 held while one of that size is read from its file: 7.4 measured
+# Peak of a step on a CPU, as a multiple of the activations kept for the backward pass: gradients of activations, fields
+# and images in float32, scratch of oneDNN, gaps of malloc.
 PEAK = {"bf16": 1.37, "off": 1.3}
-LOCAL_MATCH = 1.12  # times that with amp off and model.local_match, which gives convolutions 27 channels more
-RECOMPUTED = 1.2  # times that with model.use_checkpoint, where levels come up once more in the backward pass
-# Beside weights, gradients and moments, as a multiple of the weights, with two ranks or more on a CPU: gradients in
-# float64 on their way between ranks; with fsdp also blocks made whole, and their casts to bf16 of every pass.
+LOCAL_MATCH = 1.12  # further factor with amp off and model.local_match: convolutions have 27 more channels
+RECOMPUTED = 1.2  # further factor with model.use_checkpoint: the backward pass computes levels a second time
+# Beside weights, gradients and moments, as a multiple of the weights, with two or more ranks on a CPU: gradients in
+# float64 that are being reduced; with fsdp also gathered blocks, and their casts to bf16 in every pass.
 BETWEEN_RANKS = {"ddp": 1.25, "zero1": 1.25, "fsdp": 5}
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are memory
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files take memory
 
 
 def memory_estimate(cfg, world_size, ranks, process, parameters, held=0, activations=0, staged=0, on_cpu=False,
                     writes=False):
     """Host memory of a node, in bytes.
 
-    world: ranks of the run; ranks: those on this node. process: bytes of one without the training. parameters: of the
-    network. held, activations, staged: of `held_bytes`, `activation_bytes` (of a CPU), `staged_bytes`. on_cpu: the
-    network is trained on the host. writes: whether rank 0 is here, which writes checkpoints.
+    world_size: ranks of the run. ranks: those on this node. process: bytes of one process without the training.
+    parameters: their number in the network. held, activations, staged: of `held_bytes`, `activation_bytes` (0 without a
+    CPU training) and `staged_bytes`. on_cpu: the network is trained on the host. writes: whether rank 0, which writes
+    checkpoints, is on this node.
     Returns: {"rank", "activations", "worker", "workers" (their number in a rank), "batches" (read ahead, of one rank),
     "checkpoint", "staged", "total": ranks x (rank + activations + workers x worker + batches) + checkpoint + staged}.
     """
-    split, voxels, cached = split_step(cfg, world_size), math.prod(cfg["data.img_size"]), bool(cfg["data.cache"])
+    split = split_step(cfg, world_size)
+    voxels = math.prod(cfg["data.img_size"])
+    cached = bool(cfg["data.cache"])
     workers = 0 if cfg["data.in_memory"] and not cached else cfg["data.num_workers"]
     reading = 0 if cached else READING * 4 * voxels
-    # Each worker has batches ready; beside an accelerator a thread has whole steps; and the step at work has its own.
+    # Steps whose volumes are in memory: the one being computed, and what is read ahead. Each worker reads ahead
+    # batches; without workers, a thread beside an accelerator reads ahead whole steps.
     per_step = split["sample_batches"] + split["pair_batches"]
     steps = 1 + cfg["data.prefetch_factor"] * (workers / per_step if workers else not on_cpu)
-    step = split["sample_batches"] * split["sample_batch"] + 2 * split["pair_batches"] * split["pair_batch"]
-    batches = round(steps * step * voxels * (np.dtype(cfg["data.dtype"]).itemsize if cached else 4))
+    volumes = split["sample_batches"] * split["sample_batch"] + 2 * split["pair_batches"] * split["pair_batch"]
+    batches = round(steps * volumes * voxels * (np.dtype(cfg["data.dtype"]).itemsize if cached else 4))
     weights = 4 * parameters
     rank = process + TRAINING + held + (0 if workers else reading)
-    rank += round(weights * (copies(cfg, world_size, split) if on_cpu else 1))  # else they are drawn on the host
+    rank += round(weights * (copies(cfg, world_size, split) if on_cpu else 1))  # 1: they are initialised on the host
     averages = bool(cfg["optim.average"])
-    checkpoint = (3 + averages) * weights if writes else 0  # a copy of weights and moments, while it is written
-    need = {"rank": rank, "activations": activations, "worker": WORKER + reading, "workers": workers,
-            "batches": batches, "checkpoint": checkpoint, "staged": staged}
-    return {**need, "total": ranks * (rank + activations + workers * need["worker"] + batches) + checkpoint + staged}
+    checkpoint = (3 + averages) * weights if writes else 0  # a copy of weights, moments, average while it is written
+    worker = WORKER + reading
+    total = ranks * (rank + activations + workers * worker + batches) + checkpoint + staged
+    return {"rank": rank, "activations": activations, "worker": worker, "workers": workers, "batches": batches,
+            "checkpoint": checkpoint, "staged": staged, "total": total}
 
 
 def copies(cfg, world_size, split):
-    """How often a rank on a CPU holds as many bytes as the weights have: weights, gradients, two moments, sums."""
-    found, strategy = 4, cfg["run.strategy"]
+    """Bytes that a rank on a CPU holds as a multiple of the weights' bytes: weights, gradients, moments, sums."""
+    strategy = cfg["run.strategy"]
+    multiple = 4
     if world_size > 1:
-        found = {"ddp": 4, "zero1": 2 + 2 / world_size, "fsdp": 4 / world_size}[strategy] + BETWEEN_RANKS[strategy]
+        own = {"ddp": 4, "zero1": 2 + 2 / world_size, "fsdp": 4 / world_size}[strategy]
+        multiple = own + BETWEEN_RANKS[strategy]
     if cfg["optim.average"]:
-        found += 1 / world_size if strategy == "fsdp" else 1
-    if max(split["sample_batches"], split["pair_batches"]) > 1:  # batches that only add up, in float64 or float32
-        found += 2 if cfg["run.exact_sums"] else 1
-    return found
+        multiple += 1 / world_size if strategy == "fsdp" else 1
+    if max(split["sample_batches"], split["pair_batches"]) > 1:  # gradients of several batches add up in a second copy
+        multiple += 2 if cfg["run.exact_sums"] else 1
+    return multiple
 
 
 def activation_bytes(cfg, world_size, modes):
-    """Bytes that a step on a CPU takes at its peak, beside weights and their gradients. Counted in some seconds.
+    """Bytes that a step on a CPU takes at its peak, beside weights and their gradients. Takes some seconds to count.
 
     modes: MODES of the training script.
     """
-    from Diffusion.cost import mode_costs  # here, because a preflight without a CPU training needs none of it
+    from Diffusion.cost import mode_costs  # here: a preflight without a CPU training does not need these imports
     _, costs = mode_costs(cfg, split_step(cfg, world_size)["pair_batch"], modes)
     amp = precision(cfg["run.amp"], torch.device("cpu"))
     factor = PEAK[amp] * (RECOMPUTED if cfg["model.use_checkpoint"] else 1)
@@ -86,20 +93,21 @@ def activation_bytes(cfg, world_size, modes):
 
 
 def held_bytes(cfg):
-    """Bytes of the volumes that a rank keeps with data.in_memory: images in float32, labels held out in int16."""
+    """Bytes of the volumes that a rank keeps with data.in_memory: images in float32, held-out labels in int16."""
     if not cfg["data.in_memory"] or cfg["data.cache"]:
         return 0
-    from Dataloader.dataset import read_datasets  # here, because scipy and nibabel take a second
+    from Dataloader.dataset import read_datasets  # here: scipy and nibabel take a second to import
     try:
         train, val, _ = read_datasets(cfg, headers_only=True)
-        images, labels = len(train) + len(val), sum(bool(item["label"]) for item in val.items)
-    except InputError:  # the training will say so; what is missing now may come until then
+        images = len(train) + len(val)
+        labels = sum(bool(item["label"]) for item in val.items)
+    except InputError:  # the training reports it; the files may arrive before it starts
         images, labels = cfg["data.expect_samples"], 0
     return math.prod(cfg["data.img_size"]) * (4 * images + 2 * labels)
 
 
 def staged_bytes(cfg):
-    """Bytes of memory that data.stage will take on this node: on a disk none, nor for what an earlier round left."""
+    """Bytes of memory that data.stage will take on this node: none on a disk, and none for files that are there."""
     place = expanded(cfg["data.stage"])
     if not cfg["data.cache"] or not cfg["data.stage"] or file_system(place) not in IN_MEMORY:
         return 0
@@ -113,8 +121,9 @@ def staged_bytes(cfg):
 
 
 def file_system(path):
-    """Type of the file system that a path is on, as /proc/mounts names it: "ext4", "tmpfs"; "" where nobody tells."""
-    path, mounts = Path(path).resolve(), Path("/proc/mounts")
+    """Type of the file system that a path is on, as /proc/mounts names it: "ext4", "tmpfs"; "" where it is unknown."""
+    path = Path(path).resolve()
+    mounts = Path("/proc/mounts")
     lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.is_file() else []
     above = [(len(point), number, kind) for number, (_, point, kind, *_) in enumerate(lines)
              if path.is_relative_to(point.replace("\\040", " "))]
@@ -122,7 +131,10 @@ def file_system(path):
 
 
 def host_room(cfg, ranks, variables):
-    """Bytes of host memory that the ranks of this node may take together: of the machine, its groups, Slurm, run.*."""
+    """Bytes of host memory that the ranks of this node may take together.
+
+    The least of what the machine and its control groups have free, Slurm's limit, and run.memory_limit_gb of each rank.
+    """
     room = [memory.measure(torch.device("cpu"))["host_free"] or math.inf]
     if variables.get("SLURM_MEM_PER_NODE", "0") != "0":  # "0" asks for all of it
         room.append(int(variables["SLURM_MEM_PER_NODE"]) * 2 ** 20)
