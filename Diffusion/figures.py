@@ -1,4 +1,4 @@
-"""Pictures of volumes, fields and curves, as matplotlib figures; `Runtime.report` writes them into files and pages."""
+"""Pictures of volumes, fields and curves, as matplotlib figures; Runtime/report.py writes them to files and pages."""
 import textwrap
 
 import numpy as np
@@ -16,14 +16,14 @@ COLUMNS = [("moving", ""), ("fixed", ""), ("warped", "moving(x + field(x))"), ("
 FIXED_LINE, MOVING_LINE, FOLDED, NOT_FINITE = "#ff9e1b", "#19b5e0", "#00b83a", "#808080"
 CELL, GAP, LEFT, BOTTOM = 1.6, 0.12, 0.7, 0.75  # inches
 PLANES = {2: [(0, 1)], 3: [(1, 2), (0, 2), (0, 1)]}  # the two axes of each slice, right and up
-GRID_LINES = 24
+GRID_LINES = 24  # along the longest axis of a deformed grid, about
 
 
 def middle_slices(volume):
-    """The slices through the middle voxel, index n // 2, one per axis in 3D: (H, W), (D, W), (D, H); in 2D the image.
+    """The slices through voxel n // 2 of each axis, in 3D (H, W), (D, W) and (D, H); in 2D the image itself.
 
-    volume: (D, H, W) or (H, W), array or tensor. Returns: list of 2D float32 arrays.
     They are shown transposed with the origin below: the first axis of a slice goes right, the second up.
+    volume: (D, H, W) or (H, W), array or tensor. Returns: list of 2D float32 arrays.
     Raises InputError for any other number of axes.
     """
     volume = _array(volume)
@@ -35,13 +35,14 @@ def middle_slices(volume):
 def registration_figure(moving, fixed, warped, field, labels=None, title=""):
     """Picture of one registration: the images, differences, deformed grid and Jacobian determinant, by middle slices.
 
+    The minimum of the determinant and the percentage of voxels where it is <= 0 are those of the whole volume.
     moving, fixed, warped: (D, H, W) or (H, W), arrays or tensors on the fixed grid. field: (N, *spatial), displacement
     in voxels. labels: (moving_label, fixed_label, warped_label) of the same shape, 0 = background, drawn as outlines.
-    The least determinant and the percentage of voxels where it is <= 0 are those of the whole volume.
     Returns: a matplotlib Figure, for `figure_png` or `figure_html`.
     Raises InputError if shapes do not fit together.
     """
-    images, field = [_array(image) for image in (moving, fixed, warped)], _array(field)
+    images = [_array(image) for image in (moving, fixed, warped)]
+    field = _array(field)
     labels = [] if labels is None else [_array(label) for label in labels]
     _check_shapes(images, field, labels)
     determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
@@ -49,8 +50,10 @@ def registration_figure(moving, fixed, warped, field, labels=None, title=""):
     figure, axes = _layout(images[1].shape, [*textwrap.wrap(title, 115), facts])
     columns = [middle_slices(image) for image in images]
     columns += [[np.abs(a - b) for a, b in zip(columns[1], columns[other])] for other in (0, 2)]
-    own, largest = _limits(columns[0]), _limits(columns[3] + columns[4])[1]
-    limits = [own, _limits(columns[1]), own, (0, largest), (0, largest)]
+    of_moving = _limits(columns[0])
+    of_fixed = _limits(columns[1])
+    of_difference = (0, _limits(columns[3] + columns[4])[1])
+    limits = [of_moving, of_fixed, of_moving, of_difference, of_difference]
     for column, slices in enumerate(columns):
         for ax, image in zip(axes[:, column], slices):
             shown = _show(ax, image, "gray" if column < 3 else "magma", *limits[column])
@@ -79,7 +82,7 @@ def gallery_figure(copies):
         for value in np.unique(plane[plane != 0]):
             top.contour((plane == value).T, levels=[0.5], colors=[FIXED_LINE], linewidths=0.9)
         field = np.zeros((np.ndim(image), *np.shape(image)), np.float32) if field is None else _array(field)
-        # Only the last slice's plane: both of its axes move within it.
+        # The components along the two axes of the slice that is shown, through the middle of the last axis.
         planes = [np.take(part, part.shape[-1] // 2, -1) for part in field[:2]] if len(field) == 3 else list(field)
         _draw_grids([bottom], np.stack(planes))
     return figure
@@ -89,7 +92,7 @@ def contact_sheet(volumes):
     """Many volumes at a glance: the middle slices of each, side by side, with outlines of the labels.
 
     volumes: list of (title, image, label or None); image and label (D, H, W) or (H, W), arrays or tensors of one shape;
-    the image is shown from 0 to its own percentile 99.5. Returns: a matplotlib Figure.
+    each image is shown from 0 to its own percentile 99.5. Returns: a matplotlib Figure.
     """
     planes = len(PLANES[np.ndim(volumes[0][1])])
     across = min(12 // planes, len(volumes))
@@ -140,7 +143,7 @@ def curves_figure(history, panels):
 
 
 def _array(volume):
-    """A new float32 array, so that differences of unsigned integers cannot wrap around."""
+    """A copy as float32 array: differences of unsigned integers would wrap around."""
     volume = volume.detach().cpu().float().numpy() if isinstance(volume, torch.Tensor) else volume
     return np.array(volume, np.float32, order="C")
 
@@ -158,19 +161,24 @@ def _check_shapes(images, field, labels):
 
 
 def _limits(slices):
-    """Percentiles 0.5 and 99.5 of the finite values; the second always exceeds the first."""
+    """Percentiles 0.5 and 99.5 of the finite values; of constant ones the second is made larger than the first."""
     values = np.concatenate([image[np.isfinite(image)] for image in slices])
     low, high = map(float, np.percentile(values, (0.5, 99.5))) if values.size else (0.0, 0.0)
     return low, high if high > low else low + max(1.0, abs(low) * 1e-3)
 
 
 def _layout(shape, heading):
-    """The figure with its texts, and the axes as an array (rows, columns). Voxels are equally large in all rows."""
+    """The figure with its texts, and the axes as an array (rows, columns). Voxels have one size in all rows.
+
+    shape: of the volumes. heading: lines of text. All lengths are inches.
+    """
     planes, names = PLANES[len(shape)], "DHW"[-len(shape):]
-    # A row needs room for its label, and a long thin image must not make a page of its own.
-    heights = [min(max(CELL * shape[b] / max(shape[a] for a, _ in planes), 0.6), 2.5 * CELL) for _, b in planes]
+    widest = max(shape[a] for a, _ in planes)
+    # At least 0.6, the height of a row's label; at most 2.5 cells, so that a long thin image does not fill a page.
+    heights = [min(max(CELL * shape[b] / widest, 0.6), 2.5 * CELL) for _, b in planes]
     top = 0.65 + 0.2 * len(heading)
-    width, height = LEFT + len(COLUMNS) * (CELL + GAP), top + sum(heights) + GAP * (len(heights) - 1) + BOTTOM
+    width = LEFT + len(COLUMNS) * (CELL + GAP)
+    height = top + sum(heights) + GAP * (len(heights) - 1) + BOTTOM
     figure = Figure(figsize=(width, height))
     figure.suptitle("\n".join(heading), x=LEFT / width, y=1 - 0.12 / height, ha="left", va="top", fontsize=11,
                     linespacing=1.3, parse_math=False)
@@ -196,12 +204,12 @@ def _show(ax, image, cmap, low, high):
 
 
 def _draw_outlines(figure, axes, labels):
-    """The fixed label's outlines over all three images, the moving one's and the warped one's over their own."""
+    """The fixed label's outlines over all three images, the moving and the warped label's over their own."""
     for column, own in enumerate(labels):
         for slices, color in [(labels[1], FIXED_LINE)] + [(own, MOVING_LINE)] * (column != 1):
             for ax, label in zip(axes[:, column], slices):
                 limits = ax.axis()
-                # One voxel of background around it closes the outline of a structure that touches the border.
+                # A border of background closes the outline of a structure that touches the edge of the image.
                 padded = np.pad(label, 1)
                 for value in np.unique(label[label != 0]):
                     ax.contour(*(np.arange(n) - 1 for n in padded.shape), (padded == value).T, levels=[0.5],
@@ -215,8 +223,10 @@ def _draw_outlines(figure, axes, labels):
 
 def _bar(figure, image, axes, text, ticks):
     """A horizontal colour bar below the columns of `axes`."""
-    left, right = axes[0].get_position(original=True).x0, axes[-1].get_position(original=True).x1
-    height, margin = figure.get_figheight(), 0.1 / figure.get_figwidth()
+    left = axes[0].get_position(original=True).x0
+    right = axes[-1].get_position(original=True).x1
+    height = figure.get_figheight()
+    margin = 0.1 / figure.get_figwidth()
     place = [left + margin, (BOTTOM - 0.22) / height, right - left - 2 * margin, 0.1 / height]
     bar = figure.colorbar(image, cax=figure.add_axes(place), orientation="horizontal", ticks=ticks)
     bar.ax.tick_params(labelsize=8, length=2, pad=2)
@@ -226,12 +236,13 @@ def _bar(figure, image, axes, text, ticks):
 
 
 def _draw_grids(axes, field):
-    """Every few grid lines of the slice, moved by the part of the field that lies in its plane."""
+    """Some grid lines of each slice, moved by the components of the field in its plane."""
     step = max(1, round(max(field.shape[1:]) / GRID_LINES))
     parts = [middle_slices(part) for part in field]
     for row, (ax, (a, b)) in enumerate(zip(axes, PLANES[len(field)])):
         index = np.indices(parts[a][row].shape)
-        right, up = index[0] + parts[a][row], index[1] + parts[b][row]
+        right = index[0] + parts[a][row]
+        up = index[1] + parts[b][row]
         i, j = [slice((n - 1) % step // 2, None, step) for n in right.shape]
         ax.plot(right[i].T, up[i].T, right[:, j], up[:, j], color="#26323d", linewidth=0.6)
         across, high = right.shape
@@ -240,8 +251,9 @@ def _draw_grids(axes, field):
 
 
 def _draw_determinant(figure, axes, slices):
+    """The determinant's slices, blue to red around 1, with folded and not finite voxels in colours of their own."""
     values = np.concatenate([image[np.isfinite(image)] for image in slices])
-    # Up to 0 .. 2, less for gentle fields, which would be blank otherwise; never narrower than 0.9 .. 1.1.
+    # The range is at most 0 .. 2 and at least 0.9 .. 1.1: at 0 .. 2 a gentle field would look blank.
     half = float(np.clip(np.abs(values - 1.0).max(initial=0.0), 0.1, 1.0))
     cmap = colormaps["RdBu_r"].with_extremes(under=FOLDED, bad=NOT_FINITE)
     for ax, image in zip(axes, slices):
