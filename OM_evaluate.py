@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from Dataloader.grids import SAME_GRID, corners_apart
+from Dataloader.grids import same_grid
 from Dataloader.nifti import move_points, read_field, read_label, read_points
 from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spread
 from Inference.pair_lists import TO_SCORE, read_pairs_to_score
@@ -75,7 +75,7 @@ def score_whole(pair, dims):
 
 def require_same_grid(path, fixed_path, shape, affine, fixed_shape, fixed_affine):
     """Raise InputError naming both files where their grids differ by more than rounding."""
-    if tuple(shape) != tuple(fixed_shape) or corners_apart(fixed_shape, fixed_affine, affine) > SAME_GRID:
+    if not same_grid(fixed_shape, fixed_affine, shape, affine):
         raise InputError(f"{path}: it is on another grid than {fixed_path} (shapes {tuple(shape)} and "
                          f"{tuple(fixed_shape)}); give the one of this pair.")
 

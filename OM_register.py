@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from Dataloader.datalist import volume_id
-from Dataloader.grids import SAME_GRID, corners_apart
+from Dataloader.grids import same_grid
 from Dataloader.nifti import read_field, read_header, read_label, read_points, read_raw_header, read_volume
 from Diffusion.metrics import average, dice
 from Inference.load_model import DEFAULTS, load_model
@@ -250,7 +250,7 @@ def read_own_label(pair, side, dims):
     shape, image_affine = read_header(image, dims)
     if overlap_percent(shape, image_affine, label.shape, affine, np.eye(4)) == 0:
         raise InputError(f"{path}: the label lies outside its image {image}; give the one that belongs to it.")
-    if label.shape != shape or corners_apart(shape, image_affine, affine) > SAME_GRID:
+    if not same_grid(shape, image_affine, label.shape, affine):
         raise InputError(f"{path}: the label is on another grid than its image {image} (shapes {label.shape} and "
                          f"{shape}); resample it to the image.")
     return label
@@ -321,7 +321,7 @@ def fixed_header(args, field, affine, dims):
     if not args.fixed:
         return nibabel.Nifti1Header()
     shape, fixed_affine = read_header(args.fixed, dims)
-    if field.shape[1:] != shape or corners_apart(shape, fixed_affine, affine) > SAME_GRID:
+    if not same_grid(shape, fixed_affine, field.shape[1:], affine):
         raise InputError(f"{args.apply}: the field is on another grid than {args.fixed} (shapes {field.shape[1:]} "
                          f"and {shape}); give the field of this volume, or leave out --fixed.")
     return read_raw_header(args.fixed)

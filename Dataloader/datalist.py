@@ -224,7 +224,7 @@ def read_pairs(path, items):
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such pair list; check the path.")
-    pairs = _read_json(path)
+    pairs = _read_json_list(path)
     if isinstance(pairs, dict):
         pairs = next((pairs[key] for key in PAIR_KEYS if key in pairs), None)
     if not isinstance(pairs, list) or not pairs:
@@ -248,18 +248,46 @@ def _stem(path):
     return name[:len(name) - len(suffix)]
 
 
-def _read_json(path):
+def read_json(path):
+    """The content of a JSON file. Raises OSError where it cannot be read, InputError where it is not valid JSON."""
     try:
-        return json.loads(_read_text(path))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error}); correct the file.") from error
+
+
+def pair_files(path, number, entry, keys):
+    """The files of one entry of a pair list that names files: {key: Path} of the keys it gives.
+
+    path: of the list; the entry's paths are relative to its folder. number: of the entry, from 1, for the errors.
+    entry: dict of paths or None, and maybe "name". keys: those it may have.
+    Raises InputError for another key and for what is not a path.
+    """
+    for key, value in entry.items():
+        if key not in (*keys, "name"):
+            raise InputError(f"{path}: pair {number} has the unknown key {key}; the keys are {', '.join(keys)} and "
+                             "name.")
+        if key != "name" and not isinstance(value, str | None):
+            raise InputError(f"{path}: pair {number}: {key} is {value!r}, not a path; correct it.")
+    return {key: path.parent / entry[key] for key in keys if entry.get(key)}
+
+
+def _read_json_list(path):
+    try:
+        return read_json(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path, error):
+    return InputError(f"{path}: the list cannot be read ({error.strerror}); correct its permissions.")
 
 
 def _read_text(path):
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise InputError(f"{path}: the list cannot be read ({error.strerror}); correct its permissions.") from error
+        raise _unreadable(path, error) from error
 
 
 def _read_items(root):
@@ -276,7 +304,7 @@ def _read_items(root):
 
 
 def _from_json(path):
-    content = _read_json(path)
+    content = _read_json_list(path)
     entries = content.get("training") if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise InputError(f"{path}: no list under \"training\"; add one with an image and a label path per volume.")

@@ -8,7 +8,7 @@ from scipy import ndimage
 
 SMOOTH_ABOVE = 1.5
 SMOOTH_SIGMA = 0.4
-SAME_GRID = 0.1  # voxels by which the corners of what is called the same grid may lie apart
+SAME_GRID = 0.1  # largest distance, in voxels, between the corners of two grids that count as the same
 
 
 def intensity_range(array, low=0.5, high=99.5):
@@ -48,6 +48,15 @@ def corners_apart(shape, affine, other):
     corners = np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
                         for index in np.ndindex(*[2] * len(shape))], np.float64).T
     return float(np.abs(np.linalg.inv(affine) @ other @ corners - corners)[:len(shape)].max())
+
+
+def same_grid(shape, affine, other_shape, other_affine):
+    """Whether two grids have one shape and corners that lie at most SAME_GRID voxels apart.
+
+    shape, other_shape: D, H, W or H, W. affine, other_affine: 4x4, voxel to world in mm. Affines of one grid differ by
+    rounding, depending on the program that wrote the file.
+    """
+    return tuple(shape) == tuple(other_shape) and corners_apart(shape, affine, other_affine) <= SAME_GRID
 
 
 def foreground_box(inside):

@@ -5,12 +5,12 @@ import nibabel
 import numpy as np
 
 from Dataloader.grids import (
-    SAME_GRID,
     corners_apart,
     foreground_box,
     from_grid,
     intensity_range,
     rescale,
+    same_grid,
     to_canonical,
     to_grid,
 )
@@ -78,8 +78,8 @@ def to_original(array, record, order=1, intensities=False):
 def read_beside(item, kind, shape, affine):
     """The label or mask of an image, and its own affine, which may differ from the image's by rounding only."""
     array, own_affine = read_label(item[kind], len(shape))
-    apart = corners_apart(shape, affine, own_affine)
-    if array.shape != shape or apart > SAME_GRID:
+    if not same_grid(shape, affine, array.shape, own_affine):
+        apart = corners_apart(shape, affine, own_affine)
         raise InputError(f"{item[kind]}: the {kind} of {item['image']} is on another grid than the image (shapes "
                          f"{array.shape} and {shape}, corners up to {apart:.2g} voxels apart); resample it to the "
                          "image.")

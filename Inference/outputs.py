@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from Dataloader.datalist import volume_id
-from Dataloader.grids import SAME_GRID, corners_apart
+from Dataloader.grids import same_grid
 from Dataloader.nifti import (
     move_points,
     open_nifti,
@@ -103,7 +103,7 @@ def disp_name(pair, dims):
     """
     shape, affine = read_header(pair["fixed"], dims)
     moving_shape, moving_affine = read_header(pair["moving"], dims)
-    if shape != moving_shape or corners_apart(shape, affine, moving_affine) > SAME_GRID:
+    if not same_grid(shape, affine, moving_shape, moving_affine):
         raise InputError(f"{pair['fixed']} and {pair['moving']}: --learn2reg needs both on one grid, as its data sets "
                          "have them; leave it out.")
     fixed_numbers, moving_numbers = (re.findall(r"\d+", volume_id(pair[side])) for side in ("fixed", "moving"))

@@ -3,12 +3,11 @@
 Learn2Reg JSON, a plain list, or the results.json of a registration; paths are relative to the list. The pair list of a
 training names volumes of its data set instead of files: Dataloader/datalist.py reads that one.
 """
-import json
 import os
 import sys
 from pathlib import Path
 
-from Dataloader.datalist import PAIR_KEYS, volume_id
+from Dataloader.datalist import PAIR_KEYS, pair_files, read_json, volume_id
 from Runtime.errors import InputError
 
 TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "points")
@@ -26,7 +25,7 @@ def read_pairs_to_register(path, key=None):
     Raises InputError naming the file for a list that cannot be read, unknown keys and names that come twice.
     """
     path = Path(path)
-    content = _read_json(path)
+    content = _read_list(path)
     entries, training = content, []
     if isinstance(content, dict):
         key = key or next((name for name in LISTS if content.get(name)), "pairs")
@@ -51,13 +50,13 @@ def read_pairs_to_score(path):
     Raises InputError naming the file for a list that cannot be read and unknown keys.
     """
     path = Path(path)
-    content = _read_json(path)
+    content = _read_list(path)
     entries = content.get("pairs") if isinstance(content, dict) else content
     _require_entries(path, entries, "fixed_label, moving_label, field")
     if not isinstance(content, dict) or "settings" not in content:
         pairs = []
         for number, entry in enumerate(entries, 1):
-            files = _files_of(path, number, entry, TO_SCORE)
+            files = pair_files(path, number, entry, TO_SCORE)
             pairs.append({"name": str(entry.get("name", f"pair {number}")), **files})
         return pairs, None
     for entry in content["failed"]:
@@ -69,29 +68,16 @@ def read_pairs_to_score(path):
     return [_registered_pair(path, row) for row in entries], content["settings"]["config"]["model.dims"]
 
 
-def _read_json(path):
+def _read_list(path):
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return read_json(path)
     except OSError as error:
         raise InputError(f"{path}: no such list of pairs ({error.strerror}); check the path.") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error}); correct the file.") from error
 
 
 def _require_entries(path, entries, wanted, key=None):
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(f"{path}: no list of pairs{f' under {key}' if key else ''}; write objects with {wanted}.")
-
-
-def _files_of(path, number, entry, keys):
-    """{key: Path} of the files that an entry names. keys: those that it may have, beside "name"."""
-    for key, value in entry.items():
-        if key not in (*keys, "name"):
-            raise InputError(f"{path}: pair {number} has the unknown key {key}; the keys are {', '.join(keys)} and "
-                             "name.")
-        if key != "name" and not isinstance(value, str | None):
-            raise InputError(f"{path}: pair {number}: {key} is {value!r}, not a path; correct it.")
-    return {key: path.parent / entry[key] for key in keys if entry.get(key)}
 
 
 def _training_labels(folder, training):
@@ -107,7 +93,7 @@ def _training_labels(folder, training):
 
 
 def _pair_to_register(path, number, entry, labels):
-    pair = _files_of(path, number, entry, TO_REGISTER)
+    pair = pair_files(path, number, entry, TO_REGISTER)
     if "fixed" not in pair or "moving" not in pair:
         raise InputError(f"{path}: pair {number} has no fixed or no moving volume; give both.")
     for side in ("fixed", "moving"):

@@ -12,6 +12,7 @@ import pytest
 from Dataloader.datalist import (
     held_out_subjects,
     list_volumes,
+    pair_files,
     read_datalist,
     read_pairs,
     select,
@@ -265,6 +266,16 @@ def test_unreadable_pair_lists(tmp_path):
     (tmp_path / "pairs.json").write_text("[{")
     with refused("pairs.json: not valid JSON"):
         read_pairs(tmp_path / "pairs.json", ITEMS)
+
+
+def test_files_of_a_pair_are_beside_the_list(tmp_path):
+    path, keys = tmp_path / "pairs.json", ("fixed", "moving", "points")
+    entry = {"name": 3, "fixed": "a.nii", "moving": "/data/b.nii", "points": None}
+    assert pair_files(path, 1, entry, keys) == {"fixed": tmp_path / "a.nii", "moving": Path("/data/b.nii")}
+    with refused("pairs.json: pair 2 has the unknown key mask; the keys are fixed, moving, points and name"):
+        pair_files(path, 2, {"mask": "c.nii"}, keys)
+    with refused("pairs.json: pair 3: moving is 5, not a path"):
+        pair_files(path, 3, {"moving": 5}, keys)
 
 
 def test_pairs_by_ids_that_look_like_file_names(tmp_path):

@@ -10,7 +10,7 @@ from scipy import ndimage
 
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
-from Dataloader.grids import from_grid
+from Dataloader.grids import SAME_GRID, from_grid, same_grid
 from Dataloader.nifti import read_label, read_volume, write_volume
 from Dataloader.prepare import describe, on_grid, original_header, to_original
 from Runtime.errors import InputError
@@ -256,6 +256,22 @@ def test_a_label_may_differ_by_rounding_of_its_affine_and_no_more(tmp_path):
     write_volume(item["label"], (image > 0.5)[:-1].astype(np.uint8), OBLIQUE)
     with pytest.raises(InputError, match=r"another grid .*\(19, 22, 24\) and \(20, 22, 24\)"):
         on_grid(item, keys((16, 16, 16), 1.2))
+
+
+@pytest.mark.parametrize("shape", [(20, 22, 24), (20, 22)])
+def test_grids_are_the_same_up_to_rounding(shape):
+    def moved(voxels):
+        affine = OBLIQUE.copy()
+        affine[:3, 3] += voxels * OBLIQUE[:3, 0]
+        return affine
+
+    assert same_grid(shape, OBLIQUE, list(shape), OBLIQUE.astype(np.float32))
+    assert same_grid(shape, OBLIQUE, shape, moved(0.9 * SAME_GRID))
+    assert not same_grid(shape, OBLIQUE, shape, moved(1.1 * SAME_GRID))
+    assert not same_grid(shape, OBLIQUE, shape[::-1], OBLIQUE)
+    turned = OBLIQUE.copy()
+    turned[:, 0] *= 1.01
+    assert not same_grid(shape, OBLIQUE, shape, turned)
 
 
 @pytest.mark.parametrize("kind", [nibabel.Nifti1Header, nibabel.Nifti2Header])
