@@ -1,11 +1,11 @@
-"""The prepared cache: every volume once on the training grid, in a few large files that all ranks of a node map.
+"""The prepared cache: every volume once, on the training grid, in a few large files that all ranks of a node map.
 
     images_00000.npy   (n, D, H, W) of data.dtype: the volumes of part 0, whole numbers 0 .. 255 or 0.0 .. 1.0
     labels_00000.npy   (n, D, H, W) uint8 or int16, masks_00000.npy likewise: only where a volume of the part has one
-    volumes_00000.json what came from where, headers and grids; written last, so a part is there when this file is
-    plan.json          which parts there will be, while OM_prepare.py is not through
+    volumes_00000.json source files, headers and grids of the volumes; written last: a part exists when this file does
+    plan.json          the parts that will be made, until OM_prepare.py is done
     refused.csv        which volumes are left out, and why
-    manifest.json      settings, volumes, size and SHA-256 of every file; written last, so a cache is whole when it is
+    manifest.json      settings, volumes, size and SHA-256 of every file; written last: without it a cache is incomplete
     .readers           locked, shared, by every training that reads the cache
 
 Every file is written under another name, flushed and renamed. OM_prepare.py writes, everything else only reads.
@@ -35,11 +35,12 @@ from Runtime.files import sha256, write_file
 FORMAT = 1
 SETTINGS = ("data.name", "data.root", "model.dims", "data.img_size", "data.spacing_mm", "data.crop_above",
             "data.percentiles", "data.window", "data.dtype")
-MOST_VOLUMES, MOST_BYTES = 16, 64 * 2 ** 20  # of a part, images alone
-OPEN_FILES = 128  # mapped at a time by a process; each takes a file handle, of which some systems give only 1024
-WORDS = ("subject", "modality", "split")  # what the list says of a volume
-LINE = ("id", "subject", "modality", "group", "row", "label", "mask", "split", "bytes")  # of a volume in the manifest
-PATIENCE_S = 10.0  # OM_prepare.py removes old parts in less
+MOST_VOLUMES = 16  # in a part
+MOST_BYTES = 64 * 2 ** 20  # of a part's images
+OPEN_FILES = 128  # mapped at a time by a process; each takes a file handle, and some systems allow only 1024
+WORDS = ("subject", "modality", "split")  # what the data list says of a volume
+LINE = ("id", "subject", "modality", "group", "row", "label", "mask", "split", "bytes")  # columns in the manifest
+PATIENCE_S = 10.0  # longer than OM_prepare.py needs to remove old parts
 OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)|(?:plan|manifest)\.json|refused\.csv)"
                   r"(\.tmp-\d+)?")
 
@@ -49,108 +50,129 @@ OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)
 # ---------------------------------------------------------------------------------------------------------------------
 
 def settings(cfg):
-    """What the content of a cache depends on, of a config."""
+    """The part of a config on which the content of a cache depends, as JSON can hold it."""
     return {"format": FORMAT, **{key: cfg[key] for key in SETTINGS}}
 
 
 def group_size(cfg):
-    """Volumes of a part."""
-    volume = math.prod(cfg["data.img_size"]) * np.dtype(cfg["data.dtype"]).itemsize
-    return max(min(MOST_VOLUMES, MOST_BYTES // volume), 1)
+    """Number of volumes in a part."""
+    volume_bytes = math.prod(cfg["data.img_size"]) * np.dtype(cfg["data.dtype"]).itemsize
+    return max(min(MOST_VOLUMES, MOST_BYTES // volume_bytes), 1)
 
 
 def encode(image, dtype):
-    """Intensities 0 .. 1 as they are stored."""
+    """Intensities 0 .. 1 as the cache stores them: dtype "uint8" as 0 .. 255, "float16" or "float32" as they are."""
     return np.rint(image * 255).astype(np.uint8) if dtype == "uint8" else image.astype(dtype)
 
 
 def decode(image):
-    """Intensities 0 .. 1, float32, of a stored array."""
+    """The inverse of `encode`: intensities 0 .. 1 in float32, of a stored array."""
     return image.astype(np.float32) * np.float32(1 / 255) if image.dtype == np.uint8 else image.astype(np.float32)
 
 
 def source(item):
-    """What tells whether the files of a volume have changed: size and time of each; None where one is missing."""
+    """Size and time of each file of a volume, by which a change is seen; None where a file is missing."""
     paths = [item[kind] for kind in KINDS if item[kind]]
     try:
-        return [[found.st_size, found.st_mtime_ns] for found in map(os.stat, paths)]
+        return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, paths)]
     except FileNotFoundError:
         return None
 
 
 def entry(item, root):
-    """The lines of a volume that the datalist knows, as they are stored."""
+    """What a record keeps of a volume from the data list: id, words, and its files relative to the data folder."""
     base = Path(root) if Path(root).is_dir() else Path(root).parent
     paths = {kind: item[kind] and os.path.relpath(item[kind], base) for kind in KINDS}
     return {"id": item["id"], **paths, **{word: item[word] for word in WORDS}}
 
 
 def plan(folder, items, cfg):
-    """What of a cache is there already, and what is to be made: the same parts whenever it was interrupted.
+    """Which parts of a cache are there, and which are to be made: the same parts after any interruption.
 
-    Returns: {number: record} of the parts that stay; {number: items} of those to make. A part whose source files have
-    changed, or are not in the list any more, is made anew under another number while a finished cache still needs it.
-    A part of whose volumes the list only says other words (subject, modality, split) stays, with these in its record.
+    A part whose source files have changed, or are no longer in the list, is made anew, under another number as long as
+    a finished cache needs the old one. A part stays where the list only gives its volumes other words (subject,
+    modality, split); the record then gets these.
+    folder: of the cache. items: from the data list.
+    Returns: {number: record} of the parts that stay; {number: items} of those to make.
     """
     wanted = {item["id"]: {**entry(item, cfg["data.root"]), "source": source(item)} for item in items}
-    kept, taken, sizes = {}, set(), file_sizes(folder)
+    kept, taken = {}, set()
+    sizes = file_sizes(folder)
     for path in record_paths(folder):
-        number, found = int(path.stem.split("_")[1]), read_json(path)
+        number = int(path.stem.split("_")[1])
+        record = read_json(path)
         taken.add(number)
-        usable = found and found["settings"] == settings(cfg) and not wrong_files(sizes, found["files"])
-        lines = found["volumes"] + found["refused"] if usable else []
+        usable = record and record["settings"] == settings(cfg) and not wrong_files(sizes, record["files"])
+        lines = all_lines(record) if usable else []
         if lines and all(line["id"] in wanted and same_files(line, wanted[line["id"]]) for line in lines):
             for line in lines:
                 line.update({word: wanted[line["id"]][word] for word in WORDS})
-            kept[number] = found
+            kept[number] = record
     if not (Path(folder) / "manifest.json").is_file():
         taken = set(kept)
-    there = {line["id"] for found in kept.values() for line in found["volumes"] + found["refused"]}
-    left = [item for item in items if item["id"] not in there]
-    numbers, size = (number for number in itertools.count() if number not in taken), group_size(cfg)
-    return kept, {next(numbers): left[first:first + size] for first in range(0, len(left), size)}
+    prepared = {line["id"] for record in kept.values() for line in all_lines(record)}
+    left = [item for item in items if item["id"] not in prepared]
+    free_numbers = (number for number in itertools.count() if number not in taken)
+    size = group_size(cfg)
+    return kept, {next(free_numbers): left[first:first + size] for first in range(0, len(left), size)}
+
+
+def all_lines(record):
+    """The lines of a part's volumes, those that were refused included."""
+    return record["volumes"] + record["refused"]
 
 
 def same_files(line, wanted):
-    """Whether a volume of a record has the files that the list now names, unchanged."""
+    """Whether a volume of a record has the files that the list names now, unchanged."""
     return all(line[key] == value for key, value in wanted.items() if key not in WORDS)
 
 
 def record_paths(folder):
-    """The volumes_*.json that are there, in the order of the parts."""
+    """The volumes_*.json of a folder, in the order of the parts."""
     return sorted(path for path in Path(folder).glob("volumes_*.json") if OURS.fullmatch(path.name))
 
 
 def write_group(folder, number, items, cfg, done=lambda: None):
-    """Prepare one part of the cache. done() is called after each volume.
+    """Prepare and write one part of the cache.
 
-    A volume that cannot be used is left out, with the reason in the part's record. Returns: the record.
+    A volume that cannot be used is left out, with the reason in the part's record. items: from the data list. done: is
+    called after each volume. Returns: the record.
     """
-    volumes, refused, arrays = [], [], {kind: [] for kind in KINDS}
+    volumes, refused = [], []
+    arrays = {kind: [] for kind in KINDS}
     for item in items:
         line = {**entry(item, cfg["data.root"]), "source": source(item)}
         try:
-            found = on_grid(item, cfg)
-            found["image"] = encode(found["image"], cfg["data.dtype"])
-            volumes.append({**line, **describe(item, found)})
+            prepared = on_grid(item, cfg)
+            prepared["image"] = encode(prepared["image"], cfg["data.dtype"])
+            volumes.append({**line, **describe(item, prepared)})
             for kind in KINDS:
-                arrays[kind].append(found[kind])
+                arrays[kind].append(prepared[kind])
         except InputError as error:
             refused.append({**line, "reason": str(error)})
         done()
-    files = {}
-    if volumes:
-        name = f"images_{number:05d}.npy"
-        files[name] = write_array(folder, name, np.stack(arrays["image"]))
-    for kind in KINDS[1:]:
-        if any(array is not None for array in arrays[kind]):
-            empty = np.zeros(cfg["data.img_size"], np.int16)
-            stack = np.stack([empty if array is None else array for array in arrays[kind]])
-            stack = stack.astype(np.uint8) if stack.min() >= 0 and stack.max() <= 255 else stack
-            files[f"{kind}s_{number:05d}.npy"] = write_array(folder, f"{kind}s_{number:05d}.npy", stack)
+    files = write_arrays(folder, number, arrays, cfg)
     record = {"settings": settings(cfg), "volumes": volumes, "refused": refused, "files": files}
     write_json(folder, f"volumes_{number:05d}.json", record)
     return record
+
+
+def write_arrays(folder, number, arrays, cfg):
+    """Write the arrays of a part, each kind as one file. Returns: {name: [bytes, SHA-256]}.
+
+    arrays: {kind: one array for each volume}; None for a label or mask that a volume lacks, stored as zeros.
+    """
+    files = {}
+    for kind in KINDS:
+        if all(array is None for array in arrays[kind]):
+            continue
+        empty = np.zeros(cfg["data.img_size"], np.int16)
+        stack = np.stack([empty if array is None else array for array in arrays[kind]])
+        if kind != "image" and stack.min() >= 0 and stack.max() <= 255:
+            stack = stack.astype(np.uint8)
+        name = f"{kind}s_{number:05d}.npy"
+        files[name] = write_array(folder, name, stack)
+    return files
 
 
 def write_array(folder, name, array):
@@ -166,6 +188,7 @@ def write_json(folder, name, content):
 
 
 def as_bytes(content):
+    """A record as it is written to its file."""
     return (json.dumps(content, allow_nan=False) + "\n").encode()
 
 
@@ -176,7 +199,7 @@ def write_bytes(folder, name, data):
 
 
 def write_manifest(folder, cfg, groups):
-    """The cache is whole: say so. groups: {number: record of `write_group` or `plan`}. Returns: the manifest."""
+    """Write the manifest of a complete cache, and return it. groups: {number: record of `write_group` or `plan`}."""
     volumes, refused, files = [], [], {}
     for number, record in sorted(groups.items()):
         name = f"volumes_{number:05d}.json"
@@ -187,7 +210,7 @@ def write_manifest(folder, cfg, groups):
         files.update(record["files"])
         data = as_bytes({**record, "sha256": digest(record)})
         files[name] = [len(data), hashlib.sha256(data).hexdigest()]
-        # Only where words have changed, and only now: until the manifest is new, the old one still needs it as it was.
+        # The words of a record may have changed. It is written only now, because the old manifest needs the old record.
         if (Path(folder) / name).read_bytes() != data:
             write_bytes(folder, name, data)
     manifest = {"settings": settings(cfg), "subject_pattern": cfg["data.subject_pattern"], "volumes": sorted(volumes),
@@ -211,7 +234,7 @@ def read_json(path):
     try:
         data = Path(path).read_bytes()
         content = json.loads(data)
-        # The bytes too: 1e-05 and 1E-05 are the same number, but one flipped bit apart.
+        # The bytes are compared too: a flipped bit can turn 1e-05 into 1E-05, the same number.
         return content if content["sha256"] == digest(content) and data == as_bytes(content) else None
     except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
         return None
@@ -220,9 +243,11 @@ def read_json(path):
 def read_manifest(folder, cfg):
     """The manifest of a cache made with this config's settings.
 
-    Raises InputError for a cache that is not there, not complete (naming volumes that are missing), or another one.
+    Raises InputError for a cache that is missing, not complete (naming volumes that are missing), damaged, or made with
+    other settings.
     """
-    folder, again = Path(folder), "run OM_prepare.py with this config"
+    folder = Path(folder)
+    again = "run OM_prepare.py with this config"
     if not (folder / "manifest.json").is_file():
         plan = read_json(folder / "plan.json")
         if not plan:
@@ -241,25 +266,27 @@ def read_manifest(folder, cfg):
     return manifest
 
 
-def check_settings(folder, found, cfg):
-    """Raises InputError naming what was different when the cache was made."""
-    wrong = [f"{key} {found.get(key)} (the config says {value})" for key, value in settings(cfg).items()
-             if found.get(key) != value]
+def check_settings(folder, made_with, cfg):
+    """Raises InputError naming the settings that were different when the cache was made. made_with: its settings."""
+    wrong = [f"{key} {made_with.get(key)} (the config says {value})" for key, value in settings(cfg).items()
+             if made_with.get(key) != value]
     if wrong:
         raise InputError(f"data.cache {folder} was made with {', '.join(wrong)}; set these back, name another "
                          "data.cache, or make it anew: OM_prepare.py with this config and --fresh.")
 
 
 def forget_damaged(folder, progress=iter):
-    """Remove the records of parts that are damaged or lack refused volumes, and the manifest: they are made anew.
+    """Remove the manifest, and the records of parts that are damaged or refused a volume, so that they are made anew.
 
     progress: see `verify`. Returns: the names of the records removed.
     """
-    removed, sizes = [], file_sizes(folder)
+    removed = []
+    sizes = file_sizes(folder)
     for name in progress([path.name for path in record_paths(folder)]):
-        found = read_json(Path(folder) / name)
-        if not found or found["refused"] or wrong_files(sizes, found["files"]) or any(
-                sha256(Path(folder) / file) != checksum for file, (_, checksum) in found["files"].items()):
+        record = read_json(Path(folder) / name)
+        whole = record and not record["refused"] and not wrong_files(sizes, record["files"])
+        if not whole or any(sha256(Path(folder) / file) != checksum
+                            for file, (_, checksum) in record["files"].items()):
             removed.append(name)
     for name in ["manifest.json", *removed]:
         (Path(folder) / name).unlink(missing_ok=True)
@@ -267,29 +294,33 @@ def forget_damaged(folder, progress=iter):
 
 
 def remove_all(folder, keep=()):
-    """Remove the files of a cache that are not in `keep`; nothing that is not of its making."""
+    """Remove the files of a cache except those in `keep`. Files that OM_prepare.py did not write stay."""
     for name in os.listdir(folder):
         if OURS.fullmatch(name) and name not in keep:
             (Path(folder) / name).unlink()
 
 
 def some(names, most=5):
-    """A few of many names for a sentence."""
+    """The first names of a list and how many more there are, as text."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def wrong_files(found, files):
-    """What is missing or of another size, as a list of texts. found: from `file_sizes`. files: {name: [bytes, ...]}."""
-    return ([f"{name} is missing" for name in files if name not in found]
-            + [f"{name} is truncated: {found[name]} of {size} bytes" if found[name] < size else
-               f"{name} has {found[name]} bytes instead of {size}" for name, (size, _) in files.items()
-               if found.get(name, size) != size])
+def wrong_files(sizes, files):
+    """What is missing or of another size, as a list of texts. sizes: from `file_sizes`. files: {name: [bytes, ...]}."""
+    wrong = [f"{name} is missing" for name in files if name not in sizes]
+    for name, (size, _) in files.items():
+        if sizes.get(name, size) < size:
+            wrong.append(f"{name} is truncated: {sizes[name]} of {size} bytes")
+        elif sizes.get(name, size) > size:
+            wrong.append(f"{name} has {sizes[name]} bytes instead of {size}")
+    return wrong
 
 
 def verify(folder, manifest, progress=iter):
-    """Read every file and compare it with its checksum. progress: takes and gives the list of files, e.g. tqdm.
+    """Read every file and compare it with its checksum.
 
-    Returns: {file: what is wrong}, in the order of names; files that do not belong to the cache too.
+    progress: wraps the list of files that is gone through, such as tqdm.
+    Returns: {file: what is wrong}, sorted by name; files that do not belong to the cache are among them.
     """
     wrong = {text.split(" ")[0]: text for text in wrong_files(file_sizes(folder), manifest["files"])}
     known = {*manifest["files"], "manifest.json", "refused.csv", "plan.json", ".lock", "lock.json", ".readers"}
@@ -303,14 +334,19 @@ def verify(folder, manifest, progress=iter):
 
 
 class Rows:
-    """Volumes of one kind by number: `rows[i]` is a read-only (D, H, W) array in the page cache of the machine.
+    """Volumes of one kind by number: `rows[i]` is a read-only (D, H, W) array, mapped from the cache.
 
-    A pickle of it, for a loader worker, holds two short integers a volume. keep: whether maps stay for the next use.
+    Its pickle, for a loader worker, holds two int32 for each volume.
+    folder: of the cache. kind: "image", "label" or "mask". groups, rows: part of each volume, and place in the part.
+    keep: whether a mapped file stays open for the next use.
     """
 
     def __init__(self, folder, kind, groups, rows, keep=True):
-        self.folder, self.kind, self.open = Path(folder), kind, map_once if keep else map_part
-        self.groups, self.rows = np.asarray(groups, np.int32), np.asarray(rows, np.int32)
+        self.folder = Path(folder)
+        self.kind = kind
+        self.groups = np.asarray(groups, np.int32)
+        self.rows = np.asarray(rows, np.int32)
+        self.open = map_once if keep else map_part
 
     def __len__(self):
         return len(self.rows)
@@ -320,39 +356,47 @@ class Rows:
 
 
 def map_part(path):
+    """The array of a part, mapped read-only."""
     return np.load(path, mmap_mode="r")
 
 
 @functools.lru_cache(OPEN_FILES)
 def map_once(path):
+    """`map_part`, which keeps the OPEN_FILES files used last open."""
     return map_part(path)
 
 
 def open_cache(folder, cfg, ranks=None):
     """Open the cache of a config.
 
-    ranks: of a training, which holds the cache as long as it reads it, and compares it with its checksums where
-    data.verify is true, each rank a share of the files; None: only look, wherever the files are.
-    Returns: dict of folder, items (dict(id, subject, modality, split, bytes (of the image's file), label, mask; the
-    last two say whether there is one), sorted by id), groups and rows (where each is), refused (id, file, reason),
-    staged (whether folder is a copy), hold (what is to be kept while the cache is read, or None).
-    Raises InputError naming what is missing, damaged or different, and where OM_prepare.py is at work on the cache.
+    ranks: of a training. It locks the cache while it reads, and with data.verify compares the files with their
+    checksums, divided among the ranks. None: read the manifest only, and neither lock, check nor copy.
+    Returns: dict of
+      folder  where to read: the cache, or its staged copy
+      items   dicts of id, subject, modality, split, bytes (of the image's file), label and mask (whether there is one),
+              sorted by id
+      groups, rows  part of each item, and place in the part
+      refused [id, file, reason] of each volume left out
+      staged  whether folder is a copy
+      hold    the open lock file, to be kept while the cache is read, or None
+    Raises InputError naming what is missing, damaged or different, and while OM_prepare.py works on the cache.
     """
     show = ranks is not None and ranks["rank"] == 0
-    held = hold(folder, show) if ranks else None
+    lock = hold(folder, show) if ranks else None
     with contextlib.ExitStack() as stack:
-        if held:
-            stack.enter_context(held)
-        found = look_into(folder, cfg, ranks, show)
-        if not found["staged"]:
-            stack.pop_all()  # the caller's now
-    return {**found, "hold": None if found["staged"] else held}
+        if lock:
+            stack.enter_context(lock)
+        opened = look_into(folder, cfg, ranks, show)
+        if not opened["staged"]:
+            stack.pop_all()  # the caller closes it
+    return {**opened, "hold": None if opened["staged"] else lock}
 
 
 def look_into(folder, cfg, ranks, show):
-    """What `open_cache` returns, of a cache that is held."""
+    """What `open_cache` returns except "hold", of a cache that is locked."""
     manifest = read_manifest(folder, cfg)
-    if problems := wrong_files(file_sizes(folder), manifest["files"]):
+    problems = wrong_files(file_sizes(folder), manifest["files"])
+    if problems:
         raise InputError(f"data.cache {folder} is not complete: {some(problems)}; run OM_prepare.py with this "
                          "config and --repair.")
     pattern = manifest.get("subject_pattern", "")
@@ -366,7 +410,7 @@ def look_into(folder, cfg, ranks, show):
     elif ranks and cfg["data.verify"]:
         require_undamaged(folder, manifest, ranks, show)
     volumes = [{"split": "", "bytes": None, **dict(zip(LINE, line))} for line in manifest["volumes"]]
-    if "subject_pattern" not in manifest:  # of an earlier version, which did not know BIDS names
+    if "subject_pattern" not in manifest:  # made by an earlier version, which did not read BIDS names
         for line in volumes:
             line["subject"] = (line["subject"] == line["id"] and bids_subject(line["id"])) or line["subject"]
     return {"folder": Path(folder), "groups": [line.pop("group") for line in volumes],
@@ -375,25 +419,28 @@ def look_into(folder, cfg, ranks, show):
 
 
 def require_undamaged(folder, manifest, ranks, show):
-    """Compare this rank's share of the files with their checksums. Raises InputError naming those that are damaged."""
-    mine = sorted(manifest["files"])[ranks["rank"]::ranks["world_size"]]
-    if wrong := damaged(folder, mine, manifest, "data set", f"comparing {folder} with its checksums", show):
+    """Compare this rank's part of the files with their checksums. Raises InputError naming those that are damaged."""
+    names = sorted(manifest["files"])[ranks["rank"]::ranks["world_size"]]
+    wrong = damaged(folder, names, manifest, "data set", f"comparing {folder} with its checksums", show)
+    if wrong:
         raise InputError(f"data.cache {folder} is damaged: {some(wrong)} differ from what was prepared; run "
                          "OM_prepare.py with this config and --repair.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who reads it: a shared lock, which ends with the process, however it ends, on whichever node
+# Who reads it: a shared lock, which the system releases when the process ends, however it ends, on any node
 # ---------------------------------------------------------------------------------------------------------------------
 
 def hold(folder, show):
-    """Hold a cache for reading. Returns: the open file that does, None where there is no cache or no lock.
+    """Lock a cache for reading, shared with other readers.
 
-    show: say so where the file system has no locks. Raises InputError while OM_prepare.py has the cache to itself.
+    show: print a warning where the file system has no locks. Returns: the open lock file; None where there is no cache
+    or no lock. Raises InputError where OM_prepare.py keeps the cache locked for more than PATIENCE_S seconds.
     """
     if not (Path(folder) / "manifest.json").is_file():
         return None
-    readers, ends = open_readers(folder), time.monotonic() + PATIENCE_S
+    ends = time.monotonic() + PATIENCE_S
+    readers = open_readers(folder)
     if readers is None:
         cannot_lock(folder, "no file can be made there", show)
     while readers is not None:
@@ -412,8 +459,9 @@ def hold(folder, show):
 
 @contextlib.contextmanager
 def without_readers(folder):
-    """Keep trainings from a cache for a while. Yields: whether none reads it; True too where nobody can tell."""
-    readers, free = open_readers(folder), True
+    """Keep trainings from opening a cache. Yields: whether none reads it; True also where there are no locks."""
+    readers = open_readers(folder)
+    free = True
     try:
         free = readers is None or lock_now(readers, fcntl.LOCK_EX)
     except OSError as error:
@@ -426,14 +474,14 @@ def without_readers(folder):
 
 
 def open_readers(folder):
-    """The open .readers of a cache; None where there is no cache, or none may be made there."""
-    for mode in ("a+b", "rb"):  # somebody else's cache may be read, and locked, too
+    """The open .readers of a cache; None where there is no cache, or the file is missing and cannot be made."""
+    for mode in ("a+b", "rb"):  # another user's file can only be read, which is enough to lock it
         with contextlib.suppress(OSError):
             return open(Path(folder) / ".readers", mode)
 
 
 def lock_now(readers, kind):
-    """Whether the lock could be had at once. Raises OSError where the file system has none."""
+    """Take a lock without waiting. Returns: whether it was free. Raises OSError where the file system has no locks."""
     try:
         fcntl.flock(readers, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -442,15 +490,17 @@ def lock_now(readers, kind):
 
 
 def cannot_lock(folder, reason, show):
+    """Warn, where `show` says so, that nothing keeps OM_prepare.py from changing a cache that is being read."""
     if show:
         print(f"data.cache {folder} cannot be locked ({reason}): do not run OM_prepare.py on it while a training reads "
               "it", file=sys.stderr, flush=True)
 
 
 def record(folder, identity):
-    """What is known of a volume besides its voxels, for `to_original`. Raises InputError for an unknown id."""
+    """The record of one volume, with header and grids, for `to_original`. Raises InputError for an unknown id."""
     manifest = read_json(Path(folder) / "manifest.json") or {"volumes": []}
-    for line in (dict(zip(LINE, line)) for line in manifest["volumes"]):
+    for values in manifest["volumes"]:
+        line = dict(zip(LINE, values))
         if line["id"] == identity:
             return read_json(Path(folder) / f"volumes_{line['group']:05d}.json")["volumes"][line["row"]]
     raise InputError(f"{folder}: there is no volume {identity} in this cache.")

@@ -1,5 +1,7 @@
-"""Which volumes and pairs a run uses, whose they are, and which are held out: Decathlon and Learn2Reg JSON files, CSV
-lists, or folders of NIfTI files."""
+"""Data lists: which volumes and pairs a run uses, of which subjects, and which are held out.
+
+Read are Decathlon and Learn2Reg JSON files, CSV lists, and folders of NIfTI files.
+"""
 import collections
 import csv
 import hashlib
@@ -15,13 +17,13 @@ from Runtime.errors import InputError
 
 SUFFIXES = (".nii.gz", ".nii")
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first there is
-SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}
-CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, behind the number of the subject
-BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # at the beginning of a name: sub-01_ses-02_T1w is of subject sub-01
+SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}  # of a folder without a list: no images
+CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the number of the subject
+BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # at the start of a name: sub-01_ses-02_T1w is of subject sub-01
 COLUMNS = ("image", "label", "mask", "id", "subject", "modality", "split")
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
           "testing": "test"}
-FEW_SUBJECTS = 10  # of fewer, none is held out unless data.val_fraction makes at least one of them
+FEW_SUBJECTS = 10  # with fewer, none is held out unless data.val_fraction amounts to one of them
 
 
 def read_datalist(root, dims=3, ids="", pattern="", held_out=False):
@@ -53,7 +55,7 @@ def read_datalist(root, dims=3, ids="", pattern="", held_out=False):
 
 
 def list_volumes(root, pattern=""):
-    """All volumes of a data set, as `read_datalist` describes them, without a look into any file."""
+    """All volumes of a data set, as `read_datalist` describes them, without opening any of them."""
     root = Path(root)
     if not root.exists():
         raise InputError(f"{root}: no such data folder or list; check the path.")
@@ -70,30 +72,33 @@ def list_volumes(root, pattern=""):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Subjects: whose a volume is, and who is held out. Pairs, mode 2's negatives and the split all take it from here.
+# Subjects: to whom a volume belongs, and who is held out. Pairs, mode 2's negatives and the split all use this.
 # ---------------------------------------------------------------------------------------------------------------------
 
 def name_subjects(root, items, pattern=""):
-    """Give each item its subject.
+    """Give each item its subject, in place.
 
-    The list's own word comes first. Then, in this order: the group of the regular expression `pattern`, which must be
-    found in the path of every image below the data folder; sub-XX at the beginning of a BIDS name; X_0001 where all
-    names of the data set end like X_0001_0000 and X_0001_0001. Else each volume is a subject of its own.
-    Raises InputError for a pattern that cannot be used, or that is not found in the path of an image.
+    The subject of the list comes first. Then, in this order: the group of the regular expression `pattern`, which must
+    match in the path of every image below the data folder; sub-XX at the start of a BIDS name; X_0001 where all names
+    of the data set end like X_0001_0000 and X_0001_0001. Otherwise each volume is a subject of its own.
+    root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" where the list names none.
+    Raises InputError for a pattern that cannot be used, or that does not match in the path of an image.
     """
     base = root if root.is_dir() else root.parent
     channels = [CHANNEL.search(_stem(item["image"])) for item in items]
-    asked = _compiled(pattern) if pattern else None
+    expression = _compiled(pattern) if pattern else None
     for item, channel in zip(items, channels):
-        stem = _stem(item["image"])
         if item["subject"]:
             continue
-        if asked:
-            item["subject"] = _found(asked, Path(os.path.relpath(item["image"], base)).as_posix())
-        elif bids := bids_subject(stem):
-            item["subject"] = bids
+        stem = _stem(item["image"])
+        if expression:
+            item["subject"] = _subject_in(Path(os.path.relpath(item["image"], base)).as_posix(), expression)
+        elif bids_subject(stem):
+            item["subject"] = bids_subject(stem)
+        elif all(channels):
+            item["subject"] = stem[:channel.start(1) - 1]
         else:
-            item["subject"] = stem[:channel.start(1) - 1] if all(channels) else item["id"]
+            item["subject"] = item["id"]
 
 
 def bids_subject(name):
@@ -104,54 +109,60 @@ def bids_subject(name):
 
 def _compiled(pattern):
     try:
-        asked = re.compile(pattern)
+        expression = re.compile(pattern)
     except re.error as error:
         raise InputError(f"data.subject_pattern \"{pattern}\": not a regular expression ({error}); correct "
                          "it.") from error
-    if asked.groups != 1:
-        raise InputError(f"data.subject_pattern \"{pattern}\" has {asked.groups} groups; put one pair of parentheses "
-                         "around the subject, such as \"^([^/]+)/\" for its folder.")
-    return asked
+    if expression.groups != 1:
+        raise InputError(f"data.subject_pattern \"{pattern}\" has {expression.groups} groups; put one pair of "
+                         "parentheses around the subject, such as \"^([^/]+)/\" for its folder.")
+    return expression
 
 
-def _found(asked, path):
-    match = asked.search(path)
+def _subject_in(path, expression):
+    match = expression.search(path)
     if not match or not match[1]:
-        raise InputError(f"data.subject_pattern \"{asked.pattern}\" finds no subject in {path}; correct it, or name "
-                         "the subjects in a list.")
+        raise InputError(f"data.subject_pattern \"{expression.pattern}\" finds no subject in {path}; correct it, or "
+                         "name the subjects in a list.")
     return match[1]
 
 
 def subject_key(subject):
-    """A number from 0 to 2^48 for a subject, the same in every run: a float64 holds it exactly."""
+    """The number of a subject: a hash of its name below 2^48, the same in every run, which a float64 holds exactly."""
     return int.from_bytes(hashlib.sha256(subject.encode()).digest()[:6], "big")
 
 
 def split_volumes(source, items, cfg):
     """Which volumes are trained on, and which are held out for validation.
 
+    Volumes that the list keeps for test are not used. Held out are those that the list keeps for validation; if there
+    are none, those of data.val_ids; without these and without data.train_ids, data.val_fraction of the subjects
+    (`held_out_subjects`). data.train_ids and data.val_ids narrow what the list says. With data.val_ids alone, all other
+    subjects are trained on.
     source: what the errors begin with. items: from `list_volumes` or a cache.
-    What the list keeps for test is not used. What it keeps for validation is held out; without any such, what
-    data.val_ids name; without these and data.train_ids, data.val_fraction of the subjects (`held_out_subjects`).
-    data.train_ids and data.val_ids narrow what the list says; with data.val_ids alone, all other subjects are trained
-    on. Returns: two lists of items in their order. Raises InputError for ids that select nothing.
+    Returns: two lists of items in their order. Raises InputError for ids that select nothing.
     """
-    train_ids, val_ids, fraction = (cfg[f"data.{key}"] for key in ("train_ids", "val_ids", "val_fraction"))
-    free, marked = trainable(source, items), [item for item in items if item["split"] == "val"]
+    train_ids = cfg["data.train_ids"]
+    val_ids = cfg["data.val_ids"]
+    free = trainable(source, items)
+    marked = [item for item in items if item["split"] == "val"]
     train = select(source, free, train_ids)
     if marked:
         return train, select(source, marked, val_ids)
     if val_ids.strip():
-        held = select(source, free, val_ids)
-        theirs = {item["subject"] for item in held}
-        return (train if train_ids.strip() else [item for item in free if item["subject"] not in theirs]), held
-    theirs = set() if train_ids.strip() else held_out_subjects(train, fraction)
-    return ([item for item in train if item["subject"] not in theirs],
-            [item for item in train if item["subject"] in theirs])
+        val = select(source, free, val_ids)
+        return (train if train_ids.strip() else without(free, {item["subject"] for item in val})), val
+    held_out = set() if train_ids.strip() else held_out_subjects(train, cfg["data.val_fraction"])
+    return without(train, held_out), [item for item in train if item["subject"] in held_out]
+
+
+def without(items, subjects):
+    """The items that are not of these subjects."""
+    return [item for item in items if item["subject"] not in subjects]
 
 
 def trainable(source, items):
-    """The items that their list does not keep for validation or test."""
+    """The items that their list does not keep for validation or test. Raises InputError where there are none."""
     free = [item for item in items if item["split"] in ("", "train")]
     if not free:
         raise InputError(f"{source}: the list keeps all {len(items)} volumes for validation or test; mark some as "
@@ -160,25 +171,26 @@ def trainable(source, items):
 
 
 def held_out_subjects(items, fraction):
-    """The subjects that data.val_fraction holds out, as a set of names.
+    """The subjects that data.val_fraction holds out: a set of names.
 
-    Each subject has a place from 0 to 1, which is a function of its name alone, and is held out where that is below the
-    fraction: whoever comes or goes moves nobody else. But validation needs a pair: where fewer than two volumes are
-    below the fraction, those next to it are taken until there are two; such a one may be trained on later, when others
-    that were added lie below the fraction. Of few subjects none is held out.
+    Each subject has a place in 0 .. 1, a hash of its name alone, and is held out where it lies below the fraction:
+    adding or removing others does not move it. Validation needs a pair: where fewer than two volumes lie below the
+    fraction, the subjects next above are held out too, until there are two volumes. (Such a subject may be trained on
+    later, when added ones lie below the fraction.) With few subjects none is held out, see FEW_SUBJECTS.
     """
     volumes = collections.Counter(item["subject"] for item in items)
     if not fraction or (len(volumes) < FEW_SUBJECTS and fraction * len(volumes) < 1):
         return set()
-    held = set()
+    held_out = set()
     for subject in sorted(volumes, key=_place):
-        if _place(subject) >= fraction and sum(volumes[one] for one in held) >= 2:
+        if _place(subject) >= fraction and sum(volumes[one] for one in held_out) >= 2:
             break
-        held.add(subject)
-    return held
+        held_out.add(subject)
+    return held_out
 
 
 def _place(subject):
+    """Where a subject lies in 0 .. 1."""
     digest = hashlib.sha256(f"held out\0{subject}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2 ** 48
 
@@ -187,8 +199,8 @@ def select(source, items, ids):
     """The items that `ids` names.
 
     source: what the errors begin with, such as the data folder. items: dicts with "id" and maybe "subject". ids:
-    numbers and rising ranges such as "1-60,75", compared with the last number in each id, or in the subject where the
-    id begins with it, so that the volumes of a subject stay together; "" takes all.
+    numbers and rising ranges such as "1-60,75"; "" takes all. They are compared with the last number in an id, or in
+    the subject where the id begins with it, so that the volumes of a subject stay together.
     Returns: list of items in their order. Raises InputError for ids that cannot be read or select nothing.
     """
     ids = str(ids)
@@ -214,10 +226,10 @@ def select(source, items, ids):
 
 
 def read_pairs(path, items):
-    """Read a registration pair list in Learn2Reg JSON.
+    """Read the pairs of a training from a Learn2Reg JSON file.
 
-    path: a list of {"fixed", "moving"}, or an object with such a list under one of PAIR_KEYS. The values are ids or
-    paths, compared by id. items: from `read_datalist`.
+    path: of a list of {"fixed", "moving"}, or of an object with such a list under one of PAIR_KEYS. The values are ids,
+    or paths of which only the id counts. items: from `read_datalist`.
     Returns: list of (moving index, fixed index) into items.
     Raises InputError for an unreadable or empty list and for an id that is not in items.
     """
@@ -236,8 +248,8 @@ def read_pairs(path, items):
 def volume_id(path):
     """Id of a volume: its file name without suffixes.
 
-    A channel suffix _0000 goes too, but only after a number (OASIS_0007_0000 is OASIS_0007): in subject_0000 it is
-    the number of the subject.
+    A channel suffix _0000 is dropped too, but only after a number (OASIS_0007_0000 is OASIS_0007): in subject_0000 it
+    is the number of the subject.
     """
     return re.sub(r"(?<=\d)_0000$", "", _stem(path))
 
@@ -292,7 +304,7 @@ def _read_text(path):
 
 def _read_items(root):
     if root.is_dir():
-        # Learn2Reg names its list after the task.
+        # Learn2Reg names its list after the task: OASIS_dataset.json.
         lists = [root / "dataset.json"] if (root / "dataset.json").is_file() else sorted(root.glob("*_dataset.json"))
         if len(lists) > 1:
             raise InputError(f"{root}: which list, {lists[0].name} or {lists[1].name}? Give the file instead of the "
@@ -319,20 +331,21 @@ def _from_json(path):
 
 
 def _validation_entries(path, content):
-    """The entries under "validation", which are held out whatever they say; a pair is its two volumes. Each once."""
-    entries, found = content.get("validation", []), {}
+    """The volumes under "validation", each once, with split "val" whatever they say. A pair stands for its volumes."""
+    entries = content.get("validation", [])
     if not isinstance(entries, list):
         raise InputError(f"{path}: \"validation\" is not a list; give it entries like those of \"training\".")
+    by_image = {}
     for entry in entries:
         pair = isinstance(entry, dict) and "image" not in entry and "fixed" in entry and "moving" in entry
         for volume in (entry["fixed"], entry["moving"]) if pair else (entry,):
             checked = {**_checked_entry(path, volume), "split": "val"}
-            found[checked["image"]] = checked
-    return list(found.values())
+            by_image[checked["image"]] = checked
+    return list(by_image.values())
 
 
 def _checked_entry(path, entry):
-    """What an entry says, without the keys that are absent or empty."""
+    """An entry of a JSON list as {column: text}, without what is absent or empty. Raises InputError for other types."""
     entry = {"image": entry} if isinstance(entry, str) else entry
     image = entry.get("image") if isinstance(entry, dict) else None
     if isinstance(image, list):
@@ -347,7 +360,7 @@ def _checked_entry(path, entry):
     for role in ("subject", "modality", "split"):
         if isinstance(entry.get(role), bool) or not isinstance(entry.get(role), str | int | None):
             raise InputError(f"{path}: the {role} {entry[role]} of {name} is not a word; correct or drop it.")
-    # An "id" here may be another program's; a .csv list is written for this one.
+    # Not "id": in a JSON list it may be that of another program. A .csv list is written for this one.
     return {role: str(entry[role]) for role in COLUMNS if role != "id" and entry.get(role) not in (None, "")}
 
 
@@ -378,12 +391,12 @@ def _from_csv(path):
 
 
 def _read_csv(path):
-    """(line number, stripped cells) of the rows that are not blank, the header first."""
+    """The rows of a CSV file that are not blank, the header first: list of (line number, stripped cells)."""
     try:
         text = _read_text(path)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error}); save it as CSV in UTF-8.") from error
-    # The names of the columns hold neither, so the header tells more surely than csv.Sniffer, which guesses.
+    # Column names contain no separator, so the header decides; csv.Sniffer would guess.
     header = next((line for line in text.split("\n") if line.strip()), "")
     reader = csv.reader(io.StringIO(text), delimiter=";" if header.count(";") > header.count(",") else ",", strict=True)
     try:
@@ -397,7 +410,7 @@ def _read_csv(path):
 
 
 def _listed_item(where, folder, entry, listings, modalities):
-    """The item of a list entry whose files are all there. where: the list, and the line if it has lines."""
+    """The item of a list entry. where: list and line, for the errors. Raises InputError where a file is missing."""
     paths = {role: folder / entry[role] if role in entry else None for role in ("image", "label", "mask")}
     for role, path in paths.items():
         if path and not _is_file(path, listings):
@@ -418,7 +431,9 @@ def _from_folder(root):
             # Names with a leading dot are unfinished writes and macOS resource forks.
             if name.endswith(SUFFIXES) and not name.startswith("."):
                 image = Path(folder, name)
-                items.append(_item(image, *(_sibling(root, image, kind, listings) for kind in ("labelsTr", "masksTr"))))
+                label = _sibling(root, image, "labelsTr", listings)
+                mask = _sibling(root, image, "masksTr", listings)
+                items.append(_item(image, label, mask))
     masks = [folder for folder, names in listings.items() if names is not None and Path(folder).name == "masksTr"]
     if masks and not any(item["mask"] for item in items):
         raise InputError(f"{masks[0]}: no mask has the name of an image, such as {items[0]['image'].name}; rename the "
@@ -427,29 +442,35 @@ def _from_folder(root):
 
 
 def _sibling(root, image, kind, listings):
-    """Label (labelsTr) or mask (masksTr) of an image in folder mode, or None."""
+    """The label (kind "labelsTr") or mask ("masksTr") of an image of a folder without a list, or None."""
     folder = (image.parent.parent if image.parent.name == "imagesTr" else root) / kind
     if _listing(str(folder), listings) is None:
         return None
     names = [image.name] + [volume_id(image) + suffix for suffix in SUFFIXES]
-    found = next((folder / name for name in names if _is_file(folder / name, listings)), None)
-    if found is None and kind == "labelsTr":
+    sibling = next((folder / name for name in names if _is_file(folder / name, listings)), None)
+    if sibling is None and kind == "labelsTr":
         raise InputError(f"{folder / image.name}: the label of {image} is missing; restore it or list the volumes in "
                          f"{root / 'dataset.json'} without this label.")
-    return found
+    return sibling
 
 
 def _item(image, label, mask, words=None, modalities=None):
-    """words: id, subject, modality and split as far as the list says. modalities: by the number of the channel."""
-    words, channel = words or {}, CHANNEL.search(_stem(image))
-    modality = words.get("modality") or ((modalities or {}).get(str(int(channel[1])), "") if channel else "")
+    """The item of a volume, as `read_datalist` returns it.
+
+    words: id, subject, modality and split, as far as the list names them. modalities: {channel number as text: name}.
+    """
+    words = words or {}
+    channel = CHANNEL.search(_stem(image))
+    modality = words.get("modality", "")
+    if not modality and channel:
+        modality = (modalities or {}).get(str(int(channel[1])), "")
     return {"id": words.get("id") or volume_id(image), "image": image, "label": label, "mask": mask,
             "subject": words.get("subject", ""), "modality": modality,
             "split": SPLITS.get(words.get("split", "").lower(), "")}
 
 
 def _is_file(path, listings):
-    """Whether a file is there. Each folder is listed once: asking for file after file is slow on a network disk."""
+    """Whether a file exists. Each folder is listed once: asking for each file is slow on a network disk."""
     folder, name = os.path.split(path)
     names = _listing(folder, listings)
     return name in names if names else os.path.isfile(path)
@@ -462,7 +483,7 @@ def _listing(folder, listings):
 
 
 def _file_names(folder):
-    """Names of the files in a folder; none of them where it may not be listed, None where it is not there."""
+    """Names of the files in a folder; empty where it may not be listed, None where it does not exist."""
     try:
         with os.scandir(folder or ".") as entries:
             return {entry.name for entry in entries if entry.is_file()}
@@ -471,11 +492,12 @@ def _file_names(folder):
 
 
 def _lookup(path, pair, role, index):
+    """The index of one side of a pair. role: "fixed" or "moving". index: {id: number}. path: of the list."""
     if not isinstance(pair, dict) or role not in pair:
         raise InputError(f"{path}: the pair {pair} has no \"{role}\"; every pair needs fixed and moving.")
     if not isinstance(pair[role], str | int) or isinstance(pair[role], bool):
         raise InputError(f"{path}: the {role} volume {pair[role]} is neither a path nor an id; correct the pair.")
-    # An id from a .csv list is taken as it is: volume_id would shorten some.
+    # An id is taken as it is, because volume_id would shorten some.
     name = str(pair[role]) if str(pair[role]) in index else volume_id(str(pair[role]))
     if name not in index:
         raise InputError(f"{path}: the {role} volume {name} is not in the data list; add it there or drop the pair.")
