@@ -32,7 +32,7 @@ START = {"epoch": 1, "samples": 0, "pairs": 0}
 
 
 def walk(cfg, world_size, listed=None, progress=START, rule=None, step=None):
-    """What `world` ranks do to the end of the epoch: for each step (samples, pairs) as (position, volume) in order."""
+    """What `world_size` ranks do to the end of the epoch: for each step (samples, pairs) as (position, volume) in order."""
     split, volumes = split_step(cfg, world_size, step), ([{"subject": ""}] * VOLUMES, np.arange(VOLUMES), None, rule)
     ranks = [list(epoch_batches(cfg, VolumeDataset(*volumes), listed, progress, split,
                                 {"rank": rank, "world_size": world_size}))
@@ -164,7 +164,7 @@ def test_an_epoch_ends_with_the_shorter_loader():
     assert steps_left(cfg, VOLUMES, None, split_step(cfg, 1), samples=48) == 0, "longer than the config's"
 
 
-@pytest.mark.parametrize("changes, world, expected", [
+@pytest.mark.parametrize("changes, world_size, expected", [
     ({"data__batchsize": 2}, 3, (6, 3, 2, 1, 1, 1)),
     ({"data__batchsize": 4, "data__diff_reg_batch_ratio": 2}, 1, (4, 2, 4, 2, 1, 1)),
     ({"data__batchsize": 1, "data__diff_reg_batch_ratio": 4}, 2, (2, 2, 1, 1, 1, 1)),
@@ -178,7 +178,7 @@ def test_shares_of_a_step(changes, world_size, expected):
     assert split_step(config(**changes), world_size) == dict(zip(names, expected))
 
 
-@pytest.mark.parametrize("changes, world, words", [
+@pytest.mark.parametrize("changes, world_size, words", [
     ({"data__batchsize": 4, "data__global_batchsize": 6}, 1, ["data.global_batchsize 6", "data.batchsize 4 x 1 ranks"]),
     ({"data__batchsize": 2, "data__global_batchsize": 8}, 3, ["data.global_batchsize 8", "data.batchsize 2 x 3 ranks"]),
     ({"data__batchsize": 2, "data__global_batchsize": 4}, 4, ["data.global_batchsize 4", "4 ranks"]),
