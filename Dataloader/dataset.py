@@ -1,4 +1,4 @@
-"""Volumes on the training grid, from a prepared cache or from NIfTI files, to batches."""
+"""Data sets and batches: volumes on the training grid, read from a prepared cache or from NIfTI files."""
 import atexit
 import collections
 import multiprocessing
@@ -20,50 +20,55 @@ from Dataloader.sampler import all_pairs, batches, epoch_order, epoch_pair_count
 from Runtime.errors import InputError
 
 ALONE = {"rank": 0, "world_size": 1}
-PIECE = 2 ** 18  # voxels: 1 MiB of float32 stays in a processor's cache from one operation to the next
+PIECE = 2 ** 18  # voxels: 1 MiB of float32 stays in a processor's cache between two operations
 
 
 def as_float(images):
-    """Images as they are stored (uint8 0 .. 255, or 0.0 .. 1.0) as float32 in [0, 1], on their device."""
+    """Stored images (uint8 0 .. 255, or 0.0 .. 1.0) as float32 in [0, 1], on their device. Any shape."""
     if images.dtype != torch.uint8:
         return images.float()
     if images.device.type != "cpu":
         return images.float().mul_(1 / 255)
-    found = torch.empty(images.shape)
-    for values, stored in zip(found.view(-1).split(PIECE), images.reshape(-1).split(PIECE)):
+    result = torch.empty(images.shape)
+    for values, stored in zip(result.view(-1).split(PIECE), images.reshape(-1).split(PIECE)):
         values.copy_(stored).mul_(1 / 255)
-    return found
+    return result
 
 
 class VolumeDataset:
     """Volumes by number.
 
-    items: from the datalist or the cache. images, labels: indexed by number, each a (D, H, W) array; labels may be
-    None. rule: which pairs are permitted, from `pair_rule`. hold: what keeps the cache from being removed meanwhile.
-    subjects: (N,) int64, whose each volume is, by `subject_key`.
+    items: from the datalist or the cache. images, labels: indexed by number, each a (D, H, W) array; a label may be
+    None. rule: which pairs are permitted, from `pair_rule`. hold: an open lock file, kept as long as this object, so
+    that the cache is not removed.
+    Further attributes: subjects, (N,) int64, the `subject_key` of each volume; loader, made once by `epoch_batches`.
     """
 
     def __init__(self, items, images, labels, rule, hold=None):
-        self.items, self.images, self.labels, self.rule, self.loader = items, images, labels, rule, None
-        self.subjects = torch.tensor([subject_key(item["subject"]) for item in items], dtype=torch.int64)
+        self.items = items
+        self.images = images
+        self.labels = labels
+        self.rule = rule
         self.hold = hold
+        self.subjects = torch.tensor([subject_key(item["subject"]) for item in items], dtype=torch.int64)
+        self.loader = None
 
     def __len__(self):
         return len(self.items)
 
     def image(self, index):
-        """(1, *size) float32 in [0, 1]."""
+        """One image: (1, *size) float32 in [0, 1]."""
         return as_float(torch.from_numpy(np.array(self.images[index]))[None])
 
     def label(self, index):
-        """(1, *size) int16; None where the volume has none."""
+        """One label map: (1, *size) int16; None where the volume has none."""
         if not self.items[index]["label"]:
             return None
         return torch.from_numpy(np.array(self.labels[index], np.int16))[None]
 
 
 class Files:
-    """Volumes of one kind, read from their NIfTI files each time."""
+    """Volumes of one kind, by number, read from their NIfTI files at each use. kind: "image", "label" or "mask"."""
 
     def __init__(self, items, kind, cfg):
         self.items, self.kind, self.cfg = items, kind, settings(cfg)
@@ -73,11 +78,14 @@ class Files:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batches: what is read ahead, and by whom
+# Batches: what is read ahead, by loader workers or by a thread
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Batches(Dataset):
-    """What a loader worker has of a data set: batches of (position, index); the position keys the random draws."""
+    """The part of a data set that goes to loader workers: batches by (position, index).
+
+    The position in the epoch's order keys the random draws, the index says which volume it is.
+    """
 
     def __init__(self, images):
         self.images = images
@@ -89,18 +97,21 @@ class Batches(Dataset):
 
 
 def as_it_is(batch):
+    """A collate function for what is a batch already; a lambda could not be pickled for a worker."""
     return batch
 
 
 def make_loader(dataset, batch_list, cfg):
-    """A DataLoader over ready-made batches of (position, index); a batch is (images as stored, positions, indices).
+    """A DataLoader over given batches.
 
-    batch_list may be filled anew when it has been gone through: workers live as long as the loader.
+    batch_list: list of lists of (position, index). Its content may be replaced between two passes, so that the workers
+    live as long as the loader.
+    Yields: images as stored (B, 1, *size), positions (B,), indices (B,).
     """
     workers = 0 if cfg["data.in_memory"] and not cfg["data.cache"] else cfg["data.num_workers"]
     options = {}
     if workers:
-        # spawn: a forked worker inherits locks of the accelerator's driver in whatever state they are.
+        # spawn: a forked worker inherits the locks of the accelerator's driver, which may be taken at that moment.
         options = {"prefetch_factor": cfg["data.prefetch_factor"], "multiprocessing_context": "spawn",
                    "persistent_workers": True, "worker_init_fn": leave_signals_to_the_rank}
     return DataLoader(Batches(dataset.images), batch_sampler=batch_list, collate_fn=as_it_is, num_workers=workers,
@@ -108,67 +119,86 @@ def make_loader(dataset, batch_list, cfg):
 
 
 def read_ahead(loader, ahead):
-    """What a loader yields; without workers, a thread reads `ahead` batches before they are asked for, if any."""
+    """What a loader yields. Without workers, a thread reads up to `ahead` batches before they are needed.
+
+    ahead: 0 for no thread. Raises RuntimeError where a worker is killed.
+    """
     if loader.num_workers or not ahead:
         try:
             yield from loader
-        except (ConnectionError, EOFError) as error:  # which would look like the death of another rank
+        except (ConnectionError, EOFError) as error:  # these look like the death of another rank
             raise RuntimeError("a DataLoader worker was killed while it handed over a batch "
                                f"({type(error).__name__})") from error
         return
-    found, thread = iter(loader), ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
+    batches_left = iter(loader)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
     try:
-        waiting = collections.deque(thread.submit(next, found, None) for _ in range(ahead))
+        waiting = collections.deque(thread.submit(next, batches_left, None) for _ in range(ahead))
         while (batch := waiting.popleft().result()) is not None:
-            waiting.append(thread.submit(next, found, None))
+            waiting.append(thread.submit(next, batches_left, None))
             yield batch
-    finally:  # of an epoch that is left early too
+    finally:  # also where an epoch ends early
         thread.shutdown(cancel_futures=True)
 
 
 def leave_signals_to_the_rank(worker):
-    """A scheduler signals every process of a job; the rank saves and leaves, and needs its workers until then."""
+    """Ignore signals in a worker.
+
+    A scheduler signals every process of a job. The rank then saves and leaves, and needs its workers until that.
+    """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    # torch compares later with the parent that it finds then, and an orphan would wait for work for ever.
+    # torch notes the parent only later. A worker whose rank is dead by then would wait for work for ever.
     if os.getppid() != multiprocessing.parent_process().pid:
         sys.exit(1)
 
 
 @atexit.register
 def end_workers():
-    """multiprocessing ends workers by SIGTERM, which they do not hear, and would wait for them for ever."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch takes the death of a worker for an error
+    """Kill the workers at exit: multiprocessing sends SIGTERM, which they ignore, and then waits for them for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch reports the death of a worker as an error
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
 def epoch_batches(cfg, dataset, listed, progress, split, ranks):
-    """What a rank does from here to the end of the epoch.
+    """The batches of one rank from here to the end of the epoch.
 
-    Returns: iterator of (volumes, pairs), each the step's list of batches (images as stored, positions, subjects); in a
+    dataset: of the training. listed: pairs, or None. progress: epoch, samples and pairs done. split: of `split_step`.
+    Returns: iterator over steps of (volumes, pairs), two lists of batches (images as stored, positions, subjects). In a
     batch of pairs moving and fixed alternate.
     """
-    seed, epoch, mine = cfg["run.seed"], progress["epoch"], (ranks["rank"], ranks["world_size"])
+    volumes, pairs = epoch_lists(cfg, dataset, listed, progress, split, ranks)
     steps = steps_left(cfg, len(dataset), listed, split, progress["samples"], progress["pairs"])
-    count = epoch_pair_count(cfg, len(dataset), listed, split)
-    order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
-    volumes = batches(order, split["samples"], split["sample_batch"], progress["samples"], *mine)
-    drawn = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
-    drawn = batches(drawn, split["pairs"], split["pair_batch"], progress["pairs"], *mine)
-    pairs = [[(2 * position + side, pair[side]) for position, pair in batch for side in (0, 1)] for batch in drawn]
-    per_step = split["sample_batches"] + split["pair_batches"]
+    sample_batches, pair_batches = split["sample_batches"], split["pair_batches"]
+    # One list, in the order in which the steps need them, so that one set of workers reads both.
+    in_order = []
+    for step in range(steps):
+        in_order += volumes[step * sample_batches:(step + 1) * sample_batches]
+        in_order += pairs[step * pair_batches:(step + 1) * pair_batches]
     if dataset.loader is None:
         dataset.loader = make_loader(dataset, [], cfg)
-    # One list, in the order in which the steps want them, so that one set of workers reads both.
-    both = ((volumes, split["sample_batches"]), (pairs, split["pair_batches"]))
-    dataset.loader.batch_sampler[:] = [batch for step in range(steps) for kind, number in both
-                                       for batch in kind[step * number:(step + 1) * number]]
-    # Where the step needs the cores itself, a thread would only take them from it.
+    dataset.loader.batch_sampler[:] = in_order
+    # On a CPU the step uses all cores; do not prefetch.
     on_cpu = cfg["run.device"] == "cpu" or not torch.accelerator.is_available()
-    found = read_ahead(dataset.loader, 0 if on_cpu else cfg["data.prefetch_factor"] * per_step)
-    found = ((images, positions, dataset.subjects[indices]) for images, positions, indices in found)
-    return ((step[:split["sample_batches"]], step[split["sample_batches"]:]) for step in zip(*[found] * per_step))
+    per_step = sample_batches + pair_batches
+    loaded = read_ahead(dataset.loader, 0 if on_cpu else cfg["data.prefetch_factor"] * per_step)
+    loaded = ((images, positions, dataset.subjects[indices]) for images, positions, indices in loaded)
+    return ((step[:sample_batches], step[sample_batches:]) for step in zip(*[loaded] * per_step))
+
+
+def epoch_lists(cfg, dataset, listed, progress, split, ranks):
+    """What one rank reads in the rest of an epoch: batches of volumes and of pairs, as lists of (position, index)."""
+    seed, epoch = cfg["run.seed"], progress["epoch"]
+    rank, world_size = ranks["rank"], ranks["world_size"]
+    order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
+    volumes = batches(order, split["samples"], split["sample_batch"], progress["samples"], rank, world_size)
+    count = epoch_pair_count(cfg, len(dataset), listed, split)
+    drawn = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
+    pairs = []
+    for batch in batches(drawn, split["pairs"], split["pair_batch"], progress["pairs"], rank, world_size):
+        pairs.append([(2 * position + side, pair[side]) for position, pair in batch for side in (0, 1)])
+    return volumes, pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,12 +206,12 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def read_datasets(cfg, headers_only=False, ranks=ALONE):
-    """Data sets of a config: from the cache of data.cache, else from the files of data.root.
+    """The data sets of a config: from the cache of data.cache, else from the files of data.root.
 
-    headers_only: look at the lists but read no volume yet, and neither hold, check nor copy the cache. ranks: of the
-    training; rank 0 draws the progress bars, and each checks a share of the cache.
-    Returns: training VolumeDataset, validation VolumeDataset (maybe empty), and the listed training pairs or None.
-    Raises InputError if a folder is missing, the cache is not that of the config or not whole, or there are fewer
+    headers_only: read the lists but no volume, and neither lock, check nor copy the cache. ranks: of the training; rank
+    0 draws the progress bars, and each checks a part of the cache.
+    Returns: training VolumeDataset; validation VolumeDataset, maybe empty; the listed training pairs or None.
+    Raises InputError if a folder is missing, the cache is not that of the config or not complete, or there are fewer
     training volumes than data.expect_samples.
     """
     root, cache = cfg["data.cache"] or cfg["data.root"], None
@@ -196,13 +226,14 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
         listed = all_pairs(len(train), rule)
     source = {"cache": cache, "cfg": cfg, "in_memory": cfg["data.in_memory"] and not headers_only,
               "show": ranks["rank"] == 0}
-    return (make_dataset(train, rule, "training volumes", ("image",), **source),
-            make_dataset(val, pair_rule(cfg, val) if val else None, "validation volumes", ("image", "label"), **source),
-            listed)
+    train_set = make_dataset(train, rule, "training volumes", ("image",), **source)
+    val_rule = pair_rule(cfg, val) if val else None
+    val_set = make_dataset(val, val_rule, "validation volumes", ("image", "label"), **source)
+    return train_set, val_set, listed
 
 
 def require_usable(root, train, val, cfg, cache):
-    """Raises InputError for too few volumes, a subject on both sides, and, without a cache, an unusable first file."""
+    """Raises InputError for too few volumes, a subject in both sets, or, without a cache, an unusable first file."""
     if len(train) < cfg["data.expect_samples"]:
         refused = f" ({len(cache['refused'])} were refused when it was prepared)" if cache and cache["refused"] else ""
         held = f" ({len(val)} more are held out)" if val else ""
@@ -224,16 +255,25 @@ def require_usable(root, train, val, cfg, cache):
 
 
 def make_dataset(items, rule, what, kinds, cache, cfg, in_memory, show):
-    """A VolumeDataset of some items, and its voxels from the cache, from memory, or from files at each use."""
+    """The VolumeDataset of some items, with voxels from the cache, from memory, or from files at each use.
+
+    rule: of `pair_rule`. what, show: text of the progress bar, and whether to draw it. kinds: what is read into memory.
+    cache: from `open_cache`, or None. in_memory: read all volumes now.
+    """
     if cache:
-        place = {item["id"]: number for number, item in enumerate(cache["items"])}
-        places = [[cache[column][place[item["id"]]] for item in items] for column in ("groups", "rows")]
-        # Pages of a copy in memory would count as this process's own, and look like a leak while they are first used.
-        rows = [Rows(cache["folder"], kind, *places, keep=not cache["staged"]) for kind in ("image", "label")]
-        return VolumeDataset(items, *rows, rule, cache["hold"])
+        number_of = {item["id"]: number for number, item in enumerate(cache["items"])}
+        numbers = [number_of[item["id"]] for item in items]
+        groups = [cache["groups"][number] for number in numbers]
+        rows = [cache["rows"][number] for number in numbers]
+        # Pages of a copy in memory count as this process's own: kept maps would look like a leak until all are in use.
+        images, labels = (Rows(cache["folder"], kind, groups, rows, keep=not cache["staged"])
+                          for kind in ("image", "label"))
+        return VolumeDataset(items, images, labels, rule, cache["hold"])
     if in_memory:
-        # All at once also finds every bad file before the training starts.
+        # Reading all at once also finds every bad file before the training starts.
         bar = tqdm(items, f"reading {what}", unit="vol", leave=False, disable=not show)
-        read = [on_grid(item, cfg, kinds) for item in bar]
-        return VolumeDataset(items, [found["image"] for found in read], [found["label"] for found in read], rule)
+        volumes = [on_grid(item, cfg, kinds) for item in bar]
+        images = [volume["image"] for volume in volumes]
+        labels = [volume["label"] for volume in volumes]
+        return VolumeDataset(items, images, labels, rule)
     return VolumeDataset(items, Files(items, "image", cfg), Files(items, "label", cfg), rule)

@@ -1,4 +1,4 @@
-"""Grids: what brings a volume onto the training grid and back, with one interpolation, and what compares grids.
+"""Grids: volumes onto the training grid and back, with one interpolation; which grids are the same.
 
 Arrays and affines are those of Dataloader/nifti.py: axes i, j, k of the file, voxel to world in millimetres, RAS.
 """
@@ -6,15 +6,15 @@ import numpy as np
 from nibabel import orientations
 from scipy import ndimage
 
-SMOOTH_ABOVE = 1.5
-SMOOTH_SIGMA = 0.4
+SMOOTH_ABOVE = 1.5  # an axis that shrinks by more is smoothed first
+SMOOTH_SIGMA = 0.4  # of that Gaussian, in voxels of the target grid
 SAME_GRID = 0.1  # largest distance, in voxels, between the corners of two grids that count as the same
 
 
 def intensity_range(array, low=0.5, high=99.5):
-    """The two intensities of an array that become 0 and 1: its percentiles.
+    """The two intensities of an array that become 0 and 1: its percentiles, or minimum and maximum if these are equal.
 
-    low, high: percent. Where both percentiles coincide (a sparse volume) they are minimum and maximum instead.
+    low, high: percentiles, in percent; of a sparse volume both can be 0.
     Returns: two floats; equal for a constant array.
     """
     bottom, top = np.percentile(array, [low, high])
@@ -22,7 +22,7 @@ def intensity_range(array, low=0.5, high=99.5):
 
 
 def rescale(array, bottom, top):
-    """Intensities as 0 .. 1 between two of them, clipped; 0 everywhere where they are equal. Returns float32."""
+    """(array - bottom) / (top - bottom), clipped to 0 .. 1; 0 everywhere if top <= bottom. Returns: float32."""
     if top <= bottom:
         return np.zeros(array.shape, np.float32)
     return np.clip((array.astype(np.float64) - bottom) / (top - bottom), 0, 1).astype(np.float32)
@@ -44,7 +44,10 @@ def to_canonical(array, affine):
 
 
 def corners_apart(shape, affine, other):
-    """How far the corners of a grid lie apart under two affines, at most, in voxels. shape: D, H, W or H, W."""
+    """The largest distance along an axis, in voxels, between the corners of a grid under two affines, 4x4 each.
+
+    shape: D, H, W or H, W. Distances are in voxels of the first affine.
+    """
     corners = np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
                         for index in np.ndindex(*[2] * len(shape))], np.float64).T
     return float(np.abs(np.linalg.inv(affine) @ other @ corners - corners)[:len(shape)].max())
@@ -60,9 +63,9 @@ def same_grid(shape, affine, other_shape, other_affine):
 
 
 def foreground_box(inside):
-    """The smallest box around the True voxels of an array: first and past-the-end index of each axis, (2, dims) ints.
+    """The smallest box around the True voxels of an array; the whole array where none is True.
 
-    Where nothing is True it is the whole array.
+    Returns: (2, dims) ints, the first and the past-the-end index of each axis.
     """
     if not inside.any():
         return np.array([[0] * inside.ndim, inside.shape])
@@ -76,8 +79,8 @@ def grid_transform(shape, affine, size, spacing_mm, box=None):
 
     shape: of the canonical array, D, H, W or H, W. affine: 4x4. size: target shape, an int or one per axis.
     spacing_mm: target voxel side in millimetres; 0: the smallest at which the whole field of view fits in `size`.
-    box: from `foreground_box`, what is to be centred and to fit instead of the field of view. What is around it and
-    within the grid stays.
+    box: from `foreground_box`; it is centred and fitted instead of the field of view, and not cut out: the grid still
+    shows what is around it.
     Returns: scale (dims,), offset (dims,), with index_in = scale * index_out + offset; new_affine 4x4.
     An axis whose scale is 1 within 1e-4 gets exactly 1 and a whole offset, so that it is copied, not interpolated.
     """
@@ -90,7 +93,7 @@ def grid_transform(shape, affine, size, spacing_mm, box=None):
     copied = np.abs(scale - 1) < 1e-4
     scale = np.where(copied, 1.0, scale)
     offset = (first + stop - 1) / 2 - scale * (size - 1) / 2
-    # A shape difference that is odd would put the centre half a voxel off and blur every voxel.
+    # Whole offsets: where the shapes differ by an odd number, the exact centre would blur every voxel by half a voxel.
     offset = np.where(copied, np.floor(offset), offset)
     return scale, offset, np.asarray(affine, np.float64) @ _embed(np.diag(scale), offset)
 
@@ -100,8 +103,8 @@ def to_grid(array, affine, size, spacing_mm, order=1, box=None):
 
     array: (D, H, W) or (H, W). affine: 4x4. size: int or one per axis. spacing_mm: millimetres, 0 fits the volume.
     box: in the canonical array, see `grid_transform`.
-    order: 1 for images (float32 out; smoothed first along axes that shrink by more than 1.5), 0 for labels (dtype
-    kept). Outside the volume: 0.
+    order: 1 for images (float32 out; smoothed first along axes that shrink by more than SMOOTH_ABOVE), 0 for labels
+    (dtype kept). Outside the volume: 0.
     Returns: array of shape `size`; its affine 4x4. Where only a crop or padding is needed the values are exact copies.
     """
     array, affine = to_canonical(array, affine)
@@ -113,16 +116,16 @@ def to_grid(array, affine, size, spacing_mm, order=1, box=None):
     sigma = np.where(scale > SMOOTH_ABOVE, SMOOTH_SIGMA * scale, 0)
     if order and sigma.any():
         array = ndimage.gaussian_filter(array, sigma, mode="nearest")
-    # grid-constant: plain "constant" drops the outer half voxel, and a border plane met with rounding error.
+    # grid-constant: "constant" drops the outer half voxel, and with a rounding error a whole border plane.
     array = ndimage.affine_transform(array, scale, offset, size, order=order, mode="grid-constant", cval=0)
     return array, new_affine
 
 
 def from_grid(array, grid_affine, shape, affine, order=1):
-    """Bring a volume on a grid of `to_grid` back to the grid of its file, orientation included.
+    """Bring a volume on a grid of `to_grid` back to the grid of its file, in the file's orientation.
 
-    array: (D, H, W) or (H, W) on the grid. grid_affine: of the grid. shape, affine: of the file. order: 1 for images
-    (float32 out), 0 for labels (dtype kept). Returns: array of `shape`; 0 where the grid does not reach.
+    array: (D, H, W) or (H, W) on the grid. grid_affine: of the grid, 4x4. shape, affine: of the file. order: 1 for
+    images (float32 out), 0 for labels (dtype kept). Returns: array of `shape`; 0 where the grid does not reach.
     """
     dims = array.ndim
     change = np.linalg.inv(grid_affine) @ np.asarray(affine, np.float64)

@@ -21,9 +21,9 @@ KINDS = ("image", "label", "mask")
 
 
 def on_grid(item, cfg, kinds=KINDS):
-    """Read a volume and what belongs to it, with one interpolation, as the config's data.* keys say.
+    """Read an image, its label and mask onto the training grid, with one interpolation, as the data.* keys say.
 
-    item: from `read_datalist`. kinds: which of KINDS are wanted.
+    item: from `read_datalist`. cfg: flat config. kinds: which of KINDS are wanted.
     Returns: dict of image (D, H, W) float32 in [0, 1]; label, mask (D, H, W) int16 or None; shape and affine (4x4,
     RAS) of the file; grid_affine (4x4) of the training grid; low, high: file intensities of 0 and 1.
     Raises InputError naming the file for whatever `read_volume` refuses, and for a label on another grid.
@@ -37,12 +37,14 @@ def on_grid(item, cfg, kinds=KINDS):
               if item[kind] and (kind in kinds or (kind == "mask" and crop))}
     box = None
     if crop:
-        box = foreground_box(to_canonical(others["mask"] > 0 if "mask" in others else image > crop, affine)[0])
-    found = dict.fromkeys(KINDS[1:])
-    found["image"], grid_affine = to_grid(image, affine, size, spacing_mm, box=box)
-    found.update({kind: np.ascontiguousarray(to_grid(other, affine, size, spacing_mm, 0, box)[0])
-                  for kind, other in others.items() if kind in kinds})
-    return {**found, "shape": array.shape, "affine": affine, "grid_affine": grid_affine, "low": low, "high": high}
+        inside = others["mask"] > 0 if "mask" in others else image > crop
+        box = foreground_box(to_canonical(inside, affine)[0])
+    arrays = dict.fromkeys(KINDS[1:])
+    arrays["image"], grid_affine = to_grid(image, affine, size, spacing_mm, box=box)
+    for kind, other in others.items():
+        if kind in kinds:
+            arrays[kind] = np.ascontiguousarray(to_grid(other, affine, size, spacing_mm, 0, box)[0])
+    return {**arrays, "shape": array.shape, "affine": affine, "grid_affine": grid_affine, "low": low, "high": high}
 
 
 def intensity_limits(array, cfg):
@@ -50,33 +52,37 @@ def intensity_limits(array, cfg):
     return cfg["data.window"] if any(cfg["data.window"]) else intensity_range(array, *cfg["data.percentiles"])
 
 
-def describe(item, found):
-    """What is kept of a volume besides its voxels, as JSON can hold it. found: from `on_grid`."""
+def describe(item, prepared):
+    """What the cache keeps of a volume besides its voxels, as JSON can hold it. prepared: from `on_grid`."""
     header = read_raw_header(item["image"])
-    return {"shape": list(found["shape"]), "affine": found["affine"].tolist(),
-            "grid_affine": found["grid_affine"].tolist(), "low": float(found["low"]), "high": float(found["high"]),
-            "header": base64.b64encode(header.binaryblock).decode()}
+    return {"shape": list(prepared["shape"]), "affine": prepared["affine"].tolist(),
+            "grid_affine": prepared["grid_affine"].tolist(), "low": float(prepared["low"]),
+            "high": float(prepared["high"]), "header": base64.b64encode(header.binaryblock).decode()}
 
 
 def original_header(record):
-    """The NIfTI header that the file of a volume had. record: from `describe`."""
+    """The NIfTI header of the file of a volume. record: from `describe`."""
     block = base64.b64decode(record["header"])
     kind = nibabel.Nifti1Header if len(block) == nibabel.Nifti1Header.template_dtype.itemsize else nibabel.Nifti2Header
     return kind(block, check=False)
 
 
 def to_original(array, record, order=1, intensities=False):
-    """Something on the training grid, on the grid of the volume's file: `write_volume(path, this, affine, header)`.
+    """Bring an array from the training grid to the grid of the volume's file, for `write_volume`.
 
-    array: (D, H, W) on the grid. record: from `describe`. order: 1 for images, 0 for labels. intensities: whether 0 and
-    1 become what they were in the file. Returns: array of the file's shape, 0 (low) where the grid does not reach.
+    array: (D, H, W) or (H, W) on the training grid. record: from `describe`. order: 1 for images, 0 for labels.
+    intensities: map 0 and 1 back to the file's intensities.
+    Returns: array of the file's shape; where the grid does not reach 0, with intensities what 0 stands for.
     """
     array = from_grid(array, record["grid_affine"], record["shape"], record["affine"], order)
     return array * np.float32(record["high"] - record["low"]) + np.float32(record["low"]) if intensities else array
 
 
 def read_beside(item, kind, shape, affine):
-    """The label or mask of an image, and its own affine, which may differ from the image's by rounding only."""
+    """The label or mask of an image, and its own affine, which may differ from the image's by rounding.
+
+    kind: "label" or "mask". shape, affine: of the image. Raises InputError for one on another grid, see `same_grid`.
+    """
     array, own_affine = read_label(item[kind], len(shape))
     if not same_grid(shape, affine, array.shape, own_affine):
         apart = corners_apart(shape, affine, own_affine)

@@ -1,15 +1,15 @@
-"""The data order: which volume is where in an epoch. A function of (seed, epoch) alone, so any step can be resumed."""
+"""The order of volumes and pairs in an epoch: a function of (seed, epoch) alone, so any step can be resumed."""
 import numpy as np
 import torch
 
 from Runtime.errors import InputError
 from Runtime.keyed_random import generator
 
-MOST_PAIRS = 2_000_000
+MOST_PAIRS = 2_000_000  # of data.pairing=all; more take too much memory as a list
 
 
 def epoch_order(seed, epoch, volumes, repeats=1):
-    """Volume index at each position of an epoch: `repeats` shuffles one after the other. Returns a list of ints."""
+    """Volume index at each position of an epoch: `repeats` shuffles, one after the other. Returns: list of ints."""
     order = []
     for repeat in range(repeats):
         order += torch.randperm(volumes, generator=generator(seed, "order", epoch, repeat)).tolist()
@@ -17,11 +17,12 @@ def epoch_order(seed, epoch, volumes, repeats=1):
 
 
 def pair_rule(cfg, items):
-    """Which volumes may be paired: data.pair_subjects and data.pair_modalities, made ready for the draws.
+    """Which volumes may be paired, by data.pair_subjects and data.pair_modalities; both must hold.
 
-    items: dicts with "subject" and "modality". Both rules must hold; "same" means another volume of the same one.
-    Returns: None where any two volumes may be paired, else dict(subject, modality: (N,) ints, a code per item;
-    subjects, modalities: the words of the config).
+    "same" means two volumes of one subject or modality, never a volume with itself.
+    items: dicts with "subject" and "modality".
+    Returns: None where any two volumes may be paired, else dict of subject and modality, (N,) ints, a code for each
+    item; subjects and modalities, the words of the config.
     Raises InputError where no pair is permitted, and where a pair list stands beside another choice of pairs.
     """
     words = {key: cfg[key] for key in ("data.pair_subjects", "data.pair_modalities")}
@@ -71,12 +72,13 @@ def epoch_pairs(seed, epoch, volumes, count, listed=None, rule=None):
 
 
 def _partners(rule):
-    """(N,) number of permitted partners of each volume."""
+    """(N,) number of permitted partners of each volume, without a table of all pairs."""
     subject, modality = rule["subject"], rule["modality"]
     both = np.unique(subject * len(subject) + modality, return_inverse=True)[1]
     codes = {("any", "any"): 0 * both, ("same", "any"): subject, ("any", "same"): modality, ("same", "same"): both}
 
     def size(subjects, modalities):
+        """(N,) volumes that a rule permits for each volume, itself included; "different" is "any" less "same"."""
         if subjects == "different":
             return size("any", modalities) - size("same", modalities)
         if modalities == "different":
@@ -85,7 +87,7 @@ def _partners(rule):
         return np.bincount(code)[code]
 
     words = rule["subjects"], rule["modalities"]
-    return size(*words) - (0 if "different" in words else 1)  # a volume is no partner of its own
+    return size(*words) - (0 if "different" in words else 1)  # a volume is not its own partner
 
 
 def _permitted(volumes, rule, moving):
@@ -99,34 +101,44 @@ def _permitted(volumes, rule, moving):
 
 
 def _ruled_pairs(volumes, count, rule, draws):
-    """`count` random pairs under a rule; partners are looked up for one volume at a time, as a table is too large."""
+    """`count` random pairs under a rule. Partners are looked up volume by volume: a table would be too large."""
     partners = _partners(rule)
-    able = np.flatnonzero(partners)
-    moving = able[torch.randint(len(able), (count,), generator=draws).numpy()]
+    with_partner = np.flatnonzero(partners)
+    moving = with_partner[torch.randint(len(with_partner), (count,), generator=draws).numpy()]
     rank = (torch.rand(count, dtype=torch.float64, generator=draws).numpy() * partners[moving]).astype(int)
     fixed = [_permitted(volumes, rule, one)[place].item() for one, place in zip(moving, rank)]
     return list(zip(moving.tolist(), fixed))
 
 
 def epoch_pair_count(cfg, volumes, listed, split):
-    """Pairs of an epoch: the listed ones, data.pairs, or as many as mode 1 takes steps."""
+    """Number of pairs in an epoch: the listed ones, else data.pairs, else enough for the steps of mode 1.
+
+    volumes: their number. listed: pairs or None. split: of `split_step`.
+    """
     steps = -(-volumes * cfg["data.repeats"] // split["samples"])
     return len(listed) if listed else cfg["data.pairs"] or steps * split["pairs"]
 
 
 def steps_left(cfg, volumes, listed, split, samples=0, pairs=0):
-    """Steps to the end of an epoch of which `samples` and `pairs` are done: those of the shorter loader."""
-    return max(min(-(-(volumes * cfg["data.repeats"] - samples) // split["samples"]),
-                   -(-(epoch_pair_count(cfg, volumes, listed, split) - pairs) // split["pairs"])), 0)
+    """Steps to the end of an epoch: until its samples or its pairs are used up, whichever is first.
+
+    samples, pairs: how many of this epoch are done. Others as in `epoch_pair_count`.
+    """
+    samples_left = volumes * cfg["data.repeats"] - samples
+    pairs_left = epoch_pair_count(cfg, volumes, listed, split) - pairs
+    return max(min(-(-samples_left // split["samples"]), -(-pairs_left // split["pairs"])), 0)
 
 
 def batches(order, total, batchsize, first=0, rank=0, world_size=1):
-    """The batches of one rank from position `first` on, as (position, entry) lists.
+    """The batches of one rank from position `first` on.
 
-    Each step takes `total` positions in order: the ranks one run of them each, in batches of `batchsize`. So the step
-    is the same for any number of ranks. The last step is filled from the front of the order.
+    Each step takes the next `total` positions. Each rank gets one run of them, in batches of `batchsize`, so a step has
+    the same samples for any number of ranks. The last step is filled from the front of the order.
+    order: entries by position. Returns: list of batches, each a list of (position, entry).
     """
     per_rank = total // world_size
-    return [[(p, order[p % len(order)]) for p in range(start, start + batchsize)]
-            for step in range(first, len(order), total)
-            for start in range(step + rank * per_rank, step + (rank + 1) * per_rank, batchsize)]
+    result = []
+    for step in range(first, len(order), total):
+        for start in range(step + rank * per_rank, step + (rank + 1) * per_rank, batchsize):
+            result.append([(p, order[p % len(order)]) for p in range(start, start + batchsize)])
+    return result
