@@ -1,11 +1,11 @@
 """NIfTI files in and out: images, label maps, and deformation fields as ITK, ANTs, Slicer and Learn2Reg read them.
 
-The nibabel array is used untransposed: D, H, W are its i, j, k (2D: H, W are i, j). Affines are 4x4 float64,
-voxel to world in millimetres, RAS, in 2D too: of a file in other units they are converted, as ITK does.
+The nibabel array is used untransposed: D, H, W are its i, j, k (2D: H, W are i, j). Affines are 4x4 float64, voxel to
+world in millimetres, RAS, in 2D too. Those of a file in other units are converted, as ITK does.
 
-A field is (N, *spatial) on the fixed grid, displacement in voxels, channel 0 along the first axis of the array: a voxel
-x of the fixed volume shows what is at A_moving^-1 A_fixed (x + field(x)) in the moving one. ITK converts the grid of a
-file whose header names another unit of length, but not its vectors: they are millimetres in every file.
+A field is (N, *spatial) on the fixed grid, displacement in voxels, channel 0 along the first axis of the array: voxel x
+of the fixed volume corresponds to A_moving^-1 A_fixed (x + field(x)) in the moving one. Of a file whose header names
+another unit of length, ITK converts the grid but not the vectors: they are millimetres in every file.
 """
 import gzip
 import math
@@ -22,11 +22,11 @@ from Runtime.files import write_file
 READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError,
                nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError, gzip.BadGzipFile)
 MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes of metre and micrometre; ITK takes all others for millimetres
-MOST_BYTES = 16 * 2 ** 30  # of a compressed file's voxels: a damaged or foreign header must not take all memory
-CHUNK = 8 * 2 ** 20
-MOST_AFTER = 64 * 2 ** 20  # bytes after the last voxel, which are read to see the checksum, and not kept
+MOST_BYTES = 16 * 2 ** 30  # of a compressed file's voxels, so that a damaged header cannot ask for all memory
+CHUNK = 8 * 2 ** 20  # bytes decompressed at a time
+MOST_AFTER = 64 * 2 ** 20  # bytes after the last voxel: they are read up to the checksum, but not kept
 VECTOR = 1007  # NIfTI's intent of a vector per voxel, which ITK and ANTs write for displacement fields
-LPS = np.array([-1.0, -1.0, 1.0])  # ITK's world has its first two axes the other way round
+LPS = np.array([-1.0, -1.0, 1.0])  # signs from RAS to ITK's world, whose first two axes point the other way
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,14 +71,15 @@ def read_header(path, dims=3):
     """Read shape and affine without decompressing the voxels.
 
     Returns: shape, a tuple of `dims` ints; affine 4x4 float64.
-    Raises InputError as `read_volume` does for everything a header tells; a cut .nii.gz shows only when read whole.
+    Raises InputError as `read_volume` does for what the header shows. A truncated .nii.gz is noticed only when it is
+    read as a whole.
     """
     image = open_nifti(path)
     return _squeezed_shape(path, image.shape, dims), read_affine(path, image, dims)
 
 
 def open_nifti(path):
-    """nibabel image with lazy voxels. Raises InputError for a missing, foreign or visibly cut file."""
+    """nibabel image whose voxels are not read yet. Raises InputError for a missing, foreign or too short file."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file; check the path.")
@@ -99,14 +100,14 @@ def read_raw_header(path):
 
 
 def mm_of_unit(header):
-    """How many millimetres the unit of length of a nibabel header has; 1 where it does not say."""
+    """Millimetres in the unit of length of a nibabel header; 1 where it names none."""
     return MM_OF_UNIT.get(int(header["xyzt_units"]) & 7, 1.0)
 
 
 def read_affine(path, image, dims):
     """The affine of a nibabel image, 4x4 float64, voxel to world in millimetres.
 
-    A 2D file's missing third axis becomes the normal. Raises InputError naming the file where it is singular.
+    A third axis that a 2D file leaves zero becomes the unit normal. Raises InputError where the affine is singular.
     """
     affine = np.array(image.affine, np.float64)
     affine[:3] *= mm_of_unit(image.header)
@@ -121,13 +122,14 @@ def read_affine(path, image, dims):
 
 
 def write_volume(path, array, affine, header=None):
-    """Write a NIfTI file, whole and durable (Runtime/files.py). The same input gives the same bytes.
+    """Write a NIfTI file, completely and durably (Runtime/files.py). The same input gives the same bytes.
 
     path: .nii or .nii.gz; its folder is made if missing.
-    array: (D, H, W), (H, W) stored as (H, W, 1), or more axes, stored as they are. The dtype is kept; bool becomes
-    uint8 and float16 float32, which NIfTI lacks.
+    array: (D, H, W), (H, W) stored as (H, W, 1), or more axes, stored as they are. The dtype is kept, except those that
+    NIfTI lacks: bool becomes uint8, float16 becomes float32.
     affine: 4x4 voxel to world in millimetres, RAS; written as qform and sform with the codes of `header`, or 1 where it
     has none, and in its unit of length. header: nibabel header whose descriptive fields are kept; it is not changed.
+    Raises InputError for another suffix.
     """
     path = Path(path)
     suffix = _nifti_suffix(path)
@@ -140,7 +142,7 @@ def write_volume(path, array, affine, header=None):
     if header is not None:
         affine[:3] /= mm_of_unit(header)
     image = nibabel.Nifti1Image(array, affine, header, dtype=array.dtype)
-    # From the header given: nibabel resets the codes in its copy when the affine is a new one.
+    # The codes of the given header: nibabel resets those of its copy when the affine is another.
     image.set_qform(affine, 1 if header is None else int(header["qform_code"]) or 1)
     image.set_sform(affine, 1 if header is None else int(header["sform_code"]) or 1)
     if not int(image.header["xyzt_units"]) & 7:
@@ -149,11 +151,11 @@ def write_volume(path, array, affine, header=None):
 
 
 def _write_nifti(file, image, compressed):
-    """A nibabel image into an open binary file, with the bytes that nibabel.save would write."""
+    """Write a nibabel image into an open binary file, with the bytes that nibabel.save would write."""
     if not compressed:
         image.to_stream(file)
         return
-    # No name and no time in its header: the same content is the same file, whatever it is called.
+    # No name and no time in the gzip header, so that the same content gives the same bytes.
     with gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as stream:
         image.to_stream(stream)
 
@@ -164,16 +166,18 @@ def _nifti_suffix(path):
 
 def _read(path, dims):
     """Voxels in the file's own (scaled) dtype with `dims` axes, and the checked affine."""
-    path, image = Path(path), open_nifti(path)
-    shape, affine = _squeezed_shape(path, image.shape, dims), read_affine(path, image, dims)
+    path = Path(path)
+    image = open_nifti(path)
+    shape = _squeezed_shape(path, image.shape, dims)
+    affine = read_affine(path, image, dims)
     return read_voxels(path, image).reshape(shape), affine
 
 
 def read_voxels(path, image):
-    """All voxels of an open NIfTI file in its own (scaled) dtype. Raises InputError naming a damaged file."""
+    """All voxels of an open NIfTI file in its own (scaled) dtype. Raises InputError for a damaged file."""
     try:
         if Path(path).suffix == ".gz":
-            # nibabel stops before the checksum at the end; decompressing the whole file verifies it.
+            # Decompress the whole file, which verifies the checksum at its end; nibabel would stop before it.
             content = _decompressed(path, image)
             image = type(image).from_bytes(content)
             _require_bytes(path, image, len(content))
@@ -188,7 +192,7 @@ def read_voxels(path, image):
 
 
 def _decompressed(path, image):
-    """Content of a .nii.gz up to its last voxel. Its size is bounded by the header, and that by MOST_BYTES."""
+    """Content of a .nii.gz up to its last voxel: as many bytes as its header says, at most MOST_BYTES."""
     needed = _bytes_of(image)
     if needed > MOST_BYTES:
         raise InputError(f"{path}: its header asks for {needed / 2 ** 30:.1f} GiB, and at most "
@@ -206,7 +210,7 @@ def _decompressed(path, image):
 
 
 def _bytes_of(image):
-    """Bytes of a file up to its last voxel, as its header says."""
+    """Bytes of a file up to its last voxel, by its header."""
     return int(image.dataobj.offset) + math.prod(image.shape) * image.get_data_dtype().itemsize
 
 
@@ -239,12 +243,18 @@ def _squeezed_shape(path, shape, dims):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def to_mm(field, affine):
-    """A field in voxels as displacement in millimetres of the RAS world: (3, *spatial), also for 2D fields."""
+    """u_mm = A[:3, :N] u: a field in voxels as displacement in millimetres of the RAS world.
+
+    field: (N, *spatial). affine: 4x4. Returns: (3, *spatial) float64, for 2D fields too.
+    """
     return np.einsum("ij,j...->i...", np.asarray(affine, np.float64)[:3, :len(field)], np.asarray(field, np.float64))
 
 
 def to_voxels(field_mm, affine):
-    """The inverse of `to_mm`, for (3, *spatial). Of a 2D field what leads out of its plane is lost."""
+    """The inverse of `to_mm`: (N, *spatial) float32. A 2D field loses what leads out of its plane.
+
+    field_mm: (3, *spatial) in millimetres, RAS. affine: 4x4.
+    """
     dims = field_mm.ndim - 1
     inverse = np.linalg.inv(np.asarray(affine, np.float64)[:3, :3])[:dims]
     return np.einsum("ij,j...->i...", inverse, np.asarray(field_mm, np.float64)).astype(np.float32)
@@ -256,20 +266,23 @@ def write_field(path, field, affine, header=None):
     field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine, header: of the fixed volume; the
     descriptive fields of the header are kept.
     """
-    vectors = to_mm(field, affine) * LPS.reshape(3, *[1] * (len(field)))
-    vectors = vectors.reshape(3, *field.shape[1:], *[1] * (3 - len(field)))
+    vectors_mm = to_mm(field, affine) * LPS.reshape(3, *[1] * (len(field)))
+    vectors_mm = vectors_mm.reshape(3, *field.shape[1:], *[1] * (3 - len(field)))
     header = nibabel.Nifti1Header() if header is None else nibabel.Nifti1Header.from_header(header)
     header.set_intent(VECTOR)
-    write_volume(path, np.moveaxis(vectors, 0, -1)[..., None, :].astype(np.float32), affine, header)
+    write_volume(path, np.moveaxis(vectors_mm, 0, -1)[..., None, :].astype(np.float32), affine, header)
 
 
 def write_field_learn2reg(path, field, affine):
-    """Write a field as Learn2Reg scores it: (X, Y, Z, 3) float32 in voxels, file name disp_<fixed>_<moving>.nii.gz."""
+    """Write a field as Learn2Reg scores it: (X, Y, Z, 3) float32 in voxels, to be named disp_<fixed>_<moving>.nii.gz.
+
+    field: (3, D, H, W) in voxels. affine: 4x4, of the fixed volume.
+    """
     write_volume(path, np.moveaxis(np.asarray(field, np.float32), 0, -1), affine)
 
 
 def read_field(path, dims=3):
-    """Read a field that either function above wrote, or ITK, ANTs or a Learn2Reg participant did.
+    """Read a field written by `write_field` or `write_field_learn2reg`, or by ITK, ANTs or a Learn2Reg participant.
 
     Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4.
     Raises InputError, naming the file, where it is missing, damaged, not finite or of another shape.
@@ -282,7 +295,8 @@ def read_field(path, dims=3):
                          "(ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
     if dims == 2 and shape[2] != 1:
         raise InputError(f"{path}: a field of {shape[2]} planes for 2D volumes; give one of a single plane.")
-    affine, vectors = read_affine(path, image, dims), read_voxels(path, image).astype(np.float64)
+    affine = read_affine(path, image, dims)
+    vectors = read_voxels(path, image).astype(np.float64)
     vectors = np.moveaxis(vectors.reshape(*shape[:3], 3), -1, 0)
     if not np.isfinite(vectors).all():
         raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors))} numbers are NaN or infinite; make it "
@@ -294,32 +308,36 @@ def read_field(path, dims=3):
 
 
 def move_points(points_mm, field, affine):
-    """Where points of the fixed volume are in the moving one, both in millimetres, RAS.
+    """Where points of the fixed volume are in the moving one: x_mm + A u(A^-1 x_mm), in millimetres, RAS.
 
-    points_mm: (P, 3). field: (3, D, H, W) in voxels, affine: of the fixed volume. Linear between voxels; outside the
-    grid the displacement of its border. Returns: (P, 3).
+    The displacement u is interpolated linearly; outside the grid it is that of the border.
+    points_mm: (P, 3). field: (3, D, H, W) in voxels. affine: 4x4, of the fixed volume. Returns: (P, 3) float64.
     """
-    points = np.asarray(points_mm, np.float64)
+    points_mm = np.asarray(points_mm, np.float64)
     inverse = np.linalg.inv(affine)
-    voxels = points @ inverse[:3, :3].T + inverse[:3, 3]
-    moved = [ndimage.map_coordinates(part, voxels.T, order=1, mode="nearest", output=np.float64) for part in field]
-    return points + np.stack(moved, 1) @ np.asarray(affine)[:3, :3].T
+    voxels = points_mm @ inverse[:3, :3].T + inverse[:3, 3]
+    shift = [ndimage.map_coordinates(part, voxels.T, order=1, mode="nearest", output=np.float64) for part in field]
+    return points_mm + np.stack(shift, 1) @ np.asarray(affine)[:3, :3].T
 
 
 def read_points(path):
-    """Landmarks of a .csv file: x, y, z in millimetres (RAS) in each row; a header row is allowed. Returns (P, 3)."""
+    """Read landmarks from a .csv file: x, y, z in millimetres, RAS, in each row; a header row is allowed.
+
+    Returns: (P, 3) float64. Raises InputError where it is missing or a row has no three numbers.
+    """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file of landmarks; check the path.")
     lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    rows, found = [line.replace(";", ",").split(",") for line in lines], []
+    rows = [line.replace(";", ",").split(",") for line in lines]
+    points_mm = []
     for number, row in enumerate(rows, 1):
         try:
-            found.append([float(cell) for cell in row[:3]])
+            points_mm.append([float(cell) for cell in row[:3]])
         except ValueError:
             if number > 1:
                 raise InputError(f"{path} row {number}: {','.join(row)} are not three numbers; write x,y,z in "
                                  "millimetres in each row.") from None
-    if not found or any(len(point) != 3 for point in found):
+    if not points_mm or any(len(point) != 3 for point in points_mm):
         raise InputError(f"{path}: no landmarks of three numbers; write x,y,z in millimetres in each row.")
-    return np.array(found)
+    return np.array(points_mm)

@@ -1,11 +1,11 @@
-"""A copy of the cache on each node's own disk or in its memory: made once for all ranks of the node, and shared.
+"""A copy of the cache on each node's own disk or in its memory, made once for all ranks of the node.
 
-Ranks of a node find each other by a lock on the copy. A copy that nobody holds is left for the next round of the same
-training, whose first rank compares it with its checksums. The last rank of a training that is done removes it, or the
-next training that puts another cache there.
+The ranks of a node coordinate by a lock on the copy. A copy stays between two rounds of a training; the first rank of
+the next round compares it with its checksums. The last rank of a training that is done removes it, and a training that
+copies another cache to the same place removes copies that nobody holds.
 
-The place may be one where everybody writes (/dev/shm). So a copy is a folder of this user that nobody else may enter;
-what another user has put there under its name is left alone, and the copy gets another name.
+Everybody may write to the place (/dev/shm). So a copy is a folder of this user that nobody else may enter. Where
+another user has taken its name, that folder is left alone and the copy gets another name.
 """
 import contextlib
 import errno
@@ -24,19 +24,19 @@ from Runtime import watchdog
 from Runtime.errors import InputError
 from Runtime.files import sha256
 
-CHUNK = 8 * 2 ** 20
-HASHING = 4  # threads: hashlib lets others work meanwhile
-MOST_TAKEN = 100  # names of a copy that other users may have taken
-HELD = {}  # folder: the open lock file; closing it, or the end of the process, gives it back
+CHUNK = 8 * 2 ** 20  # bytes copied at a time
+HASHING = 4  # threads; hashlib releases the GIL
+MOST_TAKEN = 100  # names to try for a copy, where other users have taken some
+HELD = {}  # {folder of a copy: its open lock file}; the lock ends when the file is closed, or with the process
 
 
 def stage(folder, manifest, place, show=True):
-    """Copy a cache to its folder in `place`, unless it is there. Returns: that folder.
+    """Copy a cache to a folder of its own in `place`, unless it is there. Returns: that folder.
 
-    place: a folder; ~ and $VARIABLES are expanded. show: draw progress bars.
-    Every file is compared with its checksum: while it is copied, or, of an earlier round's copy, by the first rank that
-    comes; what is damaged there is copied again.
-    Raises InputError where the place is missing or too small, and for a damaged file.
+    Every file is compared with its checksum: while it is copied, or, in a copy of an earlier round, by the first rank.
+    Damaged files of a copy are copied again.
+    folder: of the cache. place: a folder; ~ and $VARIABLES are expanded. show: draw progress bars.
+    Raises InputError where the place is missing or too small, and for a damaged file of the cache.
     """
     parent = expanded(place)
     if "$" in str(parent) or not parent.is_dir():
@@ -44,7 +44,7 @@ def stage(folder, manifest, place, show=True):
     remove_unused(parent, copy_of(manifest, parent))
     while (target := copy_of(manifest, parent)) not in HELD:
         if not make_private(target):
-            continue  # somebody else was faster: under the next name
+            continue  # another user took this name meanwhile: try the next
         handle, alone = open_lock(target, len(manifest["files"]), show)
         if handle and alone:
             try:
@@ -55,23 +55,25 @@ def stage(folder, manifest, place, show=True):
             while not lock_at_once(handle, fcntl.LOCK_SH):
                 time.sleep(0.2)
         if handle:
-            # Between the two locks another training may have found it unused and removed it.
+            # Another training may have removed the copy between the two locks, when nobody held it.
             if is_lock_of(handle, target):
                 HELD[target] = handle
             else:
                 handle.close()
-    if missing := not_copied(manifest, target):
+    missing = not_copied(manifest, target)
+    if missing:
         raise InputError(f"data.stage {place}: {next(iter(missing))} of the copy is gone or not whole; remove {target} "
                          "and start again.")
     return target
 
 
 def expanded(place):
+    """data.stage as a path, with ~ and $VARIABLES expanded."""
     return Path(os.path.expandvars(place)).expanduser()
 
 
 def copy_of(manifest, parent):
-    """The folder of a cache's copy: of this user, and of this content. It may not be there yet.
+    """The folder for the copy of a cache, named after this user and the cache's content. It may not exist yet.
 
     Raises InputError where other users have taken all of its names.
     """
@@ -85,30 +87,30 @@ def copy_of(manifest, parent):
 
 
 def is_ours(path):
-    """Whether a path is a folder of this user, and no link to one."""
+    """Whether a path is a folder of this user, and not a link to one."""
     with contextlib.suppress(FileNotFoundError):
-        found = os.lstat(path)
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        status = os.lstat(path)
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     return False
 
 
 def make_private(target):
-    """Make a folder that only this user may enter, unless it is there. Returns: whether it is ours."""
+    """Make a folder that only this user may enter, unless it exists. Returns: whether it is ours."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(target, 0o700)
     if not is_ours(target):
         return False
-    os.chmod(target, 0o700)  # one that an earlier version made for all to read
+    os.chmod(target, 0o700)  # an earlier version let everybody read it
     return True
 
 
 def private(path, flags):
-    """Opener of a file that only this user may read; a link in its place is not followed."""
+    """Opener for files that only this user may read; it refuses links."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def release(remove=False):
-    """Give back what this process holds. remove: delete copies that no other process holds."""
+    """Release all copies that this process holds. remove: delete those that no other process holds."""
     for target, handle in list(HELD.items()):
         if remove:
             remove_if_unused(target, handle)
@@ -121,10 +123,10 @@ def release(remove=False):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def open_lock(target, files, show):
-    """Get the lock of a copy, which grows to `files` files while another rank makes it.
+    """Get the lock of a copy. files: how many files it will have, for the progress bar while another rank makes it.
 
-    Returns: the open lock file and True where this process is alone with the copy, False where it shares one that is
-    whole; (None, False) where the copy was removed meanwhile.
+    Returns: the open lock file, and True where this process has the copy to itself, False where it shares a complete
+    one; (None, False) where the copy was removed meanwhile.
     """
     try:
         handle = open(target / ".lock", "a", opener=private)
@@ -142,21 +144,22 @@ def open_lock(target, files, show):
 
 
 def is_lock_of(handle, target):
-    """Whether a lock file is still that of the copy, which another process may have removed or made anew."""
+    """Whether an open lock file still belongs to the copy, which another process may have removed or made anew."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.lstat(target / ".lock"), os.fstat(handle.fileno()))
     return False
 
 
 def wait_for(handle, target, files, show):
-    """Get the lock: alone where nobody holds it, else shared once the copy is whole. Returns: whether alone."""
-    seen = -1
+    """Get the lock: exclusively if nobody holds it, shared once the copy is complete. Returns: whether exclusively."""
+    seen = -1  # files of the copy when last counted
     with tqdm(total=files, desc=f"waiting for {target}", unit="file", leave=False, delay=1, disable=not show) as bar:
         while not lock_at_once(handle):
             if (target / "manifest.json").is_file() and lock_at_once(handle, fcntl.LOCK_SH):
                 return False
-            with contextlib.suppress(FileNotFoundError):  # it is being removed, and its lock is free after that
-                if (count := len(os.listdir(target))) != seen:  # each new file shows that the other rank lives
+            with contextlib.suppress(FileNotFoundError):  # the copy is being removed; then its lock is free
+                count = len(os.listdir(target))
+                if count != seen:  # a new file shows that the other rank is alive
                     watchdog.phase("stage")
                     seen = count
                     bar.update(min(count, files) - bar.n)
@@ -165,6 +168,7 @@ def wait_for(handle, target, files, show):
 
 
 def lock_at_once(handle, kind=fcntl.LOCK_EX):
+    """Take a lock without waiting. Returns: whether it was free."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
         return True
@@ -172,7 +176,7 @@ def lock_at_once(handle, kind=fcntl.LOCK_EX):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Its files
+# The files of a copy
 # ---------------------------------------------------------------------------------------------------------------------
 
 def file_sizes(folder):
@@ -182,14 +186,18 @@ def file_sizes(folder):
 
 
 def not_copied(manifest, target):
-    """Files of the cache that are not there, or not whole: {name: bytes}."""
-    there = file_sizes(target)
-    return {name: size for name, (size, _) in manifest["files"].items() if there.get(name) != size}
+    """Files of the cache that the copy lacks or has with another size: {name: bytes}."""
+    sizes = file_sizes(target)
+    return {name: size for name, (size, _) in manifest["files"].items() if sizes.get(name) != size}
 
 
 def damaged(folder, names, manifest, phase, text, show):
-    """Which of the named files do not have the checksum of the manifest. phase: of the watchdog, entered per file."""
-    pool, found = ThreadPoolExecutor(HASHING, thread_name_prefix="checksums"), []
+    """Which of the named files do not have the checksum of the manifest: list of names.
+
+    phase: of the watchdog, entered anew for each file. text, show: of the progress bar, and whether to draw it.
+    """
+    pool = ThreadPoolExecutor(HASHING, thread_name_prefix="checksums")
+    wrong = []
     size = sum(manifest["files"][name][0] for name in names)
     bar = tqdm(total=size, desc=text, unit="B", unit_scale=True, leave=False, delay=1, disable=not show)
     with pool, bar:
@@ -197,16 +205,17 @@ def damaged(folder, names, manifest, phase, text, show):
             watchdog.phase(phase)
             bar.update(manifest["files"][name][0])
             if checksum != manifest["files"][name][1]:
-                found.append(name)
-    return found
+                wrong.append(name)
+    return wrong
 
 
 def make_whole(folder, manifest, target, show):
-    """Copy what is not there, or not as it was; the manifest last."""
-    there = [name for name in manifest["files"] if name not in not_copied(manifest, target)]
-    for name in damaged(target, there, manifest, "stage", f"comparing {target} with its checksums", show):
+    """Copy the files that the copy lacks or has damaged, and the manifest last."""
+    copied = [name for name in manifest["files"] if name not in not_copied(manifest, target)]
+    for name in damaged(target, copied, manifest, "stage", f"comparing {target} with its checksums", show):
         (target / name).unlink()
-    if (files := not_copied(manifest, target)) or not (target / "manifest.json").is_file():
+    files = not_copied(manifest, target)
+    if files or not (target / "manifest.json").is_file():
         copy_all(folder, manifest, target, files, show)
 
 
@@ -223,8 +232,9 @@ def copy_all(folder, manifest, target, files, show):
 
 
 def copy_file(path, target, checksum=None):
-    """Copy a file for this user alone. Raises InputError where its content has another checksum than it should."""
-    partial, total = target.with_name(f"{target.name}.tmp"), hashlib.sha256()
+    """Copy a file, readable by this user only. Raises InputError where its content has another checksum."""
+    partial = target.with_name(f"{target.name}.tmp")
+    total = hashlib.sha256()
     with open(path, "rb") as file, open(partial, "wb", opener=private) as copy:
         while chunk := file.read(CHUNK):
             total.update(chunk)
@@ -237,10 +247,10 @@ def copy_file(path, target, checksum=None):
 
 
 def remove_unused(parent, target):
-    """Delete copies of other caches that no process of this user holds any more; nobody else's are touched."""
+    """Delete this user's copies of other caches that no process holds. Copies of other users are not touched."""
     for other in parent.glob(f"omnimorph_{os.getuid()}_*"):
         if other != target and is_ours(other) and os.path.lexists(other / ".lock"):
-            # One that cannot be opened or removed must not stop a training that does not need it.
+            # Another copy that cannot be opened or removed must not stop this training.
             with contextlib.suppress(OSError), open(other / ".lock", opener=private) as handle:
                 remove_if_unused(other, handle)
 
@@ -248,7 +258,7 @@ def remove_unused(parent, target):
 def remove_if_unused(target, handle):
     """Delete a copy that no other process holds."""
     if lock_at_once(handle) and is_lock_of(handle, target):
-        # Under another name at once, so that nobody takes what is half removed for a copy.
+        # Renamed first, so that nobody takes a half removed folder for a copy.
         removed = target.with_name(f"{target.name}.removed-{os.getpid()}")
         os.replace(target, removed)
         shutil.rmtree(removed, ignore_errors=True)

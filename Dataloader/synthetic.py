@@ -20,19 +20,19 @@ from Dataloader.nifti import write_volume
 AMPLITUDE = 0.041
 LABELS = {"0": "background", "1": "shell", "2": "left lobe", "3": "right lobe", "4": "crescent", "5": "nucleus",
           "6": "ventral body"}
-FIELD, INTENSITY = 1, 2
-STEPS = 6
+FIELD, INTENSITY = 1, 2  # purposes of the random draws of a subject
+STEPS = 6  # squarings of a velocity
 
 
 def template(size, dims=3):
-    """The anatomy every subject is a deformed copy of: a head with six labelled structures, the same on every call.
+    """The anatomy of which every subject is a deformed copy: a head with six labelled structures, always the same.
 
     size: int or one per axis. dims: 2 or 3; the 2D anatomy is the middle plane of the 3D one.
     Returns: image float32 in [0, 1], 0 at the border; label int16, 0 to 6 as in LABELS; both of shape `size`.
     """
     size = _shape(size, dims)
-    axes = [(np.arange(n) + 0.5) * 2 / n - 1 for n in size]
-    x, y, z = np.meshgrid(*axes, [0.0], indexing="ij") if dims == 2 else np.meshgrid(*axes, indexing="ij")
+    axes_norm = [(np.arange(n) + 0.5) * 2 / n - 1 for n in size]  # -1 .. 1 from face to face
+    x, y, z = np.meshgrid(*axes_norm, [0.0], indexing="ij") if dims == 2 else np.meshgrid(*axes_norm, indexing="ij")
     head = _distance(x, y, z, (0, 0, 0), (0.72, 0.80, 0.74))
     image = 0.35 * _soft(head, 0.05)
     label = np.zeros(x.shape, np.int16)
@@ -49,7 +49,8 @@ def random_field(seed, size, amplitude=AMPLITUDE, dims=3):
     """A smooth random deformation without folds.
 
     The stationary velocity is Gaussian-smoothed noise at two scales plus an affine part (rotation within 5 degrees,
-    scale within 8 %, shift within 2 %, at the default amplitude), integrated by scaling and squaring.
+    scale within 8 %, shift within 2 %, at the default amplitude), integrated by scaling and squaring (Arsigny et al.,
+    MICCAI 2006).
     seed: int >= 0. size: int or one per axis. amplitude: root mean square over image and axes of the displacement, as
     a fraction of the side along its axis.
     Returns: float32 (dims, *size), displacement in voxels, channel 0 along the first axis.
@@ -60,13 +61,13 @@ def random_field(seed, size, amplitude=AMPLITUDE, dims=3):
     velocity = _noise(rng, size, 0.09) + 0.7 * _noise(rng, size, 0.17)
     velocity = AMPLITUDE * velocity / _rms(velocity) + _affine_velocity(rng, size)
     velocity *= amplitude / _rms(velocity)
-    # The size of the integrated field is not quite that of the velocity: one correction leaves less than 1 %.
+    # The integrated field has not quite the amplitude of the velocity; one correction leaves an error below 1 %.
     velocity *= amplitude / max(_rms(_integrate(velocity * sides) / sides), 1e-12)
     return _integrate(velocity * sides).astype(np.float32)
 
 
 def make_subject(seed, size, amplitude=AMPLITUDE, dims=3):
-    """One deformed subject with its own contrast, a pure function of the arguments.
+    """One deformed subject with a contrast of its own, a pure function of the arguments.
 
     image(x) = template(x + field(x)), linear, then a gamma within 0.8 to 1.25, a slow multiplicative bias within 15 %
     and Gaussian noise of 0.02, clipped at 0. label(x) = template label(x + field(x)), nearest.
@@ -114,6 +115,7 @@ def write_dataset(folder, seeds, size, amplitude=AMPLITUDE, dims=3, with_fields=
 
 
 def _shape(size, dims):
+    """`size` as one int for each axis. Raises ValueError below 8 voxels."""
     shape = tuple(int(n) for n in np.broadcast_to(size, (dims,)))
     if min(shape) < 8:
         raise ValueError(f"size {shape} is too small for the anatomy; use at least 8 voxels per axis")
@@ -121,13 +123,13 @@ def _shape(size, dims):
 
 
 def _distance(x, y, z, centre, radii):
-    """Signed distance to an ellipsoid in normalised units, near enough for soft edges; negative inside."""
+    """Approximate signed distance to an ellipsoid, in normalised units; negative inside."""
     a, b, c = ((u - m) / r for u, m, r in zip((x, y, z), centre, radii))
     return (np.sqrt(a * a + b * b + c * c) - 1) * min(radii)
 
 
 def _structures(x, y, z):
-    """(signed distance, intensity) of labels 1 to 6; a later structure covers an earlier one."""
+    """(signed distance in normalised units, intensity) of labels 1 to 6; a later one covers an earlier one."""
     outer = _distance(x, y, z, (0, 0, 0), (0.67, 0.75, 0.69))
     inner = _distance(x, y, z, (0, 0.02, 0), (0.51, 0.58, 0.53))
     moon = _distance(x, y, z, (0.02, 0.31, 0.02), (0.42, 0.26, 0.38))
@@ -141,7 +143,7 @@ def _structures(x, y, z):
 
 
 def _soft(distance, width):
-    """1 inside, 0 outside, a cubic ramp of half width `width` between; exactly 0 beyond it."""
+    """1 inside, 0 outside, a cubic ramp from -width to +width between them."""
     ramp = np.clip(0.5 - distance / (2 * width), 0, 1)
     return ramp * ramp * (3 - 2 * ramp)
 
@@ -159,13 +161,15 @@ def _affine_velocity(rng, size):
     matrix = np.diag(rng.uniform(-0.08, 0.08, dims))
     for a, b in itertools.combinations(range(dims), 2):
         angle = np.deg2rad(rng.uniform(-5, 5))
-        matrix[a, b], matrix[b, a] = -angle, angle
+        matrix[a, b] = -angle
+        matrix[b, a] = angle
     shift = rng.uniform(-0.02, 0.02, dims)
     points = np.stack(np.meshgrid(*[(np.arange(n) + 0.5) / n - 0.5 for n in size], indexing="ij"))
     return np.tensordot(matrix, points, axes=1) + shift.reshape(dims, *[1] * dims)
 
 
 def _rms(vectors):
+    """Root mean square of all components."""
     return np.sqrt(np.mean(vectors ** 2))
 
 

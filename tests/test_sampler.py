@@ -32,7 +32,7 @@ START = {"epoch": 1, "samples": 0, "pairs": 0}
 
 
 def walk(cfg, world_size, listed=None, progress=START, rule=None, step=None):
-    """What `world_size` ranks do to the end of the epoch: for each step (samples, pairs) as (position, volume) in order."""
+    """What all ranks do to the end of the epoch: for each step (samples, pairs) as (position, volume) in order."""
     split, volumes = split_step(cfg, world_size, step), ([{"subject": ""}] * VOLUMES, np.arange(VOLUMES), None, rule)
     ranks = [list(epoch_batches(cfg, VolumeDataset(*volumes), listed, progress, split,
                                 {"rank": rank, "world_size": world_size}))
