@@ -187,8 +187,8 @@ def choose_precision(cfg, ranks, device):
     Returns: whether it was "auto".
     """
     asked = cfg["run.amp"]
-    found = agree.gather_objects(ranks, precision(asked, device))
-    cfg["run.amp"] = "off" if "off" in found else "bf16"
+    precisions = agree.gather_objects(ranks, precision(asked, device))
+    cfg["run.amp"] = "off" if "off" in precisions else "bf16"
     return asked == "auto"
 
 

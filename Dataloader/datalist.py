@@ -144,6 +144,7 @@ def split_volumes(source, items, cfg):
     """
     train_ids = cfg["data.train_ids"]
     val_ids = cfg["data.val_ids"]
+    val_fraction = cfg["data.val_fraction"]
     free = trainable(source, items)
     marked = [item for item in items if item["split"] == "val"]
     train = select(source, free, train_ids)
@@ -152,7 +153,7 @@ def split_volumes(source, items, cfg):
     if val_ids.strip():
         val = select(source, free, val_ids)
         return (train if train_ids.strip() else without(free, {item["subject"] for item in val})), val
-    held_out = set() if train_ids.strip() else held_out_subjects(train, cfg["data.val_fraction"])
+    held_out = set() if train_ids.strip() else held_out_subjects(train, val_fraction)
     return without(train, held_out), [item for item in train if item["subject"] in held_out]
 
 

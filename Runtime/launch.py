@@ -213,6 +213,8 @@ def join(ranks, device, cfg):
     """
     ranks["generation"] = ranks.get("generation", -1) + 1
     ranks["cpu"] = None
+    backend_timeout = datetime.timedelta(seconds=cfg["run.backend_timeout_s"])
+    agreement_timeout = datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"])
     if ranks["world_size"] == 1:
         return
     if ranks["generation"] == 0:
@@ -224,8 +226,7 @@ def join(ranks, device, cfg):
     # A prefix for each generation: otherwise it would read the keys that an old one has left in the store.
     store = dist.PrefixStore(f"generation{ranks['generation']}", ranks["store"])
     dist.init_process_group(kind, store=store, rank=ranks["rank"], world_size=ranks["world_size"],
-                            timeout=datetime.timedelta(seconds=cfg["run.backend_timeout_s"]))
-    agreement_timeout = datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"])
+                            timeout=backend_timeout)
     ranks["cpu"] = dist.new_group(backend="gloo", timeout=agreement_timeout)
 
 

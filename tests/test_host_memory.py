@@ -163,7 +163,7 @@ def test_a_staged_cache_that_is_too_large(staged, tmp_path):
     cfg, manifest = staged
     variables = {name: value for name, value in os.environ.items() if "SLURM" not in name}
     given = {"cfg": cfg, "rank": 0, "world_size": 1, "tasks": 1, "variables": variables,
-             "found": {"device": {"devices": 1}, "forward": {"process_bytes": GIB}}}
+             "findings": {"device": {"devices": 1}, "forward": {"process_bytes": GIB}}}
     found = check_memory(given, print)
     assert found["ok"] and re.search(r"\(1\.\d\d \+ 0 workers x 0\.19 \+ batches 0\.00\) \+ checkpoint 0\.00 \+ staged "
                                      r"cache 0\.00$", found["said"])

@@ -283,7 +283,7 @@ def context(folder, **more):
             "tasks": 2,
             "allow_tmp": False, "variables": variables, "served": None, "began": time.monotonic(),
             "ends": time.monotonic() + 5, **more,
-            "found": {"device": {"devices": 0}, "forward": {"process_bytes": GIB}}}
+            "findings": {"device": {"devices": 0}, "forward": {"process_bytes": GIB}}}
 
 
 def test_memory_beyond_what_slurm_gave(tmp_path):
@@ -370,7 +370,7 @@ def test_rank_0_counts_for_all_nodes(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     server = checks.dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, True, wait_for_workers=False)
     given = context(tmp_path, nodes=["n1", "n2"], tasks=1, ends=time.monotonic() + 20)
-    given["found"]["rendezvous"] = {"ok": True}
+    given["findings"]["rendezvous"] = {"ok": True}
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda rank: preflight.answer(checks.check_memory, {**given, "rank": rank}),
                               (1, 0)))

@@ -1,8 +1,8 @@
 """The checks of one task of the preflight: one short function for each.
 
 A check gets `context`, a dict: cfg, rank, local_rank, world_size, node, nodes, tasks (on a node), allow_tmp, variables
-(the environment), served (result of `serve`), ends (its deadline, by time.monotonic) and found (the results so far). It
-also gets `at`, a function: at(text) reports what the check does now, at(late(...)) the result if it is not done in
+(the environment), served (result of `serve`), ends (its deadline, by time.monotonic) and findings (so far). It also
+gets `at`, a function: at(text) reports what the check does now, at(late(...)) the result if it is not done in
 time. It returns `passed`, `failed` or `skipped`, with facts that the collector compares.
 Scripts/preflight/preflight.py runs each check in a process of its own, which it kills at the deadline.
 """
@@ -173,7 +173,7 @@ def check_memory(context, at):
         parameters = sum(parameter.numel() for parameter in new_network(cfg).parameters())
     at("counting volumes")
     parts = {"held": held_bytes(cfg), "staged": staged_bytes(cfg), "writes": context["rank"] == 0}
-    if context["found"]["device"]["devices"] == 0:
+    if context["findings"]["device"]["devices"] == 0:
         parts["on_cpu"] = True
         rest = judge_memory(context, parameters, parts)
         rest.update(said=f"activations were not counted in time; the rest {rest['said']}", late=True)
@@ -193,7 +193,7 @@ def sharing_ranks(context):
 def judge_memory(context, parameters, parts):
     """The finding of `check_memory`. parts: of memory_estimate."""
     cfg, ranks, variables = context["cfg"], context["tasks"], context["variables"]
-    given = (sharing_ranks(context), ranks, context["found"]["forward"]["process_bytes"] or 0, parameters)
+    given = (sharing_ranks(context), ranks, context["findings"]["forward"]["process_bytes"] or 0, parameters)
     need, room = memory_estimate(cfg, *given, **parts), host_room(cfg, ranks, variables)
     said = (f"needs {need['total'] / GIB:.1f} of {room / GIB:.1f} GiB: {ranks} ranks x ({need['rank'] / GIB:.2f} + "
             + f"activations {need['activations'] / GIB:.2f} + " * (need["activations"] > 0)
@@ -222,7 +222,7 @@ def shared_count(context, at):
     rank, tasks, world_size = context["rank"], context["tasks"], context["world_size"]
     if rank == 0:
         count = counted_activations(context, at)
-    if world_size == tasks or not context["found"]["rendezvous"]["ok"]:
+    if world_size == tasks or not context["findings"]["rendezvous"]["ok"]:
         return count if rank == 0 else counted_activations(context, at)
     store = dist.PrefixStore("activations", meet(context))
     if rank == 0:
@@ -432,7 +432,7 @@ def together(context, at, peers, name, compute):
     at("meeting")
     store = dist.PrefixStore(f"{name} {peers[0]}", meet(context))
     ill = next((check for check in ("device", "forward", "node collective")
-                if check in context["found"] and not context["found"][check]["ok"]), "")
+                if check in context["findings"] and not context["findings"][check]["ok"]), "")
     store.set(f"in/{context['rank']}", ill)
     absent = [peers[number] for number in wait_for(store, [f"in/{peer}" for peer in peers], context["ends"] - 2)]
     if absent:

@@ -34,21 +34,21 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
     """
     print(f"preflight: {many(len(nodes), 'node')} x {many(tasks, 'rank')}, at most {limit:.0f} s", file=sys.stderr,
           flush=True)
-    found = read_findings(stream, len(nodes) * tasks, began)
-    remove_marks(found, cfg)
-    judge(found, nodes, tasks, time.monotonic() - began)
-    rows = table_rows(found, nodes, tasks)
+    findings = read_findings(stream, len(nodes) * tasks, began)
+    remove_marks(findings, cfg)
+    judge(findings, nodes, tasks, time.monotonic() - began)
+    rows = table_rows(findings, nodes, tasks)
     bad = [node for number, node in enumerate(nodes) if any(
         finding["ok"] is False for rank in range(number * tasks, (number + 1) * tasks)
-        for finding in found[rank].values())]
+        for finding in findings[rank].values())]
     code, excluded, sentence = decide(cfg, nodes, tasks, bad, rows)
-    if bad and may_repeat and any(may_pass(finding) for checks in found.values() for finding in checks.values()):
+    if bad and may_repeat and any(may_pass(finding) for checks in findings.values() for finding in checks.values()):
         code, excluded, sentence = AGAIN, [], f"{', '.join(bad)} failed in a way that may pass: another look decides"
     header = ["check", "", "node (host)", "ranks", "found", "what to do"]
     print(f"{text_table(header, rows)}\npreflight: {sentence}", file=sys.stderr, flush=True)
     write_report(cfg, {"time": time.time(), "seconds": round(time.monotonic() - began, 1), "nodes": nodes,
                        "tasks_per_node": tasks, "code": code, "excluded": excluded, "sentence": sentence,
-                       "findings": [finding for checks in found.values() for finding in checks.values()]})
+                       "findings": [finding for checks in findings.values() for finding in checks.values()]})
     print(f"EXCLUDED={shlex.quote(' '.join(excluded))}", flush=True)
     return code
 
@@ -59,7 +59,7 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
 
 def read_findings(stream, world_size, began):
     """Findings from a stream of lines; other lines are printed as they are. Returns: `found`."""
-    found, pieces = {rank: {} for rank in range(world_size)}, collections.defaultdict(str)
+    findings, pieces = {rank: {} for rank in range(world_size)}, collections.defaultdict(str)
     answers, shown, arrived, terminal = 0, began, False, sys.stderr.isatty()
     with tqdm(total=world_size * (len(CHECKS) + 1), desc="preflight", unit="answer", leave=False,
               disable=not terminal) as bar:
@@ -67,20 +67,20 @@ def read_findings(stream, world_size, began):
             finding = parse(line, pieces)
             if finding is None:
                 continue
-            checks = found.setdefault(finding["rank"], {})
+            checks = findings.setdefault(finding["rank"], {})
             if finding["check"] in checks:
                 finding.update(ok=False, said="two processes say that they are this rank",
                                do="start one process for each rank, with a RANK of its own")
             checks[finding["check"]] = finding
             answers, passed = answers + 1, time.monotonic() - began
             bar.update()
-            if not arrived and all("arrival" in found[rank] for rank in range(world_size)):
+            if not arrived and all("arrival" in findings[rank] for rank in range(world_size)):
                 arrived, shown = True, time.monotonic()
                 tqdm.write(f"preflight: all {world_size} ranks have arrived after {passed:.0f} s", file=sys.stderr)
             elif not terminal and time.monotonic() - shown > 10:
                 shown = time.monotonic()
                 print(f"preflight: {answers} answers after {passed:.0f} s", file=sys.stderr, flush=True)
-    return found
+    return findings
 
 
 def parse(line, pieces):
@@ -102,9 +102,9 @@ def parse(line, pieces):
     return None
 
 
-def remove_marks(found, cfg):
+def remove_marks(findings, cfg):
     """Remove the marks that the folder check of dead nodes has left behind."""
-    for checks in found.values():
+    for checks in findings.values():
         name = checks.get("folder", {}).get("marks", "")
         if name.startswith(".preflight-") and "/" not in name:
             for key in ("run.models", "run.logs"):
@@ -115,22 +115,22 @@ def remove_marks(found, cfg):
 # Judging: failures that only a comparison of ranks shows, and failures that follow from those of others
 # ---------------------------------------------------------------------------------------------------------------------
 
-def judge(found, nodes, tasks, elapsed):
+def judge(findings, nodes, tasks, elapsed):
     """Complete and compare the findings, in place. elapsed: seconds since the start."""
-    complete(found, nodes, tasks, elapsed)
-    compare_places(found, nodes, tasks)
-    versions = {rank: checks["code"] for rank, checks in found.items() if "python" in checks.get("code", {})}
+    complete(findings, nodes, tasks, elapsed)
+    compare_places(findings, nodes, tasks)
+    versions = {rank: checks["code"] for rank, checks in findings.items() if "python" in checks.get("code", {})}
     for what in ("torch", "python"):
-        compare(found, "code", {rank: f"{what} {finding[what]}" for rank, finding in versions.items()},
+        compare(findings, "code", {rank: f"{what} {finding[what]}" for rank, finding in versions.items()},
                 "use the same environment on all nodes")
     first = {rank: versions.get(rank - rank % tasks, {}) for rank in versions}  # git runs once on a node
-    compare(found, "code", {rank: f"commit {finding['commit']}" for rank, finding in first.items()
+    compare(findings, "code", {rank: f"commit {finding['commit']}" for rank, finding in first.items()
                             if "commit" in finding}, "use the same checkout and the same changes on all nodes")
-    compare_settings(found)
-    compare_devices(found, tasks)
-    compare_folders(found, nodes, tasks)
-    compare_rendezvous(found, nodes, tasks)
-    excuse(found)
+    compare_settings(findings)
+    compare_devices(findings, tasks)
+    compare_folders(findings, nodes, tasks)
+    compare_rendezvous(findings, nodes, tasks)
+    excuse(findings)
 
 
 def may_pass(finding):
@@ -139,15 +139,15 @@ def may_pass(finding):
                                            or finding.get("waits_for"))
 
 
-def fail(found, rank, check, said, do):
+def fail(findings, rank, check, said, do):
     """Turn a finding that was fine into a failure."""
-    if found[rank][check]["ok"]:
-        found[rank][check].update(ok=False, said=said, do=do)
+    if findings[rank][check]["ok"]:
+        findings[rank][check].update(ok=False, said=said, do=do)
 
 
-def complete(found, nodes, tasks, elapsed):
+def complete(findings, nodes, tasks, elapsed):
     """Add the findings that are missing: of ranks that never came, and of ranks that fell silent."""
-    for rank, checks in found.items():
+    for rank, checks in findings.items():
         node = nodes[min(rank // tasks, len(nodes) - 1)]
         host = next((finding["host"] for finding in checks.values()), "")
         if "arrival" not in checks:
@@ -165,35 +165,35 @@ def complete(found, nodes, tasks, elapsed):
                             "host": finding.get("host", host)})
 
 
-def compare_places(found, nodes, tasks):
+def compare_places(findings, nodes, tasks):
     """Fail ranks with another world size, and ranks that do not fill the nodes in blocks."""
     world_size, wrong = len(nodes) * tasks, ""
-    for rank, checks in sorted(found.items()):
+    for rank, checks in sorted(findings.items()):
         arrival = checks["arrival"]
         if arrival.get("world_size", world_size) != world_size:
-            fail(found, rank, "arrival", f"WORLD_SIZE is {arrival['world_size']}, but {len(nodes)} nodes x {tasks} "
+            fail(findings, rank, "arrival", f"WORLD_SIZE is {arrival['world_size']}, but {len(nodes)} nodes x {tasks} "
                  f"tasks make {world_size}", f"start {tasks} tasks on each node")
         if "local_rank" not in arrival or rank >= world_size:
             continue
         if arrival["node"] != nodes[rank // tasks] or arrival["local_rank"] != rank % tasks:
             wrong = wrong or f"rank {rank} is on {arrival['node']} with LOCAL_RANK {arrival['local_rank']}"
-            fail(found, rank, "arrival", f"ranks do not fill the nodes in their order: {wrong}",
+            fail(findings, rank, "arrival", f"ranks do not fill the nodes in their order: {wrong}",
                  "use srun --distribution=block, with the nodes in the order of NODES")
 
 
-def compare(found, check, values, do):
+def compare(findings, check, values, do):
     """Fail the ranks whose value differs from that of most ranks; all of them if no value has a majority."""
     counts = collections.Counter(values.values())
     if len(counts) < 2:
         return
     common, times = counts.most_common(1)[0]
-    places = "; ".join(f"{value} on {', '.join(dict.fromkeys(found[r][check]['node'] for r in ranks))} (rank "
+    places = "; ".join(f"{value} on {', '.join(dict.fromkeys(findings[r][check]['node'] for r in ranks))} (rank "
                        f"{ranges(ranks)})" for value, ranks in groups(values).items())
     for rank, value in values.items():
         if 2 * times <= len(values):
-            fail(found, rank, check, places, do)
+            fail(findings, rank, check, places, do)
         elif value != common:
-            fail(found, rank, check, f"{value}, but {common} on most ranks", do)
+            fail(findings, rank, check, f"{value}, but {common} on most ranks", do)
 
 
 def groups(values):
@@ -204,15 +204,15 @@ def groups(values):
     return grouped
 
 
-def compare_settings(found):
+def compare_settings(findings):
     """Compare the variables of all ranks, up to the first that differs."""
-    settings = {rank: checks["settings"]["settings"] for rank, checks in found.items()
+    settings = {rank: checks["settings"]["settings"] for rank, checks in findings.items()
                 if "settings" in checks.get("settings", {})}
     for name in sorted(set().union(*settings.values())):
         values = {rank: f"{name} is {mine[name]!r}" if name in mine else f"{name} is not set"
                   for rank, mine in settings.items()}
         if len(set(values.values())) > 1:
-            return compare(found, "settings", {rank: shorten(value) for rank, value in values.items()},
+            return compare(findings, "settings", {rank: shorten(value) for rank, value in values.items()},
                            f"set {name} the same on all nodes (Config/cluster/<site>.env), or nowhere")
 
 
@@ -220,26 +220,27 @@ def shorten(text):
     return text if len(text) <= 100 else f"{text[:60]}... ({len(text)} characters, CRC {zlib.crc32(text.encode()):x})"
 
 
-def compare_devices(found, tasks):
+def compare_devices(findings, tasks):
     """Fail nodes without devices if others have some, and tasks that share one device."""
-    counts = {rank: checks["device"]["devices"] for rank, checks in found.items() if "devices" in
+    counts = {rank: checks["device"]["devices"] for rank, checks in findings.items() if "devices" in
               checks.get("device", {})}
     for rank, count in counts.items():
-        beside = [found[other]["device"].get("own") for other in counts if other // tasks == rank // tasks]
+        beside = [findings[other]["device"].get("own") for other in counts if other // tasks == rank // tasks]
         if count == 0 and any(counts.values()):
-            fail(found, rank, "device", "torch sees no device here, but on other nodes",
+            fail(findings, rank, "device", "torch sees no device here, but on other nodes",
                  "look at the driver of this node, or leave it out")
-        if count == 1 and beside.count(found[rank]["device"]["own"]) > 1:
-            fail(found, rank, "device", f"ntasks-per-node is {tasks} but torch sees 1 device, the same for all of them",
+        if count == 1 and beside.count(findings[rank]["device"]["own"]) > 1:
+            fail(findings, rank, "device",
+                 f"ntasks-per-node is {tasks} but torch sees 1 device, the same for all of them",
                  "use --ntasks-per-node=1, or bind one device to each task (--gpus-per-task=1); if other nodes "
                  "have more, look at the driver of this one")
 
 
-def compare_folders(found, nodes, tasks):
+def compare_folders(findings, nodes, tasks):
     """Excuse nodes that see the files of most nodes: the fault is with the nodes whose files they do not see."""
-    sees = {nodes[rank // tasks]: checks["folder"]["sees"] for rank, checks in found.items()
+    sees = {nodes[rank // tasks]: checks["folder"]["sees"] for rank, checks in findings.items()
             if rank < len(nodes) * tasks and "sees" in checks.get("folder", {})}
-    for checks in found.values():
+    for checks in findings.values():
         mine = checks.get("folder", {})
         if "sees" in mine and mine["ok"] is False:
             seen = [node for node in mine["sees"] if node in sees]
@@ -247,27 +248,28 @@ def compare_folders(found, nodes, tasks):
                 mine.update(skipped(f"no files of {', '.join(node for node in nodes if node not in mine['sees'])}"))
 
 
-def compare_rendezvous(found, nodes, tasks):
+def compare_rendezvous(findings, nodes, tasks):
     """Excuse ranks if rank 0 does not serve the store; blame its node if most others cannot reach it."""
-    lost = [rank for rank, checks in found.items() if checks.get("rendezvous", {}).get("unreachable")]
-    first = found[0].get("rendezvous")
+    lost = [rank for rank, checks in findings.items() if checks.get("rendezvous", {}).get("unreachable")]
+    first = findings[0].get("rendezvous")
     if first is None or not (first["ok"] or first.get("unreachable") or "waits_for" in first):
         for rank in lost:
-            found[rank]["rendezvous"].update(skipped("rank 0 does not serve the store"))
+            findings[rank]["rendezvous"].update(skipped("rank 0 does not serve the store"))
         return
     away = {rank // tasks for rank in lost} - {0}
     if away and 2 * len(away) >= len(nodes) - 1 and 0 not in lost:
         for rank in range(tasks):
-            if "rendezvous" in found[rank]:
-                found[rank]["rendezvous"].update(ok=False, said="MASTER_ADDR leads here from this node, but not from "
-                                                 "others", do=found[lost[0]]["rendezvous"]["do"], waits_for=[])
+            if "rendezvous" in findings[rank]:
+                findings[rank]["rendezvous"].update(
+                    ok=False, said="MASTER_ADDR leads here from this node, but not from others",
+                    do=findings[lost[0]]["rendezvous"]["do"], waits_for=[])
 
 
-def excuse(found):
+def excuse(findings):
     """Excuse ranks that only waited for others, if those have a failure of their own."""
-    ill = {rank for rank, checks in found.items() for finding in checks.values()
+    ill = {rank for rank, checks in findings.items() for finding in checks.values()
            if finding["ok"] is False and not finding.get("waits_for")}
-    for checks in found.values():
+    for checks in findings.values():
         for finding in checks.values():
             if finding["ok"] is False and finding.get("waits_for") and ill.issuperset(finding["waits_for"]):
                 finding.update(skipped(f"rank {ranges(finding['waits_for'])} did not come"))
@@ -292,28 +294,28 @@ def many(count, what):
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def table_rows(found, nodes, tasks):
+def table_rows(findings, nodes, tasks):
     """Rows of the table: one for a check that all have passed, otherwise one for each different failure."""
     rows = []
     for check in ("arrival", *CHECKS):
-        findings = [checks[check] for _, checks in sorted(found.items()) if check in checks]
-        bad = [finding for finding in findings if finding["ok"] is False]
-        shown = bad or [finding for finding in findings if finding["ok"] is None]
-        add_rows(rows, "FAILED" if bad else "skipped", shown, found)
-        add_rows(rows, "late", [finding for finding in findings if finding["ok"] and finding.get("late")], found)
-        well = [finding for finding in findings if finding["ok"] and not finding.get("late")]
+        of_check = [checks[check] for _, checks in sorted(findings.items()) if check in checks]
+        bad = [finding for finding in of_check if finding["ok"] is False]
+        shown = bad or [finding for finding in of_check if finding["ok"] is None]
+        add_rows(rows, "FAILED" if bad else "skipped", shown, findings)
+        add_rows(rows, "late", [finding for finding in of_check if finding["ok"] and finding.get("late")], findings)
+        well = [finding for finding in of_check if finding["ok"] and not finding.get("late")]
         if well and not shown:
             worst = max(well, key=lambda finding: finding.get("worst", 0))
             rows.append([check, "ok", many(len(nodes), "node"), many(len(well), "rank"), worst["said"], ""])
     return rows
 
 
-def add_rows(rows, state, findings, found):
-    """Append one row for each different sentence among findings of the same check."""
-    for (said, do), ranks in groups({f["rank"]: (f["said"], f["do"]) for f in findings}).items():
-        check = findings[0]["check"]
-        names = dict.fromkeys(found[rank][check]["node"] for rank in ranks)
-        hosts = {found[rank][check]["node"]: found[rank][check]["host"] for rank in ranks}
+def add_rows(rows, state, of_check, findings):
+    """Append one row for each different sentence among the findings `of_check`, which are all of the same check."""
+    for (said, do), ranks in groups({f["rank"]: (f["said"], f["do"]) for f in of_check}).items():
+        check = of_check[0]["check"]
+        names = dict.fromkeys(findings[rank][check]["node"] for rank in ranks)
+        hosts = {findings[rank][check]["node"]: findings[rank][check]["host"] for rank in ranks}
         where = ", ".join(f"{name} ({hosts[name]})" if hosts[name] not in ("", name) else name for name in names)
         rows.append([check, state, where, ranges(ranks), said.removeprefix("skipped: "), do])
 

@@ -73,7 +73,7 @@ def run_task(args):
                             "do": "look at the environment of this node, or leave it out"})
     context = {"cfg": cfg, "rank": rank, "local_rank": local_rank, "world_size": world_size, "node": node,
                "nodes": nodes, "tasks": tasks, "allow_tmp": args.allow_tmp, "variables": variables, "began": began,
-               "found": {}, "served": None}
+               "findings": {}, "served": None}
     run_checks(checks, context, limit, say)
 
 
@@ -88,12 +88,12 @@ def run_checks(checks, context, limit, say):
     for name, (function, until, needs) in checks.CHECKS.items():
         if name in checks.OF_THE_NODE and not first:
             continue
-        ill = next((need for need in needs if not context["found"][need]["ok"]), "")
+        ill = next((need for need in needs if not context["findings"][need]["ok"]), "")
         ends = max(began + until * limit, time.monotonic() + LEAST * limit)
         result = checks.skipped(f"{ill} failed") if ill else answer(function, {**context, "ends": ends})
-        context["found"][name] = result
+        context["findings"][name] = result
         say(name, result)
-    if context["found"]["rendezvous"]["ok"] and first:  # no other node still waits for the marks of this one
+    if context["findings"]["rendezvous"]["ok"] and first:  # no other node still waits for the marks of this one
         checks.clean_folders(context)
     elif context["served"]:
         time.sleep(LEAST * limit)  # ranks that are a little behind would take the end of the store for a failure
