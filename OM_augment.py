@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from Dataloader.datalist import SUFFIXES, read_datalist, volume_id
-from Dataloader.nifti import read_header, read_raw_header, read_volume, write_field
+from Dataloader.datalist import read_datalist, volume_id
+from Dataloader.nifti import SUFFIXES, read_header, read_raw_header, read_volume, write_field
 from Dataloader.prepare import on_grid, read_beside
 from Inference.augment_report import describe, write_report
 from Inference.augmentation import (

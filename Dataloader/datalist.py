@@ -12,10 +12,9 @@ import os
 import re
 from pathlib import Path
 
-from Dataloader.nifti import read_header
+from Dataloader.nifti import SUFFIXES, read_header
 from Runtime.errors import InputError
 
-SUFFIXES = (".nii.gz", ".nii")
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first there is
 SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}  # of a folder without a list: no images
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the number of the subject

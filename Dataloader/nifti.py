@@ -19,6 +19,7 @@ from scipy import ndimage
 from Runtime.errors import InputError
 from Runtime.files import write_file
 
+SUFFIXES = (".nii.gz", ".nii")  # of the files that hold volumes
 READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError,
                nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError, gzip.BadGzipFile)
 MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes of metre and micrometre; ITK takes all others for millimetres
@@ -161,7 +162,7 @@ def _write_nifti(file, image, compressed):
 
 
 def _nifti_suffix(path):
-    return next((suffix for suffix in (".nii.gz", ".nii") if path.name.endswith(suffix)), "")
+    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), "")
 
 
 def _read(path, dims):

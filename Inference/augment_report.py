@@ -3,9 +3,8 @@ from pathlib import Path
 
 import numpy as np
 
-from Dataloader.datalist import SUFFIXES
 from Dataloader.grids import intensity_range, rescale
-from Dataloader.nifti import read_field, read_label, read_volume
+from Dataloader.nifti import SUFFIXES, read_field, read_label, read_volume
 from Diffusion.figures import gallery_figure
 from Inference.draws import MEASURES, draw_paths
 from Runtime.report import cards_html, figure_html, table_html, text_table, write_page
