@@ -15,6 +15,7 @@ from scipy import ndimage
 from tqdm import tqdm
 
 from Dataloader.nifti import write_volume
+from Runtime.files import write_file
 
 # Between two subjects of 48^3 this gives a mean Dice of about 0.57 before registration.
 AMPLITUDE = 0.041
@@ -110,7 +111,7 @@ def write_dataset(folder, seeds, size, amplitude=AMPLITUDE, dims=3, with_fields=
                "tensorImageSize": f"{dims}D", "modality": {"0": "synthetic"}, "labels": LABELS,
                "numTraining": len(names), "numTest": 0, "test": [],
                "training": [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names]}
-    (folder / "dataset.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_file(folder / "dataset.json", json.dumps(content, indent=1) + "\n")
     return folder
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from Runtime.errors import InputError
+from Runtime.files import write_file
 
 # {key: (type, limits ...)}; keys.yaml explains the notation.
 CONFIGS = Path(__file__).parent.parent / "Config"
@@ -221,4 +222,4 @@ def save_config(cfg, path):
     for key, value in cfg.items():
         section, name = key.split(".")
         nested.setdefault(section, {})[name] = value
-    Path(path).write_text(yaml.safe_dump(nested, sort_keys=False, default_flow_style=None))
+    write_file(path, yaml.safe_dump(nested, sort_keys=False, default_flow_style=None))

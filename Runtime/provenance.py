@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from Runtime.config import save_config
+from Runtime.files import write_file
 
 # Environment variables that drivers, communication libraries and torch read.
 SETTINGS = re.compile("(NCCL|RCCL|CCL|GLOO|UCX|FI|I_MPI|MPICH|MIOPEN|HSA|HIP|ROCR|CUDA|ZE|ONEAPI|SYCL|NEO|TORCH|"
@@ -61,9 +62,9 @@ def save_launch(run, cfg, step):
               "command": [sys.executable, *sys.argv], "host": platform.node(), "commit": commit and commit.strip(),
               "changed": bool(changes), "seed": cfg["run.seed"], "python": platform.python_version(),
               "packages": package_versions(), "settings": settings(), "job": job}
-    (folder / "launch.json").write_text(json.dumps(launch, indent=1) + "\n")
+    write_file(folder / "launch.json", json.dumps(launch, indent=1) + "\n")
     if changes:
-        (folder / "changes.diff").write_text(changes)
+        write_file(folder / "changes.diff", changes)
     return folder
 
 

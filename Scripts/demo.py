@@ -35,6 +35,7 @@ from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
+from Runtime.files import write_file  # noqa: E402
 from Runtime.run_lock import run_folder  # noqa: E402
 
 CONFIG = "Config/config_demo.yaml"
@@ -103,7 +104,7 @@ def pair_pictures(cases):
         figure = registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
         html += report.figure_html(figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} "
                                            "after.")
-    (FOLDER / "registration.png").write_bytes(report.figure_png(figure))
+    write_file(FOLDER / "registration.png", report.figure_png(figure))
     return html
 
 

@@ -29,6 +29,7 @@ from Dataloader.sampler import steps_left  # noqa: E402
 from Runtime.attempts import history, read_lines  # noqa: E402
 from Runtime.config import flatten, load_config  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
+from Runtime.files import write_file  # noqa: E402
 from Runtime.global_batch import known_step, split_step  # noqa: E402
 from Runtime.report import cards_html, figure_html, figure_png, table_html, text_table, write_page  # noqa: E402
 from Runtime.watchdog import ONE_OFF  # noqa: E402
@@ -331,7 +332,7 @@ def report(runs, out):
                 ("How it was measured", table_html(["figure", "meaning"], method(rows)))]
     try:
         page = write_page(out / "scaling.html", "Scaling", lead, sections)
-        (out / "scaling.png").write_bytes(figure_png(figure))
+        write_file(out / "scaling.png", figure_png(figure))
     except OSError as error:
         raise InputError(f"{out}: the report cannot be written there ({error.strerror}); give another folder with "
                          "--out.") from None
