@@ -500,7 +500,8 @@ class OM_net(nn.Module):
             of_image = self.attention.pooled(features[-1], 0)                               # (B, 1024)
             of_condition = self.attention.pooled(encoded[-1], 1) if encoded is not None else of_image   # (B, 1024)
             return [unit_embedding(self.embedding, pooled) for pooled in (of_image, of_condition)]  # (B, 128) each
-        shown_fraction = self.shown_fraction(image, condition, keep)                        # (B,)
+        # Only the affine match asks for it.
+        shown_fraction = self.shown_fraction(image, condition, keep) if self.match is not None else None    # (B,)
 
         def one_pass(warped):
             if warped is image and features:
