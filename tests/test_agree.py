@@ -1,8 +1,6 @@
 """Agreements of three real ranks over gloo, in one launch; and who a process takes itself for."""
 import json
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +9,7 @@ from OM_train_3modes import choose_precision
 from Runtime import agree, launch, watchdog
 from Runtime.attempts import free_port
 from Runtime.errors import InputError
-from tests import launching
-from tests.tiny import ROOT
+from tests import warm
 
 CFG = {"run.deadline_floor_s": 30.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}
 ALONE = {"rank": 0, "local_rank": 0, "world_size": 1, "cpu": None}
@@ -35,8 +32,11 @@ def other_weights(rank, name):
     return weights
 
 
-def main(folder):
-    """One of three ranks: goes through all cases and writes what it saw."""
+def main(folder, waiting_port, other_port):
+    """One of three ranks: goes through all cases and writes what it saw.
+
+    Ranks 0 and 1 wait for the third at one port in the end, and it looks for them at the other.
+    """
     ranks = launch.environment()
     rank, seen = ranks["rank"], {}
     watchdog.start(folder, rank, 0, CFG, True)
@@ -65,8 +65,7 @@ def main(folder):
     seen["phase"] = [watchdog.STATE["name"], watchdog.STATE["mode"]]
     launch.refresh(ranks, torch.device("cpu"), {"run.deadline_first_s": 20, "run.backend_timeout_s": 20})
     seen["refreshed"] = [ranks["generation"], agree.gather(ranks, torch.tensor([rank])).flatten().tolist()]
-    # Ranks 0 and 1 wait for a third at another port; the third looks where nobody is.
-    os.environ["MASTER_PORT"] = sys.argv[2] if rank < 2 else sys.argv[3]
+    os.environ["MASTER_PORT"] = str(waiting_port if rank < 2 else other_port)
     seen["meet"] = error_of(launch.meet, {"rank": rank, "world_size": 3}, 3 if rank < 2 else 1)
     (folder / f"seen{rank}.json").write_text(json.dumps(seen))
     weights = {name: tensor for name, tensor in WEIGHTS.items() if rank != 1 or name != "head.bias"}
@@ -79,16 +78,8 @@ def main(folder):
 def seen(tmp_path_factory):
     """What each rank saw, in rank order."""
     folder = tmp_path_factory.mktemp("agree")
-    ports = [str(free_port()) for _ in range(3)]
-    shared = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[0],
-              "OMP_NUM_THREADS": "1"}
-    started = [launching.start([sys.executable, "-m", "tests.test_agree", str(folder), *ports[1:]], cwd=ROOT,
-                               env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(3)]
-    try:
-        codes = [process.wait(60) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    with warm.ranks(3, folder / "log", [folder, free_port(), free_port()], main) as processes:
+        codes = warm.codes(processes, 60)
     found = [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(3)]
     logs = [(folder / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(3)]
     for one, log in zip(found, logs):
@@ -228,7 +219,3 @@ def test_several_ranks_need_a_place_to_meet(environment, variables):
     environment(**variables)
     with pytest.raises(InputError, match=r"MASTER_ADDR is .* and MASTER_PORT .*: with 2 ranks both are needed"):
         launch.meet({"rank": 0, "world_size": 2}, 1)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -19,12 +19,13 @@ from Runtime.errors import InputError
 from Runtime.files import remove_leftovers
 from Runtime.manifest import durable_step
 from Runtime.run_lock import hold, lock, run_folder
-from tests import launching
+from tests import launching, warm
+from tests.tiny import ROOT
 
 CONFIG = {"model.name": "om_net", "model.channels": [8, 16], "lr": 1e-5}
 SAVE_LOOP = """
 import sys
-from test_checkpoint import checkpoint, name, small_state
+from tests.test_checkpoint import checkpoint, name, small_state
 run, same_name, step = sys.argv[1], sys.argv[2] == "same", int(sys.argv[3])
 while True:
     step += 1
@@ -34,7 +35,7 @@ while True:
 """
 SAVE_ONCE = """
 import resource, sys
-from test_checkpoint import checkpoint, flip, name, Path, small_state
+from tests.test_checkpoint import checkpoint, flip, name, Path, small_state
 state = small_state(20, 300_000)
 def flip_one_bit_before_the_first_read(event, arguments):
     if event == "open" and ".pth.tmp-" in str(arguments[0]) and arguments[1] == "r" and not flipped:
@@ -56,7 +57,7 @@ except OSError as error:
 # Dies at the n-th file operation of a save that replaces a checkpoint, n = 1, 2, ... until a save gets through.
 DIE_AT_EACH_OPERATION = """
 import json, os, signal, sys
-from test_checkpoint import checkpoint, name, small_state
+from tests.test_checkpoint import checkpoint, name, small_state
 run = sys.argv[1]
 def die_at(left):
     def hook(event, arguments):
@@ -87,7 +88,7 @@ while status and last < 100:
 # As SAVE_LOOP, in the background; the tensors change in place as soon as the call is back.
 BACKGROUND_LOOP = """
 import sys
-from test_checkpoint import checkpoint, name, small_state
+from tests.test_checkpoint import checkpoint, name, small_state
 run, step = sys.argv[1], int(sys.argv[2])
 state = small_state(step, 700_000)
 while True:
@@ -104,7 +105,7 @@ while True:
 # A folder of four megabytes and checkpoints of 1.2: the fourth has no room. Prints what happened in each act.
 FULL_DISK = """
 import json, subprocess, sys
-from test_checkpoint import Path, checkpoint, name, small_state
+from tests.test_checkpoint import Path, checkpoint, name, small_state
 run = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", run], check=True)
 def attempt(epoch, keep, size=300_000):
@@ -172,11 +173,27 @@ def same_bits(first, second):
     return first.dtype == second.dtype and first.shape == second.shape and torch.equal(first_bytes, second_bytes)
 
 
-def child(code, *arguments, prefix=()):
-    tests = Path(__file__).resolve().parent
-    env = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
-    return launching.start([*prefix, sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, text=True, env=env)
+def child(code, run, *arguments):
+    """A forked process that runs a program text, and a file of what it prints."""
+    pipe = run.parent / "pipe"
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    process = warm.start(execute, [code, str(run), *map(str, arguments)], pipe, dict(os.environ))
+    return process, open(pipe)
+
+
+def execute(code, *arguments):
+    sys.argv[1:] = arguments
+    exec(code, {"__name__": "__main__"})
+
+
+def ended(process, output, code=0):
+    """The rest of what a process prints until it ends with this exit code."""
+    with output:
+        rest = output.read()
+    process.join(60)
+    assert process.exitcode == code, rest
+    return rest
 
 
 @pytest.fixture
@@ -308,9 +325,8 @@ def test_lost_manifest_is_rebuilt_from_the_files_that_load(run, content):
 def test_failed_write_leaves_the_previous_checkpoint(run, epoch, how, fault, expected):
     save_epochs(run, 1)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    process = child(SAVE_ONCE, run, epoch, fault, how)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and re.search(expected, output) and str(run / name(epoch)) in output, output
+    output = ended(*child(SAVE_ONCE, run, epoch, fault, how))
+    assert re.search(expected, output) and str(run / name(epoch)) in output, output
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert checkpoint.newest(run) == name(1)
 
@@ -372,9 +388,10 @@ def test_full_disk_in_the_background_spares_the_earlier_and_pruning_makes_room(t
     if probe.returncode:
         pytest.skip("no right to mount a small file system")
     (tmp_path / "run").mkdir()
-    process = child(FULL_DISK, tmp_path / "run", prefix=private)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 0, output
+    done = launching.run([*private, sys.executable, "-c", FULL_DISK, tmp_path / "run"], timeout=60,
+                         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    output = done.stdout
+    assert done.returncode == 0, output + done.stderr
     acts = [json.loads(line) for line in output.splitlines()]
     expected = [1], [1, 2], [1, 2, 3], [1, 2, 3], [1, 2, 3], [3, 4], [4, 5], [6]
     for (_, left, verified, newest), kept in zip(acts, expected, strict=True):
@@ -401,13 +418,12 @@ def test_no_thread_stays_when_a_checkpoint_is_written(tmp_path):
 
 def test_kill_during_saves_in_the_background_leaves_a_good_checkpoint(run):
     rng, done = random.Random(5), 0
-    for _ in range(5):
-        process = child(BACKGROUND_LOOP, run, done)
-        output = [process.stdout.readline() for _ in range(2)]
+    for _ in range(15):
+        process, output = child(BACKGROUND_LOOP, run, done)
+        begun = output.readline() + output.readline()
         time.sleep(rng.uniform(0, 0.25))
-        process.send_signal(signal.SIGKILL)
-        output = "".join(output) + process.communicate(timeout=60)[0]
-        assert process.returncode == -signal.SIGKILL, output
+        process.kill()
+        output = begun + ended(process, output, -signal.SIGKILL)
         last = {event: int(re.findall(rf"{event} (\d+)\n", output)[-1]) for event in ("saving", "saved")}
         said = []
         state = checkpoint.load(run / checkpoint.newest(run, said.append))
@@ -421,14 +437,12 @@ def test_kill_during_saves_in_the_background_leaves_a_good_checkpoint(run):
 @pytest.mark.parametrize("naming", ["new", "same"])
 def test_kill_at_any_moment_leaves_a_good_checkpoint(run, naming):
     rng, done = random.Random(4), 0
-    for _ in range(5):
-        process = child(SAVE_LOOP, run, naming, done)
-        seen = int(process.stdout.readline())
+    for _ in range(15):
+        process, output = child(SAVE_LOOP, run, naming, done)
+        seen = int(output.readline())
         time.sleep(rng.uniform(0, 0.2))
-        process.send_signal(signal.SIGKILL)
-        rest, _ = process.communicate(timeout=60)
-        assert process.returncode == -signal.SIGKILL
-        announced = int((rest.split() or [seen])[-1])
+        process.kill()
+        announced = int((ended(process, output, -signal.SIGKILL).split() or [seen])[-1])
         said = []
         state = checkpoint.load(run / checkpoint.newest(run, said.append))
         assert said == [] and announced <= state["step"] <= announced + 1
@@ -439,7 +453,7 @@ def test_kill_at_any_moment_leaves_a_good_checkpoint(run, naming):
 
 
 def test_death_at_every_file_operation_leaves_the_old_or_the_new(run):
-    output, _ = child(DIE_AT_EACH_OPERATION, run).communicate(timeout=60)
+    output = ended(*child(DIE_AT_EACH_OPERATION, run))
     lines = [[int(value) for value in line.split()] for line in output.splitlines()]
     assert len(lines) >= 8 and [line[1] for line in lines] == [1] * (len(lines) - 1) + [0], output
     current = 0

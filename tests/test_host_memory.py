@@ -107,10 +107,9 @@ def counted_bytes(cfg):
 def test_activations_are_those_of_the_largest_mode(tmp_path):
     once = {"model__rec_num": 1}  # each pass is as large as the other, and half as many are counted faster
     half = {"run__amp": "bf16", **once}
-    small, large = (counted_bytes(config(tmp_path, data__img_size=size, **half)) for size in (16, 32))
-    assert 16 ** 3 * 100 < small < 16 ** 3 * 10000 and 7 < large / small < 9
-    twice = counted_bytes(config(tmp_path, data__batchsize=4, **half))
-    assert 1.9 < twice / small < 2.1
+    small = counted_bytes(config(tmp_path, data__img_size=16, **half))
+    large = counted_bytes(config(tmp_path, data__img_size=32, data__batchsize=4, **half))
+    assert 16 ** 3 * 100 < small < 16 ** 3 * 10000 and 14 < large / small < 18
     exact = counted_bytes(config(tmp_path, run__amp="off", **once))
     kept = exact / PEAK["off"] / LOCAL_MATCH
     assert 1.2 < kept / (small / PEAK["bf16"]) < 2, "float32 for some of what was bfloat16"

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-import sys
+import signal
 
 import nibabel
 import numpy as np
@@ -17,13 +17,14 @@ import OM_register
 from Dataloader.nifti import move_points, read_field, read_points, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.networks import build_network
+from Inference import outputs
 from Inference.load_model import load_model
 from Inference.pair_lists import read_pairs_to_register
 from Inference.registration import register
 from Inference.results import kept_rows, read_results
 from Runtime import checkpoint, run_lock
 from Runtime.files import partial_path, sha256
-from tests import launching, tiny
+from tests import tiny, warm
 from tests.test_nifti import OBLIQUE, make_affine
 
 FLIPPED = make_affine((1, 0, 2), (-1, 1, -1), (1.3, 0.9, 1.1), (5, -3, 8))
@@ -60,10 +61,9 @@ def place(tmp_path_factory):
     return folder
 
 
-def process(*words, **more):
-    command = [sys.executable, str(tiny.ROOT / "OM_register.py"), *map(str, words)]
-    return launching.run(command, timeout=200,
-                         env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
+def process(place, *words):
+    """OM_register.py in a process of its own."""
+    return warm.program(OM_register.main, [str(word) for word in words], place)
 
 
 def image(place, name, kind="images"):
@@ -87,7 +87,7 @@ def refused(capsys, words, *arguments):
 @pytest.fixture(scope="module")
 def pair(place):
     """One pair, registered by a process of its own, in float32: in bf16 the number of threads shows."""
-    found = process(*pair_words(place), "--model", place / "run", "--inverse", "--points", place / "points.csv",
+    found = process(place, *pair_words(place), "--model", place / "run", "--inverse", "--points", place / "points.csv",
                     "--out", place / "pair", "--device", "cpu", "--set", "run.amp=off")
     assert found.returncode == 0, found.stderr
     return found
@@ -195,7 +195,7 @@ def test_a_list_goes_on_after_a_bad_pair(place):
     image(place, "cut_0009").write_bytes(data[:len(data) // 2])
     words = ["--pairs", place / "pairs.json", "--model", place / "run", "--learn2reg", "--out", place / "list",
              "--device", "cpu", "--no-picture"]
-    found = process(*words)
+    found = process(place, *words)
     assert found.returncode == 43 and found.stderr.count("error: ") == 1 and "Traceback" not in found.stderr
     assert re.search(r"error: bad: .*cut_0009.nii.gz: (truncated|not a readable)", found.stderr)
     results = json.loads((place / "list/results.json").read_text())
@@ -224,21 +224,16 @@ def listed(place, folder, *more):
     return [str(word) for word in words]
 
 
-KILLED = """
-import os, signal, sys
-import OM_register
-from Inference import outputs
-write_field, written = outputs.write_field, []
+def killed_in_the_second_pair(words):
+    write_field, written = outputs.write_field, []
 
-def kill_in_the_second_pair(path, *more):
-    written.append(path.parent)
-    if len(set(written)) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write_field(path, *more)
-
-outputs.write_field = kill_in_the_second_pair
-OM_register.main(sys.argv[1:])
-"""
+    def kill_or_write(path, *more):
+        written.append(path.parent)
+        if len(set(written)) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_field(path, *more)
+    outputs.write_field = kill_or_write
+    OM_register.main(words)
 
 
 def test_a_kill_between_two_files_leaves_no_pair_that_looks_whole(place, tmp_path, capsys):
@@ -247,8 +242,7 @@ def test_a_kill_between_two_files_leaves_no_pair_that_looks_whole(place, tmp_pat
     first, second = (row["folder"] for row in json.loads((out / "results.json").read_text())["pairs"])
     assert (first, second) == ("b_0002_to_a_0001", "c_0003_to_a_0001")
     words += ["--start", "header"]
-    killed = launching.run([sys.executable, "-c", KILLED, *words], timeout=200,
-                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny.ROOT)})
+    killed = warm.program(killed_in_the_second_pair, words, tmp_path)
     assert killed.returncode == -9, killed.stderr
     left = json.loads((out / "results.json").read_text())
     assert not left["complete"] and [row["folder"] for row in left["pairs"]] == [first]
@@ -429,7 +423,7 @@ def test_bad_volumes(place, tmp_path, capsys, kind, words):
 
 
 def test_a_process_prints_no_traceback(place, tmp_path):
-    found = process("--fixed", image(place, "a_0001"), "--moving", broken(place, tmp_path, "nan"), "--model",
+    found = process(place, "--fixed", image(place, "a_0001"), "--moving", broken(place, tmp_path, "nan"), "--model",
                     place / "run", "--out", tmp_path / "out", "--device", "cpu")
     assert found.returncode == 43 and "Traceback" not in found.stderr and not found.stdout
     assert found.stderr.strip().splitlines()[-1].startswith(f"error: {tmp_path / 'nan.nii.gz'}: ")

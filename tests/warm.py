@@ -9,8 +9,10 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch._dynamo  # an optimizer's first step would import it, and fsdp the others
@@ -25,27 +27,29 @@ from tests.tiny import ROOT, launcher_environment
 SERVER = multiprocessing.get_context("forkserver")
 
 
-def start(target, arguments, log, environment):
-    """A process that calls target(*arguments), whose result is its exit code. What it prints is added to `log`."""
+def start(target, arguments, log, environment, errors=None):
+    """A process that calls target(*arguments), whose result is its exit code.
+
+    What it prints is added to `log`, or, where it goes to standard error, to `errors`, if there is one.
+    """
     if multiprocessing.forkserver._forkserver._forkserver_pid is None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
             patch.setenv("OMP_NUM_THREADS", "1")
             SERVER.set_forkserver_preload(["pytest.__main__", __name__])
             multiprocessing.forkserver.ensure_running()
-    process = SERVER.Process(target=work, args=(target, arguments, str(log), environment))
+    process = SERVER.Process(target=work, args=(target, arguments, str(log), environment, str(errors or log)))
     process.start()
     return process
 
 
-def work(target, arguments, log, environment):
+def work(target, arguments, log, environment, errors):
     """What the process does: a session, variables and outputs of its own."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
+    for path, stream in ((log, 1), (errors, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
     sys.exit(target(*arguments))
 
 
@@ -79,6 +83,19 @@ def codes(processes, seconds):
         if process.exitcode is None:
             raise TimeoutError(f"process {process.pid} has not ended within {seconds} s")
     return [process.exitcode for process in processes]
+
+
+def program(target, words, folder):
+    """A program whose main(words) is `target`, in a process of its own. Returns what subprocess.run does.
+
+    folder: for its two outputs.
+    """
+    out, errors = (Path(folder) / name for name in ("standard_output", "standard_error"))
+    for path in (out, errors):
+        path.unlink(missing_ok=True)
+    process = start(target, [words], out, {**os.environ, "OMP_NUM_THREADS": "1"}, errors)
+    code, = codes([process], 200)
+    return subprocess.CompletedProcess(words, code, out.read_text(), errors.read_text())
 
 
 def train(count, log, words, expected=0, seconds=200, target=om.main, **more):
