@@ -17,6 +17,7 @@ import sys
 import time
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from Dataloader.dataset import epoch_batches, read_datasets
 from Dataloader.identity import as_csv, compare_data, describe_data, require_same_everywhere, volumes_of
@@ -36,7 +37,7 @@ from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, 
 from Diffusion.validation import align, validate
 from Runtime import agree, checkpoint, launch, memory, watchdog, writer
 from Runtime.config import MODEL_KEYS, load_config
-from Runtime.device import autocast, describe, pick_device, precision, prepare_device
+from Runtime.device import autocast, describe, pick_device, precision, prepare_device, send
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import patiently, remove_leftovers, write_file
 from Runtime.global_batch import split_step
@@ -79,9 +80,9 @@ def deform_batch(images, rng_keys, ddpm, cfg):
     x0 = augment(images, rng_keys, cfg)                                        # (B, 1, *spatial)
     times = ddpm.draw_times(rng_keys)
     xt, target_field = ddpm.diffuse(x0, times, rng_keys)                       # (B, 1, *spatial), (B, N, *spatial)
-    return {"xt": xt, "target_field": target_field, "t": torch.tensor(times, device=x0.device),
+    return {"xt": xt, "target_field": target_field, "t": send(torch.tensor(times), x0.device),
             "condition": make_condition(x0, cfg["model.condition_type"], rng_keys),
-            "keep": (uniform(rng_keys, "keep") >= cfg["model.condition_dropout"]).to(x0.device)}
+            "keep": send(uniform(rng_keys, "keep") >= cfg["model.condition_dropout"], x0.device)}
 
 
 def step_diffusion(net, batch, cfg):
@@ -273,13 +274,25 @@ def go_on_with_data(content, state, cfg, path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def forward(state, name, batch, results, cfg):
-    """The loss of one batch in one mode. Its terms, as numbers, and what the mode keeps are added to the results."""
+    """The loss of one batch in one mode. It, its terms and what the mode keeps are added to the results."""
     watchdog.phase("forward", name)
     loss, terms, *kept = MODES[name].step(state["model"], batch, cfg)
-    results["terms"].update({term: float(value.detach()) / results["batches"] for term, value in terms.items()})
-    results["finite"] = results["finite"] and math.isfinite(loss.item())
+    results["losses"].append(loss.detach())
+    results["terms"].append({term: value.detach() for term, value in terms.items()})
     results["kept"] += kept
     return loss
+
+
+def fetch(results):
+    """The terms of all batches of a mode as numbers, their means by name, and whether all losses are finite.
+
+    The host waits here until the device has done the mode's forward passes, and nowhere before.
+    """
+    names = list(results["terms"][0])
+    rows = [[loss, *terms.values()] for loss, terms in zip(results["losses"], results["terms"])]
+    rows = torch.stack([torch.stack([value.float() for value in row]) for row in rows]).cpu().tolist()
+    means = {name: sum(row[place] / len(rows) for row in rows) for place, name in enumerate(names, 1)}
+    return means, all(math.isfinite(row[0]) for row in rows)
 
 
 def train_mode(state, name, batches, cfg, **raised):
@@ -293,7 +306,7 @@ def train_mode(state, name, batches, cfg, **raised):
     alone = model is net  # no DDP around it: one rank, or fsdp
     state["optimizer"].zero_grad(set_to_none=True)
     gradients["parts"] = len(batches) if alone else len(batches) * ranks["world_size"]
-    results = {"batches": len(batches), "terms": collections.Counter(), "finite": True, "kept": []}
+    results = {"losses": [], "terms": [], "kept": []}
 
     # Gradients of all batches but the last only add up here; the last backward sums them over the ranks.
     for batch in batches[:-1]:
@@ -303,10 +316,11 @@ def train_mode(state, name, batches, cfg, **raised):
             loss.backward()
         set_aside(gradients, net.parameters())
     loss = forward(state, name, batches[-1], results, cfg)
-    if not results["finite"]:
-        watchdog.event("nonfinite", mode=name, terms=results["terms"])
-    agreed = agree.agree(ranks, state["progress"]["step"], name, agree.fingerprint(batches),
-                         nonfinite=not results["finite"], terms=results["terms"].values(), **raised)
+    means, finite = fetch(results)
+    if not finite:
+        watchdog.event("nonfinite", mode=name, terms=means)
+    agreed = agree.agree(ranks, state["progress"]["step"], name, agree.fingerprint(batches), nonfinite=not finite,
+                         terms=means.values(), **raised)
     watchdog.phase("backward", name)
     loss.backward()  # of a loss that is not finite too: DDP counts on a backward after each forward
     if alone:
@@ -314,9 +328,11 @@ def train_mode(state, name, batches, cfg, **raised):
 
     watchdog.phase("optimizer", name)
     # All ranks have the same gradients now, or slices of them, and so the same norm.
-    limit = cfg[MODES[name].clip_norm] if MODES[name].clip_norm else math.inf
-    norm = whole(torch.nn.utils.clip_grad_norm_(net.parameters(), limit)).item()
-    terms, moved = dict(zip(results["terms"], agreed["terms"])), math.isfinite(norm) and not agreed["nonfinite"]
+    norm = get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+    if MODES[name].clip_norm:
+        clip_grads_with_norm_(net.parameters(), cfg[MODES[name].clip_norm], norm)
+    norm = whole(norm).item()
+    terms, moved = dict(zip(means, agreed["terms"])), math.isfinite(norm) and not agreed["nonfinite"]
     if moved:
         state["optimizer"].step()
         add_terms(state["progress"]["sums"], terms)
@@ -328,8 +344,8 @@ def volume_batches(state, volumes, cfg):
     batches, device, epoch = [], state["device"], state["progress"]["epoch"]
     for images, positions, subjects in volumes:
         rng_keys = [(cfg["run.seed"], epoch, position) for position in positions.tolist()]
-        batches.append({**deform_batch(images.to(device), rng_keys, state["ddpm"], cfg),
-                        "subjects": subjects.to(device), "queue": state["queue"], "targets": None})
+        batches.append({**deform_batch(send(images, device), rng_keys, state["ddpm"], cfg),
+                        "subjects": send(subjects, device), "queue": state["queue"], "targets": None})
     return batches
 
 
@@ -338,19 +354,21 @@ def pair_batches(state, pairs, cfg):
     batches, device, epoch = [], state["device"], state["progress"]["epoch"]
     for images, positions, _ in pairs:
         # Negative positions: the draws of mode 3 must not be those of mode 1.
-        both = augment(images.to(device), [(cfg["run.seed"], epoch, -1 - p) for p in positions.tolist()], cfg)
+        both = augment(send(images, device), [(cfg["run.seed"], epoch, -1 - p) for p in positions.tolist()], cfg)
         batches.append({"moving": both[0::2], "fixed": both[1::2]})            # (B, 1, *spatial) each
     return batches
 
 
-def push_of_all_ranks(state, batches, kept):
-    """Put the embeddings of a step into the queue of every rank, in global sample order."""
+def push_of_all_ranks(state, volumes, kept):
+    """Put the embeddings of a step into the queue of every rank, in global sample order. volumes: of `epoch_batches`.
+    """
+    embeddings = torch.cat([torch.cat(both, dim=1) for both in kept]).cpu()
+    subjects = torch.cat([subjects for _, _, subjects in volumes])
     # In float64, which holds a subject's number exactly; on the CPU, as not every device has it.
-    rows = [torch.cat([part.cpu().double() for part in (*embeddings, batch["subjects"][:, None])], dim=1)
-            for embeddings, batch in zip(kept, batches)]
-    rows = agree.gather(state["ranks"], torch.cat(rows)).flatten(0, 1)         # (samples, 2 E + 1)
-    images, conditions = rows[:, :-1].float().to(state["device"]).chunk(2, dim=1)
-    push(state["queue"], images, conditions, rows[:, -1].long().to(state["device"]))
+    rows = torch.cat([embeddings.double(), subjects[:, None].double()], dim=1)
+    rows = agree.gather(state["ranks"], rows).flatten(0, 1)                    # (samples, 2 E + 1)
+    images, conditions = send(rows[:, :-1].float(), state["device"]).chunk(2, dim=1)
+    push(state["queue"], images, conditions, send(rows[:, -1].long(), state["device"]))
 
 
 def train_step(state, volumes, pairs, cfg, **raised):
@@ -373,7 +391,7 @@ def train_step(state, volumes, pairs, cfg, **raised):
         batch["targets"] = targets
     contrastive = train_mode(state, "contrastive", batches, cfg)
     if contrastive["moved"]:
-        push_of_all_ranks(state, batches, contrastive["kept"])
+        push_of_all_ranks(state, volumes, contrastive["kept"])
     modes = [diffusion, contrastive]
     del batches, batch
     memory.empty_cache(cfg, device)

@@ -6,6 +6,7 @@ import torch
 
 from Dataloader.dataset import as_float
 from Diffusion.fields import affine_field, warp
+from Runtime.device import send
 from Runtime.keyed_random import hashed, uniform
 
 
@@ -81,7 +82,7 @@ def _recolour(images, rng_keys, cfg):
     """Apply gamma, contrast, brightness and noise, in this order, in place."""
     def drawn(name):
         numbers = (uniform(rng_keys, name) * 2 - 1) * cfg[f"augment.{name}"]
-        return numbers.view(-1, *[1] * (images.dim() - 1)).to(images.device)
+        return send(numbers.view(-1, *[1] * (images.dim() - 1)), images.device)
 
     if cfg["augment.gamma"]:
         images.clamp_(min=0.0).pow_(torch.exp(drawn("gamma")))
@@ -110,7 +111,7 @@ def augment(images, rng_keys, cfg):
     if not moves and not colours:
         return images
     if moves:
-        matrix = random_affine(rng_keys, images.dim() - 2, images.shape[2:], cfg).to(images.device)
+        matrix = send(random_affine(rng_keys, images.dim() - 2, images.shape[2:], cfg), images.device)
         images = warp(images, affine_field(matrix, images.shape[2:]), padding="border")
     else:
         images = images.clone()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from Diffusion.fields import LINEAR, compose, integrate_velocity, resize_field, warp
-from Runtime.device import autocast
+from Runtime.device import autocast, send
 from Runtime.keyed_random import generator, normal, uniform
 
 
@@ -73,8 +73,8 @@ class DeformDDPM:
 
     def draw_velocities(self, rng_keys, device):
         """The velocity of the target field and the noisier one of the image field, (B, N, *[finest] * N) each."""
-        velocity = draw_velocity(rng_keys, "velocity", self.dims, self.grids, self.v_scale).to(device)
-        extra = draw_velocity(rng_keys, "velocity noise", self.dims, self.grids, self.v_scale).to(device)
+        velocity, extra = (send(draw_velocity(rng_keys, purpose, self.dims, self.grids, self.v_scale), device)
+                           for purpose in ("velocity", "velocity noise"))
         return velocity, compose(velocity, self.noise_ratio * extra)
 
     @torch.no_grad()
@@ -169,5 +169,5 @@ def make_condition(target, kind, rng_keys=None):
             while plane >= size[axis]:
                 plane, axis = plane - size[axis], axis + 1
             mask.select(axis, plane).fill_(1.0)
-    masks = masks.to(target.device)
+    masks = send(masks, target.device)
     return torch.cat([target * masks, masks], dim=1)

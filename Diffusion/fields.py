@@ -12,13 +12,15 @@ import math
 import torch
 import torch.nn.functional as F
 
+from Runtime.device import send
+
 SLABS = 4  # pieces of one sample in `warp`: on a CPU grid_sample runs in parallel over the batch only
 LINEAR = {2: "bilinear", 3: "trilinear"}  # F.interpolate's names of linear interpolation in N dimensions
 
 
 def side_lengths(size, device=None):
     """Image sides in voxels, (1, N, 1, ..., 1) float32: a field divided by them is in fractions of the image side."""
-    return torch.tensor(size, dtype=torch.float32, device=device).view(1, -1, *[1] * len(size))
+    return send(torch.tensor(size, dtype=torch.float32), device).view(1, -1, *[1] * len(size))
 
 
 def identity(size, device="cpu"):
@@ -126,14 +128,20 @@ def integrate_velocity(velocity, counts, region=None):
         if bit:
             keep = (counts[rows] >> bit) > 0
             rows = rows[keep]
-            power = power if bool(keep.all()) else power[keep.to(velocity.device)]
+            power = power if bool(keep.all()) else power[numbers_of(keep, velocity.device)]
             power = compose(power, power)
         chosen = ((counts[rows] >> bit) & 1).bool()
         if bool(chosen.any()):
-            at = rows[chosen].to(velocity.device)
+            at = send(rows[chosen], velocity.device)
             moved = result[at]
-            result[at] = moved + warp(power[chosen.to(velocity.device)], moved, padding="border", origin=origin)
+            stepped = power[numbers_of(chosen, velocity.device)]
+            result[at] = moved + warp(stepped, moved, padding="border", origin=origin)
     return result
+
+
+def numbers_of(mask, device):
+    """Where a mask on the CPU is true, as an index on the device, which would have to count a mask's rows itself."""
+    return send(mask.nonzero()[:, 0], device)
 
 
 def flow(velocity, squarings=5):

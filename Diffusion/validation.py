@@ -11,7 +11,7 @@ from Diffusion.fields import compose, flow, warp
 from Diffusion.losses import mslncc, recovery_terms
 from Diffusion.metrics import average, dice_before_after, folding_percent
 from Runtime import agree
-from Runtime.device import autocast
+from Runtime.device import autocast, send
 
 
 def align(net, moving, fixed, cfg):
@@ -107,12 +107,12 @@ def validate_recovery(state, dataset, cfg):
     cosines, embeddings = [], []
     times = sorted({max(cfg["diffusion.timesteps"] * quarter // 4, 1) for quarter in (1, 2, 3)})
     for index, counts in cases_of_rank(min(len(dataset), cfg["run.val_pairs"]), state["ranks"]):
-        x0 = dataset.image(index)[None].to(device)
+        x0 = send(dataset.image(index)[None], device)
         for t in times:
             rng_keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
             xt, target_field = ddpm.diffuse(x0, [t], rng_keys)
             condition = make_condition(x0, cfg["model.condition_type"], rng_keys)
-            inputs = (xt, torch.tensor([t], device=device), condition)
+            inputs = (xt, send(torch.tensor([t]), device), condition)
             with autocast(device, cfg["run.amp"]):
                 pred_field = net(*inputs)
                 embedded = net(*inputs, embed=True) if t == times[len(times) // 2] else None
@@ -130,7 +130,7 @@ def validate_registration(state, dataset, cfg):
     pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"], rule=dataset.rule)
     for number, counts in cases_of_rank(len(pairs), state["ranks"]):
         pair = pairs[number]
-        moving, fixed = (dataset.image(index)[None].to(device) for index in pair)
+        moving, fixed = (send(dataset.image(index)[None], device) for index in pair)
         field = best_field(net, moving, fixed, cfg)
         warped = warp(moving, field)
         if not counts:

@@ -98,6 +98,17 @@ def prepare_device(device, threads):
         torch.accelerator.set_device_index(device.index)
 
 
+def send(tensor, device):
+    """A CPU tensor on the device, without waiting until the device has done its work, as a plain copy would.
+
+    Only from memory that is pinned, the driver copies while the host goes on. No effect on the CPU.
+    """
+    device = torch.device(device or "cpu")
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def synchronize(device):
     """Wait until the device has done its work, so that a clock measures it. No effect on the CPU."""
     if device.type != "cpu":

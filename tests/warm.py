@@ -88,12 +88,12 @@ def codes(processes, seconds):
 def program(target, words, folder):
     """A program whose main(words) is `target`, in a process of its own. Returns what subprocess.run does.
 
-    folder: for its two outputs.
+    words: its command line; None where `target` takes nothing. folder: for its two outputs.
     """
     out, errors = (Path(folder) / name for name in ("standard_output", "standard_error"))
     for path in (out, errors):
         path.unlink(missing_ok=True)
-    process = start(target, [words], out, {**os.environ, "OMP_NUM_THREADS": "1"}, errors)
+    process = start(target, [] if words is None else [words], out, {**os.environ, "OMP_NUM_THREADS": "1"}, errors)
     code, = codes([process], 200)
     return subprocess.CompletedProcess(words, code, out.read_text(), errors.read_text())
 

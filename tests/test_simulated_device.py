@@ -1,0 +1,112 @@
+"""A whole training on an accelerator without hardware: what would make one fail, or wait.
+
+In processes of their own: once torch knows the device, run.device auto would take it in every other test too.
+"""
+import collections
+import json
+
+import pytest
+import torch
+
+import OM_train_3modes as om
+from tests import warm
+from tests.simulated_device import SimulatedDevice
+from tests.tiny import arguments, log_lines, make_data
+
+IN_A_STEP = ("epoch", "step", "deform", "forward", "accumulate", "agree", "backward", "optimizer", "embeddings")
+
+
+def train_and_report(words):
+    """A training on the simulated device. Prints what was noted as the last line."""
+    with SimulatedDevice() as seen:
+        code = om.main(words)
+    print(json.dumps({"syncs": seen.syncs, "wrong_device": seen.wrong_device}))
+    return code
+
+
+def simulated(folder, **changes):
+    done = warm.program(train_and_report, arguments(make_data(folder), run__device="auto", run__epochs=1,
+                                                    run__checkpoint_steps=0, **changes), folder)
+    assert done.returncode == 0, done.stderr
+    assert "1 x simulated:0, simulated device, 32 GiB" in done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("changes", [
+    {"optim__average": 0.9, "model__affine_match": True, "model__condition_type": "slice"},
+    pytest.param({"data__global_batchsize": 4}, marks=pytest.mark.slow)], ids=["shipped recipe", "accumulation"])
+def test_a_step_waits_for_the_device_eight_times_at_most(tmp_path, changes):
+    noted = simulated(tmp_path, **changes)
+    assert noted["wrong_device"] == []
+    waits = collections.Counter((what, where) for what, where, phase in noted["syncs"] if phase in IN_A_STEP)
+    steps = len(log_lines(tmp_path, "step"))
+    assert steps >= 3 and sum(waits.values()) <= 8 * steps, waits
+    # Between the start of a mode and its one fetch the host only hands out work.
+    in_modes = {where for _, where, phase in noted["syncs"] if phase in ("forward", "accumulate", "backward")}
+    assert len(in_modes) == 1 and in_modes.pop().startswith("OM_train_3modes.py:"), in_modes
+
+
+    compare_losses(tmp_path, **changes)
+
+
+def compare_losses(tmp_path, **changes):
+    """Those of the run on the device with those of the same run on the CPU."""
+    on_device = [line["terms"] for line in log_lines(tmp_path, "step")]
+    assert om.main(arguments(tmp_path, "--fresh", run__epochs=1, run__checkpoint_steps=0,
+                             run__models=tmp_path / "other/Models", **changes)) == 0
+    on_cpu = [line["terms"] for line in log_lines(tmp_path / "other", "step")]
+    assert len(on_device) == len(on_cpu)
+    for one, other in zip(on_device, on_cpu):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
+def look_at_mistakes():
+    with SimulatedDevice() as seen:
+        device = torch.rand(4, device="simulated")
+        assert device.device.type == "simulated"
+        device + torch.rand(4)
+        device * torch.tensor(2.0)  # a number, as on any device
+        assert seen.syncs == [] and [note.what for note in seen.wrong_device] == ["aten.add.Tensor"]
+        device.sum().item()
+        device[device > 0.5]
+        device.cpu()
+        torch.rand(4).to("simulated")
+        torch.rand(4).to("simulated", non_blocking=True)  # not pinned: the driver copies it first
+        torch.rand(4).pin_memory().to("simulated", non_blocking=True)
+        found = [note.what for note in seen.syncs]
+        assert found == ["item", "mask as index", "(4,) to the CPU", *["(4,) from the CPU"] * 2], found
+        assert all(note.where.startswith("tests/test_simulated_device.py:") for note in seen.syncs)
+        layer = torch.nn.Linear(4, 4).to("simulated")
+        layer(device).square().sum().backward()
+        assert layer.weight.grad.device.type == "simulated"
+        expected = 2 * layer(device).detach()[:, None].cpu() * device.cpu()
+        assert torch.allclose(layer.weight.grad.cpu(), expected)
+    return 0
+
+
+def test_mistakes_are_noted(tmp_path):
+    done = warm.program(look_at_mistakes, None, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def count_memory():
+    with SimulatedDevice():
+        module = torch.get_device_module("simulated")
+        before = module.memory_allocated()
+        x = torch.zeros(1000, device="simulated", requires_grad=True)
+        view, y = x.view(10, 100), x.exp()  # exp keeps its result for the backward pass
+        assert module.memory_allocated() - before == 8000
+        loss = y.square().sum()
+        kept = module.memory_allocated() - before
+        del y, view
+        assert module.memory_allocated() - before == kept, "the graph still holds it"
+        loss.backward()
+        del loss
+        assert module.memory_allocated() - before == 8000, "x and its gradient"
+        assert module.max_memory_allocated() - before >= kept
+    return 0
+
+
+def test_memory_is_counted_as_long_as_something_holds_it(tmp_path):
+    done = warm.program(count_memory, None, tmp_path)
+    assert done.returncode == 0, done.stderr
