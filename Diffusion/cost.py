@@ -1,4 +1,5 @@
 """What a training step costs, counted without computing it: `python OM_train_3modes.py --config C --dry-run`."""
+import contextlib
 import functools
 import json
 
@@ -10,17 +11,21 @@ from Dataloader.dataset import read_datasets
 from Dataloader.sampler import epoch_pair_count, steps_left
 from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
+from Diffusion.fake_device import AliveBytes, DeviceAutocast
 from Diffusion.networks import new_network
+from Runtime.device import precision
 from Runtime.errors import DONE, InputError
 from Runtime.global_batch import split_step
 
 
-def count_costs(loss_function, network):
+def count_costs(loss_function, network, alive):
     """Cost of one forward and backward pass of a mode, on tensors without values: call under torch's FakeTensorMode.
 
-    loss_function: computes the loss from scratch. network: its weights are not counted as activations.
-    Returns: floating-point operations of matrix products, convolutions and attention; bytes of the activations that the
-    forward pass keeps for the backward pass, each storage counted once.
+    loss_function: computes the loss from scratch. network: its weights are not counted as activations. alive: an
+    AliveBytes that has seen the network and the batch being made.
+    Returns: {"flops": floating-point operations of matrix products, convolutions and attention, "kept": bytes of the
+    activations that the forward pass keeps for the backward pass, each storage once, "peak": the most bytes that were
+    alive at once beside the weights: batch, activations and gradients}.
     """
     weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
     kept = {}
@@ -28,45 +33,68 @@ def count_costs(loss_function, network):
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage._cdata not in weights:
-            kept[storage._cdata] = storage  # a reference, so that the address is not used again
+            kept[storage._cdata] = storage.nbytes()
         return tensor
 
+    alive.peak = alive.now
     with FlopCounterMode(display=False) as counter:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_function()
         loss.backward()
-    return counter.get_total_flops(), sum(storage.nbytes() for storage in kept.values())
+    network.zero_grad(set_to_none=True)
+    return {"flops": counter.get_total_flops(), "kept": sum(kept.values()),
+    "peak": alive.peak - weight_bytes(network)}
 
 
-def weights_and_optimizer_bytes(network):
-    """Bytes of the weights, their gradients and Adam's two moments, all in float32."""
-    return 4 * sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
-
-
-def mode_costs(cfg, pair_batch, modes):
-    """`count_costs` of each mode of a config.
+def stand_in(cfg, pair_batch, modes):
+    """A network and batch of a config without values, of which the cost can be counted: call under FakeTensorMode.
 
     pair_batch: pairs of one forward. modes: MODES of the training script.
-    Returns: the network, on tensors without values; {mode: (operations, bytes)}.
+    Returns: the network; a function from a mode's name to its loss.
     """
     size, batchsize = cfg["data.img_size"], cfg["data.batchsize"]
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
-    with FakeTensorMode():
-        net = new_network(cfg)
-        image = torch.zeros(batchsize, 1, *size)
-        t = torch.zeros(batchsize, dtype=torch.long)
-        moving, fixed = torch.zeros(2, pair_batch, 1, *size)
-        batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "keep": None,
-                 "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, "cpu"),
-                 "targets": None, "moving": moving, "fixed": fixed}
+    net = new_network(cfg)
+    image = torch.zeros(batchsize, 1, *size)
+    t = torch.zeros(batchsize, dtype=torch.long)
+    moving, fixed = torch.zeros(2, pair_batch, 1, *size)
+    batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "keep": None,
+             "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, "cpu"),
+             "targets": None, "moving": moving, "fixed": fixed}
 
-        def loss_of(name):
-            if name == "contrastive" and cfg["optim.average"]:
-                with torch.no_grad():
-                    embed(net, batch, cfg)  # the target embeddings, by the averaged weights
-            return modes[name].step(net, batch, cfg)[0]
+    def loss_of(name):
+        if name == "contrastive" and cfg["optim.average"]:
+            with torch.no_grad():
+                embed(net, batch, cfg)  # the target embeddings, by the averaged weights
+        return modes[name].step(net, batch, cfg)[0]
 
-        return net, {name: count_costs(functools.partial(loss_of, name), net) for name in modes}
+    return net, loss_of
+
+
+def mode_costs(cfg, pair_batch, modes, rules=None):
+    """`count_costs` of each mode of a config.
+
+    pair_batch: pairs of one forward. modes: MODES of the training script. rules: DeviceAutocast() for those of an
+    accelerator; None for those of a CPU.
+    Returns: the network, on tensors without values; {mode: costs}.
+    """
+    with FakeTensorMode(), AliveBytes() as alive, rules or contextlib.nullcontext():
+        net, loss_of = stand_in(cfg, pair_batch, modes)
+        return net, {name: count_costs(functools.partial(loss_of, name), net, alive) for name in modes}
+
+
+def step_memory(costs, network, cfg):
+    """Bytes that the step of one rank takes at its peak, without sharding: weights, Adam's moments, average, a mode.
+
+    Not counted is what kernels need while they run, which on a GPU are some hundred MiB of cuDNN, what the allocator
+    rounds up, and the driver's context. costs, network: of `mode_costs`.
+    """
+    copies = 4 if cfg["optim.average"] else 3
+    return copies * weight_bytes(network) + max(cost["peak"] for cost in costs.values())
+
+
+def weight_bytes(network):
+    return sum(parameter.nbytes for parameter in network.parameters())
 
 
 def training_volumes(cfg):
@@ -95,18 +123,24 @@ def dry_run(cfg, world_size, modes):
     split = split_step(cfg, world_size)
     steps = steps_left(cfg, volumes, listed, split)
     pairs = epoch_pair_count(cfg, volumes, listed, split)
-    net, costs = mode_costs(cfg, split["pair_batch"], modes)
+    on_cpu = {**cfg, "run.amp": precision(cfg["run.amp"], torch.device("cpu"))}
+    on_device = {**cfg, "run.amp": "bf16" if cfg["run.amp"] == "auto" else cfg["run.amp"]}
+    net, costs = mode_costs(on_cpu, split["pair_batch"], modes)
+    _, device_costs = mode_costs(on_device, split["pair_batch"], modes, DeviceAutocast())
+    memory = {"cuda": step_memory(device_costs, net, cfg), "cpu": step_memory(costs, net, cfg)}
+    memory["xpu"] = memory["cuda"]  # the same rules
     parameters = sum(p.numel() for p in net.parameters())
-    fixed_bytes = weights_and_optimizer_bytes(net)
-    memory = fixed_bytes + max(kept for _, kept in costs.values())
     print(f"{cfg['model.name']}: {parameters / 1e6:.1f} M parameters, {size} voxels, batch {cfg['data.batchsize']}, "
           f"{cfg['diffusion.timesteps']} timesteps, condition {word}")
-    for mode, (flops, kept) in costs.items():
-        print(f"{mode:>13}: {flops / 1e12:8.3f} Tflop, activations {kept / 2 ** 30:6.2f} GiB")
-    print(f"memory per step about {memory / 2 ** 30:.1f} GiB: {fixed_bytes / 2 ** 30:.1f} for weights, gradients and "
-          f"Adam, the rest for the activations of the largest mode")
+    for mode, cost in costs.items():
+        print(f"{mode:>13}: {cost['flops'] / 1e12:8.3f} Tflop, activations {cost['kept'] / 2 ** 30:6.2f} GiB on a CPU, "
+              f"{device_costs[mode]['kept'] / 2 ** 30:6.2f} GiB on a GPU")
+    print(f"memory of a step at its peak: about {memory['cuda'] / 2 ** 30:.1f} GiB on a GPU (CUDA, ROCm or XPU, "
+          f"{on_device['run.amp']}), {memory['cpu'] / 2 ** 30:.1f} on a CPU ({on_cpu['run.amp']}): "
+          f"{(memory['cpu'] - max(cost['peak'] for cost in costs.values())) / 2 ** 30:.1f} for weights, moments and "
+          "averages, the rest for the largest mode")
     print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; effective batch "
           f"{split['samples']} (ranks: {world_size})")
-    print(json.dumps({"parameters": parameters, "step_flops": sum(flops for flops, _ in costs.values()),
+    print(json.dumps({"parameters": parameters, "step_flops": sum(cost["flops"] for cost in costs.values()),
                       "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": split["samples"]}))
     return DONE

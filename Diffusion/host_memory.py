@@ -89,7 +89,7 @@ def activation_bytes(cfg, world_size, modes):
     amp = precision(cfg["run.amp"], torch.device("cpu"))
     factor = PEAK[amp] * (RECOMPUTED if cfg["model.use_checkpoint"] else 1)
     factor *= LOCAL_MATCH if amp == "off" and cfg["model.local_match"] else 1
-    return round(factor * max(kept for _, kept in costs.values()))
+    return round(factor * max(cost["kept"] for cost in costs.values()))
 
 
 def held_bytes(cfg):

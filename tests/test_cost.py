@@ -5,40 +5,49 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import OM_train_3modes as om
-from Diffusion.cost import count_costs, mode_costs, weights_and_optimizer_bytes
+from Diffusion.cost import count_costs, mode_costs, step_memory
+from Diffusion.fake_device import AliveBytes
 from tests.tiny import ROOT, arguments, config, make_data
 
 
 def test_costs_of_a_linear_layer_are_those_counted_by_hand():
-    with FakeTensorMode():
+    with FakeTensorMode(), AliveBytes() as alive:
         layer, x = torch.nn.Linear(20, 30), torch.zeros(7, 20)
-        flops, kept = count_costs(lambda: layer(x).square().sum(), layer)
-    forward = 2 * 7 * 20 * 30
-    assert flops == 2 * forward, "forward, and the weights' gradient; the input needs none"
-    assert kept == 4 * (7 * 20 + 7 * 30), "the layer keeps its input, the square its own"
-    assert weights_and_optimizer_bytes(layer) == 4 * 4 * (20 * 30 + 30)
+        costs = count_costs(lambda: layer(x).square().sum(), layer, alive)
+    weights, batch, output, forward = 20 * 30 + 30, 7 * 20, 7 * 30, 2 * 7 * 20 * 30
+    assert costs["flops"] == 2 * forward, "forward, and the weights' gradient; the input needs none"
+    assert costs["kept"] == 4 * (batch + output), "the layer keeps its input, the square its own"
+    assert alive.now == 4 * (weights + batch), "nothing else is left"
+    # At its peak the backward pass holds the output's gradient, made of two factors, or the weights' gradient beside.
+    assert 4 * (batch + 2 * output) <= costs["peak"] <= 4 * (batch + 3 * output + weights)
+    assert step_memory({"mode": costs}, layer, {"optim.average": 0.0}) == 3 * 4 * weights + costs["peak"]
+    assert step_memory({"mode": costs}, layer, {"optim.average": 0.9}) == 4 * 4 * weights + costs["peak"]
 
 
 def test_fake_costs_are_real_costs():
     def network():
         return torch.nn.Sequential(torch.nn.Conv3d(1, 4, 3, padding=1), torch.nn.LeakyReLU(), torch.nn.Conv3d(4, 2, 3))
 
+    def costs():
+        with AliveBytes() as alive:
+            net, x = network(), torch.zeros(2, 1, 10, 12, 14)
+            return count_costs(lambda: net(x).abs().sum(), net, alive)
+
     with FakeTensorMode():
-        fake, x = network(), torch.zeros(2, 1, 10, 12, 14)
-        counted = count_costs(lambda: fake(x).abs().sum(), fake)
-    real, x = network(), torch.zeros(2, 1, 10, 12, 14)
-    assert counted == count_costs(lambda: real(x).abs().sum(), real)
+        counted = costs()
+    assert counted == costs()
 
 
 def test_dry_run_costs_nothing_and_ends_in_json(tmp_path, capsys):
     make_data(tmp_path)
-    assert om.main(arguments(tmp_path, "--dry-run")) == 0
+    assert om.main(arguments(tmp_path, "--dry-run", run__amp="bf16")) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     costs = json.loads(lines[-1])
     net = om.build_network(config(tmp_path))
     assert costs["parameters"] == sum(p.numel() for p in net.parameters())
     assert costs["steps_per_epoch"] == 6 and costs["effective_batch"] == 2
-    assert costs["step_flops"] > 0 and costs["step_memory_bytes"] > 16 * costs["parameters"]
+    assert costs["step_flops"] > 0 and set(costs["step_memory_bytes"]) == {"cuda", "xpu", "cpu"}
+    assert costs["step_memory_bytes"]["xpu"] > costs["step_memory_bytes"]["cpu"] > 16 * costs["parameters"]
     assert not (tmp_path / "Models").exists()
 
 
@@ -54,8 +63,9 @@ def test_what_is_not_prepared_yet_is_counted_from_the_files(tmp_path, capsys):
 
 def test_averaged_weights_cost_mode_2_another_forward():
     counted = [mode_costs(config(optim__average=average), 1, om.MODES)[1] for average in (0.0, 0.9)]
-    (flops, kept), (more_flops, same) = (costs.pop("contrastive") for costs in counted)
-    assert 1.2 * flops < more_flops < 1.5 * flops and same == kept and counted[0] == counted[1]
+    without, beside = (costs.pop("contrastive") for costs in counted)
+    assert 1.2 * without["flops"] < beside["flops"] < 1.5 * without["flops"] and without["kept"] == beside["kept"]
+    assert counted[0] == counted[1]
 
 
 def test_production_config_has_its_recorded_size(capsys):
@@ -63,6 +73,7 @@ def test_production_config_has_its_recorded_size(capsys):
     output = capsys.readouterr().out
     costs = json.loads(output.strip().splitlines()[-1])
     assert 216e6 <= costs["parameters"] <= 264e6
+    assert 15e9 < costs["step_memory_bytes"]["cuda"] < 20e9, "batch 2 on a device of 24 GiB"
     assert "128x128x128" in output and "batch 2" in output and "80 timesteps" in output
 
 
