@@ -3,8 +3,11 @@ PYTHON ?= python3
 PY := .venv/bin/python
 # On a machine without an accelerator: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-# Processes of `make test`, each with one thread: files of tests that run beside each other.
-TEST_PROCESSES ?= 2
+# Processes of `make test`, each with one thread: files of tests that run beside each other. One more than two cores, as
+# tests also wait.
+TEST_PROCESSES ?= 3
+# Of the slow tests, which start many ranks each.
+SLOW_PROCESSES ?= 2
 
 .PHONY: help venv demo test test-all test-slurm faults bench bench-registration docs lint clean
 
@@ -25,9 +28,9 @@ demo: .venv/.ready   ## train on synthetic volumes, register held-out pairs, wri
 test: .venv/.ready lint   ## the default tests (minutes on 2 cores)
 	$(PY) -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not slurm and not gpu" tests
 
-test-all: test   ## all tests, also slow ones, one by one; those for a GPU skip themselves where there is none
+test-all: test   ## all tests, also slow ones (an hour); those for a GPU skip themselves where there is none
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-smoke.txt 1>&2
-	$(PY) -m pytest -q -m "slow or slurm or gpu" tests
+	$(PY) -m pytest -q -n $(SLOW_PROCESSES) --dist loadgroup --no-loadscope-reorder -m "slow or slurm or gpu" tests
 
 test-slurm: .venv/.ready   ## jobs on a real Slurm of four nodes on this host (root on Debian; a quarter of an hour)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-smoke.txt 1>&2

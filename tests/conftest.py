@@ -30,9 +30,17 @@ LONG = ("faults", "train", "networks", "3modes_opt_equivalence", "host_memory", 
 
 
 def pytest_collection_modifyitems(items):
-    """Within one process the order of files does not matter; tests of one file stay in theirs."""
+    """Within one process the order of files does not matter; tests of one file stay in theirs.
+
+    Of the slow tests, all that need a Slurm or an accelerator, of which there is one, stay in one process too, and the
+    parts of the fault matrix, of which each takes minutes, need not.
+    """
     places = {f"test_{name}.py": index for index, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
+    items.sort(key=lambda item: -1 if item.get_closest_marker("slurm") else places.get(item.path.name, len(LONG)))
+    for item in items:
+        shared = next((name for name in ("slurm", "gpu") if item.get_closest_marker(name)), None)
+        alone = item.path.name == "test_faults.py"
+        item.add_marker(pytest.mark.xdist_group(shared or (item.name if alone else item.path.name)))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
 """What differs on an accelerator; skipped where there is none."""
+import json
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from Diffusion.losses import mslncc
 from Runtime import checkpoint
 from Runtime.memory import WINDOW, find_leak, measure
 from tests import launching
-from tests.tiny import ROOT, arguments, launcher_environment, make_data
+from tests.tiny import ROOT, arguments, launcher_environment, log_lines, make_data
 
 device = torch.accelerator.current_accelerator(check_available=True)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device is None, reason="this machine has no accelerator")]
@@ -34,6 +35,17 @@ def test_a_checkpoint_written_on_the_accelerator_continues_on_the_cpu(tmp_path):
     run = tmp_path / "Models/demo_om_net"
     state = checkpoint.load(run / checkpoint.newest(run))
     assert state["step"] == 12 and all(tensor.device.type == "cpu" for tensor in state["model"].values())
+
+
+def test_a_step_takes_the_memory_that_the_dry_run_counted(tmp_path, capsys):
+    """On volumes large enough that the workspaces of the device's libraries do not count."""
+    make_data(tmp_path, size=64)
+    words = {"data__img_size": 64, "model__channels": "[16, 32, 64]", "run__amp": "bf16", "run__epochs": 1}
+    assert om.main(arguments(tmp_path, "--dry-run", **words)) == 0
+    counted = json.loads(capsys.readouterr().out.splitlines()[-1])["step_memory_bytes"][device.type]
+    torch.accelerator.reset_peak_memory_stats()
+    assert om.main(arguments(tmp_path, run__device=device.type, **words)) == 0
+    assert log_lines(tmp_path, "memory")[-1]["peak_bytes"] == pytest.approx(counted, rel=0.15)
 
 
 def test_two_ranks_on_one_device_are_refused_in_one_sentence(tmp_path):

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import OM_train_3modes as om
+from Diffusion.cost import mode_costs, step_memory
 from tests import warm
 from tests.simulated_device import SimulatedDevice
-from tests.tiny import arguments, log_lines, make_data
+from tests.tiny import arguments, config, log_lines, make_data
 
 IN_A_STEP = ("epoch", "step", "deform", "forward", "accumulate", "agree", "backward", "optimizer", "embeddings")
 
@@ -20,7 +21,8 @@ def train_and_report(words):
     """A training on the simulated device. Prints what was noted as the last line."""
     with SimulatedDevice() as seen:
         code = om.main(words)
-    print(json.dumps({"syncs": seen.syncs, "wrong_device": seen.wrong_device}))
+        peak = torch.get_device_module("simulated").max_memory_allocated()
+    print(json.dumps({"syncs": seen.syncs, "wrong_device": seen.wrong_device, "peak": peak}))
     return code
 
 
@@ -47,6 +49,9 @@ def test_a_step_waits_for_the_device_eight_times_at_most(tmp_path, changes):
 
 
     compare_losses(tmp_path, **changes)
+    cfg = config(tmp_path, **changes)
+    net, costs = mode_costs(cfg, 1, om.MODES)
+    assert noted["peak"] == pytest.approx(step_memory(costs, net, cfg), rel=0.15), "what --dry-run counts"
 
 
 def compare_losses(tmp_path, **changes):
