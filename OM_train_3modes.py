@@ -295,6 +295,17 @@ def fetch(results):
     return means, all(math.isfinite(row[0]) for row in rows)
 
 
+def clip_gradient(net, limit):
+    """Shrink the gradient to a norm of at most `limit`, None for none. Returns the norm that it had.
+
+    All ranks have the same gradients, or slices of them, and so the same norm.
+    """
+    norm = get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+    if limit is not None:
+        clip_grads_with_norm_(net.parameters(), limit, norm)
+    return whole(norm).item()
+
+
 def train_mode(state, name, batches, cfg, **raised):
     """One mode of a step: forward of each batch of this rank, one agreement, backward, clip, optimizer step.
 
@@ -327,11 +338,7 @@ def train_mode(state, name, batches, cfg, **raised):
         put_together(gradients, net.parameters())
 
     watchdog.phase("optimizer", name)
-    # All ranks have the same gradients now, or slices of them, and so the same norm.
-    norm = get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
-    if MODES[name].clip_norm:
-        clip_grads_with_norm_(net.parameters(), cfg[MODES[name].clip_norm], norm)
-    norm = whole(norm).item()
+    norm = clip_gradient(net, cfg[MODES[name].clip_norm] if MODES[name].clip_norm else None)
     terms, moved = dict(zip(means, agreed["terms"])), math.isfinite(norm) and not agreed["nonfinite"]
     if moved:
         state["optimizer"].step()
