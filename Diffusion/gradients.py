@@ -13,10 +13,13 @@ from Runtime.errors import InputError
 
 
 def new_gradients(exact, device="cpu"):
-    """The `sums` of a run. exact: in float64, otherwise in float32.
+    """The `sums` of a run. exact: in float64, otherwise in float32; "auto": in float64 on a CPU.
 
+    On an accelerator, where other operations do not repeat bit for bit either, float64 doubles what is communicated.
     Raises InputError for exact sums on a device that has no float64, which is tried once.
     """
+    if exact == "auto":
+        exact = torch.device(device).type == "cpu"
     if exact:
         try:
             torch.ones(2, dtype=torch.float64, device=device).sum().item()

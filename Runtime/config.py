@@ -146,9 +146,9 @@ def convert(key, value, rule, path):
             raise InputError(f"{path}: {key} is a list of {'whole ' * (kind == 'int+')}numbers such as [8, 16], not "
                              f"{value!r}.")
         return [convert(key, item, (kind[:-1], *limits), path) for item in value]
-    if kind == "bool":
-        if not isinstance(value, bool):
-            raise InputError(f"{path}: {key} is true or false, not {value!r}.")
+    if kind in ("bool", "auto or bool"):
+        if not isinstance(value, bool) and (kind, value) != ("auto or bool", "auto"):
+            raise InputError(f"{path}: {key} is {'auto, ' * (kind != 'bool')}true or false, not {value!r}.")
         return value
     if kind == "str":
         if value is False and limits and "off" in limits[0]:

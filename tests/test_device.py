@@ -132,4 +132,6 @@ def test_a_device_without_float64_is_named_with_the_key_to_change():
     # The meta device has no numbers at all; nobody has an Intel GPU without float64 at hand.
     with pytest.raises(InputError, match="run.exact_sums: meta has no float64 .*; set it to false"):
         new_gradients(True, torch.device("meta"))
-    assert new_gradients(True)["dtype"] == torch.float64 and new_gradients(False)["dtype"] == torch.float32
+    assert new_gradients("auto", torch.device("meta"))["dtype"] == torch.float32
+    assert new_gradients(True)["dtype"] == new_gradients("auto")["dtype"] == torch.float64
+    assert new_gradients(False)["dtype"] == torch.float32
