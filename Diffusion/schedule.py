@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from Diffusion.sharding import part_like
+from Diffusion.sharding import own_part, part_like
 
 
 def learning_rate(cfg, step, done):
@@ -42,8 +42,8 @@ def update_ema(ema, net, cfg, step):
     """
     if ema:
         decay = min(cfg["optim.average"], (1 + step) / (10 + step))
-        for name, parameter in net.named_parameters():
-            ema[name].lerp_(parameter, 1 - decay)
+        pairs = [(own_part(ema[name]), own_part(parameter)) for name, parameter in net.named_parameters()]
+        torch._foreach_lerp_(*map(list, zip(*pairs)), 1 - decay)  # a few kernels on a device instead of hundreds
 
 
 @contextlib.contextmanager
@@ -60,5 +60,6 @@ def ema_weights(net, ema):
 @torch.no_grad()
 def put_weights(net, weights):
     """Copy {name: tensor} into the network's parameters; nothing where there are none."""
-    for name, parameter in net.named_parameters() if weights else ():
-        parameter.copy_(weights[name])
+    if weights:
+        pairs = [(own_part(parameter), own_part(weights[name])) for name, parameter in net.named_parameters()]
+        torch._foreach_copy_(*map(list, zip(*pairs)))

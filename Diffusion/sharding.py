@@ -117,6 +117,11 @@ def part_like(parameter, value):
     return torch.empty_like(parameter).copy_(value)
 
 
+def own_part(tensor):
+    """What this rank holds of a tensor: of a sharded one its slice, in the same memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def whole(tensor):
     """A sharded tensor gathered from all ranks, which all call this; any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -182,4 +187,4 @@ def footprint(net, optimizer, device):
 
 def local_bytes(tensors):
     """Bytes of tensors on this rank: of a sharded one its slice."""
-    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
+    return sum(own_part(tensor).nbytes for tensor in tensors)

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from Runtime.device import synchronize
 from Runtime.errors import InputError
 from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file, write_flushed
 from Runtime.manifest import LOST, damage, newest_first, read_manifest, standing
@@ -340,6 +341,7 @@ def _savable(state, relative, copy):
     if missing:
         raise ValueError(f"the state to save in {relative} lacks {', '.join(missing)}")
     plain = _plain(state, "state", copy)
+    synchronize(next(iter(state["model"].values())).device)  # copies from it have only been asked for so far
     bad = [name for name, tensor in plain["model"].items() if not torch.isfinite(tensor).all()]
     if bad:
         raise ValueError(f"the weights to save in {relative} are not finite: {bad[0]}")
@@ -352,7 +354,10 @@ def _plain(value, where, copy):
     where: its dotted name, for the TypeError.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=copy)
+        if value.device.type == "cpu":
+            return value.detach().to("cpu", copy=copy)
+        # Into pinned memory, at the speed of the bus, all of them one after the other while the host goes on.
+        return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value.detach(), non_blocking=True)
     if isinstance(value, dict):
         return {key: _plain(item, f"{where}.{key}", copy) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

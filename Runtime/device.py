@@ -112,7 +112,7 @@ def send(tensor, device):
 def synchronize(device):
     """Wait until the device has done its work, so that a clock measures it. No effect on the CPU."""
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
 
 
 def describe(device):

@@ -14,20 +14,27 @@ every branch is taken as with real numbers. Noted are
   wrong_device  an operation has tensors of both; a real device refuses that
 
 each with the line of this repository that asked for it. A number of no axis may come from the CPU, as on a device.
+
+    python -m tests.simulated_device     a tiny training: waits of a step, as JSON
 """
 import collections
+import contextlib
 import functools
+import json
 import sys
+import tempfile
 import types
 import weakref
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import OM_train_3modes as om
 from Runtime import watchdog
-from tests.tiny import ROOT
+from tests.tiny import ROOT, arguments, log_lines, make_data
 
 NAME = "simulated"
 aten = torch.ops.aten
@@ -36,6 +43,8 @@ WAITS = {aten._local_scalar_dense.default: "item", aten.equal.default: "equal", 
          aten.masked_select.default: "masked_select", aten._unique2.default: "unique",
          aten.unique_dim.default: "unique"}
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._unsafe_index.Tensor)
+# Phases of the trainer that are part of every step.
+IN_A_STEP = ("epoch", "step", "data", "deform", "forward", "accumulate", "agree", "backward", "optimizer", "embeddings")
 Note = collections.namedtuple("Note", "what where phase")
 
 
@@ -159,9 +168,11 @@ def compute(function, args, kwargs):
         seen.look_at(function, args, kwargs, tensors, here, wanted)
     inner = {key: torch.device("cpu") if key == "device" and value is not None else value
              for key, value in kwargs.items()}
-    inner.pop("pin_memory", None)
+    pinned = inner.pop("pin_memory", False)
     plain_args, plain_kwargs = tree_map_only(DeviceTensor, lambda x: x.values, (args, inner))
     result = function(*plain_args, **plain_kwargs)
+    if pinned:
+        result.pinned = True  # the device copies from and to it by itself
     if wanted == "cpu" or (not here and wanted != NAME) or function is aten._local_scalar_dense.default:
         return result
     if function is aten.copy_.default and not isinstance(args[0], DeviceTensor):
@@ -196,7 +207,7 @@ class SimulatedDevice(TorchDispatchMode):
             return getattr(args[0], "pinned", False)
         if function is aten._pin_memory.default:
             copy = args[0].clone()
-            copy.pinned = True  # the device copies from it by itself
+            copy.pinned = True
             return copy
         ours = any(isinstance(item, DeviceTensor) for item in flat)
         if ours or (device is not None and torch.device(device).type == NAME):
@@ -213,21 +224,21 @@ class SimulatedDevice(TorchDispatchMode):
             self.note(self.syncs, WAITS[function])
         elif function is aten._to_copy.default:
             to_device = wanted == NAME or (wanted is None and bool(here))
-            self.look_at_copy(args[0], to_device, not kwargs.get("non_blocking"))
+            self.look_at_copy(args[0], None, to_device, not kwargs.get("non_blocking"))
         elif function is aten.copy_.default:
-            self.look_at_copy(args[1], isinstance(args[0], DeviceTensor), not any(args[2:]))
+            self.look_at_copy(args[1], args[0], isinstance(args[0], DeviceTensor), not any(args[2:]))
         elif here and any(item.dim() for item in elsewhere):
             self.note(self.wrong_device, str(function))
         if function in INDEXING and here and any(item.dtype == torch.bool for item in tensors[1:]):
             self.note(self.syncs, "mask as index")
 
-    def look_at_copy(self, source, to_device, waits):
-        """source: the tensor that is copied. to_device: where the copy lies. waits: whether it is not non_blocking."""
+    def look_at_copy(self, source, target, to_device, waits):
+        """source, target: the tensors; None for a new one. to_device: where that is. waits: not non_blocking."""
         from_device = isinstance(source, DeviceTensor)
-        if from_device and not to_device:
-            self.note(self.syncs, f"{tuple(source.shape)} to the CPU")
-        elif to_device and not from_device and (waits or not getattr(source, "pinned", False)):
-            self.note(self.syncs, f"{tuple(source.shape)} from the CPU")
+        if from_device != to_device:
+            on_cpu, way = (source, "from") if to_device else (target, "to")
+            if waits or not getattr(on_cpu, "pinned", False):
+                self.note(self.syncs, f"{tuple(source.shape)} {way} the CPU")
 
 
 def register():
@@ -249,3 +260,21 @@ def called_by_torch(function, *args, **kwargs):
 
 LIBRARY = torch.library.Library("aten", "IMPL")
 register.done = False
+
+
+def main():
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
+        folder = make_data(Path(name))
+        with SimulatedDevice() as seen:
+            code = om.main(arguments(folder, run__device="auto", run__epochs=1, run__checkpoint_steps=0,
+                                     optim__average=0.9))
+        steps = len(log_lines(folder, "step"))
+    lines = collections.Counter(note.where for note in seen.syncs if note.phase in IN_A_STEP)
+    found = {"lines": {line: count / steps for line, count in lines.items()},
+             "host_syncs": sum(lines.values()) / steps, "wrong_device": len(seen.wrong_device)}
+    print(json.dumps(found))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

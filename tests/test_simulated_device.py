@@ -10,11 +10,10 @@ import torch
 
 import OM_train_3modes as om
 from Diffusion.cost import mode_costs, step_memory
+from Runtime import checkpoint
 from tests import warm
-from tests.simulated_device import SimulatedDevice
+from tests.simulated_device import IN_A_STEP, SimulatedDevice
 from tests.tiny import arguments, config, log_lines, make_data
-
-IN_A_STEP = ("epoch", "step", "deform", "forward", "accumulate", "agree", "backward", "optimizer", "embeddings")
 
 
 def train_and_report(words):
@@ -114,4 +113,21 @@ def count_memory():
 
 def test_memory_is_counted_as_long_as_something_holds_it(tmp_path):
     done = warm.program(count_memory, None, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def copy_to_a_checkpoint(folder):
+    with SimulatedDevice() as seen:
+        state = {"model": {"w": torch.arange(6.0, device="simulated").view(2, 3)}}
+        state |= {key: 0 for key in checkpoint.REQUIRED if key != "model"}
+        plain = checkpoint._savable(state, "a.pth", True)
+        state["model"]["w"].zero_()
+        waits = [note.what for note in seen.syncs]
+    assert plain["model"]["w"].device.type == "cpu" and torch.equal(plain["model"]["w"].flatten(), torch.arange(6.0))
+    assert waits == ["synchronize"], waits
+    return 0
+
+
+def test_a_checkpoint_waits_for_the_device_once(tmp_path):
+    done = warm.program(copy_to_a_checkpoint, tmp_path, tmp_path)
     assert done.returncode == 0, done.stderr
