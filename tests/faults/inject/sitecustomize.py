@@ -46,6 +46,15 @@ def hold_gil(fault, frame):
         ctypes.PyDLL(None).sleep(10 ** 6)
 
 
+def hang_device(fault, frame):
+    """The device is given work that does not end; the host goes on until it needs a value of it."""
+    import torch
+    if torch.cuda.is_available():
+        torch.cuda._sleep(2 ** 62)
+    else:
+        hold_gil(fault, frame)
+
+
 def endless_c_call(fault, frame):
     collections.deque(iter(int, 1), maxlen=0)
 
