@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: -1 if item.get_closest_marker("slurm") else places.get(item.path.name, len(LONG)))
     for item in items:
         shared = next((name for name in ("slurm", "gpu") if item.get_closest_marker(name)), None)
+        if (shared or item.get_closest_marker("slow")) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))  # beside each other they take twice as long
         alone = item.path.name == "test_faults.py"
         item.add_marker(pytest.mark.xdist_group(shared or (item.name if alone else item.path.name)))
 

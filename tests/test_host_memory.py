@@ -194,7 +194,7 @@ def estimated(words, ranks):
                                        WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     tasks = """for ((rank = 0; rank < RANKS; rank++)); do
         RANK=$rank LOCAL_RANK=$rank "$PYTHON" Scripts/preflight/preflight.py --task "$@" & done; wait"""
-    printed = launching.run(["bash", "-c", tasks, "tasks", *words], env=environment, cwd=ROOT, timeout=60,
+    printed = launching.run(["bash", "-c", tasks, "tasks", *words], env=environment, cwd=ROOT, timeout=180,
                             check=True).stdout
     found = next(line for line in map(json.loads, printed.splitlines()) if line.get("check") == "memory")
     assert found["ok"], found

@@ -29,7 +29,7 @@ def climb(folder, *words, python=sys.executable, device="cpu"):
     environment.update(OMP_NUM_THREADS="1", PYTHON=str(python), SMOKE_LOGS=str(folder))
     command = ["bash", str(ROOT / "Scripts/bash_smoke.sh"), "--device", device, "--scale", "0.02", "--steps", "8",
                "--seconds", "120", "--no-slurm", *words]
-    ended = launching.run(command, env=environment, timeout=280)
+    ended = launching.run(command, env=environment, timeout=600)
     return ended.stdout + ended.stderr, ended.returncode
 
 

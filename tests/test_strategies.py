@@ -44,7 +44,7 @@ def train(data, folder, ranks, *more, faults=(), **changes):
     """A training of STEPS steps under the launcher. faults: for tests/faults/inject. Returns what it printed."""
     strike = {"FAULTS": json.dumps(faults), "FAULT_DIR": str(folder), "PYTHONPATH": str(ROOT / "tests/faults/inject")}
     ended = launching.run(["bash", ROOT / "bash_train_multi_nodes.sh", *options(data, folder, ranks, *more, **changes)],
-                          env=launcher_environment(ranks, **(strike if faults else {})), timeout=280)
+                          env=launcher_environment(ranks, **(strike if faults else {})), timeout=600)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -13,7 +13,7 @@ from Runtime.files import is_passing, patiently
 from Runtime.run_lock import lock
 from tests.slurm.cluster import wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 
 def said(slurm, *command):
