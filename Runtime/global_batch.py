@@ -1,7 +1,7 @@
 """How the ranks divide the samples of a step. The first launch of a run fixes the number of samples. Needs no torch.
 
 `<run>/step.json` keeps it: {"samples", "pairs", "ranks" (of the launch that fixed them)}. On fewer ranks, each rank
-accumulates more batches. A step then has the same samples and, since sums are exact, on CPUs the same bits on any ranks.
+accumulates more batches. A step then has the same samples and, on CPUs, where sums are exact, the same bits.
 """
 import json
 
