@@ -28,7 +28,6 @@ from Diffusion.cost import dry_run
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.embeddings import embed, name_volumes, new_queue, push, target_embeddings
 from Diffusion.fields import warp
-from Diffusion.figures import registration_figure
 from Diffusion.gradients import new_gradients, put_together, set_aside
 from Diffusion.losses import info_nce, mslncc, recovery_terms, regularity
 from Diffusion.networks import build_network
@@ -611,6 +610,7 @@ def finish_epoch(state, held_out, cfg, started):
         watchdog.event("epoch", **{**entry, "epoch": epoch, "step": progress["step"]})
         show_epoch(state["writer"], entry, progress, cfg, time.time() - started)
         if picture and cfg["run.picture_every"] and ((epoch + 1) % cfg["run.picture_every"] == 0 or last):
+            from Diffusion.figures import registration_figure  # here: matplotlib would slow the start of every rank
             figure = registration_figure(*picture, title=f"epoch {epoch + 1}")
             writer.add_figure(state["writer"], "registration", figure, progress["step"])
         writer.flush(state["writer"])

@@ -126,7 +126,9 @@ def dry_run(cfg, world_size, modes):
     on_cpu = {**cfg, "run.amp": precision(cfg["run.amp"], torch.device("cpu"))}
     on_device = {**cfg, "run.amp": "bf16" if cfg["run.amp"] == "auto" else cfg["run.amp"]}
     net, costs = mode_costs(on_cpu, split["pair_batch"], modes)
-    _, device_costs = mode_costs(on_device, split["pair_batch"], modes, DeviceAutocast())
+    device_costs = costs
+    if on_device["run.amp"] != "off":
+        _, device_costs = mode_costs(on_device, split["pair_batch"], modes, DeviceAutocast())
     memory = {"cuda": step_memory(device_costs, net, cfg), "cpu": step_memory(costs, net, cfg)}
     memory["xpu"] = memory["cuda"]  # the same rules
     parameters = sum(p.numel() for p in net.parameters())

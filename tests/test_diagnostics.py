@@ -104,6 +104,7 @@ def test_the_plain_step_is_compared(tmp_path):
     assert all(part["ms"] > 0 and part["plain_ms"] > 0 for part in found.values())
 
 
+@pytest.mark.slow
 def test_the_leak_rate_of_a_training_by_itself(tmp_path):
     words = ["run.device=cpu", "run.threads=1", "data.img_size=16", "model.channels=[8,8,16]",
              "model.attention_width=16", "model.attention_depth=1", "model.attention_heads=2", "diffusion.grids=[4,8]",

@@ -244,15 +244,12 @@ def compare(folder, size, ranks=1, count=8, **changes):
     return ratio
 
 
-def test_a_small_training_takes_what_was_estimated(tmp_path):
-    assert 0.8 <= compare(tmp_path, 24) <= 1.2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size, ranks, changes", [
+    (24, 1, {}),
     (40, 2, {}),
     (40, 1, {"data__in_memory": False, "data__num_workers": 2, "model__field_stride": 2, "data__batchsize": 1}),
     (56, 1, {"run__amp": "off", "data__batchsize": 1, "data__train_ids": "0-3", "data__expect_samples": 4}),
-], ids=["two ranks", "workers", "float32"])
+], ids=["small", "two ranks", "workers", "float32"])
 def test_trainings_take_what_was_estimated(tmp_path, size, ranks, changes):
     assert 0.8 <= compare(tmp_path, size, ranks, **changes) <= 1.2

@@ -365,13 +365,12 @@ def convolutions(cfg):
 def test_no_convolution_falls_back_to_the_slow_loop(any_threads):
     """What has run in a forward and backward pass, of the field and of the embeddings."""
     net = build_network(load_config(ROOT / "Config/config_demo.yaml"))
-    image, called = torch.rand(1, 1, 32, 32, 32), set()
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            for words in ({}, {"embed": True}):
-                net(image, torch.tensor([3]), make_condition(image, "volume"), **words)[0].sum().backward()
-        called |= {row.key for row in profile.key_averages()}
+    image = torch.rand(1, 1, 24, 24, 24)
+    torch.set_num_threads(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for words in ({}, {"embed": True}):
+            net(image, torch.tensor([3]), make_condition(image, "volume"), **words)[0].sum().backward()
+    called = {row.key for row in profile.key_averages()}
     assert "aten::mkldnn_convolution" in called and "aten::slow_conv3d_forward" not in called
 
 

@@ -20,6 +20,7 @@ import torch.distributed.device_mesh
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 
+import Diffusion.figures  # noqa: F401
 import OM_train_3modes as om
 from Runtime.attempts import free_port
 from tests.tiny import ROOT, launcher_environment
