@@ -23,6 +23,7 @@ from tqdm import tqdm  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.goodput import account, goodput, table  # noqa: E402
 from tests.faults.common import (  # noqa: E402
+    STEPS_PER_EPOCH,
     ends,
     family,
     final_weights,
@@ -33,8 +34,6 @@ from tests.faults.common import (  # noqa: E402
     until,
     wait,
 )
-
-STEPS_PER_EPOCH = 12
 
 
 def newest_pids(folder, ranks):

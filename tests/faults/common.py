@@ -14,12 +14,14 @@ from Runtime.checkpoint import load, weights_sha256  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.tiny import arguments, launcher_environment, make_data  # noqa: E402
 
-# Deadlines and pauses scaled to steps of a tenth of a second; float32, which no CPU has to emulate.
+# Deadlines and pauses scaled to steps of a tenth of a second; float32, which no CPU has to emulate; volumes of 8^3.
+# What is asked is who is found and where the run goes on, and most of the time goes to starting processes anyway.
 SCALED = {"run.deadline_floor_s": 3, "run.deadline_factor": 5, "run.deadline_first_s": 25, "run.join_s": 20,
           "run.grace_s": 2, "run.pause_planned_s": 0.2, "run.pause_crash_s": 0.2, "run.round_seconds": 600,
-          "run.checkpoint_steps": 4, "run.epochs": 4, "data.repeats": 8, "data.batchsize": 1,
+          "run.checkpoint_steps": 4, "run.epochs": 3, "data.repeats": 8, "data.batchsize": 1,
           "data.diff_reg_batch_ratio": 1, "data.global_batchsize": 4, "run.val_pairs": 1, "run.amp": "off",
-          "run.patience_s": 60}
+          "run.patience_s": 60, "data.img_size": 8, "run.picture_every": 0}
+STEPS_PER_EPOCH = 12
 
 
 def launch(folder, ranks, faults=(), more=(), cwd=None, **changes):
@@ -131,6 +133,7 @@ def prepare(parent):
     if not cache.exists():
         if not (parent / "data").exists():
             make_data(parent)
-        command = [sys.executable, ROOT / "OM_prepare.py", *arguments(parent, data__cache=cache), "--workers", 1]
+        words = arguments(parent, data__cache=cache, data__img_size=SCALED["data.img_size"])
+        command = [sys.executable, ROOT / "OM_prepare.py", *words, "--workers", 1]
         launching.run(command, cwd=ROOT, check=True)
     return {"data__cache": str(cache), "data__root": str(parent / "data")}

@@ -31,6 +31,8 @@ from Runtime.memory import WINDOW  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.faults.common import (  # noqa: E402
+    SCALED,
+    STEPS_PER_EPOCH,
     end_all,
     ends,
     family,
@@ -408,13 +410,13 @@ def launcher_killed(folder, ranks, reference):
     """The ranks go on by themselves; a second start is refused meanwhile, and later finds the run complete."""
     process = launch(folder, ranks)
     until(lambda: steps_done(folder) >= 9)
-    since = time.time()
+    since, last = time.time(), SCALED["run.epochs"] * STEPS_PER_EPOCH - 1
     process.kill()
     process.wait()
     refused, found = wait(launch(folder, ranks)), time.time()
     said = [line for line in (folder / "log.txt").read_text().splitlines() if "in use by" in line]
     named = refused == REFUSED and said and f"process {rank_pid(folder, 0)} on" in said[0]
-    until(lambda: steps_done(folder) >= 47 and not Path(f"/proc/{rank_pid(folder, 0)}").exists())
+    until(lambda: steps_done(folder) == last and not Path(f"/proc/{rank_pid(folder, 0)}").exists())
     again = wait(launch(folder, ranks))
     row = result(folder, reference, since, found, named and again == DONE)
     return {**row, "steps_lost": 0}, said[0] if said else "it was not refused"
