@@ -1,6 +1,6 @@
 """The first day on a device: everything that has to be known of it, in ten minutes and one command.
 
-    python tests/bench/first_day.py [--device auto] [--out first_day.json] [--section NAME ...]
+    python tests/bench/first_day.py [--device auto] [--out Logs/first_day.json] [--section NAME ...]
     python tests/bench/first_day.py --device cpu --scale 0.125        a rehearsal: the same on small volumes
 
 Each section runs in a process of its own, so that a crash, a hang or a full memory costs that section only. After each
@@ -65,10 +65,11 @@ def configuration(args, folder, name="config_om", **changes):
     if not (Path(folder) / "data").exists():
         write_dataset(Path(folder) / "data", range(8), side)
     words = {"data.root": f"{folder}/data", "data.img_size": side, "data.cache": "", "data.train_ids": "0-7",
-             "data.val_ids": "", "data.val_fraction": 0, "data.in_memory": True, "registration.gate": 2,
+             "data.val_ids": "", "data.val_fraction": 0, "data.expect_samples": 0, "data.in_memory": True, "registration.gate": 2,
              "data.repeats": 1000, "run.models": f"{folder}/Models", "run.logs": f"{folder}/Logs",
              "run.device": args.device}
     words.update({key.replace("__", "."): value for key, value in changes.items()})
+    words["diffusion.grids"] = [grid for grid in (8, 16, 32, 64) if grid <= words["data.img_size"]]
     cfg = load_config(ROOT / f"Config/{name}.yaml", [f"{key}={value}" for key, value in words.items()])
     cfg["run.amp"] = om.precision(cfg["run.amp"], args.where)
     return cfg
@@ -370,7 +371,7 @@ def operations_of(args):
         "upsample trilinear 2x": both(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), coarse),
         "upsample 1/16 to full": both(lambda x: F.interpolate(x[..., ::8, ::8, ::8], size=size, mode="trilinear"),
                                       coarse),
-        "avg_pool 2": both(lambda x: F.avg_pool3d(x, 2), features),
+        "avg_pool 2": both(lambda x: F.avg_pool3d(x.float(), 2), features),
         "warp image": both(lambda f: warp(image, f), field),
         "warp field": both(lambda f: warp(f, 0.1 * f, padding="border"), field),
         "mslncc": both(lambda f: mslncc(warp(image, f), other), field),
@@ -553,7 +554,7 @@ def parse_arguments():
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or xpu (%(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the volumes' sides, 1 = 128^3 (%(default)s)")
     parser.add_argument("--section", nargs="+", choices=names, default=names, metavar="NAME", help="only these")
-    parser.add_argument("--out", type=Path, default=Path("first_day.json"), help="(%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("Logs/first_day.json"), help="(%(default)s)")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -573,6 +574,7 @@ def main():
             print(f"{section.__name__}: {section.__doc__.splitlines()[0]}", file=sys.stderr, flush=True)
             found.append(run_apart(section, args))
             print(json.dumps(found[-1]), flush=True)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
             partial = args.out.with_suffix(".part")
             partial.write_text(json.dumps(found, indent=1) + "\n")
             partial.replace(args.out)
