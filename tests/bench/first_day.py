@@ -65,9 +65,9 @@ def configuration(args, folder, name="config_om", **changes):
     if not (Path(folder) / "data").exists():
         write_dataset(Path(folder) / "data", range(8), side)
     words = {"data.root": f"{folder}/data", "data.img_size": side, "data.cache": "", "data.train_ids": "0-7",
-             "data.val_ids": "", "data.val_fraction": 0, "data.expect_samples": 0, "data.in_memory": True, "registration.gate": 2,
-             "data.repeats": 1000, "run.models": f"{folder}/Models", "run.logs": f"{folder}/Logs",
-             "run.device": args.device}
+             "data.val_ids": "", "data.val_fraction": 0, "data.expect_samples": 0, "data.in_memory": True,
+             "registration.gate": 2, "data.repeats": 1000, "run.models": f"{folder}/Models",
+             "run.logs": f"{folder}/Logs", "run.device": args.device}
     words.update({key.replace("__", "."): value for key, value in changes.items()})
     words["diffusion.grids"] = [grid for grid in (8, 16, 32, 64) if grid <= words["data.img_size"]]
     cfg = load_config(ROOT / f"Config/{name}.yaml", [f"{key}={value}" for key, value in words.items()])
