@@ -13,6 +13,7 @@ from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
 from Diffusion.fake_device import AliveBytes, DeviceAutocast
 from Diffusion.networks import new_network
+from Diffusion.sharding import local_bytes
 from Runtime.device import precision
 from Runtime.errors import DONE, InputError
 from Runtime.global_batch import split_step
@@ -43,7 +44,7 @@ def count_costs(loss_function, network, alive):
         loss.backward()
     network.zero_grad(set_to_none=True)
     return {"flops": counter.get_total_flops(), "kept": sum(kept.values()),
-    "peak": alive.peak - weight_bytes(network)}
+            "peak": alive.peak - local_bytes(network.parameters())}
 
 
 def stand_in(cfg, pair_batch, modes):
@@ -90,11 +91,7 @@ def step_memory(costs, network, cfg):
     rounds up, and the driver's context. costs, network: of `mode_costs`.
     """
     copies = 4 if cfg["optim.average"] else 3
-    return copies * weight_bytes(network) + max(cost["peak"] for cost in costs.values())
-
-
-def weight_bytes(network):
-    return sum(parameter.nbytes for parameter in network.parameters())
+    return copies * local_bytes(network.parameters()) + max(cost["peak"] for cost in costs.values())
 
 
 def training_volumes(cfg):

@@ -41,7 +41,9 @@ from Diffusion.losses import mslncc, recovery_terms, regularity  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import computes_bf16, describe, pick_device, prepare_device, synchronize  # noqa: E402
 from Runtime.errors import InputError  # noqa: E402
+from Runtime.files import write_file  # noqa: E402
 from Runtime.global_batch import split_step  # noqa: E402
+from Runtime.run_lock import run_folder  # noqa: E402
 
 GIB = 2 ** 30
 SIDE = 128
@@ -487,8 +489,7 @@ def checkpoints(args, folder):
     """What a step waits for a checkpoint of the production network, and how long the thread then writes."""
     cfg, device = configuration(args, folder), args.where
     state, batches = new_state(cfg, device)
-    om.run_folder(Path(folder) / "Models", "day", "om_net")
-    state["run"] = Path(folder) / "Models/day_om_net"
+    state["run"] = run_folder(Path(folder) / "Models", "day", "om_net")
     steps(state, batches, cfg, 2)
     stalls, writes = [], []
     for number in range(3):
@@ -575,9 +576,7 @@ def main():
             found.append(run_apart(section, args))
             print(json.dumps(found[-1]), flush=True)
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            partial = args.out.with_suffix(".part")
-            partial.write_text(json.dumps(found, indent=1) + "\n")
-            partial.replace(args.out)
+            write_file(args.out, json.dumps(found, indent=1) + "\n")
             if section is versions and "cuDNN" in found[-1].get("error", ""):
                 break
     return sum("error" in entry for entry in found)
