@@ -71,14 +71,15 @@ def parse_arguments(argv=None):
 # The three modes: from a batch, a dict of named tensors, to a weighted loss and its terms.
 # ---------------------------------------------------------------------------------------------------------------------
 
-def deform_batch(images, rng_keys, ddpm, cfg):
+def deform_batch(images, rng_keys, ddpm, cfg, drawn=None):
     """What modes 1 and 2 see of a batch: x_t, the target field, t, and the condition made of the augmented x0.
 
-    images: (B, 1, *spatial) as stored. rng_keys: B tuples (seed, epoch, position), see Runtime/keyed_random.py.
+    images: (B, 1, *spatial) as stored. rng_keys: B tuples (seed, epoch, position), see Runtime/keyed_random.py. drawn:
+    ddpm.draw(rng_keys), where it has been done already.
     """
     x0 = augment(images, rng_keys, cfg)                                        # (B, 1, *spatial)
     times = ddpm.draw_times(rng_keys)
-    xt, target_field = ddpm.diffuse(x0, times, rng_keys)                       # (B, 1, *spatial), (B, N, *spatial)
+    xt, target_field = ddpm.diffuse(x0, times, rng_keys, drawn)                # (B, 1, *spatial), (B, N, *spatial)
     return {"xt": xt, "target_field": target_field, "t": send(torch.tensor(times), x0.device),
             "condition": make_condition(x0, cfg["model.condition_type"], rng_keys),
             "keep": send(uniform(rng_keys, "keep") >= cfg["model.condition_dropout"], x0.device)}
@@ -348,9 +349,9 @@ def train_mode(state, name, batches, cfg, **raised):
 def volume_batches(state, volumes, cfg):
     """The batches of modes 1 and 2: deformed volumes, their subjects, and the queue. volumes: of `epoch_batches`."""
     batches, device, epoch = [], state["device"], state["progress"]["epoch"]
-    for images, positions, subjects in volumes:
+    for images, positions, subjects, drawn in volumes:
         rng_keys = [(cfg["run.seed"], epoch, position) for position in positions.tolist()]
-        batches.append({**deform_batch(send(images, device), rng_keys, state["ddpm"], cfg),
+        batches.append({**deform_batch(send(images, device), rng_keys, state["ddpm"], cfg, drawn),
                         "subjects": send(subjects, device), "queue": state["queue"], "targets": None})
     return batches
 
@@ -358,7 +359,7 @@ def volume_batches(state, volumes, cfg):
 def pair_batches(state, pairs, cfg):
     """The batches of mode 3. pairs: of `epoch_batches`, where moving and fixed alternate."""
     batches, device, epoch = [], state["device"], state["progress"]["epoch"]
-    for images, positions, _ in pairs:
+    for images, positions, _, _ in pairs:
         # Negative positions: the draws of mode 3 must not be those of mode 1.
         both = augment(send(images, device), [(cfg["run.seed"], epoch, -1 - p) for p in positions.tolist()], cfg)
         batches.append({"moving": both[0::2], "fixed": both[1::2]})            # (B, 1, *spatial) each
@@ -369,7 +370,7 @@ def push_of_all_ranks(state, volumes, kept):
     """Put the embeddings of a step into the queue of every rank, in global sample order. volumes: of `epoch_batches`.
     """
     embeddings = torch.cat([torch.cat(both, dim=1) for both in kept]).cpu()
-    subjects = torch.cat([subjects for _, _, subjects in volumes])
+    subjects = torch.cat([subjects for _, _, subjects, _ in volumes])
     # In float64, which holds a subject's number exactly; on the CPU, as not every device has it.
     rows = torch.cat([embeddings.double(), subjects[:, None].double()], dim=1)
     rows = agree.gather(state["ranks"], rows).flatten(0, 1)                    # (samples, 2 E + 1)
@@ -491,7 +492,8 @@ def train_epoch(state, volumes, args, cfg):
     bar, below = progress_bars(cfg, progress, steps, is_main)
     watchdog.new_step(progress["step"], "epoch")
     with bar, below:
-        for volume_list, pair_list in epoch_batches(cfg, train, listed, progress, split, ranks):
+        for volume_list, pair_list in epoch_batches(cfg, train, listed, progress, split, ranks,
+                                                      draw=state["ddpm"].draw):
             state["steps_here"] += 1
             set_learning_rate(state, steps, cfg)
             line, agreed = train_step(state, volume_list, pair_list, cfg, save=save_is_due(state, cfg),

@@ -1,6 +1,7 @@
 """Data sets and batches: volumes on the training grid, read from a prepared cache or from NIfTI files."""
 import atexit
 import collections
+import itertools
 import multiprocessing
 import os
 import signal
@@ -118,24 +119,27 @@ def make_loader(dataset, batch_list, cfg):
                       **options)
 
 
-def read_ahead(loader, ahead):
-    """What a loader yields. Without workers, a thread reads up to `ahead` batches before they are needed.
+def read_ahead(loader, ahead, prepare=lambda number, batch: batch):
+    """prepare(number, batch) of each batch that a loader yields, numbered from 0.
 
-    ahead: 0 for no thread. Raises RuntimeError where a worker is killed.
+    ahead: how many batches a thread reads and prepares before they are needed; 0 for no thread. With workers these read
+    ahead, and the batches are prepared when they are needed.
+    Raises RuntimeError where a worker is killed.
     """
     if loader.num_workers or not ahead:
         try:
-            yield from loader
+            for number, batch in enumerate(loader):
+                yield prepare(number, batch)
         except (ConnectionError, EOFError) as error:  # these look like the death of another rank
             raise RuntimeError("a DataLoader worker was killed while it handed over a batch "
                                f"({type(error).__name__})") from error
         return
-    batches_left = iter(loader)
+    prepared = itertools.starmap(prepare, enumerate(loader))
     thread = ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
     try:
-        waiting = collections.deque(thread.submit(next, batches_left, None) for _ in range(ahead))
+        waiting = collections.deque(thread.submit(next, prepared, None) for _ in range(ahead))
         while (batch := waiting.popleft().result()) is not None:
-            waiting.append(thread.submit(next, batches_left, None))
+            waiting.append(thread.submit(next, prepared, None))
             yield batch
     finally:  # also where an epoch ends early
         thread.shutdown(cancel_futures=True)
@@ -161,12 +165,13 @@ def end_workers():
         worker.kill()
 
 
-def epoch_batches(cfg, dataset, listed, progress, split, ranks):
+def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
     """The batches of one rank from here to the end of the epoch.
 
     dataset: of the training. listed: pairs, or None. progress: epoch, samples and pairs done. split: of `split_step`.
-    Returns: iterator over steps of (volumes, pairs), two lists of batches (images as stored, positions, subjects). In a
-    batch of pairs moving and fixed alternate.
+    draw: a function of the rng keys of a batch of volumes, for draws that take long; a thread may call it in advance.
+    Returns: iterator over steps of (volumes, pairs), two lists of batches (images as stored, positions, subjects, what
+    `draw` returned or None). In a batch of pairs moving and fixed alternate.
     """
     volumes, pairs = epoch_lists(cfg, dataset, listed, progress, split, ranks)
     steps = steps_left(cfg, len(dataset), listed, split, progress["samples"], progress["pairs"])
@@ -182,8 +187,16 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks):
     # On a CPU the step uses all cores; do not prefetch.
     on_cpu = cfg["run.device"] == "cpu" or not torch.accelerator.is_available()
     per_step = sample_batches + pair_batches
-    loaded = read_ahead(dataset.loader, 0 if on_cpu else cfg["data.prefetch_factor"] * per_step)
-    loaded = ((images, positions, dataset.subjects[indices]) for images, positions, indices in loaded)
+    seed, epoch = cfg["run.seed"], progress["epoch"]
+
+    def prepare(number, batch):
+        images, positions, indices = batch
+        drawn = None
+        if draw and number % per_step < sample_batches:
+            drawn = draw([(seed, epoch, position) for position in positions.tolist()])
+        return images, positions, dataset.subjects[indices], drawn
+
+    loaded = read_ahead(dataset.loader, 0 if on_cpu else cfg["data.prefetch_factor"] * per_step, prepare)
     return ((step[:sample_batches], step[sample_batches:]) for step in zip(*[loaded] * per_step))
 
 

@@ -71,43 +71,52 @@ class DeformDDPM:
         """One time t for each sample, uniform in 1 .. timesteps - 1: list of B ints. At t = 0 nothing is deformed."""
         return [1 + int(u * (self.timesteps - 1)) for u in uniform(rng_keys, "time")]
 
-    def draw_velocities(self, rng_keys, device):
-        """The velocity of the target field and the noisier one of the image field, (B, N, *[finest] * N) each."""
-        velocity, extra = (send(draw_velocity(rng_keys, purpose, self.dims, self.grids, self.v_scale), device)
-                           for purpose in ("velocity", "velocity noise"))
+    def draw(self, rng_keys):
+        """What `draw_fields` draws, on the CPU: a velocity and the noise that is composed onto the image's only.
+
+        By far the most that a training draws, so a thread may do it before the step needs it.
+        Returns: (B, N, *[finest] * N) each.
+        """
+        return tuple(draw_velocity(rng_keys, purpose, self.dims, self.grids, self.v_scale)
+                     for purpose in ("velocity", "velocity noise"))
+
+    def velocities(self, drawn, device):
+        """The velocity of the target field and the noisier one of the image field, from what `draw` returns."""
+        velocity, extra = (send(part, device) for part in drawn)
         return velocity, compose(velocity, self.noise_ratio * extra)
 
     @torch.no_grad()
-    def draw_fields(self, size, times, rng_keys, device):
+    def draw_fields(self, size, times, rng_keys, device, drawn=None):
         """Random fields at given times: what deforms the images, and what the network is to undo.
 
         The target field is label_count(t) compositions of the velocity. The image field is image_count(t) of them, of
         the velocity composed with a second, small draw.
 
-        size: N voxels per side. times: B ints. rng_keys: B tuples (seed, epoch, sample).
+        size: N voxels per side. times: B ints. rng_keys: B tuples (seed, epoch, sample). drawn: draw(rng_keys), where
+        it has been done already.
         Returns: image field and target field, (B, N, *size) displacement in voxels each.
         """
-        velocity, noisy = self.draw_velocities(rng_keys, device)
+        velocity, noisy = self.velocities(drawn or self.draw(rng_keys), device)
         on_image = middle(self.grids[-1], self.dims)
         target = integrate_velocity(velocity, [label_count(t) for t in times], on_image)
         image = integrate_velocity(noisy, [image_count(t) for t in times], on_image)
         return resize_field(image, size), resize_field(target, size)
 
     @torch.no_grad()
-    def diffuse(self, x0, times, rng_keys):
+    def diffuse(self, x0, times, rng_keys, drawn=None):
         """Deform images: x_t = warp(x0, image field).
 
-        x0: (B, 1, *spatial). times: B ints. rng_keys: B tuples (seed, epoch, sample).
+        x0: (B, 1, *spatial). times: B ints. rng_keys: B tuples (seed, epoch, sample). drawn: see `draw_fields`.
         Returns: x_t (B, 1, *spatial); target field (B, N, *spatial) in voxels. A perfect prediction p satisfies
         warp(p, target) == -target, which is compose(p, target) == 0.
         """
-        image_field, target_field = self.draw_fields(x0.shape[2:], times, rng_keys, x0.device)
+        image_field, target_field = self.draw_fields(x0.shape[2:], times, rng_keys, x0.device, drawn)
         return warp(x0, image_field), target_field
 
     @torch.no_grad()
     def draw_image_field(self, size, times, rng_keys, device):
         """The image field of `draw_fields`, bit for bit. Without training no target is needed."""
-        _, noisy = self.draw_velocities(rng_keys, device)
+        _, noisy = self.velocities(self.draw(rng_keys), device)
         image = integrate_velocity(noisy, [image_count(t) for t in times], middle(self.grids[-1], self.dims))
         return resize_field(image, size)
 
@@ -160,14 +169,13 @@ def make_condition(target, kind, rng_keys=None):
         return torch.cat([target, torch.ones_like(target)], dim=1)
     size = target.shape[2:]
     planes = sum(size)
-    masks = torch.zeros(target.shape)
-    for mask, rng_key in zip(masks[:, 0], rng_keys):
+    hidden = torch.ones(len(target), planes)  # of the first axis, then of the second, ...
+    for row, rng_key in zip(hidden, rng_keys):
         draws = generator(rng_key[0], "slices", *rng_key[1:])
         count = log_uniform(torch.rand((), generator=draws).item(), planes)
-        for plane in torch.randperm(planes, generator=draws)[:count].tolist():
-            axis = 0
-            while plane >= size[axis]:
-                plane, axis = plane - size[axis], axis + 1
-            mask.select(axis, plane).fill_(1.0)
-    masks = send(masks, target.device)
-    return torch.cat([target * masks, masks], dim=1)
+        row[torch.randperm(planes, generator=draws)[:count]] = 0.0
+    mask = 1.0
+    for axis, of_axis in enumerate(send(hidden, target.device).split(size, dim=1)):  # a voxel is in a plane of each
+        mask = mask * of_axis.view(-1, 1, *[n if i == axis else 1 for i, n in enumerate(size)])
+    mask = 1.0 - mask
+    return torch.cat([target * mask, mask], dim=1)

@@ -26,6 +26,7 @@ from Runtime.run_lock import hold, is_held, lock, run_folder, unlock
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world_size": ("WORLD_SIZE", "SLURM_NTASKS")}
+NOBODY = "nobody"  # is missing; not empty, which is what a key of the store is compared with that does not exist
 HEAR_S = 10.0  # time for all ranks to read the result of rank 0's roll call
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 LOCK_S = 60.0  # rank 0 tries for so long to write the lock, while the others wait for it
@@ -68,8 +69,8 @@ def debug():
 def meet(ranks, seconds):
     """Meet the other ranks at MASTER_ADDR:MASTER_PORT within `seconds`; sets ranks["store"].
 
-    Only rank 0 checks who is there, in one request for all ranks; the others wait for its answer. The load on the store
-    therefore hardly grows with the number of ranks.
+    Nobody asks again and again who is there: each rank counts itself, the last one says so, and the store wakes the
+    others. Every rank sends the store a handful of requests, however many there are.
     Raises RuntimeError naming the ranks that did not come, InputError for a bad address or port.
     """
     if ranks["world_size"] == 1:
@@ -85,6 +86,8 @@ def meet(ranks, seconds):
                               timeout=datetime.timedelta(seconds=seconds))
         store = dist.PrefixStore(f"launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         store.set(f"here/{ranks['rank']}", "1")
+        if store.add("arrivals", 1) == ranks["world_size"]:
+            store.compare_set("missing", "", NOBODY)
         missing = roll_call(store, ranks, until) if ranks["rank"] == 0 else hear(store, ranks, until)
     except dist.DistError as error:  # rank 0 never came, or it has left after waiting in vain for another rank
         raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
@@ -98,16 +101,17 @@ def roll_call(store, ranks, until):
 
     It returns once all ranks that came have read the answer: rank 0 serves the store and may leave soon after.
     """
-    keys = [f"here/{rank}" for rank in range(ranks["world_size"])]
-    missing = []
-    if not wait_for_keys(store, keys, until):
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    answer = ", ".join(map(str, missing))
-    store.set("missing", answer)
-    heard = [f"heard/{rank}" for rank in range(1, ranks["world_size"]) if rank not in missing]
-    if heard:
-        wait_for_keys(store, heard, time.time() + HEAR_S)
-    return answer
+    try:
+        store.wait(["missing"], datetime.timedelta(seconds=max(until - time.time(), 0.001)))
+    except dist.DistStoreError:
+        absent = [rank for rank in range(ranks["world_size"]) if not store.check([f"here/{rank}"])]
+        # Where the last one has come in this moment and has said so, its answer stands.
+        store.compare_set("missing", "", ", ".join(map(str, absent)) or NOBODY)
+    missing = answer_of(store)
+    if listeners(missing, ranks):
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait(["all heard"], datetime.timedelta(seconds=HEAR_S))
+    return missing
 
 
 def hear(store, ranks, until):
@@ -119,9 +123,22 @@ def hear(store, ranks, until):
         if store.check(["here/0"]):
             raise
         return "0"
-    missing = store.get("missing").decode()
-    store.set(f"heard/{ranks['rank']}", "")
+    missing = answer_of(store)
+    late = str(ranks["rank"]) in missing.split(", ")
+    if not late and store.add("listeners", 1) == listeners(missing, ranks):
+        store.set("all heard", "1")
     return missing
+
+
+def answer_of(store):
+    """What `roll_call` has found: the missing ranks as text, "" for none."""
+    answer = store.get("missing").decode()
+    return "" if answer == NOBODY else answer
+
+
+def listeners(missing, ranks):
+    """How many ranks wait for the answer of rank 0."""
+    return ranks["world_size"] - 1 - len(missing.split(", ") if missing else [])
 
 
 def wait_for_keys(store, keys, until):
@@ -174,6 +191,7 @@ def open_launched_run(ranks, cfg):
         lock_patiently(run, cfg, token)
     watchdog.phase("meet")
     meet(ranks, cfg["run.join_s"])
+    watchdog.event("met")
     return run
 
 

@@ -262,7 +262,7 @@ def test_2d_images_go_the_whole_way(tmp_path):
     split = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
     progress = {"epoch": 0, "samples": 0, "pairs": 0}
     steps = list(epoch_batches(cfg, dataset, listed, progress, split, {"rank": 0, "world_size": 1}))
-    images, _, subjects = steps[0][0][0]
+    images, _, subjects, _ = steps[0][0][0]
     assert images.shape == (2, 1, 16, 24) and images.dtype == torch.uint8
     assert torch.equal(as_float(images)[1], dataset.image(dataset.subjects.tolist().index(subjects[1])))
     assert run_here(tmp_path, tmp_path / "cache", "--export", "subject_0003", tmp_path / "out", **changes) == DONE

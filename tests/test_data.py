@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from Dataloader.dataset import Files, VolumeDataset, make_loader, read_ahead, read_datasets
+import OM_train_3modes as om
+from Dataloader.dataset import Files, VolumeDataset, epoch_batches, make_loader, read_ahead, read_datasets
 from Dataloader.nifti import write_volume
 from Dataloader.prepare import on_grid
 from Dataloader.sampler import batches, epoch_order
 from Dataloader.synthetic import make_subject
 from Diffusion.diffuser import log_uniform, make_condition
 from Runtime.errors import InputError
+from Runtime.global_batch import split_step
 from Runtime.keyed_random import generator, normal, uniform
 from Runtime.verdict import ECHOES, name_error
 from tests import launching
@@ -117,6 +120,29 @@ def test_a_thread_reads_ahead_what_the_loader_yields():
     assert [batch[2].item() for batch in batches_read] == [1, 2, 3, 4]
     loader.batch_sampler[:] = [[(7, 1), (8, 2)]]
     assert [batch[1].tolist() for batch in read_ahead(loader, 3)] == [[7, 8]], "the next epoch, by the same loader"
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_batches_are_prepared_in_order_by_the_thread_that_reads_them(ahead):
+    loader = make_loader(VolumeDataset([], Slow(), None, None), [[(0, index)] for index in range(4)], config())
+    found = list(read_ahead(loader, ahead, lambda number, batch: (number, batch[2].item(), threading.get_ident())))
+    assert [entry[:2] for entry in found] == [(index, index) for index in range(4)]
+    assert {entry[2] == threading.get_ident() for entry in found} == {ahead == 0}
+
+
+def test_what_is_drawn_in_advance_is_what_a_step_would_draw(tmp_path):
+    """By epoch_batches for volumes only; the deformed batch has the same bits."""
+    cfg, progress = config(make_data(tmp_path)), {"epoch": 1, "samples": 0, "pairs": 0}
+    dataset, _, listed = read_datasets(cfg)
+    ddpm = om.DeformDDPM(cfg)
+    volumes, pairs = next(epoch_batches(cfg, dataset, listed, progress, split_step(cfg, 1),
+                                        {"rank": 0, "world_size": 1}, draw=ddpm.draw))
+    assert pairs[0][3] is None
+    images, positions, _, drawn = volumes[0]
+    rng_keys = [(cfg["run.seed"], 1, position) for position in positions.tolist()]
+    ahead, at_once = (om.deform_batch(images, rng_keys, ddpm, cfg, given) for given in (drawn, None))
+    assert ahead.keys() == at_once.keys()
+    assert all(torch.equal(ahead[name], at_once[name]) for name in ahead) and ahead["target_field"].abs().max() > 0
 
 
 def test_a_thread_that_reads_ahead_passes_errors_on_and_stops_when_nobody_listens():

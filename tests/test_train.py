@@ -213,7 +213,7 @@ def test_all_modes_move_the_weights(data):
     cfg = config(data)
     state = new_state(cfg)
     volumes, pairs = first_batches(cfg, state)
-    (images, positions, subjects), (both, *_) = volumes[0], pairs[0]
+    (images, positions, subjects, _), (both, *_) = volumes[0], pairs[0]
     batch = {**om.deform_batch(images, [(0, 0, p) for p in positions.tolist()], state["ddpm"], cfg),
              "subjects": subjects, "queue": state["queue"], "targets": None}
     filled = torch.nn.functional.normalize(torch.randn(8, 8), dim=1)

@@ -75,7 +75,8 @@ def measure(cfg, steps):
              "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True),
              "queue": om.new_queue(cfg, device), "progress": om.new_progress(), "ema": None,
              "gradients": new_gradients(cfg["run.exact_sums"])}
-    steps_of_epoch = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks))
+    steps_of_epoch = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks,
+                                        draw=state["ddpm"].draw))
     whole, network = [], []
     for number in tqdm(range(WARM_UP + steps), "steps", file=sys.stderr, leave=False):
         started = time.perf_counter()
@@ -83,7 +84,7 @@ def measure(cfg, steps):
         om.train_step(state, volumes, pairs, cfg)
         synchronize(device)
         taken = time.perf_counter() - started
-        images, positions, _ = volumes[0]
+        images, positions, _, _ = volumes[0]
         rng_keys = [(cfg["run.seed"], 0, p) for p in positions.tolist()]
         batch, both = om.deform_batch(images.to(device), rng_keys, state["ddpm"], cfg), pairs[0][0].to(device)
         alone = network_alone(net, batch, both[0::2], both[1::2], cfg, device)

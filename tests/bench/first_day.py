@@ -86,7 +86,8 @@ def new_state(cfg, device):
              "progress": om.new_progress(), "ema": om.new_ema(net, cfg), "data": [], "auto_amp": False,
              "gradients": new_gradients(cfg["run.exact_sums"], device), "run": Path(cfg["run.models"]),
              "saving": None, "failed_saves": 0, "write_s": 0.0}
-    batches = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks))
+    batches = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks,
+                                 draw=state["ddpm"].draw))
     return state, batches
 
 

@@ -1,0 +1,161 @@
+"""Many ranks on this machine: what a start takes, a rank that is killed, the restart, and the bits of the result.
+
+    python tests/bench/bench_ranks.py --ranks 64 [--fewer 4] [--keep FOLDER]
+
+A tiny training under bash_train_multi_nodes.sh, one real process for each rank. In its middle one rank gets SIGKILL,
+and the launcher has to name it and to go on by itself. The same steps are then made by a few ranks, which accumulate.
+Reported are the parts of each start, as the logs of all ranks say:
+
+    import     from the launch until the last rank has its interpreter, torch and this project
+    meet       from there until all ranks know that all are there (the store of rank 0)
+    first step from there to the end of the first step: data, process groups, network, checkpoint, step
+
+On a few cores the processes take turns: importing is then the processor's time of all ranks together, and says nothing
+about a cluster, where every rank has cores of its own. The meeting does, but for the time that ranks wait for a core.
+The last line of standard output is one JSON object.
+"""
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from Runtime.attempts import read_lines  # noqa: E402
+from Runtime.device import describe  # noqa: E402
+from Runtime.report import text_table  # noqa: E402
+from tests.faults.common import (  # noqa: E402
+    ends,
+    final_weights,
+    launch,
+    new_folder,
+    rank_pid,
+    resumed_at,
+    run_of,
+    steps_done,
+    until,
+    wait,
+)
+
+STEPS, KILLED_AFTER = 6, 3
+RANK_BYTES = 350e6  # of a rank, beside what it shares with the others
+PATIENT = {"run__join_s": 900, "run__deadline_first_s": 900, "run__deadline_floor_s": 300, "run__round_seconds": 3600,
+           "run__epochs": 1, "run__checkpoint_steps": 2, "run__grace_s": 20}
+
+
+def settings(ranks):
+    """Of a run whose steps have one sample and one pair for each of so many ranks; synthetic volumes have 6 subjects.
+    """
+    return {**PATIENT, "data__global_batchsize": ranks, "data__repeats": ranks * STEPS // 6}
+
+
+def moments(folder, ranks, attempt):
+    """When what happened in an attempt, by time.time(): {event: one for each rank} of "start" and "met"."""
+    lines = [line for rank in range(ranks) for line in read_lines(run_of(folder) / f"rank{rank}.jsonl")
+             if line["attempt"] == attempt]
+    return {event: [line["time"] for line in lines if line["event"] == event] for event in ("start", "met", "step")}
+
+
+def start_of(folder, ranks, attempt, began):
+    """The parts of an attempt's start in seconds. began: when it was launched, by time.time()."""
+    seen = moments(folder, ranks, attempt)
+    if not seen["step"] or len(seen["start"]) < ranks or len(seen["met"]) < ranks:
+        raise RuntimeError(f"attempt {attempt}: {len(seen['start'])} of {ranks} ranks have started, {len(seen['met'])} "
+                           f"have met, and {len(seen['step'])} steps were made: {folder}/log.txt")
+    imported, met, stepped = max(seen["start"]), max(seen["met"]), min(seen["step"])
+    return {"import_s": imported - began, "meet_s": met - imported, "step_s": stepped - met, "total_s": stepped - began}
+
+
+def begun_at(folder, attempt):
+    """When the launcher began an attempt, by time.time()."""
+    lines = read_lines(run_of(folder) / "attempts.jsonl")
+    return next(line["time"] for line in lines if line["event"] == "begin" and line["attempt"] == attempt)
+
+
+def with_a_kill(folder, ranks):
+    """Train with so many ranks, one of which is killed. Returns the figures."""
+    victim = ranks // 3
+    print(f"{ranks} ranks, of which number {victim} is killed after {KILLED_AFTER} steps", file=sys.stderr, flush=True)
+    process = launch(folder, ranks, **settings(ranks))
+    until(lambda: process.poll() is not None or steps_done(folder) + 1 >= KILLED_AFTER, 1500)
+    if process.poll() is not None:
+        raise RuntimeError(f"the run ended early with {process.returncode}: {folder}/log.txt")
+    os.kill(rank_pid(folder, victim), signal.SIGKILL)
+    struck = time.time()
+    code = wait(process, 1500)
+    if code:
+        raise RuntimeError(f"the run ended with {code} after the kill: {folder}/log.txt")
+    first, second = (start_of(folder, ranks, attempt, begun_at(folder, attempt)) for attempt in (0, 1))
+    end = ends(folder)[0]
+    return {"first": first, "second": second, "verdict": end["sentence"], "judged_s": end["time"] - struck,
+            "killed_named": (end["cause"], end["verdict"]["rank"]) == ("killed", victim),
+            "resumed_at": resumed_at(folder)}
+
+
+def measure(parent, ranks, fewer):
+    """Both trainings. Returns the figures."""
+    many, few = new_folder(parent, "many"), new_folder(parent, "few")
+    figures = with_a_kill(many, ranks)
+    print(f"the same steps with {fewer} ranks", file=sys.stderr, flush=True)
+    if code := wait(launch(few, fewer, **settings(ranks)), 1500):
+        raise RuntimeError(f"the run of {fewer} ranks ended with {code}: {few}/log.txt")
+    figures["few"] = start_of(few, fewer, 0, begun_at(few, 0))
+    weights = final_weights(many, 1)
+    return {**figures, "weights": weights, "equal": weights is not None and weights == final_weights(few, 1)}
+
+
+def show(figures, ranks, fewer):
+    """A table for a person."""
+    names = ("import_s", "meet_s", "step_s", "total_s")
+    rows = [[title, *(figures[key][name] for name in names)] for title, key in (
+        (f"{ranks} ranks", "first"), (f"{ranks} ranks, after the kill", "second"), (f"{fewer} ranks", "few"))]
+    print(text_table(["start of", "import s", "meet s", "to first step s", "total s"], rows, [None, *[".2f"] * 4]))
+    print(f"verdict {figures['judged_s']:.1f} s after the kill: {figures['verdict']}")
+    print(f"went on from step {figures['resumed_at']}; weights {'bitwise equal' if figures['equal'] else 'DIFFERENT'}: "
+          f"{figures['weights']}")
+    print(f"on {os.cpu_count()} cores, {describe(torch.device('cpu'))}")
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=64, help="processes; a multiple of --fewer (default: 64)")
+    parser.add_argument("--fewer", type=int, default=4, help="processes of the run to compare with (default: 4)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run there and leave everything")
+    args = parser.parse_args(argv)
+    if args.fewer < 1 or args.ranks < 3 or args.ranks % args.fewer:
+        parser.error("--ranks must be at least 3 and a multiple of --fewer")
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if args.ranks * RANK_BYTES > free:
+        parser.error(f"{args.ranks} ranks need about {args.ranks * RANK_BYTES / 1e9:.0f} GB of memory, and "
+                     f"{free / 1e9:.0f} GB are free: give fewer --ranks")
+    return args
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    parent = args.keep or Path(tempfile.mkdtemp(prefix="ranks-"))
+    try:
+        figures = measure(parent, args.ranks, args.fewer)
+    except (RuntimeError, TimeoutError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    show(figures, args.ranks, args.fewer)
+    keys = {"first_step_s": figures["first"]["total_s"], "meet_s": figures["first"]["meet_s"],
+            "restart_s": figures["second"]["total_s"], "judged_s": figures["judged_s"]}
+    print(json.dumps({"ranks": args.ranks, **{key: round(value, 3) for key, value in keys.items()},
+                      "killed_named": figures["killed_named"], "equal": figures["equal"]}))
+    if not args.keep:
+        shutil.rmtree(parent)
+    return 0 if figures["equal"] and figures["killed_named"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
