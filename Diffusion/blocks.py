@@ -8,7 +8,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from Diffusion.fields import LINEAR, compose, side_lengths, warp
+from Diffusion.device_ops import NormModulateActivate, accelerated
+from Diffusion.fields import compose, interpolate, side_lengths, warp
+
+SLOPE = 0.2  # of the activation, LeakyReLU, for negative values
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Convolution and normalisation
@@ -159,12 +162,17 @@ class ConvBlock(nn.Module):
 
     def forward(self, x, time):
         """x: (B, in_channels, *spatial). time: (B, time_width). Shapes are those of OM_net's first block."""
-        x = self.norm(self.conv(x))                                                         # (B, 16, 128^3)
+        x = self.conv(x)                                                                    # (B, 16, 128^3)
+        if accelerated(x):
+            scale, shift = self.by_time(time).chunk(2, dim=1)                               # (B, 16) each
+            return NormModulateActivate.apply(x, self.norm.num_groups, self.norm.eps, self.norm.weight, self.norm.bias,
+                                              scale, shift, SLOPE)
+        x = self.norm(x)                                                                    # (B, 16, 128^3)
         shape = (len(x), -1, *[1] * (x.dim() - 2))
         scale, shift = self.by_time(time).to(x.dtype).view(shape).chunk(2, dim=1)           # (B, 16, 1^3) each
         x = (x + shift).addcmul_(x, scale)                                                  # (B, 16, 128^3)
         # In place: the backward passes of the activation and of the next convolution need the result only.
-        return F.leaky_relu_(x, 0.2)                                                        # (B, 16, 128^3)
+        return F.leaky_relu_(x, SLOPE)                                                       # (B, 16, 128^3)
 
 
 class UpsampleConv(nn.Module):
@@ -177,14 +185,13 @@ class UpsampleConv(nn.Module):
 
     def __init__(self, dims, in_channels, out_channels, smooth=True):
         super().__init__()
-        self.mode = LINEAR[dims]
         self.reduce = conv(dims, in_channels, out_channels, kernel_size=1)
         self.conv = conv(dims, out_channels, out_channels) if smooth else nn.Identity()
 
     def forward(self, x, size):
         """x: (B, in_channels, *spatial). size: N voxels. Shapes are those of OM_net's last upsampling."""
         x = self.reduce(x)                                                                  # (B, 16, 64^3)
-        x = F.interpolate(x, size=size, mode=self.mode, align_corners=False)                # (B, 16, 128^3)
+        x = interpolate(x, size)                                                            # (B, 16, 128^3)
         return self.conv(x)                                                                 # (B, 16, 128^3)
 
 

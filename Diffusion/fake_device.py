@@ -1,8 +1,8 @@
 """Two things that an accelerator does otherwise than a CPU, for counting its memory on tensors without values.
 
-Autocast casts by other rules on CUDA, ROCm and XPU devices, and so keeps more: norms, upsampling and sums are computed
-in float32 there. `DeviceAutocast` applies these rules on any machine. `AliveBytes` counts what is alive after each
-operation, as the allocator of a device does.
+Autocast casts by other rules on CUDA, ROCm and XPU devices, and so keeps more: layer norms, powers and sums are
+computed in float32 there. `DeviceAutocast` applies these rules on any machine, and has Diffusion/device_ops.py do as on
+a device. `AliveBytes` counts what is alive after each operation, as the allocator of a device does.
 """
 import weakref
 
@@ -10,6 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from Diffusion import device_ops
 
 # Autocast's lists for CUDA, which XPU shares, by the names under which Python calls the functions. (PyTorch's reference
 # of torch.amp, "CUDA Ops that can autocast to float16", "to float32", "that promote to the widest input type".)
@@ -32,6 +34,14 @@ class DeviceAutocast(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.cast_weights = {}  # as autocast does, each weight is cast once
+
+    def __enter__(self):
+        device_ops.SETTINGS["as on a device"] = True
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        device_ops.SETTINGS["as on a device"] = False
+        return super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")

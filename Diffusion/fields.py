@@ -12,6 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from Diffusion.device_ops import accelerated, interpolate_by_products
 from Runtime.device import send
 
 SLABS = 4  # pieces of one sample in `warp`: on a CPU grid_sample runs in parallel over the batch only
@@ -194,7 +195,14 @@ def resize_field(field, size, align="corners"):
         steps = [(new - 1) / max(n - 1, 1) for new, n in zip(size, old)]
         field = field.float() * side_lengths(steps, field.device)
     with torch.autocast(field.device.type, enabled=False):
-        return F.interpolate(field.float(), size=tuple(size), mode=LINEAR[len(size)], align_corners=align_corners)
+        return interpolate(field.float(), size, align_corners)
+
+
+def interpolate(x, size, align_corners=False):
+    """x on another grid, by linear interpolation along each axis. x: (B, C, *spatial). Returns: (B, C, *size)."""
+    if accelerated(x):
+        return interpolate_by_products(x, size, align_corners)
+    return F.interpolate(x, size=tuple(size), mode=LINEAR[len(size)], align_corners=align_corners)
 
 
 def jacobian_determinant(field):

@@ -8,10 +8,9 @@ Optimisation for the pair after a network: Balakrishnan et al., TMI 2019. With A
 Learn2Reg 2021 (ConvexAdam).
 """
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
-from Diffusion.fields import LINEAR, compose, flow, resize_field, warp
+from Diffusion.fields import compose, flow, interpolate, resize_field, warp
 from Diffusion.losses import local_correlation, mslncc
 from Diffusion.metrics import folding_percent
 
@@ -116,4 +115,4 @@ def smaller(image, factor):
     if factor == 1:
         return image
     size = [max(-(-n // factor), 2) for n in image.shape[2:]]
-    return F.interpolate(smooth(image, 0.4 * factor), size=size, mode=LINEAR[len(size)], align_corners=True)
+    return interpolate(smooth(image, 0.4 * factor), size, align_corners=True)

@@ -1,0 +1,131 @@
+"""Operations that accelerators and CPUs want done in different ways: the device's way, up to rounding the same result.
+
+The plain way stands where each is used, is what a CPU does, and is the tests' reference. Two things are different on an
+accelerator. It has a hundred processors, which a norm of two groups leaves idle; and its autocast computes norms and
+upsampling in float32, so that every block would write and keep its activations twice as large.
+"""
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+SETTINGS = {"as on a device": False}  # true where a CPU counts what a device would do (Diffusion/fake_device.py)
+
+
+def accelerated(x):
+    """Whether an operation on x is done in the device's way."""
+    return x.device.type != "cpu" or SETTINGS["as on a device"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear interpolation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def interpolation_matrix(old, new, align_corners, device):
+    """(new, old) matrix M such that M x is x, of `old` values, interpolated linearly at `new` places.
+
+    Each row has the values at its place of the hat functions max(1 - |place - k|, 0) of k = 0 .. old - 1. The places
+    are those of F.interpolate, outside of which it repeats the border.
+    """
+    places = torch.arange(new, dtype=torch.float32, device=device)
+    if align_corners:
+        places = places * ((old - 1) / max(new - 1, 1))
+    else:
+        places = ((places + 0.5) * (old / new) - 0.5).clamp(0, old - 1)
+    return (1 - (places[:, None] - torch.arange(old, device=device)).abs()).clamp(min=0)
+
+
+def interpolate_by_products(x, size, align_corners):
+    """F.interpolate(x, size, mode="trilinear" or "bilinear"), as one product with a banded matrix along each axis.
+
+    The backward pass of F.interpolate adds with atomics: slowly where many fine voxels share a coarse one, and in
+    another order each time. Products have a fixed order, and are what the device is made for. In bf16 they keep bf16.
+
+    x: (B, C, *spatial), of either memory format, which the result has too. size: N voxels.
+    """
+    b, c = x.shape[:2]
+    channels_last = x.movedim(1, -1).is_contiguous()
+    x = x.movedim(1, -1) if channels_last else x.flatten(0, 1).unsqueeze(-1)    # (B, *spatial, C) or (B C, *spatial, 1)
+    for axis, new in enumerate(size, 1):
+        matrix = interpolation_matrix(x.shape[axis], new, align_corners, x.device).to(x.dtype)
+        after = x.shape[axis + 1:]
+        if after.numel() == 1:
+            product = x.reshape(-1, x.shape[axis]) @ matrix.T                   # (all before, new)
+        else:
+            product = matrix @ x.reshape(-1, x.shape[axis], after.numel())      # (all before, new, all behind)
+        x = product.view(*x.shape[:axis], new, *after)
+    return x.movedim(-1, 1) if channels_last else x.view(b, c, *size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Group norm, modulation and activation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class NormModulateActivate(torch.autograd.Function):
+    """y = LeakyReLU((1 + scale) x GroupNorm(x) + shift): two passes over x, in its own precision.
+
+    Of each sample and channel only sums are taken, in float32, by reductions that use the whole device. All that stands
+    around them is then one factor and one offset for each sample and channel:
+
+        mean, var    of a group, from sum x and sum x^2 of its channels;  r = (var + eps)^-1/2
+        z = a x + b  with k = (1 + scale) weight, a = k r, b = (1 + scale) bias + shift - a mean
+        y = z where z > 0, slope x z elsewhere
+
+    and with g = dL/dz, s1 = sum g, s2 = r (sum g x - mean s1) of a channel, n voxels in a group's channels,
+
+        dL/dx = a g - r (m1 + m2 xhat)   with m1 = sum of k s1 / n, m2 = sum of k s2 / n over a group's channels,
+                                         xhat = r (x - mean)
+        dL/dshift = s1,  dL/dscale = weight s2 + bias s1,
+        dL/dweight = sum over samples of (1 + scale) s2,  dL/dbias = sum over samples of (1 + scale) s1
+
+    x: (B, C, *spatial). groups, eps, weight, bias: of the norm. scale, shift: (B, C). slope: of the activation.
+    Kept for the backward pass are x and y only, both of which the neighbouring convolutions keep anyway.
+    """
+
+    @staticmethod
+    def forward(ctx, x, groups, eps, weight, bias, scale, shift, slope):
+        with torch.autocast(x.device.type, enabled=False):
+            axes, per_voxel = tuple(range(2, x.dim())), (*x.shape[:2], *[1] * (x.dim() - 2))
+            exact, dtype = torch.promote_types(x.dtype, torch.float32), scale.dtype
+            scale, shift = scale.to(exact), shift.to(exact)                                     # (B, C) each
+            mean = over_groups(x.sum(axes, dtype=exact), groups, x)                             # (B, C)
+            # Row by row first: one long sum would lose digits that var, a difference, needs.
+            squares = torch.linalg.vector_norm(x, dim=-1, dtype=exact).square().sum(axes[:-1])  # (B, C)
+            var = (over_groups(squares, groups, x) - mean.square()).clamp(min=0)                # (B, C)
+            rstd = (var + eps).rsqrt()                                                          # (B, C)
+            factor = (1 + scale) * weight * rstd                                                # (B, C)
+            offset = (1 + scale) * bias + shift - factor * mean                                 # (B, C)
+            y = torch.empty_like(x)
+            torch.addcmul(offset.view(per_voxel), x, factor.view(per_voxel), out=y)             # (B, C, *spatial)
+            F.leaky_relu_(y, slope)
+        ctx.save_for_backward(x, y, weight, bias, scale, mean, rstd)
+        ctx.groups, ctx.slope, ctx.dtype = groups, slope, dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, y, weight, bias, scale, mean, rstd = ctx.saved_tensors
+        axes, per_voxel = tuple(range(2, x.dim())), (*x.shape[:2], *[1] * (x.dim() - 2))
+        # The activation keeps the sign, so that its result says where its slope is 1.
+        grad = torch.ops.aten.leaky_relu_backward(grad, y, ctx.slope, True)                     # (B, C, *spatial)
+        s1 = grad.sum(axes, dtype=rstd.dtype)                                                   # (B, C)
+        s2 = rstd * ((grad * x).sum(axes, dtype=rstd.dtype) - mean * s1)                        # (B, C)
+        k = (1 + scale) * weight                                                                # (B, C)
+        m1, m2 = over_groups(k * s1, ctx.groups, x), over_groups(k * s2, ctx.groups, x)         # (B, C)
+        by_x = -rstd.square() * m2                                                              # (B, C)
+        constant = -rstd * m1 - by_x * mean                                                     # (B, C)
+        grad_x = torch.empty_like(x)
+        torch.addcmul(constant.view(per_voxel), x, by_x.view(per_voxel), out=grad_x)            # (B, C, *spatial)
+        grad_x.addcmul_(grad, (k * rstd).view(per_voxel))
+        modulated = 1 + scale
+        return (grad_x, None, None, (modulated * s2).sum(0), (modulated * s1).sum(0),
+                (weight * s2 + bias * s1).to(ctx.dtype), s1.to(ctx.dtype), None)
+
+
+def over_groups(sums, groups, x):
+    """Means over the groups of a norm, from sums over the voxels of each channel. sums: (B, C). Returns: (B, C)."""
+    b, c = sums.shape
+    means = sums.view(b, groups, c // groups).mean(2, keepdim=True) / x.shape[2:].numel()       # (B, groups, 1)
+    return means.expand(b, groups, c // groups).reshape(b, c)
