@@ -34,13 +34,16 @@ class DeviceAutocast(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.cast_weights = {}  # as autocast does, each weight is cast once
+        self.depth = 0          # it is entered again for a backward pass
 
     def __enter__(self):
+        self.depth += 1
         device_ops.SETTINGS["as on a device"] = True
         return super().__enter__()
 
     def __exit__(self, *error):
-        device_ops.SETTINGS["as on a device"] = False
+        self.depth -= 1
+        device_ops.SETTINGS["as on a device"] = self.depth > 0
         return super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

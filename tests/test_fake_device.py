@@ -4,7 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import OM_train_3modes as om
+from Diffusion import device_ops
+from Diffusion.cost import mode_costs
 from Diffusion.fake_device import TO_BFLOAT16, TO_FLOAT32, TO_WIDEST, AliveBytes, DeviceAutocast
+from tests.tiny import config
 
 # What a network or a loss may call, with the operands x and w of shapes that fit.
 VOLUME, MATRIX = (1, 16, 6, 6, 6), (16, 16)
@@ -102,3 +106,12 @@ def test_bytes_are_counted_while_something_holds_them():
         loss.backward()
         del loss
         assert alive.now == 8000 and alive.peak >= 12000, "x and its gradient are left"
+
+
+def test_all_modes_are_counted_by_the_rules_of_the_device_also_where_a_part_is_computed_again():
+    """Each mode has a backward pass, within which the rules hold as well, and after which they go on to hold."""
+    costs = [mode_costs(config(run__amp="bf16", model__use_checkpoint=again), 1, om.MODES, DeviceAutocast())[1]
+             for again in ("false", "true")]
+    for name in om.MODES:
+        assert costs[1][name]["kept"] < costs[0][name]["kept"] and costs[1][name]["flops"] > costs[0][name]["flops"]
+    assert not device_ops.SETTINGS["as on a device"]
