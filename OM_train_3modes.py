@@ -446,7 +446,7 @@ def set_up(cfg, args, ranks, run):
     net = build_network(cfg, "cpu" if cfg["run.strategy"] == "fsdp" else device)
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "data": data,
              "queue": new_queue(cfg, device), "progress": new_progress(), "auto_amp": auto_amp,
-             "gradients": new_gradients(cfg["run.exact_sums"], device), "writer": None,
+             "gradients": new_gradients(cfg, device), "writer": None,
              "watch": memory.new_watch(device, cfg["run.memory_limit_gb"]),
              "saving": None, "failed_saves": 0, "write_s": 0.0, "saved": launched, "launched": launched,
              "steps_here": 0}

@@ -1,10 +1,12 @@
-"""Sums of gradients over the batches of a step and over the ranks, in float64.
+"""Sums of gradients over the batches of a step and over the ranks: in float64, or, by key, in float32 or bf16.
 
 float32 gradients summed in float64 and rounded once at the end give the same float32 in any order. So a step has the
-same bits for any number of ranks, as long as the batches of a forward are the same.
+same bits for any number of ranks, as long as the batches of a forward are the same. DDP hands over one bucket after the
+other, while the backward pass goes on: the ranks exchange the first sums while the last gradients are computed.
 
-`sums` is a dict: dtype of the sums; totals, {parameter: sum so far}; parts, the number of batches in this step, of all
-ranks. With run.strategy fsdp it is that of this rank, because fsdp takes the mean over the ranks after each batch.
+`sums` is a dict: dtype of the sums; wire, in which the ranks exchange them; totals, {parameter: sum so far}; parts, the
+number of batches in this step, of all ranks. With run.strategy fsdp it is that of this rank, because fsdp takes the
+mean over the ranks after each batch.
 """
 import torch
 import torch.distributed as dist
@@ -12,21 +14,26 @@ import torch.distributed as dist
 from Runtime.errors import InputError
 
 
-def new_gradients(exact, device="cpu"):
-    """The `sums` of a run. exact: in float64, otherwise in float32; "auto": in float64 on a CPU.
+def new_gradients(cfg, device="cpu"):
+    """The `sums` of a run. cfg: run.exact_sums (true: in float64; false: in float32; auto: in float64 on a CPU) and
+    run.bf16_sums (the ranks exchange half of the bytes of float32).
 
     On an accelerator, where other operations do not repeat bit for bit either, float64 doubles what is communicated.
-    Raises InputError for exact sums on a device that has no float64, which is tried once.
+    Raises InputError for both kinds at once, and for exact sums on a device that has no float64, which is tried once.
     """
+    exact, bf16 = cfg["run.exact_sums"], cfg["run.bf16_sums"]
     if exact == "auto":
-        exact = torch.device(device).type == "cpu"
+        exact = torch.device(device).type == "cpu" and not bf16
+    if exact and bf16:
+        raise InputError("run.exact_sums and run.bf16_sums are both true, and sums cannot be both: set one to false.")
     if exact:
         try:
             torch.ones(2, dtype=torch.float64, device=device).sum().item()
         except RuntimeError as error:  # some Intel GPUs
             raise InputError(f"run.exact_sums: {device} has no float64 ({str(error).splitlines()[0]}); set it to "
                              "false, and sums depend a little on the number of ranks.") from error
-    return {"dtype": torch.float64 if exact else torch.float32, "totals": {}, "parts": 1}
+    dtype = torch.float64 if exact else torch.float32
+    return {"dtype": dtype, "wire": torch.bfloat16 if bf16 else dtype, "totals": {}, "parts": 1}
 
 
 def set_aside(sums, parameters):
@@ -64,5 +71,5 @@ def sum_over_ranks(sums, bucket):
             total.as_strided(parameter.size(), parameter.stride(), place).add_(before)
 
     def mean(future):
-        return buffer.copy_(future.value()[0].div_(sums["parts"]))
-    return dist.all_reduce(total, async_op=True).get_future().then(mean)
+        return buffer.copy_(future.value()[0].to(sums["dtype"]).div_(sums["parts"]))
+    return dist.all_reduce(total.to(sums["wire"]), async_op=True).get_future().then(mean)

@@ -34,7 +34,7 @@ def wrap(net, ranks, device, gradients, cfg):
     if ranks["world_size"] == 1:
         return net.to(device)
     if cfg["run.strategy"] == "fsdp":
-        return shard(net, device, gradients["dtype"], cfg["run.channels_last"])
+        return shard(net, device, gradients["wire"], cfg["run.channels_last"])
     known = inspect.signature(DistributedDataParallel).parameters
     # A warning about kernels of one voxel: torch also compares the strides of axes of length one, which mean nothing.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")

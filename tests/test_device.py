@@ -131,7 +131,18 @@ def test_older_intel_stacks_are_loaded_where_an_intel_gpu_may_be_meant(tmp_path)
 def test_a_device_without_float64_is_named_with_the_key_to_change():
     # The meta device has no numbers at all; nobody has an Intel GPU without float64 at hand.
     with pytest.raises(InputError, match="run.exact_sums: meta has no float64 .*; set it to false"):
-        new_gradients(True, torch.device("meta"))
-    assert new_gradients("auto", torch.device("meta"))["dtype"] == torch.float32
-    assert new_gradients(True)["dtype"] == new_gradients("auto")["dtype"] == torch.float64
-    assert new_gradients(False)["dtype"] == torch.float32
+        new_gradients({"run.exact_sums": True, "run.bf16_sums": False}, torch.device("meta"))
+
+
+@pytest.mark.parametrize("exact, bf16, device, dtype, wire", [
+    (True, False, "cpu", "float64", "float64"), ("auto", False, "cpu", "float64", "float64"),
+    ("auto", False, "meta", "float32", "float32"), (False, False, "cpu", "float32", "float32"),
+    ("auto", True, "cpu", "float32", "bfloat16"), (False, True, "meta", "float32", "bfloat16")])
+def test_sums_of_gradients_have_the_types_of_their_keys(exact, bf16, device, dtype, wire):
+    sums = new_gradients({"run.exact_sums": exact, "run.bf16_sums": bf16}, torch.device(device))
+    assert (sums["dtype"], sums["wire"]) == (getattr(torch, dtype), getattr(torch, wire))
+
+
+def test_sums_cannot_be_exact_and_in_bf16():
+    with pytest.raises(InputError, match="run.exact_sums and run.bf16_sums are both true"):
+        new_gradients({"run.exact_sums": True, "run.bf16_sums": True})

@@ -7,7 +7,7 @@ from Diffusion.gradients import new_gradients, put_together, set_aside
 def mean_of(batches, exact=True):
     """The gradient that a parameter has after these batches, the last one left for put_together."""
     parameter, unused = torch.nn.Parameter(torch.zeros(500)), torch.nn.Parameter(torch.zeros(3))
-    gradients = new_gradients(exact)
+    gradients = new_gradients({"run.exact_sums": exact, "run.bf16_sums": False})
     gradients["parts"] = len(batches)
     for number, batch in enumerate(batches, 1):
         parameter.grad = batch.clone()

@@ -81,7 +81,7 @@ def new_state(cfg):
     return {"net": net, "model": net, "ddpm": om.DeformDDPM(cfg), "device": torch.device("cpu"), "run": "run",
             "ranks": {"rank": 0, "world_size": 1}, "optimizer": torch.optim.Adam(net.parameters(), lr=1e-3),
             "queue": om.new_queue(cfg, "cpu"), "progress": om.new_progress(),
-            "gradients": new_gradients(cfg["run.exact_sums"]), "ema": None}
+            "gradients": new_gradients(cfg), "ema": None}
 
 
 def first_batches(cfg, state):

@@ -104,7 +104,7 @@ def measure(cfg, run, steps):
     state = {"run": run, "net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
              "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True), "saving": None,
              "queue": om.new_queue(cfg, device), "progress": progress, "failed_saves": 0, "write_s": 0.0,
-             "split": split, "gradients": new_gradients(cfg["run.exact_sums"]), "ema": None,
+             "split": split, "gradients": new_gradients(cfg), "ema": None,
              "epoch_steps": steps_left(cfg, len(dataset), listed, split),
              "batches": epoch_batches(cfg, dataset, listed, progress, split, ranks)}
     watchdog.start(run, 0, 0, cfg, launcher=False)

@@ -74,7 +74,7 @@ def measure(cfg, steps):
     state = {"net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
              "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True),
              "queue": om.new_queue(cfg, device), "progress": om.new_progress(), "ema": None,
-             "gradients": new_gradients(cfg["run.exact_sums"])}
+             "gradients": new_gradients(cfg)}
     steps_of_epoch = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks,
                                         draw=state["ddpm"].draw))
     whole, network = [], []

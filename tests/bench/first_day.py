@@ -84,7 +84,7 @@ def new_state(cfg, device):
     state = {"net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
              "optimizer": om.make_optimizer(net, ranks, cfg), "queue": om.new_queue(cfg, device),
              "progress": om.new_progress(), "ema": om.new_ema(net, cfg), "data": [], "auto_amp": False,
-             "gradients": new_gradients(cfg["run.exact_sums"], device), "run": Path(cfg["run.models"]),
+             "gradients": new_gradients(cfg, device), "run": Path(cfg["run.models"]),
              "saving": None, "failed_saves": 0, "write_s": 0.0}
     batches = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks,
                                  draw=state["ddpm"].draw))
