@@ -23,6 +23,7 @@ from Runtime.errors import InputError
 from Runtime.files import patiently
 from Runtime.global_batch import fix_step
 from Runtime.run_lock import hold, is_held, lock, run_folder, unlock
+from Runtime.verdict import ranges
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world_size": ("WORLD_SIZE", "SLURM_NTASKS")}
@@ -92,7 +93,8 @@ def meet(ranks, seconds):
     except dist.DistError as error:  # rank 0 never came, or it has left after waiting in vain for another rank
         raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
     if missing:
-        raise RuntimeError(f"rank {missing} of {ranks['world_size']} did not arrive within {seconds:.0f} s")
+        raise RuntimeError(f"rank {ranges(map(int, missing.split(', ')))} of {ranks['world_size']} did not arrive "
+                           f"within {seconds:.0f} s")
     ranks["store"] = store
 
 

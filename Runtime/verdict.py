@@ -60,11 +60,22 @@ def judge(run, attempt, world_size, code):
 
 
 def places(records):
-    """Where ranks are, in words: "rank 0, 2: forward of step 5; rank 3: finished"."""
+    """Where ranks are, in words: "rank 0, 2-5: forward of step 5; rank 6: finished"."""
     numbers = {}
     for record in records:
-        numbers.setdefault(where(record), []).append(str(record["rank"]))
-    return "; ".join(f"rank {', '.join(there)}: {place}" for place, there in numbers.items())
+        numbers.setdefault(where(record), []).append(record["rank"])
+    return "; ".join(f"rank {ranges(there)}: {place}" for place, there in numbers.items())
+
+
+def ranges(numbers):
+    """[0, 1, 2, 5] becomes "0-2, 5"."""
+    parts = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def find_cause(records, code):
@@ -134,13 +145,13 @@ def what_is_missing(records, code):
     died = exceptions(records)
     absent = [record["rank"] for record in records if not record["now"]]
     if absent and (died or code not in (None, 0) or len(absent) < len(records)):
-        return "never started", absent[0], f"rank {', '.join(map(str, absent))} left no sign of life"
+        return "never started", absent[0], f"rank {ranges(absent)} left no sign of life"
     if any(map(has_timed_out, records)):
         return find_hang(records)
     gone = [record["rank"] for record in records
             if record["now"] and not record["exit"] and not last_event(record, "end")]
     if died and gone:
-        return "vanished", gone[0], f"rank {', '.join(map(str, gone))} left neither last words nor an exit: a node died"
+        return "vanished", gone[0], f"rank {ranges(gone)} left neither last words nor an exit: a node died"
     if code in (124, 137):
         return "time limit of the round", min(records, key=position)["rank"], "the launch outlived its time limit"
     if died:

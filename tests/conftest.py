@@ -71,10 +71,11 @@ def no_process_outlives_its_test():
 @pytest.fixture(autouse=True, scope="module")
 def no_process_outlives_its_file(request):
     """However it was started. Slurm's daemons and jobs last for the session; tests/slurm/conftest.py ends them."""
+    mark = os.environ[launching.MARK]
+    before = launching.marked(mark)
     yield
     if ROOT / "tests/slurm" not in request.path.parents:
-        mark = os.environ[launching.MARK]
-        own = [multiprocessing.resource_tracker._resource_tracker._pid,  # they live as long as this process
+        own = [*before, multiprocessing.resource_tracker._resource_tracker._pid,  # they live as long as this process
                multiprocessing.forkserver._forkserver._forkserver_pid]
         left = launching.expect_nothing(mark, own)
         launching.kill(mark, own)

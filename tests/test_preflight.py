@@ -102,6 +102,18 @@ def test_a_failed_node_is_left_out_where_the_others_can_do_its_part(judge):
     assert "n2 failed, n1 well, but data.global_batchsize 3 is not a multiple of data.batchsize 2 x 1" in printed
 
 
+def test_of_64_nodes_the_table_names_the_ranks_and_some_of_the_nodes(judge):
+    """512 ranks: a row for each check, ranks as ranges; the nodes to leave out are all given to the launcher."""
+    nodes = [f"n{number}" for number in range(1, 65)]
+    found = healthy(nodes, 8)
+    fail(found, range(8, 88), "device", "no device")
+    code, output, rows, printed = judge(found, nodes, 8)
+    assert code == collect.GO_ON and all(name in output for name in nodes[1:11])
+    (row,) = bad_rows(rows)
+    assert row[2:4] == ["n2 (h2), n3 (h3), n4 (h4), n5 (h5), n6 (h6), n7 (h7) and 4 more", "8-87"]
+    assert len(printed.splitlines()) < 20
+
+
 def test_the_first_node_may_be_the_one_to_leave_out(judge):
     found = healthy()
     fail(found, (1,), "forward")

@@ -3,6 +3,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -83,6 +84,19 @@ def test_one_killed_rank_is_named_and_echoes_of_its_death_are_not(tmp_path):
     assert verdict["ended"] == NOW + DEADLINE + 6
 
 
+def test_of_512_ranks_the_verdict_stays_one_readable_sentence(tmp_path):
+    """And is found in seconds: the launcher reads the logs of all ranks."""
+    for rank in range(512):
+        where = {"phase": "forward", "exit": KILLED} if rank == 300 else {"phase": "agree", "exit": {"code": 143}}
+        write_rank(tmp_path, rank, *([] if rank == 300 else [died(ECHO, -1)]), **where)
+    began = time.time()
+    verdict = verdict_of(tmp_path, 512)
+    took = time.time() - began
+    print(f"the logs of 512 ranks were judged in {took:.2f} s")
+    assert (verdict["cause"], verdict["rank"]) == ("killed", 300) and took < 5
+    assert verdict["others"] == "rank 0-299, 301-511: agree (diffusion) of step 7" and len(sentence(verdict)) < 200
+
+
 def test_ranks_of_a_node_that_died_are_named(tmp_path):
     """The others are dying of it when the scheduler's TERM reaches them."""
     for rank in (0, 1):
@@ -91,7 +105,7 @@ def test_ranks_of_a_node_that_died_are_named(tmp_path):
         write_rank(tmp_path, rank)
     verdict = verdict_of(tmp_path, 4)
     assert (verdict["cause"], verdict["rank"], verdict["host"]) == ("vanished", 2, "node2")
-    assert verdict["detail"].startswith("rank 2, 3 left neither")
+    assert verdict["detail"].startswith("rank 2-3 left neither")
 
 
 def test_a_launch_that_was_asked_to_leave_at_its_start_has_not_died(tmp_path):

@@ -19,11 +19,13 @@ from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
 from Runtime.global_batch import new_step, usable
 from Runtime.report import text_table
+from Runtime.verdict import ranges
 from Scripts.preflight.checks import CHECKS, OF_THE_NODE, skipped
 
 # Exit codes beside those of Runtime/errors.py
 GO_ON = 75  # without the nodes in EXCLUDED
 AGAIN = 76  # check once more: the fault may have been a stall
+MOST_NODES = 6  # that a row of the table names
 
 
 def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
@@ -279,17 +281,6 @@ def excuse(findings):
 # The table, the decision and the report
 # ---------------------------------------------------------------------------------------------------------------------
 
-def ranges(numbers):
-    """[0, 1, 2, 5] becomes "0-2, 5"."""
-    parts = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
-
-
 def many(count, what):
     return f"{count} {what}{'s' * (count != 1)}"
 
@@ -316,7 +307,10 @@ def add_rows(rows, state, of_check, findings):
         check = of_check[0]["check"]
         names = dict.fromkeys(findings[rank][check]["node"] for rank in ranks)
         hosts = {findings[rank][check]["node"]: findings[rank][check]["host"] for rank in ranks}
-        where = ", ".join(f"{name} ({hosts[name]})" if hosts[name] not in ("", name) else name for name in names)
+        shown = [f"{name} ({hosts[name]})" if hosts[name] not in ("", name) else name for name in names]
+        where = ", ".join(shown[:MOST_NODES])
+        if len(shown) > MOST_NODES:
+            where += f" and {len(shown) - MOST_NODES} more"
         rows.append([check, state, where, ranges(ranks), said.removeprefix("skipped: "), do])
 
 

@@ -29,6 +29,7 @@ from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.memory import WINDOW  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
+from Runtime.watchdog import LOOK_S  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     SCALED,
@@ -54,6 +55,7 @@ REFUSED, DONE = 43, 0
 # The same rows with what a long training has besides: moments shared out, averaged weights, a schedule, a cache.
 SHARDED = {"run__strategy": "zero1", "optim__average": 0.9, "optim__schedule": "cosine"}
 # Rows that mount a file system or move a process into a control group, which not everybody may.
+ALL_STEPS = SCALED["run.epochs"] * STEPS_PER_EPOCH
 NEED_RIGHTS = ("killed by the kernel for memory", "disk full while saving", "full logs folder",
                "full disk while the launcher writes")
 
@@ -174,7 +176,7 @@ def disk_full(folder, ranks, reference):
         steps = [line["step"] for line in log if line["event"] == "step"]
         found = next(line["time"] for line in log if line["event"] == "step" and line["step"] >= 15)
         named = (code == DONE and failed and "No space left" in failed[0] and ".pth" in failed[0]
-                 and log_of(folder, "TensorBoard: ") and steps == list(range(48)))
+                 and log_of(folder, "TensorBoard: ") and steps == list(range(ALL_STEPS)))
         row = result(folder, reference, since, found, named)
         return {**row, "steps_lost": 0}, failed[0] if failed else "nothing was said"
 
@@ -244,10 +246,14 @@ def late_mode_3(folder, ranks, reference):
 def stopped_holder_wakes(folder, ranks, reference):
     """A whole launch stands still, as on a machine that is suspended; another takes its folder over; the first wakes.
 
-    To the second the first is on another machine: there only the clock tells that it no longer lives.
+    To the second the first is on another machine: there only the clock tells that it no longer lives. A lock is given
+    up after minutes, so whoever wakes has last looked at it longer ago than watchdog.LOOK_S, and the second has to be
+    slow enough to be there still.
     """
+    slow = {"do": "nap", "seconds": 1, "rank": 0, "phase": "optimizer", "mode": "diffusion", "always": True}
     first = launch(folder, ranks)
     until(lambda: steps_done(folder) >= 9)
+    stopped = time.time()
     for pid in launching.marked(first.mark):
         os.kill(pid, signal.SIGSTOP)
     lock = run_of(folder) / "lock.json"
@@ -255,8 +261,9 @@ def stopped_holder_wakes(folder, ranks, reference):
     found["holders"] = [{**holder, "host": "elsewhere", "boot": "another"} for holder in found["holders"]]
     lock.write_text(json.dumps(found))
     os.utime(lock, (time.time() - 10 ** 6,) * 2)
-    second = launch(folder, ranks)
+    second = launch(folder, ranks, [{**slow, "step": 12, "last_step": 24}])
     until(lambda: steps_done(folder, attempt=1) >= 20)
+    time.sleep(max(stopped + LOOK_S + 0.5 - time.time(), 0))
     for pid in launching.marked(first.mark):
         os.kill(pid, signal.SIGCONT)
     since = time.time()
@@ -267,7 +274,7 @@ def stopped_holder_wakes(folder, ranks, reference):
     logs = [run_of(folder) / name for name in ("attempts.jsonl", *(f"rank{rank}.jsonl" for rank in range(ranks)))]
     late = [line for path in logs for line in read_lines(path) if line["attempt"] == 0 and line["time"] > since]
     done = [line["step"] for line in read_lines(logs[1]) if line["event"] == "step" and line["attempt"] == 1]
-    named = (refused == REFUSED and code == DONE and said and not late and done == list(range(done[0], 48))
+    named = (refused == REFUSED and code == DONE and said and not late and done == list(range(done[0], ALL_STEPS))
              and [end["cause"] for end in ends(folder).values()][1:] == ["done"])
     row = result(folder, reference, since, left, named)
     return row, said[0] if said else "nothing was said"
@@ -410,13 +417,13 @@ def launcher_killed(folder, ranks, reference):
     """The ranks go on by themselves; a second start is refused meanwhile, and later finds the run complete."""
     process = launch(folder, ranks)
     until(lambda: steps_done(folder) >= 9)
-    since, last = time.time(), SCALED["run.epochs"] * STEPS_PER_EPOCH - 1
+    since = time.time()
     process.kill()
     process.wait()
     refused, found = wait(launch(folder, ranks)), time.time()
     said = [line for line in (folder / "log.txt").read_text().splitlines() if "in use by" in line]
     named = refused == REFUSED and said and f"process {rank_pid(folder, 0)} on" in said[0]
-    until(lambda: steps_done(folder) == last and not Path(f"/proc/{rank_pid(folder, 0)}").exists())
+    until(lambda: steps_done(folder) == ALL_STEPS - 1 and not Path(f"/proc/{rank_pid(folder, 0)}").exists())
     again = wait(launch(folder, ranks))
     row = result(folder, reference, since, found, named and again == DONE)
     return {**row, "steps_lost": 0}, said[0] if said else "it was not refused"
