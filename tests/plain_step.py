@@ -37,7 +37,7 @@ class PlainDDPM(DeformDDPM):
     """The same deformations, one sample and one composition after the other."""
 
     @torch.no_grad()
-    def diffuse(self, x0, times, rng_keys):
+    def diffuse(self, x0, times, rng_keys, drawn=None):
         images, fields = [], []
         for image, t, rng_key in zip(x0, times, rng_keys):
             velocity, extra = (draw_velocity([rng_key], word, self.dims, self.grids, self.v_scale).to(x0.device)

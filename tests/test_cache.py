@@ -47,7 +47,7 @@ if __name__ == "__main__":
         for epoch in range(2):
             progress = {"epoch": epoch, "samples": 0, "pairs": 0}
             for step in epoch_batches(cfg, dataset, listed, progress, SHARE, {"rank": 0, "world_size": 1}):
-                for images, positions, subjects in step[0] + step[1]:
+                for images, positions, subjects, _ in step[0] + step[1]:
                     total.update(as_float(images).numpy().tobytes() + repr((positions, subjects)).encode())
             pids.append(sorted(worker.pid for worker in multiprocessing.active_children()))
         print(bool(place), workers, total.hexdigest(), len(pids[0]), pids[0] == pids[1], flush=True)
