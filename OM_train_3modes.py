@@ -30,7 +30,7 @@ from Diffusion.embeddings import embed, name_volumes, new_queue, push, target_em
 from Diffusion.fields import warp
 from Diffusion.gradients import new_gradients, put_together, set_aside
 from Diffusion.losses import info_nce, mslncc, recovery_terms, regularity
-from Diffusion.networks import build_network
+from Diffusion.networks import build_network, compile_network
 from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
 from Diffusion.validation import align, validate
@@ -452,6 +452,8 @@ def set_up(cfg, args, ranks, run):
              "steps_here": 0}
     adam, ema = restore_state(state, cfg, args.init_from)
     state["model"] = wrap(net, ranks, device, state["gradients"], cfg)
+    if cfg["run.compile"] == "step":
+        compile_network(net, device)
     state["optimizer"], state["ema"] = make_optimizer(net, ranks, cfg), new_ema(net, cfg, ema)
     if adam:
         load_optimizer(state["optimizer"], adam)

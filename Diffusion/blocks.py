@@ -12,6 +12,7 @@ from Diffusion.device_ops import NormModulateActivate, accelerated
 from Diffusion.fields import compose, interpolate, side_lengths, warp
 
 SLOPE = 0.2  # of the activation, LeakyReLU, for negative values
+HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Convolution and normalisation
@@ -25,7 +26,7 @@ def is_float32_on_cpu(x):
     (use_mkldnn in ATen/native/Convolution.cpp). The two functions below avoid both.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    return x.device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return x.device.type == "cpu" and dtype == torch.float32 and HAS_ONEDNN
 
 
 def pointwise_convolution(x, weight, bias):

@@ -8,12 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-SETTINGS = {"as on a device": False}  # true where a CPU counts what a device would do (Diffusion/fake_device.py)
+# None: as the device of a tensor is. True: where a CPU counts what a device would do (Diffusion/fake_device.py). False:
+# to measure what it gains.
+SETTINGS = {"as on a device": None}
 
 
 def accelerated(x):
-    """Whether an operation on x is done in the device's way."""
-    return x.device.type != "cpu" or SETTINGS["as on a device"]
+    """Whether an operation on x is done in the device's way. Where torch compiles it fuses the plain one by itself."""
+    wanted = SETTINGS["as on a device"]
+    return (x.device.type != "cpu" if wanted is None else wanted) and not torch.compiler.is_compiling()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

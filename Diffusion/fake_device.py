@@ -43,7 +43,7 @@ class DeviceAutocast(TorchFunctionMode):
 
     def __exit__(self, *error):
         self.depth -= 1
-        device_ops.SETTINGS["as on a device"] = self.depth > 0
+        device_ops.SETTINGS["as on a device"] = True if self.depth else None
         return super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

@@ -114,4 +114,4 @@ def test_all_modes_are_counted_by_the_rules_of_the_device_also_where_a_part_is_c
              for again in ("false", "true")]
     for name in om.MODES:
         assert costs[1][name]["kept"] < costs[0][name]["kept"] and costs[1][name]["flops"] > costs[0][name]["flops"]
-    assert not device_ops.SETTINGS["as on a device"]
+    assert device_ops.SETTINGS["as on a device"] is None

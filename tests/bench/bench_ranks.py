@@ -1,6 +1,7 @@
 """Many ranks on this machine: what a start takes, a rank that is killed, the restart, and the bits of the result.
 
     python tests/bench/bench_ranks.py --ranks 64 [--fewer 4] [--keep FOLDER]
+    python tests/bench/bench_ranks.py --paper 8 64 512 [--picture docs/ranks.png]
 
 A tiny training under bash_train_multi_nodes.sh, one real process for each rank. In its middle one rank gets SIGKILL,
 and the launcher has to name it and to go on by itself. The same steps are then made by a few ranks, which accumulate.
@@ -13,14 +14,20 @@ Reported are the parts of each start, as the logs of all ranks say:
 On a few cores the processes take turns: importing is then the processor's time of all ranks together, and says nothing
 about a cluster, where every rank has cores of its own. The meeting does, but for the time that ranks wait for a core.
 The last line of standard output is one JSON object.
+
+With --paper nothing is trained: what the ranks do together is computed by the formulas of `paper`, and where one
+machine can do it with real parts, it is measured beside: as many clients as ranks meet at one store (the median of five
+meetings), and the launcher's verdict reads as many logs.
 """
 import argparse
 import json
 import os
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -28,10 +35,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
-from Runtime.attempts import read_lines  # noqa: E402
+from Runtime import launch as joining  # noqa: E402
+from Runtime.attempts import free_port, read_lines  # noqa: E402
 from Runtime.device import describe  # noqa: E402
 from Runtime.report import text_table  # noqa: E402
+from Runtime.verdict import judge  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     ends,
     final_weights,
@@ -47,6 +57,9 @@ from tests.faults.common import (  # noqa: E402
 
 STEPS, KILLED_AFTER = 6, 3
 RANK_BYTES = 350e6  # of a rank, beside what it shares with the others
+# Of --paper: config_om.yaml's network, nodes of eight devices with 400 Gb/s, and what is usual of the rest.
+PARAMETERS, MODES, NODE = 232.8e6, 3, 8
+LATENCY_S, REQUEST_S, NODE_BANDWIDTH, COPY_BANDWIDTH, DISK_BANDWIDTH = 30e-6, 20e-6, 50e9, 20e9, 1e9
 PATIENT = {"run__join_s": 900, "run__deadline_first_s": 900, "run__deadline_floor_s": 300, "run__round_seconds": 3600,
            "run__epochs": 1, "run__checkpoint_steps": 2, "run__grace_s": 20}
 
@@ -124,12 +137,117 @@ def show(figures, ranks, fewer):
     print(f"on {os.cpu_count()} cores, {describe(torch.device('cpu'))}")
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# On paper, and with as many parts as ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+def paper(ranks, dtype_bytes=4):
+    """Seconds of what ranks do together, by formula: config_om.yaml on nodes of eight devices.
+
+    N ranks on n = N / 8 nodes; alpha, latency of a small message; B, bandwidth of a node; S, bytes of all gradients.
+      meeting     5 N c           every rank sends five requests to one store, which answers each within c
+      agreement   (N - 1) alpha   gloo passes the rows around a ring; once in each mode
+      gradients   2 (n - 1) / n x S / B   a ring over the nodes, once in each mode, while the backward pass goes on
+      checkpoint  S_all / C the copy to pinned memory, for which the step waits; S_all / D the write, which it does not
+    """
+    nodes, weights = max(ranks // NODE, 1), PARAMETERS * 4
+    return {"meeting": 5 * ranks * REQUEST_S, "agreement": MODES * (ranks - 1) * LATENCY_S,
+            "gradients": MODES * 2 * (nodes - 1) / nodes * PARAMETERS * dtype_bytes / NODE_BANDWIDTH,
+            "copy": 4 * weights / COPY_BANDWIDTH, "write": 4 * weights / DISK_BANDWIDTH}
+
+
+def meet_in_threads(ranks):
+    """Seconds in which so many clients, each with its own connection, meet at one store, as `launch.meet` does it."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    spent = []
+
+    def one(rank):
+        began = time.monotonic()
+        joining.meet({"rank": rank, "world_size": ranks}, 120)
+        spent.append((began, time.monotonic()))
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return max(end for _, end in spent) - max(begin for begin, _ in spent)
+
+
+def judge_logs(ranks):
+    """Seconds in which the launcher finds, in the logs of so many ranks, the one that was killed."""
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name)
+        for rank in range(ranks):
+            killed = rank == ranks // 2
+            same = {"attempt": 0, "rank": rank, "step": 7, "time": 1e9}
+            lines = [{**same, "event": "start", "host": f"node{rank // NODE}", "pid": 1, "node": ""}]
+            lines += [{**same, "event": "step", "spent": {}}] * (1000 if rank == 0 else 0)
+            if not killed:
+                lines.append({**same, "event": "died", "error": "RuntimeError: Connection reset by peer", "stack": []})
+            lines += [{**same, "event": "now", "mode": "diffusion", "phase": "forward" if killed else "agree",
+                       "number": 9, "deadline": 30}]
+            lines += [{"event": "exit", "attempt": 0, "rank": rank, "code": 137 if killed else 1, "time": 1e9 + 1}]
+            (run / f"rank{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        began = time.monotonic()
+        verdict = judge(run, 0, ranks, 1)
+        if verdict["rank"] != ranks // 2:
+            raise RuntimeError(f"of {ranks} ranks number {ranks // 2} was killed, and the verdict blames {verdict}")
+        return time.monotonic() - began
+
+
+def show_paper(counts, picture):
+    """The table, the picture and the line of JSON of --paper."""
+    rows, found = [], {}
+    for ranks in counts:
+        computed, half = paper(ranks), paper(ranks, 2)
+        found[ranks] = {**computed, "gradients_bf16": half["gradients"],
+                        "meeting_measured": statistics.median(meet_in_threads(ranks) for _ in range(5)),
+                        "verdict_measured": judge_logs(ranks)}
+        names = ("meeting", "meeting_measured", "verdict_measured", "agreement", "gradients", "gradients_bf16", "copy",
+                 "write")
+        rows.append([ranks, *(1000 * found[ranks][name] for name in names)])
+    header = ["ranks", "meeting", "measured", "verdict, measured", "agreements", "gradients", "in bf16", "copy",
+              "write"]
+    print("milliseconds; agreements and gradients of a step, copy and write of a checkpoint")
+    print(text_table(header, rows, [None, *[".0f"] * 8]))
+    if picture:
+        draw(picture)
+    print(json.dumps({str(ranks): {name: round(value, 5) for name, value in row.items()}
+                      for ranks, row in found.items()}))
+    return 0
+
+
+def draw(path):
+    """What a step spends between ranks, against their number."""
+    counts = [8 * 2 ** power for power in range(8)]
+    figure = Figure(figsize=(7.5, 3.8), layout="constrained")
+    ax = figure.subplots()
+    lines = {"gradients, float64 (run.exact_sums)": [paper(n, 8)["gradients"] for n in counts],
+             "gradients, float32": [paper(n)["gradients"] for n in counts],
+             "gradients, bf16 (run.bf16_sums)": [paper(n, 2)["gradients"] for n in counts],
+             "agreements": [paper(n)["agreement"] for n in counts]}
+    for (label, seconds), style in zip(lines.items(), ("-", "-", "-", "--")):
+        ax.plot(counts, [1000 * value for value in seconds], style, marker="o", markersize=4, label=label)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(counts, [str(n) for n in counts])
+    ax.set(xlabel="ranks, eight to a node", ylabel="ms a step, three modes", ylim=(0, 300))
+    ax.grid(color="#e3e6e9", linewidth=0.8)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=64, help="processes; a multiple of --fewer (default: 64)")
     parser.add_argument("--fewer", type=int, default=4, help="processes of the run to compare with (default: 4)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run there and leave everything")
+    parser.add_argument("--paper", type=int, nargs="+", metavar="N",
+                        help="compute for so many ranks, and train nothing")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --paper: draw what a step spends, as PNG")
     args = parser.parse_args(argv)
+    if args.paper:
+        return args
     if args.fewer < 1 or args.ranks < 3 or args.ranks % args.fewer:
         parser.error("--ranks must be at least 3 and a multiple of --fewer")
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -141,6 +259,8 @@ def parse_arguments(argv=None):
 
 def main(argv=None):
     args = parse_arguments(argv)
+    if args.paper:
+        return show_paper(args.paper, args.picture)
     parent = args.keep or Path(tempfile.mkdtemp(prefix="ranks-"))
     try:
         figures = measure(parent, args.ranks, args.fewer)

@@ -5,7 +5,8 @@
 
 Each section runs in a process of its own, so that a crash, a hang or a full memory costs that section only. After each
 one its figures are printed as a JSON object and the file of --out is written anew, with all sections so far. What a
-section cannot show on this device it says in a sentence. Sizes are those of config_om.yaml, 128^3, times --scale.
+section cannot show on this device it says in a sentence. Sizes are those of config_om.yaml, 128^3, times --scale; below
+1 its network is narrower too, down to a quarter of the channels.
 """
 import argparse
 import contextlib
@@ -32,6 +33,7 @@ import torch.nn.functional as F  # noqa: E402
 import OM_train_3modes as om  # noqa: E402
 from Dataloader.dataset import epoch_batches, read_datasets  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
+from Diffusion import device_ops  # noqa: E402
 from Diffusion.cost import mode_costs, step_memory  # noqa: E402
 from Diffusion.diffuser import draw_velocity, middle  # noqa: E402
 from Diffusion.fake_device import DeviceAutocast  # noqa: E402
@@ -70,6 +72,10 @@ def configuration(args, folder, name="config_om", **changes):
              "data.val_ids": "", "data.val_fraction": 0, "data.expect_samples": 0, "data.in_memory": True,
              "registration.gate": 2, "data.repeats": 1000, "run.models": f"{folder}/Models",
              "run.logs": f"{folder}/Logs", "run.device": args.device}
+    if args.scale < 1 and name == "config_om":
+        narrower = max(args.scale, 0.25)
+        words.update({"model.channels": [int(narrower * width) for width in (16, 32, 64, 128, 256)],
+                      "model.attention_width": 16 * int(64 * narrower)})
     words.update({key.replace("__", "."): value for key, value in changes.items()})
     words["diffusion.grids"] = [grid for grid in (8, 16, 32, 64) if grid <= words["data.img_size"]]
     cfg = load_config(ROOT / f"Config/{name}.yaml", [f"{key}={value}" for key, value in words.items()])
@@ -324,18 +330,20 @@ def choices(args, folder):
     cases = {"as it is": {}, "channels_last off": {"run__channels_last": False},
              "checkpointing off": {"model__use_checkpoint": False}, "batch 4": {"data__batchsize": 4},
              "batch 8": {"data__batchsize": 8}, "local_match off": {"model__local_match": False},
-             "exact_sums off": {"run__exact_sums": False}, "cudnn.benchmark": {}, "compile": {}}
-    if device.type == "cpu":
+             "plain norm and upsampling": {}, "exact_sums off": {"run__exact_sums": False}, "cudnn.benchmark": {},
+             "compile": {}}
+    if device.type == "cpu":  # compiling takes minutes there
         cases = {name: cases[name] for name in ("as it is", "channels_last off", "checkpointing off")}
     found = {}
     for name, changes in cases.items():
         forget_peak(device)
         torch.backends.cudnn.benchmark = name == "cudnn.benchmark"
+        device_ops.SETTINGS["as on a device"] = False if name == "plain norm and upsampling" else None
         try:
             cfg = configuration(args, folder, **changes)
             state, batches = new_state(cfg, device)
             if name == "compile":
-                state["model"] = torch.compile(state["net"])
+                om.compile_network(state["net"], device)
             first = steps(state, batches, cfg, 3)
             found[name] = {"step_s": statistics.median(steps(state, batches, cfg, 5)), "first_s": first[0],
                            "allocated_bytes": peak_bytes(device)[0], "reserved_bytes": peak_bytes(device)[1]}
@@ -359,6 +367,8 @@ def operations_of(args):
     coarse = random(batch, 16, *(side // 2,) * 3).requires_grad_()
     velocity = draw_velocity([(0, 0, 0), (0, 0, 1)], "velocity", 3, [8, 16, 32, 64], 4e-5).to(device)
     region = middle(64, 3)
+    weight, *zeros = torch.ones(16, device=device), *torch.zeros(3, 2, 16, device=device)
+    modulation = weight, zeros[0][0], *zeros[1:]  # weight and bias of the norm, scale and shift of each sample
 
     def both(function, *inputs):
         def run():
@@ -370,10 +380,14 @@ def operations_of(args):
         return run
     return {
         "group_norm 16": both(lambda x: F.group_norm(x.float(), 2), features),
-        "silu 16": both(F.silu, features),
+        "norm, modulation, activation at once": both(
+            lambda x: device_ops.NormModulateActivate.apply(x, 2, 1e-5, *modulation, 0.2), features),
         "upsample trilinear 2x": both(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), coarse),
         "upsample 1/16 to full": both(lambda x: F.interpolate(x[..., ::8, ::8, ::8], size=size, mode="trilinear"),
                                       coarse),
+        "upsample by products 2x": both(lambda x: device_ops.interpolate_by_products(x, size, False), coarse),
+        "upsample by products 1/16 to full": both(
+            lambda x: device_ops.interpolate_by_products(x[..., ::8, ::8, ::8], size, False), coarse),
         "avg_pool 2": both(lambda x: F.avg_pool3d(x.float(), 2), features),
         "warp image": both(lambda f: warp(image, f), field),
         "warp field": both(lambda f: warp(f, 0.1 * f, padding="border"), field),
