@@ -1,6 +1,6 @@
 """What a training step takes on a CPU, in float32 and in bf16, with AVX-512 and without, beside an earlier commit.
 
-    python tests/bench/bench_cpu.py [--steps 12] [--rounds 2] [--base ae2d719 | --base none]
+    python tests/bench/bench_cpu.py [--steps 12] [--rounds 2] [--base ae2d719 | --base none] [--configs demo ...]
 
 Every figure comes from the training itself: OM_train_3modes.py is started with a shipped config, makes some steps and
 leaves, and its log says when each ended. The second half of them is counted: in the first ones oneDNN makes its
@@ -11,7 +11,8 @@ that torch falls back to where it leaves oneDNN out.
 
 "AVX2" is this processor told to do without AVX-512 (ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2), as laptops and
 many desktops are; oneDNN then also says that it does not compute bf16, so bf16 is measured where it does. Volumes of
-the hippocampus come from ../shared/data/hippocampus where that is present, else synthetic ones of that size.
+the hippocampus come from ../shared/data/hippocampus where that is present, else synthetic ones of that size. "om" is
+the network of config_om.yaml, 233 M parameters, at 64^3 with a batch of one; it takes a quarter of an hour by itself.
 """
 import argparse
 import json
@@ -56,9 +57,14 @@ sys.exit(code)
 
 
 def volumes(folder):
-    """{config: overrides that name its volumes}."""
+    """{config: overrides that name its volumes}. An earlier tree has to train the same network on them."""
     write_dataset(folder / "demo", range(8), 40)
-    words = {"demo": [f"data.root={folder}/demo", "data.train_ids=0-5", "data.val_ids=6-7", "data.expect_samples=6"]}
+    write_dataset(folder / "om", range(8), 64)
+    ids = ["data.train_ids=0-5", "data.val_ids=6-7", "data.expect_samples=6"]
+    words = {"demo": [f"data.root={folder}/demo", *ids],
+             "om": [f"data.root={folder}/om", *ids, "data.img_size=64", "data.batchsize=1", "data.name=om",
+                    "run.keep_last=1", "data.in_memory=true", "model.affine_match=true", "model.local_match=true",
+                    "optim.average=0.998"]}
     real = ROOT.parent / "shared/data/hippocampus"
     if real.is_dir():
         return {**words, "hippocampus": [f"data.root={real}"]}
@@ -140,20 +146,26 @@ def main():
     parser = argparse.ArgumentParser(description="Seconds of a training step on a CPU, by precision and processor.")
     parser.add_argument("--steps", type=int, default=16, help="steps of each start (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="starts of each tree, in turns (%(default)s)")
+    parser.add_argument("--configs", nargs="+", choices=("demo", "hippocampus", "om"), default=["demo", "hippocampus"],
+                        help="which are trained (demo and hippocampus)")
     parser.add_argument("--base", default="ae2d719", help="commit to compare with, or none (%(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         trees = {} if args.base == "none" else {args.base: unpack(args.base, Path(name) / "base")}
-        rows = measure({**trees, "now": ROOT}, volumes(Path(name)), args.steps, args.rounds)
+        words = {config: of for config, of in volumes(Path(name)).items() if config in args.configs}
+        rows = measure({**trees, "now": ROOT}, words, args.steps, args.rounds)
     print(f"{describe(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}; "
           f"mode 3 in every step; medians over {args.rounds} x {args.steps // 2 - 1} steps\n")
     show(rows)
     found = {(config, isa, amp, tree): seconds for config, isa, amp, tree, seconds, *_ in rows}
+    speedups = {f"{config}, {isa}, {'float32' if amp == 'off' else amp}": round(found[config, isa, amp, args.base]
+                                                                               / seconds, 3)
+                for (config, isa, amp, tree), seconds in found.items() if tree == "now" and args.base != "none"}
     ours, base = (found.get(("hippocampus", "AVX2", "off", tree)) for tree in ("now", args.base))
     bf16 = found.get(("hippocampus", "as it is", "bf16", "now"))
     print("\n" + json.dumps({"slow_conv_calls": sum(row[6] for row in rows if row[3] == "now"),
-                             "step_s_fp32": round(ours, 4), "speedup_fp32": base and round(base / ours, 3),
-                             "step_s_bf16": bf16 and round(bf16, 4)}))
+                             "step_s_fp32": ours and round(ours, 4), "speedup_fp32": base and round(base / ours, 3),
+                             "step_s_bf16": bf16 and round(bf16, 4), "speedups": speedups}))
 
 
 if __name__ == "__main__":
