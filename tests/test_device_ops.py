@@ -58,7 +58,7 @@ def test_fields_and_upsampling_take_it(as_on_a_device):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def block_of(dims, channels, groups_of_norm=None):
+def block_of(dims, channels):
     torch.manual_seed(0)
     block = ConvBlock(dims, 3, channels, 6)
     for parameter in (*block.norm.parameters(), *block.by_time.parameters()):
