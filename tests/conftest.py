@@ -11,6 +11,8 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # `make test` has a process for each core; what they start has one thread too
     os.environ["OMP_NUM_THREADS"] = "1"
+# torch asks for the names of addresses when ranks meet; a name server that does not answer would take 5 s each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
