@@ -357,7 +357,8 @@ sys.exit(om.main(sys.argv[1:]))
 
 def test_saving_has_the_time_that_a_write_takes_and_not_only_the_copy(tmp_path):
     """Each save waits for the write before it, and the end of the run for the last one."""
-    words = arguments(make_data(tmp_path), run__epochs=1, run__deadline_floor_s=1, run__deadline_first_s=60)
+    words = arguments(make_data(tmp_path), run__epochs=1, run__deadline_floor_s=1, run__deadline_first_s=60,
+                      run__picture_every=0)  # whose font cache may take longer than this deadline
     done = launching.run([sys.executable, "-c", SLOW_STORAGE, *words], cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     spent = [line["spent"] for line in log_lines(tmp_path, "step") + log_lines(tmp_path, "end")]
