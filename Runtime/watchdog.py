@@ -67,7 +67,6 @@ def phase(name, mode=""):
     """Enter a phase: write the breadcrumb and arm the deadline. All ranks enter the same phases in the same order."""
     if STATE["file"] is None:
         return
-    _check_folder()
     now = time.time()
     last = STATE["name"], STATE["mode"]
     STATE["spent"][STATE["name"]] += now - STATE["since"]
@@ -136,7 +135,6 @@ def event(kind, **fields):
     """Append one line to the log. fields: must be of types that JSON has."""
     if STATE["file"] is None:
         return
-    _check_folder()
     line = {"event": kind, "attempt": STATE["attempt"], "rank": STATE["rank"], "step": STATE["step"],
             "time": round(time.time(), 3), **fields}
     _write(json.dumps(line).encode() + b"\n")
@@ -162,7 +160,7 @@ def _take_spent():
 
 
 def _check_folder():
-    """Every LOOK_S, before a write: check that the folder is still ours. Rank 0 also touches the lock.
+    """Every LOOK_S, right before a write: check that the folder is still ours. Rank 0 also touches the lock.
 
     A launch that was stopped may wake up after another one has taken its folder over. Then the log is closed, since
     further lines would go into the log of the other launch, and TakenOver is raised.
@@ -184,7 +182,7 @@ def _check_folder():
 def _write(lines):
     """Write events over the breadcrumb, and the new breadcrumb after them, in one call. lines: bytes.
 
-    Events that a full disk does not take wait: a log must not end a healthy training.
+    Events that a full disk does not take wait: a log must not end a healthy training. Raises TakenOver.
     """
     breadcrumb = {"event": "now", "attempt": STATE["attempt"], "rank": STATE["rank"], "step": STATE["step"],
                   "mode": STATE["mode"], "phase": STATE["name"], "number": STATE["number"],
@@ -193,6 +191,7 @@ def _write(lines):
     breadcrumb = json.dumps(breadcrumb).encode().ljust(WIDTH - 1) + b"\n"
     lines = STATE["pending"] + lines
     content = lines + breadcrumb
+    _check_folder()
     try:
         if os.pwrite(STATE["file"], content, STATE["end"]) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

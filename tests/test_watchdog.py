@@ -268,15 +268,19 @@ def test_phases_of_a_process_without_a_log_do_nothing(tmp_path):
     assert done.stdout == "{} None\n" and not list(tmp_path.iterdir())
 
 
-# A rank that has the folder's lock, says so, and goes through phases and events for ever.
+# A rank that has the folder's lock, is stopped in its first step, and goes through phases and events for ever.
 HOLDER = """
+import os, signal
 from Runtime.run_lock import lock
 watchdog.LOOK_S = 0.2
 lock(RUN, 60)
-print("holds", flush=True)
+stopped = False
 while True:
     watchdog.new_step(3)
     watchdog.phase("forward")
+    if not stopped:
+        stopped = True
+        os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.05)
     watchdog.event("step", spent=watchdog.end_step())
     time.sleep(0.05)
@@ -289,8 +293,6 @@ def stopped_holder(run, caught=True, **cfg):
     body += "except Exception as error:\n  print(type(error).__name__, error, flush=True)\n" if caught else ""
     process = launching.start(command(run, body, **cfg), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                               text=True)
-    assert process.stdout.readline() == "holds\n"
-    process.send_signal(signal.SIGSTOP)
     wait_for(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text())
     found = json.loads((run / "lock.json").read_text())
     (run / "lock.json").write_text(json.dumps({**found, "token": "another", "job": "9"}))
