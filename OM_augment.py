@@ -50,6 +50,7 @@ from Inference.draws import (
     source_digests,
     write_lists,
 )
+from Inference.labels import LABELS
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
 from Inference.outputs import write_moved
 from Runtime import run_lock
@@ -87,6 +88,9 @@ def parse_arguments(argv=None):
                         "number, as in training)")
     parser.add_argument("--stride", type=int, default=STRIDE, help="times per step of the recovery; 1 is finest and "
                         "slowest (%(default)s)")
+    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels and masks are carried: smooth "
+                        "(each one smoothed slightly and sampled linearly, the largest wins) or nearest, the label of "
+                        "the nearest voxel (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="another one gives other draws (%(default)s)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes on a CPU, each with one thread "
                         "(%(default)s)")
@@ -139,7 +143,8 @@ def make_job(args):
     model = None if args.model == "none" else str(find_checkpoint(args.model))
     job = {"seed": args.seed, "start": read_start(args.start), "model": model, "stride": args.stride,
            "config": str(args.config or DEFAULTS), "overrides": args.overrides, "target": args.target,
-           "condition": args.condition, "slices": args.slices, "out": args.out, "device": args.device}
+           "condition": args.condition, "slices": args.slices, "labels": args.labels, "out": args.out,
+           "device": args.device}
     prepare_worker(job)
     cfg = WORKER["cfg"]
     draw_start(job["start"], (0, 0, 0), cfg)  # refuses a time that the config does not have
@@ -244,7 +249,7 @@ def make_draws(item, draws):
             condition = show(placed_target(target), job["condition"], job["slices"], rng_key, cfg).to(WORKER["device"])
         field = draw_field(image, affine, cfg, rng_key, job["start"], WORKER["net"], condition, job["stride"], mask,
                            WORKER["device"])
-        sizes = write_draw(Path(job["out"]), item, draw, image, affine, label_maps, field)
+        sizes = write_draw(Path(job["out"]), item, draw, image, affine, label_maps, field, job["labels"])
         measures = {name: round(value, 5) for name, value in measure(field, affine).items()}
         target_id = "" if target is None else WORKER["targets"][target]["id"]
         records.append({"name": draw_name(item, draw), "id": item["id"], "draw": draw, "target": target_id,
@@ -252,13 +257,16 @@ def make_draws(item, draws):
     return records
 
 
-def write_draw(out, item, draw, image, affine, label_maps, field):
-    """Write the files of one draw with the headers and number types of its volume. Returns: their sizes."""
+def write_draw(out, item, draw, image, affine, label_maps, field, labels):
+    """Write the files of one draw with the headers and number types of its volume. Returns: their sizes.
+
+    label_maps: {kind: (array, affine)}. field: (N, *spatial) in voxels. labels: how they are carried.
+    """
     paths = draw_paths(item, draw)
     header = read_raw_header(item["image"])
     write_moved(out / paths["image"], deform(image, field), item["image"], affine, header)
     for kind, (array, own_affine) in label_maps.items():
-        deformed = deform(array, field, "nearest")
+        deformed = deform(array, field, labels)
         write_moved(out / paths[kind], deformed, item[kind], own_affine, read_raw_header(item[kind]))
     write_field(out / paths["field"], field, affine, header)
     return file_sizes(paths, out)

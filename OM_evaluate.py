@@ -24,8 +24,8 @@ from tqdm import tqdm
 from Dataloader.grids import same_grid
 from Dataloader.nifti import move_points, read_field, read_label, read_points
 from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spread
+from Inference.labels import LABELS, apply_label
 from Inference.pair_lists import TO_SCORE, read_pairs_to_score
-from Inference.registration import apply_field
 from Inference.results import damage, scores_csv
 from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import write_file
@@ -45,6 +45,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--field", help="deformation field on the fixed grid")
     parser.add_argument("--warped-label", help="label image that has been warped already, on the fixed grid: instead "
                         "of --field or beside it")
+    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how moving labels are carried: smooth "
+                        "(each one smoothed slightly and sampled linearly, the largest wins) or nearest, the label of "
+                        "the nearest voxel (%(default)s)")
     parser.add_argument("--fixed-points", help="CSV of landmarks of the fixed volume: x,y,z in mm, RAS")
     parser.add_argument("--moving-points", help="the same landmarks in the moving volume")
     parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes (what results.json says, else 3)")
@@ -63,14 +66,14 @@ def asked_pairs(args):
     return pairs, args.dims or dims or 3
 
 
-def score_whole(pair, dims):
+def score_whole(pair, dims, carried):
     """`score_pair`, after a look whether the field of a registered pair is still the file that was written."""
     if "written" in pair:
         folder, digests = pair["written"]
         problem = damage(digests, folder)
         if problem:
             raise InputError(f"{problem}: register this pair again.")
-    return score_pair(pair, dims)
+    return score_pair(pair, dims, carried)
 
 
 def require_same_grid(path, fixed_path, shape, affine, fixed_shape, fixed_affine):
@@ -80,10 +83,10 @@ def require_same_grid(path, fixed_path, shape, affine, fixed_shape, fixed_affine
                          f"{tuple(fixed_shape)}); give the one of this pair.")
 
 
-def score_labels(pair, field, grid, dims, scores):
+def score_labels(pair, field, grid, dims, carried, scores):
     """Dice and HD95 of each label of the fixed image, before and after, into `scores`.
 
-    field: (N, *fixed) in voxels or None. grid: its (shape, affine) or None.
+    field: (N, *fixed) in voxels or None. grid: its (shape, affine) or None. carried: a word of --labels.
     """
     fixed, fixed_affine = read_label(pair["fixed_label"], dims)
     if grid:
@@ -92,9 +95,9 @@ def score_labels(pair, field, grid, dims, scores):
     if "moving_label" in pair:
         moving, affine = read_label(pair["moving_label"], dims)
         zero = np.zeros((dims, *fixed.shape), np.float32)
-        label_maps["_before"] = apply_field(moving, affine, zero, fixed_affine, order=0)
+        label_maps["_before"] = apply_label(moving, affine, zero, fixed_affine, carried)
         if field is not None:
-            label_maps[""] = apply_field(moving, affine, field, fixed_affine, order=0)
+            label_maps[""] = apply_label(moving, affine, field, fixed_affine, carried)
     if "warped_label" in pair:
         warped, affine = read_label(pair["warped_label"], dims)
         require_same_grid(pair["warped_label"], pair["fixed_label"], warped.shape, affine, fixed.shape, fixed_affine)
@@ -124,10 +127,10 @@ def score_points(pair, field, affine, scores):
         scores["tre_mm"] = float(np.linalg.norm(move_points(fixed, field, affine) - moving, axis=1).mean())
 
 
-def score_pair(pair, dims=3):
+def score_pair(pair, dims=3, carried="smooth"):
     """All scores of one pair.
 
-    pair: dict with name and those of TO_SCORE that there are. dims: 2 or 3.
+    pair: dict with name and those of TO_SCORE that there are. dims: 2 or 3. carried: how labels are, see --labels.
     Returns: dict of name, "labels" ({label: scores}) and those means of COLUMNS that the files allow.
     Raises InputError naming the file for whatever does not fit.
     """
@@ -139,7 +142,7 @@ def score_pair(pair, dims=3):
         tensor = torch.from_numpy(field)[None]
         scores.update(folding_percent=folding_percent(tensor), sdlogj=sdlogj(tensor))
     if "fixed_label" in pair:
-        score_labels(pair, field, grid, dims, scores)
+        score_labels(pair, field, grid, dims, carried, scores)
     if "fixed_points" in pair and "moving_points" in pair:
         score_points(pair, field, affine, scores)
     if len(scores) == 2:
@@ -189,7 +192,7 @@ def score_all(args):
     scores, failed = [], []
     with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
         for pair in bar:
-            score = attempt(pair["name"], score_whole, pair, dims)
+            score = attempt(pair["name"], score_whole, pair, dims, args.labels)
             if isinstance(score, str):
                 failed.append({"name": pair["name"], "reason": score})
             else:

@@ -30,6 +30,7 @@ from Dataloader.datalist import volume_id
 from Dataloader.grids import same_grid
 from Dataloader.nifti import read_field, read_header, read_label, read_points, read_raw_header, read_volume
 from Diffusion.metrics import average, dice
+from Inference.labels import LABELS, apply_label
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import disp_name, write_pair, write_points, write_warped
 from Inference.pair_figures import COLUMNS, means, pair_figures, write_report
@@ -81,6 +82,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--start", choices=STARTS, default="auto", help="where the moving volume begins: as the "
                         "headers say, with the centres of the fields of view on each other, or the more similar of "
                         "the two (%(default)s)")
+    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are carried: smooth (each "
+                        "one smoothed slightly and sampled linearly, the largest wins) or nearest, the label of the "
+                        "nearest voxel (%(default)s)")
     parser.add_argument("--inverse", action="store_true", help="write inverse_field.nii.gz too, on the moving grid")
     parser.add_argument("--learn2reg", action="store_true", help="write disp_<fixed>_<moving>.nii.gz too")
     parser.add_argument("--no-picture", action="store_true", help="no picture.png for each pair")
@@ -135,7 +139,8 @@ def asked_model(args):
         model = load_model(args.model, args.device, args.set)
         cfg = model[1]
         weights = checkpoint.weights_sha256(model[0].state_dict())
-    asked = {key: getattr(args, key) for key in ("affine", "refine", "start", "inverse", "learn2reg", "no_picture")}
+    asked = {key: getattr(args, key) for key in ("affine", "refine", "start", "labels", "inverse", "learn2reg",
+                                                "no_picture")}
     settings = {"weights": weights, **asked, "config": cfg}
     return model, cfg, json.loads(json.dumps(settings))
 
@@ -223,11 +228,11 @@ def register_pair(pair, model, cfg, args, folder, earlier=None):
         warnings.simplefilter("ignore", UserWarning)  # they are in the row, and printed from there
         result = register(pair["fixed"], pair["moving"], model, args.affine or False, args.refine, args.start,
                           args.device, args.inverse, cfg, progress=True)
-    warped_label = warp_label(moving_label, result, result["field"])
+    warped_label = warp_label(moving_label, result, result["field"], args.labels)
     row = {"name": pair["name"], **{key: os.path.abspath(pair[key]) for key in TO_REGISTER if key in pair},
            "folder": str(folder), **{key: result[key] for key in (*COLUMNS, *ROW) if key in result},
            "seconds": result["seconds"]["total"], "seconds_of": result["seconds"], "matrix": result["matrix"].tolist(),
-           **label_scores(moving_label, warped_label, fixed_label, result)}
+           **label_scores(moving_label, warped_label, fixed_label, result, args.labels)}
     if moving_label is not None and moving_label.any() and not warped_label.any():
         row["warnings"] = [*row["warnings"], f"no voxel of {pair['moving_label']} came to lie in the fixed volume."]
     make_folder(folder)
@@ -256,22 +261,25 @@ def read_own_label(pair, side, dims):
     return label
 
 
-def warp_label(moving_label, result, field):
-    """The moving label map as a field shows it, (*fixed), or None where there is none. result: of `register`."""
+def warp_label(moving_label, result, field, labels):
+    """The moving label map as a field shows it, (*fixed), or None where there is none.
+
+    result: of `register`. labels: how it is carried, a word of --labels.
+    """
     if moving_label is None:
         return None
-    return apply_field(moving_label, result["moving"][1], field, result["fixed"][1], order=0)
+    return apply_label(moving_label, result["moving"][1], field, result["fixed"][1], labels)
 
 
-def label_scores(moving_label, warped_label, fixed_label, result):
+def label_scores(moving_label, warped_label, fixed_label, result, carried):
     """Dice of each label as the headers place the volumes and after the registration: this part of the row.
 
-    moving_label, warped_label, fixed_label: label maps or None. result: of `register`.
+    moving_label, warped_label, fixed_label: label maps or None. result: of `register`. carried: a word of --labels.
     """
     if moving_label is None or fixed_label is None or not fixed_label.any():
         return {"labels": {}}
     labels = sorted(set(np.unique(fixed_label).tolist()) - {0})
-    by_header = warp_label(moving_label, result, np.zeros_like(result["field"]))
+    by_header = warp_label(moving_label, result, np.zeros_like(result["field"]), carried)
     before, after = dice(by_header, fixed_label, labels), dice(warped_label, fixed_label, labels)
     return {"labels": {str(label): {"dice_before": first, "dice": second}
                        for label, first, second in zip(labels, before, after)},
@@ -290,20 +298,22 @@ def apply_saved(args):
     field, affine = read_field(args.apply, dims)
     header = fixed_header(args, field, affine, dims)
     points_mm = read_points(args.points) if args.points else None
-    # Everything is read before anything is written: (target, source, array, its affine, order of interpolation).
-    volumes = [(out / warped_name("warped", path, args.moving), path, *read_volume(path, dims), 1)
-               for path in args.moving]
-    volumes += [(out / warped_name("warped_label", path, args.moving_label), path, *read_label(path, dims), 0)
-                for path in args.moving_label]
+    # Everything is read before anything is written: (target, source, array, its affine).
+    images = [(out / warped_name("warped", path, args.moving), path, *read_volume(path, dims))
+              for path in args.moving]
+    label_maps = [(out / warped_name("warped_label", path, args.moving_label), path, *read_label(path, dims))
+                  for path in args.moving_label]
     make_folder(out)
     token = run_lock.lock(out, STALE_S, instead="name another --out")
     try:
-        for target, *_ in volumes:
+        for target, *_ in images + label_maps:
             target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label
         if args.points:
             (out / "points.csv").unlink(missing_ok=True)
-        for target, path, array, own_affine, order in volumes:
-            write_warped(target, apply_field(array, own_affine, field, affine, order), path, affine, header)
+        for target, path, array, own_affine in images:
+            write_warped(target, apply_field(array, own_affine, field, affine), path, affine, header)
+        for target, path, array, own_affine in label_maps:
+            write_warped(target, apply_label(array, own_affine, field, affine, args.labels), path, affine, header)
         if points_mm is not None:
             write_points(out / "points.csv", points_mm, field, affine)
     finally:

@@ -495,7 +495,7 @@ def train_epoch(state, volumes, args, cfg):
     watchdog.new_step(progress["step"], "epoch")
     with bar, below:
         for volume_list, pair_list in epoch_batches(cfg, train, listed, progress, split, ranks,
-                                                      draw=state["ddpm"].draw):
+                                                    draw=state["ddpm"].draw):
             state["steps_here"] += 1
             set_learning_rate(state, steps, cfg)
             line, agreed = train_step(state, volume_list, pair_list, cfg, save=save_is_due(state, cfg),

@@ -173,7 +173,7 @@ class ConvBlock(nn.Module):
         scale, shift = self.by_time(time).to(x.dtype).view(shape).chunk(2, dim=1)           # (B, 16, 1^3) each
         x = (x + shift).addcmul_(x, scale)                                                  # (B, 16, 128^3)
         # In place: the backward passes of the activation and of the next convolution need the result only.
-        return F.leaky_relu_(x, SLOPE)                                                       # (B, 16, 128^3)
+        return F.leaky_relu_(x, SLOPE)                                                      # (B, 16, 128^3)
 
 
 class UpsampleConv(nn.Module):

@@ -10,17 +10,18 @@ from Dataloader.grids import foreground_box, grid_transform, rescale, to_canonic
 from Dataloader.prepare import intensity_limits
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import jacobian_determinant, warp
+from Inference.labels import label_at
 from Inference.load_model import default_config
 from Inference.registration import total_field
 from Runtime.errors import InputError
 from Runtime.keyed_random import generator, hashed, uniform
 
-MODES = ("bilinear", "nearest")
+MODES = ("bilinear", "smooth", "nearest")
 STRIDE = 4  # times per step of the recovery: what one prediction undoes, see DeformDDPM.recover
 
 
 def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw=0, target=None, target_affine=None,
-            condition=None, slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu"):
+            condition=None, slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu", labels="smooth"):
     """A deformed copy of a volume.
 
     image: (D, H, W) or (H, W), any real numbers. label: the same shape, or None.
@@ -34,8 +35,8 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     training), "volume": all, None: what it was trained with, or planes if `slices` is given.
     stride: times per step of the recovery, see `DeformDDPM.recover`. mask: (*spatial), where data.crop_above centres
     the training grid. cfg: without a model, the config whose diffusion.* and data.* keys are taken; default
-    Config/config_om.yaml. device: where the network is.
-    Returns: image, of its dtype, whole numbers rounded; label or None, nearest neighbour; field (N, *spatial) float32
+    Config/config_om.yaml. device: where the network is. labels: how the label is carried, "smooth" or "nearest".
+    Returns: image, of its dtype, whole numbers rounded; label or None; field (N, *spatial) float32
     in voxels: image(x) is what was at x + field(x).
     Raises InputError for what cannot be used.
     """
@@ -52,7 +53,7 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
         placed_target, _ = place(target, target_affine, cfg)
         shown = show(placed_target, condition, slices, rng_key, cfg).to(device)
     field = draw_field(image, affine, cfg, rng_key, start, net, shown, stride, mask, device)
-    deformed_label = None if label is None else deform(label, field, "nearest")
+    deformed_label = None if label is None else deform(label, field, labels)
     return deform(image, field), deformed_label, field
 
 
@@ -87,9 +88,13 @@ def deform(array, field, mode="bilinear"):
     """The array warped by a field: at x what was at x + field(x); beyond the border the nearest voxel's value.
 
     array: (*spatial); values up to 2^24 are exact. field: (N, *spatial) in voxels. mode: "bilinear" for images (linear
-    along each axis), "nearest" for labels. Returns: the same shape and dtype, whole numbers rounded.
+    along each axis); for labels "smooth" (see `label_at`) or "nearest". Returns: the same shape and dtype, whole
+    numbers rounded.
     """
     array = np.asarray(array)
+    if mode == "smooth":
+        last = np.reshape(array.shape, (-1, *[1] * array.ndim)) - 1
+        return label_at(array, np.clip(np.indices(array.shape, np.float32) + field, 0, last))
     image = torch.from_numpy(np.ascontiguousarray(array, np.float32))[None, None]
     warped = warp(image, torch.from_numpy(field)[None], mode=mode, padding="border")[0, 0].numpy()
     if array.dtype.kind in "bui":

@@ -36,7 +36,7 @@ def draw_settings(job, cfg, targets):
     digest = "".join(sha256(item["image"]) for item in targets)
     if len(targets) > 1:
         digest = hashlib.sha256(digest.encode()).hexdigest()
-    settings = {key: job[key] for key in ("seed", "start", "stride", "condition", "slices")}
+    settings = {key: job[key] for key in ("seed", "start", "stride", "condition", "slices", "labels")}
     settings["model"] = job["model"] and sha256(job["model"])
     settings["target"] = digest or None
     settings.update({key: value for key, value in cfg.items()

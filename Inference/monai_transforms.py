@@ -20,7 +20,7 @@ class RandDeformationd(Base):
     """Deforms several volumes of a dictionary by one random field.
 
     keys: names of the entries, arrays or tensors (C, *spatial) on one grid.
-    mode: "bilinear" for images or "nearest" for labels, one for all keys or one for each.
+    mode: "bilinear" for images; "smooth" or "nearest" for labels; one for all keys or one for each.
     prob: probability that a sample is deformed.
     start: as in `augment`; (low, high) draws a strength for each sample. stride: as in `augment`.
     model: (network, config) from `load_model`; the network sees the first channel of the first key.
@@ -39,7 +39,7 @@ class RandDeformationd(Base):
         words = (mode,) * len(self.keys) if isinstance(mode, str) else tuple(mode)
         self.modes = [str(getattr(word, "value", word)) for word in words]
         if len(self.modes) != len(self.keys) or not set(self.modes) <= set(MODES):
-            raise InputError(f"mode {mode}: give {' or '.join(MODES)}, one for all keys or one for each of them, "
+            raise InputError(f"mode {mode}: give {', '.join(MODES)}, one for all keys or one for each of them, "
                              f"{self.keys}.")
         self.prob, self.start, self.stride, self.field_key = prob, start, stride, field_key
         self.net, self.cfg = model or (None, cfg)

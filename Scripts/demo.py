@@ -27,9 +27,10 @@ from Dataloader.synthetic import write_dataset  # noqa: E402
 from Diffusion.figures import curves_figure, gallery_figure, registration_figure  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
 from Inference.augmentation import augment  # noqa: E402
+from Inference.labels import apply_label  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Inference.refine import STEPS  # noqa: E402
-from Inference.registration import apply_field, register  # noqa: E402
+from Inference.registration import register  # noqa: E402
 from Runtime import checkpoint, report  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
@@ -61,7 +62,7 @@ def register_held_out(model, device):
         fixed_label, fixed_affine = read_label(fixed["label"], dims)
         labels = sorted(set(np.unique(fixed_label).tolist()) - {0})
         fields = {"before": 0 * result["field"], "after": result["field"], "refined": refined["field"]}
-        warped = {word: apply_field(moving_label, moving_affine, field, fixed_affine, order=0)
+        warped = {word: apply_label(moving_label, moving_affine, field, fixed_affine)
                   for word, field in fields.items()}
         scores = {word: average(dice(label, fixed_label, labels)) for word, label in warped.items()}
         cases.append({"pair": f"{moving['id']} to {fixed['id']}", "folding": result["folding_percent"], **scores,

@@ -231,7 +231,9 @@ def test_the_function_gives_what_the_script_writes(data):
     for folder, array in (("imagesTr", copy), ("labelsTr", moved)):
         assert np.array_equal(np.asarray(nibabel.load(data / f"out/{folder}/s_002_draw01.nii.gz").dataobj), array)
     assert np.allclose(read_field(data / "out/fieldsTr/s_002_draw01.nii.gz")[0], field, atol=1e-4)
-    assert np.array_equal(deform(label, field, "nearest"), moved)
+    assert np.array_equal(deform(label, field, "smooth"), moved)
+    nearest = augment(image, label, affine, start=(30, 60), draw=1, subject="s_002", cfg=CFG, labels="nearest")[1]
+    assert np.array_equal(nearest, deform(label, field, "nearest")) and not np.array_equal(nearest, moved)
 
 
 def test_scaled_and_floating_numbers_stay_what_they_mean(tmp_path):
@@ -548,7 +550,7 @@ def test_without_monai():
 
 
 @pytest.mark.parametrize("changes, entries, message", [
-    ({"mode": "cubic"}, {}, "mode cubic: give bilinear or nearest"),
+    ({"mode": "cubic"}, {}, "mode cubic: give bilinear, smooth, nearest"),
     ({"keys": ["image", "mask"]}, {}, "mask: no such entry"),
     ({}, {"label": np.zeros((1, 5, 5, 5))}, "label: shape .* is not that of image"),
     ({"cfg": {**CFG, "model.dims": 2}}, {}, "is not 2D, as model.dims says"),

@@ -3,9 +3,10 @@
     python tests/bench/bench_mouse.py [--refine N] [--out FOLDER]
 
 Three brains (112 x 128 x 80 voxels of 0.15 mm, 37 labels) in different positions, registered in all six orders. Ours is
-what `OM_register.py --model none --affine --refine N` does. The peer is antspyx SyN with local correlation of radius 2,
-iterations 40/20/5, after its own affine stage. Files, scores, threads and seconds are as in bench_registration.py; no
-pair goes before the first one, since minutes do not notice a start. The last line is one line of JSON.
+what `OM_register.py --model none --affine --refine N` does. The peers are antspyx SyN with local correlation of radius
+2, iterations 40/20/5, and Greedy with local correlation, each after its own affine stage. Files, scores, threads and
+seconds are as in bench_registration.py; no pair goes before the first one, since minutes do not notice a start. The
+last line is one line of JSON.
 """
 import argparse
 import itertools
@@ -13,20 +14,20 @@ import signal
 import sys
 
 import torch
-from bench_registration import ROOT, SYN_CC, add_shared, ours, peer, prepare_pairs, publish, run_method  # and sys.path
+from bench_registration import PEERS, ROOT, add_shared, ours, peer, prepare_pairs, publish, run_method  # and sys.path
 from peers import peers_python
 
 from Inference.load_model import DEFAULTS
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
 
-DATA, PEER = ROOT.parent / "shared/data/mouse", "antspyx_syn_cc"
+DATA, BESIDE = ROOT.parent / "shared/data/mouse", ("antspyx_syn_cc", "greedy")
 
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Registration of mouse brains: this project and antspyx SyN-CC.")
-    parser.add_argument("--methods", nargs="+", choices=("refine", PEER), default=("refine", PEER), metavar="NAME",
-                        help=f"refine, {PEER} or both (both)")
+    parser.add_argument("--methods", nargs="+", choices=("refine", *BESIDE), default=("refine", *BESIDE),
+                        metavar="NAME", help=f"some of refine, {', '.join(BESIDE)} (all)")
     parser.add_argument("--refine", type=int, default=60, metavar="N", help="steps of our refinement (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of Config/config_om.yaml, such as refine.* , for ours")
@@ -44,6 +45,17 @@ def read_brains(data):
     return found
 
 
+def method_of(name, args, cfg, python):
+    """(generator of a method, what has to be the same to resume it). python: interpreter of the peers."""
+    if name == "refine":
+        settings = {"refine": args.refine, "overrides": args.overrides, "threads": args.threads}
+        return lambda pairs: ours(pairs, None, True, args.refine, cfg, warm_up=False), settings
+    kind, options = PEERS[name]
+    folder = args.out / "work" / name
+    return (lambda pairs: peer(pairs, kind, options, folder, python, args.threads, warm_up=False),
+            {**options, "threads": args.threads})
+
+
 def main(argv=None):
     args = parse_arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
@@ -52,15 +64,11 @@ def main(argv=None):
         brains, cfg = read_brains(args.data), load_config(DEFAULTS, args.overrides)
         pairs = list(itertools.permutations(brains, 2))[:args.limit]
         pairs = prepare_pairs(brains, pairs, args.out / "work/volumes", "header")
-        methods = {"refine": lambda rest: ours(rest, None, True, args.refine, cfg, warm_up=False)}
-        settings = {"refine": {"refine": args.refine, "overrides": args.overrides}, PEER: SYN_CC}
-        if PEER in args.methods:
-            python = peers_python(args.peers_python)
-            methods[PEER] = lambda rest: peer(rest, "ants", SYN_CC, args.out / "work" / PEER, python, args.threads,
-                                              warm_up=False)
-        results = {name: run_method(name, methods[name], pairs, args.out / f"{name}.json",
-                                    {**settings[name], "threads": args.threads}, args.resume)
-                   for name in ("refine", PEER) if name in args.methods}
+        python = peers_python(args.peers_python) if set(args.methods) & set(BESIDE) else None
+        results = {}
+        for name in args.methods:
+            method, settings = method_of(name, args, cfg, python)
+            results[name] = run_method(name, method, pairs, args.out / f"{name}.json", settings, args.resume)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP

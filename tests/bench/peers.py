@@ -156,6 +156,34 @@ def ants_method(pair, options):
     return field, warped, seconds
 
 
+def greedy_method(pair, options):
+    """Greedy: its affine stage, then its deformation. options: of the command lines of its stages, affine a list."""
+    import SimpleITK
+    from picsl_greedy import Greedy3D
+    fixed, moving, label = (SimpleITK.ReadImage(str(pair[key])) for key in FILES)
+    fixed, moving = (SimpleITK.Cast(image, SimpleITK.sitkFloat32) for image in (fixed, moving))
+    greedy, threads, folder = Greedy3D(), os.environ["OMP_NUM_THREADS"], tempfile.mkdtemp()
+    affine, start = f"{folder}/affine.mat", "-ia-image-centers"
+    try:
+        started = time.perf_counter()
+        for stage in options["affine"]:
+            greedy.execute(f"-threads {threads} -a -i fixed moving {start} {stage} -o {affine}", fixed=fixed,
+                           moving=moving)
+            start = f"-ia {affine}"
+        greedy.execute(f"-threads {threads} -i fixed moving -it {affine} {options['deformable']} -o field", field=None)
+        seconds = time.perf_counter() - started
+        greedy.execute(f"-rf fixed -ri NN -rm label warped -r field {affine}", label=label, warped=None)
+        matrix = np.loadtxt(affine)
+    finally:
+        shutil.rmtree(folder)
+    array, fixed_affine = read(pair["fixed"])
+    warped = SimpleITK.GetArrayFromImage(greedy["warped"]).transpose(2, 1, 0)
+    # A vector in mm for each voxel, in ITK's axes, of which two point the other way; then the affine, in NIfTI's.
+    shift_mm = SimpleITK.GetArrayFromImage(greedy["field"]).transpose(2, 1, 0, 3) * (-1, -1, 1)
+    world = np.moveaxis(np.indices(array.shape), 0, -1) @ fixed_affine[:3, :3].T + fixed_affine[:3, 3] + shift_mm
+    return voxels(world @ matrix[:3, :3].T + matrix[:3, 3], fixed_affine), warped, seconds
+
+
 def dipy_method(pair, options):
     """DIPY: its affine pipeline (centre of mass, translation, rigid, affine), then SyN with its local correlation.
 
@@ -207,7 +235,8 @@ def voxelmorph_method(pair, options):
     return total(moved[0].numpy()), nearest(batch(label), moved)[0, 0].numpy()[inside], seconds
 
 
-METHODS = {"ants": ants_method, "dipy": dipy_method, "convexadam": convexadam_method, "voxelmorph": voxelmorph_method}
+METHODS = {"ants": ants_method, "greedy": greedy_method, "dipy": dipy_method, "convexadam": convexadam_method,
+           "voxelmorph": voxelmorph_method}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

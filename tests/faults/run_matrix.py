@@ -484,7 +484,7 @@ def matrix():
             ("mode 3 opens late and slowly", late_mode_3, (), "first"),
             ("a process that never exits", would_not_exit, (), "exit"),
             ("a launch that never starts", never_starts, (120,), "first"),
-            ("a launch beyond its time limit", never_starts, (8,), "round")]
+            ("a launch beyond its time limit", never_starts, (20,), "round")]
     again = {"SIGKILL of one rank", "hang holding the GIL", "skipped collective", "other batch shape on one rank"}
     other = {"SIGKILL of one rank", "SIGKILL of all ranks", "hang holding the GIL", "newest checkpoint truncated",
              "killed while saving", "TERM to the launcher"}

@@ -1,0 +1,129 @@
+"""Carrying label maps: against the plain way on the whole volume, and what must not get lost."""
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from Diffusion.metrics import dice
+from Inference.augmentation import deform
+from Inference.labels import SIGMA, apply_label, label_at
+from Inference.registration import apply_field
+
+
+def ellipsoid(shape, centre, radii):
+    """Voxels within an ellipsoid; centre and radii in voxels."""
+    distance = sum(((axis - c) / r) ** 2 for axis, c, r in zip(np.indices(shape), centre, radii))
+    return distance < 1
+
+
+def two_structures(shape=(28, 24, 26), centre=(13.2, 11.4, 12.7)):
+    """An ellipsoid whose halves are the labels 2 and 5, touching each other."""
+    inside = ellipsoid(shape, centre, (9, 6, 7))
+    label = np.where(inside, 2, 0).astype(np.int16)
+    label[inside & (np.indices(shape)[0] > 14)] = 5
+    return label
+
+
+def plain_smooth(label, points):
+    """The definition, on whole volumes: smooth each label's indicator, the background's too, sample, arg max."""
+    values = np.unique(label)
+    shares = [ndimage.map_coordinates(ndimage.gaussian_filter((label == value).astype(np.float32), SIGMA,
+                                                              mode="nearest", radius=4), points, order=1,
+                                      mode="nearest") for value in values]
+    return values[np.argmax(shares, 0)]
+
+
+def random_points(shape, seed=0):
+    """Every voxel, moved by a smooth random field of some voxels."""
+    rng = np.random.default_rng(seed)
+    field = np.stack([ndimage.gaussian_filter(rng.normal(size=shape), 4) for _ in shape])
+    return np.indices(shape) + 3 * field / field.std()
+
+
+def test_labels_are_the_arg_max_of_their_smoothed_indicators():
+    label = two_structures()
+    points = np.clip(random_points(label.shape), 0, np.reshape(label.shape, (3, 1, 1, 1)) - 1)
+    found = label_at(label, points)
+    assert found.dtype == label.dtype
+    assert np.array_equal(found, plain_smooth(label, points))
+    assert not np.array_equal(found, ndimage.map_coordinates(label, points, order=0))
+
+
+@pytest.mark.parametrize("angle", [10, 33])
+def test_smooth_labels_are_nearer_to_the_true_shape_than_nearest_ones(angle):
+    """A turned ellipsoid, carried from its voxels, beside the same ellipsoid cut out of the turned space itself."""
+    shape, centre = (28, 24, 26), np.array([13.2, 11.4, 12.7])
+    turn = np.array([[np.cos(np.deg2rad(angle)), -np.sin(np.deg2rad(angle)), 0],
+                     [np.sin(np.deg2rad(angle)), np.cos(np.deg2rad(angle)), 0], [0, 0, 1]])
+    label = ellipsoid(shape, centre, (9, 5, 6)).astype(np.uint8)
+    points = np.einsum("ij,j...->i...", turn, np.indices(shape) - centre.reshape(3, 1, 1, 1))
+    true = (points / np.reshape([9, 5, 6], (3, 1, 1, 1))) ** 2
+    true = (true.sum(0) < 1).astype(np.uint8)
+    points = points + centre.reshape(3, 1, 1, 1)
+    smooth, = dice(label_at(label, points), true, [1])
+    nearest, = dice(ndimage.map_coordinates(label, points, order=0), true, [1])
+    assert smooth > nearest + 0.005 and smooth > 0.97
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.3])
+def test_thin_structures_and_single_voxels_are_not_lost(shift):
+    label = np.zeros((20, 24, 22), np.int16)
+    label[4:12, 5:14, 6:15] = 3
+    label[18, 3:20, 10] = 9  # a line
+    label[2, 2, 2] = 5  # a voxel
+    label[15, :, 18] = 7  # a line through the whole volume
+    label[8, 9, 5:16] = 0  # a channel through the block
+    found = label_at(label, np.indices(label.shape) + shift)
+    for value in (5, 7, 9):
+        assert (found[label == value] == value).all()
+    assert (found[8, 9, 7:14] == 0).all()  # but for its mouths, which the space around widens
+    plain = plain_smooth(label, np.indices(label.shape))
+    assert not {5, 7, 9} & set(np.unique(plain))  # the smoothing alone does lose them
+
+
+def test_a_label_that_is_not_there_never_appears():
+    """Between the labels 1 and 3 there is no 2, as there would be between their numbers."""
+    label = np.ones((12, 12, 12), np.uint8)
+    label[6:] = 3
+    points = random_points(label.shape, seed=1)
+    outside = (points < -0.5).any(0) | (points >= 11.5).any(0)
+    found = label_at(label, points)
+    assert set(np.unique(found)) == {0, 1, 3}
+    assert np.array_equal(found == 0, outside)  # a structure that the field of view cuts off goes on to its border
+
+
+def test_labels_of_an_empty_map_of_two_axes_and_of_other_types():
+    assert not label_at(np.zeros((6, 7, 8), np.int16), np.indices((6, 7, 8)) + 0.2).any()
+    label = two_structures()[:, 11]
+    points = np.indices(label.shape) + 0.25
+    inside = (points < np.reshape(label.shape, (2, 1, 1)) - 0.5).all(0)
+    assert np.array_equal(label_at(label, points), plain_smooth(label, points) * inside)
+    floats = label_at(label.astype(np.float64), points)
+    assert floats.dtype == np.float64 and np.array_equal(floats, label_at(label, points))
+    large = label_at(np.where(label == 5, 2 ** 30 + 1, label.astype(np.int64)), points)
+    assert set(np.unique(large)) == {0, 2, 2 ** 30 + 1}  # a number that float32 does not have
+
+
+def test_between_two_grids_the_field_and_both_affines_are_followed():
+    """A moving map on a flipped, anisotropic, shifted grid, under a field of whole voxels of the fixed grid."""
+    label = two_structures()
+    affine = np.array([[-2.0, 0, 0, 30], [0, 1.5, 0, -4], [0, 0, 1, 7], [0, 0, 0, 1]])
+    fixed_affine = np.array([[1.0, 0, 0, -20], [0, 1.5, 0, -4], [0, 0, 2, 7], [0, 0, 0, 1]])
+    shape = (30, 22, 13)
+    field = np.zeros((3, *shape), np.float32)
+    field[1] = 2
+    moved = np.indices(shape) + field
+    world = np.einsum("ij,j...->i...", fixed_affine[:3, :3], moved) + fixed_affine[:3, 3].reshape(3, 1, 1, 1)
+    points = np.einsum("ij,j...->i...", np.linalg.inv(affine[:3, :3]), world - affine[:3, 3].reshape(3, 1, 1, 1))
+    assert np.array_equal(apply_label(label, affine, field, fixed_affine), label_at(label, points.round(6)))
+    nearest = apply_label(label, affine, field, fixed_affine, "nearest")
+    assert np.array_equal(nearest, apply_field(label, affine, field, fixed_affine, order=0))
+    assert nearest.any() and dice(nearest, apply_label(label, affine, field, fixed_affine), [2])[0] > 0.9
+
+
+def test_deformed_labels_continue_beyond_the_border():
+    label = two_structures()[5:20]
+    field = np.zeros((3, *label.shape), np.float32)
+    field[0] = -3
+    moved = deform(label, field, "smooth")
+    assert moved.dtype == label.dtype and np.array_equal(moved[0], moved[3]) and moved[0].any()
+    assert np.array_equal(deform(label, 0 * field, "smooth"), plain_smooth(label, np.indices(label.shape)))
