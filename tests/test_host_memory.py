@@ -29,6 +29,7 @@ from Diffusion.host_memory import (
 from OM_train_3modes import MODES
 from Runtime.attempts import free_port
 from Runtime.global_batch import split_step
+from Runtime.memory import children
 from Scripts.preflight.checks import check_memory, short_of_shared_memory
 from tests import launching
 from tests.tiny import ROOT, arguments, config, launcher_environment, make_data
@@ -221,9 +222,8 @@ def of_ranks(pid, inside=False):
         command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         inside = inside or ("python" in command[0] and "OM_train_3modes.py" in command)
         found = [pid] if inside else []
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in children.read_text().split():
-                found += of_ranks(child, inside)
+        for child in children(pid):
+            found += of_ranks(child, inside)
     return found
 
 

@@ -1,5 +1,6 @@
 """Leaks, made and real: who takes the memory, and when it runs out."""
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from Runtime.memory import WINDOW, _room_in_groups, find_leak, measure, runs_out_soon
+from Runtime.memory import WINDOW, _host_used, _room_in_groups, children, find_leak, measure, runs_out_soon
 from tests import launching
 from tests.tiny import ROOT
 
@@ -208,3 +209,19 @@ def test_room_in_control_groups_is_that_of_the_group_and_of_those_above(tmp_path
     membership.write_text(f"3:cpu,cpuacct:/else\n{'4:hugetlb,memory' if v1 else '0:'}:/job_1/step_0\n")
     assert _room_in_groups(tmp_path, membership) == [255, 1012]
     assert _room_in_groups(tmp_path, tmp_path / "none") == []
+
+
+def test_processes_that_end_while_they_are_counted():
+    """Loader workers come and go at any time; a process may be gone between two looks at it."""
+    with subprocess.Popen(["sleep", "60"]) as sleeping:
+        assert sleeping.pid in children(os.getpid())
+        sleeping.kill()
+    assert children(sleeping.pid) == []
+    crowd = subprocess.Popen(["bash", "-c", "while true; do /bin/true & done"], stderr=subprocess.DEVNULL)
+    try:
+        until = time.time() + 1.5
+        while time.time() < until:
+            assert _host_used() > 0
+    finally:
+        crowd.kill()
+        crowd.wait()

@@ -11,6 +11,7 @@ sys.path.insert(0, str(ROOT))
 
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.checkpoint import load, weights_sha256  # noqa: E402
+from Runtime.memory import children  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.tiny import arguments, launcher_environment, make_data  # noqa: E402
 
@@ -60,8 +61,7 @@ def family(pid):
     """A process and all its descendants."""
     pids = [pid]
     for parent in pids:
-        for path in Path(f"/proc/{parent}/task").glob("*/children"):
-            pids += [int(child) for child in path.read_text().split()]
+        pids += children(parent)
     return pids
 
 
