@@ -29,7 +29,7 @@ from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.results import damage, scores_csv
 from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import write_file
-from Runtime.report import cards_html, table_html, text_table, write_page
+from Runtime.page import cards_html, table_html, text_table, write_page
 
 COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_mm": ".2f", "tre_before_mm": ".2f",
            "tre_mm": ".2f", "folding_percent": ".4f", "sdlogj": ".4f"}

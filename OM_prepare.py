@@ -133,7 +133,7 @@ def write_report(folder, manifest, cfg, size):
     size: of all files, in bytes.
     """
     from Diffusion.figures import contact_sheet  # here, because the workers need neither torch nor matplotlib
-    from Runtime.report import cards_html, figure_html, table_html, write_page
+    from Runtime.page import cards_html, figure_html, table_html, write_page
     volumes, refused = manifest["volumes"], manifest["refused"]
     sheet = contact_sheet(sample_of(folder, volumes))
     cards = [("volumes", len(volumes), f"{len({line[1] for line in volumes})} subjects"),

@@ -52,7 +52,7 @@ from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
 from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import write_file
-from Runtime.report import figure_png
+from Runtime.page import figure_png
 
 ROW = ("overlap_percent", "inverse_error_mm", "inverse_error_max_mm", "warnings", "start")  # beside COLUMNS
 STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process

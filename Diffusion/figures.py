@@ -1,4 +1,4 @@
-"""Pictures of volumes, fields and curves, as matplotlib figures; Runtime/report.py writes them to files and pages."""
+"""Pictures of volumes, fields and curves, as matplotlib figures; Runtime/page.py writes them to files and pages."""
 import textwrap
 
 import numpy as np

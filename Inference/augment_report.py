@@ -7,7 +7,7 @@ from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import SUFFIXES, read_field, read_label, read_volume
 from Diffusion.figures import gallery_figure
 from Inference.draws import MEASURES, draw_paths
-from Runtime.report import cards_html, figure_html, table_html, text_table, write_page
+from Runtime.page import cards_html, figure_html, table_html, text_table, write_page
 
 PICTURED = 3  # volumes that the report shows
 ACROSS = 5  # draws of each of them

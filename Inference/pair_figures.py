@@ -9,7 +9,7 @@ from Dataloader.nifti import read_field, read_label, read_volume
 from Diffusion.figures import CELL, FIXED_LINE, MOVING_LINE, middle_slices, registration_figure
 from Diffusion.metrics import spread
 from Inference.registration import apply_field
-from Runtime.report import cards_html, figure_html, table_html, text_table, write_page
+from Runtime.page import cards_html, figure_html, table_html, text_table, write_page
 
 COLUMNS = {"dice_before": ".3f", "dice": ".3f", "similarity_before": ".3f", "similarity": ".3f",
            "folding_percent": ".4f", "sdlogj": ".4f", "seconds": ".2f"}

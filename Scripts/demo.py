@@ -31,13 +31,13 @@ from Inference.labels import apply_label  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Inference.refine import STEPS  # noqa: E402
 from Inference.registration import register  # noqa: E402
-from Runtime import checkpoint, report  # noqa: E402
-from Runtime.attempts import read_lines  # noqa: E402
+from Runtime import checkpoint, page  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
 from Runtime.files import write_file  # noqa: E402
 from Runtime.run_lock import run_folder  # noqa: E402
+from Runtime.run_logs import log_lines  # noqa: E402
 
 CONFIG = "Config/config_demo.yaml"
 TRAIN, VALIDATION = range(0, 40), range(900, 908)
@@ -103,9 +103,9 @@ def pair_pictures(cases):
     html = ""
     for case, word in ((worst, "the worst pair"), (best, "the best pair")):
         figure = registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
-        html += report.figure_html(figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} "
+        html += page.figure_html(figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} "
                                            "after.")
-    write_file(FOLDER / "registration.png", report.figure_png(figure))
+    write_file(FOLDER / "registration.png", page.figure_png(figure))
     return html
 
 
@@ -124,25 +124,25 @@ def write_report(cases, history, model, seconds):
     header, rows, formats = pair_table(cases, mean)
     pictures = pair_pictures(cases)
     gallery = gallery_figure(deformed_copies(cases[0], model))
-    report.write_page(
+    page.write_page(
         FOLDER / "report.html", "OmniMorph demo",
         f"One small {model[1]['model.name']} learned for {history[-1]['step']} steps from {len(TRAIN)} unlabelled "
         f"synthetic volumes in three modes, then registered {len(cases)} pairs of subjects it had never seen.",
-        [("", report.cards_html(cards)),
-         ("Pairs", report.table_html(header, rows, "Mean Dice over the labels of each held-out pair.", formats)),
+        [("", page.cards_html(cards)),
+         ("Pairs", page.table_html(header, rows, "Mean Dice over the labels of each held-out pair.", formats)),
          ("Before and after", pictures),
-         ("Deformed copies", report.figure_html(
+         ("Deformed copies", page.figure_html(
              gallery, "One subject deformed at random, at two times t, and what the network makes of it when it undoes "
                     "what it can: what OM_augment.py writes. Labels move along (outlines).")),
-         ("Training", report.figure_html(curves_figure(history, PANELS), "Averages of each epoch."))])
-    print("\n" + report.text_table(header, rows, formats))
+         ("Training", page.figure_html(curves_figure(history, PANELS), "Averages of each epoch."))])
+    print("\n" + page.text_table(header, rows, formats))
     return {"dice_before": mean["before"], "dice_after": mean["after"], "dice_refined": mean["refined"],
             "folding_percent": mean["folding"], "seconds": seconds}
 
 
 def read_history(run):
     """The log's lines of the epochs of a run, numbered from 1; of an epoch that ran twice, the last line."""
-    epochs = {line["epoch"]: line for line in read_lines(run / "rank0.jsonl") if line["event"] == "epoch"}
+    epochs = {line["epoch"]: line for line in log_lines(run, 0) if line["event"] == "epoch"}
     return [{**line, "epoch": epoch + 1} for epoch, line in sorted(epochs.items())]
 
 

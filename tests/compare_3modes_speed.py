@@ -27,7 +27,7 @@ from Diffusion.networks import build_network  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device, synchronize  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
-from Runtime.report import text_table  # noqa: E402
+from Runtime.page import text_table  # noqa: E402
 from tests import plain_step  # noqa: E402
 
 PARTS = ("deform", "diffusion", "contrastive", "registration")

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from Runtime.device import describe, pick_device, prepare_device, synchronize
 from Runtime.errors import DONE, InputError
 from Runtime.memory import WINDOW, find_leak, measure
-from Runtime.report import text_table
+from Runtime.page import text_table
 
 GIB = 2 ** 30
 ONE_TIME = 2 ** 20  # bytes; less than this is nothing

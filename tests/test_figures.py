@@ -21,7 +21,7 @@ from Diffusion.figures import (
     registration_figure,
 )
 from Runtime.errors import InputError
-from Runtime.report import figure_png
+from Runtime.page import figure_png
 
 
 def pair(size):

@@ -25,7 +25,7 @@ from Inference.registration import (
 )
 from OM_register import register as of_the_script
 from Runtime.errors import InputError
-from Runtime.report import figure_png
+from Runtime.page import figure_png
 from tests import tiny
 from tests.test_fields_in_files import FIXED, smooth
 from tests.test_nifti import OBLIQUE, make_affine, rotation

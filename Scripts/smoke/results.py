@@ -10,7 +10,7 @@ import time
 import torch.distributed as dist
 
 from Runtime.errors import InputError
-from Runtime.report import text_table
+from Runtime.page import text_table
 
 NAMES = {"01": "one device", "02": "DDP", "03": "ZeRO-1", "04": "ZeRO-1, several nodes"}
 

@@ -49,7 +49,7 @@ from Runtime.config import load_config  # noqa: E402
 from Runtime.device import autocast  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
 from Runtime.keyed_random import generator, uniform  # noqa: E402
-from Runtime.report import text_table  # noqa: E402
+from Runtime.page import text_table  # noqa: E402
 
 DATA = ROOT.parent / "shared/data/hippocampus"
 CONFIG = ROOT / "Config/config_hippocampus.yaml"

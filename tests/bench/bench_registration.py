@@ -49,7 +49,7 @@ from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError  # noqa: E402
 from Runtime.files import sha256  # noqa: E402
-from Runtime.report import cards_html, figure_html, table_html, text_table, write_page  # noqa: E402
+from Runtime.page import cards_html, figure_html, table_html, text_table, write_page  # noqa: E402
 
 LIST, DATA = Path(__file__).parent / "hippocampus_pairs.json", ROOT.parent / "shared/data/hippocampus"
 TRAINING, VALIDATION, TEST = range(1, 61), range(201, 231), range(231, 281)

@@ -29,7 +29,7 @@ from Diffusion.gradients import new_gradients  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, synchronize  # noqa: E402
 from Runtime.global_batch import split_step  # noqa: E402
-from Runtime.report import text_table  # noqa: E402
+from Runtime.page import text_table  # noqa: E402
 
 WARM_UP = 5
 

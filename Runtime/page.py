@@ -1,0 +1,133 @@
+"""Tables and pages of results: the only module that writes whole pages. A page is one file and works offline."""
+import base64
+import importlib.metadata
+import io
+import platform
+from datetime import datetime
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from Runtime.errors import InputError
+from Runtime.files import write_file
+from Runtime.provenance import git
+
+NUMBER = (int, float, np.number)
+SCREEN_DPI, FILE_DPI = 92, 150
+
+STYLE = (Path(__file__).parent / "page.css").read_text()
+
+
+def figure_png(figure):
+    """A matplotlib figure as the bytes of a PNG file, on white."""
+    buffer = io.BytesIO()
+    # Without this metadata, matplotlib writes the address of its home page into the file.
+    figure.savefig(buffer, format="png", backend="agg", dpi=FILE_DPI, facecolor="white", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def figure_html(figure, caption="", alt=""):
+    """A matplotlib figure as a <figure> that embeds the picture; in a narrow window the picture scrolls."""
+    data = base64.b64encode(figure_png(figure)).decode()
+    width = round(figure.get_figwidth() * SCREEN_DPI)
+    return (f'<figure><div class="wide"><img src="data:image/png;base64,{data}" alt="{escape(alt or caption)}" '
+            f'width="{width}" style="min-width: {round(0.65 * width)}px"></div>\n'
+            f"<figcaption>{escape(caption)}</figcaption></figure>\n")
+
+
+def table_html(header, rows, caption="", formats=None):
+    """HTML table: numbers right-aligned, None and NaN as "-", all text escaped.
+
+    header: column names. rows: lists of cells. formats: a format for numbers such as ".3f", or None, for each column.
+    Raises InputError if a row or `formats` does not have one entry per column.
+    """
+    lines, right = _cells(header, rows, formats)
+    for number, (cells, sides) in enumerate(zip(lines, right)):
+        tag = "td" if number else "th"
+        cells = [f"<{tag}{' class=num' * side}>{escape(cell)}</{tag}>" for cell, side in zip(cells, sides)]
+        lines[number] = f"<tr>{''.join(cells)}</tr>\n"
+    return (f'<div class="wide"><table><caption>{escape(caption)}</caption>\n<thead>\n{lines[0]}</thead>\n'
+            f"<tbody>\n{''.join(lines[1:])}</tbody></table></div>\n")
+
+
+def text_table(header, rows, formats=None):
+    """The table of `table_html` as aligned plain text, without a newline at the end. Arguments as there."""
+    lines, right = _cells(header, rows, formats)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for number, (cells, sides) in enumerate(zip(lines, right)):
+        cells = [cell.rjust(width) if side else cell.ljust(width) for cell, width, side in zip(cells, widths, sides)]
+        lines[number] = "  ".join(cells).rstrip()
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def cards_html(cards):
+    """HTML of headline results in large type, for the top of a page. cards: list of (label, value, note or "")."""
+    parts = [f'<div class="card"><span>{escape(str(label))}</span><strong>{escape(_text(value))}</strong>'
+             f"<span>{escape(str(note or ''))}</span></div>\n" for label, value, note in cards]
+    return f'<div class="cards">\n{"".join(parts)}</div>\n'
+
+
+def write_page(path, title, lead, sections, refresh_s=None):
+    """Write a complete page, atomically, that needs no other file and no network.
+
+    path: the .html file; its folder is created. title, lead: plain text. sections: list of (heading, html), with html
+    of the functions above; an empty heading is left out. refresh_s: a browser loads the page again after so many
+    seconds; None: it does not.
+    Returns: path as a Path.
+    """
+    path = Path(path)
+    body = "".join(f"<section>\n{f'<h2>{escape(heading)}</h2>' if heading else ''}\n{html}</section>\n"
+                   for heading, html in sections)
+    refresh = f'<meta http-equiv="refresh" content="{refresh_s:.0f}">\n' if refresh_s else ""
+    # The policy keeps the page from loading anything over the network, whatever a section contains.
+    page = f"""<!DOCTYPE html>
+<html lang="en"><head>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+{refresh}<title>{escape(title)}</title><link rel="icon" href="data:,">
+<style>{STYLE}</style></head>
+<body><main>
+<h1>{escape(title)}</h1>
+<p class="lead">{escape(lead)}</p>
+{body}</main>
+<footer><p>{escape(_origin())}</p></footer></body></html>
+"""
+    # A file name that is not UTF-8 holds lone surrogates, which cannot be encoded.
+    write_file(path, page.encode(errors="replace"))
+    return path
+
+
+def _origin():
+    """The footer: when, where and with which versions the page was written."""
+    commit = git("rev-parse", "--short", "HEAD")
+    commit = [f"commit {commit.strip()}"] if commit else []
+    return " \u00b7 ".join([f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", *commit,
+                            f"Python {platform.python_version()}", f"PyTorch {importlib.metadata.version('torch')}",
+                            platform.node()])
+
+
+def _text(value, form=None):
+    """A cell as text. form: format for numbers; None shows integers whole and others with four digits."""
+    if value is None or value != value:
+        return "-"
+    default = "" if isinstance(value, (int, np.integer)) else ".4g"
+    return format(value, form or default) if isinstance(value, NUMBER) else str(value)
+
+
+def _cells(header, rows, formats):
+    """(lines of texts, lines of flags whether a cell is right-aligned); the header is the first line of both."""
+    formats = list(formats or [None] * len(header))
+    rows = [list(row) for row in rows]
+    for row in [formats, *rows]:
+        if len(row) != len(header):
+            raise InputError(f"A table of {len(header)} columns cannot hold {row}; give one entry per column.")
+    numeric = []  # for each column, whether all its cells are numbers, but for None
+    for index in range(len(header)):
+        column = [row[index] for row in rows if row[index] is not None]
+        numeric.append(bool(column) and all(isinstance(cell, NUMBER) for cell in column))
+    texts, right = [[str(name) for name in header]], [numeric]
+    for row in rows:
+        texts.append([" ".join(_text(cell, form).split()) for cell, form in zip(row, formats)])
+        right.append([isinstance(cell, NUMBER) or (cell is None and side) for cell, side in zip(row, numeric)])
+    return texts, right
