@@ -34,15 +34,18 @@ from Diffusion.networks import build_network, compile_network
 from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
 from Diffusion.validation import align, validate
-from Runtime import agree, checkpoint, launch, memory, watchdog, writer
+from Runtime import agree, checkpoint, launch, memory, trail, watchdog, writer
 from Runtime.config import MODEL_KEYS, load_config
 from Runtime.device import autocast, describe, pick_device, precision, prepare_device, send
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import patiently, remove_leftovers, write_file
 from Runtime.global_batch import split_step
 from Runtime.keyed_random import uniform
+from Runtime.pace import keep_pace, new_pace
+from Runtime.profile import new_profile, profile_step
 from Runtime.progress import add_terms, averages, new_sums, progress_bars, show_epoch, show_progress
 from Runtime.provenance import save_launch
+from Runtime.rules import start_notifying
 
 PRECISIONS = {"bf16": "bf16", "off": "float32"}
 READ_AGAIN_S = 20.0  # for a checkpoint that the file system does not give; then this is a death like others
@@ -63,7 +66,10 @@ def parse_arguments(argv=None):
                         help="after N steps save and exit with 42, for a launcher to start again (0 = off)")
     parser.add_argument("--max-seconds-before-restart", type=float, default=0, metavar="S",
                         help="the same after S seconds: a launcher passes on its own time limit (0 = off)")
-    parser.add_argument("--debug", action="store_true", help="find a crash: blocking launches, checked collectives")
+    parser.add_argument("--debug", action="store_true",
+                        help="find a crash: blocking launches, checked collectives, the module that was running")
+    parser.add_argument("--profile", metavar="START:STEPS",
+                        help="trace so many steps of rank 0 from step START on, for the report of the run")
     return parser.parse_args(argv)
 
 
@@ -310,8 +316,8 @@ def train_mode(state, name, batches, cfg, **raised):
     """One mode of a step: forward of each batch of this rank, one agreement, backward, clip, optimizer step.
 
     batches: dicts of named tensors, as the mode's step function takes them. raised: see agree.agree.
-    Returns: what was agreed, with "terms" (global means by name), "moved" (whether the weights did) and "kept" (what
-    the step function returns beside, of each batch).
+    Returns: what was agreed, with "terms" (global means by name), "moved" (whether the weights did), "norm" (of the
+    gradient, before its clip) and "kept" (what the step function returns beside, of each batch).
     """
     model, net, gradients, ranks = state["model"], state["net"], state["gradients"], state["ranks"]
     alone = model is net  # no DDP around it: one rank, or fsdp
@@ -343,7 +349,7 @@ def train_mode(state, name, batches, cfg, **raised):
     if moved:
         state["optimizer"].step()
         add_terms(state["progress"]["sums"], terms)
-    return {**agreed, "terms": terms, "moved": moved, "kept": results["kept"]}
+    return {**agreed, "terms": terms, "moved": moved, "norm": norm, "kept": results["kept"]}
 
 
 def volume_batches(state, volumes, cfg):
@@ -399,20 +405,21 @@ def train_step(state, volumes, pairs, cfg, **raised):
     contrastive = train_mode(state, "contrastive", batches, cfg)
     if contrastive["moved"]:
         push_of_all_ranks(state, volumes, contrastive["kept"])
-    modes = [diffusion, contrastive]
+    modes = {"diffusion": diffusion, "contrastive": contrastive}
     del batches, batch
     memory.empty_cache(cfg, device)
 
     gate_open = diffusion["moved"] and diffusion["terms"]["ang"] < cfg[MODES["registration"].gate]
     if gate_open:
-        modes.append(train_mode(state, "registration", pair_batches(state, pairs, cfg), cfg))
+        modes["registration"] = train_mode(state, "registration", pair_batches(state, pairs, cfg), cfg)
         memory.empty_cache(cfg, device)
 
     update_ema(state["ema"], state["net"], cfg, progress["step"])
-    nonfinite = [mode["moved"] for mode in modes].count(False)
+    nonfinite = [mode["moved"] for mode in modes.values()].count(False)
     count_step(progress, gate_open, nonfinite)
-    terms = {name: value for mode in modes for name, value in mode["terms"].items()}
-    line = {"epoch": progress["epoch"], "ang": terms["ang"], "open": gate_open, "nonfinite": nonfinite, "terms": terms}
+    terms = {name: value for mode in modes.values() for name, value in mode["terms"].items()}
+    line = {"epoch": progress["epoch"], "ang": terms["ang"], "open": gate_open, "nonfinite": nonfinite, "terms": terms,
+            "norms": {name: mode["norm"] for name, mode in modes.items()}}
     return line, diffusion
 
 
@@ -449,8 +456,11 @@ def set_up(cfg, args, ranks, run):
              "gradients": new_gradients(cfg, device), "writer": None,
              "watch": memory.new_watch(device, cfg["run.memory_limit_gb"]),
              "saving": None, "failed_saves": 0, "write_s": 0.0, "saved": launched, "launched": launched,
-             "steps_here": 0}
+             "steps_here": 0, "pace": new_pace()}
     adam, ema = restore_state(state, cfg, args.init_from)
+    state["profile"] = new_profile(args.profile, state)
+    if args.debug:
+        trail.follow(net)
     state["model"] = wrap(net, ranks, device, state["gradients"], cfg)
     if cfg["run.compile"] == "step":
         compile_network(net, device)
@@ -474,7 +484,8 @@ def announce(state, volumes, cfg):
     print(f"{run}: {len(volumes['train'])} training and {len(volumes['val'])} validation volumes, {split['samples']} "
           f"samples and {split['pairs']} pairs a step, on {ranks['world_size']} x {describe(state['device'])}, "
           f"{PRECISIONS[cfg['run.amp']]}")
-    state["writer"] = writer.new_writer(f"{cfg['run.logs']}/{run.name}", step)
+    start_notifying(run, cfg["run.notify"])
+    state["writer"] = writer.new_writer(f"{cfg['run.logs']}/{run.name}", step, run / "pictures")
 
 
 def why_leave(state, args):
@@ -497,14 +508,17 @@ def train_epoch(state, volumes, args, cfg):
         for volume_list, pair_list in epoch_batches(cfg, train, listed, progress, split, ranks,
                                                     draw=state["ddpm"].draw):
             state["steps_here"] += 1
-            set_learning_rate(state, steps, cfg)
+            lr = set_learning_rate(state, steps, cfg)
+            profile_step(state["profile"], progress["step"])
             line, agreed = train_step(state, volume_list, pair_list, cfg, save=save_is_due(state, cfg),
                                       leave=why_leave(state, args))
             advance(progress, split)
             spent = watchdog.end_step()
+            line.update(lr=lr, samples=split["samples"])
             if is_main:
                 watchdog.event("step", **line, spent=spent)
                 show_progress(bar, below, progress, cfg, steps, first_step, split["samples"], time.time() - started)
+            keep_pace(state["pace"], line, spent, state["watch"], state["writer"])
             if line["nonfinite"]:
                 refuse_nonfinite(state, cfg)
             every, step = cfg["run.checkpoint_steps"], progress["step_in_epoch"]
@@ -519,11 +533,13 @@ def train_epoch(state, volumes, args, cfg):
 
 
 def set_learning_rate(state, steps, cfg):
-    """The rate of the step that begins. steps: of a whole epoch."""
+    """Set and return the rate of the step that begins. steps: of a whole epoch."""
     progress = state["progress"]
     done = (progress["epoch"] * steps + progress["step_in_epoch"]) / (steps * cfg["run.epochs"])
+    rate = learning_rate(cfg, progress["step"], done)
     for group in state["optimizer"].param_groups:
-        group["lr"] = learning_rate(cfg, progress["step"], done)
+        group["lr"] = rate
+    return rate
 
 
 def save_is_due(state, cfg):
@@ -565,8 +581,11 @@ def train(cfg, args, ranks, run):
 def finish(state, leave, cfg):
     """Wait for the last write, part from the other ranks, and say how it ended. Returns the exit code."""
     progress, ranks = state["progress"], state["ranks"]
+    profile_step(state["profile"], math.inf)
     watchdog.phase("checkpoint")
     finish_saving(state, last=True)
+    if state["writer"]:
+        writer.flush(state["writer"])
     agree.agree(ranks, progress["step"], "checkpoint")  # the others wait under this deadline
     weights = None if leave else gather(state["net"].state_dict(), ranks)
     watchdog.phase("leave")

@@ -21,6 +21,7 @@ from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import append_line, is_passing, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import durable_step
+from Runtime.rules import tell_end
 from Runtime.run_lock import hold, lock, run_folder, touch, unlock
 from Runtime.verdict import judge, sentence
 
@@ -71,6 +72,7 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
         patiently(lambda: write_file(path, content + "\n"), patience_s, path)
     if not quiet:
         print(line["sentence"], file=sys.stderr, flush=True)
+    tell_end(run, line)
     return line["decision"]
 
 

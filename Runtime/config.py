@@ -77,9 +77,10 @@ def overridden(overrides):
         if not equals:
             raise InputError(f"--set {override}: write it as key=value, for example --set data.batchsize=1.")
         try:
-            flat[key.strip()] = yaml.safe_load(text) if text.strip() else ""
+            value = yaml.safe_load(text) if text.strip() else ""
         except yaml.YAMLError:
-            flat[key.strip()] = text
+            value = text
+        flat[key.strip()] = text if isinstance(value, dict) else value  # a text with ": " in it, as no key is a mapping
     return flat
 
 
@@ -151,6 +152,8 @@ def convert(key, value, rule, path):
             raise InputError(f"{path}: {key} is {'auto, ' * (kind != 'bool')}true or false, not {value!r}.")
         return value
     if kind == "str":
+        if isinstance(value, (dict, list)):
+            raise InputError(f"{path}: {key} is a text, not {value!r}; put it into quotes.")
         if value is False and limits and "off" in limits[0]:
             value = "off"  # YAML reads the bare word `off` as false
         value = "" if value is None else str(value)

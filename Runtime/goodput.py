@@ -7,15 +7,18 @@ import collections
 import sys
 from pathlib import Path
 
-from Runtime.attempts import history
+import numpy as np
+
 from Runtime.errors import DONE, STOP, InputError
-from Runtime.files import read_lines
-from Runtime.report import text_table
+from Runtime.page import text_table
+from Runtime.run_logs import read_run
 
 # Phases of the log by the kind of time in the table; any other phase belongs to a restart.
 STEP = ("deform", "embeddings", "forward", "accumulate", "agree", "backward", "optimizer", "between steps")
 PHASES = {"data": "waiting for data", "epoch": "waiting for data", "checkpoint": "checkpoints",
           "evaluate": "validation", "refresh": "process-group refresh", **dict.fromkeys(STEP, "steps")}
+# The kinds of a step's phases, in the order of the chart: what counts, what is needed, what is lost.
+KINDS = ("useful steps", "validation", "checkpoints", "waiting for data", "process-group refresh", "replayed steps")
 
 
 def account(run):
@@ -26,50 +29,108 @@ def account(run):
     those whose work is in the result; "replayed steps" had to be done again.
     Raises InputError if the folder has no attempts.jsonl.
     """
-    lines, log = history(run), read_lines(run / "rank0.jsonl")
-    if not lines:
-        raise InputError(f"{run}: there is no attempts.jsonl; give the folder of a run, Models/<data>_<net>.")
-    ends = {line["attempt"]: line for line in lines if line["event"] == "end"}
-    last_attempt = {line["step"]: line["attempt"] for line in log if line["event"] == "step"}
+    return add_up(read_run(run))
+
+
+def add_up(found):
+    """`account` of logs that have been read. found: of run_logs.read_run."""
     kinds, causes = collections.Counter(), collections.defaultdict(collections.Counter)
-    end_before, cause = None, "first start"
-    for begun in (line for line in lines if line["event"] == "begin"):
-        attempt = begun["attempt"]
-        steps = [line for line in log if line.get("attempt") == attempt and line["event"] in ("step", "end")]
-        spent = seconds_by_kind(steps, last_attempt)
-        last_sign = steps[-1]["time"] if steps else begun["time"]
-        if attempt in ends:
-            ended, verdict = ends[attempt]["time"], ends[attempt]["verdict"]
-        else:
-            ended = max([line["time"] for line in steps], default=begun["time"])
-            verdict = {"dead": False, "cause": "running"}
-        began = begun["time"] if end_before is None else end_before
-        detection = ended - last_sign if verdict["dead"] and steps else 0.0
-        restart = max(ended - began - sum(spent.values()) - detection, 0.0)
-        kinds.update({**spent, "restart": restart, "detection": detection})
-        causes[cause].update(restart=restart)
-        cause = verdict["cause"]
-        causes[cause].update(times=1, detection=detection, replayed=spent["replayed steps"])
-        # The time between the end of a training and its continuation with more epochs belongs to no attempt.
-        end_before = None if cause == "done" else ended
+    for attempt in attempts_of(found):
+        kinds.update({**attempt["spent"], "restart": attempt["restart"], "detection": attempt["detection"]})
+        causes[attempt["began_after"]].update(restart=attempt["restart"])
+        causes[attempt["cause"]].update(times=1, detection=attempt["detection"],
+                                        replayed=attempt["spent"]["replayed steps"])
     return kinds, causes
 
 
-def seconds_by_kind(steps, last_attempt):
-    """Counter of the seconds of an attempt by kind, without those that belong to its restart.
+def attempts_of(found):
+    """What each attempt of a run cost, oldest first: a list of dicts.
 
-    steps: lines "step" and "end" of the attempt. last_attempt: {step: the last attempt that did it}.
+    found: of run_logs.read_run, in which the result is kept.
+    Returns: [{"attempt", "begin": its line, "end": its line or None, "began", "ended": time stamps, "began_after":
+    cause of the end before, "cause", "spent": Counter of seconds by kind, "restart", "detection": seconds, "rows":
+    indices of its rows in found["steps"]}]. An attempt begins where the one before ended.
     """
-    spent = collections.Counter()
-    for line in steps:
-        replayed = line["event"] == "step" and last_attempt[line["step"]] != line["attempt"]
-        for phase, seconds in line["spent"].items():
-            kind = PHASES.get(phase)
-            if kind == "steps":
-                kind = "replayed steps" if replayed else "useful steps"
-            if kind is not None:
-                spent[kind] += seconds
-    return spent
+    if "costs" in found:  # many parts of a report ask
+        return found["costs"]
+    steps, costs = found["steps"], []
+    ends = {line["attempt"]: line for line in found["attempts"] if line["event"] == "end"}
+    kinds = kinds_of_rows(steps)
+    end_before, cause = None, "first start"
+    for begun in (line for line in found["attempts"] if line["event"] == "begin"):
+        rows = np.flatnonzero(steps["attempt"] == begun["attempt"])
+        spent = collections.Counter({kind: float(seconds[rows].sum()) for kind, seconds in kinds.items()})
+        last_sign = steps["time"][rows[-1]] if len(rows) else begun["time"]
+        end = ends.get(begun["attempt"])
+        ended = end["time"] if end else max(last_sign, begun["time"])
+        verdict = end["verdict"] if end else {"dead": False, "cause": "running"}
+        began = begun["time"] if end_before is None else end_before
+        detection = float(ended - last_sign) if verdict["dead"] and len(rows) else 0.0
+        restart = float(max(ended - began - sum(spent.values()) - detection, 0.0))
+        costs.append({"attempt": begun["attempt"], "begin": begun, "end": end, "began": began, "ended": float(ended),
+                      "began_after": cause, "cause": verdict["cause"], "spent": spent, "restart": restart,
+                      "detection": detection, "rows": rows})
+        cause = verdict["cause"]
+        # The time between the end of a training and its continuation with more epochs belongs to no attempt.
+        end_before = None if cause == "done" else ended
+    found["costs"] = costs
+    return costs
+
+
+def replayed_rows(steps):
+    """Whether each row is a step that a later attempt has done again. steps: columns of run_logs.read_run."""
+    rows = np.flatnonzero(steps["is_step"] == 1)
+    replayed = np.zeros(len(steps["step"]), bool)
+    if len(rows):
+        _, last, inverse = np.unique(steps["step"][rows][::-1], return_index=True, return_inverse=True)
+        by_last = steps["attempt"][rows][::-1][last][inverse][::-1]
+        replayed[rows] = by_last != steps["attempt"][rows]
+    return replayed
+
+
+def kinds_of_rows(steps):
+    """{kind: seconds of each row}, without the kinds that belong to an attempt as a whole. steps: columns."""
+    replayed, rows = replayed_rows(steps), {}
+    for name, column in steps.items():
+        kind = PHASES.get(name.removeprefix("spent.")) if name.startswith("spent.") else None
+        values = np.nan_to_num(column)
+        if kind == "steps":
+            rows["replayed steps"] = rows.get("replayed steps", 0.0) + np.where(replayed, values, 0.0)
+            rows["useful steps"] = rows.get("useful steps", 0.0) + np.where(replayed, 0.0, values)
+        elif kind is not None:
+            rows[kind] = rows.get(kind, 0.0) + values
+    return rows
+
+
+def over_time(found, parts=60):
+    """Where the time went in each of so many equal parts of the run.
+
+    found: of run_logs.read_run.
+    Returns: (edges: parts + 1 time stamps, {kind: seconds in each part}). A restart is told by its cause, as "restart:
+    killed"; kinds that took no time are left out.
+    """
+    attempts, steps = attempts_of(found), found["steps"]
+    began, ended = attempts[0]["began"], max(attempt["ended"] for attempt in attempts)
+    edges = np.linspace(began, max(ended, began + 1e-3), parts + 1)
+    rows = kinds_of_rows(steps)
+    lasted = np.maximum(sum(rows.values(), np.zeros(len(steps["time"]))), 1e-9)
+    # The share of each row that is over at each edge: a row ends at its time and has lasted as long as its phases.
+    over = [np.clip((edge - steps["time"] + lasted) / lasted, 0.0, 1.0) for edge in edges]
+    seconds = {kind: np.diff([np.dot(share, rows[kind]) for share in over]) for kind in KINDS if kind in rows}
+    for cause in dict.fromkeys(attempt["began_after"] for attempt in attempts):
+        seconds[f"restart: {cause}"] = np.zeros(parts)
+    seconds["detection"] = np.zeros(parts)
+    for attempt in attempts:
+        after = seconds[f"restart: {attempt['began_after']}"]
+        spread(after, edges, attempt["began"], attempt["began"] + attempt["restart"])
+        spread(seconds["detection"], edges, attempt["ended"] - attempt["detection"], attempt["ended"])
+    return edges, {kind: values for kind, values in seconds.items() if values.sum() > 0}
+
+
+def spread(seconds, edges, start, end):
+    """Add the time from start to end to the parts of the run in which it lies. seconds: of each part, changed here."""
+    overlap = np.minimum(edges[1:], end) - np.maximum(edges[:-1], start)
+    seconds += np.maximum(overlap, 0.0)
 
 
 def goodput(kinds):
@@ -90,7 +151,8 @@ def lost_seconds(costs):
 
 def table(run, minutes=0.0):
     """The goodput table as text. minutes: length of an epoch for a second figure, 0 = leave it out."""
-    kinds, causes = account(run)
+    found = read_run(run)
+    kinds, causes = add_up(found)
     wall = sum(kinds.values())
     rows = [(kind, seconds, 100 * seconds / wall) for kind, seconds in kinds.most_common() if seconds]
     text = text_table(["wall time of " + str(run), "seconds", "share %"], [*rows, ("together", wall, 100.0)],
@@ -101,7 +163,7 @@ def table(run, minutes=0.0):
     text += "\n\n" + text_table(header, rows, [None, "d", ".1f", ".1f", ".1f", ".1f"])
     text += f"\n\ngoodput {100 * goodput(kinds):.2f} %"
     if minutes:
-        epochs = len({line["epoch"] for line in read_lines(run / "rank0.jsonl") if line["event"] == "epoch"})
+        epochs = len(found["epochs"])
         text += (f"; with the same losses in each of {epochs} epochs of {minutes:g} min: "
                  f"{100 * goodput_at(kinds, causes, epochs, minutes):.2f} %")
     return text

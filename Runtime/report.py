@@ -1,130 +1,360 @@
-"""Tables and pages of results: the only module that writes HTML. A page is one file and works offline."""
+"""What a run does, did and cost, from its logs alone: one page that needs nothing else, or the same on a terminal.
+
+    python -m Runtime.report Models/<run>                   write Models/<run>/report.html
+    python -m Runtime.report Models/<run> --text            the same for a terminal
+    python -m Runtime.report Models/<run> --follow          keep both up to date while the run goes on
+    python -m Runtime.report compare RUN RUN...             runs side by side (Runtime/compare.py)
+
+It reads what a training writes and changes nothing of it, so that it may run at any time and on a copied folder.
+"""
+import argparse
 import base64
-import io
-import platform
-from datetime import datetime
+import json
+import sys
+import time
 from html import escape
 from pathlib import Path
 
-import numpy as np
-import torch
+from Runtime import compare
+from Runtime.charts import grid, number, spark
+from Runtime.errors import DONE, STOP, InputError
+from Runtime.goodput import add_up, attempts_of, goodput, lost_seconds
+from Runtime.page import cards_html, table_html, text_table, write_page
+from Runtime.rules import find_all, host_of, own_seconds, size_text
+from Runtime.run_charts import (
+    LOSSES,
+    gradient_charts,
+    loss_charts,
+    rank_charts,
+    speed_charts,
+    time_chart,
+    validation_charts,
+)
+from Runtime.run_logs import config_of, read_json, read_run, step_columns
+from Runtime.run_state import duration, headline, moment, state_of
 
-from Runtime.errors import InputError
-from Runtime.files import write_file
-from Runtime.provenance import git
-
-NUMBER = (int, float, np.number)
-SCREEN_DPI, FILE_DPI = 92, 150
-
-STYLE = (Path(__file__).parent / "report.css").read_text()
-
-
-def figure_png(figure):
-    """A matplotlib figure as the bytes of a PNG file, on white."""
-    buffer = io.BytesIO()
-    # Without this metadata, matplotlib writes the address of its home page into the file.
-    figure.savefig(buffer, format="png", backend="agg", dpi=FILE_DPI, facecolor="white", metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def figure_html(figure, caption="", alt=""):
-    """A matplotlib figure as a <figure> that embeds the picture; in a narrow window the picture scrolls."""
-    data = base64.b64encode(figure_png(figure)).decode()
-    width = round(figure.get_figwidth() * SCREEN_DPI)
-    return (f'<figure><div class="wide"><img src="data:image/png;base64,{data}" alt="{escape(alt or caption)}" '
-            f'width="{width}" style="min-width: {round(0.65 * width)}px"></div>\n'
-            f"<figcaption>{escape(caption)}</figcaption></figure>\n")
+FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # seconds between two looks of --follow, and at least so many times what a look takes
+PICTURE_BYTES = 3 * 2 ** 20  # of all pictures of a page together, which stays below 5 MB
+LAST_ATTEMPTS = 100  # that are told one by one
 
 
-def table_html(header, rows, caption="", formats=None):
-    """HTML table: numbers right-aligned, None and NaN as "-", all text escaped.
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------------------------------------------------
 
-    header: column names. rows: lists of cells. formats: a format for numbers such as ".3f", or None, for each column.
-    Raises InputError if a row or `formats` does not have one entry per column.
+def write_report(found, path, refresh_s=None):
+    """Write the page of a run. found: of run_logs.read_run. refresh_s: a browser loads it again after so long.
+
+    Returns: path. Raises InputError where it cannot be written.
     """
-    lines, right = _cells(header, rows, formats)
-    for number, (cells, sides) in enumerate(zip(lines, right)):
-        tag = "td" if number else "th"
-        cells = [f"<{tag}{' class=num' * side}>{escape(cell)}</{tag}>" for cell, side in zip(cells, sides)]
-        lines[number] = f"<tr>{''.join(cells)}</tr>\n"
-    return (f'<div class="wide"><table><caption>{escape(caption)}</caption>\n<thead>\n{lines[0]}</thead>\n'
-            f"<tbody>\n{''.join(lines[1:])}</tbody></table></div>\n")
+    findings, (word, sentence) = find_all(found), state_of(found)
+    sections = [("", cards_html(headline(found, findings))),
+                ("What is wrong, and what to do", findings_html(findings)),
+                ("Losses", grid(loss_charts(found))),
+                ("Validation", grid(validation_charts(found)) or nothing("No validation yet.")),
+                ("Where the time went", time_html(found)),
+                ("Attempts", attempts_html(found)),
+                ("Ranks", grid(rank_charts(found)) + ranks_html(found)),
+                ("Speed", grid(speed_charts(found))),
+                ("Gradients, gate, learning rate", grid(gradient_charts(found))),
+                ("Pictures", pictures_html(found)),
+                ("Profile", profile_html(found)),
+                ("Config", config_html(found)),
+                ("Environment", environment_html(found))]
+    sections = [(heading, html) for heading, html in sections if html]
+    try:
+        return write_page(path, f"{found['run'].resolve().name}: {word}", sentence, sections, refresh_s)
+    except OSError as error:
+        raise InputError(f"{path}: the page cannot be written there ({error.strerror or error}); give another file "
+                         "with --out.") from None
 
 
-def text_table(header, rows, formats=None):
-    """The table of `table_html` as aligned plain text, without a newline at the end. Arguments as there."""
-    lines, right = _cells(header, rows, formats)
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for number, (cells, sides) in enumerate(zip(lines, right)):
-        cells = [cell.rjust(width) if side else cell.ljust(width) for cell, width, side in zip(cells, widths, sides)]
-        lines[number] = "  ".join(cells).rstrip()
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+def findings_html(findings):
+    if not findings:
+        return nothing("The rules find nothing: no slow rank, leak, non-finite losses, mode that is clipped away, "
+                       "stuck gate, overfitting or full disk.")
+    items = "".join(f"<li><b>{escape(each['rule'])}</b> (step {each['step']}): {escape(each['sentence'])}. <br>"
+                    f"<i>What to do:</i> {escape(each['advice'])}.</li>\n" for each in findings)
+    return f'<ul class="findings">\n{items}</ul>\n'
 
 
-def cards_html(cards):
-    """HTML of headline results in large type, for the top of a page. cards: list of (label, value, note or "")."""
-    parts = [f'<div class="card"><span>{escape(str(label))}</span><strong>{escape(_text(value))}</strong>'
-             f"<span>{escape(str(note or ''))}</span></div>\n" for label, value, note in cards]
-    return f'<div class="cards">\n{"".join(parts)}</div>\n'
+def nothing(sentence):
+    return f"<p>{escape(sentence)}</p>\n"
 
 
-def write_page(path, title, lead, sections):
-    """Write a complete page, atomically, that needs no other file and no network.
-
-    path: the .html file; its folder is created. title, lead: plain text. sections: list of (heading, html), with html
-    of the functions above; an empty heading is left out.
-    Returns: path as a Path.
-    """
-    path = Path(path)
-    body = "".join(f"<section>\n{f'<h2>{escape(heading)}</h2>' if heading else ''}\n{html}</section>\n"
-                   for heading, html in sections)
-    # The policy keeps the page from loading anything over the network, whatever a section contains.
-    page = f"""<!DOCTYPE html>
-<html lang="en"><head>
-<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>{escape(title)}</title><link rel="icon" href="data:,">
-<style>{STYLE}</style></head>
-<body><main>
-<h1>{escape(title)}</h1>
-<p class="lead">{escape(lead)}</p>
-{body}</main>
-<footer><p>{escape(_origin())}</p></footer></body></html>
-"""
-    # A file name that is not UTF-8 holds lone surrogates, which cannot be encoded.
-    write_file(path, page.encode(errors="replace"))
-    return path
+def time_html(found):
+    """Goodput over the time, by kind and by the cause of each end."""
+    return (grid([time_chart(found)]).replace('class="charts"', 'class="charts one"')
+            + table_html(*kinds_table(found)) + table_html(*causes_table(found)))
 
 
-def _origin():
-    """The footer: when, where and with which versions the page was written."""
-    commit = git("rev-parse", "--short", "HEAD")
-    commit = [f"commit {commit.strip()}"] if commit else []
-    return " \u00b7 ".join([f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}", *commit,
-                            f"Python {platform.python_version()}", f"PyTorch {torch.__version__}", platform.node()])
+def kinds_table(found):
+    """(header, rows, caption, formats) of the wall time by kind."""
+    kinds, _ = add_up(found)
+    wall = max(sum(kinds.values()), 1e-9)
+    rows = [(kind, seconds, 100 * seconds / wall) for kind, seconds in kinds.most_common() if seconds >= 0.05]
+    return ["wall time", "seconds", "share %"], rows, f"Goodput {100 * goodput(kinds):.1f} %", [None, ".1f", ".1f"]
 
 
-def _text(value, form=None):
-    """A cell as text. form: format for numbers; None shows integers whole and others with four digits."""
-    if value is None or value != value:
-        return "-"
-    default = "" if isinstance(value, (int, np.integer)) else ".4g"
-    return format(value, form or default) if isinstance(value, NUMBER) else str(value)
+def causes_table(found):
+    """(header, rows, caption, formats) of what each cause of an end has cost."""
+    _, causes = add_up(found)
+    rows = [(cause, int(costs["times"]), costs["detection"], costs["restart"], costs["replayed"], lost_seconds(costs))
+            for cause, costs in causes.items()]
+    return (["how attempts ended", "times", "detection s", "restart s", "replayed s", "lost s"], rows,
+            "What each cause has cost", [None, "d", ".1f", ".1f", ".1f", ".1f"])
 
 
-def _cells(header, rows, formats):
-    """(lines of texts, lines of flags whether a cell is right-aligned); the header is the first line of both."""
-    formats = list(formats or [None] * len(header))
-    rows = [list(row) for row in rows]
-    for row in [formats, *rows]:
-        if len(row) != len(header):
-            raise InputError(f"A table of {len(header)} columns cannot hold {row}; give one entry per column.")
-    numeric = []  # for each column, whether all its cells are numbers, but for None
-    for index in range(len(header)):
-        column = [row[index] for row in rows if row[index] is not None]
-        numeric.append(bool(column) and all(isinstance(cell, NUMBER) for cell in column))
-    texts, right = [[str(name) for name in header]], [numeric]
-    for row in rows:
-        texts.append([" ".join(_text(cell, form).split()) for cell, form in zip(row, formats)])
-        right.append([isinstance(cell, NUMBER) or (cell is None and side) for cell, side in zip(row, numeric)])
-    return texts, right
+def attempt_rows(found):
+    """What each attempt was: dicts of number, began, ranks, first and last step, cause, who, where, cost, sentence."""
+    costs, rows = attempts_of(found), []
+    for index, each in enumerate(costs):
+        verdict = (each["end"] or {}).get("verdict", {})
+        steps = found["steps"]["step"][each["rows"]]
+        after = costs[index + 1]["restart"] if index + 1 < len(costs) else 0.0
+        rows.append({"number": each["attempt"], "began": each["began"], "ranks": each["begin"].get("ranks"),
+                     "steps": f"{steps[0]:.0f}-{steps[-1]:.0f}" if len(steps) else "none", "cause": each["cause"],
+                     "dead": bool(verdict.get("dead")), "rank": verdict.get("rank"), "host": verdict.get("host", ""),
+                     "step": verdict.get("step"), "place": " ".join(filter(None, (verdict.get("phase"),
+                                                                                  verdict.get("mode")))),
+                     "cost": each["detection"] + each["spent"]["replayed steps"] + after,
+                     "seconds": each["ended"] - each["began"], "stack": verdict.get("stack") or [],
+                     "sentence": (each["end"] or {}).get("sentence", "It goes on, or nobody has judged it yet.")})
+    return rows
+
+
+def attempts_html(found):
+    """Every end with its cause and its cost, the newest first; each opens to the whole sentence and the stack."""
+    rows, items = attempt_rows(found), []
+    for row in rows[::-1][:LAST_ATTEMPTS]:
+        who = f"rank {row['rank']} on {row['host']}" if row["rank"] is not None else ""
+        parts = [f"attempt {row['number']}", who, f"in {row['place']} of step {row['step']}" if row["dead"] else "",
+                 f"steps {row['steps']}", f"cost {row['cost']:.1f} s" if row["cost"] >= 0.05 else ""]
+        told = "\n".join([f"{moment(row['began'])}, {duration(row['seconds'])}, {row['ranks']} ranks", row["sentence"],
+                          *row["stack"]])
+        kind, line = "dead" if row["dead"] else "well", escape(" \u00b7 ".join(filter(None, parts)))
+        items.append(f'<details class="{kind}"><summary><b>{escape(row["cause"])}</b> {line}</summary>'
+                     f"<pre>{escape(told)}</pre></details>\n")
+    left = len(rows) - len(items)
+    return "".join(items) + (nothing(f"{left} earlier ones stand in attempts.jsonl.") if left > 0 else "")
+
+
+def ranks_table(found):
+    """(header, rows, caption, formats): host, own work of a step and memory of each rank, by its last line."""
+    own, rows = own_seconds(found), []
+    for rank, lines in sorted(found["pace"].items()):
+        if not lines:
+            continue
+        last = lines[-1]
+        work = [row["own"] for row in list(own.get(rank, {}).values())[-5:]]
+        memory = [last.get(key) and last[key] / 2 ** 30 for key in ("host_used", "device_reserved", "device_free")]
+        rows.append([rank, host_of(found, rank), sum(work) / len(work) if work else None, *memory])
+    return (["rank", "node", "own work s", "host GiB", "torch holds GiB", "device free GiB"], rows,
+            "Own work: of a step, mean of the last 50, without waiting for other ranks",
+            [None, None, ".4g", ".2f", ".2f", ".2f"])
+
+
+def ranks_html(found):
+    table = ranks_table(found)
+    if not table[1]:
+        return ""
+    html, count = table_html(*table), len(table[1])
+    return html if count <= 8 else f"<details><summary>Table of {count} ranks</summary>{html}</details>\n"
+
+
+def pictures_html(found):
+    """The newest pictures of a validation pair that fit into a page."""
+    html, room = "", PICTURE_BYTES
+    for path in found["pictures"][::-1][:2]:
+        data = path.read_bytes()
+        room -= len(data)
+        if room > 0:
+            name, _, step = path.stem.rpartition("_")
+            html += (f'<figure><div class="wide"><img src="data:image/png;base64,{base64.b64encode(data).decode()}" '
+                     f'alt="{escape(name)}" style="min-width: 700px"></div><figcaption>{escape(name)}, step '
+                     f"{int(step) if step.isdecimal() else escape(step)}</figcaption></figure>\n")
+    return html
+
+
+def profile_html(found):
+    """The operations that took most time in the newest profile (--profile)."""
+    paths = sorted((found["run"] / "profile").glob("*.json"))
+    profile = read_json(paths[-1]) if paths else {}
+    if not profile.get("top"):
+        return ""
+    rows = [[row["name"], row["calls"], row["ms"], row["share"]] for row in profile["top"]]
+    return table_html(["operation", "calls", "own ms", "share %"], rows,
+                      f"Steps {profile['first']} to {profile['last']} of rank {profile['rank']}; the trace, for "
+                      f"ui.perfetto.dev, is profile/{profile['trace']}", [None, None, ".2f", ".1f"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Config and environment
+# ---------------------------------------------------------------------------------------------------------------------
+
+def changes(before, after):
+    """[(key, value before, value after)] of two flat configs, where they differ."""
+    keys = sorted({*before, *after})
+    return [(key, shown(before.get(key)), shown(after.get(key))) for key in keys if before.get(key) != after.get(key)]
+
+
+def shown(value):
+    """A config value as text; None, a key that this config did not have, as "-"."""
+    return "-" if value is None else json.dumps(value)
+
+
+def config_changes(found):
+    """[(heading, rows of `changes`)]: against the run before, and of each launch against the launch before it."""
+    result, launches = [], found["launches"]
+    before = run_before(found)
+    if before and launches:
+        result.append((f"against the run before, {before[0]}", changes(before[1], launches[-1]["config"])))
+    for old, new in zip(launches, launches[1:]):
+        rows = changes(old["config"], new["config"])
+        if rows:
+            result.append((f"since launch {new['number']}, step {new.get('step', '-')}", rows))
+    return result
+
+
+def run_before(found):
+    """(name, flat config) of the run beside this one that was started last before it; None without one."""
+    began, candidates = found["attempts"][0]["time"], []
+    for path in found["run"].resolve().parent.glob("*/attempts.jsonl"):
+        if path.parent == found["run"].resolve():
+            continue
+        other = compare.first_begin(path)
+        if other is not None and other < began:
+            candidates.append((other, path.parent))
+    for _, folder in sorted(candidates, reverse=True):
+        config = compare.last_config(folder)
+        if config:
+            return folder.name, config
+    return None
+
+
+def config_html(found):
+    """What has changed, and all keys behind it."""
+    cfg = config_of(found)
+    if not cfg:
+        return nothing("The folder has no launches/, so the config is not known.")
+    html = "".join(table_html(["key", "before", "now"], rows, f"Changed {heading}") if rows
+                   else nothing(f"Nothing has changed {heading}.") for heading, rows in config_changes(found))
+    rows = [(key, shown(value)) for key, value in cfg.items()]
+    return html + f"<details><summary>All keys</summary>{table_html(['key', 'value'], rows)}</details>\n"
+
+
+def environment_html(found):
+    """Commit, command, host, versions and settings of the newest launch."""
+    if not found["launches"]:
+        return ""
+    launch = found["launches"][-1]
+    facts = [(name, str(launch.get(name, "-"))) for name in ("started", "host", "commit", "changed", "seed", "python")]
+    facts.append(("command", " ".join(launch.get("command", []))))
+    groups = [(name, launch.get(name) or {}) for name in ("packages", "settings", "job")]
+    return table_html(["launch", launch["number"]], facts) + "".join(
+        f"<details><summary>{name} ({len(values)})</summary>{table_html(['name', 'value'], values.items())}</details>\n"
+        for name, values in groups if values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The terminal
+# ---------------------------------------------------------------------------------------------------------------------
+
+def as_text(found):
+    """The report for a terminal."""
+    findings, (_, sentence) = find_all(found), state_of(found)
+    parts = [f"{found['run']}\n{sentence}", "\n".join(f"{label:>20}: {value}  ({note})" for label, value, note
+                                                      in headline(found, findings))]
+    parts.append("\n".join(f"{each['rule'].upper()} (step {each['step']}): {each['sentence']}\n    what to do: "
+                           f"{each['advice']}" for each in findings) or "the rules find nothing")
+    parts.append(text_table(["loss", "first", "last", "", ""], curve_rows(found)))
+    header, rows, _, formats = kinds_table(found)
+    parts.append(text_table(header, rows, formats))
+    header, rows, _, formats = causes_table(found)
+    parts.append(text_table(header, rows, formats))
+    ended = [(row["number"], row["steps"], row["cause"], row["rank"], row["host"], row["place"] * row["dead"],
+              round(row["cost"], 1)) for row in attempt_rows(found)[-10:]]
+    parts.append(text_table(["attempt", "steps", "ended by", "rank", "node", "in", "cost s"], ended))
+    header, rows, _, formats = ranks_table(found)
+    if rows:
+        parts.append(text_table(header, rows, formats))
+    parts += [f"changed {heading}: " + ", ".join(f"{key} {old} -> {new}" for key, old, new in rows)
+              for heading, rows in config_changes(found) if rows]
+    return "\n\n".join(parts)
+
+
+def curve_rows(found):
+    """A row for each loss and validation score: name, first and last value, the curve as characters."""
+    steps, rows = step_columns(found), []
+    for name in LOSSES:
+        column = steps.get(f"terms.{name}")
+        known = column[column == column] if column is not None else []
+        rows.append([name, number(known[0]), number(known[-1]), "", spark(known)] if len(known)
+                    else [name, "-", "-", "", ""])
+    for name in sorted({name for line in found["epochs"] for name in line if name.startswith("val_")}):
+        values = [line[name] for line in found["epochs"] if line.get(name) is not None]
+        if values:
+            rows.append([name, number(values[0]), number(values[-1]), "", spark(values)])
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+# ---------------------------------------------------------------------------------------------------------------------
+
+def report(args):
+    """One look: write the page, or print the text. Returns: the state's word."""
+    found = read_run(args.run)
+    path = args.out or args.run / "report.html"
+    word, sentence = state_of(found)
+    if not args.text or args.follow:
+        refresh = args.follow and word in ("running", "waiting")
+        path = write_report(found, path, FOLLOW_S if refresh else None)
+    if args.text:
+        print("\033[2J\033[H" * (args.follow and sys.stdout.isatty()) + as_text(found), flush=True)
+    else:
+        size = size_text(path.stat().st_size)
+        print(f"{sentence}\nreport: {path.resolve()} ({size})", flush=True)
+    return word
+
+
+def follow(args):
+    """Look again and again until the run is done or stopped, or Ctrl-C."""
+    while True:
+        began = time.monotonic()
+        if report(args) in ("done", "stopped"):
+            return DONE
+        try:
+            time.sleep(max(FOLLOW_S, FOLLOW_SHARE * (time.monotonic() - began)))
+        except KeyboardInterrupt:
+            return DONE
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m Runtime.report", description="What a run does, did and cost, as one page that needs nothing "
+        "else. `python -m Runtime.report compare RUN RUN...` puts runs side by side.")
+    parser.add_argument("run", type=Path, help="folder of the run, Models/<data>_<net>; a copy will do")
+    parser.add_argument("--text", action="store_true", help="print it for a terminal instead")
+    parser.add_argument("--follow", action="store_true", help="do it again every ten seconds, until the run has ended")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in the run's folder)")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if argv[:1] == ["compare"]:
+            return compare.main(argv[1:])
+        args = parse_arguments(argv)
+        if args.follow:
+            return follow(args)
+        report(args)
+        return DONE
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,18 +10,20 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from Runtime.files import append_bytes
+from Runtime.files import append_bytes, write_file
 
 WAITING = 64 * 2 ** 20  # most bytes that wait for space on a full disk; beyond that the oldest are dropped
+PICTURES = 4  # the newest that stay in the folder of the run
 
 
-def new_writer(folder, step):
+def new_writer(folder, step, pictures=None):
     """Begin an event file. TensorBoard then ignores events of earlier launches from `step` on.
 
-    folder: of the events, created at the first `flush`. Returns: the dict that the functions below take.
+    folder: of the events, created at the first `flush`. pictures: a folder that gets the newest pictures as files too,
+    for the report of the run; None for none. Returns: the dict that the functions below take.
     """
     name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-    writer = {"path": Path(folder) / name, "waiting": [], "told": False}
+    writer = {"path": Path(folder) / name, "waiting": [], "told": False, "pictures": pictures}
     _add(writer, file_version="brain.Event:2")
     _add(writer, step=step, session_log=SessionLog(status=SessionLog.START))
     return writer
@@ -36,9 +38,26 @@ def add_figure(writer, tag, figure, step):
     """Add a matplotlib figure as a picture. It is written by the next `flush`."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
+    keep_picture(writer["pictures"], f"{tag}_{step:08d}.png", picture.getvalue())
     width, height = (int(side) for side in figure.get_size_inches() * figure.dpi)
     image = Summary.Image(encoded_image_string=picture.getvalue(), width=width, height=height, colorspace=3)
     _add(writer, step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))
+
+
+def keep_picture(folder, name, content):
+    """Write a picture as a file and remove the oldest beyond PICTURES. A disk that does not take it ends no training.
+
+    folder: Path, or None: nothing is written. name: such that newer names sort behind older ones.
+    """
+    if folder is None:
+        return
+    try:
+        write_file(folder / name, content)
+        for old in sorted(folder.glob("*.png"))[:-PICTURES]:
+            old.unlink()
+    except OSError as error:
+        print(f"{folder / name} was not written ({error.strerror or error}); the training goes on", file=sys.stderr,
+              flush=True)
 
 
 def flush(writer):

@@ -26,12 +26,13 @@ from matplotlib.ticker import NullLocator  # noqa: E402
 
 from Dataloader.dataset import read_datasets  # noqa: E402
 from Dataloader.sampler import steps_left  # noqa: E402
-from Runtime.attempts import history, read_lines  # noqa: E402
+from Runtime.attempts import history  # noqa: E402
 from Runtime.config import flatten, load_config  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
 from Runtime.files import write_file  # noqa: E402
 from Runtime.global_batch import known_step, split_step  # noqa: E402
-from Runtime.report import cards_html, figure_html, figure_png, table_html, text_table, write_page  # noqa: E402
+from Runtime.page import cards_html, figure_html, figure_png, table_html, text_table, write_page  # noqa: E402
+from Runtime.run_logs import log_lines, ranks_of  # noqa: E402
 from Runtime.watchdog import ONE_OFF  # noqa: E402
 
 WARM_UP = 3
@@ -61,8 +62,8 @@ def measurements(run):
     if not begun:
         raise InputError(f"{run}: there is no attempts.jsonl; give the folder of a run, Models/<data>_<net>.")
     logs = collections.defaultdict(list)
-    for path in run.glob("rank*.jsonl"):
-        for line in read_lines(path):
+    for rank in ranks_of(run):
+        for line in log_lines(run, rank):
             logs[line["attempt"], line["event"]].append(line)
     groups = collections.defaultdict(list)
     for line in begun:

@@ -97,6 +97,7 @@ def test_every_key_is_explained_with_default_unit_and_allowed_values():
     ("data.train_ids=", ""), ("data.img_size=96", [96, 96, 96]), ("data.img_size=[64, 80, 96]", [64, 80, 96]),
     ("data.root=/a=b", "/a=b"), ("registration.squared=false", False), ("data.global_batchsize=64", 64),
     ("data.window=[-1000, 500]", [-1000.0, 500.0]), ("data.percentiles=[0, 99]", [0.0, 99.0]),
+    ("run.notify=echo \"$A: $B\" >> told", 'echo "$A: $B" >> told'), ("run.notify=a: b", "a: b"),
     ("run.checkpoint_minutes=0.5", 0.5), ("run.deadline_floor_s=3", 3.0), ("run.checksum_every=0", 0),
 ])
 def test_overrides_are_converted(override, value):
@@ -136,6 +137,7 @@ def test_overrides_are_converted(override, value):
     ("run.deadline_factor=0.5", ["run.deadline_factor", "at least 1"]),
     ("run.max_rounds=0", ["run.max_rounds", "at least 1"]),
     ("run.deadline_flor_s=3", ["run.deadline_flor_s", "run.deadline_floor_s"]),
+    ("run.notify=[a, b]", ["run.notify is a text", "quotes"]),
     ("run.strategy=zero2", ["run.strategy is one of ddp, zero1, fsdp, not 'zero2'"]),
 ])
 def test_bad_values_are_one_sentence(override, words):

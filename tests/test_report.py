@@ -1,117 +1,290 @@
-"""Pages are complete, escaped and offline."""
-import base64
+"""The report of a run: of real logs, of made-up ones, of a run that goes on, of a copy, of a hundred thousand steps."""
+import json
+import os
 import re
-from html.parser import HTMLParser
+import shutil
+import sys
+import time
 
-import numpy as np
 import pytest
-import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from Diffusion.figures import curves_figure, registration_figure
+import OM_train_3modes as om
+from Runtime import report
+from Runtime.compare import differing_keys, short_names
 from Runtime.errors import InputError
-from Runtime.report import cards_html, figure_html, figure_png, table_html, text_table, write_page
-from tests.test_figures import pair, pixels
+from Runtime.goodput import account, over_time
+from Runtime.report import main
+from Runtime.rules import find_all
+from Runtime.run_logs import read_run
+from Runtime.run_state import duration, state_of
+from tests import launching
+from tests.faults.common import run_of
+from tests.made_up_run import START, STEP_S, made_up_run
+from tests.test_page import NASTY, Balance
+from tests.tiny import QUICK, ROOT, arguments, make_data
 
-VOID = {"meta", "link", "img", "br", "hr"}
-NASTY = '<script>alert("1 & 2")</script>'
-
-
-class Balance(HTMLParser):
-    """Follows the tags of a page and fails on the first that does not close in order."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.text = [], [], []
-        self.attributes = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
+LOSSES = ["total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "imgmse", "ddf"]
+HEADINGS = ["What is wrong, and what to do", "Losses", "Validation", "Where the time went", "Attempts", "Ranks",
+            "Speed", "Gradients, gate, learning rate", "Config", "Environment"]
 
 
-def test_figure_html_holds_the_picture_and_escapes_its_texts():
-    figure = curves_figure([{"epoch": 1, "a": 1.0}], [("a", ["a"])])
-    html = figure_html(figure, caption=NASTY, alt='a "quoted" curve')
-    page = Balance(html)
-    attributes = dict(page.attributes)["img"]
-    assert attributes["alt"] == 'a "quoted" curve'
-    picture = pixels(base64.b64decode(attributes["src"].removeprefix("data:image/png;base64,")))
-    assert picture.shape == pixels(figure_png(figure)).shape and picture.std() > 5
-    assert "<script" not in html and NASTY in "".join(page.text)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A real training of one rank: a profile, a planned restart after step 9; then other settings, and a picture."""
+    folder = tmp_path_factory.mktemp("report")
+    make_data(folder, size=8)
+    settings = {**QUICK, "run__epochs": 2, "run__picture_every": 2, "run__checkpoint_steps": 0, "run__val_pairs": 1}
+    assert om.main(arguments(folder, "--max-steps-before-restart", "10", "--profile", "3:1", **settings)) == 42
+    assert om.main(arguments(folder, **{**settings, "optim__lr": 2e-4})) == 0
+    return folder
 
 
-def test_table_html_aligns_numbers_and_escapes_texts():
-    html = table_html(["name", "Dice", NASTY], [[NASTY, 0.81249, 3], ["b", float("nan"), None]], caption=NASTY,
-                      formats=[None, ".3f", None])
-    page = Balance(html)
-    assert "<script" not in html and "".join(page.text).count(NASTY) == 3
-    cells = [(tag, attributes.get("class")) for tag, attributes in page.attributes if tag in ("td", "th")]
-    assert cells == [("th", None), ("th", "num"), ("th", "num")] + [("td", None), ("td", "num"), ("td", "num")] * 2
-    assert re.findall(r"<td class=num>([^<]*)</td>", html) == ["0.812", "3", "-", "-"]
+def page_of(run, out):
+    assert main([str(run), "--out", str(out)]) == 0
+    return out.read_text()
 
 
-def test_table_cells_of_other_kinds():
-    rows = [[np.float32(0.5), np.int64(7), "x", None], [np.float64("nan"), 12345678, None, None]]
-    html = table_html("abcd", rows)
-    assert re.findall(r"<td[^>]*>([^<]*)<", html) == ["0.5", "7", "x", "-", "-", "12345678", "-", "-"]
-    for bad in (dict(rows=[[1]]), dict(rows=[], formats=[".3f"])):
-        with pytest.raises(InputError, match="columns"):
-            table_html(["a", "b"], **bad)
-
-
-def test_text_table_is_aligned():
-    text = text_table(["name", "Dice", "n"], [["left lobe", 0.81249, 3], ["b", None, 1200], ["c", float("nan"), 1]],
-                      formats=[None, ".3f", None])
-    assert text.splitlines() == ["name        Dice     n",
-                                 "---------  -----  ----",
-                                 "left lobe  0.812     3",
-                                 "b              -  1200",
-                                 "c              -     1"]
-    assert text_table(["a", "b"], []) == "a  b\n-  -"
-
-
-def test_page_is_complete_offline_and_escaped(tmp_path):
-    moving, fixed, warped, field, labels = pair((16, 20, 24))
-    sections = [("", cards_html([("mean Dice", 0.84371, "30 pairs"), (NASTY, None, ""), ("folded", NASTY, NASTY)])),
-                (NASTY, figure_html(registration_figure(moving, fixed, warped, field, labels), "one pair")),
-                ("Training", figure_html(curves_figure([{"epoch": 1, "a": 2.0}], [("loss", ["a"])]))),
-                ("Scores", table_html(["name", "Dice"], [["a", 0.5]]))]
-    path = write_page(tmp_path / "new" / "page.html", NASTY, f"Lead {NASTY}", sections)
-    assert [file.name for file in path.parent.iterdir()] == ["page.html"]
-    text = path.read_text(encoding="utf-8")
+def test_the_page_of_a_real_run(folder, tmp_path):
+    text = page_of(run_of(folder), tmp_path / "page.html")
     page = Balance(text)
-    assert text.startswith("<!DOCTYPE html>")
-    assert page.tags.count("h1") == 1 and page.tags.count("h2") == 3 and page.tags.count("img") == 2
-    assert "script" not in page.tags
-    assert not re.search(r"https?://|url\(|@import", text)
-    links = [value for _, attributes in page.attributes for name, value in attributes.items()
-             if name in ("src", "href", "srcset", "action", "data")]
-    assert len(links) == 3 and all(link.startswith("data:") for link in links)
-    shown = "".join(page.text)
-    assert f"Lead {NASTY}" in shown and "0.8437" in shown and f"PyTorch {torch.__version__}" in shown
-    assert shown.count(NASTY) == 7
+    assert not re.search(r"https?://|url\(|@import|<script", text) and len(text) < 2_000_000
+    charts = [attributes["aria-label"] for tag, attributes in page.attributes if tag == "svg"]
+    assert charts[:9] == LOSSES and {"val_dice", "val_ang", "samples per second", "learning rate", "host memory, GiB",
+                                     "own work of a step, s", "gradient norm, registration"} < set(charts)
+    shown = " ".join(page.text)
+    assert all(heading in shown for heading in [*HEADINGS, "Pictures", "Profile"])
+    assert "Done since" in shown and "The rules find nothing" in shown and "2 of 2" in shown
+    assert "attempt 0: planned restart" in shown and shown.count("--max-steps-before-restart") >= 1
+    assert 'class="mark planned"' in text and "aten::" in shown and "registration, step 12" in shown
+    assert "optim.lr" in shown and "0.0002" in shown  # the change since the launch before
+    assert text.count("data:image/png") == 1
 
 
-def test_page_replaces_the_old_one_and_survives_odd_characters(tmp_path):
-    path = tmp_path / "page.html"
-    path.write_text("old")
-    with open(path) as reader:
-        write_page(path, "M\u00fcller \udce9", "", [("a", "<p>new</p>")])
-        assert reader.read() == "old"
-    text = path.read_text(encoding="utf-8")
-    assert "M\u00fcller ?" in text and "old" not in text
-    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
-    with pytest.raises(OSError):
-        write_page(tmp_path, "a folder is in the way", "", [])
-    assert not list(tmp_path.parent.glob("*.tmp-*"))
+def test_what_a_training_logs_for_it(folder):
+    found = read_run(run_of(folder))
+    steps = found["steps"]
+    assert steps["step"][steps["is_step"] == 1].tolist() == list(range(12))
+    assert set(steps) > {"norms.diffusion", "norms.contrastive", "norms.registration", "lr", "samples"}
+    assert steps["samples"][0] == 2 and steps["lr"][0] == pytest.approx(1e-4) and steps["lr"][-2] == pytest.approx(2e-4)
+    [pace] = found["pace"][0]
+    assert (pace["steps"], pace["step"]) == (10, 9) and pace["host_used"] > 10 ** 7
+    assert 0 < pace["disk_free"] <= pace["disk_total"] and pace["spent"]["forward"] > 0
+
+
+def test_tensorboard_has_speed_memory_and_gradients(folder):
+    board = EventAccumulator(str(next((folder / "Logs").rglob("events*")).parent)).Reload()
+    tags = set(board.Tags()["scalars"])
+    assert tags > {"speed/samples_per_s", "speed/step_s", "speed/data_percent", "train/lr", "memory/host_used_gib",
+                   "gradient_norm/diffusion", "gradient_norm/contrastive", "gradient_norm/registration"}
+    [event] = board.Scalars("speed/samples_per_s")
+    assert event.step == 9 and 0.1 < event.value < 10_000
+
+
+def test_a_copied_folder_gives_the_same_page_and_is_not_changed(folder, tmp_path):
+    copy = tmp_path / "elsewhere/demo_om_net"
+    shutil.copytree(run_of(folder), copy)
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    parts = [page_of(run, tmp_path / f"{number}.html").split("<footer>")[0]
+             for number, run in enumerate((run_of(folder), copy))]
+    assert parts[0] == parts[1]
+    assert before == {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+
+
+def test_the_terminal_shows_the_same(folder, capsys):
+    assert main([str(run_of(folder)), "--text"]) == 0
+    shown = capsys.readouterr().out
+    assert "Done since" in shown and "the rules find nothing" in shown and "planned restart" in shown
+    assert re.search(r"^ang .*[\u2581-\u2588]{10}", shown, re.M) and re.search(r"^val_dice ", shown, re.M)
+    assert "optim.lr 0.0001 -> 0.0002" in shown
+    assert not (run_of(folder) / "report.html").exists()
+
+
+def test_bad_input_is_one_sentence(tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere")]) == 43
+    assert capsys.readouterr().err == (f"error: {tmp_path}/nowhere: there is no attempts.jsonl; give the folder of a "
+                                       "run, Models/<data>_<net>.\n")
+    run = made_up_run(tmp_path / "run", 20)
+    assert main([str(run), "--out", str(run)]) == 43
+    assert "the page cannot be written there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [0, 1, 9])
+def test_a_run_that_has_just_begun_has_a_page(steps, tmp_path):
+    run = made_up_run(tmp_path / "run", steps, ended=False)
+    Balance(page_of(run, tmp_path / "page.html"))
+    assert main([str(run), "--text"]) == 0
+    for path in run.glob("rank*"):
+        path.unlink()
+    shutil.rmtree(run / "launches")
+    text = page_of(run, tmp_path / "page.html")
+    assert "no rank has spoken yet" in text and "the config is not known" in text
+
+
+def test_what_a_log_says_is_escaped(tmp_path):
+    run = made_up_run(tmp_path / "run", 20, events=[(0, {"event": "leak", "step": 9, "time": 1.0, "who": "graph",
+                                                         "bytes_per_step": 1, "steps_left": 3, "sentence": NASTY})],
+                      step=lambda number, line: {"terms": {**line["terms"], NASTY: 1.0}}, data__subject_pattern=NASTY)
+    (run / "pictures").mkdir()
+    (run / "pictures/registration_x.png").write_bytes(b"no picture")
+    assert "<script" not in page_of(run, tmp_path / "page.html")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The state
+# ---------------------------------------------------------------------------------------------------------------------
+
+def end_of(run, **changes):
+    end = {"event": "end", "attempt": 0, "loop": "x", "time": START + 99, "cause": "killed", "decision": "continue",
+           "verdict": {"dead": True, "cause": "killed", "rank": 1, "host": "n1"}, "sentence": "rank 1 was killed."}
+    with open(run / "attempts.jsonl", "a") as file:
+        file.write(json.dumps({**end, **changes}) + "\n")
+
+
+def test_the_state_is_one_sentence(tmp_path):
+    run = made_up_run(tmp_path / "run", 100, ended=False)
+    last = START + STEP_S * 100
+    word, sentence = state_of(read_run(run), last + 5)
+    assert word == "running" and sentence == "Running: rank 0 on h is in forward (diffusion) of step 99, since 5 s."
+    word, sentence = state_of(read_run(run), last + 200)
+    assert word == "silent" and "the same command continues it, or this is a copy" in sentence
+    end_of(run)
+    assert state_of(read_run(run))[0] == "waiting" and "to be started again" in state_of(read_run(run))[1]
+    (run / "lock.json").write_text('{"token": "x"}')
+    assert "Between two rounds since" in state_of(read_run(run))[1]
+    end_of(run, decision="stop", sentence="Stopped: the same end 3 times.")
+    word, sentence = state_of(read_run(run))
+    assert word == "stopped" and sentence.endswith(": Stopped: the same end 3 times.")
+
+
+def test_durations_in_words():
+    assert [duration(seconds) for seconds in (7, 119, 300, 12_000, 260_000, None)] == [
+        "7 s", "119 s", "5 min", "3 h 20 min", "3 d 0 h", "-"]
+
+
+def test_follow_keeps_page_and_terminal_up_to_date_until_the_end(tmp_path):
+    run = made_up_run(tmp_path / "run", 30, ended=False)
+    with open(run / "rank0.jsonl", "a") as log:  # a rank that is heard of now
+        log.write(json.dumps({"event": "now", "attempt": 0, "rank": 0, "step": 29, "mode": "", "phase": "data",
+                              "number": 1, "time": time.time(), "deadline": 900, "host": "h"}) + "\n")
+    body = (f"import sys\nfrom Runtime import report\nreport.FOLLOW_S = 0.3\nreport.FOLLOW_SHARE = 0\n"
+            f"sys.exit(report.main([{str(run)!r}, '--follow', '--text']))")
+    process = launching.start([sys.executable, "-c", body], cwd=ROOT, stdout=-1, text=True)
+    until = time.time() + 20
+    while not (run / "report.html").exists():
+        assert time.time() < until
+        time.sleep(0.05)
+    assert 'http-equiv="refresh"' in (run / "report.html").read_text()
+    end_of(run, decision="done", cause="done", sentence="The training is complete.", time=time.time(),
+           verdict={"dead": False, "cause": "done"})
+    shown = process.communicate(timeout=20)[0]
+    assert process.returncode == 0 and "Running: rank" in shown and "Done since" in shown
+    assert 'http-equiv="refresh"' not in (run / "report.html").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Large runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_many_ranks_stay_readable(tmp_path):
+    text = page_of(made_up_run(tmp_path / "run", 100, ranks=64), tmp_path / "page.html")
+    assert "Table of 64 ranks" in text and "median of all" in text and len(text) < 400_000
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_steps_open_in_seconds(tmp_path):
+    run = made_up_run(tmp_path / "run", 100_000, ranks=2)
+    began = time.process_time()
+    text = page_of(run, tmp_path / "page.html")
+    assert time.process_time() - began < 20 and len(text) < 2_000_000  # 4 s on an idle core
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Side by side
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_compare_puts_runs_side_by_side(tmp_path, capsys):
+    runs = [made_up_run(tmp_path / f"Models/run-{seed}", 100, run__seed=seed, optim__lr=1e-4 * (1 + (seed == 2)))
+            for seed in range(3)]
+    out = tmp_path / "compare.html"
+    assert main(["compare", *map(str, runs), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^optim.lr +0.0001 +0.0001 +0.0002$", shown, re.M)
+    assert re.search(r"^run.seed +0 +1 +2$", shown, re.M)
+    assert "| optim.lr | 0.0001 | 0.0001 | 0.0002 |" in shown and "| best val_dice | 0.7475 |" in shown
+    text = out.read_text()
+    Balance(text)
+    assert text.count("<svg") >= 11 and text.count('class="key c2">run-2') >= 9 and "run.models" not in text
+
+
+def test_compare_refuses_one_run_and_the_same_one_twice(tmp_path, capsys):
+    run = str(made_up_run(tmp_path / "run", 20))
+    assert main(["compare", run]) == 43 and "name two runs or more" in capsys.readouterr().err
+    assert main(["compare", run, run]) == 43 and "the same run is named twice" in capsys.readouterr().err
+
+
+def test_names_and_keys_tell_runs_apart(tmp_path):
+    assert short_names([tmp_path / "a/run", tmp_path / "b/run"]) == ["a/run", "b/run"]
+    assert differing_keys([{"a": 1, "run.models": "x", "c": [1]}, {"a": 1, "run.models": "y", "c": [2]}]) == [
+        ("c", "[1]", "[2]")]
+    assert differing_keys([{"a": 1}, {"a": 1, "b": 2}]) == [("b", "-", "2")]
+
+
+def test_the_run_before_is_found_and_compared(tmp_path):
+    made_up_run(tmp_path / "Models/demo_om_net", 20, optim__lr=5e-4)
+    newer = made_up_run(tmp_path / "Models/demo_om_net-2", 20)
+    text = (newer / "attempts.jsonl").read_text().replace(str(START), str(START + 1e6))
+    (newer / "attempts.jsonl").write_text(text)
+    shown = " ".join(Balance(page_of(newer, tmp_path / "page.html")).text)
+    assert "Changed against the run before, demo_om_net" in shown and "0.0005" in shown
+    assert report.run_before(read_run(tmp_path / "Models/demo_om_net")) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --profile
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_a_profile_has_a_trace_and_its_top_operations(folder):
+    profile = json.loads((run_of(folder) / "profile/step00000003.json").read_text())
+    assert (profile["first"], profile["last"], profile["rank"]) == (3, 3, 0) and len(profile["top"]) >= 20
+    times = [row["ms"] for row in profile["top"]]
+    assert times == sorted(times, reverse=True) and sum(row["share"] for row in profile["top"]) <= 100.1
+    assert os.path.getsize(run_of(folder) / "profile" / profile["trace"]) > 10_000
+
+
+@pytest.mark.parametrize("text", ["5", "1:0", "1:101", "a:b", "-1:2"])
+def test_a_bad_profile_is_refused(text):
+    from Runtime.profile import parse_steps
+    with pytest.raises(InputError, match="write START:STEPS, such as 100:5"):
+        parse_steps(text)
+
+
+def test_a_healthy_real_run_has_no_findings(folder):
+    assert find_all(read_run(run_of(folder))) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the time went, over the time
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_the_parts_of_the_run_add_up_to_what_it_took(tmp_path):
+    run = made_up_run(tmp_path / "run", 100, ended=False)
+    end_of(run, time=START + 60)  # killed 10 s after its last step
+    with open(run / "attempts.jsonl", "a") as file:
+        file.write(json.dumps({"event": "begin", "attempt": 1, "time": START + 70, "ranks": 2}) + "\n")
+    with open(run / "rank0.jsonl", "a") as file:
+        for step in range(90, 120):
+            file.write(json.dumps({"event": "step", "attempt": 1, "rank": 0, "step": step, "open": True, "nonfinite": 0,
+                                   "time": START + 80 + step - 90, "epoch": 0, "spent": {"forward": 1.0}}) + "\n")
+    edges, seconds = over_time(read_run(run), 10)
+    kinds, _ = account(run)
+    wall = edges[-1] - edges[0]
+    assert wall == pytest.approx(109) == sum(kinds.values())
+    assert sum(values.sum() for values in seconds.values()) == pytest.approx(wall)
+    assert {kind: round(float(values.sum()), 3) for kind, values in seconds.items() if "restart" not in kind} == {
+        kind: round(value, 3) for kind, value in kinds.items() if value and kind != "restart"}
+    assert seconds["restart: killed"].sum() == pytest.approx(19)
+    assert seconds["detection"].nonzero()[0].tolist() == [4, 5]  # from 50 to 60 s of 109
+    # Ten steps of 0.49 s, and waiting for data, were done again; they stand before the end at 50 s.
+    assert seconds["replayed steps"].sum() == pytest.approx(4.9)
+    assert seconds["replayed steps"].nonzero()[0].tolist() == [4]

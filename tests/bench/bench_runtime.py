@@ -38,7 +38,7 @@ from Runtime.config import save_config
 from Runtime.device import describe, synchronize
 from Runtime.errors import PLANNED_RESTART
 from Runtime.global_batch import split_step
-from Runtime.report import text_table
+from Runtime.page import text_table
 from Runtime.run_lock import run_folder
 
 WARM_UP, AGREEMENTS, LATE_STEP = 5, 400, 20000
@@ -100,11 +100,12 @@ def measure(cfg, run, steps):
     """Train in this process under a watchdog. Returns the state and what `take_steps` does; leaves checkpoints."""
     device, ranks, progress = om.pick_device(cfg["run.device"]), {"rank": 0, "world_size": 1}, om.new_progress()
     om.prepare_device(device, cfg["run.threads"])
-    (dataset, _, listed), split, net = read_datasets(cfg), split_step(cfg, 1), om.build_network(cfg, device)
+    (dataset, held_out, listed), split, net = read_datasets(cfg), split_step(cfg, 1), om.build_network(cfg, device)
     state = {"run": run, "net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
              "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True), "saving": None,
              "queue": om.new_queue(cfg, device), "progress": progress, "failed_saves": 0, "write_s": 0.0,
-             "split": split, "gradients": new_gradients(cfg), "ema": None,
+             "split": split, "data": om.describe_data(cfg, dataset, held_out), "gradients": new_gradients(cfg),
+             "ema": None,
              "epoch_steps": steps_left(cfg, len(dataset), listed, split),
              "batches": epoch_batches(cfg, dataset, listed, progress, split, ranks)}
     watchdog.start(run, 0, 0, cfg, launcher=False)

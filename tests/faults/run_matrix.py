@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.memory import WINDOW  # noqa: E402
-from Runtime.report import text_table  # noqa: E402
+from Runtime.page import text_table  # noqa: E402
 from Runtime.watchdog import LOOK_S  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.faults.common import (  # noqa: E402
@@ -92,6 +92,16 @@ def died(folder, ranks, reference, fault, cause, rank=1, phase="forward", **chan
     end = ends(folder)[0]
     verdict = end["verdict"]
     named = (verdict["cause"], verdict["rank"]) == (cause, rank) and phase in (None, verdict["phase"]) and code == DONE
+    return result(folder, reference, since, end["time"], named), end["sentence"]
+
+
+def segfault_in_module(folder, ranks, reference, module):
+    """With --debug the sentence has the name of the module whose forward crashed."""
+    fault = {"do": "segfault_in_module", "module": module, **FORWARD}
+    code, since = wait(launch(folder, ranks, [fault], more=["--debug"])), struck(folder)
+    end = ends(folder)[0]
+    named = (end["cause"], end["verdict"]["rank"], code) == ("crash in native code", 1, DONE)
+    named = named and f"module {module} (" in end["sentence"]
     return result(folder, reference, since, end["time"], named), end["sentence"]
 
 
@@ -459,6 +469,7 @@ def matrix():
              "now"),
             ("segfault in the first forward", died, ({"do": "segfault", **FORWARD, "step": 0}, "crash in native code"),
              "now"),
+            ("segfault in a module, --debug", segfault_in_module, ("attention.blocks.0.mlp.0",), "now"),
             ("hang in the first forward", died, ({"do": "hold_gil", **FORWARD, "step": 0}, "hang"), "first"),
             ("out of memory on one rank", died, ({"do": "out_of_memory", **FORWARD}, "out of host memory"), "now"),
             ("killed by the kernel for memory", kernel_takes_memory, (), "now"),

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 KEPT = []
+TOOK = {}  # (phase, mode): seconds, the last time
 
 
 def strike(fault, frame):
@@ -61,6 +62,20 @@ def endless_c_call(fault, frame):
 
 def segfault(fault, frame):
     ctypes.string_at(0)
+
+
+def segfault_in_module(fault, frame):
+    """The next forward of one module of the network crashes below Python."""
+    module = frame.f_locals["state"]["net"].get_submodule(fault["module"])
+    module.forward = lambda *args, **kwargs: ctypes.string_at(0)
+
+
+def slow_down(fault, frame):
+    """A rank that takes longer, by a share of the phase's own time: as a device whose clock is lowered."""
+    state = sys.modules["Runtime.watchdog"].STATE
+    own = TOOK.get((state["name"], state["mode"]), 0)
+    time.sleep(fault["share"] * own)
+    TOOK["slept"] = fault["share"] * own
 
 
 def raise_error(fault, frame):
@@ -236,6 +251,9 @@ def watch_phases(module):
                 strike(fault, sys._getframe(2))
 
     def phase(name, mode=""):
+        if "since" in module.STATE:
+            took = time.time() - module.STATE["since"] - TOOK.pop("slept", 0)
+            TOOK[module.STATE["name"], module.STATE["mode"]] = took
         real(name, mode)
         look(name, mode, module.STATE["step"])
     module.phase = phase

@@ -1,0 +1,229 @@
+"""Charts of a page as inline SVG: no script, no library, no picture file. Colours follow the page (Runtime/page.css).
+
+A curve of any length becomes at most one point per pixel: the mean of the values there, over a band from the least to
+the greatest, so that a spike of one step in a hundred thousand is still seen.
+"""
+import math
+from html import escape
+
+import numpy as np
+
+WIDTH, HEIGHT = 360, 150
+LEFT, RIGHT, TOP, BOTTOM = 44, 6, 8, 20  # margins
+POINTS = WIDTH - LEFT - RIGHT
+COLOURS = 8  # classes c0 .. c7 of page.css
+
+
+def thin(x, y, points=POINTS):
+    """A curve with at most one point per pixel.
+
+    x: rising. y: same length; values that are not finite are left out. Returns: x, mean, least, greatest, as arrays.
+    """
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    known = np.isfinite(x) & np.isfinite(y)
+    x, y = x[known], y[known]
+    if len(x) <= points:
+        return x, y, y, y
+    place = np.minimum((x - x[0]) / max(x[-1] - x[0], 1e-12) * points, points - 1).astype(int)
+    starts = np.flatnonzero(np.r_[True, np.diff(place) > 0])
+    counts = np.diff(np.r_[starts, len(x)])
+    return (np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts,
+            np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))
+
+
+def ticks(low, high, count=4):
+    """At most `count` + 1 round numbers from low to high."""
+    size = 10.0 ** math.floor(math.log10((high - low) / count))
+    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if (high - low) / (size * factor) <= count)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def number(value, digits=3):
+    """A number for an axis or a heading: so many digits, thousands as k, millions as M."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.{digits}g}{unit}"
+    if 0 < abs(value) < 1e-3:
+        fraction, _, power = f"{value:.{digits - 1}e}".partition("e")
+        return f"{float(fraction):g}e{int(power)}"
+    return f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def line_chart(title, curves, marks=(), log=False, note="", across="step", limits=()):
+    """A <figure> with curves over the steps.
+
+    title: plain text. curves: list of (name, x, y); one alone has its last value beside the title, several have a
+    legend. marks: list of (x, kind, text) of vertical lines, kind "dead" or "planned". log: logarithmic y axis, which
+    leaves out what is not positive. note: plain text below. limits: list of (name, y) of horizontal lines.
+    """
+    thinned = []
+    for name, x, y in curves:
+        y = np.asarray(y, float)
+        thinned.append((name, *thin(x, np.where(y > 0, y, np.nan) if log else y)))
+    thinned = [curve for curve in thinned if len(curve[1])]
+    if not thinned:
+        return empty_chart(title, note)
+    box = frame(thinned, [y for _, y in limits], log)
+    parts = [axes(box, across)]
+    parts += [mark(box, *each) for each in merge_marks(box, marks)]
+    parts += [level(box, name, y) for name, y in limits if box["low"] <= scaled(y, log) <= box["high"]]
+    parts += [curve_path(box, index % COLOURS, *curve[1:]) for index, curve in enumerate(thinned)]
+    last = number(thinned[0][2][-1]) if len(thinned) == 1 else ""
+    return figure(title, last, "".join(parts), legend([name for name, *_ in thinned]) if len(curves) > 1 else "", note)
+
+
+def frame(curves, limits, log):
+    """What maps values to pixels: {"first", "last": of x, "low", "high": of y, "log"}."""
+    low = min(scaled(np.min(curve[3]), log) for curve in curves)
+    high = max(scaled(np.max(curve[4]), log) for curve in curves)
+    for limit in limits:  # a limit that is far from the curves does not squeeze them
+        value = scaled(limit, log)
+        if low - (high - low) <= value <= high + (high - low):
+            low, high = min(low, value), max(high, value)
+    pad = 0.05 * (high - low) or (0.5 if log else 0.05 * abs(high)) or 1.0
+    first, last = min(curve[1][0] for curve in curves), max(curve[1][-1] for curve in curves)
+    return {"first": first, "last": max(last, first + 1e-9), "low": low - pad, "high": high + pad, "log": log}
+
+
+def scaled(value, log):
+    return math.log10(max(value, 1e-300)) if log else float(value)
+
+
+def x_pixel(box, x):
+    """Pixels from the left of a value of x."""
+    return LEFT + (np.asarray(x, float) - box["first"]) / (box["last"] - box["first"]) * POINTS
+
+
+def y_pixel(box, y):
+    """Pixels from the top of a value of y."""
+    y = np.log10(np.maximum(np.asarray(y, float), 1e-300)) if box["log"] else np.asarray(y, float)
+    return TOP + (box["high"] - y) / (box["high"] - box["low"]) * (HEIGHT - TOP - BOTTOM)
+
+
+def axes(box, unit):
+    """Grid lines, with numbers at the left and below."""
+    parts = []
+    for value, label in labelled(y_ticks(box)):
+        height = y_pixel(box, value)
+        parts.append(f'<path class="grid" d="M{LEFT} {height:.1f}H{WIDTH - RIGHT}"/>'
+                     f'<text x="{LEFT - 5}" y="{height + 3:.1f}" class="end">{label}</text>')
+    values = ticks(box["first"], box["last"], 3) if box["last"] - box["first"] > 1e-6 else [box["first"]]
+    for value, label in labelled(values):
+        x = float(x_pixel(box, value))
+        side = "end" if x > WIDTH - 24 else "mid"
+        parts.append(f'<text x="{min(x, WIDTH - RIGHT):.1f}" y="{HEIGHT - 6}" class="{side}">{label}</text>')
+    return "".join(parts) + f'<text x="2" y="{HEIGHT - 6}">{escape(unit)}</text>'
+
+
+def labelled(values):
+    """(value, text) of the marks of an axis, with as many digits as tell them apart."""
+    for digits in range(3, 9):
+        texts = [number(value, digits) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return list(zip(values, texts)) if values else []
+
+
+def y_ticks(box):
+    """Round numbers of the y axis; powers of ten where it is logarithmic and long enough."""
+    if not box["log"]:
+        return ticks(box["low"], box["high"])
+    powers = range(math.ceil(box["low"]), math.floor(box["high"]) + 1)
+    if len(powers) >= 2:
+        return [10.0 ** power for power in powers][::max(1, math.ceil(len(powers) / 5))]
+    return [value for value in ticks(10 ** box["low"], 10 ** box["high"]) if value > 0]
+
+
+def curve_path(box, index, x, mean, least, greatest):
+    """The band of a curve, if it has one, and its line; a single point becomes a dot."""
+    right, parts = x_pixel(box, x), []
+    if np.any(greatest > least):
+        there = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(right, y_pixel(box, greatest)))
+        back = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(right[::-1], y_pixel(box, least)[::-1]))
+        parts.append(f'<polygon class="band c{index}" points="{there} {back}"/>')
+    if len(x) == 1:
+        return f'<circle class="dot c{index}" cx="{right[0]:.1f}" cy="{y_pixel(box, mean)[0]:.1f}" r="2.5"/>'
+    line = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(right, y_pixel(box, mean)))
+    return "".join([*parts, f'<polyline class="line c{index}" points="{line}"/>'])
+
+
+def merge_marks(box, marks):
+    """Marks that fall on the same two pixels become one, with the texts of both. Returns: [(pixels, kind, text)]."""
+    merged = {}
+    for x, kind, text in marks:
+        if box["first"] <= x <= box["last"]:
+            pixel = 2 * round(float(x_pixel(box, x)) / 2)
+            kinds, texts = merged.setdefault(pixel, (set(), []))
+            kinds.add(kind)
+            texts.append(text)
+    return [(pixel, "dead" if "dead" in kinds else "planned", "; ".join(texts[:3])
+             + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")) for pixel, (kinds, texts) in merged.items()]
+
+
+def mark(box, pixel, kind, text):
+    return f'<path class="mark {kind}" d="M{pixel} {TOP}V{HEIGHT - BOTTOM}"><title>{escape(text)}</title></path>'
+
+
+def level(box, name, y):
+    """A dashed horizontal line."""
+    height = y_pixel(box, y)
+    return f'<path class="limit" d="M{LEFT} {height:.1f}H{WIDTH - RIGHT}"><title>{escape(name)}</title></path>'
+
+
+def stacked_chart(title, edges, parts, note=""):
+    """A <figure> with a column for each part of the time, of which each kind fills its share.
+
+    edges: len + 1 numbers, shown as hours since the first. parts: list of (name, colour class, values); the first is
+    lowest.
+    """
+    sums = sum(np.asarray(values, float) for _, _, values in parts) if parts else np.zeros(1)
+    if not np.any(sums > 0):
+        return empty_chart(title, note)
+    hours = (np.asarray(edges) - edges[0]) / 3600
+    unit, hours = ("h", hours) if hours[-1] >= 2 else ("min", hours * 60)
+    box = {"first": hours[0], "last": hours[-1], "low": 0.0, "high": 100.0, "log": False}
+    left, base, drawn = x_pixel(box, hours), np.zeros(len(sums)), [axes(box, unit)]
+    for name, colour, values in parts:
+        top = base + 100 * np.divide(values, sums, out=np.zeros(len(sums)), where=sums > 0)
+        heights = [(y_pixel(box, a), y_pixel(box, b)) for a, b in zip(base, top)]
+        path = "".join(f"M{left[index]:.1f} {low:.1f}V{high:.1f}H{left[index + 1] - 0.4:.1f}V{low:.1f}Z"
+                       for index, (low, high) in enumerate(heights) if low - high > 0.05)
+        drawn.append(f'<path class="fill {colour}" d="{path}"><title>{escape(name)}</title></path>')
+        base = top
+    return figure(title, "", "".join(drawn), legend([name for name, *_ in parts], [kind for _, kind, _ in parts]), note)
+
+
+def figure(title, last, svg, below, note):
+    """A chart with its heading, legend and note. svg, below: HTML."""
+    note = f"<p>{escape(note)}</p>" if note else ""
+    return (f'<figure class="chart"><figcaption><b>{escape(title)}</b> <span>{escape(last)}</span></figcaption>\n'
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{svg}</svg>\n'
+            f"{below}{note}</figure>\n")
+
+
+def empty_chart(title, note=""):
+    return f'<figure class="chart"><figcaption><b>{escape(title)}</b> <span>no values yet</span></figcaption>' \
+           f"{f'<p>{escape(note)}</p>' if note else ''}</figure>\n"
+
+
+def legend(names, classes=None):
+    classes = classes or [f"c{index % COLOURS}" for index in range(len(names))]
+    items = "".join(f'<span class="key {colour}">{escape(str(name))}</span>' for name, colour in zip(names, classes))
+    return f'<div class="legend">{items}</div>'
+
+
+def spark(y, width=40):
+    """A curve as one line of text for a terminal: "\u2581\u2582\u2585\u2588"; "" without values."""
+    _, mean, _, _ = thin(np.arange(len(y)), y, width)
+    if not len(mean):
+        return ""
+    low, high = float(np.min(mean)), float(np.max(mean))
+    return "".join(chr(0x2581 + int(7.999 * (value - low) / max(high - low, 1e-300))) for value in mean)
+
+
+def grid(charts):
+    """Charts beside each other, as many as the window is wide."""
+    return f'<div class="charts">\n{"".join(charts)}</div>\n'

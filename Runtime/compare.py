@@ -1,0 +1,128 @@
+"""Runs side by side: `python -m Runtime.report compare RUN RUN...`.
+
+Which keys differ, the curves on one axis, what came out and what it cost. Writes one page and prints the final figures,
+also as a table for progress.md.
+"""
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from Runtime.charts import grid, line_chart
+from Runtime.errors import DONE, InputError
+from Runtime.files import read_lines
+from Runtime.goodput import add_up, goodput
+from Runtime.page import table_html, text_table, write_page
+from Runtime.run_charts import LOSSES, smoothed
+from Runtime.run_logs import config_of, read_launches, read_run, step_columns
+from Runtime.run_state import duration, speed, state_of
+
+# Keys that say where a run is, not what it does.
+PLACES = ("run.models", "run.logs", "run.notify", "data.name", "data.cache", "data.stage")
+SMOOTH = 20  # steps of the running mean of a curve
+
+
+def first_begin(path):
+    """When the run of an attempts.jsonl began, as time.time; None where the file does not say."""
+    times = [line["time"] for line in read_lines(path) if line.get("event") == "begin"]
+    return min(times, default=None)
+
+
+def last_config(run):
+    """The flat config of the newest launch of a run; {} where there is none."""
+    launches = read_launches(run)
+    return launches[-1]["config"] if launches else {}
+
+
+def short_names(runs):
+    """A name for each run by which they can be told apart: the end of its path."""
+    paths = [path.resolve().parts for path in runs]
+    for count in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-count:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise InputError(f"{runs[0]}: the same run is named twice; name each run once.")
+
+
+def differing_keys(configs):
+    """[(key, value of each run as text)] of the keys in which the runs differ."""
+    keys = sorted({key for cfg in configs for key in cfg} - set(PLACES))
+    return [(key, *(json.dumps(cfg[key]) if key in cfg else "-" for cfg in configs)) for key in keys
+            if len({json.dumps(cfg.get(key)) for cfg in configs}) > 1]
+
+
+def figures(found):
+    """{name: value} of what a run came to: state, steps, final losses and scores, time, goodput, device hours."""
+    kinds, _ = add_up(found)
+    wall, epochs = sum(kinds.values()), found["epochs"]
+    ranks = max((line.get("ranks") or 1 for line in found["attempts"] if line["event"] == "begin"), default=1)
+    row = {"state": state_of(found)[0], "epochs": len(epochs), "steps": len(step_columns(found)["step"])}
+    last = epochs[-1] if epochs else {}
+    row.update({name: last.get(name) for name in LOSSES})
+    for name in sorted({name for line in epochs for name in line if name.startswith("val_")}):
+        values = [line[name] for line in epochs if line.get(name) is not None]
+        row[name] = values[-1] if values else None
+    best = [line["val_dice"] for line in epochs if line.get("val_dice") is not None]
+    return {**row, "best val_dice": max(best, default=None), "wall time": duration(wall),
+            "rank hours": wall * ranks / 3600, "goodput %": 100 * goodput(kinds), "samples/s": speed(found)}
+
+
+def overlaid(runs, names):
+    """Charts with a curve for each run: losses as running means, then the validation scores."""
+    charts = []
+    for loss in LOSSES:
+        curves = []
+        for name, found in zip(names, runs):
+            steps = step_columns(found)
+            curves.append((name, steps["step"], steps.get(f"terms.{loss}", np.full(len(steps["step"]), np.nan))))
+        charts.append(line_chart(loss, [mean_alone(*curve) for curve in smoothed(curves, SMOOTH)]))
+    scores = sorted({name for found in runs for line in found["epochs"] for name in line if name.startswith("val_")})
+    for score in scores:
+        lines = [[line for line in found["epochs"] if line.get(score) is not None] for found in runs]
+        charts.append(line_chart(score, [(name, [line["step"] for line in own], [line[score] for line in own])
+                                         for name, own in zip(names, lines)]))
+    return grid(charts)
+
+
+def mean_alone(name, x, y, points=150):
+    """A curve by at most so many of its points: bands of several runs would hide each other."""
+    if len(x) <= points:
+        return name, x, y
+    chosen = np.unique(np.linspace(0, len(x) - 1, points).astype(int))
+    return name, x[chosen], y[chosen]
+
+
+def markdown(header, rows):
+    """A table for progress.md."""
+    cells = [[f"{cell:.4g}" if isinstance(cell, float) else "-" if cell is None else str(cell) for cell in row]
+             for row in rows]
+    lines = [header, ["---"] * len(header), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(argv):
+    """The program. Returns the exit code. Raises InputError for what is no run and for fewer than two."""
+    parser = argparse.ArgumentParser(prog="python -m Runtime.report compare", description="Runs side by side: keys "
+                                     "that differ, curves on one axis, final figures, cost; also for progress.md.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
+    parser.add_argument("--out", type=Path, default=Path("Logs/compare.html"), metavar="FILE", help="the page")
+    args = parser.parse_args(argv)
+    if len(args.runs) < 2:
+        raise InputError(f"compare {args.runs[0]}: name two runs or more.")
+    names, runs = short_names(args.runs), [read_run(run) for run in args.runs]
+    keys = differing_keys([config_of(found) for found in runs])
+    columns = [figures(found) for found in runs]
+    rows = [[name, *(column.get(name) for column in columns)]
+            for name in dict.fromkeys(name for column in columns for name in column)]
+    sections = [("Keys that differ", table_html(["key", *names], keys) if keys else "<p>None.</p>"),
+                ("Curves", overlaid(runs, names)), ("What came out, and what it cost", table_html(["", *names], rows))]
+    try:
+        page = write_page(args.out, "Runs side by side", ", ".join(names), sections)
+    except OSError as error:
+        raise InputError(f"{args.out}: the page cannot be written there ({error.strerror or error}); give another file "
+                         "with --out.") from None
+    print(text_table(["key", *names], keys) if keys else "no key differs")
+    print(f"\n{text_table(['', *names], rows)}\n\nfor progress.md:\n\n{markdown(['', *names], [*keys, *rows])}\n\n"
+          f"report: {page.resolve()}")
+    return DONE

@@ -1,0 +1,101 @@
+"""`--profile START:STEPS`: a trace of some steps by torch.profiler, and the operations that took most of their time.
+
+Rank 0 writes `<run>/profile/step<START>.trace.json.gz`, which https://ui.perfetto.dev and chrome://tracing open, and
+`<run>/profile/step<START>.json`, which the report of the run shows. Steps are counted from the beginning of the run.
+"""
+import json
+import re
+import sys
+
+import torch
+
+from Runtime import watchdog
+from Runtime.device import synchronize
+from Runtime.errors import InputError
+from Runtime.files import write_file
+
+MOST_STEPS, TOP = 100, 25
+
+
+def parse_steps(text):
+    """(first step, number of steps) of "START:STEPS". Raises InputError for anything else."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not match or not 1 <= int(match[2]) <= MOST_STEPS:
+        raise InputError(f"--profile {text}: write START:STEPS, such as 100:5 for five steps from step 100, and at "
+                         f"most {MOST_STEPS} steps, since each adds megabytes to the trace.")
+    return int(match[1]), int(match[2])
+
+
+def new_profile(text, state):
+    """What `profile_step` takes; None without --profile, and where the launch begins behind those steps.
+
+    text: of --profile or None. state: of the training, with "run", "ranks", "device" and "progress".
+    """
+    if not text:
+        return None
+    first, count = parse_steps(text)
+    begins, rank = state["progress"]["step"], state["ranks"]["rank"]
+    if begins > first:
+        if rank == 0:
+            print(f"--profile {text}: this launch begins with step {begins}, so nothing is profiled", file=sys.stderr)
+        return None
+    return {"first": first, "last": first + count - 1, "rank": rank, "run": state["run"], "device": state["device"],
+            "running": None, "done": False}
+
+
+def profile_step(profile, step):
+    """Begin or end the profile, if it is due. Every rank calls this before each step and at the end of a launch.
+
+    step: the number of the step that comes next. Only rank 0 profiles; the others enter the same phase, as ranks are
+    compared by how many phases they have entered.
+    """
+    if profile is None or profile["done"]:
+        return
+    if profile["running"] is None and profile["first"] <= step <= profile["last"]:
+        profile["running"] = start_profiler(profile["device"]) if profile["rank"] == 0 else "elsewhere"
+    elif profile["running"] is not None and step > profile["last"]:
+        watchdog.phase("profile")
+        if profile["rank"] == 0:
+            write_profile(profile)
+        profile.update(running=None, done=True)
+        watchdog.phase("between steps")
+
+
+def start_profiler(device):
+    """A profiler of this process and its device, which runs from now on."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    accelerator = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type)
+    if accelerator:
+        kinds.append(getattr(torch.profiler.ProfilerActivity, accelerator))
+    profiler = torch.profiler.profile(activities=kinds)
+    profiler.start()
+    return profiler
+
+
+def write_profile(profile):
+    """Stop, and write trace and table. A disk that does not take them ends no training."""
+    profiler, folder = profile["running"], profile["run"] / "profile"
+    synchronize(profile["device"])
+    profiler.stop()
+    name = f"step{profile['first']:08d}"
+    table = {"first": profile["first"], "last": profile["last"], "rank": 0, "trace": f"{name}.trace.json.gz",
+             "top": top_operations(profiler)}
+    try:
+        folder.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(folder / table["trace"]))
+        write_file(folder / f"{name}.json", json.dumps(table, indent=1) + "\n")
+    except (OSError, RuntimeError) as error:  # torch writes the trace, and says so in its own way
+        print(f"{folder}: the profile was not written ({error}); the training goes on", file=sys.stderr)
+
+
+def top_operations(running):
+    """[{"name", "calls", "ms", "share"}] of the operations with most time of their own, on the device if it has any."""
+    rows = running.key_averages()
+    own = {row.key: row.self_device_time_total or 0.0 for row in rows}
+    if not any(own.values()):
+        own = {row.key: row.self_cpu_time_total for row in rows}
+    total = max(sum(own.values()), 1e-9)
+    calls = {row.key: row.count for row in rows}
+    names = sorted(own, key=own.get, reverse=True)[:TOP]
+    return [{"name": name, "calls": calls[name], "ms": own[name] / 1e3, "share": 100 * own[name] / total}
+            for name in names]

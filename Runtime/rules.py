@@ -1,0 +1,355 @@
+"""Rules that say what is wrong with a run and what to do, from its logs alone.
+
+    python -m Runtime.rules Models/<run>                  what is found now, a line each
+
+Each rule is a function of what Runtime/run_logs.py has read; it returns findings, dicts of "rule", "sentence", "advice"
+and "step". The report shows them. With run.notify, a process beside rank 0 asks the rules again and again, and runs the
+user's command once for each that is new; it costs the training nothing but that process.
+"""
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import append_line, read_lines
+from Runtime.run_logs import config_of, read_launches, read_run, step_columns, tail_of
+
+GIB = 2 ** 30
+# What a rank does by itself in a step. In the other phases it also waits for ranks that are slower.
+OWN = ("data", "deform", "embeddings", "forward", "accumulate", "optimizer")
+SLOWER, WINDOWS = 1.15, 3  # times the median of the other ranks, in each of the last windows of pace.EVERY steps
+LEAK_STEPS = 2000  # a leak that was logged so many steps ago and has not come back is over
+RECENT = 1000  # steps in which losses that are not finite are counted
+FEW_NONFINITE = 3
+CLIP_STEPS, ALWAYS, NOTHING = 100, 0.95, 2e-3  # steps; share of them; of the step that the strongest mode takes
+GATE_STEPS = 200
+WORSE_SINCE, WORSE_SHARE = 5, 0.3  # validations, and share of all of them, since the best one
+METRICS = ("val_dice", "val_imgsim")  # of the validation, higher is better; the first that there is counts
+DISK_FULL, CHECKPOINTS = 0.95, 3  # share of the disk; checkpoints that should still fit
+NOTIFY_S, LOOK_SHARE, COMMAND_S = 20.0, 50, 60.0  # between two looks; longest time for the user's command
+
+
+def find_all(found):
+    """All findings of all rules. found: of run_logs.read_run."""
+    return [finding for rule in RULES for finding in rule(found)]
+
+
+def finding(rule, step, sentence, advice, about=""):
+    """about: what tells it from others of the same rule, such as the rank."""
+    return {"rule": rule, "about": str(about), "step": int(step), "sentence": sentence, "advice": advice}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules
+# ---------------------------------------------------------------------------------------------------------------------
+
+def straggler(found):
+    """A rank whose own work takes longer than that of the others, so that all wait for it in every step."""
+    paces = own_seconds(found)
+    if len(paces) < 2:
+        return []
+    windows = sorted(set.intersection(*(set(rows) for rows in paces.values())))[-WINDOWS:]
+    if len(windows) < WINDOWS:
+        return []
+    findings = []
+    for rank, rows in paces.items():
+        others = [np.median([other[window]["own"] for number, other in paces.items() if number != rank])
+                  for window in windows]
+        ratios = [rows[window]["own"] / max(other, 1e-9) for window, other in zip(windows, others)]
+        if min(ratios) < SLOWER:
+            continue
+        phase = slowest_phase(rank, paces, windows)
+        more = 100 * (float(np.median(ratios)) - 1)
+        findings.append(finding(
+            "straggler", windows[-1], f"rank {rank} on {host_of(found, rank)} is {more:.0f} % slower than the others "
+            f"in its own work, most of all in {phase}; all ranks wait for it in every step",
+            "look at that node: clocks and temperature of the device, another process, a slow disk if it is data; "
+            "leave it out with `sbatch --exclude=NODE`", rank))
+    return findings
+
+
+def own_seconds(found):
+    """{rank: {last step of a window: {"own": seconds of a step, "phases": {phase: seconds}}}} of the newest attempt.
+
+    The first window of an attempt compiles and connects, and is left out.
+    """
+    attempt = max((line["attempt"] for line in found["attempts"]), default=0)
+    paces = {}
+    for rank, lines in found["pace"].items():
+        rows = [line for line in lines if line["attempt"] == attempt and line.get("steps")][1:]
+        if rows:
+            paces[rank] = {line["step"]: own_of(line) for line in rows}
+    return paces
+
+
+def own_of(line):
+    phases = {name: line["spent"].get(name, 0.0) / line["steps"] for name in OWN}
+    return {"own": sum(phases.values()), "phases": phases}
+
+
+def slowest_phase(rank, paces, windows):
+    """The phase in which a rank loses most seconds against the median of the others."""
+    lost = {}
+    for phase in OWN:
+        own = np.mean([paces[rank][window]["phases"][phase] for window in windows])
+        others = [np.mean([rows[window]["phases"][phase] for window in windows])
+                  for number, rows in paces.items() if number != rank]
+        lost[phase] = own - np.median(others)
+    return max(lost, key=lost.get)
+
+
+def host_of(found, rank):
+    """Slurm's name of the node of a rank, or its host."""
+    starts = [line for line in found["events"] if line["event"] == "start" and line.get("rank") == rank]
+    return (starts[-1].get("node") or starts[-1].get("host", "") if starts else "") or "an unknown host"
+
+
+def leak(found):
+    """Memory that grows in a straight line, as each rank finds by itself (Runtime/memory.py)."""
+    last = last_step(found)
+    newest = {line["rank"]: line for line in found["events"] if line["event"] == "leak"}
+    cures = {"graph": "something keeps the graph alive: `python tests/diagnose_xpu_leak.py` says which part",
+             "driver or communication": "set run.refresh_process_group_every, or another version of the driver; "
+             "Scripts/bash_diagnose_leak.sh says which part",
+             "loader or Python objects": "set data.num_workers to 0, or look for a list that grows"}
+    return [finding("leak", line["step"], f"rank {rank}: {line['sentence']}",
+                    f"{cures.get(line.get('who'), 'look at what else runs on that node')}. The run restarts by itself "
+                    "before memory is gone", rank)
+            for rank, line in sorted(newest.items()) if last - line["step"] <= LEAK_STEPS]
+
+
+def nonfinite(found):
+    """Losses that are not finite, more of them than before."""
+    steps = tail_of(step_columns(found), RECENT)
+    bad = np.nan_to_num(steps["nonfinite"]) > 0
+    half = len(bad) // 2
+    before, now = int(bad[:half].sum()), int(bad[half:].sum())
+    if now < FEW_NONFINITE or now <= before:
+        return []
+    modes = [line.get("mode", "") for line in found["events"] if line["event"] == "nonfinite"]
+    mode = max(set(modes), key=modes.count) if modes else "some mode"
+    return [finding("non-finite losses", steps["step"][-1],
+                    f"the loss of {mode} was not finite in {now} of the last {len(bad) - half} steps, after {before} "
+                    "in as many before",
+                    "lower optim.lr, look at the volumes (`OM_prepare.py` shows them), or train with --set "
+                    "run.amp=off; after run.max_nonfinite of them in a row the run stops")]
+
+
+def clipped_away(found):
+    """A mode whose gradient is cut so far that Adam, which all modes share, hardly sees it."""
+    cfg, steps = config_of(found), tail_of(step_columns(found), CLIP_STEPS)
+    limits = {"contrastive": cfg.get("contrastive.clip_norm"), "registration": cfg.get("registration.clip_norm")}
+    norms, kept = {}, {}
+    for name, column in steps.items():
+        mode = name.removeprefix("norms.")
+        column = column[np.isfinite(column)]
+        if name.startswith("norms.") and len(column) >= CLIP_STEPS // 2:
+            norms[mode] = column
+            kept[mode] = float(np.median(np.minimum(column, limits.get(mode) or np.inf)))
+    findings = []
+    for mode, column in norms.items():
+        limit = limits.get(mode)
+        if not limit or np.mean(column > limit) < ALWAYS or kept[mode] >= NOTHING * max(kept.values()):
+            continue
+        strongest = max(kept, key=kept.get)
+        findings.append(finding(
+            "clipped away", steps["step"][-1], f"{mode} is clipped in {100 * np.mean(column > limit):.0f} % of the "
+            f"steps, from a norm of {np.median(column):.2g} to {limit:.2g}, {kept[strongest] / limit:,.0f} times below "
+            f"that of {strongest}: it learns next to nothing", f"raise {mode}.clip_norm, or lower the weights of "
+            f"{strongest} (loss.* in the config); the comment above `loss:` in Config/config_om.yaml says how", mode))
+    return findings
+
+
+def stuck_gate(found):
+    """Mode 3 waits behind its gate, and `ang` does not come nearer to it."""
+    cfg, steps = config_of(found), step_columns(found)
+    gate = cfg.get("registration.gate")
+    if gate is None or len(steps["step"]) < GATE_STEPS:
+        return []
+    opened = np.flatnonzero(steps["open"] == 1)
+    shut = len(steps["step"]) - (opened[-1] + 1 if len(opened) else 0)
+    if shut < GATE_STEPS or "terms.ang" not in steps:
+        return []
+    ang, numbers = steps["terms.ang"][-shut:], steps["step"][-shut:]
+    known = np.isfinite(ang)
+    if known.sum() < GATE_STEPS // 2:
+        return []
+    rate, start = np.polyfit(numbers[known], ang[known], 1)
+    value = rate * numbers[-1] + start
+    left = (gate - value) / rate if rate < 0 else np.inf
+    if left < 3 * shut:  # at this pace it opens soon
+        return []
+    when = f"at this pace in {left:,.0f} steps" if np.isfinite(left) else "it does not fall"
+    return [finding("stuck gate", numbers[-1], f"registration has not run in the last {shut} steps: ang is "
+                    f"{value:.2f}, the gate {gate:g}, and {when}", "raise registration.gate (2 = always open): "
+                    "recovery often needs registration first")]
+
+
+def overfitting(found):
+    """Validation has been getting worse for a while, and the training better."""
+    known = {name for line in found["epochs"] for name in METRICS if line.get(name) is not None}
+    metric = next((name for name in METRICS if name in known), None)
+    lines = [line for line in found["epochs"] if line.get(metric) is not None]
+    scores = np.array([line[metric] for line in lines])
+    best = int(np.argmax(scores)) if len(scores) else 0
+    since = len(scores) - 1 - best
+    train = [line["imgsim"] for line in lines[best:] if line.get("imgsim") is not None]
+    if since < max(WORSE_SINCE, WORSE_SHARE * len(scores)) or len(train) < 2 or train[-1] >= train[0]:
+        return []
+    falls = np.polyfit(np.arange(since + 1), scores[best:], 1)[0] < 0
+    noise = np.std(np.diff(scores)) / np.sqrt(2)
+    if not falls or scores[best] - np.mean(scores[-3:]) < 2 * noise:
+        return []
+    return [finding("overfitting", lines[-1]["step"], f"{metric} was best in epoch {lines[best]['epoch'] + 1} "
+                    f"({scores[best]:.3f}) and has fallen to {scores[-1]:.3f} since, while imgsim of the training went "
+                    f"from {train[0]:.3g} to {train[-1]:.3g}", "stop here: all tools take the best checkpoint; for a "
+                    "better one use more volumes, stronger augment.*, or fewer epochs")]
+
+
+def full_disk(found):
+    """The disk of the run is almost full, or has no room for the next checkpoints."""
+    lines = [line for line in found["pace"].get(0, []) if line.get("disk_total")]
+    if not lines:
+        return []
+    line, sizes = lines[-1], [entry.get("bytes", 0) for entry in found["manifest"].get("checkpoints", {}).values()]
+    free, total, need = line["disk_free"], line["disk_total"], CHECKPOINTS * max(sizes, default=0)
+    if free > (1 - DISK_FULL) * total and free > need:
+        return []
+    each = f"; a checkpoint takes {size_text(max(sizes))}" if sizes else ""
+    return [finding("full disk", line["step"], f"the disk of {found['run']} is {100 * (1 - free / total):.0f} % full, "
+                    f"{size_text(free)} are left{each}", "make room, lower run.keep_last, or set run.keep_every to 0; "
+                    "a full disk does not end a healthy run, but three failed checkpoints in a row do")]
+
+
+RULES = (straggler, leak, nonfinite, clipped_away, stuck_gate, overfitting, full_disk)
+
+
+def size_text(size):
+    """Bytes in words: "1.5 GB"."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size / 1e3:.3g} kB"
+
+
+def last_step(found):
+    """The last step that a rank has logged."""
+    steps = found["steps"]["step"]
+    return int(steps[-1]) if len(steps) else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One command of the user's for each new finding
+# ---------------------------------------------------------------------------------------------------------------------
+
+def start_notifying(run, command):
+    """Start the process that looks at the logs and runs `command` (run.notify); "" starts none. Rank 0 calls this."""
+    if not command:
+        return
+    words = [sys.executable, "-m", "Runtime.rules", str(Path(run).resolve()), "--notify", command, "--beside",
+             str(os.getpid())]
+    # By a shell that ends at once: as a child, its memory would count as that of the rank (Runtime/memory.py). And with
+    # an output of its own: whoever reads ours to its end need not wait for it.
+    try:
+        with open(Path(run) / "notify.log", "ab") as log:
+            subprocess.run(["sh", "-c", '"$@" &', "sh", *words], cwd=Path(__file__).parent.parent,
+                           stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    except OSError as error:
+        print(f"run.notify: not started ({error.strerror or error}); the training goes on", file=sys.stderr)
+
+
+def notify(run, command, training):
+    """Ask the rules until the training's process has ended; run the user's command once for each new finding.
+
+    training: its process number. What has been told is kept in <run>/findings.jsonl, so that a restart does not repeat
+    it. Between two looks passes LOOK_SHARE times what a look takes, so that a long log takes a small share of a core.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training, which still has steps to log
+    os.nice(10)
+    alive = True
+    while alive:
+        alive, began = is_alive(training), time.monotonic()
+        try:
+            tell_new(run, command)
+        except (OSError, InputError) as error:  # a file system that does not answer may do so at the next look
+            print(f"run.notify: {error}", file=sys.stderr, flush=True)
+        until = time.monotonic() + max(NOTIFY_S, LOOK_SHARE * (time.monotonic() - began))
+        while time.monotonic() < until and is_alive(training):
+            time.sleep(0.5)
+    return DONE
+
+
+def is_alive(process):
+    """Whether a process of this user, given by its number, has not ended, or has and nobody has asked for its code."""
+    try:
+        os.kill(process, 0)
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except ProcessLookupError:
+        return False
+    except OSError:  # no Linux
+        return True
+
+
+def tell_new(run, command):
+    """Run the command for what has been found and not yet been told."""
+    path = run / "findings.jsonl"
+    told = {(line.get("rule"), line.get("about")) for line in read_lines(path)}
+    for new in find_all(read_run(run)):
+        if (new["rule"], new["about"]) not in told:
+            append_line(path, {"event": "finding", "time": time.time(), **new})
+            tell(run, command, new["rule"], f"{new['sentence']}. {new['advice']}.")
+
+
+def tell(run, command, subject, sentence):
+    """Run one command of the user's in a shell; it gets OMNIMORPH_RUN, OMNIMORPH_SUBJECT and OMNIMORPH_MESSAGE.
+
+    A command that fails or takes longer than COMMAND_S is named on standard error, and nothing else happens.
+    """
+    environment = {**os.environ, "OMNIMORPH_RUN": str(run), "OMNIMORPH_SUBJECT": subject, "OMNIMORPH_MESSAGE": sentence}
+    try:
+        done = subprocess.run(command, shell=True, env=environment, stdin=subprocess.DEVNULL, timeout=COMMAND_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"run.notify: {command}: {error}", file=sys.stderr, flush=True)
+        return
+    if done.returncode:
+        print(f"run.notify: {command} ended with exit code {done.returncode}", file=sys.stderr, flush=True)
+
+
+def tell_end(run, line):
+    """Tell by the user's command that a run is done or needs a person. line: the "end" of attempts.jsonl."""
+    launches = read_launches(run)
+    command = launches[-1]["config"].get("run.notify") if launches else ""
+    if command and line["decision"] in ("done", "stop"):
+        tell(run, command, line["decision"], line["sentence"])
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m Runtime.rules", description="What is wrong with a run, and what "
+                                     "to do: a line for each finding, exit code 0.")
+    parser.add_argument("run", type=Path, help="folder of the run, Models/<data>_<net>")
+    parser.add_argument("--notify", metavar="COMMAND", help="run this command for each new finding, until the process "
+                        "of --beside ends; a training with run.notify starts this by itself")
+    parser.add_argument("--beside", type=int, default=os.getppid(), metavar="PID", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    try:
+        if args.notify:
+            return notify(args.run, args.notify, args.beside)
+        findings = find_all(read_run(args.run))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+    for each in findings:
+        print(f"{each['rule']}, step {each['step']}: {each['sentence']}: {each['advice']}.")
+    if not findings:
+        print("nothing is found")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

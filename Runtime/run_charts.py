@@ -1,0 +1,157 @@
+"""The charts of a run, from what Runtime/run_logs.py has read: losses, validation, gradients, speed, ranks, time."""
+import numpy as np
+
+from Runtime.charts import line_chart, stacked_chart
+from Runtime.goodput import KINDS, attempts_of, over_time
+from Runtime.rules import own_of
+from Runtime.run_logs import config_of, step_columns
+from Runtime.run_state import step_seconds
+
+LOSSES = ("total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "imgmse", "ddf")
+SHOWN_RANKS = 8  # drawn as a curve each; of more ranks the median and the two that differ most from it
+PLANNED = ("first start", "planned restart", "done", "running")  # what a restart may follow besides deaths
+DEATH_COLOURS = ("k6", "c3", "c6", "c4", "c5")  # classes of page.css
+LEAK_LINE = 200  # steps, length of the line of a leak
+GIB = 2 ** 30
+
+
+def restarts(found):
+    """Vertical lines at the step with which an attempt began: [(step, "dead" or "planned", text)]."""
+    marks, steps = [], found["steps"]
+    for before, each in zip(attempts_of(found), attempts_of(found)[1:]):
+        if not before["end"] or before["cause"] == "done" or not len(each["rows"]):
+            continue
+        kind = "dead" if before["end"]["verdict"]["dead"] else "planned"
+        marks.append((steps["step"][each["rows"][0]], kind, f"attempt {before['attempt']}: {before['cause']}"))
+    return marks
+
+
+def loss_charts(found):
+    """The nine losses, and each other term that a step function returns, over the steps."""
+    steps, marks = step_columns(found), restarts(found)
+    own = [name.removeprefix("terms.") for name in steps if name.startswith("terms.")]
+    names = [*LOSSES, *(name for name in own if name not in LOSSES)]
+    nothing = np.full(len(steps["step"]), np.nan)
+    return [line_chart(name, [(name, steps["step"], steps.get(f"terms.{name}", nothing))], marks) for name in names]
+
+
+def validation_charts(found):
+    """Each validation score over the steps."""
+    names = sorted({name for line in found["epochs"] for name in line if name.startswith("val_")})
+    marks, charts = restarts(found), []
+    for name in names:
+        lines = [line for line in found["epochs"] if line.get(name) is not None]
+        curve = (name, [line["step"] for line in lines], [line[name] for line in lines])
+        charts.append(line_chart(name, [curve], marks))
+    return charts
+
+
+def gradient_charts(found):
+    """Gradient norms and clip rates of each mode, gate openings, learning rate."""
+    steps, marks, cfg = step_columns(found), restarts(found), config_of(found)
+    x, charts, rates = steps["step"], [], []
+    for name in [name for name in steps if name.startswith("norms.")]:
+        mode, column = name.removeprefix("norms."), steps[name]
+        limit = cfg.get(f"{mode}.clip_norm")
+        charts.append(line_chart(f"gradient norm, {mode}", [(mode, x, column)], marks, log=True,
+                                 limits=[(f"clipped to {limit:g}", limit)] if limit else [],
+                                 note=f"dashed: clipped to {limit:g}" if limit else "not clipped"))
+        if limit:
+            rates.append((mode, x, np.where(np.isfinite(column), 100.0 * (column > limit), np.nan)))
+    charts.append(line_chart("steps that are clipped, %", smoothed(rates), marks, note="mean of 50 steps"))
+    charts.append(line_chart("gate open, % of the steps", smoothed([("open", x, 100 * steps["open"])]), marks,
+                             note=f"registration runs where ang is below {cfg.get('registration.gate', '-')}; "
+                             "mean of 50 steps"))
+    charts.append(line_chart("learning rate", [("rate", x, steps["lr"])], marks))
+    count = np.cumsum(np.nan_to_num(steps["nonfinite"]))
+    charts.append(line_chart("non-finite losses, in all", [("count", x, count)], marks))
+    return charts
+
+
+def smoothed(curves, width=50):
+    """Running means of curves, over the values that there are."""
+    result = []
+    for name, x, y in curves:
+        known = np.isfinite(y)
+        x, y = np.asarray(x)[known], np.asarray(y)[known]
+        sums = np.cumsum(np.r_[0.0, y])
+        first = np.maximum(np.arange(len(y)) + 1 - width, 0)
+        result.append((name, x, (sums[1:] - sums[first]) / (np.arange(len(y)) + 1 - first)))
+    return result
+
+
+def speed_charts(found):
+    """Samples per second, seconds of a step, waiting for data."""
+    steps, marks = step_columns(found), restarts(found)
+    x, seconds = steps["step"], np.maximum(step_seconds(steps), 1e-9)
+    data = np.nan_to_num(steps.get("spent.data", np.zeros(len(x))))
+    agree = np.nan_to_num(steps.get("spent.agree", np.zeros(len(x))))
+    waits = [("for data", x, 100 * data / seconds), ("for other ranks", x, 100 * agree / seconds)]
+    return [line_chart("samples per second", smoothed([("rate", x, steps["samples"] / seconds)], 10), marks,
+                       note="mean of 10 steps"),
+            line_chart("seconds of a step", [("seconds", x, seconds)], marks, log=True),
+            line_chart("waiting, % of a step", smoothed(waits, 10), marks, note="rank 0; mean of 10 steps")]
+
+
+def rank_charts(found):
+    """Own work and memory of every rank, side by side."""
+    own, host, device, reserved = {}, {}, {}, {}
+    for rank, lines in found["pace"].items():
+        lines = [line for line in lines if line.get("steps")]
+        x = [line["step"] for line in lines]
+        own[rank] = (x, [own_of(line)["own"] for line in lines])
+        for target, key in ((host, "host_used"), (device, "device_free"), (reserved, "device_reserved")):
+            target[rank] = (x, [np.nan if line.get(key) is None else line[key] / GIB for line in lines])
+    charts = [line_chart("own work of a step, s", few(own), restarts(found), log=True,
+                         note="without waiting for others: a rank above the others makes all of them wait"),
+              line_chart("host memory, GiB", few(host) + leak_lines(found, host, "host"), restarts(found),
+                         note="of the process and its loader workers")]
+    if any(np.isfinite(y).any() for _, y in device.values() if len(y)):
+        held = few(reserved) + leak_lines(found, reserved, "device")
+        charts += [line_chart("device memory that is free, GiB", few(device), restarts(found)),
+                   line_chart("device memory that torch holds, GiB", held, restarts(found))]
+    return charts
+
+
+def few(curves):
+    """Curves of ranks for a chart: all of a few; of many the median, and the two that are farthest from it."""
+    named = [(f"rank {rank}", x, y) for rank, (x, y) in sorted(curves.items()) if len(x)]
+    if len(named) <= SHOWN_RANKS:
+        return named
+    steps = sorted(set.intersection(*(set(x) for _, x, _ in named)))
+    if not steps:
+        return named[:SHOWN_RANKS]
+    rows = np.array([[dict(zip(x, y))[step] for step in steps] for _, x, y in named])
+    median = np.nanmedian(rows, axis=0)
+    far = np.argsort(np.nanmean(np.abs(rows - median), axis=1))[-2:]
+    return [("median of all", steps, median), *((named[index][0], steps, rows[index]) for index in far)]
+
+
+def leak_lines(found, curves, place):
+    """A straight line for the newest leak of each rank, with the slope that the rank has found.
+
+    curves: {rank: (steps, GiB)}. place: "host" or "device", of whose leaks the lines are.
+    """
+    leaks = {line["rank"]: line for line in found["events"] if line["event"] == "leak"}
+    lines = []
+    for rank, leak in sorted(leaks.items())[:SHOWN_RANKS]:
+        x, y = curves.get(rank, ([], []))
+        index = next((index for index, step in enumerate(x) if step >= leak["step"]), None)
+        if index is None or not leak["sentence"].startswith(place):
+            continue
+        steps = [step for step in x[index:] if step <= leak["step"] + LEAK_LINE]
+        grown = [y[index] + leak["bytes_per_step"] / GIB * (step - steps[0]) for step in steps]
+        lines.append((f"leak of rank {rank}", steps, grown))
+    return lines
+
+
+def time_chart(found):
+    """Where the wall time went, over the time: by kind, and restarts by the end that made them necessary."""
+    edges, seconds = over_time(found)
+    deaths = iter(DEATH_COLOURS)
+    colours = {**{kind: f"k{number}" for number, kind in enumerate(KINDS)}, "detection": "k7"}
+    for kind in seconds:
+        if kind not in colours:
+            colours[kind] = "c7" if kind.removeprefix("restart: ") in PLANNED else next(deaths, "k6")
+    return stacked_chart("wall time, % of each part of the run", edges,
+                         [(kind, colours[kind], values) for kind, values in seconds.items()])

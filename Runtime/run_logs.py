@@ -1,0 +1,217 @@
+"""The logs of a run, read once for all who want to know what it does: report, rules, goodput, comparison. No torch.
+
+`read_run` works on a folder that is being written and on a copy. A line that is cut, by the death of a machine or in
+the middle of being written, is left out. The steps of rank 0 become columns of numbers, so that a run of a hundred
+thousand steps is read in seconds.
+"""
+import array
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from Runtime.config import flatten
+from Runtime.errors import InputError
+from Runtime.files import read_lines
+
+NAN = math.nan
+NESTED = ("terms", "norms", "spent")  # dicts of numbers in a line "step"; each key becomes a column "terms.ang"
+PLAIN = ("step", "attempt", "time", "epoch", "open", "nonfinite", "lr", "samples")
+FEW_RANKS = 8  # are read whole; of each of many ranks at most the share of READ_BYTES at the end of its log
+READ_BYTES = 64 * 2 ** 20
+
+
+def read_run(run):
+    """All that the logs of a run say.
+
+    run: folder of the run, Models/<data>_<net>.
+    Returns: {"run": Path, "attempts": lines of attempts.jsonl, "steps": columns of all rows (see `to_numpy`), "once":
+    the same of each step once (see `step_columns`), "epochs": lines of rank 0, those of an epoch that ran twice only
+    once, "events": all other lines of all ranks in the order of time, "pace": {rank: its lines}, "now": {rank: its last
+    breadcrumb}, "launches": of `read_launches`, "lock", "manifest", "verdict": content of these files, {} where there
+    is none, "pictures": Paths, oldest first, "size": bytes read}.
+    Raises InputError if this is no run folder.
+    """
+    run = Path(run)
+    attempts = read_lines(run / "attempts.jsonl")
+    if not attempts:
+        raise InputError(f"{run}: there is no attempts.jsonl; give the folder of a run, Models/<data>_<net>.")
+    found = {"run": run, "attempts": attempts, "epochs": {}, "events": [], "pace": {}, "now": {}, "size": 0}
+    ranks = ranks_of(run)
+    steps = new_columns()
+    for rank in ranks:
+        tail = None if rank == 0 or len(ranks) <= FEW_RANKS else READ_BYTES // len(ranks)
+        read_rank_log(run, rank, found, steps if rank == 0 else None, tail)
+    found["steps"] = to_numpy(steps)
+    found["once"] = rows_once(found["steps"])
+    found["epochs"] = [found["epochs"][number] for number in sorted(found["epochs"])]
+    found["events"].sort(key=lambda line: line.get("time", 0))
+    for name in ("lock", "manifest", "verdict"):
+        found[name] = read_json(run / f"{name}.json")
+    pictures = sorted((run / "pictures").glob("*.png"))
+    return {**found, "launches": read_launches(run), "pictures": pictures}
+
+
+def ranks_of(run):
+    """Numbers of the ranks that have a log, rising."""
+    names = (re.fullmatch(r"rank(\d+)\.jsonl", path.name) for path in Path(run).glob("rank*.jsonl"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def log_parts(run, rank):
+    """Paths of a rank's log, oldest first: the parts that Runtime/watchdog.py has closed, and the one in use."""
+    return [*sorted(Path(run).glob(f"rank{rank}.part*.jsonl")), Path(run) / f"rank{rank}.jsonl"]
+
+
+def log_lines(run, rank):
+    """All lines of a rank's log, oldest first, one after the other: a long log need not fit into memory."""
+    for path in log_parts(run, rank):
+        yield from lines_of(path)
+
+
+def lines_of(path, tail=None):
+    """The objects of a log, as Runtime/files.read_lines, but one at a time. Nothing if there is no such file."""
+    try:
+        with open(path, errors="replace", newline="\n") as file:
+            if tail is not None:
+                file.seek(max(os.fstat(file.fileno()).st_size - tail, 0))
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue  # cut
+                if isinstance(line, dict) and "event" in line:
+                    yield line
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def read_rank_log(run, rank, found, steps, tail):
+    """Sort the lines of a rank into `found`, those of its steps into the columns `steps` unless that is None."""
+    pace = found["pace"].setdefault(rank, [])
+    for path in log_parts(run, rank):
+        found["size"] += path.stat().st_size if path.exists() else 0
+        for line in lines_of(path, tail):
+            kind = line["event"]
+            if kind == "step":
+                if steps is not None:
+                    add_row(steps, line)
+            elif kind == "pace":
+                pace.append(line)
+            elif kind == "now":
+                found["now"][rank] = line
+            elif kind == "epoch":
+                found["epochs"][line.get("epoch")] = line
+            else:
+                found["events"].append(line)
+                if kind == "end" and steps is not None:
+                    add_row(steps, line)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Columns
+# ---------------------------------------------------------------------------------------------------------------------
+
+def new_columns():
+    """Rows without columns yet: {"rows": their number, "blocks": {(prefix, names): numbers of rows, and their values}}.
+
+    Nearly all lines have the same names, so their values stand in one block, one row behind the other.
+    """
+    return {"rows": 0, "blocks": {}}
+
+
+def add_row(table, line):
+    """Add the numbers of a line "step", or of the "end" of an attempt, which has the time since its last step."""
+    plain = {name: line[name] for name in PLAIN if name in line}
+    plain["is_step"] = line["event"] == "step"
+    add_values(table, "", plain)
+    for name in NESTED:
+        if line.get(name):
+            add_values(table, f"{name}.", line[name])
+    table["rows"] += 1
+
+
+def add_values(table, prefix, values):
+    """Add {name: number or None} to the row that begins. prefix: of the names."""
+    block = table["blocks"].get((prefix, *values))
+    if block is None:
+        block = table["blocks"][prefix, *values] = {"rows": array.array("q"), "values": array.array("d")}
+    block["rows"].append(table["rows"])
+    try:
+        block["values"].extend(values.values())
+    except TypeError:  # None, or a text that somebody has written; what came before it has been added already
+        whole = (len(block["rows"]) - 1) * len(values)
+        del block["values"][whole:]
+        block["values"].extend(value if isinstance(value, (int, float)) else NAN for value in values.values())
+
+
+def to_numpy(table):
+    """{name: float64 array of one value per row}, NaN where a line had none; always with PLAIN and "is_step".
+
+    A key of NESTED becomes one name with it: "terms.ang".
+    """
+    columns = {name: np.full(table["rows"], NAN) for name in (*PLAIN, "is_step")}
+    for (prefix, *names), block in table["blocks"].items():
+        rows, values = np.array(block["rows"]), np.array(block["values"]).reshape(-1, len(names))
+        for place, name in enumerate(names):
+            column = columns.setdefault(prefix + name, np.full(table["rows"], NAN))
+            column[rows] = values[:, place]
+    return columns
+
+
+def step_columns(found):
+    """The steps of a run that are in its result: {name: values} by rising step; of a step done twice the later time.
+
+    found: of `read_run`.
+    """
+    return found["once"]
+
+
+def rows_once(steps):
+    """`step_columns` of all rows. steps: of `to_numpy`."""
+    rows = np.flatnonzero(steps["is_step"] == 1)
+    if not len(rows):
+        return {name: column[:0] for name, column in steps.items()}
+    _, first_from_behind = np.unique(steps["step"][rows][::-1], return_index=True)
+    rows = rows[::-1][first_from_behind]
+    return {name: column[rows] for name, column in steps.items()}
+
+
+def tail_of(columns, count):
+    """The last `count` rows of columns."""
+    return {name: column[-count:] for name, column in columns.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What belongs to the run beside its logs
+# ---------------------------------------------------------------------------------------------------------------------
+
+def read_json(path):
+    """The object in a JSON file; {} where there is none, or none that is whole."""
+    try:
+        content = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_launches(run):
+    """[{"number", "config": flat dict, **launch.json}] of the launches of a run, oldest first."""
+    launches = []
+    for folder in sorted(Path(run).glob("launches/*")):
+        config = folder / "config.yaml"
+        try:
+            flat = flatten(yaml.safe_load(config.read_text()), config)
+        except (OSError, yaml.YAMLError, InputError):
+            continue  # a machine died while it was written
+        launches.append({**read_json(folder / "launch.json"), "number": folder.name, "config": flat})
+    return launches
+
+
+def config_of(found):
+    """The flat config of the newest launch, {} where there is none. found: of `read_run`."""
+    return found["launches"][-1]["config"] if found["launches"] else {}

@@ -1,0 +1,127 @@
+"""Reading the logs of a run: cut lines, parts, copies, many steps."""
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+
+from Runtime import watchdog
+from Runtime.errors import InputError
+from Runtime.run_logs import log_lines, ranks_of, read_run, step_columns
+from tests.test_watchdog import run_process
+
+
+def write_lines(path, *lines):
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def begin(run, attempt=0, at=1000.0, ranks=1, **more):
+    write_lines(run / "attempts.jsonl", {"event": "begin", "attempt": attempt, "time": at, "ranks": ranks, **more})
+
+
+def step(number, attempt=0, at=None, **more):
+    at = 1000.0 + number if at is None else at
+    return {"event": "step", "attempt": attempt, "rank": 0, "step": number, "time": at, "epoch": 0, "open": True,
+            "nonfinite": 0, "terms": {"ang": -number / 100}, "norms": {}, "spent": {"forward": 1.0}, **more}
+
+
+def test_steps_become_columns_and_missing_values_are_gaps(tmp_path):
+    begin(tmp_path)
+    write_lines(tmp_path / "rank0.jsonl", step(0), step(1, terms={"ang": -1, "regist": 5.0}, lr=0.1),
+                step(2, terms={"ang": None}))
+    steps = read_run(tmp_path)["steps"]
+    assert steps["step"].tolist() == [0, 1, 2] and steps["is_step"].tolist() == [1, 1, 1]
+    assert np.array_equal(steps["terms.regist"], [np.nan, 5, np.nan], equal_nan=True)
+    assert np.array_equal(steps["terms.ang"], [0, -1, np.nan], equal_nan=True)
+    assert np.array_equal(steps["lr"], [np.nan, 0.1, np.nan], equal_nan=True)
+
+
+def test_a_step_that_was_done_again_counts_once(tmp_path):
+    begin(tmp_path)
+    begin(tmp_path, 1, 1100.0)
+    write_lines(tmp_path / "rank0.jsonl", step(0), step(1), step(2), step(1, 1, 1111.0, lr=0.5), step(2, 1, 1112.0))
+    found = read_run(tmp_path)
+    once = step_columns(found)
+    assert len(found["steps"]["step"]) == 5
+    assert once["step"].tolist() == [0, 1, 2] and once["attempt"].tolist() == [0, 1, 1] and once["lr"][1] == 0.5
+
+
+@pytest.mark.parametrize("torn", [b'{"event": "step", "att', b'{"event": "step", "step": 3}x\n', b"\xff\xfe\n", b"7\n"])
+def test_a_torn_last_line_is_left_out(torn, tmp_path):
+    begin(tmp_path)
+    write_lines(tmp_path / "rank0.jsonl", step(0), step(1))
+    with open(tmp_path / "rank0.jsonl", "ab") as file:
+        file.write(torn)
+    with open(tmp_path / "attempts.jsonl", "ab") as file:
+        file.write(torn)
+    assert step_columns(read_run(tmp_path))["step"].tolist() == [0, 1]
+
+
+def test_lines_are_sorted_by_what_they_are(tmp_path):
+    begin(tmp_path, ranks=2)
+    write_lines(tmp_path / "rank0.jsonl", {"event": "start", "attempt": 0, "rank": 0, "time": 1.0}, step(0),
+                {"event": "epoch", "attempt": 0, "rank": 0, "epoch": 0, "step": 1, "time": 2.0, "ang": 1},
+                {"event": "epoch", "attempt": 0, "rank": 0, "epoch": 0, "step": 1, "time": 3.0, "ang": 2})
+    write_lines(tmp_path / "rank1.jsonl", {"event": "pace", "attempt": 0, "rank": 1, "step": 9, "steps": 10, "time": 4},
+                {"event": "leak", "attempt": 0, "rank": 1, "step": 9, "time": 0.5},
+                {"event": "now", "attempt": 0, "rank": 1, "step": 9, "time": 4.0})
+    (tmp_path / "lock.json").write_text('{"token": "x"')  # a machine died while it was written
+    found = read_run(tmp_path)
+    assert [line["ang"] for line in found["epochs"]] == [2]
+    assert [line["event"] for line in found["events"]] == ["leak", "start"]
+    assert found["now"][1]["step"] == 9 and len(found["pace"][1]) == 1 and not found["pace"][0]
+    assert found["lock"] == {} and found["launches"] == [] and found["pictures"] == []
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(InputError, match="there is no attempts.jsonl; give the folder of a run"):
+        read_run(tmp_path / "nowhere")
+
+
+LONG = """
+watchdog.PART = 3000
+for step in range(60):
+    watchdog.new_step(step)
+    watchdog.phase("forward")
+    watchdog.event("step", much="x" * 100, spent=watchdog.end_step())
+watchdog.finish()
+"""
+
+
+def test_a_log_goes_on_in_a_new_file_when_it_is_long(tmp_path):
+    assert run_process(tmp_path, LONG).returncode == 0
+    parts = sorted(path.name for path in tmp_path.glob("rank1.part*"))
+    assert parts[:2] == ["rank1.part0000.jsonl", "rank1.part0001.jsonl"] and len(parts) >= 4
+    assert all(path.stat().st_size < 4000 for path in tmp_path.glob("rank1*.jsonl"))
+    assert ranks_of(tmp_path) == [1]
+    lines = list(log_lines(tmp_path, 1))
+    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(60))
+    # The newest part says who writes, which the verdict asks for, and ends with the end.
+    newest = [json.loads(line) for line in (tmp_path / "rank1.jsonl").read_text().splitlines()]
+    assert newest[0]["event"] == "start" and newest[0]["pid"]
+    assert [line["event"] for line in newest[-2:]] == ["end", "now"]
+
+
+def test_a_launch_begins_a_new_file_behind_a_long_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "PART", 100)
+    for text, parts in (("x" * 50, 0), ("y" * 50, 1), ("z" * 200, 2)):
+        with open(tmp_path / "rank3.jsonl", "a") as file:
+            file.write(text + "\n")
+        opened = watchdog.open_log(tmp_path, 3)
+        os.close(opened["file"])
+        assert len(list(tmp_path.glob("rank3.part*.jsonl"))) == parts
+    assert (tmp_path / "rank3.part0001.jsonl").read_text() == "z" * 200 + "\n" and opened["end"] == 0
+
+
+def test_a_hundred_thousand_steps_are_read_in_seconds(tmp_path):
+    begin(tmp_path)
+    line = json.dumps(step(12345, norms={"diffusion": 1.25}, lr=1e-4, samples=4))
+    with open(tmp_path / "rank0.jsonl", "w") as file:
+        for number in range(100_000):
+            file.write(line.replace("12345", str(number)) + "\n")
+    began = time.process_time()
+    once = step_columns(read_run(tmp_path))
+    assert len(once["step"]) == 100_000 and once["step"][-1] == 99_999
+    assert time.process_time() - began < 10  # 2 s on an idle core
