@@ -110,7 +110,7 @@ def attempt_rows(found):
     costs, rows = attempts_of(found), []
     for index, each in enumerate(costs):
         verdict = (each["end"] or {}).get("verdict", {})
-        steps = found["steps"]["step"][each["rows"]]
+        steps = found["steps"]["step"][each["rows"]][found["steps"]["is_step"][each["rows"]] == 1]
         after = costs[index + 1]["restart"] if index + 1 < len(costs) else 0.0
         rows.append({"number": each["attempt"], "began": each["began"], "ranks": each["begin"].get("ranks"),
                      "steps": f"{steps[0]:.0f}-{steps[-1]:.0f}" if len(steps) else "none", "cause": each["cause"],
@@ -248,7 +248,8 @@ def environment_html(found):
     if not found["launches"]:
         return ""
     launch = found["launches"][-1]
-    facts = [(name, str(launch.get(name, "-"))) for name in ("started", "host", "commit", "changed", "seed", "python")]
+    names = ("started", "host", "commit", "changed", "seed", "python")
+    facts = [(name, "-" if launch.get(name) is None else str(launch[name])) for name in names]
     facts.append(("command", " ".join(launch.get("command", []))))
     groups = [(name, launch.get(name) or {}) for name in ("packages", "settings", "job")]
     return table_html(["launch", launch["number"]], facts) + "".join(

@@ -185,7 +185,7 @@ def stuck_gate(found):
     left = (gate - value) / rate if rate < 0 else np.inf
     if left < 3 * shut:  # at this pace it opens soon
         return []
-    when = f"at this pace in {left:,.0f} steps" if np.isfinite(left) else "it does not fall"
+    when = f"at this pace it opens in {left:,.0f} steps" if left < 100 * shut else "it does not come nearer"
     return [finding("stuck gate", numbers[-1], f"registration has not run in the last {shut} steps: ang is "
                     f"{value:.2f}, the gate {gate:g}, and {when}", "raise registration.gate (2 = always open): "
                     "recovery often needs registration first")]

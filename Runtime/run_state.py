@@ -78,7 +78,7 @@ def headline(found, findings):
             ("Time left", time_left(found, kinds), "at the goodput so far"),
             ("Goodput", f"{100 * goodput(kinds):.1f} %" if wall else "-", f"of {duration(wall)}"),
             ("Samples per second", number(rate) if rate else "-", "of the last 100 steps"),
-            ("Deaths", died, f"{len(attempts)} attempts"),
+            ("Deaths", died, f"in {len(attempts)} attempt{'s' * (len(attempts) != 1)}"),
             ("Findings", len(findings), "see below" if findings else "nothing is found")]
 
 

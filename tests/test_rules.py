@@ -8,11 +8,11 @@ import pytest
 from Runtime import rules
 from Runtime.rules import find_all, main, tell
 from Runtime.run_logs import read_run
-from tests import launching
+from tests import launching, warm
 from tests.faults.common import launch, new_folder, run_of, wait
 from tests.faults.run_matrix import small_disk
 from tests.made_up_run import made_up_run
-from tests.tiny import ROOT
+from tests.tiny import QUICK, ROOT, arguments
 
 
 def found(run):
@@ -170,6 +170,24 @@ def test_real_logs_of_a_disk_that_is_almost_full(tmp_path):
         code = wait(launch(folder, 1, run__epochs=1, run__checkpoint_steps=0, data__global_batchsize=1))
         each = found(run_of(folder))
     assert code == 0 and " % full" in each["full disk"]["sentence"], each
+
+
+HIPPOCAMPUS = ROOT.parent / "shared/data/hippocampus"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HIPPOCAMPUS.is_dir(), reason="needs ../shared/data/hippocampus")
+def test_real_logs_of_overfitting(tmp_path):
+    """Two volumes, no augmentation and a large learning rate: what is learned of them does not hold for others."""
+    still = {f"augment__{name}": 0 for name in ("rotation", "scaling", "shift", "gamma")}
+    words = arguments(tmp_path, **{
+        **QUICK, **still, "data__root": HIPPOCAMPUS, "data__train_ids": "1,3", "data__val_ids": "201-210",
+        "data__expect_samples": 0, "data__img_size": 16, "data__repeats": 4, "registration__clip_norm": 10,
+        "optim__lr": 1e-2, "loss__imgsim": 1, "loss__imgmse": 1, "loss__ddf": 0, "run__epochs": 60,
+        "run__checkpoint_steps": 0})
+    warm.train(1, tmp_path / "log.txt", words, seconds=600)
+    each = found(run_of(tmp_path))
+    assert set(each) == {"overfitting"} and "val_dice was best in epoch" in each["overfitting"]["sentence"], each
 
 
 def test_the_users_command_is_run_once_for_each_finding(tmp_path):
