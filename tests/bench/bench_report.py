@@ -3,10 +3,11 @@
     python tests/bench/bench_report.py [--steps 100000] [--keep FOLDER]
 
 open_s: seconds from the command to the page of a run of 100,000 made-up steps, and, where there is a chromium, until it
-has drawn it. bytes: of that page. logging_share: what a real training spends on its logs, of a step: the watchdog's
-phases and events, timed inside the steps of the hippocampus config, and the lines of all ranks and TensorBoard
-(Runtime/pace.py). straggler_named: the step at which the rules name the rank of two real ones that works 30 % slower.
-false_alarms: what the rules find in a healthy real run of 500 steps. The last line of standard output is a JSON object.
+has drawn it. bytes: of that page. logging_share: what a real training spends on its logs, of a step: the line of each
+step, timed inside the steps of the hippocampus config, and the lines of all ranks and TensorBoard (Runtime/pace.py).
+The watchdog's phases are there to keep a run alive, and are in the safety_share of bench_runtime.py. straggler_named:
+the step at which the rules name the rank of two real ones that works 30 % slower. false_alarms: what the rules find in
+a healthy real run of 500 steps. The last line of standard output is a JSON object.
 """
 import argparse
 import json
@@ -58,7 +59,7 @@ def logging_share(folder):
     """(seconds of logging in a step, seconds of a step), medians of real steps of the hippocampus config."""
     cfg = {**configuration(folder), "run.epochs": 1000}
     bench_runtime.TIMED.clear()
-    bench_runtime.TIMED.update({"logging": (watchdog, "phase", "new_step", "end_step", "event")})
+    bench_runtime.TIMED.update({"logging": (watchdog, "event")})
     state, rows = bench_runtime.measure(cfg, Path(folder), STEPS)
     line = {"lr": 1e-4, "samples": 1, "norms": dict.fromkeys(("diffusion", "contrastive", "registration"), 1.0)}
     curves = writer.new_writer(Path(folder) / "board", 0)
