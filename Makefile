@@ -41,12 +41,13 @@ faults: .venv/.ready   ## every fault against real launches, random kills, goodp
 	for seed in 1 2 3; do $(PY) tests/faults/chaos.py --kills 20 --seed $$seed || exit 1; done
 	$(PY) tests/faults/goodput.py
 
-bench: .venv/.ready   ## benchmarks: operations, the share of a step that is not the network, what safety costs, data (minutes)
+bench: .venv/.ready   ## benchmarks: operations, the share of a step that is not the network, what safety costs, data, the report (minutes)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt 1>&2
 	$(PY) tests/bench/bench_ops.py
 	$(PY) tests/bench/bench_step.py
 	$(PY) tests/bench/bench_runtime.py
 	$(PY) tests/bench/bench_data.py
+	$(PY) tests/bench/bench_report.py
 
 bench-registration: .venv/.ready   ## registration against ANTs, DIPY, ConvexAdam, VoxelMorph on real volumes (hours; makes .venv-peers)
 	$(PY) tests/bench/bench_registration.py

@@ -459,7 +459,7 @@ def set_up(cfg, args, ranks, run):
              "steps_here": 0, "pace": new_pace()}
     adam, ema = restore_state(state, cfg, args.init_from)
     state["profile"] = new_profile(args.profile, state)
-    if args.debug:
+    if args.debug and cfg["run.compile"] == "off":
         trail.follow(net)
     state["model"] = wrap(net, ranks, device, state["gradients"], cfg)
     if cfg["run.compile"] == "step":

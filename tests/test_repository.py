@@ -100,6 +100,15 @@ def test_every_page_can_be_found():
     assert (ROOT / "docs/index.md", "") in links(PAGES[0])
 
 
+def test_every_site_has_a_page_with_its_job_interfaces_storage_and_monitoring():
+    sites = {path.stem for path in (ROOT / "Config/cluster").glob("*.env")}
+    assert {path.stem.removeprefix("site_") for path in PAGES if path.stem.startswith("site_")} == sites
+    for site in sites:
+        text = (ROOT / f"docs/site_{site}.md").read_text()
+        assert re.findall(r"^## (.*)$", text, re.M) == ["Job", "Interfaces", "Storage", "Watching"]
+        assert all(word in text for word in ("--account=", "--partition=", "QOS", "bash_train_multi_nodes.sh"))
+
+
 def test_the_site_lists_every_key():
     rows = runpy.run_path(str(ROOT / "docs/extra/list_keys.py"))["read_keys"]()
     config = yaml.safe_load((ROOT / "Config/config_om.yaml").read_text())
