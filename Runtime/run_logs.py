@@ -16,7 +16,6 @@ import yaml
 
 from Runtime.config import flatten
 from Runtime.errors import InputError
-from Runtime.files import read_lines
 
 NAN = math.nan
 NESTED = ("terms", "norms", "spent")  # dicts of numbers in a line "step"; each key becomes a column "terms.ang"
@@ -37,7 +36,7 @@ def read_run(run):
     Raises InputError if this is no run folder.
     """
     run = Path(run)
-    attempts = read_lines(run / "attempts.jsonl")
+    attempts = list(lines_of(run / "attempts.jsonl"))
     if not attempts:
         raise InputError(f"{run}: there is no attempts.jsonl; give the folder of a run, Models/<data>_<net>.")
     found = {"run": run, "attempts": attempts, "epochs": {}, "events": [], "pace": {}, "now": {}, "size": 0}
@@ -84,7 +83,7 @@ def lines_of(path, tail=None):
                     line = json.loads(text)
                 except ValueError:
                     continue  # cut
-                if isinstance(line, dict) and "event" in line:
+                if isinstance(line, dict) and "event" in line and "attempt" in line:
                     yield line
     except (FileNotFoundError, NotADirectoryError):
         return

@@ -105,7 +105,7 @@ def test_every_page_is_one_that_the_walk_knows():
 
 def test_every_block_is_one_that_the_walk_knows():
     blocks = read_blocks()
-    assert {block["language"] for block in blocks} == {"bash", "python", "json", "yaml", "text", "diff"}
+    assert {block["language"] for block in blocks} == {"bash", "sh", "python", "json", "yaml", "text", "diff"}
     assert [block["page"] for block in blocks if block["language"] == "diff"] == ["docs/new_loss.md"]
     # The parts that are asked for by name.
     assert {block["heading"] for block in blocks} > {"Train on your own volumes", "Train for days"}
@@ -283,6 +283,9 @@ def walk_block(block, folder, environment, walked):
         shown = launching.run([".venv/bin/python", "-c", f"from Runtime.config import load_config as f; f('{path}')"],
                               cwd=folder, env=environment)
         assert shown.returncode == 0, shown.stderr
+    elif language == "sh":  # a job for Slurm on a site
+        checked = launching.run(["bash", "-n"], input=text)
+        assert checked.returncode == 0 and text.startswith("#!/usr/bin/env bash\n#SBATCH --account="), checked.stderr
     elif language == "text":
         for line in text.splitlines():
             pattern = re.sub(r"\d+", "*", line.split()[0])

@@ -8,6 +8,7 @@ import pytest
 
 from Runtime import watchdog
 from Runtime.errors import InputError
+from Runtime.goodput import account
 from Runtime.run_logs import log_lines, ranks_of, read_run, step_columns
 from tests.test_watchdog import run_process
 
@@ -57,6 +58,7 @@ def test_a_torn_last_line_is_left_out(torn, tmp_path):
     with open(tmp_path / "attempts.jsonl", "ab") as file:
         file.write(torn)
     assert step_columns(read_run(tmp_path))["step"].tolist() == [0, 1]
+    assert account(tmp_path)[0]["useful steps"] == 2
 
 
 def test_lines_are_sorted_by_what_they_are(tmp_path):
