@@ -75,9 +75,9 @@ def headline(found, findings):
     died = sum(bool(each["end"] and each["end"]["verdict"]["dead"]) for each in attempts)
     rate = speed(found)
     return [("Epochs", f"{epochs} of {of}" if of else epochs, f"{done} steps"),
-            ("Time left", time_left(found, kinds), "at the goodput so far"),
+            ("Time left", time_left(found, kinds), "at this pace"),
             ("Goodput", f"{100 * goodput(kinds):.1f} %" if wall else "-", f"of {duration(wall)}"),
-            ("Samples per second", number(rate) if rate else "-", "of the last 100 steps"),
+            ("Samples/s", number(rate) if rate else "-", "in 100 steps"),
             ("Deaths", died, f"in {len(attempts)} attempt{'s' * (len(attempts) != 1)}"),
             ("Findings", len(findings), "see below" if findings else "nothing is found")]
 
