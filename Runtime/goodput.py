@@ -149,18 +149,30 @@ def lost_seconds(costs):
     return costs["detection"] + costs["restart"] + costs["replayed"]
 
 
+def kinds_table(found):
+    """(header, rows, formats) of the wall time by kind, for page.table_html and text_table."""
+    kinds, _ = add_up(found)
+    wall = max(sum(kinds.values()), 1e-9)
+    rows = [(kind, seconds, 100 * seconds / wall) for kind, seconds in kinds.most_common() if seconds]
+    return ["wall time", "seconds", "share %"], [*rows, ("together", wall, 100.0)], [None, ".1f", ".1f"]
+
+
+def causes_table(found):
+    """(header, rows, formats) of what each cause of an attempt's end has cost."""
+    _, causes = add_up(found)
+    rows = [(cause, int(costs["times"]), costs["detection"], costs["restart"], costs["replayed"], lost_seconds(costs))
+            for cause, costs in causes.items()]
+    header = ["how attempts ended", "times", "detection s", "restart s", "replayed s", "lost s"]
+    return header, rows, [None, "d", ".1f", ".1f", ".1f", ".1f"]
+
+
 def table(run, minutes=0.0):
     """The goodput table as text. minutes: length of an epoch for a second figure, 0 = leave it out."""
     found = read_run(run)
     kinds, causes = add_up(found)
-    wall = sum(kinds.values())
-    rows = [(kind, seconds, 100 * seconds / wall) for kind, seconds in kinds.most_common() if seconds]
-    text = text_table(["wall time of " + str(run), "seconds", "share %"], [*rows, ("together", wall, 100.0)],
-                      [None, ".1f", ".1f"])
-    rows = [(cause, int(costs["times"]), costs["detection"], costs["restart"], costs["replayed"], lost_seconds(costs))
-            for cause, costs in causes.items()]
-    header = ["how attempts ended", "times", "detection s", "restart s", "replayed s", "lost s"]
-    text += "\n\n" + text_table(header, rows, [None, "d", ".1f", ".1f", ".1f", ".1f"])
+    (first, *header), rows, formats = kinds_table(found)
+    text = text_table([f"{first} of {run}", *header], rows, formats)
+    text += f"\n\n{text_table(*causes_table(found))}"
     text += f"\n\ngoodput {100 * goodput(kinds):.2f} %"
     if minutes:
         epochs = len(found["epochs"])

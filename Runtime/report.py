@@ -18,7 +18,7 @@ from pathlib import Path
 from Runtime import compare
 from Runtime.charts import grid, number, spark
 from Runtime.errors import DONE, STOP, InputError
-from Runtime.goodput import add_up, attempts_of, goodput, lost_seconds
+from Runtime.goodput import add_up, attempts_of, causes_table, goodput, kinds_table
 from Runtime.page import cards_html, table_html, text_table, write_page
 from Runtime.rules import find_all, host_of, own_seconds, size_text
 from Runtime.run_charts import (
@@ -85,24 +85,14 @@ def nothing(sentence):
 def time_html(found):
     """Goodput over the time, by kind and by the cause of each end."""
     return (grid([time_chart(found)]).replace('class="charts"', 'class="charts one"')
-            + table_html(*kinds_table(found)) + table_html(*causes_table(found)))
+            + captioned(kinds_table(found), f"Goodput {100 * goodput(add_up(found)[0]):.1f} %")
+            + captioned(causes_table(found), "What each cause has cost"))
 
 
-def kinds_table(found):
-    """(header, rows, caption, formats) of the wall time by kind."""
-    kinds, _ = add_up(found)
-    wall = max(sum(kinds.values()), 1e-9)
-    rows = [(kind, seconds, 100 * seconds / wall) for kind, seconds in kinds.most_common() if seconds >= 0.05]
-    return ["wall time", "seconds", "share %"], rows, f"Goodput {100 * goodput(kinds):.1f} %", [None, ".1f", ".1f"]
-
-
-def causes_table(found):
-    """(header, rows, caption, formats) of what each cause of an end has cost."""
-    _, causes = add_up(found)
-    rows = [(cause, int(costs["times"]), costs["detection"], costs["restart"], costs["replayed"], lost_seconds(costs))
-            for cause, costs in causes.items()]
-    return (["how attempts ended", "times", "detection s", "restart s", "replayed s", "lost s"], rows,
-            "What each cause has cost", [None, "d", ".1f", ".1f", ".1f", ".1f"])
+def captioned(table, caption):
+    """HTML of a table given as (header, rows, formats)."""
+    header, rows, formats = table
+    return table_html(header, rows, caption, formats)
 
 
 def attempt_rows(found):
@@ -140,7 +130,7 @@ def attempts_html(found):
 
 
 def ranks_table(found):
-    """(header, rows, caption, formats): host, own work of a step and memory of each rank, by its last line."""
+    """(header, rows, formats): host, own work of a step and memory of each rank, by its last line."""
     own, rows = own_seconds(found), []
     for rank, lines in sorted(found["pace"].items()):
         if not lines:
@@ -149,16 +139,16 @@ def ranks_table(found):
         work = [row["own"] for row in list(own.get(rank, {}).values())[-5:]]
         memory = [last.get(key) and last[key] / 2 ** 30 for key in ("host_used", "device_reserved", "device_free")]
         rows.append([rank, host_of(found, rank), sum(work) / len(work) if work else None, *memory])
-    return (["rank", "node", "own work s", "host GiB", "torch holds GiB", "device free GiB"], rows,
-            "Own work: of a step, mean of the last 50, without waiting for other ranks",
-            [None, None, ".4g", ".2f", ".2f", ".2f"])
+    header = ["rank", "node", "own work s", "host GiB", "torch holds GiB", "device free GiB"]
+    return header, rows, [None, None, ".4g", ".2f", ".2f", ".2f"]
 
 
 def ranks_html(found):
     table = ranks_table(found)
     if not table[1]:
         return ""
-    html, count = table_html(*table), len(table[1])
+    html = captioned(table, "Own work: of a step, mean of the last 50, without waiting for other ranks")
+    count = len(table[1])
     return html if count <= 8 else f"<details><summary>Table of {count} ranks</summary>{html}</details>\n"
 
 
@@ -269,16 +259,12 @@ def as_text(found):
     parts.append("\n".join(f"{each['rule'].upper()} (step {each['step']}): {each['sentence']}\n    what to do: "
                            f"{each['advice']}" for each in findings) or "the rules find nothing")
     parts.append(text_table(["loss", "first", "last", "", ""], curve_rows(found)))
-    header, rows, _, formats = kinds_table(found)
-    parts.append(text_table(header, rows, formats))
-    header, rows, _, formats = causes_table(found)
-    parts.append(text_table(header, rows, formats))
+    parts += [text_table(*kinds_table(found)), text_table(*causes_table(found))]
     ended = [(row["number"], row["steps"], row["cause"], row["rank"], row["host"], row["place"] * row["dead"],
               round(row["cost"], 1)) for row in attempt_rows(found)[-10:]]
     parts.append(text_table(["attempt", "steps", "ended by", "rank", "node", "in", "cost s"], ended))
-    header, rows, _, formats = ranks_table(found)
-    if rows:
-        parts.append(text_table(header, rows, formats))
+    if ranks_table(found)[1]:
+        parts.append(text_table(*ranks_table(found)))
     parts += [f"changed {heading}: " + ", ".join(f"{key} {old} -> {new}" for key, old, new in rows)
               for heading, rows in config_changes(found) if rows]
     return "\n\n".join(parts)

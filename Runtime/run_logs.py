@@ -31,15 +31,15 @@ def read_run(run):
     Returns: {"run": Path, "attempts": lines of attempts.jsonl, "steps": columns of all rows (see `to_numpy`), "once":
     the same of each step once (see `step_columns`), "epochs": lines of rank 0, those of an epoch that ran twice only
     once, "events": all other lines of all ranks in the order of time, "pace": {rank: its lines}, "now": {rank: its last
-    breadcrumb}, "launches": of `read_launches`, "lock", "manifest", "verdict": content of these files, {} where there
-    is none, "pictures": Paths, oldest first, "size": bytes read}.
+    breadcrumb}, "launches": of `read_launches`, "lock", "manifest": content of these files, {} where there is none,
+    "pictures": Paths, oldest first}.
     Raises InputError if this is no run folder.
     """
     run = Path(run)
     attempts = list(lines_of(run / "attempts.jsonl"))
     if not attempts:
         raise InputError(f"{run}: there is no attempts.jsonl; give the folder of a run, Models/<data>_<net>.")
-    found = {"run": run, "attempts": attempts, "epochs": {}, "events": [], "pace": {}, "now": {}, "size": 0}
+    found = {"run": run, "attempts": attempts, "epochs": {}, "events": [], "pace": {}, "now": {}}
     ranks = ranks_of(run)
     steps = new_columns()
     for rank in ranks:
@@ -49,7 +49,7 @@ def read_run(run):
     found["once"] = rows_once(found["steps"])
     found["epochs"] = [found["epochs"][number] for number in sorted(found["epochs"])]
     found["events"].sort(key=lambda line: line.get("time", 0))
-    for name in ("lock", "manifest", "verdict"):
+    for name in ("lock", "manifest"):
         found[name] = read_json(run / f"{name}.json")
     pictures = sorted((run / "pictures").glob("*.png"))
     return {**found, "launches": read_launches(run), "pictures": pictures}
@@ -93,7 +93,6 @@ def read_rank_log(run, rank, found, steps, tail):
     """Sort the lines of a rank into `found`, those of its steps into the columns `steps` unless that is None."""
     pace = found["pace"].setdefault(rank, [])
     for path in log_parts(run, rank):
-        found["size"] += path.stat().st_size if path.exists() else 0
         for line in lines_of(path, tail):
             kind = line["event"]
             if kind == "step":

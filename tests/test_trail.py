@@ -1,16 +1,23 @@
 """--debug leaves the name of the module that was running, forward and backward, whatever ends the process."""
 import json
 import signal
+import sys
 
 import pytest
 import torch
 
 from Runtime import trail, watchdog
-from tests.test_watchdog import events, lines, run_process
+from tests import launching
+from tests.test_watchdog import CFG, events, lines, run_process
+from tests.tiny import ROOT
 
+# One process imports torch; its children train a little, each in a run of its own, and crash.
 NETWORK = """
+import ctypes, json, os, sys
+from pathlib import Path
 import torch
-from Runtime import trail
+from Runtime import trail, watchdog
+RUN = Path(sys.argv[1])
 class Crash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -20,28 +27,36 @@ class Crash(torch.autograd.Function):
         ctypes.string_at(0)
 class Layer(torch.nn.Linear):
     def forward(self, x):
-        if CRASH == "forward":
+        if self.crash == "forward":
             ctypes.string_at(0)
-        return Crash.apply(super().forward(x)) if CRASH == "backward" else super().forward(x)
-inner = torch.nn.Sequential(torch.nn.GELU(), Layer(4, 4))
-net = torch.nn.Sequential(torch.nn.Linear(4, 4), inner, torch.nn.Linear(4, 1))
-trail.follow(net)
-watchdog.new_step(3)
-watchdog.phase("forward", "diffusion")
-loss = net(torch.ones(2, 4)).sum()
-watchdog.phase("backward", "diffusion")
-loss.backward()
+        return Crash.apply(super().forward(x))
+def train(crash):
+    (RUN / crash).mkdir()
+    watchdog.start(RUN / crash, 1, 4, json.loads(sys.argv[2]), True)
+    layer = Layer(4, 4)
+    layer.crash = crash
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.GELU(), layer), torch.nn.Linear(4, 1))
+    trail.follow(net)
+    watchdog.new_step(3)
+    watchdog.phase("forward", "diffusion")
+    loss = net(torch.ones(2, 4)).sum()
+    watchdog.phase("backward", "diffusion")
+    loss.backward()
+for crash in ("forward", "backward"):
+    child = os.fork()
+    if not child:
+        train(crash)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("crash, phase, module", [("forward", "forward", "1.1 (Layer)"),
-                                                  ("backward", "backward", "backward of 1.1 (Layer)")])
-def test_a_segfault_in_a_module_leaves_its_name(crash, phase, module, tmp_path):
-    done = run_process(tmp_path, NETWORK.replace("CRASH", repr(crash)))
-    assert done.returncode == -signal.SIGSEGV
-    assert "Segmentation fault" in (tmp_path / "rank1.stack").read_text()
-    now = lines(tmp_path)[-1]
-    assert (now["phase"], now["module"], now["step"]) == (phase, module, 3)
+def test_a_segfault_in_a_module_leaves_its_name(tmp_path):
+    done = launching.run([sys.executable, "-c", NETWORK, tmp_path, json.dumps(CFG)], cwd=ROOT, timeout=60)
+    assert done.stdout.split() == [str(-signal.SIGSEGV)] * 2, done.stderr
+    for crash, module in (("forward", "1.1 (Layer)"), ("backward", "backward of 1.1 (Layer)")):
+        assert "Segmentation fault" in (tmp_path / crash / "rank1.stack").read_text()
+        now = json.loads((tmp_path / crash / "rank1.jsonl").read_text().splitlines()[-1])
+        assert (now["phase"], now["module"], now["step"]) == (crash, module, 3)
 
 
 def test_the_breadcrumb_follows_into_a_module_and_out_of_it(monkeypatch):
