@@ -27,9 +27,12 @@ MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
 def load_config(path, overrides=()):
     """Read a YAML config over its `base`, and apply `key=value` overrides.
 
+    path: of a file, or the mere name of a config in Config/, which an installed package has no path to.
     Returns: flat dict {dotted key: value} with every key of KEYS, converted and checked.
     Raises InputError with one sentence for a missing file, bad YAML, or an unknown, missing or mistyped key.
     """
+    if Path(path).name == str(path) and not Path(path).is_file() and (CONFIGS / path).is_file():
+        path = CONFIGS / path
     return check_config({**read_config(path), **overridden(overrides)}, path)
 
 

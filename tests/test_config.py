@@ -237,3 +237,12 @@ def test_a_name_or_cache_that_is_given_stays(tmp_path):
 def test_a_name_that_no_file_can_have_is_refused_before_anything_is_written(name):
     with pytest.raises(InputError, match="data.name is .*files and folders are named by it"):
         load_config(OM, [f"data.name={name}"])
+
+
+def test_a_config_of_the_project_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("config_demo.yaml") == load_config(ROOT / "Config/config_demo.yaml")
+    (tmp_path / "config_demo.yaml").write_text("base: config_om.yaml\nmodel: {rec_num: 3}\n")  # an own file comes first
+    assert load_config("config_demo.yaml")["model.rec_num"] == 3
+    with pytest.raises(InputError, match="none.yaml: there is no such config file"):
+        load_config("none.yaml")

@@ -43,6 +43,13 @@ ELSEWHERE = {
     "make test": ".ci/run",
     "make bench": "progress.md",  # by hand, for minutes
     "make docs": "tests/test_repository.py",
+    **dict.fromkeys([
+        "pip install .",
+        "omnimorph register --fixed F.nii.gz --moving M.nii.gz --model none --affine --refine --out Results/first",
+        "omnimorph augment --image I.nii.gz --label L.nii.gz --model none --out Data/copies",
+        "omnimorph prepare --config config_om.yaml --set data.root=Data/brains",
+        "omnimorph train --config config_om.yaml --set data.root=Data/brains",
+        "omnimorph evaluate --pairs Results/all/results.json --out Results/scores"], "tests/test_install.py"),
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
     "sbatch --account=A --partition=P bash_train_multi_nodes.sh --config Config/config_om.yaml "

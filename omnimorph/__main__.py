@@ -1,0 +1,39 @@
+"""The command `omnimorph`: the programs of the repository by short names.
+
+    omnimorph register | augment | train | prepare | evaluate [options]
+"""
+import importlib
+import importlib.util
+import sys
+
+PROGRAMS = {"register": "OM_register", "augment": "OM_augment", "train": "OM_train_3modes", "prepare": "OM_prepare",
+            "evaluate": "OM_evaluate"}
+USAGE = """usage: omnimorph TASK [options]
+
+  register   align pairs of volumes, or apply a saved field
+  augment    deformed copies of images with their labels and fields
+  train      train a network in three modes
+  prepare    bring a data set onto the training grid, once before the training
+  evaluate   score registrations
+
+omnimorph TASK --help explains the options of each."""
+
+
+def main():
+    """Run the program that the command line names. Returns: its exit code; 43 where it names none."""
+    task = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if task in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if task not in PROGRAMS:
+        print(f"error: {task} is no task: it is one of {', '.join(PROGRAMS)}.", file=sys.stderr)
+        return 43
+    name = PROGRAMS[task]
+    installed = f"{__package__}.{name}"  # in the repository the programs lie at its top instead
+    program = importlib.import_module(installed if importlib.util.find_spec(installed) else name)
+    sys.argv = [f"omnimorph {task}", *sys.argv[2:]]
+    return program.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
