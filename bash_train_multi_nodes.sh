@@ -24,7 +24,8 @@
 #
 # CLUSTER=name       settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if that file
 #                    exists, else local)
-# PYTHON=path        the interpreter (default: .venv/bin/python, else python3)
+# PYTHON=path        the interpreter (default: .venv/bin/python, else python3), or several words that start one, such as
+#                    PYTHON="apptainer exec --nv omnimorph.sif python"
 # RANKS=n            processes on this host, without srun (default: one for each device that torch sees, 1 without)
 # MASTER_ADDR, MASTER_PORT   where the ranks meet (default: the first node, a free port for each round)
 # PREFLIGHT_SECONDS  time limit of the preflight (default 45)
@@ -51,6 +52,11 @@ fi
 # ---------------------------------------------------------------------------------------------------------------------
 # Functions for every shell, including that of a rank on its node
 # ---------------------------------------------------------------------------------------------------------------------
+
+split_python() {  # set INTERPRETER to the words of PYTHON, of which a path with blanks is one
+    INTERPRETER=("$PYTHON")
+    command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"
+}
 
 load_settings() {  # read the site's file and export all its variables; NODE_COUNT chooses between its profiles
     set -a
@@ -99,11 +105,14 @@ await() {  # pid, seconds: wait and set `code` to its exit code; after the secon
 run_task() {  # one task of srun: set the rank's variables, load the settings (a node's profile may differ), run
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     load_settings
-    [[ $1 == Scripts/preflight/preflight.py ]] && exec "$PYTHON" "$@"
+    local -a INTERPRETER
+    split_python
+    [[ $1 == Scripts/preflight/preflight.py ]] && exec "${INTERPRETER[@]}" "$@"
     local child code oom_kills status awake=9
     oom_kills=$(count_oom_kills)
     trap ':' TERM USR1 INT  # Slurm sends them to the rank too, which saves and leaves; wait for it
-    (trap '' USR1; exec "$PYTHON" "$@") &  # before Python handles USR1 it would die of it; USR1 is sent repeatedly
+    # Before Python handles USR1 it would die of it; USR1 is sent repeatedly.
+    (trap '' USR1; exec "${INTERPRETER[@]}" "$@") &
     child=$!
     while kill -0 "$child" 2> /dev/null; do  # Slurm wakes a stopped rank before it ends it, so note the stop here
         status=$(cat "/proc/$child/stat" 2> /dev/null)
@@ -125,7 +134,8 @@ step() {  # program and arguments: run them as one srun task for each rank on th
     exec setsid srun "${srun_options[@]}" --export=ALL --nodes="$NODE_COUNT" --nodelist="$nodes" --ntasks="$RANKS" \
         --ntasks-per-node="$TASKS_PER_NODE" ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
         --distribution=block --input=none --job-name="$STEP_NAME" \
-        bash -c "$(declare -f load_settings count_oom_kills note_exit nap await run_task); run_task \"\$@\"" task "$@"
+        bash -c "$(declare -f split_python load_settings count_oom_kills note_exit nap await run_task)
+        run_task \"\$@\"" task "$@"
 }
 
 end_steps() {  # kill all tasks of earlier rounds of this launcher; other steps of the job are not its own
@@ -187,7 +197,8 @@ run_ranks() {  # run the ranks as processes of this host
     mark_launch || spoken=1
     for ((rank = 0; rank < RANKS; rank++)); do
         # Before Python handles a signal it would die of it; USR1 is sent repeatedly.
-        (trap '' TERM USR1 INT; RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS exec "$PYTHON" OM_train_3modes.py "$@") &
+        (trap '' TERM USR1 INT
+            RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS exec "${INTERPRETER[@]}" OM_train_3modes.py "$@") &
         pids[rank]=$!
     done
     while ((left > 0)); do
@@ -241,11 +252,13 @@ start_preflight() {  # run one task for each rank; their findings go to standard
     local rank
     [[ -n $UNDER_SLURM ]] && step Scripts/preflight/preflight.py --task "$@"  # does not return
     for ((rank = 0; rank < RANKS; rank++)); do
-        RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS "$PYTHON" Scripts/preflight/preflight.py --task "$@" &
+        RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS "${INTERPRETER[@]}" Scripts/preflight/preflight.py --task "$@" &
         pids[rank]=$!
     done
     wait "${pids[@]}"
 }
+
+[[ -n ${PYTHON:-} ]] && split_python
 
 case ${1:-} in  # this file started by itself inside `timeout`, with the variables that the part below has set
     --round)
@@ -369,7 +382,7 @@ requeue() {
 
 finish() {  # exit code, message: unlock the folder, print the message, requeue if the time limit is near, exit
     [[ -n $UNDER_SLURM ]] && end_steps
-    [[ -n ${OMNIMORPH_TOKEN:-} ]] && ask 60 "$PYTHON" -m Runtime.attempts unlock
+    [[ -n ${OMNIMORPH_TOKEN:-} ]] && ask 60 "${INTERPRETER[@]}" -m Runtime.attempts unlock
     say "$2"
     [[ $leaving == USR1 && $1 == 42 && -n $UNDER_SLURM ]] && requeue
     exit "$1"
@@ -390,7 +403,7 @@ on_node() {  # node, command: run a single task there, with a time limit
 choose_port() {  # port, free on this host: set MASTER_PORT to the user's, to one free on rank 0's node, or to it
     MASTER_PORT=${fixed_port:-$1}
     if [[ -z $fixed_port && -n $UNDER_SLURM && ${SLURMD_NODENAME:-} != "${NODES%% *}" ]]; then
-        MASTER_PORT=$(on_node "${NODES%% *}" "$PYTHON" -m Runtime.attempts port)
+        MASTER_PORT=$(on_node "${NODES%% *}" "${INTERPRETER[@]}" -m Runtime.attempts port)
         [[ $MASTER_PORT =~ ^[0-9]+$ ]] || MASTER_PORT=$1  # most likely it is free there too
     fi
 }
@@ -461,9 +474,10 @@ if [[ -z ${PYTHON:-} ]]; then
     [[ -x .venv/bin/python ]] && PYTHON=$PWD/.venv/bin/python
 fi
 export PYTHON
+split_python
 if [[ -z $UNDER_SLURM ]]; then
     if [[ -z ${RANKS:-} ]]; then
-        RANKS=$("$PYTHON" -c 'import torch; print(max(torch.accelerator.device_count(), 1))') || exit 43
+        RANKS=$("${INTERPRETER[@]}" -c 'import torch; print(max(torch.accelerator.device_count(), 1))') || exit 43
     fi
     TASKS=$RANKS TASKS_PER_NODE=$RANKS RANKS_ASKED=$RANKS
     MASTER_ADDR=${fixed_address:-127.0.0.1}
@@ -474,7 +488,7 @@ export RANKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
 life=${SLURM_RESTART_COUNT:+, start $((SLURM_RESTART_COUNT + 1)) of job $SLURM_JOB_ID}
 say "$RANKS ranks on $NODES, $OMP_NUM_THREADS threads each, log $log$life"
 echo "settings (Config/cluster/$CLUSTER.env and what was set before):"
-"$PYTHON" -m Runtime.provenance
+"${INTERPRETER[@]}" -m Runtime.provenance
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Preflight: find a misconfigured allocation within a minute
@@ -484,8 +498,8 @@ look() {  # options: run one preflight, set `code` and `answer`. A signal ends i
     local findings tasks
     exec {findings}< <(exec timeout --kill-after=5 "$PREFLIGHT_SECONDS" bash "$script" --preflight-tasks "$@")
     tasks=$!
-    stoppable=1 ask $((${PREFLIGHT_SECONDS%.*} + 60)) "$PYTHON" Scripts/preflight/preflight.py --collect "${repeat[@]}" "$@" \
-        <&"$findings"
+    stoppable=1 ask $((${PREFLIGHT_SECONDS%.*} + 60)) "${INTERPRETER[@]}" Scripts/preflight/preflight.py --collect \
+        "${repeat[@]}" "$@" <&"$findings"
     exec {findings}<&-
     kill "$tasks" 2> /dev/null
     local judged=$code
@@ -499,7 +513,7 @@ preflight() {  # options: keep in NODES those that work; end the script if too f
     local EXCLUDED=""
     local -a repeat=(--may-repeat)
     while :; do
-        ask 60 "$PYTHON" -m Runtime.attempts port
+        ask 60 "${INTERPRETER[@]}" -m Runtime.attempts port
         choose_port "$answer"
         say "preflight of $RANKS ranks on $NODES"
         look "$@"
@@ -534,7 +548,7 @@ begin_round() {  # lock the folder and number the attempt; retry while the fault
     local ends=$((SECONDS + patience)) nodes
     while :; do
         nodes=$(wc -w <<< "$HOSTS")
-        stoppable=1 ask 3600 "$PYTHON" -m Runtime.attempts begin "${arguments[@]}" --launcher-pid $$ \
+        stoppable=1 ask 3600 "${INTERPRETER[@]}" -m Runtime.attempts begin "${arguments[@]}" --launcher-pid $$ \
             --nodes "$nodes" --tasks "$TASKS" --of "$RANKS_ASKED"
         [[ $code == 0 ]] && break
         [[ -n $leaving ]] && finish 42 "left by $leaving before round $round; the same command continues the run"
@@ -552,7 +566,7 @@ begin_round() {  # lock the folder and number the attempt; retry while the fault
 end_round() {  # exit code of the round: have it judged, set `decision`
     local seconds=900
     [[ $leaving == USR1 ]] && seconds=30
-    ask "$seconds" "$PYTHON" -m Runtime.attempts end "$1"
+    ask "$seconds" "${INTERPRETER[@]}" -m Runtime.attempts end "$1"
     decision=$code
 }
 

@@ -24,5 +24,5 @@ root=$(dirname "${BASH_SOURCE[0]}")/..
 cd "$root" && root=$PWD
 # shellcheck source=/dev/null
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
-"$PYTHON" -m pytest -q tests/test_3modes_opt_equivalence.py || exit 1
-exec "$PYTHON" tests/compare_3modes_speed.py "$@"
+"${INTERPRETER[@]}" -m pytest -q tests/test_3modes_opt_equivalence.py || exit 1
+exec "${INTERPRETER[@]}" tests/compare_3modes_speed.py "$@"

@@ -26,4 +26,4 @@ cd "$root" && root=$PWD
 # shellcheck source=/dev/null
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
 count_ranks
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" tests/diagnose_xpu_leak.py "$@"
+exec "${INTERPRETER[@]}" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" tests/diagnose_xpu_leak.py "$@"

@@ -23,4 +23,4 @@ root=$(dirname "${BASH_SOURCE[0]}")/..
 cd "$root" && root=$PWD
 # shellcheck source=/dev/null
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
-exec "$PYTHON" tests/diagnose_xpu_leak_ops.py "$@"
+exec "${INTERPRETER[@]}" tests/diagnose_xpu_leak_ops.py "$@"

@@ -57,4 +57,4 @@ source "$root/Scripts/site.sh"
 job=${SLURM_JOB_ID:+, job $SLURM_JOB_ID}
 echo "$(date '+%F %T') $task on $(hostname), $OMP_NUM_THREADS threads, settings of $CLUSTER$job" >&2
 # In place of this shell: signals reach the program, and its exit code is the job's.
-exec "$PYTHON" "$program" "$@"
+exec "${INTERPRETER[@]}" "$program" "$@"

@@ -53,6 +53,8 @@ if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
     [[ -x .venv/bin/python ]] && PYTHON=$PWD/.venv/bin/python
 fi
+INTERPRETER=("$PYTHON")  # a path with blanks is one word, "apptainer exec --nv omnimorph.sif python" several
+command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"
 export PYTHON CLUSTER=${CLUSTER:-${SLURM_CLUSTER_NAME:-local}} NODE_COUNT=1
 [[ -f Config/cluster/$CLUSTER.env ]] || CLUSTER=local
 load_settings() {  # NODE_COUNT chooses between the site's profiles; a rank on another node reads them again
@@ -62,7 +64,7 @@ load_settings() {  # NODE_COUNT chooses between the site's profiles; a rank on a
     set +a
 }
 load_settings
-ladder=("$PYTHON" Scripts/smoke/ladder.py "${options[@]}")
+ladder=("${INTERPRETER[@]}" Scripts/smoke/ladder.py "${options[@]}")
 host=$("${ladder[@]}" --host) || exit 43
 read -r kind devices port <<< "$host"
 cores=$((($(nproc) + 1) / 2))

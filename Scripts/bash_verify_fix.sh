@@ -26,7 +26,7 @@ cd "$root" && root=$PWD
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
 
 leaks() {  # operation, options: true if it leaks
-    "$PYTHON" tests/diagnose_xpu_leak_ops.py "${@:2}" --only "$1"
+    "${INTERPRETER[@]}" tests/diagnose_xpu_leak_ops.py "${@:2}" --only "$1"
     local code=$?
     ((code <= 1)) || exit $code
     return $((1 - code))

@@ -2,14 +2,15 @@
 #
 # CLUSTER=name    settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if there is such
 #                 a file, else local)
-# PYTHON=path     the interpreter (default: .venv/bin/python, else python3)
+# PYTHON=path     the interpreter (default: .venv/bin/python, else python3), or several words that start one, such as
+#                 PYTHON="apptainer exec --nv omnimorph.sif python"
 #
-# Afterwards every variable of the site's file is exported, PYTHON is the interpreter, OMP_NUM_THREADS the cores, and the
-# array SITE_OPTIONS what a training is told at this site, before the options of the command line.
+# Afterwards every variable of the site's file is exported, the array INTERPRETER starts Python, OMP_NUM_THREADS is the
+# cores, and the array SITE_OPTIONS what a training is told at this site, before the options of the command line.
 # shellcheck shell=bash disable=SC2154,SC2034  # root is the caller's, and so is the use of SITE_OPTIONS
 stop() { echo "error: $1" >&2; exit 43; }
 count_ranks() {  # RANKS: by default one for each device that torch sees, on a CPU one; they share the cores
-    RANKS=${RANKS:-$("$PYTHON" -c "import torch; print(max(torch.accelerator.device_count(), 1))")}
+    RANKS=${RANKS:-$("${INTERPRETER[@]}" -c "import torch; print(max(torch.accelerator.device_count(), 1))")}
     export OMP_NUM_THREADS=$((OMP_NUM_THREADS > RANKS ? OMP_NUM_THREADS / RANKS : 1))
 }
 
@@ -37,6 +38,8 @@ if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
     [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
 fi
+INTERPRETER=("$PYTHON")  # a path with blanks is one word
+command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"
 cores=${SLURM_CPUS_PER_TASK:-$(nproc)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 unset RANK LOCAL_RANK WORLD_SIZE

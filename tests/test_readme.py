@@ -50,6 +50,14 @@ ELSEWHERE = {
         "omnimorph prepare --config config_om.yaml --set data.root=Data/brains",
         "omnimorph train --config config_om.yaml --set data.root=Data/brains",
         "omnimorph evaluate --pairs Results/all/results.json --out Results/scores"], "tests/test_install.py"),
+    **dict.fromkeys([
+        "apptainer build --build-arg device=cuda omnimorph.sif Scripts/containers/omnimorph.def",
+        'PYTHON="apptainer exec --nv $PWD/omnimorph.sif python" sbatch --account=A --partition=P '
+        "bash_train_multi_nodes.sh --config Config/config_om.yaml --set data.root=Data/brains",
+        "docker build --build-arg DEVICE=cuda -f Scripts/containers/Dockerfile -t omnimorph:cuda .",
+        'docker run --rm --gpus all -v "$PWD:/data" omnimorph:cuda omnimorph register --fixed F.nii.gz '
+        "--moving M.nii.gz --model none --affine --refine --device auto --out Results/first",
+    ], "tests/test_containers.py"),
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
     "sbatch --account=A --partition=P bash_train_multi_nodes.sh --config Config/config_om.yaml "

@@ -15,7 +15,7 @@ from Runtime.config import KEYS
 from tests.tiny import ROOT
 
 FOLDERS = ["", "omnimorph", "Runtime", "Dataloader", "Diffusion", "Inference", "Scripts", "Scripts/preflight",
-           "Scripts/smoke"]
+           "Scripts/smoke", "Scripts/containers"]
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 PROGRAMS = [path for folder in [*FOLDERS, "tests", ".ci"] for path in (ROOT / folder).glob("*")
            if path.is_file() and path.read_bytes()[:19] == b"#!/usr/bin/env bash"]
