@@ -3,9 +3,11 @@
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model Models/RUN --out Results/pair
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --affine --refine --out Results/pair
     python OM_register.py --pairs pairs.json --model Models/RUN --refine --out Results/run
+    python OM_register.py --fixed F.nrrd --moving M.mgz --model none --refine --initial A.mat --also h5 --out Results/b
     python OM_register.py --apply Results/pair/field.nii.gz --moving OTHER.nii.gz --out Results/other
 
-Volumes may have any size, spacing and orientation, the two of a pair different ones. Written are, for each pair:
+Volumes may have any size, spacing and orientation, the two of a pair different ones; they are NIfTI files, .mgz, .nrrd
+or .mha (Dataloader/nifti.py). Written are, for each pair:
 warped.nii.gz and warped_label.nii.gz (on the fixed grid), field.nii.gz (mm, for ITK, ANTs, Slicer and --apply),
 jacobian.nii.gz (determinant; <= 0 where it folds) and picture.png; for all of them report.html, results.csv and
 results.json. The last line on the terminal is one line of JSON with the means. Exit codes: 0 done, 43 bad input, also
@@ -28,15 +30,17 @@ from tqdm import tqdm
 
 from Dataloader.datalist import volume_id
 from Dataloader.grids import same_grid
-from Dataloader.nifti import read_field, read_header, read_label, read_points, read_raw_header, read_volume
+from Dataloader.nifti import read_header, read_label, read_points, read_raw_header, read_volume
+from Dataloader.transforms import read_any_field
 from Diffusion.metrics import average, dice
+from Inference.initial import register_from
 from Inference.labels import LABELS, apply_label
 from Inference.load_model import DEFAULTS, load_model
-from Inference.outputs import disp_name, write_pair, write_points, write_warped
+from Inference.outputs import ALSO, disp_name, write_pair, write_points, write_warped
 from Inference.pair_figures import COLUMNS, means, pair_figures, write_report
 from Inference.pair_lists import TO_REGISTER, read_pairs_to_register
 from Inference.refine import STEPS
-from Inference.registration import AFFINES, STARTS, apply_field, overlap_percent, register
+from Inference.registration import AFFINES, STARTS, apply_field, overlap_percent, register  # noqa: F401  for others
 from Inference.results import (
     file_digests,
     kept_rows,
@@ -51,7 +55,7 @@ from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
 from Runtime.errors import DONE, STOP, InputError, attempt
-from Runtime.files import write_file
+from Runtime.files import sha256, write_file
 from Runtime.page import figure_png
 
 ROW = ("overlap_percent", "inverse_error_mm", "inverse_error_max_mm", "warnings", "start")  # beside COLUMNS
@@ -82,6 +86,10 @@ def parse_arguments(argv=None):
     parser.add_argument("--start", choices=STARTS, default="auto", help="where the moving volume begins: as the "
                         "headers say, with the centres of the fields of view on each other, or the more similar of "
                         "the two (%(default)s)")
+    parser.add_argument("--initial", metavar="FILE", help="begin from this instead: a matrix of ITK or ANTs (.mat, "
+                        ".txt, .tfm), FSL (.mat) or FreeSurfer (.lta), or a field, fixed to moving (.nii.gz, .h5)")
+    parser.add_argument("--also", nargs="+", default=[], choices=ALSO, help="for other programs too: h5 (the field as "
+                        "a transform), mat (the alignment before it), or the warped volumes as nrrd, mha, mgz")
     parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are carried: smooth (each "
                         "one smoothed slightly and sampled linearly, the largest wins) or nearest, the label of the "
                         "nearest voxel (%(default)s)")
@@ -101,8 +109,9 @@ def check_arguments(args):
     """Raise InputError for options that do not fit together, before anything is read."""
     one = bool(args.fixed or args.moving or args.fixed_label or args.moving_label or args.points)
     if args.apply:
-        if args.pairs or args.model or args.affine or args.refine:
-            raise InputError("--apply takes a field that is there: leave out --pairs, --model, --affine and --refine.")
+        if args.pairs or args.model or args.affine or args.refine or args.initial or args.also:
+            raise InputError("--apply takes a field that is there: leave out --pairs, --model, --affine, --refine, "
+                             "--initial and --also.")
         if not (args.moving or args.moving_label or args.points):
             raise InputError("--apply needs something to move: --moving, --moving-label or --points.")
         return
@@ -110,6 +119,8 @@ def check_arguments(args):
         raise InputError("give either --pairs or the files of one pair, --fixed and --moving.")
     if one and not (args.fixed and len(args.moving) == 1 and len(args.moving_label) <= 1):
         raise InputError("a pair is one --fixed and one --moving, with one --moving-label at most.")
+    if args.initial and (args.pairs or args.start != "auto"):
+        raise InputError("--initial says where one pair begins: leave out --pairs and --start.")
     if not args.model:
         raise InputError("--model is missing: give a checkpoint, a run's folder, or none.")
     if args.model == "none" and not (args.refine or args.affine):
@@ -140,8 +151,9 @@ def asked_model(args):
         cfg = model[1]
         weights = checkpoint.weights_sha256(model[0].state_dict())
     asked = {key: getattr(args, key) for key in ("affine", "refine", "start", "labels", "inverse", "learn2reg",
-                                                "no_picture")}
-    settings = {"weights": weights, **asked, "config": cfg}
+                                                 "no_picture", "also")}
+    initial = sha256(args.initial) if args.initial and Path(args.initial).is_file() else None
+    settings = {"weights": weights, "initial": initial, **asked, "config": cfg}
     return model, cfg, json.loads(json.dumps(settings))
 
 
@@ -152,7 +164,7 @@ def how_registered(args):
         steps.append(f"{args.affine} alignment")
     if args.refine:
         steps.append(f"{args.refine} steps of refinement")
-    return ", ".join([*steps, f"start by {args.start}"])
+    return ", ".join([*steps, f"start by {args.initial or args.start}"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,8 +238,9 @@ def register_pair(pair, model, cfg, args, folder, earlier=None):
     moving_label = read_own_label(pair, "moving", dims)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they are in the row, and printed from there
-        result = register(pair["fixed"], pair["moving"], model, args.affine or False, args.refine, args.start,
-                          args.device, args.inverse, cfg, progress=True)
+        result = register_from(args.initial, pair["fixed"], pair["moving"], args.start, args.inverse, dims, model=model,
+                               affine=args.affine or False, refine=args.refine, device=args.device, config=cfg,
+                               progress=True)
     warped_label = warp_label(moving_label, result, result["field"], args.labels)
     row = {"name": pair["name"], **{key: os.path.abspath(pair[key]) for key in TO_REGISTER if key in pair},
            "folder": str(folder), **{key: result[key] for key in (*COLUMNS, *ROW) if key in result},
@@ -237,7 +250,7 @@ def register_pair(pair, model, cfg, args, folder, earlier=None):
         row["warnings"] = [*row["warnings"], f"no voxel of {pair['moving_label']} came to lie in the fixed volume."]
     make_folder(folder)
     remove_outputs(folder, out, earlier)
-    write_pair(folder, pair, result, warped_label, points_mm, disp)
+    write_pair(folder, pair, result, warped_label, points_mm, disp, args.also)
     if not args.no_picture:
         write_file(folder / "picture.png", figure_png(pair_figures(row, dims)[0]))
     return {**row, "source": source_digests(pair), "files": file_digests(output_files(folder, disp), out)}
@@ -295,7 +308,7 @@ def apply_saved(args):
     dims, out = args.dims or 3, Path(args.out)
     given = (args.apply, args.fixed, args.points, *args.moving, *args.moving_label)
     require_apart(out, [path for path in given if path])
-    field, affine = read_field(args.apply, dims)
+    field, affine = read_any_field(args.apply, dims)
     header = fixed_header(args, field, affine, dims)
     points_mm = read_points(args.points) if args.points else None
     # Everything is read before anything is written: (target, source, array, its affine).

@@ -1,6 +1,6 @@
 """Data lists: which volumes and pairs a run uses, of which subjects, and which are held out.
 
-Read are Decathlon and Learn2Reg JSON files, CSV lists, and folders of NIfTI files.
+Read are Decathlon and Learn2Reg JSON files, CSV lists, and folders of NIfTI files, or of others where there are none.
 """
 import collections
 import csv
@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from Dataloader.nifti import SUFFIXES, read_header
+from Dataloader.nifti import NIFTI, SUFFIXES, read_header
 from Runtime.errors import InputError
 
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first there is
@@ -35,7 +35,8 @@ def read_datalist(root, dims=3, ids="", pattern="", held_out=False):
       ignored;
     - a .csv file: a header row with the column image and, if wanted, label, mask, id, subject, modality, split; comma
       or semicolon, UTF-8; an empty cell is absent, other columns are ignored;
-    - another folder: all NIfTI files in its imagesTr, else anywhere under it. A labelsTr beside them must hold the
+    - another folder: all NIfTI files in its imagesTr, else anywhere under it; where there is none, all of the other
+    formats (.mgz, .nrrd, .mha and so on). A labelsTr beside them must hold the
       label of every image, a masksTr the mask of at least one: an image without a mask is used as a whole.
     Paths in a list are absolute or relative to the folder of the list.
     dims: 2 or 3, checked on the first volume. ids: as in `select`. pattern: as in `name_subjects`. held_out: also list
@@ -60,7 +61,7 @@ def list_volumes(root, pattern=""):
         raise InputError(f"{root}: no such data folder or list; check the path.")
     items = _read_items(root)
     if not items:
-        raise InputError(f"{root}: no .nii or .nii.gz volume found; check the folder.")
+        raise InputError(f"{root}: no .nii or .nii.gz volume found, nor one of another format; check the folder.")
     items.sort(key=lambda item: item["id"])
     for before, after in itertools.pairwise(items):
         if before["id"] == after["id"]:
@@ -425,15 +426,10 @@ def _listed_item(where, folder, entry, listings, modalities):
 def _from_folder(root):
     base = root / "imagesTr" if (root / "imagesTr").is_dir() else root
     items, listings = [], {}
-    for folder, inner, _ in os.walk(base):
-        inner[:] = sorted(set(inner) - SIDE_FOLDERS)
-        for name in sorted(_file_names(folder)):
-            # Names with a leading dot are unfinished writes and macOS resource forks.
-            if name.endswith(SUFFIXES) and not name.startswith("."):
-                image = Path(folder, name)
-                label = _sibling(root, image, "labelsTr", listings)
-                mask = _sibling(root, image, "masksTr", listings)
-                items.append(_item(image, label, mask))
+    for image in _volumes_under(base):
+        label = _sibling(root, image, "labelsTr", listings)
+        mask = _sibling(root, image, "masksTr", listings)
+        items.append(_item(image, label, mask))
     masks = [folder for folder, names in listings.items() if names is not None and Path(folder).name == "masksTr"]
     if masks and not any(item["mask"] for item in items):
         raise InputError(f"{masks[0]}: no mask has the name of an image, such as {items[0]['image'].name}; rename the "
@@ -441,12 +437,24 @@ def _from_folder(root):
     return items
 
 
+def _volumes_under(base):
+    """Paths of the NIfTI files anywhere in a folder; of volumes in other formats where there is none."""
+    paths = []
+    for folder, inner, _ in os.walk(base):
+        inner[:] = sorted(set(inner) - SIDE_FOLDERS)
+        # Names with a leading dot are unfinished writes and macOS resource forks.
+        paths += [Path(folder, name) for name in sorted(_file_names(folder))
+                  if name.endswith(SUFFIXES) and not name.startswith(".")]
+    return [path for path in paths if path.name.endswith(NIFTI)] or paths
+
+
 def _sibling(root, image, kind, listings):
     """The label (kind "labelsTr") or mask ("masksTr") of an image of a folder without a list, or None."""
     folder = (image.parent.parent if image.parent.name == "imagesTr" else root) / kind
     if _listing(str(folder), listings) is None:
         return None
-    names = [image.name] + [volume_id(image) + suffix for suffix in SUFFIXES]
+    identity = volume_id(image)
+    names = itertools.chain([image.name], (identity + suffix for suffix in SUFFIXES))
     sibling = next((folder / name for name in names if _is_file(folder / name, listings)), None)
     if sibling is None and kind == "labelsTr":
         raise InputError(f"{folder / image.name}: the label of {image} is missing; restore it or list the volumes in "

@@ -1,4 +1,7 @@
-"""NIfTI files in and out: images, label maps, and deformation fields as ITK, ANTs, Slicer and Learn2Reg read them.
+"""Volumes in and out: images, label maps, and deformation fields as ITK, ANTs, Slicer and Learn2Reg read them.
+
+They are NIfTI files, and for whoever has others also .mgz and .mgh of FreeSurfer (by nibabel), .nrrd and MetaImage
+(Dataloader/formats.py). Whatever a file is, it is opened as a nibabel NIfTI image.
 
 The nibabel array is used untransposed: D, H, W are its i, j, k (2D: H, W are i, j). Affines are 4x4 float64, voxel to
 world in millimetres, RAS, in 2D too. Those of a file in other units are converted, as ITK does.
@@ -16,12 +19,17 @@ import nibabel
 import numpy as np
 from scipy import ndimage
 
+from Dataloader import formats
 from Runtime.errors import InputError
 from Runtime.files import write_file
 
-SUFFIXES = (".nii.gz", ".nii")  # of the files that hold volumes
+NIFTI = (".nii.gz", ".nii")
+FREESURFER = (".mgz", ".mgh")
+SUFFIXES = (*NIFTI, *FREESURFER, *formats.READ)  # of the files that hold volumes
+WRITTEN = (*NIFTI, *FREESURFER, *formats.WRITTEN)
 READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError,
-               nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError, gzip.BadGzipFile)
+               nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError, gzip.BadGzipFile,
+               TypeError)  # nibabel's answer to a .mgh file that is shorter than its header
 MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes of metre and micrometre; ITK takes all others for millimetres
 MOST_BYTES = 16 * 2 ** 30  # of a compressed file's voxels, so that a damaged header cannot ask for all memory
 CHUNK = 8 * 2 ** 20  # bytes decompressed at a time
@@ -37,7 +45,7 @@ LPS = np.array([-1.0, -1.0, 1.0])  # signs from RAS to ITK's world, whose first 
 def read_volume(path, dims=3):
     """Read one image.
 
-    path: .nii or .nii.gz; trailing axes of length 1 are dropped.
+    path: with one of SUFFIXES; trailing axes of length 1 are dropped.
     Returns: array (D, H, W) or (H, W), float32, C-contiguous, file intensities; affine 4x4 float64.
     Raises InputError, naming the file, where it is missing, not NIfTI, truncated or corrupt, has another number of
     axes, NaN or infinite voxels, one constant value, or a singular affine.
@@ -80,14 +88,24 @@ def read_header(path, dims=3):
 
 
 def open_nifti(path):
-    """nibabel image whose voxels are not read yet. Raises InputError for a missing, foreign or too short file."""
+    """nibabel image whose voxels are not read yet. Raises InputError for a missing, foreign or too short file.
+
+    Of a file that is no NIfTI file it has shape, affine and number type; its voxels come from `read_voxels`.
+    """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file; check the path.")
+    if formats.is_itk(path):
+        return formats.open_itk(path)
     try:
         image = nibabel.load(path)
     except READ_ERRORS as error:
-        raise InputError(f"{path}: not a readable NIfTI file ({error}); export it again as .nii.gz.") from error
+        kind = "FreeSurfer" if path.suffix in FREESURFER else "NIfTI"
+        raise InputError(f"{path}: not a readable {kind} file ({error}); export it again as .nii.gz.") from error
+    if isinstance(image, nibabel.MGHImage):
+        image = nibabel.Nifti1Image(image.dataobj, image.affine, dtype=image.get_data_dtype())
+        image.header.set_xyzt_units("mm")
+        return image
     if not isinstance(image, nibabel.Nifti1Image):
         raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it to .nii.gz.")
     if path.suffix != ".gz":
@@ -98,6 +116,13 @@ def open_nifti(path):
 def read_raw_header(path):
     """The nibabel header of a NIfTI file, unchanged. Raises InputError as `read_header` does."""
     return open_nifti(path).header
+
+
+def stored_type(path):
+    """The number type of a file's voxels, a numpy dtype; None where they are scaled (slope, intercept)."""
+    stored = open_nifti(path).dataobj
+    scaled = (getattr(stored, "slope", 1), getattr(stored, "inter", 0)) != (1, 0)
+    return None if scaled else np.dtype(stored.dtype).newbyteorder("=")
 
 
 def mm_of_unit(header):
@@ -123,23 +148,30 @@ def read_affine(path, image, dims):
 
 
 def write_volume(path, array, affine, header=None):
-    """Write a NIfTI file, completely and durably (Runtime/files.py). The same input gives the same bytes.
+    """Write a volume, completely and durably (Runtime/files.py). The same input gives the same bytes.
 
-    path: .nii or .nii.gz; its folder is made if missing.
+    path: with one of WRITTEN; its folder is made if missing.
     array: (D, H, W), (H, W) stored as (H, W, 1), or more axes, stored as they are. The dtype is kept, except those that
     NIfTI lacks: bool becomes uint8, float16 becomes float32.
     affine: 4x4 voxel to world in millimetres, RAS; written as qform and sform with the codes of `header`, or 1 where it
     has none, and in its unit of length. header: nibabel header whose descriptive fields are kept; it is not changed.
+    Other formats than NIfTI have no such fields; .mgz and .mgh know fewer number types, see `_for_freesurfer`.
     Raises InputError for another suffix.
     """
     path = Path(path)
-    suffix = _nifti_suffix(path)
-    if not suffix:
-        raise InputError(f"{path}: a volume file ends in .nii or .nii.gz; rename the output.")
+    if not path.name.endswith(WRITTEN):
+        raise InputError(f"{path}: a volume file ends in {', '.join(WRITTEN)}; rename the output.")
     array = np.asarray(array)
     array = array[..., None] if array.ndim == 2 else array
     array = array.astype({"bool": np.uint8, "float16": np.float32}.get(array.dtype.name, array.dtype), copy=False)
     affine = np.array(affine, np.float64)
+    if formats.is_itk(path):
+        formats.write_itk(path, array, affine)
+        return
+    if path.name.endswith(FREESURFER):
+        image = nibabel.MGHImage(_for_freesurfer(path, array), affine)
+        write_file(path, lambda file: _write_nifti(file, image, path.suffix == ".mgz"))
+        return
     if header is not None:
         affine[:3] /= mm_of_unit(header)
     image = nibabel.Nifti1Image(array, affine, header, dtype=array.dtype)
@@ -148,7 +180,7 @@ def write_volume(path, array, affine, header=None):
     image.set_sform(affine, 1 if header is None else int(header["sform_code"]) or 1)
     if not int(image.header["xyzt_units"]) & 7:
         image.header["xyzt_units"] |= 2  # millimetres; the unit of time stays
-    write_file(path, lambda file: _write_nifti(file, image, suffix == ".nii.gz"))
+    write_file(path, lambda file: _write_nifti(file, image, path.suffix == ".gz"))
 
 
 def _write_nifti(file, image, compressed):
@@ -161,8 +193,16 @@ def _write_nifti(file, image, compressed):
         image.to_stream(stream)
 
 
-def _nifti_suffix(path):
-    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), "")
+def _for_freesurfer(path, array):
+    """The array in a number type that .mgz has: uint8, int16, int32 or float32. Raises InputError where none fits."""
+    if array.dtype.name in ("uint8", "int16", "int32", "float32"):
+        return array
+    if array.dtype.kind == "f":
+        return array.astype(np.float32)
+    limits = np.iinfo(np.int32)
+    if array.size and (array.min() < limits.min or array.max() > limits.max):
+        raise InputError(f"{path}: numbers from {array.min()} to {array.max()} do not fit a .mgz file; write .nii.gz.")
+    return array.astype(np.int32)
 
 
 def _read(path, dims):
@@ -175,14 +215,18 @@ def _read(path, dims):
 
 
 def read_voxels(path, image):
-    """All voxels of an open NIfTI file in its own (scaled) dtype. Raises InputError for a damaged file."""
+    """All voxels of an open file in its own (scaled) dtype. Raises InputError for a damaged file."""
+    if formats.is_itk(path):
+        return formats.read_itk(path)
+    kind = nibabel.MGHImage if Path(path).suffix in FREESURFER else type(image)
     try:
-        if Path(path).suffix == ".gz":
+        if Path(path).suffix in (".gz", ".mgz"):
             # Decompress the whole file, which verifies the checksum at its end; nibabel would stop before it.
             content = _decompressed(path, image)
-            image = type(image).from_bytes(content)
+            image = kind.from_bytes(content)
             _require_bytes(path, image, len(content))
         array = np.asanyarray(image.dataobj)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False) if kind is nibabel.MGHImage else array
     except InputError:
         raise
     except READ_ERRORS as error:

@@ -9,25 +9,29 @@ from Dataloader.datalist import volume_id
 from Dataloader.grids import same_grid
 from Dataloader.nifti import (
     move_points,
-    open_nifti,
     read_header,
     read_raw_header,
+    stored_type,
     write_field,
     write_field_learn2reg,
     write_volume,
 )
+from Dataloader.transforms import write_field_h5, write_matrix
 from Diffusion.fields import jacobian_determinant
 from Runtime.errors import InputError
 from Runtime.files import write_file
 
+ALSO = ("h5", "mat", "nrrd", "mha", "mgz")  # what is written for other programs where it is asked for
 
-def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=None):
+
+def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=None, also=()):
     """Write what a registration has found.
 
     folder: where warped.nii.gz, field.nii.gz, jacobian.nii.gz and, where there are such, warped_label.nii.gz,
     inverse_field.nii.gz and points.csv go. pair: paths of the files that were read, fixed, moving and moving_label.
     result: of `register`. warped_label: (*fixed) or None. points_mm: (P, 3) landmarks of the fixed volume or None.
-    disp: path of the field for Learn2Reg, or None.
+    disp: path of the field for Learn2Reg, or None. also: some of ALSO: the fields as .h5, the alignment as affine.mat,
+    the warped image and label in another format.
     """
     header = read_raw_header(pair["fixed"])
     field, affine = result["field"], result["fixed"][1]
@@ -42,8 +46,24 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
                     read_raw_header(pair["moving"]))
     if disp:
         write_field_learn2reg(disp, field, affine)
+    write_also(folder, pair, result, warped_label, also)
     if points_mm is not None:
         write_points(folder / "points.csv", points_mm, field, affine)
+
+
+def write_also(folder, pair, result, warped_label, also):
+    """Write what other programs want, as `write_pair` says."""
+    header, affine = read_raw_header(pair["fixed"]), result["fixed"][1]
+    if "h5" in also:
+        write_field_h5(folder / "field.h5", result["field"], affine)
+        if "inverse" in result:
+            write_field_h5(folder / "inverse_field.h5", result["inverse"], result["moving"][1])
+    if "mat" in also:
+        write_matrix(folder / "affine.mat", result["matrix"])
+    for suffix in set(also) & {"nrrd", "mha", "mgz"}:
+        write_warped(folder / f"warped.{suffix}", result["warped"], pair["moving"], affine, header)
+        if warped_label is not None:
+            write_warped(folder / f"warped_label.{suffix}", warped_label, pair["moving_label"], affine, header)
 
 
 def write_warped(path, warped, source, affine, fixed_header):
@@ -64,9 +84,8 @@ def write_moved(path, array, source, affine, header, kinds="iuf"):
     array: (D, H, W) or (H, W). source: path of the file that was deformed. affine: 4x4, header: nibabel header, of the
     grid of the array. kinds: numpy's letters of the kinds of numbers whose type is kept ("i", "u" whole, "f" floating).
     """
-    stored = open_nifti(source).dataobj
-    dtype = np.dtype(stored.dtype).newbyteorder("=")
-    if (stored.slope, stored.inter) == (1, 0) and dtype.kind in kinds:
+    dtype = stored_type(source)
+    if dtype is not None and dtype.kind in kinds:
         if dtype.kind in "iu":
             limits = np.iinfo(dtype)
             array = np.clip(np.rint(array.astype(np.float64)), limits.min, limits.max)

@@ -193,8 +193,8 @@ def test_a_code_that_is_no_unit_means_millimetres(tmp_path):
 
 
 def test_write_refuses_other_suffixes(tmp_path):
-    with refused("v.mha", "ends in .nii"):
-        write_volume(tmp_path / "v.mha", noise(), np.eye(4))
+    with refused("v.mhd", "ends in .nii"):
+        write_volume(tmp_path / "v.mhd", noise(), np.eye(4))
 
 
 @pytest.mark.parametrize("shape", [(9, 7), (9, 7, 1), (9, 7, 1, 1)])
@@ -244,9 +244,9 @@ def test_not_nifti(tmp_path, read, name, content):
 
 
 def test_other_image_format(tmp_path):
-    nibabel.save(nibabel.MGHImage(noise(), np.eye(4)), tmp_path / "v.mgz")
-    with refused("v.mgz", "not single-file NIfTI"):
-        read_volume(tmp_path / "v.mgz")
+    nibabel.save(nibabel.Spm99AnalyzeImage(noise(), np.eye(4)), tmp_path / "v.img")
+    with refused("v.img", "not single-file NIfTI"):
+        read_volume(tmp_path / "v.img")
 
 
 @pytest.mark.parametrize("read", [read_volume, read_label])

@@ -60,6 +60,10 @@ ELSEWHERE = {
     ], "tests/test_containers.py"),
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
+    ".venv/bin/python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --refine --initial "
+    "Results/theirs/0GenericAffine.mat --also h5 mat nrrd --out Results/further": "tests/test_transforms.py",
+    "antsApplyTransforms -d 3 -r F.nii.gz -i OTHER.nii.gz -t Results/further/field.h5 -o OTHER_warped.nii.gz":
+        "tests/test_transforms.py",
     "sbatch --account=A --partition=P bash_train_multi_nodes.sh --config Config/config_om.yaml "
     "--set data.root=Data/brains": "tests/slurm/test_slurm.py",
     "sbatch --gres=none --cpus-per-task=32 Scripts/bash_infer.sh prepare --config Config/config_om.yaml "

@@ -1,0 +1,232 @@
+"""Transforms in and out as ITK, ANTs, Slicer, FSL and FreeSurfer have them: matrices, and fields in .h5 files.
+
+A matrix T is 4x4 in millimetres of the RAS world, from a point of the fixed volume to the same point of the moving one:
+the direction in which an image is resampled. ITK has that direction too, but x and y the other way round (LPS). FSL and
+FreeSurfer have the opposite direction, from moving to fixed.
+"""
+import io
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from scipy.io import loadmat, savemat
+from scipy.io.matlab import MatReadError
+
+from Dataloader import formats
+from Dataloader.formats import TO_LPS, affine_of
+from Dataloader.nifti import LPS, read_field, read_header, to_mm, to_voxels
+from Runtime.errors import InputError
+from Runtime.files import write_file
+
+FIELDS = (".nii.gz", ".nii", ".h5")
+MATRICES = (".mat", ".txt", ".tfm", ".lta")
+AFFINE_NAME = "AffineTransform_double_3_3"
+VOX_TO_VOX, RAS_TO_RAS = 0, 1  # FreeSurfer's types of a .lta file
+
+
+def is_field(path):
+    return Path(path).name.endswith(FIELDS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Matrices
+# ---------------------------------------------------------------------------------------------------------------------
+
+def read_matrix(path, fixed, moving, dims=3):
+    """T of a file: .mat, .txt or .tfm of ITK and ANTs, .mat of FSL's flirt, or .lta of FreeSurfer.
+
+    fixed, moving: paths of the two volumes, which FSL's matrices depend on. dims: axes of the volumes.
+    Returns: 4x4 float64. Raises InputError, naming the file, for one that is none of these or has no affine matrix.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; check --initial.")
+    content = path.read_bytes()
+    if path.suffix not in MATRICES:
+        raise InputError(f"{path}: a matrix ends in {', '.join(MATRICES)}, and a field in {', '.join(FIELDS)}.")
+    numbers = _plain_numbers(content)
+    if path.suffix == ".lta":
+        matrix = _from_lta(path, content.decode(errors="replace"))
+    elif numbers is not None:
+        _require_invertible(path, numbers)
+        matrix = _from_fsl(numbers, read_header(fixed, dims), read_header(moving, dims))
+    elif content.startswith(b"#Insight Transform File"):
+        matrix = _from_itk(path, *_itk_text(path, content.decode(errors="replace")))
+    else:
+        matrix = _from_itk(path, *_itk_matlab(path, content))
+    _require_invertible(path, matrix)
+    return matrix
+
+
+def _require_invertible(path, matrix):
+    if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
+        raise InputError(f"{path}: its matrix {matrix.round(4).tolist()} cannot be inverted; make it anew.")
+
+
+def write_matrix(path, matrix):
+    """Write T as a .mat file that antsApplyTransforms, antspyx, SimpleITK and Slicer read.
+
+    matrix: 4x4, mm, RAS, fixed to moving.
+    """
+    lps = TO_LPS @ np.asarray(matrix, np.float64) @ TO_LPS
+    parameters = np.concatenate([lps[:3, :3].ravel(), lps[:3, 3]])
+    content = io.BytesIO()
+    savemat(content, {AFFINE_NAME: parameters[:, None], "fixed": np.zeros((3, 1))}, format="4")
+    write_file(path, content.getvalue())
+
+
+def _plain_numbers(content):
+    """The 4x4 of a text of sixteen numbers, which is FSL's; None for anything else."""
+    try:
+        numbers = np.array(content.decode("ascii").split(), np.float64)
+    except ValueError:
+        return None
+    return numbers.reshape(4, 4) if numbers.size == 16 else None
+
+
+def _itk_text(path, text):
+    """Name, parameters and fixed parameters of the one transform of a text file of ITK."""
+    lines = [line.split(":", 1) for line in text.splitlines() if ":" in line and not line.startswith("#")]
+    names = [value.strip() for key, value in lines if key == "Transform"]
+    numbers = {key: np.array(value.split(), np.float64) for key, value in lines if key.endswith("Parameters")}
+    if len(names) != 1 or len(numbers) != 2:
+        raise InputError(f"{path}: {len(names)} transforms; give a file of one, such as ANTs' 0GenericAffine.mat.")
+    return names[0], numbers["Parameters"], numbers["FixedParameters"]
+
+
+def _itk_matlab(path, content):
+    """Name, parameters and fixed parameters of a .mat file of ITK."""
+    try:
+        found = loadmat(io.BytesIO(content))
+    except (ValueError, TypeError, KeyError, IndexError, OSError, NotImplementedError, MatReadError) as error:
+        raise InputError(f"{path}: neither ITK's nor FSL's matrix ({error}); export it again.") from error
+    names = [name for name in found if not name.startswith("__") and name != "fixed"]
+    if len(names) != 1 or "fixed" not in found:
+        raise InputError(f"{path}: no transform of ITK ({', '.join(names)}); give one such as ANTs' "
+                         "0GenericAffine.mat.")
+    return names[0], found[names[0]].ravel().astype(np.float64), found["fixed"].ravel().astype(np.float64)
+
+
+def _from_itk(path, name, parameters, centre):
+    """T of a transform of ITK: x -> M (x - c) + t + c, in LPS. One of two axes lies in the plane of the first two."""
+    kind, dims = name.split("_")[0], len(centre)
+    if kind in ("AffineTransform", "MatrixOffsetTransformBase") and len(parameters) == dims * (dims + 1):
+        linear, shift = parameters[:dims * dims].reshape(dims, dims), parameters[dims * dims:]
+    elif kind in ("Euler3DTransform", "VersorRigid3DTransform", "Similarity3DTransform"):
+        linear, shift, centre = _rotation(kind, parameters), parameters[3:6], centre[:3]  # Euler3D has a flag after it
+    elif kind == "TranslationTransform":
+        linear, shift, centre = np.eye(len(parameters)), parameters, np.zeros(len(parameters))
+    else:
+        raise InputError(f"{path}: {name} is no affine matrix; give an AffineTransform, or a field.")
+    lps, dims = np.eye(4), len(shift)
+    lps[:dims, :dims] = linear
+    lps[:dims, 3] = shift + centre - linear @ centre
+    return TO_LPS @ lps @ TO_LPS
+
+
+def _rotation(kind, parameters):
+    """The 3x3 of a rigid transform of ITK: Euler angles (applied y, x, z), or a versor with a scale."""
+    if kind == "Euler3DTransform":
+        (sx, sy, sz), (cx, cy, cz) = np.sin(parameters[:3]), np.cos(parameters[:3])
+        about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])
+        about_y = np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]])
+        about_z = np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]])
+        return about_z @ about_x @ about_y
+    x, y, z = parameters[:3]
+    w = np.sqrt(max(0.0, 1 - x * x - y * y - z * z))
+    turn = np.array([[1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
+                     [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
+                     [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)]])
+    return turn * (parameters[6] if kind == "Similarity3DTransform" else 1.0)
+
+
+def _from_fsl(matrix, fixed, moving):
+    """T of flirt's matrix, which leads from the moving to the fixed volume in millimetres of their own grids.
+
+    fixed, moving: (shape, affine). Their grids begin in a corner, and x is flipped where the volume is not.
+    """
+    to_fixed = fixed[1] @ np.linalg.inv(_fsl_grid(*fixed)) @ matrix @ _fsl_grid(*moving) @ np.linalg.inv(moving[1])
+    return np.linalg.inv(to_fixed)
+
+
+def _fsl_grid(shape, affine):
+    """4x4 from voxels to FSL's millimetres."""
+    voxel_mm = np.linalg.norm(affine[:3, :3], axis=0)
+    grid = np.diag([*voxel_mm, 1.0])
+    if np.linalg.det(affine[:3, :3]) > 0:
+        grid[0, 0], grid[0, 3] = -voxel_mm[0], (shape[0] - 1) * voxel_mm[0]
+    return grid
+
+
+def _from_lta(path, text):
+    """T of a .lta file of FreeSurfer, of voxels or of RAS, which leads from the source (moving) to the destination."""
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    fields = {key.strip(): value.split() for key, equals, value in (line.partition("=") for line in lines) if equals}
+    try:
+        kind, first = int(fields["type"][0]), lines.index("1 4 4") + 1
+        matrix = np.array([line.split() for line in lines[first:first + 4]], np.float64).reshape(4, 4)
+        if kind == VOX_TO_VOX:
+            source, target = (_lta_volume(lines, f"{side} volume info") for side in ("src", "dst"))
+            matrix = target @ matrix @ np.linalg.inv(source)
+    except (KeyError, ValueError, IndexError, np.linalg.LinAlgError) as error:
+        raise InputError(f"{path}: not a readable .lta file of one matrix ({error}); export it again.") from error
+    if kind not in (VOX_TO_VOX, RAS_TO_RAS):
+        raise InputError(f"{path}: a .lta of type {kind}; write it as RAS to RAS (lta_convert --ltavox2vox or plain).")
+    return np.linalg.inv(matrix)
+
+
+def _lta_volume(lines, heading):
+    """Voxel to RAS, 4x4, of a volume that a .lta file describes."""
+    first = lines.index(heading) + 1
+    fields = {key.strip(): np.array(value.split(), np.float64) for key, equals, value in (
+        line.partition("=") for line in lines[first:first + 8]) if equals and key.strip() not in ("valid", "filename")}
+    affine = np.eye(4)
+    affine[:3, :3] = np.stack([fields[name] for name in ("xras", "yras", "zras")], 1) * fields["voxelsize"]
+    affine[:3, 3] = fields["cras"] - affine[:3, :3] @ (fields["volume"] / 2)
+    return affine
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fields in .h5 files
+# ---------------------------------------------------------------------------------------------------------------------
+
+def write_field_h5(path, field, affine):
+    """Write a field as a transform that antsApplyTransforms, Slicer and SimpleITK read. Needs SimpleITK.
+
+    field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine: 4x4, of the fixed volume.
+    """
+    formats.require_sitk(path)
+    sitk = formats.sitk
+    vectors_mm = to_mm(field, affine) * LPS.reshape(3, *[1] * len(field))
+    vectors_mm = vectors_mm.reshape(3, *field.shape[1:], *[1] * (3 - len(field)))
+    image = formats.itk_image(np.moveaxis(vectors_mm, 0, -1), affine)
+    with tempfile.TemporaryDirectory() as folder:
+        sitk.WriteTransform(sitk.DisplacementFieldTransform(image), f"{folder}/field.h5")
+        write_file(path, Path(folder, "field.h5").read_bytes())
+
+
+def read_any_field(path, dims=3):
+    """A field of a NIfTI file, as `read_field` reads it, or of a .h5 file with a displacement field of ITK.
+
+    Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4. Raises InputError naming the file.
+    """
+    if Path(path).suffix != ".h5":
+        return read_field(path, dims)
+    if not Path(path).is_file():
+        raise InputError(f"{path}: no such file; check the path.")
+    formats.require_sitk(path)
+    sitk = formats.sitk
+    try:
+        transform = sitk.DisplacementFieldTransform(sitk.ReadTransform(str(path)))
+    except RuntimeError as error:
+        raise InputError(f"{path}: no displacement field of ITK ({str(error).strip().splitlines()[-1].strip()}); write "
+                         "the field alone, or as .nii.gz.") from error
+    image = transform.GetDisplacementField()
+    affine = affine_of(image.GetDirection(), image.GetSpacing(), image.GetOrigin())
+    vectors_mm = np.moveaxis(sitk.GetArrayFromImage(image).transpose(2, 1, 0, 3), -1, 0)
+    if dims == 2 and vectors_mm.shape[-1] != 1:
+        raise InputError(f"{path}: a field of {vectors_mm.shape[-1]} planes for 2D volumes; give one of a single "
+                         "plane.")
+    vectors_mm = vectors_mm[..., 0] if dims == 2 else vectors_mm
+    return to_voxels(vectors_mm * LPS.reshape(3, *[1] * dims), affine), affine

@@ -1,0 +1,208 @@
+"""NRRD, MetaImage and MGZ: there and back, and voxel by voxel where SimpleITK and FreeSurfer's header put them."""
+import json
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK as sitk
+
+import OM_register
+from Dataloader import formats
+from Dataloader.datalist import read_datalist, volume_id
+from Dataloader.nifti import SUFFIXES, WRITTEN, read_header, read_label, read_volume, stored_type, write_volume
+from Dataloader.prepare import describe, on_grid
+from Dataloader.synthetic import make_subject
+from tests import tiny
+from tests.test_nifti import OBLIQUE, make_affine, refused
+
+OTHERS = [suffix for suffix in WRITTEN if not suffix.startswith(".nii")]
+ITK = [".nrrd", ".mha"]
+GRIDS = {"plain": make_affine(), "oblique": make_affine((2, 0, 1), (-1, 1, -1), (0.9, 1.6, 1.2), (12, -8, 15)),
+         "flipped": make_affine((1, 0, 2), (-1, 1, -1), (1.3, 0.9, 2.1), (0, 0, 0)),
+         "LPS": make_affine(signs=(-1, -1, 1), spacing=(0.8, 0.8, 3))}
+SHAPE = (7, 9, 11)
+
+
+def numbers(dtype=np.int16, shape=SHAPE):
+    """An array whose every voxel is another number."""
+    return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+
+
+def place_of(path, index):
+    """Where SimpleITK puts a voxel, mm, RAS."""
+    return np.array(sitk.ReadImage(str(path)).TransformIndexToPhysicalPoint(index)) * (-1, -1, 1)
+
+
+@pytest.mark.parametrize("suffix", OTHERS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_there_and_back(tmp_path, suffix, grid):
+    path, array = tmp_path / f"v{suffix}", numbers()
+    write_volume(path, array, GRIDS[grid])
+    back, affine = read_volume(path)
+    np.testing.assert_array_equal(back, array)
+    np.testing.assert_allclose(affine, GRIDS[grid], atol=1e-5)
+    shape, same = read_header(path)
+    assert shape == SHAPE and np.array_equal(same, affine) and stored_type(path) == np.int16
+    label, _ = read_label(path)
+    assert label.dtype == np.int16 and np.array_equal(label, array)
+    first = path.read_bytes()
+    write_volume(path, array, GRIDS[grid])
+    assert path.read_bytes() == first, "the same input gives the same bytes"
+
+
+@pytest.mark.parametrize("suffix", ITK)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_itk_and_we_agree_about_every_voxel(tmp_path, suffix, grid):
+    """Ours read by SimpleITK, and SimpleITK's own files read by us, compared with the NIfTI file of the same volume."""
+    array, affine = numbers(np.float32), GRIDS[grid]
+    write_volume(tmp_path / f"ours{suffix}", array, affine)
+    write_volume(tmp_path / "ours.nii.gz", array, affine)
+    theirs = sitk.ReadImage(str(tmp_path / "ours.nii.gz"))
+    sitk.WriteImage(theirs, str(tmp_path / f"theirs{suffix}"))
+    for index in ((0, 0, 0), (6, 0, 0), (0, 8, 0), (3, 2, 10)):
+        assert place_of(tmp_path / f"ours{suffix}", index) == pytest.approx((affine @ [*index, 1])[:3], abs=1e-4)
+        assert sitk.ReadImage(str(tmp_path / f"ours{suffix}"))[index] == array[index]
+    for name in ("ours", "theirs"):
+        back, own = read_volume(tmp_path / f"{name}{suffix}")
+        np.testing.assert_array_equal(back, array)
+        np.testing.assert_allclose(own, affine, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [".mgz", ".mgh"])
+def test_freesurfers_header_says_where_the_voxels_are(tmp_path, suffix):
+    write_volume(tmp_path / f"v{suffix}", numbers(), OBLIQUE)
+    header = nibabel.load(tmp_path / f"v{suffix}").header
+    centre = OBLIQUE @ [3.5, 4.5, 5.5, 1]  # c_ras: of the voxel shape / 2
+    np.testing.assert_allclose(header["Pxyz_c"], centre[:3], atol=1e-4)
+    np.testing.assert_allclose(header["delta"], [0.9, 1.6, 1.2], atol=1e-5)
+    np.testing.assert_allclose(header["Mdc"].T * header["delta"], OBLIQUE[:3, :3], atol=1e-5)
+
+
+def test_a_nrrd_file_that_says_ras_is_placed_as_one_that_says_lps(tmp_path):
+    head = ("NRRD0004\ntype: short\ndimension: 3\nspace: {space}\nsizes: 2 3 4\nspace directions: {x} {y} (0,0,3)\n"
+            "kinds: domain domain domain\nendian: little\nencoding: raw\nspace origin: {origin}\n\n")
+    lps = head.format(space="left-posterior-superior", x="(2,0,0)", y="(0,1.5,0)", origin="(5,6,7)")
+    ras = head.format(space="right-anterior-superior", x="(-2,0,0)", y="(0,-1.5,0)", origin="(-5,-6,7)")
+    for name, text in (("lps", lps), ("ras", ras)):
+        (tmp_path / f"{name}.nrrd").write_bytes(text.encode() + numbers(np.int16, (2, 3, 4)).tobytes("F"))
+        array, affine = read_volume(tmp_path / f"{name}.nrrd")
+        np.testing.assert_array_equal(array, numbers(np.int16, (2, 3, 4)))
+        np.testing.assert_allclose(affine, [[-2, 0, 0, -5], [0, -1.5, 0, -6], [0, 0, 3, 7], [0, 0, 0, 1]], atol=1e-6)
+
+
+def test_detached_files_are_read(tmp_path):
+    for suffix in (".nhdr", ".mhd"):
+        image = formats.itk_image(numbers(), OBLIQUE)
+        sitk.WriteImage(image, str(tmp_path / f"v{suffix}"))
+        back, affine = read_volume(tmp_path / f"v{suffix}")
+        assert np.array_equal(back, numbers()) and np.allclose(affine, OBLIQUE, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", OTHERS)
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.float32, np.float64, bool])
+def test_number_types(tmp_path, suffix, dtype):
+    array = (numbers() % 120).astype(dtype)
+    write_volume(tmp_path / f"v{suffix}", array, np.eye(4))
+    assert np.array_equal(read_label(tmp_path / f"v{suffix}")[0], array)
+    if suffix in ITK:
+        assert stored_type(tmp_path / f"v{suffix}") == (np.uint8 if dtype is bool else dtype)
+
+
+def test_two_axes(tmp_path):
+    plane = numbers(np.float32, (8, 6))
+    for suffix in OTHERS:
+        write_volume(tmp_path / f"v{suffix}", plane, GRIDS["flipped"])
+        back, affine = read_volume(tmp_path / f"v{suffix}", dims=2)
+        assert np.array_equal(back, plane) and np.allclose(affine, GRIDS["flipped"], atol=1e-5)
+    image = sitk.GetImageFromArray(plane.T)  # two axes in the file itself
+    image.SetSpacing((0.5, 2.0))
+    image.SetOrigin((3.0, 4.0))
+    sitk.WriteImage(image, str(tmp_path / "flat.mha"))
+    back, affine = read_volume(tmp_path / "flat.mha", dims=2)
+    assert np.array_equal(back, plane) and np.allclose(affine, np.diag([-0.5, -2, 1, 1]) + [
+        [0, 0, 0, -3], [0, 0, 0, -4], [0] * 4, [0] * 4])
+
+
+def test_what_cannot_be_read_is_one_sentence(tmp_path, monkeypatch):
+    for suffix in OTHERS:
+        path = tmp_path / f"v{suffix}"
+        path.write_bytes(b"no volume at all")
+        with refused(path.name, "not (a )?readable"):
+            read_volume(path)
+        write_volume(path, numbers(np.float64, (20, 20, 20)), np.eye(4))
+        path.write_bytes(path.read_bytes()[:-400])
+        with refused(path.name, "(truncated|not (a )?readable)"):
+            read_volume(path)
+    sitk.WriteImage(sitk.Image([4, 4, 4], sitk.sitkVectorFloat32, 3), str(tmp_path / "colour.nrrd"))
+    with refused("colour.nrrd", "not one real number each"):
+        read_volume(tmp_path / "colour.nrrd")
+    sitk.WriteImage(sitk.Image([4, 4, 4, 2], sitk.sitkFloat32), str(tmp_path / "four.nrrd"))
+    with refused("four.nrrd", "is not 3D"):
+        read_volume(tmp_path / "four.nrrd")
+    with refused("v.mgz", "do not fit a .mgz file"):
+        write_volume(tmp_path / "v.mgz", np.array([[[2 ** 40]]]), np.eye(4))
+    monkeypatch.setattr(formats, "sitk", None)
+    for call in (read_volume, read_header, lambda path: write_volume(path, numbers(), np.eye(4))):
+        with refused("four.nrrd", "pip install SimpleITK"):
+            call(tmp_path / "four.nrrd")
+
+
+def test_a_damaged_mgz_is_found_by_its_checksum(tmp_path):
+    write_volume(tmp_path / "v.mgz", numbers(), np.eye(4))
+    content = bytearray((tmp_path / "v.mgz").read_bytes())
+    content[-6] ^= 255
+    (tmp_path / "v.mgz").write_bytes(bytes(content))
+    with refused("v.mgz", "truncated or corrupt"):
+        read_volume(tmp_path / "v.mgz")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The programs
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_a_folder_of_other_volumes_is_a_data_set(tmp_path):
+    for number, suffix in enumerate(OTHERS):
+        write_volume(tmp_path / f"imagesTr/v_{number}{suffix}", numbers(), np.eye(4))
+        write_volume(tmp_path / f"labelsTr/v_{number}.nii.gz", numbers(), np.eye(4))
+    items = read_datalist(tmp_path)
+    assert [item["id"] for item in items] == [f"v_{number}" for number in range(len(OTHERS))]
+    assert all(item["label"].name.endswith(".nii.gz") for item in items)
+    assert all(volume_id(f"a/b_0{suffix}") == "b_0" for suffix in SUFFIXES)
+    # What FreeSurfer leaves beside NIfTI files does not count as volumes of the data set.
+    write_volume(tmp_path / "imagesTr/own.nii.gz", numbers(), np.eye(4))
+    write_volume(tmp_path / "labelsTr/own.nii.gz", numbers(), np.eye(4))
+    assert [item["id"] for item in read_datalist(tmp_path)] == ["own"]
+
+
+def test_volumes_of_all_formats_are_prepared_alike(tmp_path):
+    subject, cfg, prepared = make_subject(0, (12, 14, 16))["image"], tiny.config(), {}
+    for suffix in (".nii.gz", *OTHERS):
+        path = tmp_path / f"v{suffix}"
+        write_volume(path, subject, GRIDS["oblique"])
+        prepared[suffix] = on_grid({"image": path, "label": None, "mask": None}, cfg)
+        assert describe({"image": path}, prepared[suffix])["shape"] == [12, 14, 16]
+    expected = prepared.pop(".nii.gz")
+    assert all(np.abs(found["image"] - expected["image"]).max() < 1e-5 for found in prepared.values())
+
+
+def test_a_pair_of_two_formats_is_registered(tmp_path, capsys):
+    shape, affine = (16, 18, 14), make_affine(spacing=(1.1, 0.9, 1.3), degrees=(4, 0, 5))
+    for seed, name in enumerate(("fixed.mgz", "moving.nrrd")):
+        subject = make_subject(seed, shape)
+        write_volume(tmp_path / name, np.rint(1000 * subject["image"]).astype(np.int16), affine)
+        write_volume(tmp_path / f"label_{name}", subject["label"].astype(np.uint8), affine)
+    words = ["--fixed", tmp_path / "fixed.mgz", "--moving", tmp_path / "moving.nrrd", "--fixed-label",
+             tmp_path / "label_fixed.mgz", "--moving-label", tmp_path / "label_moving.nrrd", "--model", "none",
+             "--refine", "3", "--device", "cpu", "--also", "nrrd", "mha", "mgz", "--out", tmp_path / "out",
+             "--no-picture"]
+    assert OM_register.main([str(word) for word in words]) == 0, capsys.readouterr().err
+    expected, placed = read_volume(tmp_path / "out/warped.nii.gz")
+    np.testing.assert_allclose(placed, affine, atol=1e-5)
+    label, _ = read_label(tmp_path / "out/warped_label.nii.gz")
+    for suffix in ("nrrd", "mha", "mgz"):
+        array, own = read_volume(tmp_path / f"out/warped.{suffix}")
+        assert np.array_equal(array, expected) and np.allclose(own, affine, atol=1e-5)
+        assert stored_type(tmp_path / f"out/warped.{suffix}") == np.int16
+        assert np.array_equal(read_label(tmp_path / f"out/warped_label.{suffix}")[0], label)
+    [row] = json.loads((tmp_path / "out/results.json").read_text())["pairs"]
+    assert "warped.mgz" in row["files"] and row["dice"] > 0

@@ -1,0 +1,343 @@
+"""Matrices and fields of other programs: what SimpleITK computes from the same file is what we compute."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK as sitk
+from scipy import ndimage
+
+import OM_register
+from Dataloader import formats
+from Dataloader.nifti import read_field, read_volume, write_field, write_volume
+from Dataloader.synthetic import make_subject
+from Dataloader.transforms import read_any_field, read_matrix, write_field_h5, write_matrix
+from Inference.initial import register_from
+from Inference.registration import apply_field, register
+from tests.test_nifti import OBLIQUE, make_affine, refused
+from tests.tiny import ROOT
+
+SHAPE, MOVING_SHAPE = (15, 18, 13), (17, 14, 16)
+MOVING = make_affine((1, 0, 2), (-1, 1, -1), (1.3, 0.9, 1.1), (5, -3, 8))  # FSL flips its first axis, and not that of
+FLIPPED = make_affine((0, 1, 2), (-1, 1, 1), (1.3, 0.9, 1.1), (5, -3, 8))  # this one
+POINTS = np.random.default_rng(0).uniform(-30, 30, (20, 3))  # mm, RAS
+
+
+def smooth(shape, largest):
+    """A smooth field, (N, *shape) in voxels, whose largest number is `largest`."""
+    noise = np.random.default_rng(5).normal(size=(len(shape), *shape))
+    field = np.stack([ndimage.gaussian_filter(part, 3.0) for part in noise])
+    return (field * largest / np.abs(field).max()).astype(np.float32)
+
+
+def matrix_near_identity(seed=0):
+    matrix = np.eye(4)
+    matrix[:3] += np.random.default_rng(seed).normal(0, 0.1, (3, 4))
+    matrix[:3, 3] *= 40
+    return matrix
+
+
+def moved(matrix, points=POINTS):
+    return points @ matrix[:3, :3].T + matrix[:3, 3]
+
+
+def moved_by_itk(transform, points=POINTS):
+    """Points in mm, RAS, as an ITK transform moves them."""
+    flip = np.array([-1, -1, 1.0])
+    return np.array([transform.TransformPoint((flip * point).tolist()) for point in points]) * flip
+
+
+def some(transform, parameters, centre=(3.0, -4.0, 5.0)):
+    transform.SetCenter(centre)
+    transform.SetParameters(parameters)
+    return transform
+
+
+RIGID = (0.1, -0.2, 0.15, 4.0, -3.0, 2.0)
+ITK = {"affine": some(sitk.AffineTransform(3), [1.1, 0.1, 0, -0.1, 0.9, 0.2, 0, 0.1, 1.05, 4, -3, 2]),
+       "euler": some(sitk.Euler3DTransform(), RIGID), "versor": some(sitk.VersorRigid3DTransform(), RIGID),
+       "similarity": some(sitk.Similarity3DTransform(), (*RIGID, 1.2)),
+       "translation": sitk.TranslationTransform(3, (4.0, -3.0, 2.0))}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Matrices
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("suffix", [".tfm", ".txt", ".mat"])
+@pytest.mark.parametrize("kind", ITK)
+def test_matrices_of_itk(tmp_path, kind, suffix):
+    path = tmp_path / f"a{suffix}"
+    sitk.WriteTransform(ITK[kind], str(path))
+    np.testing.assert_allclose(moved(read_matrix(path, None, None)), moved_by_itk(ITK[kind]), atol=1e-4)
+
+
+def test_our_matrix_is_read_by_itk_and_by_us(tmp_path):
+    matrix = matrix_near_identity()
+    write_matrix(tmp_path / "affine.mat", matrix)
+    np.testing.assert_allclose(moved_by_itk(sitk.ReadTransform(str(tmp_path / "affine.mat"))), moved(matrix), atol=1e-4)
+    np.testing.assert_allclose(read_matrix(tmp_path / "affine.mat", None, None), matrix, atol=1e-6)
+
+
+def test_a_matrix_of_two_axes(tmp_path):
+    transform = sitk.AffineTransform(2)
+    transform.SetParameters([0.9, 0.1, -0.2, 1.1, 3, -4])
+    transform.SetCenter((2, 5))
+    sitk.WriteTransform(transform, str(tmp_path / "a.tfm"))
+    matrix = read_matrix(tmp_path / "a.tfm", None, None, 2)
+    found = moved(matrix, np.array([[7.0, -8, 6]]))[0]
+    assert found == pytest.approx([*np.negative(transform.TransformPoint((-7.0, 8.0))), 6])
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """The paths of a fixed and a moving volume on different grids, and the true T, from fixed to moving."""
+    def make(moving_affine=MOVING):
+        write_volume(tmp_path / "fixed.nii.gz", make_subject(0, SHAPE)["image"], OBLIQUE)
+        write_volume(tmp_path / "moving.nii.gz", make_subject(1, MOVING_SHAPE)["image"], moving_affine)
+        return tmp_path / "fixed.nii.gz", tmp_path / "moving.nii.gz", matrix_near_identity(1)
+    return make
+
+
+def fsl_mm(path):
+    """Voxels to FSL's millimetres, told by its own rule: like radiological images, x from right to left."""
+    image = nibabel.load(path)
+    scale = np.diag([*image.header.get_zooms()[:3], 1.0])
+    if np.linalg.det(image.affine) < 0:
+        return scale
+    flip = np.diag([-1.0, 1, 1, 1])
+    flip[0, 3] = image.shape[0] - 1
+    return scale @ flip
+
+
+@pytest.mark.parametrize("moving_affine", [MOVING, FLIPPED], ids=["kept", "flipped"])
+def test_a_matrix_of_flirt(tmp_path, pair, moving_affine):
+    fixed, moving, matrix = pair(moving_affine)
+    voxels = np.linalg.inv(OBLIQUE) @ np.linalg.inv(matrix) @ moving_affine  # of the moving volume to the fixed one's
+    flirt = fsl_mm(fixed) @ voxels @ np.linalg.inv(fsl_mm(moving))
+    np.savetxt(tmp_path / "flirt.mat", flirt, fmt="%.10f")
+    np.testing.assert_allclose(read_matrix(tmp_path / "flirt.mat", fixed, moving), matrix, atol=1e-5)
+
+
+def lta_volume(name, shape, affine):
+    """What a .lta file says of a volume."""
+    sides = np.linalg.norm(affine[:3, :3], axis=0)
+    axes = (affine[:3, :3] / sides).T
+    centre = (affine @ [*np.divide(shape, 2), 1])[:3]
+    lines = [f"{name} volume info", "valid = 1  # volume info valid", f"filename = {name}.mgz"]
+    for word, numbers in (("volume", shape), ("voxelsize", sides), ("xras", axes[0]), ("yras", axes[1]),
+                          ("zras", axes[2]), ("cras", centre)):
+        lines.append(f"{word:9} = " + " ".join(f"{number:.15g}" for number in numbers))
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["voxels", "RAS"])
+def test_a_matrix_of_freesurfer(tmp_path, pair, kind):
+    fixed, moving, matrix = pair()
+    to_fixed = np.linalg.inv(matrix)
+    if kind == 0:
+        to_fixed = np.linalg.inv(OBLIQUE) @ to_fixed @ MOVING
+    rows = "\n".join(" ".join(f"{number:.15e}" for number in row) for row in to_fixed)
+    text = f"# a comment\ntype      = {kind} # LINEAR\nnxforms   = 1\nmean      = 0 0 0\nsigma     = 1\n1 4 4\n{rows}\n"
+    (tmp_path / "reg.lta").write_text(text + lta_volume("src", MOVING_SHAPE, MOVING) + lta_volume("dst", SHAPE, OBLIQUE)
+                                      + "subject fsaverage\nfscale 0.15\n")
+    np.testing.assert_allclose(read_matrix(tmp_path / "reg.lta", fixed, moving), matrix, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, content, reason", [
+    ("none.mat", None, "no such file"), ("a.mat", b"\0\1 no", "neither ITK's nor FSL's matrix"),
+    ("a.lta", b"type = 1\n", "not a readable .lta file"),
+    ("a.lta", b"type = 14\n1 4 4\n" + b"1 0 0 0\n" * 4, "of type 14"),
+    ("a.xfm", b"1 2 3", "a matrix ends in .mat"), ("a.txt", b"0 " * 16, "cannot be inverted"),
+    ("a.tfm", b"#Insight Transform File V1.0\nTransform: BSplineTransform_double_3_3\nParameters: 1\n"
+     b"FixedParameters: 0 0 0\n", "is no affine matrix"),
+    ("a.tfm", b"#Insight Transform File V1.0\nTransform: CompositeTransform_double_3_3\n", "1 transforms")])
+def test_what_is_no_matrix_is_one_sentence(tmp_path, pair, name, content, reason):
+    fixed, moving, _ = pair()
+    if content:
+        (tmp_path / name).write_bytes(content)
+    with refused(name, reason):
+        read_matrix(tmp_path / name, fixed, moving)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fields
+# ---------------------------------------------------------------------------------------------------------------------
+
+def resampled(transform, moving, fixed):
+    """A moving file as SimpleITK shows it by a transform, (*fixed)."""
+    read = [sitk.ReadImage(str(path), sitk.sitkFloat32) for path in (moving, fixed)]
+    return sitk.GetArrayFromImage(sitk.Resample(*read, transform, sitk.sitkLinear, 0.0)).T
+
+
+@pytest.mark.parametrize("affine", [OBLIQUE, MOVING, np.diag([1.0, 2, 3, 1])],
+                         ids=["oblique", "flipped", "anisotropic"])
+def test_a_field_as_h5(tmp_path, affine):
+    """SimpleITK applies the .h5 file as we apply the field; read again it is the same field."""
+    image, own, field = make_subject(1, MOVING_SHAPE)["image"], MOVING.copy(), smooth(SHAPE, 2.0)
+    own[:3, 3] += (affine @ [7, 8.5, 6, 1] - MOVING @ [8, 6.5, 7.5, 1])[:3]  # one centre
+    inner = np.pad(np.ones(np.subtract(MOVING_SHAPE, 2), np.float32), 1)
+    for name, array, its_affine in (("grid", make_subject(0, SHAPE)["image"], affine), ("moving", image, own),
+                                    ("inner", inner, own)):
+        write_volume(tmp_path / f"{name}.nii.gz", array, its_affine)
+    write_field_h5(tmp_path / "field.h5", field, affine)
+    transform = sitk.ReadTransform(str(tmp_path / "field.h5"))
+    theirs, inside = (resampled(transform, tmp_path / f"{name}.nii.gz", tmp_path / "grid.nii.gz")
+                      for name in ("moving", "inner"))
+    ours, inside = apply_field(image, own, field, affine), inside > 0.999
+    assert inside.sum() > 100 and np.abs(ours - theirs)[inside].max() < 1e-3 * np.ptp(image)
+    back, back_affine = read_any_field(tmp_path / "field.h5")
+    np.testing.assert_allclose(back, field, atol=1e-4)
+    np.testing.assert_allclose(back_affine, affine, atol=1e-5)
+
+
+def test_a_field_of_one_plane(tmp_path):
+    field = smooth((15, 18), 1.0)
+    write_field_h5(tmp_path / "field.h5", field, np.eye(4))
+    np.testing.assert_allclose(read_any_field(tmp_path / "field.h5", 2)[0], field, atol=1e-5)
+    assert read_any_field(tmp_path / "field.h5")[0].shape == (3, 15, 18, 1)
+    write_field_h5(tmp_path / "thick.h5", smooth(SHAPE, 1.0), np.eye(4))
+    with refused("thick.h5", "a field of 13 planes for 2D volumes"):
+        read_any_field(tmp_path / "thick.h5", 2)
+
+
+def test_what_is_no_field_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "a.h5").write_bytes(b"nothing")
+    sitk.WriteTransform(ITK["affine"], str(tmp_path / "matrix.h5"))
+    for name, reason in (("a.h5", "no displacement field"), ("matrix.h5", "no displacement field"),
+                         ("none.h5", "no such file")):
+        with refused(name, reason):
+            read_any_field(tmp_path / name)
+    monkeypatch.setattr(formats, "sitk", None)
+    with refused("a.h5", "pip install SimpleITK"):
+        read_any_field(tmp_path / "a.h5")
+    with refused("b.h5", "pip install SimpleITK"):
+        write_field_h5(tmp_path / "b.h5", smooth(SHAPE, 1.0), np.eye(4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Registrations that begin with one, and what they leave for others
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def far_apart(tmp_path_factory):
+    """A volume, a copy of it that lies elsewhere and is deformed, and the two steps between them as files."""
+    folder = tmp_path_factory.mktemp("far")
+    fixed_affine = make_affine(spacing=(1.2, 1.0, 1.1), degrees=(3, -4, 5), origin=(-10, -12, -9))
+    image = np.rint(1000 * make_subject(3, (20, 22, 18))["image"]).astype(np.float32)
+    turn = np.eye(4)
+    turn[:3, :3] = make_affine(degrees=(0, 0, 35))[:3, :3]
+    turn[:3, 3] = (30, -20, 10)
+    write_volume(folder / "moving.nii.gz", image, turn @ fixed_affine)
+    field = smooth((20, 22, 18), 1.0)
+    write_volume(folder / "fixed.nii.gz", apply_field(image, fixed_affine, field, fixed_affine), fixed_affine)
+    write_matrix(folder / "turn.mat", turn)
+    # The turn as a field of the fixed grid: x -> A^-1 T A x - x, in voxels.
+    change = np.linalg.inv(fixed_affine) @ turn @ fixed_affine
+    indices = np.indices((20, 22, 18)).reshape(3, -1)
+    way = (change[:3, :3] @ indices + change[:3, 3:] - indices).reshape(3, 20, 22, 18).astype(np.float32)
+    write_field(folder / "way.nii.gz", way, fixed_affine)
+    write_field_h5(folder / "way.h5", way, fixed_affine)
+    return folder
+
+
+@pytest.mark.parametrize("initial", ["turn.mat", "way.nii.gz", "way.h5"])
+def test_a_registration_goes_on_from_another_programs_transform(far_apart, initial):
+    paths = far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz"
+    result = register_from(far_apart / initial, *paths, refine=5)
+    assert result["start"] == ("matrix" if initial == "turn.mat" else "field")
+    assert result["similarity"] > result["similarity_before"]
+    fixed, affine = read_volume(paths[0])
+    warped = apply_field(*result["moving"], result["field"], affine)
+    np.testing.assert_array_equal(warped, result["warped"])
+    inside = (slice(3, -3),) * 3
+    assert np.corrcoef(warped[inside].ravel(), fixed[inside].ravel())[0, 1] > 0.95
+    lost = register(*paths, refine=1)["warped"]
+    assert np.corrcoef(lost[inside].ravel(), fixed[inside].ravel())[0, 1] < 0.9
+
+
+def test_a_field_on_another_grid_is_brought_to_the_fixed_one(far_apart, tmp_path):
+    field, affine = read_field(far_apart / "way.nii.gz")
+    shifted = affine.copy()
+    shifted[:3, 3] += affine[:3, :3] @ (2, 1, 3)
+    write_field(tmp_path / "part.nii.gz", field[:, 2:-2, 1:-3, 3:-1], shifted)
+    result = register_from(tmp_path / "part.nii.gz", far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz", refine=1)
+    inside = (slice(None), slice(4, -4), slice(4, -4), slice(4, -4))
+    assert np.abs(result["field"] - field)[inside].max() < 1.5
+
+
+def call(capsys, *words):
+    code = OM_register.main([str(word) for word in words])
+    return code, capsys.readouterr().err
+
+
+def test_the_program_takes_it_and_leaves_files_for_others(far_apart, tmp_path, capsys):
+    fixed, moving = far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz"
+    words = ("--fixed", fixed, "--moving", moving, "--model", "none", "--refine", "3", "--initial",
+             far_apart / "turn.mat", "--also", "h5", "mat", "--inverse", "--no-picture", "--device", "cpu", "--out",
+             tmp_path / "out")
+    assert call(capsys, *words)[0] == 0
+    warped = nibabel.load(tmp_path / "out/warped.nii.gz").get_fdata()
+    shown = resampled(sitk.ReadTransform(str(tmp_path / "out/field.h5")), moving, fixed)
+    inside = (slice(4, -4),) * 3
+    assert np.abs(warped - shown)[inside].max() < 1e-3 * np.ptp(warped)
+    assert read_any_field(tmp_path / "out/inverse_field.h5")[0].shape == (3, *nibabel.load(moving).shape)
+    np.testing.assert_allclose(read_matrix(tmp_path / "out/affine.mat", fixed, moving),
+                               read_matrix(far_apart / "turn.mat", fixed, moving), atol=1e-6)
+    [row] = json.loads((tmp_path / "out/results.json").read_text())["pairs"]
+    assert {"field.h5", "inverse_field.h5", "affine.mat"} <= set(row["files"]) and row["start"] == "matrix"
+    assert call(capsys, "--apply", tmp_path / "out/field.h5", "--fixed", fixed, "--moving", moving, "--out",
+                tmp_path / "again")[0] == 0
+    again = nibabel.load(tmp_path / "again/warped.nii.gz").get_fdata()
+    assert np.abs(warped - again)[inside].max() < 1e-3 * np.ptp(warped)
+
+
+@pytest.mark.parametrize("words, sentence", [
+    (["--pairs", "p.json", "--initial", "a.mat", "--model", "none", "--refine"], "--initial says where one pair"),
+    (["--start", "centre", "--initial", "a.mat", "--model", "none", "--refine"], "leave out --pairs and --start"),
+    (["--apply", "f.nii.gz", "--also", "h5"], "leave out --pairs, --model, --affine, --refine, --initial and --also"),
+    (["--initial", "none.mat", "--model", "none", "--refine"], "none.mat: no such file"),
+    (["--initial", "way.h5", "--inverse", "--model", "none", "--refine"], "there is no inverse of the whole way")])
+def test_what_does_not_fit_together_is_one_sentence(far_apart, tmp_path, capsys, monkeypatch, words, sentence):
+    monkeypatch.chdir(far_apart)
+    pair_words = [] if "--pairs" in words else ["--fixed", "fixed.nii.gz", "--moving", "moving.nii.gz"]
+    code, error = call(capsys, *pair_words, *words, "--out", tmp_path / "out")
+    assert code == 43 and sentence in error and error.count("error: ") == 1
+
+
+ANTS = """
+import sys, ants, numpy as np
+fixed, moving = (ants.image_read(f"{sys.argv[1]}/{name}.nii.gz") for name in ("fixed", "moving"))
+for name in ("field.h5", "field.nii.gz", "affine.mat"):
+    shown = ants.apply_transforms(fixed, moving, [f"{sys.argv[2]}/{name}"], interpolator="linear")
+    np.save(f"{sys.argv[2]}/{name}.npy", shown.numpy())
+"""
+
+
+def ants_python():
+    """An interpreter with antspyx: this one, or that of the benchmarks; None where there is none."""
+    for python in (sys.executable, ROOT / ".venv-peers/bin/python", os.environ.get("PYTHON_WITH_ANTS", "")):
+        if Path(python).is_file() and not subprocess.run([python, "-c", "import ants"], capture_output=True).returncode:
+            return python
+    return None
+
+
+@pytest.mark.slow
+def test_ants_takes_our_files_as_they_are(far_apart, tmp_path, capsys):
+    python = ants_python()
+    if not python:
+        pytest.skip("antspyx is not installed here (requirements-peers.txt)")
+    assert call(capsys, "--fixed", far_apart / "fixed.nii.gz", "--moving", far_apart / "moving.nii.gz", "--model",
+                "none", "--refine", "10", "--initial", far_apart / "turn.mat", "--also", "h5", "mat", "--device", "cpu",
+                "--no-picture", "--out", tmp_path)[0] == 0
+    subprocess.run([python, "-c", ANTS, far_apart, tmp_path], check=True)
+    warped, affine = read_volume(tmp_path / "warped.nii.gz")
+    inside = (slice(4, -4),) * 3
+    for name in ("field.h5", "field.nii.gz"):
+        assert np.abs(np.load(tmp_path / f"{name}.npy") - warped)[inside].max() < 1e-3 * np.ptp(warped)
+    turned = register_from(far_apart / "turn.mat", far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz")["warped"]
+    assert np.abs(np.load(tmp_path / "affine.mat.npy") - turned)[inside].max() < 1e-3 * np.ptp(warped)
