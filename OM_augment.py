@@ -52,6 +52,7 @@ from Inference.draws import (
 )
 from Inference.labels import LABELS
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
+from Inference.nnunet import check_name, group_channels, require_one_grid, write_dataset
 from Inference.outputs import write_moved
 from Runtime import run_lock
 from Runtime.config import load_config
@@ -77,6 +78,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--model", required=True, help="checkpoint, .safetensors file or run folder; none: random "
                         "deformations without a network")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the copies go")
+    parser.add_argument("--nnunet", metavar="NAME", help="write originals and copies as a data set of nnU-Net v2 too, "
+                        "such as Dataset501_Brains; X_0000, X_0001 are deformed alike then, as channels of X")
     parser.add_argument("--draws", type=int, default=32, help="copies of each volume (%(default)s)")
     parser.add_argument("--start", metavar="T", help="time of the random deformation, or a range of times such as "
                         "40-79: the larger the stronger (default: diffusion.timesteps - 1, the largest)")
@@ -165,13 +168,19 @@ def check_targets(job, cfg):
 
 
 def read_items(args, cfg):
-    """The volumes to deform, as `read_datalist` lists them."""
+    """The volumes to deform, as `read_datalist` lists them; with --nnunet the cases, see Inference/nnunet.py."""
+    dims = cfg["model.dims"]
     if args.data:
-        return read_datalist(args.data, cfg["model.dims"], args.ids)
-    item = read_one(args.image, cfg["model.dims"])
-    if args.label:
-        item["label"] = Path(args.label)
-    return [item]
+        items = read_datalist(args.data, dims, args.ids)
+    else:
+        items = [read_one(args.image, dims)]
+        items[0]["label"] = Path(args.label) if args.label else None
+    if args.nnunet:
+        check_name(args.nnunet)
+        items = group_channels(items)
+        for item in items:
+            require_one_grid(item, dims)
+    return items
 
 
 def read_one(path, dims):
@@ -265,6 +274,9 @@ def write_draw(out, item, draw, image, affine, label_maps, field, labels):
     paths = draw_paths(item, draw)
     header = read_raw_header(item["image"])
     write_moved(out / paths["image"], deform(image, field), item["image"], affine, header)
+    for channel, path in enumerate(item.get("channels", []), 1):
+        array, own_affine = read_volume(path, image.ndim)
+        write_moved(out / paths[f"channel{channel}"], deform(array, field), path, own_affine, read_raw_header(path))
     for kind, (array, own_affine) in label_maps.items():
         deformed = deform(array, field, labels)
         write_moved(out / paths[kind], deformed, item[kind], own_affine, read_raw_header(item[kind]))
@@ -321,6 +333,9 @@ def run(args):
         items = [item for item in items if item["id"] not in refused]
         if items:
             kept = write_lists(out, items, args.draws, records)
+            if args.nnunet:
+                folder = write_dataset(out, args.nnunet, items, args.draws, cfg["model.dims"], args.data)
+                print(f"nnU-Net: {folder.resolve()}", file=sys.stderr)
             summary = write_report(out, describe(job, cfg), items, kept, refused, cfg["model.dims"])
             print(json.dumps(summary))
     finally:

@@ -38,6 +38,7 @@ def read_datalist(root, dims=3, ids="", pattern="", held_out=False):
     - another folder: all NIfTI files in its imagesTr, else anywhere under it; where there is none, all of the other
     formats (.mgz, .nrrd, .mha and so on). A labelsTr beside them must hold the
       label of every image, a masksTr the mask of at least one: an image without a mask is used as a whole.
+    A dataset.json of nnU-Net v2 lists nothing: its images and labels are found by their names.
     Paths in a list are absolute or relative to the folder of the list.
     dims: 2 or 3, checked on the first volume. ids: as in `select`. pattern: as in `name_subjects`. held_out: also list
     what the list keeps for validation or test.
@@ -319,6 +320,8 @@ def _read_items(root):
 def _from_json(path):
     content = _read_json_list(path)
     entries = content.get("training") if isinstance(content, dict) else None
+    if entries is None and isinstance(content, dict) and "channel_names" in content:
+        return _from_nnunet(path, content)
     if not isinstance(entries, list):
         raise InputError(f"{path}: no list under \"training\"; add one with an image and a label path per volume.")
     modalities = content.get("modality")
@@ -329,6 +332,29 @@ def _from_json(path):
     entries = [_checked_entry(path, entry) for entry in entries] + _validation_entries(path, content)
     listings = {}
     return [_listed_item(path, path.parent, entry, listings, modalities) for entry in entries]
+
+
+def _from_nnunet(path, content):
+    """The items of a data set of nnU-Net v2: <case>_0000 and so on in imagesTr, <case> in labelsTr.
+
+    Each channel is a volume; all of a case have its label and are of one subject.
+    """
+    names, ending = content["channel_names"], content.get("file_ending", ".nii.gz")
+    if not isinstance(names, dict) or ending not in SUFFIXES:
+        raise InputError(f"{path}: channel_names {names} and file_ending {ending} are none of nnU-Net's; correct them.")
+    items, listings = [], {}
+    for name in sorted(_file_names(path.parent / "imagesTr") or ()):
+        match = re.fullmatch(rf"(.+)_(\d{{4}}){re.escape(ending)}", name)
+        if not match:
+            continue
+        case, channel = match[1], int(match[2])
+        label = path.parent / "labelsTr" / f"{case}{ending}"
+        if not _is_file(label, listings):
+            raise InputError(f"{label}: the label of {name} is missing; restore it.")
+        words = {"id": case if channel == 0 else f"{case}_{match[2]}", "subject": case,
+                 "modality": str(names.get(str(channel), ""))}
+        items.append(_item(path.parent / "imagesTr" / name, label, None, words))
+    return items
 
 
 def _validation_entries(path, content):

@@ -25,7 +25,10 @@ def draw_name(item, draw):
 def draw_paths(item, draw):
     """Where the files of a draw are, relative to the folder of all: {kind: path}."""
     name = draw_name(item, draw)
-    return {kind: f"{folder}/{name}.nii.gz" for kind, folder in FOLDERS.items() if kind == "field" or item[kind]}
+    paths = {kind: f"{folder}/{name}.nii.gz" for kind, folder in FOLDERS.items() if kind == "field" or item[kind]}
+    for channel in range(1, 1 + len(item.get("channels", []))):
+        paths[f"channel{channel}"] = f"channelsTr/{name}_{channel:04d}.nii.gz"
+    return paths
 
 
 def draw_settings(job, cfg, targets):
@@ -106,7 +109,8 @@ def missing_draws(item, draws, records, out):
 
 def source_digests(item):
     """SHA-256 of each file of a volume: a changed file is deformed anew."""
-    return [sha256(item[kind]) for kind in ("image", "label", "mask") if item[kind]]
+    paths = [item[kind] for kind in ("image", "label", "mask") if item[kind]]
+    return [sha256(path) for path in (*paths, *item.get("channels", []))]
 
 
 def file_sizes(paths, out):

@@ -1,0 +1,155 @@
+"""Deformed copies in the layout of nnU-Net v2: cases with all their channels, the originals among them.
+
+    Dataset501_Brains/imagesTr/<case>_0000.nii.gz ...   labelsTr/<case>.nii.gz   dataset.json   splits_final.json
+
+nnU-Net splits cases at random, and copies of one subject on both sides would flatter its scores: splits_final.json, to
+be copied into nnUNet_preprocessed/<name>, keeps each subject together and validates on originals alone.
+"""
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from Dataloader.datalist import read_json
+from Dataloader.grids import same_grid
+from Dataloader.nifti import read_header, read_label, read_raw_header, read_volume, write_volume
+from Inference.draws import draw_name, draw_paths
+from Runtime.errors import InputError
+from Runtime.files import write_file
+
+NAME = re.compile(r"Dataset\d{3}_[\w-]+")
+CHANNEL = re.compile(r"(.+)_(\d{4})")  # of the name of an image: its case, and its channel
+FOLDS = 5
+
+
+def group_channels(items):
+    """Items of cases from those of single images: X_0000, X_0001 and so on are channels of the case X.
+
+    items: as from `read_datalist`.
+    Returns: items in the same order with the channel of the lowest number as image and the others as "channels".
+    Raises InputError where a channel of a case is missing, or none of them has a label.
+    """
+    cases = {}
+    for item in items:
+        match = CHANNEL.fullmatch(stem(item["image"]))
+        case, number = (match[1], int(match[2])) if match else (stem(item["image"]), 0)
+        cases.setdefault(case, {})[number] = item
+    most = max(len(channels) for channels in cases.values())
+    grouped = []
+    for case, channels in cases.items():
+        first, *others = (channels[number] for number in sorted(channels))
+        label = next((item["label"] for item in channels.values() if item["label"]), None)
+        if sorted(channels) != list(range(most)):
+            raise InputError(f"{first['image']}: the case {case} has the channels {sorted(channels)}, others have "
+                             f"{most}; add what is missing, or leave it out by --ids.")
+        if label is None:
+            raise InputError(f"{first['image']}: has no label, and nnU-Net needs one for every case; leave it out by "
+                             "--ids, or leave out --nnunet.")
+        grouped.append({**first, "id": case, "label": label, "channels": [item["image"] for item in others]})
+    return grouped
+
+
+def stem(path):
+    """The name of a file without its suffixes."""
+    return re.sub(r"\.(nii\.gz|nii|mgz|mgh|nrrd|nhdr|mha|mhd)$", "", path.name)
+
+
+def check_name(name):
+    """Raise InputError for a name that nnU-Net would not find."""
+    if not NAME.fullmatch(name):
+        raise InputError(f"--nnunet {name}: nnU-Net wants three digits in the name, such as Dataset501_Brains.")
+
+
+def require_one_grid(item, dims):
+    """Raise InputError where a channel of a case is on another grid than the first."""
+    shape, affine = read_header(item["image"], dims)
+    for path in item["channels"]:
+        if not same_grid(shape, affine, *read_header(path, dims)):
+            raise InputError(f"{path}: the channel is on another grid than {item['image']}; resample it.")
+
+
+def names_in(data):
+    """What a data set's list calls its labels and channels: {number: name} twice, empty where it does not say.
+
+    data: folder or list as for `read_datalist`, or None. Decathlon has {"1": "name"}, nnU-Net has labels {"name": 1}.
+    """
+    path = Path(data or "")
+    path = path / "dataset.json" if path.is_dir() else path
+    content = read_json(path) if path.suffix == ".json" and path.is_file() else {}
+    labels = content.get("labels", {})
+    channels = content.get("channel_names", content.get("modality", {}))
+    if not isinstance(labels, dict) or not isinstance(channels, dict):
+        return {}, {}
+    pairs = [(value, key) if isinstance(value, int) else (key, value) for key, value in labels.items()]
+    found = ({int(number): str(name) for number, name in some if str(number).isdecimal()}
+             for some in (pairs, channels.items()))
+    return tuple(found)
+
+
+def write_dataset(out, name, items, draws, dims, data=None):
+    """Write the data set of all cases and their draws beside the draws themselves.
+
+    out: folder of OM_augment.py. name: of the data set. items: from `group_channels`. draws: copies of each case.
+    data: the list that names labels and channels, or None. Returns: Path of its folder.
+    """
+    folder = out / name
+    shutil.rmtree(folder, ignore_errors=True)  # it is made of the draws alone, and with fewer of them has fewer cases
+    numbers = sorted({int(number) for item in items for number in np.unique(read_label(item["label"], dims)[0])} | {0})
+    for item in items:
+        write_case(folder, item["id"], [item["image"], *item["channels"]], item["label"], numbers, dims)
+        for draw in range(draws):
+            paths = draw_paths(item, draw)
+            images = [out / path for kind, path in paths.items() if kind == "image" or kind.startswith("channel")]
+            write_case(folder, draw_name(item, draw), images, out / paths["label"], numbers, dims)
+    label_names, channel_names = names_in(data)
+    labels = ["background", *(label_names.get(number, f"label_{number}") for number in numbers if number)]
+    content = {"channel_names": {str(number): channel_names.get(number, f"channel_{number}")
+                                 for number in range(1 + len(items[0]["channels"]))},
+               "labels": {label: number for number, label in enumerate(labels)},
+               "numTraining": len(items) * (1 + draws), "file_ending": ".nii.gz"}
+    write_file(folder / "dataset.json", json.dumps(content, indent=1) + "\n")
+    write_file(folder / "splits_final.json", json.dumps(splits(items, draws), indent=1) + "\n")
+    return folder
+
+
+def write_case(folder, case, images, label, numbers, dims):
+    """Write one case. images: paths of its channels. label: path. numbers: of all labels; they become 0, 1, 2 ...
+
+    All files get the affine of the first channel: nnU-Net takes the smallest difference for another grid.
+    """
+    _, affine = read_header(images[0], dims)
+    for channel, path in enumerate(images):
+        target = folder / f"imagesTr/{case}_{channel:04d}.nii.gz"
+        if path.name.endswith(".nii.gz") and np.array_equal(read_header(path, dims)[1], affine):
+            link(path, target)
+        else:
+            write_volume(target, read_volume(path, dims)[0], affine, read_raw_header(images[0]))
+    array = np.searchsorted(numbers, read_label(label, dims)[0]).astype(np.int16)
+    write_volume(folder / f"labelsTr/{case}.nii.gz", array, affine)
+
+
+def link(path, target):
+    """The same file under a second name; a copy where the file system has no links, or it lies on another one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(path.resolve(), target)
+    except OSError:
+        shutil.copyfile(path, target)
+
+
+def splits(items, draws):
+    """Folds for nnU-Net: {"train", "val"} lists of cases, by subject, validated on originals.
+
+    Fewer than FOLDS subjects make as many folds; of a single one there is nothing to validate on, and no fold.
+    """
+    subjects = sorted({item["subject"] for item in items})
+    folds = []
+    for fold in range(min(FOLDS, len(subjects)) if len(subjects) > 1 else 0):
+        held_out = set(subjects[fold::FOLDS])
+        train = [name for item in items if item["subject"] not in held_out
+                 for name in (item["id"], *(draw_name(item, draw) for draw in range(draws)))]
+        folds.append({"train": train, "val": [item["id"] for item in items if item["subject"] in held_out]})
+    return folds

@@ -1,0 +1,180 @@
+"""OM_augment.py --nnunet: a data set that nnU-Net v2 takes as it is, and data sets of nnU-Net as input."""
+import json
+import re
+
+import nibabel
+import numpy as np
+import pytest
+
+import OM_augment
+from Dataloader.datalist import read_datalist
+from Dataloader.nifti import read_field, read_header, read_label, read_volume, write_volume
+from Dataloader.synthetic import make_subject
+from Inference.augmentation import deform
+from Inference.nnunet import names_in, splits
+from tests.test_nifti import OBLIQUE, make_affine, refused
+from tests.test_om_augment import WORDS
+
+SHAPE = (14, 16, 12)
+FLIPPED = make_affine((1, 2, 0), (1, -1, 1), (1.3, 1.0, 0.8), (20, -10, 8))
+NAME = "Dataset501_Brains"
+
+
+def write_case(folder, number, affine=OBLIQUE, channels=2, label_affine=None, suffix=".nii.gz"):
+    """A case in the layout of nnU-Net: channels of other contrast, a label of the numbers 1 and 5."""
+    subject = make_subject(number, SHAPE)
+    for channel in range(channels):
+        image = np.rint(1000 * np.abs(channel - subject["image"])).astype(np.int16)
+        write_volume(folder / f"imagesTr/b_{number:03d}_{channel:04d}{suffix}", image, affine)
+    label = np.where(subject["label"] > 2, 5, (subject["label"] > 0).astype(np.uint8))
+    write_volume(folder / f"labelsTr/b_{number:03d}{suffix}", label, affine if label_affine is None else label_affine)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Three cases of two channels, and what --nnunet makes of them."""
+    folder = tmp_path_factory.mktemp("nnunet")
+    for number, affine in ((1, OBLIQUE), (2, FLIPPED), (3, OBLIQUE)):
+        almost = affine.copy()
+        almost[:3, 3] += 0.01  # as two programs write one grid
+        write_case(folder / "data", number, affine, label_affine=almost)
+    content = {"channel_names": {"0": "T1", "1": "T2"}, "labels": {"background": 0, "shell": 1, "rest": 5},
+               "numTraining": 3, "file_ending": ".nii.gz"}
+    (folder / "data/dataset.json").write_text(json.dumps(content))
+    words = ["--data", folder / "data", "--nnunet", NAME, "--draws", 2, "--out", folder / "out", *WORDS]
+    assert OM_augment.main([str(word) for word in words]) == 0
+    return folder
+
+
+def test_a_data_set_of_nnunet_is_read(made):
+    items = read_datalist(made / "data")
+    assert [(item["id"], item["subject"], item["modality"]) for item in items] == [
+        (f"b_{number:03d}{tail}", f"b_{number:03d}", modality) for number in (1, 2, 3)
+        for tail, modality in (("", "T1"), ("_0001", "T2"))]
+    assert all(item["label"].name == f"{item['subject']}.nii.gz" for item in items)
+    assert [item["id"] for item in read_datalist(made / "data", ids="2")] == ["b_002", "b_002_0001"]
+
+
+def test_the_layout_is_what_nnunet_checks_before_it_plans(made):
+    """Its own rules: names, one file for each channel, one geometry in a case, labels without gaps, all in the list."""
+    folder = made / "out" / NAME
+    content = json.loads((folder / "dataset.json").read_text())
+    assert content == {"channel_names": {"0": "T1", "1": "T2"}, "labels": {"background": 0, "shell": 1, "rest": 2},
+                       "numTraining": 9, "file_ending": ".nii.gz"}
+    cases = sorted(path.name.removesuffix(".nii.gz") for path in (folder / "labelsTr").iterdir())
+    assert cases == sorted(f"b_{number:03d}{tail}" for number in (1, 2, 3) for tail in ("", "_draw00", "_draw01"))
+    images = {path.name for path in (folder / "imagesTr").iterdir()}
+    assert images == {f"{case}_{channel:04d}.nii.gz" for case in cases for channel in (0, 1)}
+    for case in cases:
+        label = nibabel.load(folder / f"labelsTr/{case}.nii.gz")
+        assert set(np.unique(label.dataobj)) == {0, 1, 2}
+        for channel in (0, 1):
+            image = nibabel.load(folder / f"imagesTr/{case}_{channel:04d}.nii.gz")
+            assert image.shape == label.shape and np.allclose(image.affine, label.affine, atol=1e-6)
+
+
+def test_originals_are_there_as_they_were(made):
+    for channel in (0, 1):
+        name = f"imagesTr/b_002_{channel:04d}.nii.gz"
+        assert (made / "out" / NAME / name).read_bytes() == (made / "data" / name).read_bytes()
+    before, _ = read_label(made / "data/labelsTr/b_002.nii.gz")
+    after, _ = read_label(made / "out" / NAME / "labelsTr/b_002.nii.gz")
+    assert np.array_equal(after, np.where(before == 5, 2, before))
+
+
+def test_all_channels_of_a_case_and_its_label_are_deformed_by_one_field(made):
+    folder = made / "out" / NAME
+    field, _ = read_field(made / "out/fieldsTr/b_001_draw01.nii.gz")
+    assert np.abs(field).max() > 0.5
+    for channel in (0, 1):
+        image, _ = read_volume(made / f"data/imagesTr/b_001_{channel:04d}.nii.gz")
+        copy, _ = read_volume(folder / f"imagesTr/b_001_draw01_{channel:04d}.nii.gz")
+        assert np.array_equal(copy, np.rint(deform(image, field)))
+    label, _ = read_label(made / "data/labelsTr/b_001.nii.gz")
+    copy, _ = read_label(folder / "labelsTr/b_001_draw01.nii.gz")
+    assert np.array_equal(copy, deform(np.where(label == 5, 2, label), field, "nearest"))
+
+
+def test_no_subject_is_on_both_sides_of_a_fold(made):
+    folds = json.loads((made / "out" / NAME / "splits_final.json").read_text())
+    assert len(folds) == 3 and sorted(name for fold in folds for name in fold["val"]) == ["b_001", "b_002", "b_003"]
+    for fold in folds:
+        assert len(fold["train"]) == 6
+        assert not {name[:5] for name in fold["train"]} & {name[:5] for name in fold["val"]}
+
+
+def test_folds_of_more_subjects_and_of_one():
+    items = [{"id": f"c{number}", "subject": f"s{number // 2}"} for number in range(14)]
+    folds = splits(items, 1)
+    assert len(folds) == 5 and sum(len(fold["val"]) for fold in folds) == 14
+    for fold in folds:
+        subjects = {f"s{int(name[1:]) // 2}" for name in fold["val"]}
+        assert not subjects & {f"s{int(re.match('c([0-9]+)', name)[1]) // 2}" for name in fold["train"]}
+    assert splits(items[:2], 1) == []
+
+
+def call(capsys, *words):
+    code = OM_augment.main([str(word) for word in (*words, *WORDS)])
+    return code, capsys.readouterr().err
+
+
+def test_the_same_command_goes_on_and_other_files_are_converted(tmp_path, capsys):
+    """MGZ in, .nii.gz out; the second run makes no draw anew, and writes the same."""
+    for number in (1, 2):
+        write_case(tmp_path / "data", number, channels=1, suffix=".mgz")
+    (tmp_path / "list.csv").write_text("image,label\n" + "".join(
+        f"data/imagesTr/b_00{number}_0000.mgz,data/labelsTr/b_00{number}.mgz\n" for number in (1, 2)))
+    words = ["--data", tmp_path / "list.csv", "--nnunet", NAME, "--draws", 1, "--out", tmp_path / "out"]
+    assert call(capsys, *words)[0] == 0
+    folder = tmp_path / "out" / NAME
+    first = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert len(first) == 2 * 2 * 2 + 2
+    image, affine = read_volume(folder / "imagesTr/b_001_0000.nii.gz")
+    own, own_affine = read_volume(tmp_path / "data/imagesTr/b_001_0000.mgz")
+    assert np.array_equal(image, own) and np.allclose(affine, own_affine)
+    assert json.loads((folder / "dataset.json").read_text())["labels"] == {"background": 0, "label_1": 1, "label_5": 2}
+    draw = tmp_path / "out/imagesTr/b_001_draw00.nii.gz"
+    when = draw.stat().st_mtime_ns
+    assert call(capsys, *words)[0] == 0 and draw.stat().st_mtime_ns == when
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == first
+
+
+@pytest.mark.parametrize("name, spoil, sentence", [
+    ("Brains", None, "nnU-Net wants three digits in the name"),
+    (NAME, "imagesTr/b_001_0001.nii.gz", "the case b_001 has the channels [0], others have 2"),
+    (NAME, "labelsTr/b_002.nii.gz", "has no label"), (NAME, "grid", "the channel is on another grid than")])
+def test_what_nnunet_would_refuse_is_refused_before_anything_is_drawn(tmp_path, capsys, name, spoil, sentence):
+    for number in (1, 2):
+        write_case(tmp_path / "data", number)
+    if spoil == "grid":
+        write_volume(tmp_path / "data/imagesTr/b_002_0001.nii.gz", np.random.default_rng(0).random((5, 6, 7)), OBLIQUE)
+    elif spoil:
+        (tmp_path / "data" / spoil).unlink()
+    rows = [f"{path},{label if label.is_file() else ''}" for path in sorted((tmp_path / "data/imagesTr").iterdir())
+            for label in [tmp_path / f"data/labelsTr/{path.name[:5]}.nii.gz"]]
+    (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows]) + "\n")
+    code, error = call(capsys, "--data", tmp_path / "list.csv", "--nnunet", name, "--out", tmp_path / "out")
+    assert code == 43 and sentence in error and not (tmp_path / "out").exists()
+
+
+def test_one_image_and_names_of_a_decathlon_list(tmp_path, capsys):
+    write_case(tmp_path / "data", 1, channels=1)
+    words = ["--image", tmp_path / "data/imagesTr/b_001_0000.nii.gz", "--label",
+             tmp_path / "data/labelsTr/b_001.nii.gz", "--nnunet", NAME, "--draws", 1, "--out", tmp_path / "out"]
+    assert call(capsys, *words)[0] == 0
+    assert read_header(tmp_path / "out" / NAME / "imagesTr/b_001_draw00_0000.nii.gz")[0] == SHAPE
+    (tmp_path / "dataset.json").write_text(json.dumps({"modality": {"0": "MRI"}, "labels": {"0": "background",
+                                                                                             "1": "Anterior"}}))
+    assert names_in(tmp_path) == ({0: "background", 1: "Anterior"}, {0: "MRI"})
+    assert names_in(None) == ({}, {}) == names_in(tmp_path / "data")
+
+
+def test_an_nnunet_list_that_is_broken_is_one_sentence(tmp_path):
+    write_case(tmp_path, 1)
+    (tmp_path / "dataset.json").write_text('{"channel_names": ["T1"]}')
+    with refused("dataset.json", "none of nnU-Net's"):
+        read_datalist(tmp_path)
+    (tmp_path / "dataset.json").write_text('{"channel_names": {"0": "T1"}, "file_ending": ".nii.gz"}')
+    (tmp_path / "labelsTr/b_001.nii.gz").unlink()
+    with refused("b_001.nii.gz", "the label of b_001_0000.nii.gz is missing"):
+        read_datalist(tmp_path)
