@@ -1,4 +1,4 @@
-"""Random deformations as a MONAI-style dictionary transform. MONAI itself is not needed.
+"""Random deformations and registrations as MONAI-style dictionary transforms. MONAI itself is not needed.
 
 A file of its own, because importing MONAI, where it is installed, takes seconds.
 """
@@ -7,7 +7,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 from Inference.augmentation import MODES, STRIDE, deform, draw_field, draw_start
+from Inference.labels import apply_label
 from Inference.load_model import default_config
+from Inference.registration import apply_field, register
 from Runtime.errors import InputError
 
 try:
@@ -36,11 +38,7 @@ class RandDeformationd(Base):
     def __init__(self, keys, mode="bilinear", prob=0.1, start=None, model=None, cfg=None, stride=STRIDE, field_key=None,
                  allow_missing_keys=False, seed=None):
         self.keys = (keys,) if isinstance(keys, str) else tuple(keys)
-        words = (mode,) * len(self.keys) if isinstance(mode, str) else tuple(mode)
-        self.modes = [str(getattr(word, "value", word)) for word in words]
-        if len(self.modes) != len(self.keys) or not set(self.modes) <= set(MODES):
-            raise InputError(f"mode {mode}: give {', '.join(MODES)}, one for all keys or one for each of them, "
-                             f"{self.keys}.")
+        self.modes = check_modes(mode, self.keys)
         self.prob, self.start, self.stride, self.field_key = prob, start, stride, field_key
         self.net, self.cfg = model or (None, cfg)
         self.allow_missing_keys, self.worker_seed = allow_missing_keys, None
@@ -96,6 +94,92 @@ class RandDeformationd(Base):
         device = next(self.net.parameters()).device if self.net is not None else "cpu"
         start = draw_start(self.start, rng_key, cfg)
         return draw_field(image, affine_of(data, key), cfg, rng_key, start, self.net, None, self.stride, device=device)
+
+
+class Registerd:
+    """Registers one volume of a dictionary to another one, and takes further entries along.
+
+    fixed_key, moving_key: names of the two volumes, arrays or tensors (C, *spatial), each on a grid of its own; their
+    first channels are registered.
+    keys: entries on the grid of the moving volume that are brought onto that of the fixed one; default moving_key.
+    mode: "bilinear" for images, "smooth" or "nearest" for labels (Inference/labels.py), one for all keys or one for each.
+    model, affine, refine, start, device, config: as in `register` (Inference/registration.py); load a model once by
+    `load_model` and give that.
+    field_key: entry that receives the field, (N, *fixed) in voxels of the fixed grid.
+    allow_missing_keys: whether entries of keys may be absent.
+
+    Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. Entries of keys keep type
+    and dtype, and have the affine of the fixed volume afterwards. The same input gives the same output.
+    Raises InputError for modes that do not fit, absent entries, entries on another grid than the moving volume, and
+    whatever `register` refuses.
+    """
+
+    def __init__(self, fixed_key, moving_key, keys=None, mode="bilinear", model=None, affine=False, refine=0,
+                 start="auto", device="cpu", config=None, field_key=None, allow_missing_keys=False):
+        self.fixed_key, self.moving_key, self.field_key = fixed_key, moving_key, field_key
+        keys = moving_key if keys is None else keys
+        self.keys = (keys,) if isinstance(keys, str) else tuple(keys)
+        self.modes = check_modes(mode, self.keys)
+        self.options = {"model": model, "affine": affine, "refine": refine, "start": start, "device": device,
+                        "config": config}
+        self.allow_missing_keys = allow_missing_keys
+
+    def __call__(self, data):
+        """The dictionary with registered entries; the one given is left as it is."""
+        result = dict(data)
+        wanted = (self.fixed_key, self.moving_key, *(() if self.allow_missing_keys else self.keys))
+        missing = [key for key in wanted if key not in data]
+        if missing:
+            raise InputError(f"{missing[0]}: no such entry in the dictionary; correct the keys.")
+        fixed_affine, moving_affine = (np.eye(4) if (affine := affine_of(data, key)) is None else affine
+                                       for key in (self.fixed_key, self.moving_key))
+        moving = plain(data[self.moving_key])
+        found = register((plain(data[self.fixed_key])[0], fixed_affine), (moving[0], moving_affine), **self.options)
+        for key, mode in zip(self.keys, self.modes):
+            if key not in data:
+                continue
+            if tuple(data[key].shape[1:]) != moving.shape[1:]:
+                raise InputError(f"{key}: shape {tuple(data[key].shape[1:])} is not that of {self.moving_key}, "
+                                 f"{moving.shape[1:]}; bring both to one grid.")
+            channels = [warp_channel(channel, moving_affine, found["field"], fixed_affine, mode)
+                        for channel in plain(data[key])]
+            place(result, key, np.stack(channels), self.fixed_key, fixed_affine)
+        if self.field_key:
+            result[self.field_key] = found["field"]
+        return result
+
+
+def warp_channel(channel, affine, field, fixed_affine, mode):
+    """A channel of the moving grid on the fixed one, of its own dtype; whole numbers are rounded."""
+    if mode != "bilinear":
+        return apply_label(channel, affine, field, fixed_affine, mode)
+    warped = apply_field(channel, affine, field, fixed_affine)
+    return (np.rint(warped) if channel.dtype.kind in "bui" else warped).astype(channel.dtype)
+
+
+def place(result, key, array, fixed_key, fixed_affine):
+    """Put an array in the place of an entry, as the type of that, on the grid of the fixed volume."""
+    value = result[key]
+    if not isinstance(value, torch.Tensor):
+        result[key] = array
+    elif hasattr(value, "meta"):  # a MetaTensor
+        fixed = getattr(result[fixed_key], "affine", torch.from_numpy(fixed_affine))
+        meta = {name: word for name, word in value.meta.items() if name != "affine"}
+        result[key] = type(value)(torch.from_numpy(array).to(value.device, value.dtype), affine=fixed, meta=meta)
+    else:
+        result[key] = torch.from_numpy(array).to(value.device, value.dtype)
+    meta = result.get(f"{key}_meta_dict")
+    if meta is not None:
+        result[f"{key}_meta_dict"] = {**meta, "affine": fixed_affine, "spatial_shape": np.array(array.shape[1:])}
+
+
+def check_modes(mode, keys):
+    """The modes of some keys, a list of words. mode: a word or MONAI's constant for all of them, or one for each."""
+    words = (mode,) * len(keys) if isinstance(mode, str) else tuple(mode)
+    modes = [str(getattr(word, "value", word)) for word in words]
+    if len(modes) != len(keys) or not set(modes) <= set(MODES):
+        raise InputError(f"mode {mode}: give {', '.join(MODES)}, one for all keys or one for each of them, {keys}.")
+    return modes
 
 
 def plain(value):

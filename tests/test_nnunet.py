@@ -92,7 +92,7 @@ def test_all_channels_of_a_case_and_its_label_are_deformed_by_one_field(made):
         assert np.array_equal(copy, np.rint(deform(image, field)))
     label, _ = read_label(made / "data/labelsTr/b_001.nii.gz")
     copy, _ = read_label(folder / "labelsTr/b_001_draw01.nii.gz")
-    assert np.array_equal(copy, deform(np.where(label == 5, 2, label), field, "nearest"))
+    assert np.array_equal(copy, deform(np.where(label == 5, 2, label), field, "smooth"))
 
 
 def test_no_subject_is_on_both_sides_of_a_fold(made):

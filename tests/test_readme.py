@@ -62,6 +62,13 @@ ELSEWHERE = {
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
     ".venv/bin/python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --refine --initial "
     "Results/theirs/0GenericAffine.mat --also h5 mat nrrd --out Results/further": "tests/test_transforms.py",
+    **dict.fromkeys([
+        ".venv/bin/python OM_augment.py --data nnUNet_raw/Dataset004_Hippocampus --model none --draws 4 --workers 2 "
+        "--nnunet Dataset504_Deformed --out Data/deformed",
+        "mv Data/deformed/Dataset504_Deformed nnUNet_raw/",
+        "nnUNetv2_plan_and_preprocess -d 504 --verify_dataset_integrity",
+        "cp nnUNet_raw/Dataset504_Deformed/splits_final.json nnUNet_preprocessed/Dataset504_Deformed/",
+    ], "tests/test_nnunet.py"),
     "antsApplyTransforms -d 3 -r F.nii.gz -i OTHER.nii.gz -t Results/further/field.h5 -o OTHER_warped.nii.gz":
         "tests/test_transforms.py",
     "sbatch --account=A --partition=P bash_train_multi_nodes.sh --config Config/config_om.yaml "

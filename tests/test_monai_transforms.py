@@ -1,0 +1,97 @@
+"""Registration as a dictionary transform; that of the random deformations is in tests/test_om_augment.py."""
+import numpy as np
+import pytest
+import torch
+
+from Dataloader.synthetic import make_subject
+from Inference.monai_transforms import Registerd
+from Inference.registration import apply_field, register
+from Runtime.errors import InputError
+from tests.test_nifti import make_affine
+
+FIXED = ((16, 18, 14), make_affine(spacing=(1.1, 0.9, 1.3), degrees=(4, 0, 5)))
+MOVING = ((18, 15, 17), make_affine((1, 0, 2), (-1, 1, -1), (1.0, 1.1, 0.9), (5, -7, 3)))
+
+
+@pytest.fixture(scope="module")
+def sample():
+    """A dictionary of two subjects on two grids, centred on each other, and what `register` finds for them."""
+    data = {}
+    for seed, (name, (shape, affine)) in enumerate((("fixed", FIXED), ("moving", MOVING))):
+        subject, affine = make_subject(seed, shape), affine.copy()
+        affine[:3, 3] = -affine[:3, :3] @ (np.subtract(shape, 1) / 2)
+        data[name] = np.stack([subject["image"], 1 - subject["image"]]).astype(np.float32)
+        data[f"{name}_label"] = subject["label"][None].astype(np.uint8)
+        for key in (name, f"{name}_label"):
+            data[f"{key}_meta_dict"] = {"affine": affine, "patient": seed}
+    found = register((data["fixed"][0], data["fixed_meta_dict"]["affine"]),
+                     (data["moving"][0], data["moving_meta_dict"]["affine"]), refine=3)
+    return data, found
+
+
+def transform(**options):
+    return Registerd("fixed", "moving", ["moving", "moving_label"], ["bilinear", "nearest"], refine=3,
+                     field_key="field", **options)
+
+
+def test_all_entries_come_onto_the_fixed_grid(sample):
+    data, found = sample
+    before = {key: value.copy() for key, value in data.items() if isinstance(value, np.ndarray)}
+    result = transform()(data)
+    affines = [data[f"{name}_meta_dict"]["affine"] for name in ("moving", "fixed")]
+    np.testing.assert_array_equal(result["field"], found["field"])
+    assert result["moving"].shape == (2, *FIXED[0]) and result["moving"].dtype == np.float32
+    for channel in range(2):
+        expected = apply_field(data["moving"][channel], affines[0], found["field"], affines[1])
+        np.testing.assert_array_equal(result["moving"][channel], expected)
+    label = apply_field(data["moving_label"][0], affines[0], found["field"], affines[1], order=0)
+    assert np.array_equal(result["moving_label"][0], label) and result["moving_label"].dtype == np.uint8 and label.any()
+    meta = result["moving_label_meta_dict"]
+    assert np.array_equal(meta["affine"], affines[1]) and meta["patient"] == 1
+    assert tuple(meta["spatial_shape"]) == FIXED[0]
+    assert result["fixed"] is data["fixed"]
+    assert all(np.array_equal(data[key], value) for key, value in before.items()), "the one given stays as it is"
+
+
+def test_tensors_stay_tensors_of_their_type(sample):
+    data, found = sample
+    tensors = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in data.items()}
+    result = transform()(tensors)
+    assert result["moving"].dtype == torch.float32 and result["moving_label"].dtype == torch.uint8
+    np.testing.assert_array_equal(result["moving"][0].numpy(), found["warped"])
+
+
+def test_the_moving_volume_alone(sample):
+    data, found = sample
+    result = Registerd("fixed", "moving", refine=3)(data)
+    np.testing.assert_array_equal(result["moving"][0], found["warped"])
+    assert result["moving_label"] is data["moving_label"] and set(result) == set(data)
+
+
+@pytest.mark.parametrize("words, changes, sentence", [
+    ({"keys": ["moving", "other"]}, {}, "other: no such entry"), ({"mode": "cubic"}, {}, "give bilinear, smooth, nearest"),
+    ({"keys": ["moving", "moving_label"]}, {"moving_label": np.zeros((1, 3, 4, 5))}, "is not that of moving"),
+    ({}, {"fixed": np.zeros((1, 8, 8, 8))}, "fixed: the array is empty, constant")])
+def test_what_cannot_be_used_is_one_sentence(sample, words, changes, sentence):
+    with pytest.raises(InputError, match=sentence):
+        Registerd("fixed", "moving", refine=1, **words)({**sample[0], **changes})
+
+
+def test_absent_keys_where_they_are_allowed(sample):
+    words = {"keys": ["moving", "other"], "mode": "nearest", "allow_missing_keys": True, "refine": 1}
+    result = Registerd("fixed", "moving", **words)(sample[0])
+    assert "other" not in result and result["moving"].shape == (2, *FIXED[0])
+
+
+def test_inside_monai(sample):
+    monai = pytest.importorskip("monai")
+    from monai.transforms import Compose, EnsureTyped
+    data, found = sample
+    metas = {key: monai.data.MetaTensor(torch.from_numpy(value), affine=torch.from_numpy(data[f"{key}_meta_dict"][
+        "affine"]), meta={"patient": data[f"{key}_meta_dict"]["patient"]}) for key, value in data.items()
+        if isinstance(value, np.ndarray)}
+    result = Compose([EnsureTyped(list(metas)), transform()])(metas)
+    assert isinstance(result["moving"], monai.data.MetaTensor) and result["moving"].meta["patient"] == 1
+    np.testing.assert_array_equal(result["moving"][0].numpy(), found["warped"])
+    np.testing.assert_allclose(result["moving_label"].affine.numpy(), data["fixed_meta_dict"]["affine"])
+    assert result["moving_label"].meta["affine"] is not None and result["moving_label"].dtype == torch.uint8
