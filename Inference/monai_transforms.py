@@ -102,7 +102,7 @@ class Registerd:
     fixed_key, moving_key: names of the two volumes, arrays or tensors (C, *spatial), each on a grid of its own; their
     first channels are registered.
     keys: entries on the grid of the moving volume that are brought onto that of the fixed one; default moving_key.
-    mode: "bilinear" for images, "smooth" or "nearest" for labels (Inference/labels.py), one for all keys or one for each.
+    mode: "bilinear" for images, "smooth" or "nearest" for labels (Inference/labels.py), for all keys or one for each.
     model, affine, refine, start, device, config: as in `register` (Inference/registration.py); load a model once by
     `load_model` and give that.
     field_key: entry that receives the field, (N, *fixed) in voxels of the fixed grid.

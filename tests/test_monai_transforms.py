@@ -69,7 +69,8 @@ def test_the_moving_volume_alone(sample):
 
 
 @pytest.mark.parametrize("words, changes, sentence", [
-    ({"keys": ["moving", "other"]}, {}, "other: no such entry"), ({"mode": "cubic"}, {}, "give bilinear, smooth, nearest"),
+    ({"keys": ["moving", "other"]}, {}, "other: no such entry"),
+    ({"mode": "cubic"}, {}, "give bilinear, smooth, nearest"),
     ({"keys": ["moving", "moving_label"]}, {"moving_label": np.zeros((1, 3, 4, 5))}, "is not that of moving"),
     ({}, {"fixed": np.zeros((1, 8, 8, 8))}, "fixed: the array is empty, constant")])
 def test_what_cannot_be_used_is_one_sentence(sample, words, changes, sentence):
