@@ -16,7 +16,8 @@
 #   sbatch [--nodes=N --ntasks-per-node=T --account=A ...] bash_train_multi_nodes.sh --config Config/config_om.yaml [...]
 #   bash bash_train_multi_nodes.sh --config Config/config_om.yaml [--set key=value ...] [--fresh]
 #
-# Inside an allocation (sbatch, salloc) the ranks are srun tasks on all of its nodes, elsewhere processes of this host.
+# Inside an allocation (sbatch, salloc) the ranks are srun tasks on all of its nodes, elsewhere processes of this host;
+# so in a job of PBS, which is of one node.
 # All arguments go to OM_train_3modes.py, except
 #   --preflight        only check whether the allocation works (0 = yes, 43 = no); under Slurm a start begins with it
 #   --no-preflight     do not check it
@@ -279,6 +280,7 @@ esac
 
 unset RANK LOCAL_RANK WORLD_SIZE OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_ATTEMPT OMNIMORPH_ROUND OMNIMORPH_STEP_BACK
 unset OMNIMORPH_STEP OMNIMORPH_PATIENCE_S
+typed=("$@")
 only_preflight="" arguments=() preflight_options=() want_preflight="" before=""
 for word in "$@"; do
     # A path that exists in the folder where the command was typed is relative to that folder.
@@ -294,7 +296,9 @@ done
 ((${#arguments[@]})) || arguments=(--config Config/config_om.yaml)
 
 UNDER_SLURM="" STEP_NAME=omnimorph-$$-$RANDOM
-if [[ -n ${SLURM_JOB_ID:-} && -z ${RANKS:-} ]] && command -v srun > /dev/null; then UNDER_SLURM=1; fi
+# shellcheck source=/dev/null
+source Scripts/scheduler.sh
+[[ $SCHEDULER == slurm ]] && UNDER_SLURM=1
 export UNDER_SLURM STEP_NAME
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -311,7 +315,8 @@ split() {  # pass standard input on and to the log; `tee` gives up a file on a f
     tee >(drain >> "$log") | drain
 }
 
-log=Logs/train_multi_${SLURM_JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}.out
+job=${SLURM_JOB_ID:-$JOB}
+log=Logs/train_multi_${job:-local-$(date +%Y%m%d-%H%M%S)-$$}.out
 if ! mkdir -p Logs || ! touch "$log"; then exec > >(drain)
 elif [[ /dev/stdout -ef $log ]]; then exec > >(drain)  # under sbatch
 else exec > >(split)
@@ -341,6 +346,7 @@ leave() {  # signal: remember the first one, since Slurm's TERM at the time limi
     leaving=${leaving:-$1}
     [[ -n $child ]] && kill -TERM "$child" 2> /dev/null
 }
+ALARM_SECONDS=480  # before the time limit of a job of PBS; for Slurm it is in the header
 trap 'leave TERM' TERM
 trap 'leave USR1' USR1
 trap 'leave INT' INT
@@ -358,33 +364,46 @@ ask() {  # seconds, command: set `answer` to its output and `code` to its exit c
 
 say() { echo "$(date '+%F %T') $*"; }
 
-job_word() {  # name: print that field of `scontrol show job` for this job
-    timeout --kill-after=5 20 scontrol show job -o "$SLURM_JOB_ID" | grep -oE " $1=[^ ]+" | head -n 1 | cut -d= -f2
+set_alarm() {  # have USR1 sent to this shell as long before the time limit as Slurm does
+    local ends launcher=$$
+    ends=$(job_ends)
+    if [[ -z $ends ]]; then
+        say "the time limit of job $JOB is not known: the same command that submitted it continues the run after that"
+        return
+    fi
+    (trap - TERM USR1 INT
+        sleep $((ends - $(date +%s) > ALARM_SECONDS ? ends - $(date +%s) - ALARM_SECONDS : 0)) &
+        trap 'kill $! 2> /dev/null' EXIT
+        while kill -0 $! 2> /dev/null; do
+            kill -0 "$launcher" 2> /dev/null || exit
+            sleep 1
+        done
+        kill -USR1 "$launcher" 2> /dev/null) > /dev/null 2>&1 < /dev/null &
 }
 
 seconds_to_leave() {  # print how long a round may go on before the time limit; a third or 90 s is left for the rest
-    local word ends left=240
-    word=$(job_word EndTime)
-    [[ -n $word ]] && ends=$(date -d "$word" +%s 2> /dev/null) && left=$((ends - $(date +%s)))
+    local ends left=240
+    ends=$(job_ends)
+    [[ -n $ends ]] && left=$((ends - $(date +%s)))
     echo $((left > 270 ? left - 90 : left * 2 / 3))
 }
 
 requeue() {
     local tries
-    [[ $(job_word JobState) == CANCELLED* ]] && return  # a person has cancelled it meanwhile
-    say "the time limit of job $SLURM_JOB_ID is near: back into the queue, to continue from there"
+    job_cancelled && return  # by a person, meanwhile
+    say "the time limit of job $JOB is near: back into the queue, to continue from there"
     for ((tries = 0; tries < 3; tries++)); do
-        timeout --kill-after=5 20 scontrol requeue "$SLURM_JOB_ID" && return
+        job_again "$script" "${typed[@]}" && return
         nap 2
     done
-    echo "it could not be requeued: the same sbatch command continues the run"
+    echo "it could not be put back into the queue: the same command that submitted it continues the run"
 }
 
 finish() {  # exit code, message: unlock the folder, print the message, requeue if the time limit is near, exit
     [[ -n $UNDER_SLURM ]] && end_steps
     [[ -n ${OMNIMORPH_TOKEN:-} ]] && ask 60 "${INTERPRETER[@]}" -m Runtime.attempts unlock
     say "$2"
-    [[ $leaving == USR1 && $1 == 42 && -n $UNDER_SLURM ]] && requeue
+    [[ $leaving == USR1 && $1 == 42 && -n $SCHEDULER ]] && requeue
     exit "$1"
 }
 
@@ -425,7 +444,7 @@ probe() {  # nodes: add those on which a task can be started to `good`, set `los
 choose_nodes() {  # set NODES to the allocation's nodes that can start a task and that preflight has not excluded
     local node tries ends=$((SECONDS + patience))
     local -a hosts=() wanted=() good=() lost=()
-    mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    mapfile -t hosts < <(job_hosts)
     RANKS_ASKED=$((${#hosts[@]} * TASKS))
     for node in "${hosts[@]}"; do
         [[ " $excluded " == *" $node "* ]] || wanted+=("$node")
@@ -464,6 +483,13 @@ if [[ -n $UNDER_SLURM ]]; then
     cores=${SLURM_CPUS_PER_TASK:-1}
 else
     NODES=$(hostname) NODE_COUNT=1
+    if [[ $SCHEDULER == pbs ]]; then
+        if (($(job_hosts | wc -l) > 1)); then
+            echo "error: job $JOB has $(job_hosts | wc -l) nodes; in a job of PBS it can be one: submit with select=1"
+            exit 43
+        fi
+        set_alarm
+    fi
 fi
 SITE_OPTIONS=()
 load_settings
@@ -485,7 +511,8 @@ if [[ -z $UNDER_SLURM ]]; then
 fi
 export RANKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
 
-life=${SLURM_RESTART_COUNT:+, start $((SLURM_RESTART_COUNT + 1)) of job $SLURM_JOB_ID}
+times=$(job_times) life=""
+((times > 0)) && life=", start $((times + 1)) of job $JOB"
 say "$RANKS ranks on $NODES, $OMP_NUM_THREADS threads each, log $log$life"
 echo "settings (Config/cluster/$CLUSTER.env and what was set before):"
 "${INTERPRETER[@]}" -m Runtime.provenance
@@ -578,7 +605,7 @@ run_round() {  # arguments: run a round, set `code`. Near Slurm's time limit, ra
         if [[ -n $leaving && -z $told ]]; then
             told=1
             kill -TERM "$child" 2> /dev/null  # the signal may have come before the child existed
-            [[ $leaving == USR1 && -n $UNDER_SLURM ]] && ends=$((SECONDS + $(seconds_to_leave)))
+            [[ $leaving == USR1 && -n $SCHEDULER ]] && ends=$((SECONDS + $(seconds_to_leave)))
         fi
         if [[ -n $ends ]] && ((SECONDS >= ends)); then
             say "the ranks have not left in time before the time limit: they are ended"

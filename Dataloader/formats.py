@@ -12,14 +12,11 @@ import numpy as np
 from Runtime.errors import InputError
 from Runtime.files import write_file
 
-try:
-    import SimpleITK as sitk
-except ImportError:
-    sitk = None
-
 READ = (".nrrd", ".nhdr", ".mha", ".mhd")
 WRITTEN = (".nrrd", ".mha")  # the others keep their voxels in a second file
-NUMBERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64")
+NUMBERS = {"sitkInt8": "int8", "sitkUInt8": "uint8", "sitkInt16": "int16", "sitkUInt16": "uint16",
+           "sitkInt32": "int32", "sitkUInt32": "uint32", "sitkInt64": "int64", "sitkUInt64": "uint64",
+           "sitkFloat32": "float32", "sitkFloat64": "float64"}  # of SimpleITK and numpy
 TO_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])  # its own inverse
 
 
@@ -28,11 +25,17 @@ def is_itk(path):
     return Path(path).suffix in READ
 
 
-def require_sitk(path):
-    """Raise InputError where SimpleITK is missing. path: of the file for which it is needed."""
-    if sitk is None:
+def import_sitk(path):
+    """SimpleITK, loaded only here, as that takes time. path: of the file for which it is needed.
+
+    Raises InputError where it is missing.
+    """
+    try:
+        import SimpleITK
+    except ImportError:
         raise InputError(f"{path}: {Path(path).suffix} files need a package: pip install SimpleITK, or convert it to "
-                         ".nii.gz.")
+                         ".nii.gz.") from None
+    return SimpleITK
 
 
 def open_itk(path):
@@ -40,15 +43,14 @@ def open_itk(path):
 
     Raises InputError, naming the file, where it cannot be read or has several numbers in a voxel.
     """
-    require_sitk(path)
+    sitk = import_sitk(path)
     reader = sitk.ImageFileReader()
     reader.SetFileName(str(path))
     try:
         reader.ReadImageInformation()
     except RuntimeError as error:
         raise _unreadable(path, error) from error
-    types = {getattr(sitk, f"sitk{name.replace('u', 'U').replace('i', 'I').replace('f', 'F')}"): name
-             for name in NUMBERS}
+    types = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}
     if reader.GetNumberOfComponents() != 1 or reader.GetPixelID() not in types:
         raise InputError(f"{path}: voxels of type {sitk.GetPixelIDValueAsString(reader.GetPixelID())} are not one real "
                          "number each; convert it.")
@@ -61,7 +63,7 @@ def open_itk(path):
 
 def read_itk(path):
     """All voxels of a file, axes i, j, k. Raises InputError where it is damaged."""
-    require_sitk(path)
+    sitk = import_sitk(path)
     try:
         return sitk.GetArrayFromImage(sitk.ReadImage(str(path))).T
     except RuntimeError as error:
@@ -73,17 +75,17 @@ def write_itk(path, array, affine):
 
     array: (D, H, W) or (H, W, 1), of any of NUMBERS. affine: 4x4, mm, RAS.
     """
-    require_sitk(path)
+    sitk = import_sitk(path)
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / f"volume{Path(path).suffix}"
-        sitk.WriteImage(itk_image(array, affine), str(whole), useCompression=True)
+        sitk.WriteImage(itk_image(sitk, array, affine), str(whole), useCompression=True)
         write_file(path, whole.read_bytes())
 
 
-def itk_image(array, affine):
+def itk_image(sitk, array, affine):
     """A SimpleITK image of three axes.
 
-    array: (D, H, W), or (D, H, W, C) with C numbers in a voxel. affine: 4x4, mm, RAS.
+    sitk: SimpleITK. array: (D, H, W), or (D, H, W, C) with C numbers in a voxel. affine: 4x4, mm, RAS.
     """
     order = (2, 1, 0, 3)[:array.ndim]
     image = sitk.GetImageFromArray(np.ascontiguousarray(array.transpose(order)), isVector=array.ndim == 4)

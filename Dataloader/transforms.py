@@ -196,11 +196,10 @@ def write_field_h5(path, field, affine):
 
     field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine: 4x4, of the fixed volume.
     """
-    formats.require_sitk(path)
-    sitk = formats.sitk
+    sitk = formats.import_sitk(path)
     vectors_mm = to_mm(field, affine) * LPS.reshape(3, *[1] * len(field))
     vectors_mm = vectors_mm.reshape(3, *field.shape[1:], *[1] * (3 - len(field)))
-    image = formats.itk_image(np.moveaxis(vectors_mm, 0, -1), affine)
+    image = formats.itk_image(sitk, np.moveaxis(vectors_mm, 0, -1), affine)
     with tempfile.TemporaryDirectory() as folder:
         sitk.WriteTransform(sitk.DisplacementFieldTransform(image), f"{folder}/field.h5")
         write_file(path, Path(folder, "field.h5").read_bytes())
@@ -215,8 +214,7 @@ def read_any_field(path, dims=3):
         return read_field(path, dims)
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; check the path.")
-    formats.require_sitk(path)
-    sitk = formats.sitk
+    sitk = formats.import_sitk(path)
     try:
         transform = sitk.DisplacementFieldTransform(sitk.ReadTransform(str(path)))
     except RuntimeError as error:

@@ -99,11 +99,11 @@ def write_dataset(out, name, items, draws, dims, data=None):
     shutil.rmtree(folder, ignore_errors=True)  # it is made of the draws alone, and with fewer of them has fewer cases
     numbers = sorted({int(number) for item in items for number in np.unique(read_label(item["label"], dims)[0])} | {0})
     for item in items:
-        write_case(folder, item["id"], [item["image"], *item["channels"]], item["label"], numbers, dims)
+        write_case(folder, item["id"], [item["image"], *item["channels"]], item["label"], numbers, dims, copy)
         for draw in range(draws):
             paths = draw_paths(item, draw)
             images = [out / path for kind, path in paths.items() if kind == "image" or kind.startswith("channel")]
-            write_case(folder, draw_name(item, draw), images, out / paths["label"], numbers, dims)
+            write_case(folder, draw_name(item, draw), images, out / paths["label"], numbers, dims, link)
     label_names, channel_names = names_in(data)
     labels = ["background", *(label_names.get(number, f"label_{number}") for number in numbers if number)]
     content = {"channel_names": {str(number): channel_names.get(number, f"channel_{number}")
@@ -115,29 +115,35 @@ def write_dataset(out, name, items, draws, dims, data=None):
     return folder
 
 
-def write_case(folder, case, images, label, numbers, dims):
+def write_case(folder, case, images, label, numbers, dims, take):
     """Write one case. images: paths of its channels. label: path. numbers: of all labels; they become 0, 1, 2 ...
 
+    take: `copy` or `link`, for an image that needs no change.
     All files get the affine of the first channel: nnU-Net takes the smallest difference for another grid.
     """
     _, affine = read_header(images[0], dims)
     for channel, path in enumerate(images):
         target = folder / f"imagesTr/{case}_{channel:04d}.nii.gz"
         if path.name.endswith(".nii.gz") and np.array_equal(read_header(path, dims)[1], affine):
-            link(path, target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            take(path, target)
         else:
             write_volume(target, read_volume(path, dims)[0], affine, read_raw_header(images[0]))
     array = np.searchsorted(numbers, read_label(label, dims)[0]).astype(np.int16)
     write_volume(folder / f"labelsTr/{case}.nii.gz", array, affine)
 
 
+def copy(path, target):
+    """A copy of a file of somebody else: an edit of it must not reach the original."""
+    write_file(target, path.read_bytes())
+
+
 def link(path, target):
-    """The same file under a second name; a copy where the file system has no links, or it lies on another one."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """A file of ours under a second name; a copy where the disk has no links."""
     try:
-        os.link(path.resolve(), target)
+        os.link(path, target)
     except OSError:
-        shutil.copyfile(path, target)
+        copy(path, target)
 
 
 def splits(items, draws):

@@ -1,5 +1,6 @@
 """NRRD, MetaImage and MGZ: there and back, and voxel by voxel where SimpleITK and FreeSurfer's header put them."""
 import json
+import sys
 
 import nibabel
 import numpy as np
@@ -92,7 +93,7 @@ def test_a_nrrd_file_that_says_ras_is_placed_as_one_that_says_lps(tmp_path):
 
 def test_detached_files_are_read(tmp_path):
     for suffix in (".nhdr", ".mhd"):
-        image = formats.itk_image(numbers(), OBLIQUE)
+        image = formats.itk_image(sitk, numbers(), OBLIQUE)
         sitk.WriteImage(image, str(tmp_path / f"v{suffix}"))
         back, affine = read_volume(tmp_path / f"v{suffix}")
         assert np.array_equal(back, numbers()) and np.allclose(affine, OBLIQUE, atol=1e-5)
@@ -141,7 +142,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, monkeypatch):
         read_volume(tmp_path / "four.nrrd")
     with refused("v.mgz", "do not fit a .mgz file"):
         write_volume(tmp_path / "v.mgz", np.array([[[2 ** 40]]]), np.eye(4))
-    monkeypatch.setattr(formats, "sitk", None)
+    monkeypatch.setitem(sys.modules, "SimpleITK", None)
     for call in (read_volume, read_header, lambda path: write_volume(path, numbers(), np.eye(4))):
         with refused("four.nrrd", "pip install SimpleITK"):
             call(tmp_path / "four.nrrd")

@@ -77,6 +77,9 @@ def test_originals_are_there_as_they_were(made):
     for channel in (0, 1):
         name = f"imagesTr/b_002_{channel:04d}.nii.gz"
         assert (made / "out" / NAME / name).read_bytes() == (made / "data" / name).read_bytes()
+        assert not (made / "out" / NAME / name).samefile(made / "data" / name), "an edit must not reach the original"
+    name = "imagesTr/b_002_draw00"
+    assert (made / "out" / NAME / f"{name}_0000.nii.gz").samefile(made / "out" / f"{name}.nii.gz")
     before, _ = read_label(made / "data/labelsTr/b_002.nii.gz")
     after, _ = read_label(made / "out" / NAME / "labelsTr/b_002.nii.gz")
     assert np.array_equal(after, np.where(before == 5, 2, before))

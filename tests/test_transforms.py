@@ -12,7 +12,6 @@ import SimpleITK as sitk
 from scipy import ndimage
 
 import OM_register
-from Dataloader import formats
 from Dataloader.nifti import read_field, read_volume, write_field, write_volume
 from Dataloader.synthetic import make_subject
 from Dataloader.transforms import read_any_field, read_matrix, write_field_h5, write_matrix
@@ -212,7 +211,7 @@ def test_what_is_no_field_is_one_sentence(tmp_path, monkeypatch):
                          ("none.h5", "no such file")):
         with refused(name, reason):
             read_any_field(tmp_path / name)
-    monkeypatch.setattr(formats, "sitk", None)
+    monkeypatch.setitem(sys.modules, "SimpleITK", None)
     with refused("a.h5", "pip install SimpleITK"):
         read_any_field(tmp_path / "a.h5")
     with refused("b.h5", "pip install SimpleITK"):
