@@ -25,6 +25,7 @@ VOX_TO_VOX, RAS_TO_RAS = 0, 1  # FreeSurfer's types of a .lta file
 
 
 def is_field(path):
+    """Whether a path is one of a field, not of a matrix."""
     return Path(path).name.endswith(FIELDS)
 
 
@@ -88,7 +89,10 @@ def _itk_text(path, text):
     """Name, parameters and fixed parameters of the one transform of a text file of ITK."""
     lines = [line.split(":", 1) for line in text.splitlines() if ":" in line and not line.startswith("#")]
     names = [value.strip() for key, value in lines if key == "Transform"]
-    numbers = {key: np.array(value.split(), np.float64) for key, value in lines if key.endswith("Parameters")}
+    try:
+        numbers = {key: np.array(value.split(), np.float64) for key, value in lines if key.endswith("Parameters")}
+    except ValueError as error:
+        raise InputError(f"{path}: not a readable transform of ITK ({error}); export it again.") from error
     if len(names) != 1 or len(numbers) != 2:
         raise InputError(f"{path}: {len(names)} transforms; give a file of one, such as ANTs' 0GenericAffine.mat.")
     return names[0], numbers["Parameters"], numbers["FixedParameters"]
@@ -172,7 +176,7 @@ def _from_lta(path, text):
     except (KeyError, ValueError, IndexError, np.linalg.LinAlgError) as error:
         raise InputError(f"{path}: not a readable .lta file of one matrix ({error}); export it again.") from error
     if kind not in (VOX_TO_VOX, RAS_TO_RAS):
-        raise InputError(f"{path}: a .lta of type {kind}; write it as RAS to RAS (lta_convert --ltavox2vox or plain).")
+        raise InputError(f"{path}: a .lta of type {kind}; convert it by lta_convert --inlta A.lta --outlta B.lta.")
     return np.linalg.inv(matrix)
 
 

@@ -76,17 +76,17 @@ def names_in(data):
 
     data: folder or list as for `read_datalist`, or None. Decathlon has {"1": "name"}, nnU-Net has labels {"name": 1}.
     """
-    path = Path(data or "")
-    path = path / "dataset.json" if path.is_dir() else path
+    if not data:
+        return {}, {}
+    path = Path(data, "dataset.json") if Path(data).is_dir() else Path(data)
     content = read_json(path) if path.suffix == ".json" and path.is_file() else {}
     labels = content.get("labels", {})
     channels = content.get("channel_names", content.get("modality", {}))
     if not isinstance(labels, dict) or not isinstance(channels, dict):
         return {}, {}
     pairs = [(value, key) if isinstance(value, int) else (key, value) for key, value in labels.items()]
-    found = ({int(number): str(name) for number, name in some if str(number).isdecimal()}
-             for some in (pairs, channels.items()))
-    return tuple(found)
+    return tuple({int(number): str(name) for number, name in some if str(number).isdecimal()}
+                 for some in (pairs, channels.items()))
 
 
 def write_dataset(out, name, items, draws, dims, data=None):

@@ -160,7 +160,7 @@ def test_what_nnunet_would_refuse_is_refused_before_anything_is_drawn(tmp_path, 
     assert code == 43 and sentence in error and not (tmp_path / "out").exists()
 
 
-def test_one_image_and_names_of_a_decathlon_list(tmp_path, capsys):
+def test_one_image_and_names_of_a_decathlon_list(tmp_path, capsys, monkeypatch):
     write_case(tmp_path / "data", 1, channels=1)
     words = ["--image", tmp_path / "data/imagesTr/b_001_0000.nii.gz", "--label",
              tmp_path / "data/labelsTr/b_001.nii.gz", "--nnunet", NAME, "--draws", 1, "--out", tmp_path / "out"]
@@ -169,6 +169,7 @@ def test_one_image_and_names_of_a_decathlon_list(tmp_path, capsys):
     (tmp_path / "dataset.json").write_text(json.dumps({"modality": {"0": "MRI"}, "labels": {"0": "background",
                                                                                              "1": "Anterior"}}))
     assert names_in(tmp_path) == ({0: "background", 1: "Anterior"}, {0: "MRI"})
+    monkeypatch.chdir(tmp_path)
     assert names_in(None) == ({}, {}) == names_in(tmp_path / "data")
 
 

@@ -154,6 +154,8 @@ def test_a_matrix_of_freesurfer(tmp_path, pair, kind):
     ("a.xfm", b"1 2 3", "a matrix ends in .mat"), ("a.txt", b"0 " * 16, "cannot be inverted"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: BSplineTransform_double_3_3\nParameters: 1\n"
      b"FixedParameters: 0 0 0\n", "is no affine matrix"),
+    ("a.tfm", b"#Insight Transform File V1.0\nTransform: AffineTransform_double_3_3\nParameters: 1 x\n",
+     "not a readable transform of ITK"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: CompositeTransform_double_3_3\n", "1 transforms")])
 def test_what_is_no_matrix_is_one_sentence(tmp_path, pair, name, content, reason):
     fixed, moving, _ = pair()
