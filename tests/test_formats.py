@@ -186,6 +186,7 @@ def test_volumes_of_all_formats_are_prepared_alike(tmp_path):
     assert all(np.abs(found["image"] - expected["image"]).max() < 1e-5 for found in prepared.values())
 
 
+@pytest.mark.slow
 def test_a_pair_of_two_formats_is_registered(tmp_path, capsys):
     shape, affine = (16, 18, 14), make_affine(spacing=(1.1, 0.9, 1.3), degrees=(4, 0, 5))
     for seed, name in enumerate(("fixed.mgz", "moving.nrrd")):

@@ -121,6 +121,7 @@ def call(capsys, *words):
     return code, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_and_other_files_are_converted(tmp_path, capsys):
     """MGZ in, .nii.gz out; the second run makes no draw anew, and writes the same."""
     for number in (1, 2):

@@ -121,6 +121,7 @@ def test_the_file_is_sound():
 # The launcher in a job of PBS
 # ---------------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_near_the_time_limit_the_round_ends_and_the_next_job_is_submitted(tmp_path):
     """The alarm comes 480 s before the limit: two seconds after the start here. The rank leaves after six."""
     started = datetime.datetime.now().strftime("%a %b %e %H:%M:%S %Y")
