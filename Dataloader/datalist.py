@@ -35,9 +35,9 @@ def read_datalist(root, dims=3, ids="", pattern="", held_out=False):
       ignored;
     - a .csv file: a header row with the column image and, if wanted, label, mask, id, subject, modality, split; comma
       or semicolon, UTF-8; an empty cell is absent, other columns are ignored;
-    - another folder: all NIfTI files in its imagesTr, else anywhere under it; where there is none, all of the other
-    formats (.mgz, .nrrd, .mha and so on). A labelsTr beside them must hold the
-      label of every image, a masksTr the mask of at least one: an image without a mask is used as a whole.
+    - another folder: all NIfTI files in its imagesTr, else anywhere under it; where there is none, all volumes of the
+      other formats (.mgz, .nrrd, .mha and so on). A labelsTr beside them must hold the label of every image, a masksTr
+      the mask of at least one: an image without a mask is used as a whole.
     A dataset.json of nnU-Net v2 lists nothing: its images and labels are found by their names.
     Paths in a list are absolute or relative to the folder of the list.
     dims: 2 or 3, checked on the first volume. ids: as in `select`. pattern: as in `name_subjects`. held_out: also list

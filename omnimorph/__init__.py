@@ -7,8 +7,9 @@
 Each function explains itself by help(). What a caller can mend is raised as omnimorph.InputError, in one sentence.
 """
 from Inference.augmentation import augment
+from Inference.labels import apply_label
 from Inference.load_model import load_model
 from Inference.registration import apply_field, register
 from Runtime.errors import InputError
 
-__all__ = ["InputError", "apply_field", "augment", "load_model", "register"]
+__all__ = ["InputError", "apply_field", "apply_label", "augment", "load_model", "register"]
