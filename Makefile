@@ -32,7 +32,7 @@ test-all: test   ## all tests, also slow ones (an hour); those for a GPU skip th
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-smoke.txt 1>&2
 	$(PY) -m pytest -q -n $(SLOW_PROCESSES) --dist loadgroup --no-loadscope-reorder -m "slow or slurm or gpu" tests
 
-test-slurm: .venv/.ready   ## jobs on a real Slurm of four nodes on this host (root on Debian; a quarter of an hour)
+test-slurm: .venv/.ready   ## jobs on a real Slurm of four nodes on this host (root on Debian; twenty minutes)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-smoke.txt 1>&2
 	$(PY) -m pytest -q -m slurm tests
 
