@@ -31,8 +31,7 @@ def first_begin(path):
 
 def last_config(run):
     """The flat config of the newest launch of a run; {} where there is none."""
-    launches = read_launches(run)
-    return launches[-1]["config"] if launches else {}
+    return config_of({"launches": read_launches(run)})
 
 
 def short_names(runs):

@@ -20,7 +20,6 @@ from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import append_line, read_lines
 from Runtime.run_logs import config_of, read_launches, read_run, step_columns, tail_of
 
-GIB = 2 ** 30
 # What a rank does by itself in a step. In the other phases it also waits for ranks that are slower.
 OWN = ("data", "deform", "embeddings", "forward", "accumulate", "optimizer")
 SLOWER, WINDOWS = 1.15, 3  # times the median of the other ranks, in each of the last windows of pace.EVERY steps
@@ -323,8 +322,7 @@ def tell(run, command, subject, sentence):
 
 def tell_end(run, line):
     """Tell by the user's command that a run is done or needs a person. line: the "end" of attempts.jsonl."""
-    launches = read_launches(run)
-    command = launches[-1]["config"].get("run.notify") if launches else ""
+    command = config_of({"launches": read_launches(run)}).get("run.notify")
     if command and line["decision"] in ("done", "stop"):
         tell(run, command, line["decision"], line["sentence"])
 

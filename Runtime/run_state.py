@@ -5,7 +5,7 @@ import numpy as np
 
 from Runtime.charts import number
 from Runtime.goodput import add_up, attempts_of, goodput
-from Runtime.run_logs import config_of, step_columns
+from Runtime.run_logs import config_of, step_columns, tail_of
 
 QUIET_S = 10.0  # so long after its deadline a rank has not been heard of, the run counts as silent
 
@@ -95,7 +95,7 @@ def time_left(found, kinds):
 
 def speed(found, last=100):
     """Samples per second of the last steps, waits included; None where the log does not say."""
-    steps = {name: column[-last:] for name, column in step_columns(found).items()}
+    steps = tail_of(step_columns(found), last)
     seconds = step_seconds(steps)
     total = np.nansum(seconds)
     return float(np.nansum(steps["samples"]) / total) if total > 0 and np.isfinite(steps["samples"]).any() else None
