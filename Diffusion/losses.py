@@ -125,7 +125,7 @@ class _LocalCorrelation(torch.autograd.Function):
         return (*results, None, None, None)
 
 
-def local_correlation(image, target, window=9, squared=True, eps=1e-5):
+def local_correlation(image, target, window=9, squared=True, eps=1e-5, weight=None):
     """Mean local normalised cross-correlation of two images.
 
     With means <.> over the cube of `window` voxels around each voxel (zeros outside the image),
@@ -135,26 +135,59 @@ def local_correlation(image, target, window=9, squared=True, eps=1e-5):
     and 1 is perfect: as a loss it enters with a minus.
 
     image, target: (B, C, *spatial), intensities of order one. window: odd, in voxels. eps: a variance that counts as
-    zero. Returns: a scalar.
+    zero. weight: (B, 1, *spatial), 0 .. 1, how much each voxel counts, in the means of a window and in the mean of all;
+    None for all alike. Returns: a scalar; 0 where nothing counts.
     """
     with torch.autocast(image.device.type, enabled=False):
+        if weight is not None:
+            return _weighted_correlation(image.float(), target.float(), weight.float(), window, squared, eps)
         return _LocalCorrelation.apply(image.float(), target.float(), window, squared, eps)
 
 
-def mslncc(image, target, window=9, scales=3, squared=True):
+def _weighted_correlation(image, target, weight, window, squared, eps):
+    """`local_correlation` with a weight, in float32."""
+    count = box_mean(weight, window).clamp(min=1e-4)
+    image_mean = box_mean(weight * image, window) / count
+    target_mean = box_mean(weight * target, window) / count
+    image_variance = (box_mean(weight * image * image, window) / count - image_mean * image_mean).clamp(min=0.0)
+    target_variance = (box_mean(weight * target * target, window) / count - target_mean * target_mean).clamp(min=0.0)
+    covariance = box_mean(weight * image * target, window) / count - image_mean * target_mean
+    variances = image_variance * target_variance + eps ** 2
+    correlation = covariance.square() / variances if squared else covariance * variances.rsqrt()
+    return weighted_mean(correlation, weight)
+
+
+def weighted_mean(values, weight):
+    """The mean of values (B, C, *spatial) under a weight (B, 1, *spatial), a scalar; 0 where nothing counts."""
+    return (weight * values).sum() / (values.shape[1] * weight.sum()).clamp(min=1.0)
+
+
+def mslncc(image, target, window=9, scales=3, squared=True, weight=None):
     """Multi-scale local correlation: the mean of `local_correlation` at scales 1, 1/2, 1/4, ..., by average pooling.
 
-    image, target: (B, C, *spatial). window: odd, in voxels of each scale. scales: how many.
+    image, target: (B, C, *spatial). window: odd, in voxels of each scale. scales: how many. weight: of
+    `local_correlation`.
     Returns: a scalar in the range of `local_correlation`; 1 is perfect.
     """
     total = 0.0
     for level in range(scales):
         if level:
-            pool = F.avg_pool3d if image.dim() == 5 else F.avg_pool2d
-            image = pool(image, 2)
-            target = pool(target, 2)
-        total = total + local_correlation(image, target, window, squared)
+            image, target, weight = halved(image, target, weight)
+        total = total + local_correlation(image, target, window, squared, weight=weight)
     return total / scales
+
+
+def halved(image, target, weight=None):
+    """Two images (B, C, *spatial) and the weight of their voxels, or None, at half the size, by average pooling.
+
+    A voxel of a halved image is the weighted mean: what does not count does not leak into what does.
+    """
+    pool = F.avg_pool3d if image.dim() == 5 else F.avg_pool2d
+    if weight is None:
+        return pool(image, 2), pool(target, 2), None
+    count = pool(weight, 2)
+    image, target = (pool(weight * each, 2) / count.clamp(min=1e-3) for each in (image, target))
+    return image, target, count
 
 
 def info_nce(anchors, positives, negatives, allowed, temperature):

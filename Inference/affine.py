@@ -13,7 +13,7 @@ import torch
 
 from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
 from Diffusion.fields import across, warp
-from Diffusion.losses import box_mean
+from Diffusion.losses import local_correlation
 from Runtime.errors import InputError
 
 SIDES = {2: (24, 48, 96, 192), 3: (16, 32, 64, 96)}  # voxels along the longest side, never finer than the volume
@@ -260,22 +260,6 @@ def global_correlation(image, target, weight):
     return (weight * image * target).sum() / total * (variances + 1e-10).rsqrt()
 
 
-def weighted_correlation(image, target, weight, window=WINDOW):
-    """Squared local correlation as in `losses.local_correlation`, each voxel with a weight of 0 .. 1.
-
-    image, target, weight: (B, 1, *spatial). window: side of the cubes, in voxels.
-    Returns a scalar, 0 .. 1, the weighted mean over the voxels.
-    """
-    count = box_mean(weight, window).clamp(min=1e-4)
-    image_mean = box_mean(weight * image, window) / count
-    target_mean = box_mean(weight * target, window) / count
-    image_variance = (box_mean(weight * image * image, window) / count - image_mean * image_mean).clamp(min=0.0)
-    target_variance = (box_mean(weight * target * target, window) / count - target_mean * target_mean).clamp(min=0.0)
-    covariance = box_mean(weight * image * target, window) / count - image_mean * target_mean
-    squared = covariance.square() / (image_variance * target_variance + 1e-10)
-    return (weight * squared).sum() / weight.sum().clamp(min=1.0)
-
-
 def _loss(start, parameters, level, similarity):
     """1 - similarity where the volumes overlap, plus the costs of too much strain and too little overlap; a scalar."""
     matrix, strain = _matrix(start, parameters, level)
@@ -285,7 +269,10 @@ def _loss(start, parameters, level, similarity):
     sampled = warp(level["moving"], across(torch.zeros(1, dims, *fixed.shape[2:]), change))
     weight = sampled[:, 1:]
     warped = sampled[:, :1] / weight.clamp(min=1e-3)
-    correlation = (global_correlation if similarity == "global" else weighted_correlation)(fixed, warped, weight)
+    if similarity == "global":
+        correlation = global_correlation(fixed, warped, weight)
+    else:
+        correlation = local_correlation(fixed, warped, WINDOW, weight=weight)
     overlap = (weight * fixed).sum() / fixed.sum().clamp(min=1e-6)
     # Points outside the moving volume neither help nor hurt, so a map must not be free to leave the volume altogether.
     too_strained = torch.relu(strain - STRAIN) ** 2

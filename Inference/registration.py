@@ -22,9 +22,10 @@ from Dataloader.grids import SMOOTH_ABOVE, SMOOTH_SIGMA, foreground_box, rescale
 from Dataloader.nifti import open_nifti, read_volume
 from Dataloader.prepare import intensity_limits
 from Diffusion.fields import across, warp
+from Diffusion.losses import local_correlation
 from Diffusion.metrics import folding_percent, sdlogj
 from Diffusion.validation import best_field
-from Inference.affine import align_affine, weighted_correlation
+from Inference.affine import WINDOW, align_affine
 from Inference.load_model import default_config, load_model
 from Inference.refine import STEPS, similarity
 from Inference.refine import refine as optimise
@@ -285,7 +286,8 @@ def better_start(fixed, fixed_affine, moving, moving_affine, work_fixed, work_af
         to_world = matrix @ work_affine
         work_moving = _tensor(_on_working_grid(moving, moving_affine, to_world, work_fixed.shape))
         inside = _tensor(_on_working_grid(np.ones_like(moving), moving_affine, to_world, work_fixed.shape))
-        scores[start] = float(weighted_correlation(work_moving / inside.clamp(min=1e-3), _tensor(work_fixed), inside))
+        work_moving = work_moving / inside.clamp(min=1e-3)
+        scores[start] = float(local_correlation(work_moving, _tensor(work_fixed), WINDOW, weight=inside))
     return "centre" if scores["centre"] > scores["header"] + BETTER else "header"
 
 

@@ -15,7 +15,7 @@ from Dataloader.synthetic import make_subject
 from Diffusion.fields import across, warp
 from Diffusion.losses import local_correlation
 from Diffusion.metrics import average, dice
-from Inference.affine import align_affine, global_correlation, weighted_correlation
+from Inference.affine import align_affine, global_correlation
 from Runtime.errors import InputError
 
 REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
@@ -141,13 +141,13 @@ def test_weighted_correlation_sees_only_what_it_is_to_see():
     weight = torch.ones_like(image)
     weight[:, :, :, 9:] = 0.0
     target = torch.where(weight > 0, 0.2 + 0.5 * image, torch.rand(image.shape, generator=numbers))
-    assert float(weighted_correlation(image, target, weight)) == pytest.approx(1.0, abs=1e-3)
+    assert float(local_correlation(image, target, 7, weight=weight)) == pytest.approx(1.0, abs=1e-3)
     assert float(global_correlation(image, 1.0 - target, weight)) == pytest.approx(-1.0, abs=1e-3)
-    assert float(weighted_correlation(image, target, torch.ones_like(weight))) < 0.8
+    assert float(local_correlation(image, target, 7, weight=torch.ones_like(weight))) < 0.8
     # Zeros around both are as good as the zeros that the plain one adds.
     inner = torch.nn.functional.pad(image * 0.5, [8] * 6), torch.nn.functional.pad(target, [8] * 6)
     plain = local_correlation(*inner, window=7)
-    weighted = weighted_correlation(*inner, torch.ones_like(inner[0]), window=7)
+    weighted = local_correlation(*inner, window=7, weight=torch.ones_like(inner[0]))
     assert float(weighted) == pytest.approx(float(plain), abs=1e-4)
 
 

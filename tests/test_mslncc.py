@@ -152,3 +152,18 @@ def test_agrees_with_monai(size):
     # MONAI's loss is the negative of the squared correlation, and its variances are sums over the window.
     monai = losses.LocalNormalizedCrossCorrelationLoss(spatial_dims=len(size), kernel_size=9)
     assert float(local_correlation(a, b)) == pytest.approx(-float(monai(a, b)), abs=1e-5)
+
+
+@pytest.mark.parametrize("squared", [True, False])
+def test_what_has_no_weight_does_not_count(squared):
+    a, b = pair((20, 24, 16), batch=1)
+    weight = torch.ones(1, 1, 20, 24, 16)
+    weight[:, :, :, :9] = 0.0
+    changed = torch.where(weight > 0, a, 5.0 * b + 1.0).requires_grad_()
+    plain = mslncc(a, b, squared=squared, weight=weight)
+    value = mslncc(changed, b, squared=squared, weight=weight)
+    assert float(value.detach()) == pytest.approx(float(plain), abs=1e-6)
+    assert float(mslncc(a, b, squared=squared)) != pytest.approx(float(plain), abs=1e-3)
+    gradient, = torch.autograd.grad(value, changed)
+    assert gradient[:, :, :, :9].abs().max() == 0 and gradient[:, :, :, 9:].abs().max() > 0
+    assert float(mslncc(a, b, squared=squared, weight=torch.zeros_like(weight))) == 0.0
