@@ -40,7 +40,14 @@ from Inference.outputs import ALSO, disp_name, write_pair, write_points, write_w
 from Inference.pair_figures import COLUMNS, means, pair_figures, write_report
 from Inference.pair_lists import TO_REGISTER, read_pairs_to_register
 from Inference.refine import STEPS
-from Inference.registration import AFFINES, STARTS, apply_field, overlap_percent, register  # noqa: F401  for others
+from Inference.registration import (  # noqa: F401  register: for others
+    AFFINES,
+    SIMILARITIES,
+    STARTS,
+    apply_field,
+    overlap_percent,
+    register,
+)
 from Inference.results import (
     file_digests,
     kept_rows,
@@ -73,16 +80,22 @@ def parse_arguments(argv=None):
     parser.add_argument("--moving", nargs="+", default=[], help="volume that is deformed; with --apply several may be")
     parser.add_argument("--fixed-label", help="its label image, to score the registration")
     parser.add_argument("--moving-label", nargs="+", default=[], help="label image to carry over")
+    parser.add_argument("--fixed-mask", help="image on the grid of the fixed volume: only where it is above 0 do "
+                        "alignment, refinement and similarity look")
+    parser.add_argument("--moving-mask", help="the same for the moving volume, on its own grid")
     parser.add_argument("--points", help="CSV of landmarks of the fixed volume: x,y,z in mm, RAS; they are moved into "
                         "the moving volume")
     parser.add_argument("--pairs", metavar="JSON", help="list of objects with fixed, moving, fixed_label, "
-                        "moving_label, points, name, or Learn2Reg's; paths are relative to it")
+                        "moving_label, fixed_mask, moving_mask, points, name, or Learn2Reg's; paths are relative to it")
     parser.add_argument("--list", metavar="KEY", help="which list of that file, such as registration_val")
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of looking for one")
     parser.add_argument("--model", metavar="FILE", help="checkpoint, .safetensors file or run folder; or none")
     parser.add_argument("--affine", nargs="?", const="affine", choices=AFFINES, help="align by this first")
     parser.add_argument("--refine", type=int, nargs="?", const=STEPS, default=0, metavar="N",
                         help=f"optimise the field for each pair, in N steps ({STEPS} where no number is given)")
+    parser.add_argument("--similarity", choices=SIMILARITIES, help="by what alignment and refinement compare: "
+                        "correlation; for two modalities, such as T1 and T2, mapped or mind (as in the config: "
+                        "correlation, where the model was not trained with another)")
     parser.add_argument("--start", choices=STARTS, default="auto", help="where the moving volume begins: as the "
                         "headers say, with the centres of the fields of view on each other, or the more similar of "
                         "the two (%(default)s)")
@@ -107,11 +120,13 @@ def parse_arguments(argv=None):
 
 def check_arguments(args):
     """Raise InputError for options that do not fit together, before anything is read."""
-    one = bool(args.fixed or args.moving or args.fixed_label or args.moving_label or args.points)
+    masks = args.fixed_mask or args.moving_mask
+    one = bool(args.fixed or args.moving or args.fixed_label or args.moving_label or args.points or masks)
     if args.apply:
-        if args.pairs or args.model or args.affine or args.refine or args.initial or args.also:
+        to_find = (args.pairs, args.model, args.affine, args.refine, args.initial, args.also, args.similarity, masks)
+        if any(to_find):
             raise InputError("--apply takes a field that is there: leave out --pairs, --model, --affine, --refine, "
-                             "--initial and --also.")
+                             "--initial, --also, --similarity, --fixed-mask and --moving-mask.")
         if not (args.moving or args.moving_label or args.points):
             raise InputError("--apply needs something to move: --moving, --moving-label or --points.")
         return
@@ -136,7 +151,8 @@ def asked_pairs(args):
     if args.pairs:
         return read_pairs_to_register(args.pairs, args.list)
     files = {"fixed": args.fixed, "moving": args.moving[0], "fixed_label": args.fixed_label,
-             "moving_label": args.moving_label[0] if args.moving_label else None, "points": args.points}
+             "moving_label": args.moving_label[0] if args.moving_label else None, "fixed_mask": args.fixed_mask,
+             "moving_mask": args.moving_mask, "points": args.points}
     name = f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}"
     return [{"name": name, **{key: Path(path) for key, path in files.items() if path}}]
 
@@ -150,8 +166,8 @@ def asked_model(args):
         model = load_model(args.model, args.device, args.set)
         cfg = model[1]
         weights = checkpoint.weights_sha256(model[0].state_dict())
-    asked = {key: getattr(args, key) for key in ("affine", "refine", "start", "labels", "inverse", "learn2reg",
-                                                 "no_picture", "also")}
+    asked = {key: getattr(args, key) for key in ("affine", "refine", "similarity", "start", "labels", "inverse",
+                                                 "learn2reg", "no_picture", "also")}
     initial = sha256(args.initial) if args.initial and Path(args.initial).is_file() else None
     settings = {"weights": weights, "initial": initial, **asked, "config": cfg}
     return model, cfg, json.loads(json.dumps(settings))
@@ -164,6 +180,8 @@ def how_registered(args):
         steps.append(f"{args.affine} alignment")
     if args.refine:
         steps.append(f"{args.refine} steps of refinement")
+    if args.similarity:
+        steps.append(f"compared by {args.similarity}")
     return ", ".join([*steps, f"start by {args.initial or args.start}"])
 
 
@@ -240,7 +258,8 @@ def register_pair(pair, model, cfg, args, folder, earlier=None):
         warnings.simplefilter("ignore", UserWarning)  # they are in the row, and printed from there
         result = register_from(args.initial, pair["fixed"], pair["moving"], args.start, args.inverse, dims, model=model,
                                affine=args.affine or False, refine=args.refine, device=args.device, config=cfg,
-                               progress=True)
+                               progress=True, similarity=args.similarity, fixed_mask=pair.get("fixed_mask"),
+                               moving_mask=pair.get("moving_mask"))
     warped_label = warp_label(moving_label, result, result["field"], args.labels)
     row = {"name": pair["name"], **{key: os.path.abspath(pair[key]) for key in TO_REGISTER if key in pair},
            "folder": str(folder), **{key: result[key] for key in (*COLUMNS, *ROW) if key in result},

@@ -29,7 +29,7 @@ from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.embeddings import embed, name_volumes, new_queue, push, target_embeddings
 from Diffusion.fields import warp
 from Diffusion.gradients import new_gradients, put_together, set_aside
-from Diffusion.losses import info_nce, mslncc, recovery_terms, regularity
+from Diffusion.losses import image_similarity, info_nce, recovery_terms, regularity
 from Diffusion.networks import build_network, compile_network
 from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
@@ -121,7 +121,7 @@ def step_registration(net, batch, cfg):
     moving, fixed = batch["moving"], batch["fixed"]
     field = align(net, moving, fixed, cfg)                                     # (B, N, *spatial)
     warped = warp(moving, field)
-    imgsim = -mslncc(warped, fixed, cfg["registration.window"], cfg["registration.scales"], cfg["registration.squared"])
+    imgsim = -image_similarity(warped, fixed, cfg)
     imgmse = (warped - fixed).square().mean()
     ddf = regularity(field, cfg["loss.waiver"], cfg["loss.folding"])
     loss = cfg["loss.imgsim"] * imgsim + cfg["loss.imgmse"] * imgmse + cfg["loss.ddf"] * ddf

@@ -3,6 +3,8 @@
 Fields are (B, N, *spatial) displacements in voxels, images (B, C, *spatial). A loss of your own is a function here and
 a line in its step function in OM_train_3modes.py.
 """
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -188,6 +190,141 @@ def halved(image, target, weight=None):
     count = pool(weight, 2)
     image, target = (pool(weight * each, 2) / count.clamp(min=1e-3) for each in (image, target))
     return image, target, count
+
+
+def self_similarity(image, distance=1, window=3):
+    """What the surroundings of each voxel look like to each other, which is the same in every modality (MIND-SSC).
+
+    Of the neighbours at `distance` along the axes, both ways, take all pairs (i, j) on two different axes; with I_i the
+    image seen from neighbour i, and the mean over the cube of `window` voxels,
+      D_ij = mean (I_i - I_j)^2,  channel ij = exp(-(D_ij - min D) / V),  V = mean over ij of (D_ij - min D).
+    Heinrich et al., "Towards Realtime Multimodal Fusion for Image-Guided Interventions Using Self-similarities",
+    MICCAI 2013.
+
+    image: (B, 1, *spatial). distance: in voxels. window: odd, in voxels.
+    Returns: (B, 12, *spatial), of 2D images (B, 4, *spatial); float32, 0 .. 1.
+    """
+    dims = image.dim() - 2
+    with torch.autocast(image.device.type, enabled=False):
+        padded = F.pad(image.float(), [distance] * (2 * dims), mode="replicate")
+        inner = [slice(distance, distance + n) for n in image.shape[2:]]
+        seen = {}
+        for axis, step in itertools.product(range(dims), (-distance, distance)):
+            start = distance + step
+            at = [*inner[:axis], slice(start, start + image.shape[2 + axis]), *inner[axis + 1:]]
+            seen[axis, step] = padded[:, :, *at]
+        pairs = [(a, b) for a, b in itertools.combinations(seen, 2) if a[0] != b[0]]
+        distances = torch.cat([box_mean((seen[a] - seen[b]).square(), window) for a, b in pairs], dim=1)
+        distances = distances - distances.amin(1, keepdim=True)
+        variance = distances.mean(1, keepdim=True)
+        # Between a thousandth and a thousand times its mean over the image, so that noise in flat parts says nothing.
+        mean = variance.mean(list(range(1, dims + 2)), keepdim=True).detach().clamp(min=1e-12)
+        variance = torch.minimum(torch.maximum(variance, 1e-3 * mean), 1e3 * mean)
+        return torch.exp(-distances / variance)
+
+
+def likeness(described, target, weight=None):
+    """How alike the descriptions of two images by `self_similarity` are: 1 - mean squared difference, 1 is perfect.
+
+    described, target: (B, C, *spatial). weight: (B, 1, *spatial) or None. Returns: a scalar, 0 .. 1.
+    """
+    squared = (described - target).square()
+    return 1.0 - (squared.mean() if weight is None else weighted_mean(squared, weight))
+
+
+def mapped_correlation(image, target, window=9, squared=True, weight=None, bins=32):
+    """Local correlation of images whose intensities mean different things, as of two modalities.
+
+    The mean of local_correlation(image, f(target)) and local_correlation(g(image), target). f maps an intensity of the
+    target to the mean intensity of the image there, g the other way round, both as the two images lie now: the best
+    functions of one intensity (the correlation ratio, Roche et al., MICCAI 1998). f and g are without gradient.
+
+    image, target: (B, 1, *spatial), intensities 0 .. 1. window, squared, weight: of `local_correlation`. bins: knots of
+    f and g, which are linear between them. Returns: a scalar; 1 is perfect.
+    """
+    with torch.autocast(image.device.type, enabled=False):
+        image, target = image.float(), target.float()
+        as_image = table_lookup(target, conditional_means(target.detach(), image.detach(), weight, bins))
+        as_target = table_lookup(image, conditional_means(image.detach(), target.detach(), weight, bins))
+        return 0.5 * (local_correlation(image, as_image, window, squared, weight=weight)
+                      + local_correlation(as_target, target, window, squared, weight=weight))
+
+
+def _knots(image, bins):
+    """The knot below each intensity of an image (B, ...), counted through the samples, and the way on to the next."""
+    place = image.clamp(0, 1).flatten(1) * (bins - 1)
+    below = place.detach().floor().clamp(max=bins - 2)
+    first = bins * torch.arange(len(image), device=image.device)
+    return below.long() + first[:, None], place - below
+
+
+def conditional_means(image, other, weight, bins):
+    """The mean of `other` for each intensity of an image: (B, bins), for intensities from 0 to 1.
+
+    image, other: (B, 1, *spatial). weight: (B, 1, *spatial) or None. An intensity that does not occur gets about the
+    mean of all.
+    """
+    below, rest = _knots(image, bins)
+    other = other.flatten(1)
+    weight = torch.ones_like(other) if weight is None else weight.detach().float().flatten(1)
+    count, total = torch.zeros(2, len(image) * bins, device=image.device)
+    for knot, share in ((below, weight * (1 - rest)), (below + 1, weight * rest)):
+        count = count.index_add(0, knot.flatten(), share.flatten())
+        total = total.index_add(0, knot.flatten(), (share * other).flatten())
+    of_all = (weight * other).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1.0)
+    return (total.view(-1, bins) + 1e-3 * of_all) / (count.view(-1, bins) + 1e-3)
+
+
+def table_lookup(image, table):
+    """An image with its intensities mapped by a table (B, bins), linearly between knots from 0 to 1; its own shape."""
+    below, rest = _knots(image, table.shape[1])
+    table = table.flatten()
+    return torch.lerp(table[below], table[below + 1], rest).view(image.shape)
+
+
+def image_similarity(image, target, cfg, weight=None):
+    """What mode 3 raises, by registration.similarity: `mslncc`, `mapped_correlation` or `likeness`, over the scales.
+
+    image, target: (B, 1, *spatial). cfg: with its registration.* keys. weight: (B, 1, *spatial) or None.
+    Returns: a scalar, at most 1, which is perfect.
+    """
+    kind, window = cfg["registration.similarity"], cfg["registration.window"]
+    scales, squared = cfg["registration.scales"], cfg["registration.squared"]
+    if kind == "correlation":
+        return mslncc(image, target, window, scales, squared, weight)
+    total = 0.0
+    for level in range(scales):
+        if level:
+            image, target, weight = halved(image, target, weight)
+        if kind == "mapped":
+            total = total + mapped_correlation(image, target, window, squared, weight)
+        else:
+            total = total + likeness(self_similarity(image), self_similarity(target), weight)
+    return total / scales
+
+
+def mutual_information(image, target, weight, bins=32):
+    """Normalised mutual information of all voxels under a weight.
+
+    2 (1 - H(I, T) / (H(I) + H(T))) with the entropies H of a joint histogram: 0 for independent images, 1 where one
+    tells the other. The target's intensities fall into one bin each, the image's spread over four by a cubic B-spline,
+    so that the gradient is smooth (Mattes et al., "PET-CT image registration in the chest using free-form
+    deformations", TMI 2003).
+
+    image, target, weight: the same shape, intensities 0 .. 1. Returns: a scalar; float64, whose sums keep every voxel.
+    """
+    rows = (target.clamp(0, 1) * (bins - 1)).round().long().flatten()
+    place = image.double().clamp(0, 1).flatten() * (bins - 1)
+    first = place.detach().floor()
+    r = place - first
+    splines = [(1 - r) ** 3, 3 * r ** 3 - 6 * r ** 2 + 4, -3 * r ** 3 + 3 * r ** 2 + 3 * r + 1, r ** 3]
+    joint = torch.zeros(bins * (bins + 3), dtype=torch.float64, device=image.device)
+    cells = rows * (bins + 3) + first.long()
+    for shift, spline in enumerate(splines):
+        joint = joint.index_add(0, cells + shift, weight.double().flatten() * spline / 6)
+    joint = (joint / joint.sum().clamp(min=1e-6)).view(bins, bins + 3)
+    both, one, other = (-torch.xlogy(p, p.clamp(min=1e-12)).sum() for p in (joint, joint.sum(0), joint.sum(1)))
+    return 2.0 * (1.0 - both / (one + other).clamp(min=1e-6))
 
 
 def info_nce(anchors, positives, negatives, allowed, temperature):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from Dataloader.sampler import epoch_pairs
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import compose, flow, warp
-from Diffusion.losses import mslncc, recovery_terms
+from Diffusion.losses import image_similarity, recovery_terms
 from Diffusion.metrics import average, dice_before_after, folding_percent
 from Runtime import agree
 from Runtime.device import autocast, send
@@ -135,7 +135,7 @@ def validate_registration(state, dataset, cfg):
         warped = warp(moving, field)
         if not counts:
             continue
-        score = {"val_dice": None, "val_dice_before": None, "val_imgsim": mslncc(warped, fixed).item(),
+        score = {"val_dice": None, "val_dice_before": None, "val_imgsim": image_similarity(warped, fixed, cfg).item(),
                  "val_folding": folding_percent(field)}
         labels = [dataset.label(index) for index in pair]
         if all(label is not None for label in labels):

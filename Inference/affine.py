@@ -13,12 +13,16 @@ import torch
 
 from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
 from Diffusion.fields import across, warp
-from Diffusion.losses import local_correlation
+from Diffusion.losses import local_correlation, mutual_information
 from Runtime.errors import InputError
 
 SIDES = {2: (24, 48, 96, 192), 3: (16, 32, 64, 96)}  # voxels along the longest side, never finer than the volume
-# (level, similarity, how many maps go on at most, iterations for each of them)
-STAGES = [(0, "global", 7, 10), (0, "local", 4, 15), (1, "local", 3, 20), (2, "local", 2, 20), (3, "local", 1, 10)]
+# By registration.similarity: (level, similarity, how many maps go on at most, iterations for each of them).
+STAGES = {"correlation": [(0, "global", 7, 10), (0, "local", 4, 15), (1, "local", 3, 20), (2, "local", 2, 20),
+                          (3, "local", 1, 10)]}
+# Of what compares volumes of different modalities, mutual information alone does not mind how a volume is turned.
+STAGES["mapped"] = STAGES["mind"] = [(0, "mutual", 7, 20), (1, "mutual", 4, 20), (2, "mutual", 2, 20),
+                                     (3, "mutual", 1, 10)]
 HOPEFUL = 0.8  # similarity, as a fraction of the best map's, below which a map is given up
 WINDOW = 7  # of the local correlation, in voxels of the level
 TURNED = np.deg2rad(25.0)  # angle of the starts that are turned against the headers
@@ -26,40 +30,47 @@ FOREGROUND = 0.05  # intensity above which a voxel counts for centre, moments an
 MARGIN = 0.1  # around the foreground of the fixed volume, as a fraction of its box
 THINNEST = 4  # voxels that a level has at least along the shortest side
 STRAIN = 0.7  # norm of the logarithmic strain above which it costs: 1.5 times as large along every axis
+MOST_BINS = 32  # of the joint histogram; small volumes, whose voxels would not fill it, have fewer
 OVERLAP = 0.5  # part of the fixed intensity that has to lie in the moving volume; less costs
 
 
-def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine"):
+def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", similarity="correlation", fixed_mask=None,
+                 moving_mask=None):
     """The affine or rigid map T that aligns two volumes: where a world point of the fixed one is in the moving one.
 
     fixed, moving: (D, H, W), or both (H, W), intensities 0 .. 1, of any size, spacing and orientation; they need not
     overlap. fixed_affine, moving_affine: 4x4, voxel to world in millimetres, RAS. kind: "affine", or "rigid" (rotation
-    and shift).
+    and shift). similarity: "correlation", or for two modalities "mapped" or "mind": mutual information, see STAGES.
+    fixed_mask, moving_mask: 0 .. 1 in the shape of the volume, how much each voxel counts; None for all alike.
     Returns: T, 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map
     stays in the planes of the images. The same input gives the same result.
     Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
     """
     if kind not in ("affine", "rigid"):
         raise InputError(f"the kind of affine alignment is {kind!r}; give affine or rigid.")
+    given_affines = fixed_affine, moving_affine
     fixed, fixed_affine = _checked("fixed", fixed, fixed_affine)
     moving, moving_affine = _checked("moving", moving, moving_affine)
     if fixed.ndim != moving.ndim:
         raise InputError(f"the fixed volume has {fixed.ndim} axes, the moving one {moving.ndim}; give two of the same "
                          "kind.")
+    fixed, fixed_mask = _masked("fixed", fixed, given_affines[0], fixed_mask)
+    moving, moving_mask = _masked("moving", moving, given_affines[1], moving_mask)
     starts, frames = _starts(fixed, fixed_affine, moving, moving_affine)
-    levels = _levels((fixed, fixed_affine, moving, moving_affine), frames, _basis(fixed.ndim, kind))
+    volumes = (fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine)
+    levels = _levels(volumes, frames, _basis(fixed.ndim, kind))
     zero = torch.zeros(len(levels[0]["basis"]), dtype=torch.float64)
     candidates = [(start, zero) for start in starts]
     done = set()
-    for number, similarity, count, iterations in STAGES:
+    for number, compared_by, count, iterations in STAGES[similarity]:
         level = levels[number]
-        stage = (similarity, level["spacing_mm"])
+        stage = (compared_by, level["spacing_mm"])
         if stage in done:
             continue  # of a small volume several levels are the same
-        best = _best(candidates, count, level, similarity)
-        candidates = [_optimise(start, parameters, level, similarity, iterations) for start, parameters in best]
+        best = _best(candidates, count, level, compared_by)
+        candidates = [_optimise(start, parameters, level, compared_by, iterations) for start, parameters in best]
         done.add(stage)
-    (start, parameters), = _best(candidates, 1, level, "local")
+    (start, parameters), = _best(candidates, 1, level, compared_by)
     matrix = _matrix(start, parameters, level)[0].numpy()
     return frames[1] @ _embed(matrix) @ np.linalg.inv(frames[0])
 
@@ -77,6 +88,21 @@ def _checked(name, array, affine):
     if not np.isfinite(affine).all() or lengths.min() == 0 or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-6:
         raise InputError(f"the affine of the {name} volume is singular; repair the header.")
     return to_canonical(rescale(array, float(array.min()), float(array.max())), affine)
+
+
+def _masked(name, array, affine, mask):
+    """A canonical volume, zero where its mask is, and the mask in the same orientation, or None.
+
+    affine: of the volume as it was given, 4x4. mask: 0 .. 1 in the shape of the volume as it was given, or None.
+    """
+    if mask is None:
+        return array, None
+    mask = to_canonical(np.asarray(mask, np.float32), np.asarray(affine, np.float64))[0]
+    if mask.shape != array.shape:
+        raise InputError(f"the {name} mask has the shape {mask.shape}, its volume {array.shape}; give one for it.")
+    if not (array * mask > FOREGROUND).any():
+        raise InputError(f"the {name} mask shows nothing of its volume; give one that is above 0 where voxels count.")
+    return array * mask, mask
 
 
 def _frame(affine, origin):
@@ -171,7 +197,7 @@ def _to_world(affine, voxel):
 def _levels(volumes, frames, basis):
     """All levels, coarse to fine, as `_level` makes them, each from the next finer: large volumes are smoothed once.
 
-    volumes: fixed, fixed_affine, moving, moving_affine. frames: two 4x4. basis: from `_basis`.
+    volumes: fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine. frames: two 4x4. basis: from `_basis`.
     """
     fixed = volumes[0]
     box = foreground_box(fixed > FOREGROUND).astype(np.float64)
@@ -187,10 +213,10 @@ def _levels(volumes, frames, basis):
     return levels
 
 
-def _level(fixed, fixed_affine, moving, moving_affine, box, frames, side):
+def _level(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, box, frames, side):
     """Both volumes smoothed and on isotropic grids, the box of the fixed one about `side` voxels long.
 
-    Returns: dict of what the loss needs; (fixed, fixed_affine, moving, moving_affine) of this level.
+    Returns: dict of what the loss needs; the volumes, masks and affines of this level, in the order of the arguments.
     """
     dims = fixed.ndim
     voxel_mm = np.linalg.norm(fixed_affine[:3, :dims], axis=0)
@@ -200,17 +226,28 @@ def _level(fixed, fixed_affine, moving, moving_affine, box, frames, side):
     spacing_mm = max(min(extent_mm.max() / side, extent_mm.min() / THINNEST), voxel_mm.min())
     # A moving volume that is far larger than the fixed one must not fill the memory.
     moving_spacing_mm = max(spacing_mm, moving_extent_mm.max() / (4 * side), moving_voxel_mm.min())
-    fixed, fixed_affine = to_grid(fixed, fixed_affine, _size(extent_mm, spacing_mm), spacing_mm, box=box)
-    moving, moving_affine = to_grid(moving, moving_affine, _size(moving_extent_mm, moving_spacing_mm),
-                                    moving_spacing_mm)
     ratio = min(moving_extent_mm.prod() / extent_mm.prod(), 1.0)
-    level = {"fixed": torch.from_numpy(fixed)[None, None], "spacing_mm": float(f"{spacing_mm:.6g}"),
-             # Beside the intensities a volume of ones, which shows what lies outside.
-             "moving": torch.from_numpy(np.stack([moving, np.ones_like(moving)]))[None],
-             "extent_mm": float(extent_mm.max()), "overlap": OVERLAP * ratio,
+    fixed, fixed_mask, fixed_affine = _both_to_grid(fixed, fixed_mask, fixed_affine, _size(extent_mm, spacing_mm),
+                                                    spacing_mm, box)
+    moving, moving_mask, moving_affine = _both_to_grid(moving, moving_mask, moving_affine,
+                                                       _size(moving_extent_mm, moving_spacing_mm), moving_spacing_mm)
+    # What a mask leaves out is zero in the volume; divided by the mask, smoothed alike, it has not leaked in.
+    shown = fixed if fixed_mask is None else fixed / fixed_mask.clip(min=1e-3)
+    # Beside the moving intensities its mask, else a volume of ones, which shows what lies outside.
+    inside = np.ones_like(moving) if moving_mask is None else moving_mask
+    level = {"fixed": torch.from_numpy(shown)[None, None], "spacing_mm": float(f"{spacing_mm:.6g}"),
+             "fixed_mask": None if fixed_mask is None else torch.from_numpy(fixed_mask)[None, None],
+             "moving": torch.from_numpy(np.stack([moving, inside]))[None],
+             "extent_mm": float(extent_mm.max()), "overlap": OVERLAP * ratio * float(inside.mean()),
              "from_fixed": torch.from_numpy(_in_plane(np.linalg.inv(frames[0]) @ fixed_affine, dims)),
              "to_moving": torch.from_numpy(_in_plane(np.linalg.inv(moving_affine) @ frames[1], dims))}
-    return level, (fixed, fixed_affine, moving, moving_affine)
+    return level, (fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine)
+
+
+def _both_to_grid(array, mask, affine, size, spacing_mm, box=None):
+    """A volume and its mask or None on another grid, and the affine of that, see `to_grid`."""
+    on_grid, new_affine = to_grid(array, affine, size, spacing_mm, box=box)
+    return on_grid, None if mask is None else to_grid(mask, affine, size, spacing_mm, box=box)[0], new_affine
 
 
 def _size(extent_mm, spacing_mm):
@@ -261,7 +298,7 @@ def global_correlation(image, target, weight):
 
 
 def _loss(start, parameters, level, similarity):
-    """1 - similarity where the volumes overlap, plus the costs of too much strain and too little overlap; a scalar."""
+    """1 - similarity where both volumes count, plus the costs of too much strain and too little overlap; a scalar."""
     matrix, strain = _matrix(start, parameters, level)
     fixed, dims = level["fixed"], len(start)
     change = (level["to_moving"][:dims, :dims] @ matrix @ level["from_fixed"]).clone()
@@ -269,15 +306,21 @@ def _loss(start, parameters, level, similarity):
     sampled = warp(level["moving"], across(torch.zeros(1, dims, *fixed.shape[2:]), change))
     weight = sampled[:, 1:]
     warped = sampled[:, :1] / weight.clamp(min=1e-3)
+    seen = fixed
+    if level["fixed_mask"] is not None:
+        weight = weight * level["fixed_mask"]
+        seen = fixed * level["fixed_mask"]
     if similarity == "global":
-        correlation = global_correlation(fixed, warped, weight)
+        alike = global_correlation(fixed, warped, weight)
+    elif similarity == "local":
+        alike = local_correlation(fixed, warped, WINDOW, weight=weight)
     else:
-        correlation = local_correlation(fixed, warped, WINDOW, weight=weight)
-    overlap = (weight * fixed).sum() / fixed.sum().clamp(min=1e-6)
+        alike = mutual_information(warped, fixed, weight, bins=min(MOST_BINS, round(fixed.numel() ** (1 / 3))))
+    overlap = (weight * fixed).sum() / seen.sum().clamp(min=1e-6)
     # Points outside the moving volume neither help nor hurt, so a map must not be free to leave the volume altogether.
     too_strained = torch.relu(strain - STRAIN) ** 2
     too_far = 4.0 * torch.relu(level["overlap"] - overlap) ** 2
-    return 1.0 - correlation + too_strained + too_far
+    return 1.0 - alike + too_strained + too_far
 
 
 def _optimise(start, parameters, level, similarity, iterations):

@@ -5,7 +5,7 @@ import torch
 from Dataloader.nifti import read_volume
 from Dataloader.transforms import is_field, read_any_field, read_matrix
 from Diffusion.fields import compose
-from Inference.registration import apply_field, register, regularity_scores, total_field
+from Inference.registration import apply_field, read_mask, register, regularity_scores, total_field
 from Runtime.errors import InputError
 
 
@@ -25,13 +25,17 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     if inverse:
         raise InputError(f"{initial}: after a field there is no inverse of the whole way; leave out --inverse, or "
                          "begin from a matrix.")
+    moving_mask, moving_file = options.pop("moving_mask", None), moving
     fixed, moving = read_volume(fixed, dims), read_volume(moving, dims)
+    moving_mask = read_mask(moving_mask, str(moving_file), moving)
     first = on_grid_of(read_any_field(initial, dims), fixed)
     shown = apply_field(*moving, first, fixed[1])
     if shown.min() == shown.max():
         raise InputError(f"{initial}: it shows nothing of the moving volume; check its direction, which is from fixed "
                          "to moving, and its file.")
-    result = register(fixed, (shown, fixed[1]), start="header", **options)
+    if moving_mask is not None:
+        moving_mask = apply_field(moving_mask, moving[1], first, fixed[1], order=0)
+    result = register(fixed, (shown, fixed[1]), start="header", moving_mask=moving_mask, **options)
     field = compose(torch.from_numpy(first)[None], torch.from_numpy(result["field"])[None])[0].numpy()
     return {**result, "field": field, "warped": apply_field(*moving, field, fixed[1]), "moving": moving,
             "start": "field", **regularity_scores(field)}

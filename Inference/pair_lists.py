@@ -10,7 +10,7 @@ from pathlib import Path
 from Dataloader.datalist import PAIR_KEYS, pair_files, read_json, volume_id
 from Runtime.errors import InputError
 
-TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "points")
+TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "fixed_mask", "moving_mask", "points")
 TO_SCORE = ("fixed_label", "moving_label", "field", "warped_label", "fixed_points", "moving_points")
 LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # of a JSON file, the first that is not empty
 
@@ -21,7 +21,7 @@ def read_pairs_to_register(path, key=None):
     path: a JSON list of objects with TO_REGISTER and "name", or an object that has such a list. key: which list, where
     the file has several. Learn2Reg's entries have no labels: a volume then gets the label that the list "training"
     names for its image, else the file of the same name in a labelsTr or labelsTs beside the images.
-    Returns: list of dict(name=str, fixed=Path, moving=Path and, where there are, fixed_label, moving_label, points).
+    Returns: list of dict(name=str, fixed=Path, moving=Path and a Path for what else of TO_REGISTER there is).
     Raises InputError naming the file for a list that cannot be read, unknown keys and names that come twice.
     """
     path = Path(path)

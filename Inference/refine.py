@@ -11,42 +11,42 @@ import torch
 from tqdm import tqdm
 
 from Diffusion.fields import compose, flow, interpolate, resize_field, warp
-from Diffusion.losses import local_correlation, mslncc
+from Diffusion.losses import image_similarity, likeness, local_correlation, mapped_correlation, self_similarity
 from Diffusion.metrics import folding_percent
 
 STEPS = 100  # recommended: beyond about 50 the Dice of the hippocampus pairs gains 0.002, and 100 take a second or two
+MIND_GAIN = 1.0  # of the likeness of descriptions against roughness of the velocity: 3 costs 0.007 of Dice
 
 
-def refine(moving, fixed, field, steps, cfg, progress=False):
+def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, fixed_mask=None):
     """Optimise the field of one pair.
 
     moving, fixed: (1, 1, *spatial) intensities in 0 .. 1 on one isotropic grid.
     field: (1, N, *spatial) displacement in voxels to start from, or None.
     steps: optimiser steps, divided equally among refine.levels resolutions.
     cfg: flat config with its refine.* and registration.* keys. progress: show a bar.
-    Returns: field (1, N, *spatial) in voxels; dict of similarity_before, similarity_after (multi-scale local
-    correlation, 1 is perfect) and folding_percent.
+    moving_mask, fixed_mask: (1, 1, *spatial), 0 .. 1, how much each voxel of the two counts; None for all alike.
+    Returns: field (1, N, *spatial) in voxels; dict of similarity_before, similarity_after (`image_similarity`, 1 is
+    perfect) and folding_percent.
     """
     size = fixed.shape[2:]
+    pair = {"moving": moving, "fixed": fixed, "moving_mask": moving_mask, "fixed_mask": fixed_mask}
     control_size = [max(-(-n // cfg["refine.stride"]), 2) for n in size]
     velocity = torch.zeros(1, len(size), *control_size, device=fixed.device, requires_grad=True)
     with torch.enable_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
         for factor, count in level_steps(size, steps, cfg):
-            small_moving, small_fixed = smaller(moving, factor), smaller(fixed, factor)
-            start = None if field is None else resize_field(field, small_fixed.shape[2:])
+            small = pair_at_level(pair, factor, cfg)
+            start = None if field is None else resize_field(field, small["fixed"].shape[2:])
             # A new Adam for each level: its moments of another resolution belong to another function.
             optimizer = torch.optim.Adam([velocity], lr=cfg["refine.lr"])
             for _ in range(count):
                 optimizer.zero_grad(set_to_none=True)
-                pair_loss(small_moving, small_fixed, start, velocity, cfg).backward()
+                pair_loss(small, start, velocity, cfg).backward()
                 optimizer.step()
                 bar.update()
     with torch.no_grad():
         total = updated(field, velocity, size, cfg)
-        before = moving if field is None else warp(moving, field, padding="border")
-        after = warp(moving, total, padding="border")
-        scores = {"similarity_before": similarity(before, fixed, cfg),
-                  "similarity_after": similarity(after, fixed, cfg),
+        scores = {"similarity_before": similarity(pair, field, cfg), "similarity_after": similarity(pair, total, cfg),
                   "folding_percent": folding_percent(total)}
     return total, scores
 
@@ -62,18 +62,65 @@ def level_steps(size, steps, cfg):
     return [(factor, each + (number < rest)) for number, factor in enumerate(factors)]
 
 
-def pair_loss(moving, fixed, field, velocity, cfg):
-    """What refinement lowers: minus the local correlation, plus refine.weight times the velocity's roughness.
+def pair_at_level(pair, factor, cfg):
+    """A pair with 1 / factor of the voxels per side, as `pair_loss` compares it.
 
-    moving, fixed: (1, 1, *spatial). The moving image itself is interpolated, only once.
+    pair: dict of moving, fixed, and moving_mask, fixed_mask or None, each (1, 1, *spatial). What a mask leaves out does
+    not leak into the smaller images. With registration.similarity "mind" the images become their descriptions, which
+    are then moved in their place: cheaper than describing the moved image in each step, and as good.
+    """
+    small = {}
+    for side in ("moving", "fixed"):
+        image, mask = pair[side], pair[f"{side}_mask"]
+        small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), image, mask)
+        if cfg["registration.similarity"] == "mind":
+            small[side] = self_similarity(small[side])
+    return small
+
+
+def masked(resample, image, mask):
+    """An image and its mask, or None, resampled; what the mask leaves out does not leak into what it shows.
+
+    resample: a linear function of an image. image: (1, C, *spatial). mask: (1, 1, *spatial) or None.
+    """
+    if mask is None:
+        return resample(image), None
+    shown = resample(mask)
+    return resample(image * mask) / shown.clamp(min=1e-3), shown
+
+
+def pair_loss(pair, field, velocity, cfg):
+    """What refinement lowers: minus the similarity, plus refine.weight times the velocity's roughness.
+
+    pair: from `pair_at_level`. The moving image itself is interpolated, only once.
     field: (1, N, *spatial) in voxels or None. velocity: (1, N, *control). Returns a scalar, -1 at best.
     """
-    total = updated(field, velocity, fixed.shape[2:], cfg)
-    warped = warp(moving, total, padding="border")
-    correlation = local_correlation(warped, fixed, cfg["refine.window"], cfg["registration.squared"])
+    total = updated(field, velocity, pair["fixed"].shape[2:], cfg)
+    warped, weight = warp_pair(pair, total)
+    if cfg["registration.similarity"] == "mind":
+        alike = MIND_GAIN * likeness(warped, pair["fixed"], weight)
+    else:
+        correlation = local_correlation if cfg["registration.similarity"] == "correlation" else mapped_correlation
+        alike = correlation(warped, pair["fixed"], cfg["refine.window"], cfg["registration.squared"], weight=weight)
     smoothed = smooth(velocity, cfg["refine.smooth"])
     roughness = sum(smoothed.diff(dim=axis).square().mean() for axis in range(2, smoothed.dim()))
-    return cfg["refine.weight"] * roughness - correlation
+    return cfg["refine.weight"] * roughness - alike
+
+
+def warp_pair(pair, field, padding="border"):
+    """The moving image of a pair as a field shows it, and how much each voxel of the fixed grid counts.
+
+    pair: dict of moving, moving_mask and fixed_mask. field: (1, N, *spatial) in voxels, or None. padding: of `warp`.
+    Returns: (1, C, *spatial); (1, 1, *spatial) without gradient, so that no field gains by leaving the mask, or None
+    where all count alike.
+    """
+    warped, weight = pair["moving"], pair["moving_mask"]
+    if field is not None:
+        warped, weight = masked(lambda image: warp(image, field, padding=padding), warped, weight)
+    for_fixed = pair["fixed_mask"]
+    if weight is None or for_fixed is None:
+        return warped, for_fixed if weight is None else weight.detach()
+    return warped, for_fixed * weight.detach()
 
 
 def updated(field, velocity, size, cfg):
@@ -85,10 +132,14 @@ def updated(field, velocity, size, cfg):
     return update if field is None else compose(first=field, then=update)
 
 
-def similarity(image, fixed, cfg):
-    """Multi-scale local correlation as in training, a float; 1 is perfect. image, fixed: (1, 1, *spatial)."""
-    return float(mslncc(image, fixed, cfg["registration.window"], cfg["registration.scales"],
-                        cfg["registration.squared"]))
+def similarity(pair, field, cfg, padding="border"):
+    """How alike a pair is under a field, by `image_similarity` as in training, a float; 1 is perfect.
+
+    pair: dict of moving, fixed, and moving_mask, fixed_mask or None, each (1, 1, *spatial). field: (1, N, *spatial) in
+    voxels, or None. padding: what lies outside the moving volume, see `warp`.
+    """
+    warped, weight = warp_pair(pair, field, padding)
+    return float(image_similarity(warped, pair["fixed"], cfg, weight))
 
 
 def smooth(x, sigma):

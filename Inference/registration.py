@@ -18,17 +18,26 @@ import numpy as np
 import torch
 from scipy import ndimage
 
-from Dataloader.grids import SMOOTH_ABOVE, SMOOTH_SIGMA, foreground_box, rescale, to_canonical, to_grid
-from Dataloader.nifti import open_nifti, read_volume
+from Dataloader.grids import (
+    SMOOTH_ABOVE,
+    SMOOTH_SIGMA,
+    foreground_box,
+    rescale,
+    same_grid,
+    to_canonical,
+    to_grid,
+)
+from Dataloader.nifti import open_nifti, read_label, read_volume
 from Dataloader.prepare import intensity_limits
 from Diffusion.fields import across, warp
-from Diffusion.losses import local_correlation
+from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.metrics import folding_percent, sdlogj
 from Diffusion.validation import best_field
 from Inference.affine import WINDOW, align_affine
 from Inference.load_model import default_config, load_model
-from Inference.refine import STEPS, similarity
+from Inference.refine import STEPS
 from Inference.refine import refine as optimise
+from Inference.refine import similarity as pair_similarity
 from Runtime.device import synchronize
 from Runtime.errors import InputError
 
@@ -37,12 +46,13 @@ MOST_VOXELS = 256 ** 3  # of the working grid where no network sets it
 STARTS = ("auto", "header", "centre")
 BETTER = 0.02  # similarity by which the centres must beat the headers, which are usually right
 AFFINES = ("rigid", "affine")
+SIMILARITIES = ("correlation", "mapped", "mind")
 NOT_INVERTED = 0.1  # voxels of the working grid that a point there and back may miss by
 FAR_APART = 50.0  # percent of the fixed field of view; where the moving one covers less, a warning says so
 
 
 def register(fixed, moving, model=None, affine=False, refine=0, start="auto", device="cpu", inverse=False,
-             config=None, progress=False):
+             config=None, progress=False, similarity=None, fixed_mask=None, moving_mask=None):
     """Find the field that brings `moving` onto `fixed`.
 
     fixed, moving: path of a NIfTI file, or (array, affine 4x4), array (D, H, W) or (H, W) with any intensities.
@@ -53,32 +63,40 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     similar one of the two; an affine alignment has starts of its own), or a 4x4 matrix, fixed to moving world in mm.
     inverse: find the inverse too. config: flat dict of config keys where there is no model; default
     Config/config_om.yaml. progress: show a bar.
+    similarity: by what the volumes are compared: "correlation", or for two modalities "mapped" or "mind"; None for the
+    config's registration.similarity. A network finds its field as it was trained.
+    fixed_mask, moving_mask: file or array on the volume's grid; alignment, refinement and similarity look only where
+    it is above 0. A network sees all of both volumes.
     Returns: dict of
       field (N, *fixed) float32, displacement in voxels of the fixed grid, and inverse (N, *moving) of the moving grid;
       warped (*fixed) float32, intensities of the moving file; fixed, moving: (array, affine) as they were read;
       start: what was taken; matrix: T, 4x4; overlap_percent: of the fixed field of view, covered by the moving one;
-      similarity_before (as the headers place the volumes), similarity: multi-scale local correlation on the working
-      grid, 1 is perfect; folding_percent, sdlogj: of the field; inverse_error_mm, inverse_error_max_mm: how far, on
-      average and at most, a point of the moving volume that went there and back is from where it was;
+      similarity_before (as the headers place the volumes), similarity: on the working grid, 1 is perfect;
+      folding_percent, sdlogj: of the field; inverse_error_mm, inverse_error_max_mm: how far, on average and at most, a
+      point of the moving volume that went there and back is from where it was;
       seconds: dict of affine, network, refine and total, without reading files, loading the model and scoring;
       warnings: sentences about what may be wrong, such as little overlap; also given as warnings.
     Raises InputError for what cannot be read, is not a volume, or does not fit together.
     """
     affine, refine = _options(affine, refine)
     net, cfg, names, fixed, moving = _read_pair(fixed, moving, model, config, device)
+    cfg = _compared_by(similarity, cfg)
+    masks = {"fixed_mask": read_mask(fixed_mask, names[0], fixed),
+             "moving_mask": read_mask(moving_mask, names[1], moving)}
     began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
-    placed = _place(fixed, moving, affine, start, net is not None, cfg, seconds)
+    placed = _place(fixed, moving, masks, affine, start, net is not None, cfg, seconds)
     sentences = _warnings(names, placed, None if net else fixed[1], cfg["model.dims"])
-    work_fixed, work_moving = (_tensor(placed[key]).to(device) for key in ("work_fixed", "work_moving"))
-    work_field = _find_field(net, work_moving, work_fixed, refine, cfg, seconds, progress)
+    pair = {side: None if volume is None else _tensor(volume).to(device) for side, volume in placed["pair"].items()}
+    work_field = _find_field(net, pair, refine, cfg, seconds, progress)
     result = _on_fixed_grid(work_field, placed, fixed, moving)
     if inverse:
         result.update(_inverse(work_field, placed, moving, names[1], sentences))
     seconds["total"] = time.perf_counter() - began
-    by_header = _tensor(placed["by_header"]).to(device)
+    by_header = {side: None if volume is None else _tensor(volume).to(device)
+                 for side, volume in placed["by_header"].items()}
     return {**result, "fixed": fixed, "moving": moving, "start": placed["start"], "matrix": placed["matrix"],
-            "overlap_percent": placed["overlap_percent"], "similarity_before": similarity(by_header, work_fixed, cfg),
-            "similarity": similarity(warp(work_moving, work_field.to(device)), work_fixed, cfg),
+            "overlap_percent": placed["overlap_percent"], "similarity_before": pair_similarity(by_header, None, cfg),
+            "similarity": pair_similarity(pair, work_field.to(device), cfg, padding="zeros"),
             **regularity_scores(result["field"]), "seconds": seconds, "warnings": sentences}
 
 
@@ -165,6 +183,37 @@ def _volume(source, name, dims):
     return array, affine
 
 
+def _compared_by(similarity, cfg):
+    """The config with another registration.similarity, or as it is for None."""
+    if similarity is None:
+        return cfg
+    if similarity not in SIMILARITIES:
+        raise InputError(f"similarity is {', '.join(SIMILARITIES)}, not {similarity!r}.")
+    return {**cfg, "registration.similarity": similarity}
+
+
+def read_mask(source, name, volume):
+    """A mask on the grid of its volume, 0 or 1, float32, or None where there is none.
+
+    source: path of a file, array, or None. name: of the volume. volume: (array, affine).
+    Raises InputError where the mask is on another grid, or nowhere above 0.
+    """
+    if source is None:
+        return None
+    array, affine = volume
+    if isinstance(source, str | Path):
+        mask, mask_affine = read_label(source, array.ndim)
+        word = str(source)
+    else:
+        mask, mask_affine, word = np.asarray(source), affine, f"the mask of {name}"
+    if not same_grid(array.shape, affine, mask.shape, mask_affine):
+        raise InputError(f"{word}: the mask is on another grid than its volume {name} (shapes {mask.shape} and "
+                         f"{array.shape}); resample it to the volume.")
+    if not (mask > 0).any():
+        raise InputError(f"{word}: the mask is nowhere above 0, so nothing of {name} would count; mark what shall.")
+    return (mask > 0).astype(np.float32)
+
+
 def _tensor(array):
     """A volume (*spatial) as a batch of one, (1, 1, *spatial)."""
     return torch.from_numpy(array)[None, None]
@@ -174,12 +223,14 @@ def _tensor(array):
 # From the files to the working grid
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _place(fixed, moving, affine, start, has_net, cfg, seconds):
+def _place(fixed, moving, masks, affine, start, has_net, cfg, seconds):
     """Where the moving volume lies before the deformation, and both volumes on the working grid.
 
-    fixed, moving: (array, affine). affine, start: of `register`. seconds: gets what the affine alignment took.
-    Returns: dict of start (a word), matrix (T, 4x4), overlap_percent, work_affine; work_fixed, work_moving (under T)
-    and by_header (the moving volume as the headers place it), each (*work) float32, intensities 0 to 1.
+    fixed, moving: (array, affine). masks: dict of fixed_mask, moving_mask, each on its volume's grid, or None.
+    affine, start: of `register`. seconds: gets what the affine alignment took.
+    Returns: dict of start (a word), matrix (T, 4x4), overlap_percent, work_affine; pair (the moving volume under T) and
+    by_header (as the headers place it), each a dict of moving, fixed, intensities 0 to 1, moving_mask and fixed_mask or
+    None, all (*work) float32.
     """
     began = time.perf_counter()
     (fixed, fixed_affine), (moving, moving_affine) = fixed, moving
@@ -188,17 +239,23 @@ def _place(fixed, moving, affine, start, has_net, cfg, seconds):
     work_fixed, work_affine = working_grid(fixed01, fixed_affine, cfg, has_net)
     if isinstance(start, str) and start == "auto":
         start = "header" if affine else better_start(fixed, fixed_affine, moving01, moving_affine, work_fixed,
-                                                     work_affine)
+                                                     work_affine, cfg["registration.similarity"])
     matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
     if affine:
         started_affine = np.linalg.inv(matrix) @ moving_affine
-        matrix = matrix @ align_affine(fixed01, fixed_affine, moving01, started_affine, affine)
+        matrix = matrix @ align_affine(fixed01, fixed_affine, moving01, started_affine, affine,
+                                       cfg["registration.similarity"], **masks)
         seconds["affine"] = time.perf_counter() - began
+
+    of_fixed = {"fixed": work_fixed,
+                "fixed_mask": _mask_on_working_grid(masks["fixed_mask"], fixed_affine, work_affine, work_fixed.shape)}
+    pair, by_header = ({
+        "moving": _on_working_grid(moving01, moving_affine, to_world, work_fixed.shape),
+        "moving_mask": _mask_on_working_grid(masks["moving_mask"], moving_affine, to_world, work_fixed.shape),
+        **of_fixed} for to_world in (matrix @ work_affine, work_affine))
     return {"start": start if isinstance(start, str) else "matrix", "matrix": matrix,
             "overlap_percent": overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix),
-            "work_affine": work_affine, "work_fixed": work_fixed,
-            "work_moving": _on_working_grid(moving01, moving_affine, matrix @ work_affine, work_fixed.shape),
-            "by_header": _on_working_grid(moving01, moving_affine, work_affine, work_fixed.shape)}
+            "work_affine": work_affine, "pair": pair, "by_header": by_header}
 
 
 def working_grid(image, affine, cfg, as_trained):
@@ -245,6 +302,13 @@ def _on_working_grid(image, affine, work_to_world, size):
                                     mode="grid-constant", cval=0)
 
 
+def _mask_on_working_grid(mask, affine, work_to_world, size):
+    """A mask, or None, on another grid: 1 where an image shows there nothing of what the mask leaves out, else 0."""
+    if mask is None:
+        return None
+    return (_on_working_grid(mask, affine, work_to_world, size) > 0.99).astype(np.float32)
+
+
 def start_matrix(start, shape, affine, moving_shape, moving_affine):
     """T before any alignment, 4x4: `start` is "header", "centre" of the fields of view, or the matrix itself.
 
@@ -269,14 +333,15 @@ def _middle_mm(shape, affine):
     return (affine @ [*middle, *[0] * (3 - len(shape)), 1])[:3]
 
 
-def better_start(fixed, fixed_affine, moving, moving_affine, work_fixed, work_affine):
+def better_start(fixed, fixed_affine, moving, moving_affine, work_fixed, work_affine, similarity="correlation"):
     """ "header", or "centre" where that makes the volumes clearly more alike, or by the headers they barely meet.
 
     They are compared where both fields of view are: two crops of one volume have other centres and belong as their
     headers say.
     fixed: (*fixed), of which only the shape counts. moving: (*moving) in 0..1. work_fixed: the fixed volume on the
-    working grid. Affines: 4x4.
+    working grid. Affines: 4x4. similarity: of `register`.
     """
+    compare = local_correlation if similarity == "correlation" else mapped_correlation
     scores = {}
     for start in STARTS[1:]:
         matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
@@ -287,7 +352,7 @@ def better_start(fixed, fixed_affine, moving, moving_affine, work_fixed, work_af
         work_moving = _tensor(_on_working_grid(moving, moving_affine, to_world, work_fixed.shape))
         inside = _tensor(_on_working_grid(np.ones_like(moving), moving_affine, to_world, work_fixed.shape))
         work_moving = work_moving / inside.clamp(min=1e-3)
-        scores[start] = float(local_correlation(work_moving, _tensor(work_fixed), WINDOW, weight=inside))
+        scores[start] = float(compare(work_moving, _tensor(work_fixed), WINDOW, weight=inside))
     return "centre" if scores["centre"] > scores["header"] + BETTER else "header"
 
 
@@ -335,11 +400,13 @@ def _warnings(names, placed, fixed_affine, dims):
 # The field, and its way back to the files' grids
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _find_field(net, moving, fixed, steps, cfg, seconds, progress):
+def _find_field(net, pair, steps, cfg, seconds, progress):
     """u, (1, N, *work) float32 on the CPU, by network and refinement.
 
-    moving, fixed: (1, 1, *work). steps: of the refinement. seconds: gets what network and refinement took.
+    pair: dict of moving, fixed, moving_mask, fixed_mask, (1, 1, *work) each. steps: of the refinement. seconds: gets
+    what network and refinement took.
     """
+    moving, fixed = pair["moving"], pair["fixed"]
     field, device = None, fixed.device
     if net is not None:
         began = time.perf_counter()
@@ -349,7 +416,8 @@ def _find_field(net, moving, fixed, steps, cfg, seconds, progress):
         seconds["network"] = time.perf_counter() - began
     if steps:
         began = time.perf_counter()
-        field = optimise(moving, fixed, field, steps, cfg, progress)[0].detach()
+        field, _ = optimise(moving, fixed, field, steps, cfg, progress, pair["moving_mask"], pair["fixed_mask"])
+        field = field.detach()
         synchronize(device)
         seconds["refine"] = time.perf_counter() - began
     if field is None:

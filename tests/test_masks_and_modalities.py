@@ -1,0 +1,231 @@
+"""Masks and similarities for two modalities: what does not count does not pull, and contrast does not matter."""
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from Dataloader.nifti import write_volume
+from Dataloader.synthetic import make_subject
+from Diffusion.losses import (
+    conditional_means,
+    image_similarity,
+    likeness,
+    mapped_correlation,
+    mutual_information,
+    self_similarity,
+    table_lookup,
+)
+from Diffusion.metrics import average, dice
+from Inference.affine import align_affine
+from Inference.labels import apply_label
+from Inference.refine import refine
+from Inference.registration import register
+from OM_register import main as om_register
+from Runtime.errors import InputError
+from tests.test_refine import pair as known_pair
+from tests.tiny import config
+
+SIZE = (30, 34, 28)
+SPACING_MM = np.diag([1.5, 1.2, 1.8, 1.0])
+
+
+def smooth_noise(size, seed=0):
+    noise = torch.rand(1, 1, *[max(n // 4, 2) for n in size], generator=torch.Generator().manual_seed(seed))
+    return F.interpolate(noise, size, mode="trilinear" if len(size) == 3 else "bilinear")
+
+
+def other_contrast(image):
+    """The same anatomy with intensities that neither rise nor fall with the first ones; the background stays dark."""
+    return 4.0 * (image - 0.5) ** 2 * (image > 0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Similarities
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("size", [(20, 24, 18), (26, 30)])
+def test_self_similarity_is_the_same_for_inverted_contrast(size):
+    image, other = smooth_noise(size), smooth_noise(size, seed=1)
+    described = self_similarity(image)
+    assert described.shape == (1, 12 if len(size) == 3 else 4, *size)
+    assert 0 <= described.min() and described.max() <= 1
+    assert float(likeness(described, self_similarity(1.0 - image))) == pytest.approx(1.0, abs=1e-4)
+    assert float(likeness(described, self_similarity(3.0 * image + 2.0))) == pytest.approx(1.0, abs=1e-3)
+    assert float(likeness(described, self_similarity(other))) < 0.95
+
+
+def test_self_similarity_of_an_edge_is_analytic():
+    """Far from the plane where a step is, all neighbours are alike; two voxels before it, the one beyond differs."""
+    image = torch.zeros(1, 1, 16, 16, 16)
+    image[:, :, 8:] = 1.0
+    described = self_similarity(image, distance=2, window=3)
+    assert torch.allclose(described[..., 2, 8, 8], torch.ones(1, 12))
+    at_edge = described[0, :, 6, 8, 8]  # pairs with the neighbour at +2 along the first axis: 4 of 12
+    assert int((at_edge < 0.5).sum()) == 4 and torch.allclose(at_edge[at_edge > 0.5], torch.ones(8))
+
+
+def test_mutual_information_of_known_images():
+    image = smooth_noise((16, 18, 14))
+    weight = torch.ones_like(image)
+    same, inverted, unrelated = (float(mutual_information(other, image, weight, bins=16)) for other in
+                                 (image, 1.0 - image, torch.rand(image.shape, generator=torch.Generator())))
+    assert same == pytest.approx(inverted, abs=1e-6) and same > 0.5 and abs(unrelated) < 0.1
+    assert float(mutual_information(torch.full_like(image, 0.3), image, weight)) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_mutual_information_has_the_gradient_of_its_value():
+    numbers = torch.Generator().manual_seed(0)
+    target = torch.rand(1, 1, 4, 5, 3, generator=numbers, dtype=torch.float64)
+    image = (0.1 + 0.8 * torch.rand(target.shape, generator=numbers, dtype=torch.float64)).requires_grad_()
+    weight = (0.2 + torch.rand(target.shape, generator=numbers, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda i, w: mutual_information(i, target, w, bins=6), (image, weight))
+
+
+def test_conditional_means_give_back_a_function_of_the_intensity():
+    image = torch.cat([smooth_noise((14, 16, 12), seed) for seed in (0, 1)])
+    table = conditional_means(image, torch.cat([2.0 * image[:1], 1.0 - image[1:]]), None, bins=16)
+    assert table.shape == (2, 16)
+    mapped = table_lookup(image, table)
+    assert torch.allclose(mapped[0], 2.0 * image[0], atol=0.1) and torch.allclose(mapped[1], 1.0 - image[1], atol=0.05)
+    ramp = table_lookup(torch.tensor([[[0.0, 0.25, 0.5, 1.0]]]), torch.tensor([[0.0, 10.0, 30.0]]))
+    assert ramp.flatten().tolist() == pytest.approx([0.0, 5.0, 10.0, 30.0])
+
+
+@pytest.mark.parametrize("kind", ["correlation", "mapped", "mind"])
+def test_image_similarity_is_one_for_equal_images_and_has_a_gradient(kind):
+    cfg = config(registration__similarity=kind, registration__scales=2)
+    image = smooth_noise((20, 22, 18))
+    moved = image.roll(2, 3).requires_grad_()
+    value = image_similarity(moved, image, cfg)
+    assert float(image_similarity(image, image, cfg)) == pytest.approx(1.0, abs=0.02)
+    assert float(value.detach()) < 0.98
+    gradient, = torch.autograd.grad(value, moved)
+    assert gradient.isfinite().all() and gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", ["correlation", "mapped", "mind"])
+def test_what_has_no_weight_says_nothing(kind):
+    cfg = config(registration__similarity=kind, registration__scales=1)
+    image, target = smooth_noise((20, 22, 18)), smooth_noise((20, 22, 18), seed=1)
+    weight = torch.ones_like(image)
+    weight[:, :, 10:] = 0.0
+    changed = torch.where(weight > 0, image, 1.0 - image)
+    # The descriptions of voxels next to the border of the mask see what lies behind it.
+    near = 0.02 if kind == "mind" else 1e-6
+    values = [float(image_similarity(each, target, cfg, weight)) for each in (image, changed)]
+    assert values[0] == pytest.approx(values[1], abs=near)
+    assert float(image_similarity(image, target, cfg)) != pytest.approx(values[0], abs=1e-4)
+
+
+def test_mapped_correlation_recognises_an_anatomy_of_another_contrast():
+    image = torch.from_numpy(make_subject(3, SIZE)["image"])[None, None].float()
+    other = torch.from_numpy(make_subject(4, SIZE)["image"])[None, None].float()
+    contrast = other_contrast(image).float()
+    assert float(mapped_correlation(contrast, image)) > float(mapped_correlation(contrast, other)) + 0.2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two modalities
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["mapped", "mind"])
+def test_refinement_finds_a_known_deformation_in_another_contrast(kind):
+    moving, fixed, true = known_pair(3)
+    seen = ((moving - fixed).abs() > 0.05)[0, 0]
+    field, info = refine(other_contrast(moving), fixed, None, 60,
+                         config(refine__levels=2, registration__similarity=kind))
+    error, size = (part.square().sum(1).sqrt()[0][seen].mean() for part in (field - true, true))
+    assert error < 0.7 * size
+    assert info["similarity_after"] > info["similarity_before"] and info["folding_percent"] < 0.1
+
+
+def test_affine_alignment_by_mutual_information_finds_a_known_map():
+    subject = make_subject(5, SIZE)["image"]
+    turn = np.eye(4)
+    angle = np.deg2rad(12.0)
+    turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    turn[:3, 3] = [4.0, -3.0, 5.0]
+    found = align_affine(subject, SPACING_MM, other_contrast(subject), turn @ SPACING_MM, similarity="mapped")
+    corners = np.array([[x, y, z, 1.0] for x in (0, 29) for y in (0, 33) for z in (0, 27)]).T
+    points = SPACING_MM @ corners
+    assert np.linalg.norm(((found - turn) @ points)[:3], axis=0).max() < 2.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks
+# ---------------------------------------------------------------------------------------------------------------------
+
+def lesioned(image, centre=(14, 14, 12), radius=4.0, value=1.0):
+    """The volume with a bright ball in it, and a mask that is 1 outside of the ball and its rim."""
+    far = np.sqrt(sum((axis - c) ** 2 for axis, c in zip(np.indices(image.shape), centre)))
+    return np.where(far < radius, value, image).astype(np.float32), (far >= radius + 1).astype(np.float32)
+
+
+def test_masked_lesions_do_not_pull_on_each_other():
+    """Both volumes have a bright lesion, at different places: what is around them is aligned as if they had none."""
+    everywhere = np.ones(SIZE)
+    misses, scores = [], []
+    for seeds in ((7, 8), (3, 4)):
+        fixed, moving = (make_subject(seed, SIZE) for seed in seeds)
+        image, fixed_mask = lesioned(fixed["image"])
+        other, moving_mask = lesioned(moving["image"], centre=(14, 19, 12))
+        masked, pulled, clean = (
+            register((volume, SPACING_MM), (another, SPACING_MM), refine=40, **masks,
+                     config=config(refine__levels=2, refine__weight=0.5))["field"]
+            for volume, another, masks in ((image, other, {"fixed_mask": fixed_mask, "moving_mask": moving_mask}),
+                                           (image, other, {"fixed_mask": everywhere}),
+                                           (fixed["image"], moving["image"], {"fixed_mask": everywhere})))
+        beside = (fixed_mask > 0) & (fixed["label"] > 0)
+        labels = sorted(set(np.unique(fixed["label"])) - {0})
+        warped = [apply_label(moving["label"], SPACING_MM, field, SPACING_MM, "nearest") for field in (masked, pulled)]
+        misses.append([np.linalg.norm(field - clean, axis=0)[beside].mean() for field in (masked, pulled)])
+        scores.append([average(dice(each * beside, fixed["label"] * beside, labels)) for each in warped])
+    (missed, missed_pulled), (with_masks, without) = np.mean(misses, 0), np.mean(scores, 0)
+    assert missed < 0.6 * missed_pulled and with_masks > without + 0.03
+
+
+def test_intensities_that_a_mask_leaves_out_change_nothing():
+    """Whatever lies in the lesion of either volume: the same alignment, field and similarity."""
+    fixed, moving = (make_subject(seed, SIZE)["image"] for seed in (7, 8))
+    results = []
+    for value in (1.0, 0.4):
+        (image, fixed_mask), (other, moving_mask) = lesioned(fixed, value=value), lesioned(moving, value=value)
+        results.append(register((image, SPACING_MM), (other, SPACING_MM), affine="rigid", refine=8,
+                                fixed_mask=fixed_mask, moving_mask=moving_mask, config=config(data__window=[0, 1])))
+    np.testing.assert_allclose(results[0]["matrix"], results[1]["matrix"], atol=1e-4)
+    np.testing.assert_allclose(results[0]["field"], results[1]["field"], atol=2e-3)
+    assert results[0]["similarity"] == pytest.approx(results[1]["similarity"], abs=1e-4)
+
+
+def test_masks_that_do_not_fit_are_one_sentence():
+    volume = (make_subject(7, SIZE)["image"], SPACING_MM)
+    for mask, words in ((np.zeros(SIZE), "nowhere above 0"), (np.ones((3, 4, 5)), "on another grid")):
+        with pytest.raises(InputError, match=words):
+            register(volume, volume, refine=1, fixed_mask=mask, config=config())
+    with pytest.raises(InputError, match="similarity is correlation, mapped, mind, not 'nmi'"):
+        register(volume, volume, refine=1, similarity="nmi", config=config())
+
+
+def test_the_program_takes_masks_and_modalities(tmp_path):
+    fixed, moving = (make_subject(seed, SIZE)["image"] for seed in (7, 8))
+    image, mask = lesioned(fixed)
+    for name, array in (("fixed", image), ("moving", other_contrast(moving)), ("mask", mask),
+                        ("small", mask[2:])):
+        write_volume(tmp_path / f"{name}.nii.gz", array.astype(np.float32), SPACING_MM)
+    (tmp_path / "pairs.json").write_text(json.dumps([
+        {"name": "a", "fixed": "fixed.nii.gz", "moving": "moving.nii.gz", "fixed_mask": "mask.nii.gz"},
+        {"name": "b", "fixed": "fixed.nii.gz", "moving": "moving.nii.gz", "moving_mask": "small.nii.gz"}]))
+    options = ["--model", "none", "--refine", "2", "--similarity", "mapped", "--no-picture", "--device", "cpu"]
+    assert om_register(["--pairs", str(tmp_path / "pairs.json"), "--out", str(tmp_path / "out"), *options]) == 43
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    row, = results["pairs"]
+    assert row["fixed_mask"] == str(tmp_path / "mask.nii.gz") and "fixed_mask" in row["source"]
+    assert results["failed"][0]["name"] == "b" and "on another grid" in results["failed"][0]["reason"]
+    assert results["settings"]["similarity"] == "mapped"
+    one = ["--fixed", str(tmp_path / "fixed.nii.gz"), "--moving", str(tmp_path / "moving.nii.gz")]
+    assert om_register([*one, "--fixed-mask", str(tmp_path / "mask.nii.gz"), "--out", str(tmp_path / "one"),
+                        *options]) == 0
+    single = json.loads((tmp_path / "one" / "results.json").read_text())["pairs"][0]
+    assert single["similarity"] == pytest.approx(row["similarity"], abs=1e-9)
