@@ -38,7 +38,7 @@ from Inference.labels import LABELS, apply_label
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import ALSO, disp_name, write_pair, write_points, write_warped
 from Inference.pair_figures import COLUMNS, means, pair_figures, write_report
-from Inference.pair_lists import TO_REGISTER, read_pairs_to_register
+from Inference.pair_lists import CHANNELS, MOST_CHANNELS, TO_REGISTER, channels_of, read_pairs_to_register
 from Inference.refine import STEPS
 from Inference.registration import (  # noqa: F401  register: for others
     AFFINES,
@@ -83,10 +83,15 @@ def parse_arguments(argv=None):
     parser.add_argument("--fixed-mask", help="image on the grid of the fixed volume: only where it is above 0 do "
                         "alignment, refinement and similarity look")
     parser.add_argument("--moving-mask", help="the same for the moving volume, on its own grid")
+    parser.add_argument("--fixed-channels", nargs="+", default=[], metavar="FILE", help="further channels of the fixed "
+                        "volume, on its grid: refinement and similarity compare them too")
+    parser.add_argument("--moving-channels", nargs="+", default=[], metavar="FILE", help="those of the moving volume, "
+                        "in the same order; they are warped along")
     parser.add_argument("--points", help="CSV of landmarks of the fixed volume: x,y,z in mm, RAS; they are moved into "
                         "the moving volume")
     parser.add_argument("--pairs", metavar="JSON", help="list of objects with fixed, moving, fixed_label, "
-                        "moving_label, fixed_mask, moving_mask, points, name, or Learn2Reg's; paths are relative to it")
+                        "moving_label, fixed_mask, moving_mask, fixed_channel_2, ..., points, name, or Learn2Reg's; "
+                        "paths are relative to it")
     parser.add_argument("--list", metavar="KEY", help="which list of that file, such as registration_val")
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of looking for one")
     parser.add_argument("--model", metavar="FILE", help="checkpoint, .safetensors file or run folder; or none")
@@ -120,13 +125,12 @@ def parse_arguments(argv=None):
 
 def check_arguments(args):
     """Raise InputError for options that do not fit together, before anything is read."""
-    masks = args.fixed_mask or args.moving_mask
-    one = bool(args.fixed or args.moving or args.fixed_label or args.moving_label or args.points or masks)
+    also_seen = args.fixed_mask or args.moving_mask or args.fixed_channels or args.moving_channels
+    one = bool(args.fixed or args.moving or args.fixed_label or args.moving_label or args.points or also_seen)
     if args.apply:
-        to_find = (args.pairs, args.model, args.affine, args.refine, args.initial, args.also, args.similarity, masks)
-        if any(to_find):
+        if any((args.pairs, args.model, args.affine, args.refine, args.initial, args.also, args.similarity, also_seen)):
             raise InputError("--apply takes a field that is there: leave out --pairs, --model, --affine, --refine, "
-                             "--initial, --also, --similarity, --fixed-mask and --moving-mask.")
+                             "--initial, --also, --similarity, masks and channels.")
         if not (args.moving or args.moving_label or args.points):
             raise InputError("--apply needs something to move: --moving, --moving-label or --points.")
         return
@@ -134,6 +138,8 @@ def check_arguments(args):
         raise InputError("give either --pairs or the files of one pair, --fixed and --moving.")
     if one and not (args.fixed and len(args.moving) == 1 and len(args.moving_label) <= 1):
         raise InputError("a pair is one --fixed and one --moving, with one --moving-label at most.")
+    if max(len(args.fixed_channels), len(args.moving_channels)) >= MOST_CHANNELS:
+        raise InputError(f"a volume has at most {MOST_CHANNELS} channels, the first one included; leave some out.")
     if args.initial and (args.pairs or args.start != "auto"):
         raise InputError("--initial says where one pair begins: leave out --pairs and --start.")
     if not args.model:
@@ -152,7 +158,8 @@ def asked_pairs(args):
         return read_pairs_to_register(args.pairs, args.list)
     files = {"fixed": args.fixed, "moving": args.moving[0], "fixed_label": args.fixed_label,
              "moving_label": args.moving_label[0] if args.moving_label else None, "fixed_mask": args.fixed_mask,
-             "moving_mask": args.moving_mask, "points": args.points}
+             "moving_mask": args.moving_mask, "points": args.points,
+             **dict(zip(CHANNELS["fixed"], args.fixed_channels)), **dict(zip(CHANNELS["moving"], args.moving_channels))}
     name = f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}"
     return [{"name": name, **{key: Path(path) for key, path in files.items() if path}}]
 
@@ -259,7 +266,8 @@ def register_pair(pair, model, cfg, args, folder, earlier=None):
         result = register_from(args.initial, pair["fixed"], pair["moving"], args.start, args.inverse, dims, model=model,
                                affine=args.affine or False, refine=args.refine, device=args.device, config=cfg,
                                progress=True, similarity=args.similarity, fixed_mask=pair.get("fixed_mask"),
-                               moving_mask=pair.get("moving_mask"))
+                               moving_mask=pair.get("moving_mask"), fixed_channels=channels_of(pair, "fixed"),
+                               moving_channels=channels_of(pair, "moving"))
     warped_label = warp_label(moving_label, result, result["field"], args.labels)
     row = {"name": pair["name"], **{key: os.path.abspath(pair[key]) for key in TO_REGISTER if key in pair},
            "folder": str(folder), **{key: result[key] for key in (*COLUMNS, *ROW) if key in result},

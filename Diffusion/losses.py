@@ -201,12 +201,13 @@ def self_similarity(image, distance=1, window=3):
     Heinrich et al., "Towards Realtime Multimodal Fusion for Image-Guided Interventions Using Self-similarities",
     MICCAI 2013.
 
-    image: (B, 1, *spatial). distance: in voxels. window: odd, in voxels.
-    Returns: (B, 12, *spatial), of 2D images (B, 4, *spatial); float32, 0 .. 1.
+    image: (B, C, *spatial). distance: in voxels. window: odd, in voxels.
+    Returns: (B, 12 C, *spatial), of 2D images (B, 4 C, *spatial); float32, 0 .. 1.
     """
-    dims = image.dim() - 2
+    dims, batch = image.dim() - 2, len(image)
     with torch.autocast(image.device.type, enabled=False):
-        padded = F.pad(image.float(), [distance] * (2 * dims), mode="replicate")
+        image = each_channel(image.float())
+        padded = F.pad(image, [distance] * (2 * dims), mode="replicate")
         inner = [slice(distance, distance + n) for n in image.shape[2:]]
         seen = {}
         for axis, step in itertools.product(range(dims), (-distance, distance)):
@@ -220,7 +221,12 @@ def self_similarity(image, distance=1, window=3):
         # Between a thousandth and a thousand times its mean over the image, so that noise in flat parts says nothing.
         mean = variance.mean(list(range(1, dims + 2)), keepdim=True).detach().clamp(min=1e-12)
         variance = torch.minimum(torch.maximum(variance, 1e-3 * mean), 1e3 * mean)
-        return torch.exp(-distances / variance)
+        return torch.exp(-distances / variance).view(batch, -1, *image.shape[2:])
+
+
+def each_channel(image):
+    """An image (B, C, *spatial) as B C samples of one channel, (B C, 1, *spatial)."""
+    return image.flatten(0, 1).unsqueeze(1)
 
 
 def likeness(described, target, weight=None):
@@ -239,11 +245,14 @@ def mapped_correlation(image, target, window=9, squared=True, weight=None, bins=
     target to the mean intensity of the image there, g the other way round, both as the two images lie now: the best
     functions of one intensity (the correlation ratio, Roche et al., MICCAI 1998). f and g are without gradient.
 
-    image, target: (B, 1, *spatial), intensities 0 .. 1. window, squared, weight: of `local_correlation`. bins: knots of
-    f and g, which are linear between them. Returns: a scalar; 1 is perfect.
+    image, target: (B, C, *spatial), intensities 0 .. 1, each channel with functions of its own. window, squared,
+    weight: of `local_correlation`. bins: knots of f and g, which are linear between them.
+    Returns: a scalar; 1 is perfect.
     """
+    if weight is not None:
+        weight = weight.repeat_interleave(image.shape[1], dim=0)
     with torch.autocast(image.device.type, enabled=False):
-        image, target = image.float(), target.float()
+        image, target = each_channel(image.float()), each_channel(target.float())
         as_image = table_lookup(target, conditional_means(target.detach(), image.detach(), weight, bins))
         as_target = table_lookup(image, conditional_means(image.detach(), target.detach(), weight, bins))
         return 0.5 * (local_correlation(image, as_image, window, squared, weight=weight)
@@ -285,7 +294,7 @@ def table_lookup(image, table):
 def image_similarity(image, target, cfg, weight=None):
     """What mode 3 raises, by registration.similarity: `mslncc`, `mapped_correlation` or `likeness`, over the scales.
 
-    image, target: (B, 1, *spatial). cfg: with its registration.* keys. weight: (B, 1, *spatial) or None.
+    image, target: (B, C, *spatial). cfg: with its registration.* keys. weight: (B, 1, *spatial) or None.
     Returns: a scalar, at most 1, which is perfect.
     """
     kind, window = cfg["registration.similarity"], cfg["registration.window"]

@@ -26,6 +26,7 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
         raise InputError(f"{initial}: after a field there is no inverse of the whole way; leave out --inverse, or "
                          "begin from a matrix.")
     moving_mask, moving_file = options.pop("moving_mask", None), moving
+    channels = [read_volume(path, dims)[0] for path in options.pop("moving_channels", ())]
     fixed, moving = read_volume(fixed, dims), read_volume(moving, dims)
     moving_mask = read_mask(moving_mask, str(moving_file), moving)
     first = on_grid_of(read_any_field(initial, dims), fixed)
@@ -35,9 +36,12 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
                          "to moving, and its file.")
     if moving_mask is not None:
         moving_mask = apply_field(moving_mask, moving[1], first, fixed[1], order=0)
-    result = register(fixed, (shown, fixed[1]), start="header", moving_mask=moving_mask, **options)
+    shown_channels = [apply_field(channel, moving[1], first, fixed[1]) for channel in channels]
+    result = register(fixed, (shown, fixed[1]), start="header", moving_mask=moving_mask, moving_channels=shown_channels,
+                      **options)
     field = compose(torch.from_numpy(first)[None], torch.from_numpy(result["field"])[None])[0].numpy()
     return {**result, "field": field, "warped": apply_field(*moving, field, fixed[1]), "moving": moving,
+            "warped_channels": [apply_field(channel, moving[1], field, fixed[1]) for channel in channels],
             "start": "field", **regularity_scores(field)}
 
 

@@ -18,6 +18,7 @@ from Dataloader.nifti import (
 )
 from Dataloader.transforms import write_field_h5, write_matrix
 from Diffusion.fields import jacobian_determinant
+from Inference.pair_lists import channels_of
 from Runtime.errors import InputError
 from Runtime.files import write_file
 
@@ -28,7 +29,8 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
     """Write what a registration has found.
 
     folder: where warped.nii.gz, field.nii.gz, jacobian.nii.gz and, where there are such, warped_label.nii.gz,
-    inverse_field.nii.gz and points.csv go. pair: paths of the files that were read, fixed, moving and moving_label.
+    warped_channel_2.nii.gz and so on, inverse_field.nii.gz and points.csv go. pair: paths of the files that were read,
+    fixed, moving, moving_label and further channels.
     result: of `register`. warped_label: (*fixed) or None. points_mm: (P, 3) landmarks of the fixed volume or None.
     disp: path of the field for Learn2Reg, or None. also: some of ALSO: the fields as .h5, the alignment as affine.mat,
     the warped image and label in another format.
@@ -38,6 +40,8 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
     if warped_label is not None:
         write_warped(folder / "warped_label.nii.gz", warped_label, pair["moving_label"], affine, header)
     write_warped(folder / "warped.nii.gz", result["warped"], pair["moving"], affine, header)
+    for number, (warped, path) in enumerate(zip(result["warped_channels"], channels_of(pair, "moving")), 2):
+        write_warped(folder / f"warped_channel_{number}.nii.gz", warped, path, affine, header)
     write_field(folder / "field.nii.gz", field, affine, header)
     determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
     write_volume(folder / "jacobian.nii.gz", determinant, affine, grid_header(header))

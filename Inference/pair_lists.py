@@ -10,7 +10,11 @@ from pathlib import Path
 from Dataloader.datalist import PAIR_KEYS, pair_files, read_json, volume_id
 from Runtime.errors import InputError
 
-TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "fixed_mask", "moving_mask", "points")
+MOST_CHANNELS = 5
+CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_CHANNELS + 1))
+            for side in ("fixed", "moving")}
+TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "fixed_mask", "moving_mask", "points",
+               *CHANNELS["fixed"], *CHANNELS["moving"])
 TO_SCORE = ("fixed_label", "moving_label", "field", "warped_label", "fixed_points", "moving_points")
 LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # of a JSON file, the first that is not empty
 
@@ -38,6 +42,11 @@ def read_pairs_to_register(path, key=None):
     if repeated:
         raise InputError(f"{path}: two pairs are called {repeated}; give each a name of its own.")
     return pairs
+
+
+def channels_of(pair, side):
+    """The files of the further channels of one side of a pair, "fixed" or "moving", in their order."""
+    return [pair[key] for key in CHANNELS[side] if key in pair]
 
 
 def read_pairs_to_score(path):

@@ -21,7 +21,7 @@ MIND_GAIN = 1.0  # of the likeness of descriptions against roughness of the velo
 def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, fixed_mask=None):
     """Optimise the field of one pair.
 
-    moving, fixed: (1, 1, *spatial) intensities in 0 .. 1 on one isotropic grid.
+    moving, fixed: (1, C, *spatial) intensities in 0 .. 1 on one isotropic grid; channels count alike.
     field: (1, N, *spatial) displacement in voxels to start from, or None.
     steps: optimiser steps, divided equally among refine.levels resolutions.
     cfg: flat config with its refine.* and registration.* keys. progress: show a bar.
@@ -65,9 +65,9 @@ def level_steps(size, steps, cfg):
 def pair_at_level(pair, factor, cfg):
     """A pair with 1 / factor of the voxels per side, as `pair_loss` compares it.
 
-    pair: dict of moving, fixed, and moving_mask, fixed_mask or None, each (1, 1, *spatial). What a mask leaves out does
-    not leak into the smaller images. With registration.similarity "mind" the images become their descriptions, which
-    are then moved in their place: cheaper than describing the moved image in each step, and as good.
+    pair: dict of moving, fixed, (1, C, *spatial), and moving_mask, fixed_mask, (1, 1, *spatial) or None. What a mask
+    leaves out does not leak into the smaller images. With registration.similarity "mind" the images become their
+    descriptions, which are then moved in their place: cheaper than describing the moved image in each step.
     """
     small = {}
     for side in ("moving", "fixed"):
@@ -135,8 +135,8 @@ def updated(field, velocity, size, cfg):
 def similarity(pair, field, cfg, padding="border"):
     """How alike a pair is under a field, by `image_similarity` as in training, a float; 1 is perfect.
 
-    pair: dict of moving, fixed, and moving_mask, fixed_mask or None, each (1, 1, *spatial). field: (1, N, *spatial) in
-    voxels, or None. padding: what lies outside the moving volume, see `warp`.
+    pair: dict of moving, fixed, (1, C, *spatial), and moving_mask, fixed_mask, (1, 1, *spatial) or None. field:
+    (1, N, *spatial) in voxels, or None. padding: what lies outside the moving volume, see `warp`.
     """
     warped, weight = warp_pair(pair, field, padding)
     return float(image_similarity(warped, pair["fixed"], cfg, weight))

@@ -52,24 +52,26 @@ FAR_APART = 50.0  # percent of the fixed field of view; where the moving one cov
 
 
 def register(fixed, moving, model=None, affine=False, refine=0, start="auto", device="cpu", inverse=False,
-             config=None, progress=False, similarity=None, fixed_mask=None, moving_mask=None):
+             config=None, progress=False, similarity=None, fixed_mask=None, moving_mask=None,
+             fixed_channels=(), moving_channels=()):
     """Find the field that brings `moving` onto `fixed`.
 
-    fixed, moving: path of a NIfTI file, or (array, affine 4x4), array (D, H, W) or (H, W) with any intensities.
-    model: path for `load_model`, what it returned (net, config), or None.
+    fixed, moving: path of a file, or (array, affine 4x4), array (D, H, W) or (H, W) with any intensities.
+    model: path for `load_model`, what it returned (net, config), or None. config: flat dict of config keys where there
+    is no model; default Config/config_om.yaml.
     affine: False, "rigid", or True or "affine": align by that first.
-    refine: steps of optimisation for this pair, True for the recommended number, 0 for none.
+    refine: steps of optimisation for this pair, True for the recommended number, 0 for none. progress: show a bar.
     start: "header" (as the headers place the volumes), "centre" (of the fields of view on each other), "auto" (the more
     similar one of the two; an affine alignment has starts of its own), or a 4x4 matrix, fixed to moving world in mm.
-    inverse: find the inverse too. config: flat dict of config keys where there is no model; default
-    Config/config_om.yaml. progress: show a bar.
-    similarity: by what the volumes are compared: "correlation", or for two modalities "mapped" or "mind"; None for the
-    config's registration.similarity. A network finds its field as it was trained.
-    fixed_mask, moving_mask: file or array on the volume's grid; alignment, refinement and similarity look only where
-    it is above 0. A network sees all of both volumes.
+    inverse: find the inverse too.
+    similarity: of SIMILARITIES, as `image_similarity` explains them; None for the config's registration.similarity.
+    fixed_mask, moving_mask: file or array; what is not above 0 counts neither for alignment nor refinement nor
+    similarity. fixed_channels, moving_channels: lists of files or arrays, further channels, in the same order, which
+    refinement and similarity compare too. All on the grids of their volumes. A network sees the volumes alone.
     Returns: dict of
       field (N, *fixed) float32, displacement in voxels of the fixed grid, and inverse (N, *moving) of the moving grid;
-      warped (*fixed) float32, intensities of the moving file; fixed, moving: (array, affine) as they were read;
+      warped (*fixed) float32, intensities of the moving file, and warped_channels, a list of such; fixed, moving:
+      (array, affine) as they were read;
       start: what was taken; matrix: T, 4x4; overlap_percent: of the fixed field of view, covered by the moving one;
       similarity_before (as the headers place the volumes), similarity: on the working grid, 1 is perfect;
       folding_percent, sdlogj: of the field; inverse_error_mm, inverse_error_max_mm: how far, on average and at most, a
@@ -83,19 +85,26 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     cfg = _compared_by(similarity, cfg)
     masks = {"fixed_mask": read_mask(fixed_mask, names[0], fixed),
              "moving_mask": read_mask(moving_mask, names[1], moving)}
+    channels = _read_channels(fixed_channels, moving_channels, names, fixed, moving)
+    return _find(net, cfg, names, fixed, moving, masks, channels, affine, refine, start, device, inverse, progress)
+
+
+def _find(net, cfg, names, fixed, moving, masks, channels, affine, refine, start, device, inverse, progress):
+    """What `register` returns, from what it has read. masks, channels: as for `_place`."""
     began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
-    placed = _place(fixed, moving, masks, affine, start, net is not None, cfg, seconds)
+    placed = _place(fixed, moving, masks, channels, affine, start, net is not None, cfg, seconds)
     sentences = _warnings(names, placed, None if net else fixed[1], cfg["model.dims"])
-    pair = {side: None if volume is None else _tensor(volume).to(device) for side, volume in placed["pair"].items()}
+    pair = _on_device(placed["pair"], device)
     work_field = _find_field(net, pair, refine, cfg, seconds, progress)
     result = _on_fixed_grid(work_field, placed, fixed, moving)
+    result["warped_channels"] = [apply_field(channel, moving[1], result["field"], fixed[1])
+                                 for channel in channels["moving"]]
     if inverse:
         result.update(_inverse(work_field, placed, moving, names[1], sentences))
     seconds["total"] = time.perf_counter() - began
-    by_header = {side: None if volume is None else _tensor(volume).to(device)
-                 for side, volume in placed["by_header"].items()}
+    before = pair_similarity(_on_device(placed["by_header"], device), None, cfg)
     return {**result, "fixed": fixed, "moving": moving, "start": placed["start"], "matrix": placed["matrix"],
-            "overlap_percent": placed["overlap_percent"], "similarity_before": pair_similarity(by_header, None, cfg),
+            "overlap_percent": placed["overlap_percent"], "similarity_before": before,
             "similarity": pair_similarity(pair, work_field.to(device), cfg, padding="zeros"),
             **regularity_scores(result["field"]), "seconds": seconds, "warnings": sentences}
 
@@ -214,6 +223,33 @@ def read_mask(source, name, volume):
     return (mask > 0).astype(np.float32)
 
 
+def _read_channels(fixed_channels, moving_channels, names, fixed, moving):
+    """The further channels of both volumes: {"fixed": [array, ...], "moving": [array, ...]}, float32.
+
+    names, fixed, moving: of `_read_pair`. Raises InputError for unequal numbers of them and for another grid.
+    """
+    if len(fixed_channels) != len(moving_channels):
+        raise InputError(f"{names[0]} has {len(fixed_channels)} further channels, {names[1]} {len(moving_channels)}; "
+                         "give equally many, in the same order.")
+    read = {"fixed": [], "moving": []}
+    for side, name, sources, (array, affine) in (("fixed", names[0], fixed_channels, fixed),
+                                                 ("moving", names[1], moving_channels, moving)):
+        for number, source in enumerate(sources, 2):
+            word = str(source) if isinstance(source, str | Path) else f"channel {number} of {name}"
+            source = source if isinstance(source, str | Path) else (source, affine)
+            channel, own_affine = _volume(source, word, array.ndim)
+            if not same_grid(array.shape, affine, channel.shape, own_affine):
+                raise InputError(f"{word}: the channel is on another grid than its volume {name} (shapes "
+                                 f"{channel.shape} and {array.shape}); resample it to the volume.")
+            read[side].append(channel)
+    return read
+
+
+def _on_device(pair, device):
+    """A dict of arrays (C, *spatial) or None as one of batches of one, (1, C, *spatial), on a device."""
+    return {key: None if array is None else torch.from_numpy(array)[None].to(device) for key, array in pair.items()}
+
+
 def _tensor(array):
     """A volume (*spatial) as a batch of one, (1, 1, *spatial)."""
     return torch.from_numpy(array)[None, None]
@@ -223,14 +259,14 @@ def _tensor(array):
 # From the files to the working grid
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _place(fixed, moving, masks, affine, start, has_net, cfg, seconds):
+def _place(fixed, moving, masks, channels, affine, start, has_net, cfg, seconds):
     """Where the moving volume lies before the deformation, and both volumes on the working grid.
 
     fixed, moving: (array, affine). masks: dict of fixed_mask, moving_mask, each on its volume's grid, or None.
-    affine, start: of `register`. seconds: gets what the affine alignment took.
+    channels: of `_read_channels`. affine, start: of `register`. seconds: gets what the affine alignment took.
     Returns: dict of start (a word), matrix (T, 4x4), overlap_percent, work_affine; pair (the moving volume under T) and
-    by_header (as the headers place it), each a dict of moving, fixed, intensities 0 to 1, moving_mask and fixed_mask or
-    None, all (*work) float32.
+    by_header (as the headers place it), each a dict of moving and fixed, (C, *work), intensities 0 to 1, and
+    moving_mask and fixed_mask, (1, *work) or None, all float32.
     """
     began = time.perf_counter()
     (fixed, fixed_affine), (moving, moving_affine) = fixed, moving
@@ -247,11 +283,16 @@ def _place(fixed, moving, masks, affine, start, has_net, cfg, seconds):
                                        cfg["registration.similarity"], **masks)
         seconds["affine"] = time.perf_counter() - began
 
-    of_fixed = {"fixed": work_fixed,
-                "fixed_mask": _mask_on_working_grid(masks["fixed_mask"], fixed_affine, work_affine, work_fixed.shape)}
+    size = work_fixed.shape
+    fixed_rest, moving_rest = ([rescale(channel, *intensity_limits(channel, cfg)) for channel in channels[side]]
+                               for side in ("fixed", "moving"))
+    of_fixed = {"fixed": np.stack([work_fixed, *(_on_working_grid(channel, fixed_affine, work_affine, size)
+                                                 for channel in fixed_rest)]),
+                "fixed_mask": _mask_on_working_grid(masks["fixed_mask"], fixed_affine, work_affine, size)}
     pair, by_header = ({
-        "moving": _on_working_grid(moving01, moving_affine, to_world, work_fixed.shape),
-        "moving_mask": _mask_on_working_grid(masks["moving_mask"], moving_affine, to_world, work_fixed.shape),
+        "moving": np.stack([_on_working_grid(channel, moving_affine, to_world, size)
+                            for channel in (moving01, *moving_rest)]),
+        "moving_mask": _mask_on_working_grid(masks["moving_mask"], moving_affine, to_world, size),
         **of_fixed} for to_world in (matrix @ work_affine, work_affine))
     return {"start": start if isinstance(start, str) else "matrix", "matrix": matrix,
             "overlap_percent": overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix),
@@ -303,10 +344,10 @@ def _on_working_grid(image, affine, work_to_world, size):
 
 
 def _mask_on_working_grid(mask, affine, work_to_world, size):
-    """A mask, or None, on another grid: 1 where an image shows there nothing of what the mask leaves out, else 0."""
+    """A mask on another grid, (1, *size), or None: 1 where an image there shows nothing of what it leaves out."""
     if mask is None:
         return None
-    return (_on_working_grid(mask, affine, work_to_world, size) > 0.99).astype(np.float32)
+    return (_on_working_grid(mask, affine, work_to_world, size) > 0.99).astype(np.float32)[None]
 
 
 def start_matrix(start, shape, affine, moving_shape, moving_affine):
@@ -403,15 +444,15 @@ def _warnings(names, placed, fixed_affine, dims):
 def _find_field(net, pair, steps, cfg, seconds, progress):
     """u, (1, N, *work) float32 on the CPU, by network and refinement.
 
-    pair: dict of moving, fixed, moving_mask, fixed_mask, (1, 1, *work) each. steps: of the refinement. seconds: gets
-    what network and refinement took.
+    pair: dict of moving, fixed, (1, C, *work), and moving_mask, fixed_mask, (1, 1, *work) or None. steps: of the
+    refinement. seconds: gets what network and refinement took.
     """
     moving, fixed = pair["moving"], pair["fixed"]
     field, device = None, fixed.device
     if net is not None:
         began = time.perf_counter()
         with torch.no_grad():
-            field = best_field(net, moving, fixed, cfg)
+            field = best_field(net, moving[:, :1], fixed[:, :1], cfg)
         synchronize(device)
         seconds["network"] = time.perf_counter() - began
     if steps:

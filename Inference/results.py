@@ -12,12 +12,14 @@ import re
 from pathlib import Path
 
 from Inference.pair_figures import COLUMNS, means
+from Inference.pair_lists import MOST_CHANNELS
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
            "points.csv", "picture.png", "field.h5", "inverse_field.h5", "affine.mat",
            *(f"{name}.{suffix}" for name in ("warped", "warped_label") for suffix in ("nrrd", "mha", "mgz")),
+           *(f"warped_channel_{number}.nii.gz" for number in range(2, MOST_CHANNELS + 1)),
            )  # of a pair, in its folder
 # Names in the folder of results that no file to be read may have, whatever is asked for.
 RESERVED = r"(warped.*|field|inverse_field|jacobian)\.(nii|nii\.gz|nrrd|mha|mgz|h5)$|points\.csv$|affine\.mat$"

@@ -1,4 +1,4 @@
-"""Masks and similarities for two modalities: what does not count does not pull, and contrast does not matter."""
+"""Masks, channels and similarities for two modalities: what does not count does not pull, contrast does not matter."""
 import json
 
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from Dataloader.nifti import write_volume
+from Dataloader.nifti import read_field, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.losses import (
     conditional_means,
@@ -21,7 +21,7 @@ from Diffusion.metrics import average, dice
 from Inference.affine import align_affine
 from Inference.labels import apply_label
 from Inference.refine import refine
-from Inference.registration import register
+from Inference.registration import apply_field, register
 from OM_register import main as om_register
 from Runtime.errors import InputError
 from tests.test_refine import pair as known_pair
@@ -229,3 +229,53 @@ def test_the_program_takes_masks_and_modalities(tmp_path):
                         *options]) == 0
     single = json.loads((tmp_path / "one" / "results.json").read_text())["pairs"][0]
     assert single["similarity"] == pytest.approx(row["similarity"], abs=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Channels
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["correlation", "mapped", "mind"])
+def test_the_similarity_of_channels_is_the_mean_of_theirs(kind):
+    cfg = config(registration__similarity=kind, registration__scales=2)
+    images, targets = (torch.cat([smooth_noise((20, 22, 18), seed + shift) for seed in (0, 1)], dim=1)
+                       for shift in (0, 5))
+    weight = smooth_noise((20, 22, 18), seed=9)
+    for counts in (None, weight):
+        together = float(image_similarity(images, targets, cfg, counts))
+        each = [float(image_similarity(images[:, c:c + 1], targets[:, c:c + 1], cfg, counts)) for c in (0, 1)]
+        assert together == pytest.approx(sum(each) / 2, abs=1e-5)
+
+
+def test_a_second_channel_shows_what_the_first_does_not():
+    """The first channel is a flat ball that has no inside; what moves inside of it shows only in the second."""
+    moving, fixed, true = known_pair(3)
+    seen = ((moving - fixed).abs() > 0.05)[0, 0]
+    balls = [(image > 0.02).float() * 0.5 for image in (moving, fixed)]
+    cfg = config(refine__levels=2)
+    errors = [float((refine(torch.cat(first, 1), torch.cat(second, 1), None, 40, cfg)[0] - true)
+                    .square().sum(1).sqrt()[0][seen].mean())
+              for first, second in ((balls[:1], balls[1:]), ((balls[0], moving), (balls[1], fixed)))]
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_the_program_takes_channels_and_warps_them(tmp_path):
+    fixed, moving = (make_subject(seed, SIZE)["image"] for seed in (7, 8))
+    for name, array in (("f", fixed), ("m", moving), ("f2", other_contrast(fixed)), ("m2", other_contrast(moving)),
+                        ("small", moving[2:])):
+        write_volume(tmp_path / f"{name}.nii.gz", array.astype(np.float32), SPACING_MM)
+    path = {name: str(tmp_path / f"{name}.nii.gz") for name in ("f", "m", "f2", "m2", "small")}
+    options = ["--fixed", path["f"], "--moving", path["m"], "--fixed-channels", path["f2"], "--model", "none",
+               "--refine", "4", "--no-picture", "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert om_register([*options, "--moving-channels", path["m2"]]) == 0
+    field, affine = read_field(tmp_path / "out/field.nii.gz")
+    warped, _ = read_volume(tmp_path / "out/warped_channel_2.nii.gz")
+    np.testing.assert_allclose(warped, apply_field(*read_volume(path["m2"]), field, affine), atol=1e-4)
+    row, = json.loads((tmp_path / "out/results.json").read_text())["pairs"]
+    assert "warped_channel_2.nii.gz" in row["files"] and row["moving_channel_2"] == path["m2"]
+    alone = register(path["f"], path["m"], refine=4)
+    assert not np.array_equal(alone["field"], register(path["f"], path["m"], refine=4, fixed_channels=[path["f2"]],
+                                                       moving_channels=[path["m2"]])["field"])
+    assert om_register(options) == 43 and om_register([*options, "--moving-channels", path["small"]]) == 43
+    again, = json.loads((tmp_path / "out/results.json").read_text())["failed"]
+    assert "on another grid" in again["reason"]
