@@ -300,7 +300,7 @@ def test_the_program_takes_it_and_leaves_files_for_others(far_apart, tmp_path, c
 @pytest.mark.parametrize("words, sentence", [
     (["--pairs", "p.json", "--initial", "a.mat", "--model", "none", "--refine"], "--initial says where one pair"),
     (["--start", "centre", "--initial", "a.mat", "--model", "none", "--refine"], "leave out --pairs and --start"),
-    (["--apply", "f.nii.gz", "--also", "h5"], "leave out --pairs, --model, --affine, --refine, --initial and --also"),
+    (["--apply", "f.nii.gz", "--also", "h5"], "leave out --pairs, --model, --affine, --refine, --initial, --also, "),
     (["--initial", "none.mat", "--model", "none", "--refine"], "none.mat: no such file"),
     (["--initial", "way.h5", "--inverse", "--model", "none", "--refine"], "there is no inverse of the whole way")])
 def test_what_does_not_fit_together_is_one_sentence(far_apart, tmp_path, capsys, monkeypatch, words, sentence):
