@@ -37,7 +37,7 @@ from Inference.initial import register_from
 from Inference.labels import LABELS, apply_label
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import ALSO, disp_name, write_pair, write_points, write_warped
-from Inference.pair_figures import COLUMNS, means, pair_figures, write_report
+from Inference.pair_figures import COLUMNS, means, pair_figure, read_pair, write_report
 from Inference.pair_lists import CHANNELS, MOST_CHANNELS, TO_REGISTER, channels_of, read_pairs_to_register
 from Inference.refine import STEPS
 from Inference.registration import (  # noqa: F401  register: for others
@@ -279,7 +279,7 @@ def register_pair(pair, model, cfg, args, folder, earlier=None):
     remove_outputs(folder, out, earlier)
     write_pair(folder, pair, result, warped_label, points_mm, disp, args.also)
     if not args.no_picture:
-        write_file(folder / "picture.png", figure_png(pair_figures(row, dims)[0]))
+        write_file(folder / "picture.png", figure_png(pair_figure(read_pair(row, dims))))
     return {**row, "source": source_digests(pair), "files": file_digests(output_files(folder, disp), out)}
 
 

@@ -7,6 +7,7 @@ from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import SUFFIXES, read_field, read_label, read_volume
 from Diffusion.figures import gallery_figure
 from Inference.draws import MEASURES, draw_paths
+from Inference.viewer import PAGE_BYTES, viewer_html
 from Runtime.page import cards_html, figure_html, table_html, text_table, write_page
 
 PICTURED = 3  # volumes that the report shows
@@ -37,7 +38,7 @@ def write_report(out, lead, items, kept, refused, dims):
                 ("Draws", draws_table(kept))]
     if refused:
         sections.append(("Left out", table_html(["volume", "why"], sorted(refused.items()))))
-    write_page(out / "report.html", "Deformed copies", lead, sections)
+    write_page(out / "report.html", "Deformed copies", lead, sections, viewer=True)
     print(text_table(**volumes))
     print(f"\nreport: {(out / 'report.html').resolve()}")
     return headline
@@ -68,8 +69,11 @@ def summary(kept, items, refused):
 
 
 def picture(item, out, records, dims):
-    """One volume and some of its draws, read from their files, as HTML. records: of its draws."""
-    image, _ = read_volume(item["image"], dims)
+    """One volume and some of its draws, read from their files, as HTML; the first can be looked through.
+
+    records: of its draws.
+    """
+    image, affine = read_volume(item["image"], dims)
     low, high = intensity_range(image)
 
     def read_own_label(path):
@@ -82,9 +86,13 @@ def picture(item, out, records, dims):
         field, _ = read_field(paths["field"], dims)
         title = f"draw {record['draw']}: {record['mean']:.1f} %"
         copies.append((title, rescale(copy, low, high), read_own_label(paths.get("label")), field))
+    _, images, labels, fields = zip(*copies[:2])
+    names = ("original", f"draw {records[0]['draw']}")
+    viewer = viewer_html(f"{item['id']} and its first copy", dict(zip(names, images)), fields[1], affine,
+                         dict(zip(names, labels)) if item["label"] else None, PAGE_BYTES // PICTURED)
     where = "Slice through the middle of the last axis, with" if dims == 3 else "With"
-    return figure_html(gallery_figure(copies), f"{item['id']}. {where} outlines of the labels; below, the deformed "
-                       "grid. Percent: mean displacement, of the image's longest side.")
+    return viewer + figure_html(gallery_figure(copies), f"{item['id']}. {where} outlines of the labels; below, the "
+                                "deformed grid. Percent: mean displacement, of the image's longest side.")
 
 
 def volume_table(records):

@@ -9,6 +9,7 @@ from Dataloader.nifti import read_field, read_label, read_volume
 from Diffusion.figures import CELL, FIXED_LINE, MOVING_LINE, middle_slices, registration_figure
 from Diffusion.metrics import spread
 from Inference.registration import apply_field
+from Inference.viewer import PAGE_BYTES, viewer_html
 from Runtime.page import cards_html, figure_html, table_html, text_table, write_page
 
 COLUMNS = {"dice_before": ".3f", "dice": ".3f", "similarity_before": ".3f", "similarity": ".3f",
@@ -104,12 +105,13 @@ def _box_panel(ax, title, names, groups):
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def pair_figures(row, dims):
-    """The pictures of one registered pair, from its files: `registration_figure` and `checkerboard_figure`.
+def read_pair(row, dims):
+    """The volumes of one registered pair on the fixed grid, from its files.
 
     Intensities are 0..1 between percentiles of each volume, so that differences can be looked at.
     row: of the results, with name, fixed, moving, folder and, where there are, fixed_label and moving_label.
-    Returns: two matplotlib Figures.
+    Returns: dict of name, images and labels (fixed, and the moving volume before and after; labels may be None), field
+    in voxels, affine.
     """
     folder = Path(row["folder"])
     fixed, affine = read_volume(row["fixed"], dims)
@@ -121,12 +123,19 @@ def pair_figures(row, dims):
     labels = None
     if "fixed_label" in row and "moving_label" in row:
         moving_label, _ = read_label(row["moving_label"], dims)
-        fixed_label, _ = read_label(row["fixed_label"], dims)
-        warped_label, _ = read_label(folder / "warped_label.nii.gz", dims)
-        labels = [apply_field(moving_label, moving_affine, zero, affine, order=0), fixed_label, warped_label]
+        labels = {"fixed": read_label(row["fixed_label"], dims)[0],
+                  "before": apply_field(moving_label, moving_affine, zero, affine, order=0),
+                  "after": read_label(folder / "warped_label.nii.gz", dims)[0]}
     before, after = _greys_together(by_header, warped)
-    return (registration_figure(before, _grey(fixed), after, field, labels, row["name"]),
-            checkerboard_figure(fixed, by_header, warped))
+    return {"name": row["name"], "images": {"fixed": _grey(fixed), "before": before, "after": after}, "labels": labels,
+            "field": field, "affine": affine}
+
+
+def pair_figure(pair):
+    """The `registration_figure` of a pair of `read_pair`."""
+    labels = pair["labels"] and [pair["labels"][word] for word in ("before", "fixed", "after")]
+    images = pair["images"]
+    return registration_figure(images["before"], images["fixed"], images["after"], pair["field"], labels, pair["name"])
 
 
 def means(rows, failed):
@@ -170,7 +179,7 @@ def write_report(folder, rows, failed, lead, dims):
     sections += _pictures(ordered, dims)
     print(text_table(header, lines, formats))
     return write_page(folder / "report.html", "Registrations", f"{len(rows)} pair{'s' * (len(rows) > 1)}; {lead}.",
-                      sections)
+                      sections, viewer=True)
 
 
 def _pictures(ordered, dims):
@@ -180,10 +189,12 @@ def _pictures(ordered, dims):
     ranks = {1: [""], 2: ["Worst: ", "Best: "], 3: ["Worst: ", "Median: ", "Best: "]}[len(numbers)]
     sections = []
     for number, rank in zip(numbers, ranks):
-        name = ordered[number]["name"]
-        slices, checkerboards = pair_figures(ordered[number], dims)
-        html = figure_html(slices, "Middle slices, on the fixed grid.", name)
-        html += figure_html(checkerboards, "Checkerboards.", name)
+        pair = read_pair(ordered[number], dims)
+        name, images = pair["name"], pair["images"]
+        html = viewer_html(**pair, budget=PAGE_BYTES // len(numbers))
+        html += figure_html(pair_figure(pair), "Middle slices, on the fixed grid.", name)
+        html += figure_html(checkerboard_figure(images["fixed"], images["before"], images["after"]), "Checkerboards.",
+                            name)
         sections.append((f"{rank}{name}", html))
     return sections
 

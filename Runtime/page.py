@@ -1,5 +1,6 @@
 """Tables and pages of results: the only module that writes whole pages. A page is one file and works offline."""
 import base64
+import hashlib
 import importlib.metadata
 import io
 import platform
@@ -16,7 +17,8 @@ from Runtime.provenance import git
 NUMBER = (int, float, np.number)
 SCREEN_DPI, FILE_DPI = 92, 150
 
-STYLE = (Path(__file__).parent / "page.css").read_text()
+STYLE, VIEWER_STYLE, VIEWER_SCRIPT = [(Path(__file__).parent / name).read_text(encoding="utf-8")
+                                      for name in ("page.css", "viewer.css", "viewer.js")]
 
 
 def figure_png(figure):
@@ -68,30 +70,37 @@ def cards_html(cards):
     return f'<div class="cards">\n{"".join(parts)}</div>\n'
 
 
-def write_page(path, title, lead, sections, refresh_s=None):
+def write_page(path, title, lead, sections, refresh_s=None, viewer=False):
     """Write a complete page, atomically, that needs no other file and no network.
 
     path: the .html file; its folder is created. title, lead: plain text. sections: list of (heading, html), with html
     of the functions above; an empty heading is left out. refresh_s: a browser loads the page again after so many
-    seconds; None: it does not.
+    seconds; None: it does not. viewer: whether sections hold viewers (Inference/viewer.py), which need a script.
     Returns: path as a Path.
     """
     path = Path(path)
     body = "".join(f"<section>\n{f'<h2>{escape(heading)}</h2>' if heading else ''}\n{html}</section>\n"
                    for heading, html in sections)
     refresh = f'<meta http-equiv="refresh" content="{refresh_s:.0f}">\n' if refresh_s else ""
-    # The policy keeps the page from loading anything over the network, whatever a section contains.
+    # The policy keeps the page from loading anything over the network, and from running another script than that of
+    # the viewers, whatever a section contains.
+    style, script, policy = STYLE, "", "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    if viewer:
+        style, script = STYLE + VIEWER_STYLE, f"<script>{VIEWER_SCRIPT}</script>\n"
+        digest = base64.b64encode(hashlib.sha256(VIEWER_SCRIPT.encode()).digest()).decode()
+        policy += f"; script-src 'sha256-{digest}'"
     page = f"""<!DOCTYPE html>
 <html lang="en"><head>
 <meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 {refresh}<title>{escape(title)}</title><link rel="icon" href="data:,">
-<style>{STYLE}</style></head>
+<style>{style}</style></head>
 <body><main>
 <h1>{escape(title)}</h1>
 <p class="lead">{escape(lead)}</p>
 {body}</main>
-<footer><p>{escape(_origin())}</p></footer></body></html>
+<footer><p>{escape(_origin())}</p></footer>
+{script}</body></html>
 """
     # A file name that is not UTF-8 holds lone surrogates, which cannot be encoded.
     write_file(path, page.encode(errors="replace"))

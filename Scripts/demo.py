@@ -22,6 +22,7 @@ import numpy as np  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from Dataloader.datalist import read_datalist  # noqa: E402
+from Dataloader.grids import intensity_range, rescale  # noqa: E402
 from Dataloader.nifti import read_label  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
 from Diffusion.figures import curves_figure, gallery_figure, registration_figure  # noqa: E402
@@ -31,6 +32,7 @@ from Inference.labels import apply_label  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Inference.refine import STEPS  # noqa: E402
 from Inference.registration import register  # noqa: E402
+from Inference.viewer import PAGE_BYTES, viewer_html  # noqa: E402
 from Runtime import checkpoint, page  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
@@ -68,7 +70,7 @@ def register_held_out(model, device):
         cases.append({"pair": f"{moving['id']} to {fixed['id']}", "folding": result["folding_percent"], **scores,
                       "seconds": result["seconds"]["total"], "item": moving,
                       "volumes": [result["moving"][0], result["fixed"][0], result["warped"], result["field"]],
-                      "labels": [moving_label, fixed_label, warped["after"]]})
+                      "labels": [moving_label, fixed_label, warped["after"]], "affine": fixed_affine})
     return cases
 
 
@@ -103,10 +105,20 @@ def pair_pictures(cases):
     html = ""
     for case, word in ((worst, "the worst pair"), (best, "the best pair")):
         figure = registration_figure(*case["volumes"], labels=case["labels"], title=f"{case['pair']} ({word})")
-        html += page.figure_html(figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} "
-                                           "after.")
+        html += pair_viewer(case) + page.figure_html(
+            figure, f"{case['pair']}: Dice {case['before']:.3f} before, {case['after']:.3f} after.")
     write_file(FOLDER / "registration.png", page.figure_png(figure))
     return html
+
+
+def pair_viewer(case):
+    """The volumes of one pair to look through, as HTML."""
+    *volumes, field = case["volumes"]
+    order = {"fixed": 1, "before": 0, "after": 2}
+    darkest, brightest = intensity_range(volumes[1])
+    images = {word: rescale(volumes[number], darkest, brightest) for word, number in order.items()}
+    labels = {word: case["labels"][number] for word, number in order.items()}
+    return viewer_html(case["pair"], images, field, case["affine"], labels, PAGE_BYTES // 2)
 
 
 def write_report(cases, history, model, seconds):
@@ -134,7 +146,8 @@ def write_report(cases, history, model, seconds):
          ("Deformed copies", page.figure_html(
              gallery, "One subject deformed at random, at two times t, and what the network makes of it when it undoes "
                     "what it can: what OM_augment.py writes. Labels move along (outlines).")),
-         ("Training", page.figure_html(curves_figure(history, PANELS), "Averages of each epoch."))])
+         ("Training", page.figure_html(curves_figure(history, PANELS), "Averages of each epoch."))],
+        viewer=True)
     print("\n" + page.text_table(header, rows, formats))
     return {"dice_before": mean["before"], "dice_after": mean["after"], "dice_refined": mean["refined"],
             "folding_percent": mean["folding"], "seconds": seconds}

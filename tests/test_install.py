@@ -76,6 +76,8 @@ def test_all_of_the_package_is_under_one_name(tmp_path):
         assert len(path.read_text().splitlines()) == len(own.read_text().splitlines())
     configs = {path.name for path in (ROOT / "Config").glob("*.yaml")}
     assert {path.name for path in (built / "omnimorph/Config").iterdir()} == configs
+    for name in ("page.css", "viewer.css", "viewer.js"):
+        assert (built / "omnimorph/Runtime" / name).read_text() == (ROOT / "Runtime" / name).read_text()
 
 
 def test_the_package_says_what_the_repository_says():

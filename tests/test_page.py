@@ -12,7 +12,7 @@ from Runtime.errors import InputError
 from Runtime.page import cards_html, figure_html, figure_png, table_html, text_table, write_page
 from tests.test_figures import pair, pixels
 
-VOID = {"meta", "link", "img", "br", "hr"}
+VOID = {"meta", "link", "img", "br", "hr", "input"}
 NASTY = '<script>alert("1 & 2")</script>'
 
 
