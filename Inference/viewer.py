@@ -180,11 +180,11 @@ def pack(array, kind=np.uint8):
 
 def stage_html(name):
     """The picture with the words over it, and the slider below."""
-    return f"""<div class="stage" tabindex="0" role="slider" aria-label="{escape(name)}: picture with a divider"
+    return f"""<div><div class="stage" tabindex="0" role="slider" aria-label="{escape(name)}: picture with a divider"
 aria-valuemin="0" aria-valuemax="100" aria-valuenow="50"><canvas></canvas>
 <span class="edge left"></span><span class="edge right"></span><span class="edge top"></span><span class="edge foot">
 </span><span class="tag left"></span><span class="tag right"></span></div>
-<label class="slices"><span>slice <output></output></span><input type="range" min="1" value="1"></label>"""
+<label class="slices"><span>slice <output></output></span><input type="range" min="1" value="1"></label></div>"""
 
 
 def controls_html(words, has_labels, dims):

@@ -187,7 +187,8 @@ function writeWords(view) {
   stage.dataset.view = state.view;
   stage.style.setProperty("--divider", `${100 * state.divider}%`);
   stage.setAttribute("aria-valuenow", Math.round(100 * state.divider));
-  stage.setAttribute("aria-valuetext", `${state.plane} slice ${slice} of ${slices}, ${state.view}: ${left} ${right}`);
+  const place = slices > 1 ? `${state.plane} slice ${slice} of ${slices}, ` : "";
+  stage.setAttribute("aria-valuetext", `${place}${state.view}: ${left} ${right}`);
 }
 
 /* Changes the state and shows it: the words at once, the picture with the next frame. */

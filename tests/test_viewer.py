@@ -327,12 +327,12 @@ def test_on_a_phone_a_finger_moves_the_divider_and_nothing_is_wider_than_it(repo
         opened(tab, report)
         assert tab.ask("document.documentElement.scrollWidth") == 390
         tab.swipe(".stage", (0.5, 0.5), (0.25, 0.5))
-        assert divider(tab) == 25
+        tab.wait_for("document.querySelector('.stage').ariaValueNow === '25'")
         low = tab.ask("""[...document.querySelectorAll('button, input')].filter(
             each => each.getBoundingClientRect().height < 36).length""")
         assert low == 0, "fingers need room"
         tab.tap("[data-flip=jacobian]")
-        assert tab.ask("document.querySelector('[data-flip=jacobian]').ariaPressed") == "true"
+        tab.wait_for("document.querySelector('[data-flip=jacobian]').ariaPressed === 'true'")
         assert tab.complaints == [] and tab.requests == []
 
 
