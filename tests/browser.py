@@ -66,14 +66,21 @@ class Tab:
 
     def call(self, method, **parameters):
         """Send one command; returns its result. What the page reports meanwhile is noted."""
+        return self.result(self.send(method, **parameters))
+
+    def send(self, method, **parameters):
+        """Send one command; returns the number under which it is answered."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         if self.session:
             message["sessionId"] = self.session
         os.write(self.commands, json.dumps(message).encode() + b"\0")
+        return self.number
+
+    def result(self, number):
         while True:
             answer = self.read()
-            if answer.get("id") == self.number:
+            if answer.get("id") == number:
                 assert "error" not in answer, answer
                 return answer["result"]
 
@@ -127,9 +134,10 @@ class Tab:
         self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 
     def place(self, selector, across=0.5, down=0.5):
-        """A point in the window, inside of an element that is scrolled into view."""
-        return self.ask(f"""(() => {{ const element = document.querySelector({json.dumps(selector)});
+        """A point in the window, inside of an element that is scrolled into view, once the scrolled page is drawn."""
+        return self.ask(f"""(async () => {{ const element = document.querySelector({json.dumps(selector)});
             element.scrollIntoView({{ block: "center", behavior: "instant" }});
+            for (const frame of [1, 2]) await new Promise(requestAnimationFrame);
             const box = element.getBoundingClientRect();
             return {{ x: box.left + {across} * box.width, y: box.top + {down} * box.height }}; }})()""")
 
@@ -148,14 +156,17 @@ class Tab:
 
     def swipe(self, selector, start, end, steps=8):
         """The same with a finger."""
-        places = [[a + (b - a) * step / max(steps, 1) for a, b in zip(start, end)] for step in range(steps + 1)]
+        places = [[a + (b - a) * step / steps for a, b in zip(start, end)] for step in range(steps + 1)]
         for number, place in enumerate(places):
             kind = "touchMove" if number else "touchStart"
             self.call("Input.dispatchTouchEvent", type=kind, touchPoints=[self.place(selector, *place)])
         self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     def tap(self, selector):
-        self.swipe(selector, (0.5, 0.5), (0.5, 0.5), steps=0)
+        at = self.place(selector)
+        # Both at once: a finger that rests for long, because the machine is busy, is not a tap.
+        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[at])
+        self.result(self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[]))
 
     def screenshot(self, path, **options):
         Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **options)["data"]))
