@@ -24,8 +24,8 @@ from tests.tiny import ROOT, launcher_environment
 # README.md and all of docs/, in the order of the walk: what a page uses has been made by those before it.
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
     "install", "data", "training", "report", "trouble", "registration", "augmentation", "evaluation", "clusters",
-    "site_dawn", "site_lumi", "site_gilbreth", "site_torch-hpc", "site_local", "configuration", "benchmarks", "faults",
-    "code", "new_loss", "index"))]
+    "site_dawn", "site_lumi", "site_gilbreth", "site_torch-hpc", "site_local", "configuration", "benchmarks",
+    "features", "faults", "code", "new_loss", "index"))]
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 HIPPOCAMPUS = ROOT.parent / "shared/data/hippocampus"
 VOLUMES = 60  # in Data/brains; those after them are the files of the examples
@@ -60,6 +60,7 @@ ELSEWHERE = {
     ], "tests/test_containers.py"),
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
+    ".venv/bin/python tests/bench/bench_multimodal.py --subjects test": "progress.md",
     ".venv/bin/python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --refine --initial "
     "Results/theirs/0GenericAffine.mat --also h5 mat nrrd --out Results/further": "tests/test_transforms.py",
     **dict.fromkeys([
