@@ -49,9 +49,10 @@ bench: .venv/.ready   ## benchmarks: operations, the share of a step that is not
 	$(PY) tests/bench/bench_data.py
 	$(PY) tests/bench/bench_report.py
 
-bench-registration: .venv/.ready   ## registration against ANTs, DIPY, ConvexAdam, VoxelMorph on real volumes (hours; makes .venv-peers)
+bench-registration: .venv/.ready   ## registration against ANTs, DIPY, ConvexAdam, VoxelMorph, elastix on real volumes (hours; makes .venv-peers)
 	$(PY) tests/bench/bench_registration.py
 	$(PY) tests/bench/bench_mouse.py
+	$(PY) tests/bench/bench_multimodal.py --subjects test
 
 docs: .venv/.ready   ## the pages of docs/ as a site with a search, in site/
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt 1>&2

@@ -31,6 +31,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--refine", type=int, default=60, metavar="N", help="steps of our refinement (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of Config/config_om.yaml, such as refine.* , for ours")
+    parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs")
     add_shared(parser, DATA, "bench_mouse")
     return parser.parse_args(argv)
 

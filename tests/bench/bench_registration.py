@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from peers import peer, peers_python, start_peer
+from peers import clocks, peer, peers_python, spent, start_peer
 from scipy.stats import wilcoxon
 from tqdm import tqdm
 
@@ -130,7 +130,7 @@ def prepare_pairs(volumes, pairs, folder, start):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Methods: each yields field, label on the fixed grid and seconds for the pairs in turn
+# Methods: each yields field, label on the fixed grid and seconds (of the clock, of processors) for the pairs in turn
 # ---------------------------------------------------------------------------------------------------------------------
 
 def identity(pairs):
@@ -139,16 +139,17 @@ def identity(pairs):
         fixed, fixed_affine = read_label(pair["fixed_label"])
         change = np.linalg.inv(fixed_affine) @ pair["start"] @ fixed_affine
         still = torch.zeros(1, 3, *fixed.shape)
-        yield across(still, change)[0].numpy(), None, 0.0
+        yield across(still, change)[0].numpy(), None, (0.0, 0.0)
 
 
-def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True):
-    """register() of this project. model: (net, config), or None and a config."""
+def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True, **more):
+    """register() of this project. model: (net, config), or None and a config. more: of its other arguments."""
     for number, pair in enumerate(pairs[:1] * warm_up + pairs):
         fixed, moving = read_volume(pair["fixed"]), read_volume(pair["moving"])
-        started = time.perf_counter()
-        found = register(fixed, moving, model=model, affine=affine, refine=refine, start=pair["start"], config=config)
-        seconds = time.perf_counter() - started
+        started = clocks()
+        found = register(fixed, moving, model=model, affine=affine, refine=refine, start=pair["start"], config=config,
+                         **more)
+        seconds = spent(started)
         if number or not warm_up:
             yield found["field"], None, seconds
 
@@ -214,7 +215,7 @@ def score(pair, field, label, seconds):
     """Scores of one pair by the method's field.
 
     label: the moving label map as the method itself warps it, to the nearest voxel, or None where it has no means of
-    its own. agreement: Dice of it with what the field gives.
+    its own. seconds: of the clock and of processors. agreement: Dice of the label with what the field gives.
     """
     (fixed, affine), (moving, moving_affine) = (read_label(pair[f"{part}_label"]) for part in ("fixed", "moving"))
     labels = [int(value) for value in np.unique(fixed) if value]
@@ -223,7 +224,8 @@ def score(pair, field, label, seconds):
     return {"name": pair["name"], "dice": average(values), "labels": dict(zip(map(str, labels), values)),
             "dice_smooth": average(dice(smooth, fixed, labels)),
             "hd95_mm": average(hd95(nearest, fixed, labels, np.linalg.norm(affine[:3, :3], axis=0))),
-            "folding_percent": folding_percent(torch.from_numpy(field)[None]), "seconds": seconds,
+            "folding_percent": folding_percent(torch.from_numpy(field)[None]), "seconds": seconds[0],
+            "processor_seconds": seconds[1],
             "agreement": 1.0 if label is None else average(dice(nearest, label, labels))}
 
 
@@ -249,6 +251,22 @@ def run_method(name, method, pairs, path, settings, resume):
     return scores
 
 
+def run_methods(names, method_of, pairs, args):
+    """Scores of each method in turn. method_of(name): its generator and what has to be the same to resume it.
+
+    args: with `out` and `resume`. Returns: {name: scores}; a sentence for each method that failed, also printed.
+    """
+    results, failed = {}, []
+    for name in names:
+        try:
+            method, settings = method_of(name)
+            results[name] = run_method(name, method, pairs, args.out / f"{name}.json", settings, args.resume)
+        except InputError as error:  # hours of the others are not lost for it
+            failed.append(f"error: {name} is missing: {error}")
+            print(failed[-1], file=sys.stderr)
+    return results, failed
+
+
 def write_json(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
@@ -262,6 +280,7 @@ def summary(scores):
              for key in ("dice", "dice_smooth", "hd95_mm", "folding_percent")}
     values, seconds = [entry["dice"] for entry in scores], [entry["seconds"] for entry in scores]
     return {**found, "seconds": statistics.median(seconds), "seconds_mean": statistics.fmean(seconds),
+            "processor_seconds": average([entry.get("processor_seconds") for entry in scores]),  # not in older files
             "dice_sd": statistics.stdev(values) if len(values) > 1 else 0.0,
             "labels": {label: average([entry["labels"].get(label) for entry in scores])
                        for label in scores[0]["labels"]}}
@@ -292,16 +311,21 @@ def box_plots(results):
     return figure
 
 
-def publish(results, out, title, lead, references):
-    """Table, results.json, report.html and the last line of JSON. references: methods the others are compared with."""
+def publish(results, out, title, lead, references, sections=(), more=None):
+    """Table, results.json, report.html and the last line of JSON.
+
+    references: methods the others are compared with. sections: of the page, before the others. more: dict of further
+    entries for the last line.
+    """
     means = {name: summary(scores) for name, scores in results.items()}
     labels = sorted({label for mean in means.values() for label in mean["labels"]}, key=int)
     labels = labels if len(labels) < 6 else []
     header = ["method", "Dice", "sd", *[f"Dice {label}" for label in labels], "Dice, smooth", "HD95 mm", "folded %",
-              "s, median", "s, mean"]
-    formats = [None, ".4f", ".4f", *[".4f"] * len(labels), ".4f", ".3f", ".4f", ".2f", ".2f"]
+              "s, median", "s, mean", "processor s, mean"]
+    formats = [None, ".4f", ".4f", *[".4f"] * len(labels), ".4f", ".3f", ".4f", ".2f", ".2f", ".2f"]
     rows = [[name, mean["dice"], mean["dice_sd"], *[mean["labels"][label] for label in labels],
-             mean["dice_smooth"], mean["hd95_mm"], mean["folding_percent"], mean["seconds"], mean["seconds_mean"]]
+             mean["dice_smooth"], mean["hd95_mm"], mean["folding_percent"], mean["seconds"], mean["seconds_mean"],
+             mean["processor_seconds"]]
             for name, mean in means.items()]
     gains = {mine: {name: paired(results[mine], scores) for name, scores in results.items() if name != mine}
              for mine in references if mine in results}
@@ -312,6 +336,7 @@ def publish(results, out, title, lead, references):
     write_json(out / "results.json", {"summary": means, "paired": gains, "scores": results})
     sections = [("", cards_html([(name, f"{means[name]['dice']:.3f}", f"Dice, {means[name]['seconds']:.2f} s a pair")
                                  for name in references if name in means])),
+                *sections,
                 ("Methods", table_html(header, rows, "Means over the pairs.", formats)),
                 ("Pairs", figure_html(box_plots(results), "Box: quartiles; line: median; whiskers: 1.5 boxes."))]
     if gain_rows:
@@ -321,9 +346,9 @@ def publish(results, out, title, lead, references):
     if gain_rows:
         print(text_table(gain_header, gain_rows, gain_formats) + "\n")
     print(f"report: {page.resolve()}")
-    print(json.dumps({name: {key: mean[key] and round(mean[key], 5)
-                             for key in ("dice", "dice_smooth", "hd95_mm", "folding_percent", "seconds")}
-                      for name, mean in means.items()}))
+    shown = ("dice", "dice_smooth", "hd95_mm", "folding_percent", "seconds", "processor_seconds")
+    print(json.dumps({**{name: {key: mean[key] and round(mean[key], 5) for key in shown}
+                         for name, mean in means.items()}, **(more or {})}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -343,13 +368,13 @@ def parse_arguments(argv=None):
                         help="override a key of our config, such as one of refine.*; may be repeated")
     parser.add_argument("--start", choices=("centre", "header"), default="centre", help="how volumes begin: by the "
                         "centres of their fields of view, as in the training, or by their headers (%(default)s)")
+    parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs")
     add_shared(parser, DATA, "bench_registration")
     return parser.parse_args(argv)
 
 
 def add_shared(parser, data, name):
-    """The options that bench_mouse.py has too. data: the default of --data. name: of the output folder in Logs."""
-    parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs")
+    """The options that the others have too. data: the default of --data. name: of the output folder in Logs."""
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every method (all cores)")
     parser.add_argument("--data", type=Path, default=data, metavar="FOLDER", help="the volumes (%(default)s)")
     parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
@@ -416,14 +441,8 @@ def main(argv=None):
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
-    results, failed = {}, []
-    for name in (name for name in METHODS if name in args.methods):
-        try:
-            method, settings = method_of(name, args, model, python)
-            results[name] = run_method(name, method, pairs, args.out / f"{name}.json", settings, args.resume)
-        except InputError as error:  # hours of the others are not lost for it
-            failed.append(f"error: {name} is missing: {error}")
-            print(failed[-1], file=sys.stderr)
+    names = [name for name in METHODS if name in args.methods]
+    results, failed = run_methods(names, lambda name: method_of(name, args, model, python), pairs, args)
     lead = (f"{len(pairs)} ordered pairs of volumes that no training has seen; {args.threads} threads. "
             + (f"Ours: {model[0].name}, refinement of {args.refine} steps." if model else ""))
     if results:

@@ -2,13 +2,13 @@
 
     python tests/bench/peers.py METHOD JOB.json
 
-bench_registration.py and bench_mouse.py start this, by `peer` below, with an interpreter of requirements-peers.txt. The
-job names the pairs, all of them NIfTI files: {"pairs": [{"fixed", "moving", "moving_label", "out"}, ...], "options":
-{...}, "warm_up": true}; "start" of a pair is the 4x4 matrix, fixed world to moving world, from which methods without an
-affine stage begin. For each pair come <out>.label.npy, the moving label on the fixed grid, nearest neighbour, by
-the method's own means; <out>.field.npy, the whole transform as a field of this project, displacement in voxels of the
-fixed grid; and a line of JSON with the seconds from images in memory to the transform. Where METHOD is
-voxelmorph-train, see train_voxelmorph.
+bench_registration.py, bench_mouse.py and bench_multimodal.py start this, by `peer` below, with an interpreter of
+requirements-peers.txt. The job names the pairs, all of them NIfTI files: {"pairs": [{"fixed", "moving", "moving_label",
+"out"}, ...], "options": {...}, "warm_up": true}; "start" of a pair is the 4x4 matrix, fixed world to moving world, from
+which methods without an affine stage begin. For each pair come <out>.label.npy, the moving label on the fixed grid,
+nearest neighbour, by the method's own means; <out>.field.npy, the whole transform as a field of this project,
+displacement in voxels of the fixed grid; and a line of JSON with the seconds from images in memory to the transform, of
+the clock and of all processors. Where METHOD is voxelmorph-train, see train_voxelmorph.
 """
 import json
 import os
@@ -28,6 +28,7 @@ ROOT, FILES = Path(__file__).resolve().parent.parent.parent, ("fixed", "moving",
 sys.path.insert(0, str(ROOT))
 
 from Dataloader.nifti import read_field  # noqa: E402
+from Dataloader.transforms import write_matrix  # noqa: E402
 from Runtime.errors import InputError  # noqa: E402
 
 
@@ -72,11 +73,26 @@ def on_shared_grid(pair, multiple):
     return arrays, inside, total
 
 
+def points(shape, affine):
+    """The voxels of a grid as points of the world: (*shape, 3)."""
+    return np.moveaxis(np.indices(shape), 0, -1) @ affine[:3, :3].T + affine[:3, 3]
+
+
 def voxels(world, affine):
     """Points of the moving world, (*spatial, 3), as a field of the fixed grid with that affine: (3, *spatial)."""
     inverse = np.linalg.inv(affine)
     there = np.moveaxis(world @ inverse[:3, :3].T + inverse[:3, 3], -1, 0)
     return (there - np.indices(there.shape[1:])).astype(np.float32)
+
+
+def clocks():
+    """Seconds of the clock on the wall, and of all processors by this process and the children that have ended."""
+    return time.perf_counter(), sum(os.times()[:4])
+
+
+def spent(started):
+    """What has gone by since `clocks` gave `started`: (seconds on the wall, seconds of processors)."""
+    return tuple(now - then for now, then in zip(clocks(), started))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,19 +132,22 @@ def start_peer(name, job, folder, python, threads):
 
 
 def peers_python(given):
-    """The interpreter of the peers: the one given, or that of .venv-peers, which is made where there is none."""
-    folder = ROOT / ".venv-peers"
-    python = Path(given or folder / "bin/python")
+    """The interpreter of the peers: the one given, or that of .venv-peers, which is made where there is none.
+
+    Its file .ready holds the requirements that it was made from; where these have changed, what is new is installed.
+    """
+    folder, requirements = ROOT / ".venv-peers", ROOT / "requirements-peers.txt"
+    python, ready = Path(given or folder / "bin/python"), folder / ".ready"
     if given and not python.is_file():
         raise InputError(f"--peers-python {given}: no such interpreter; leave it out to have .venv-peers made.")
-    if not given and not (folder / ".ready").exists():
+    if not given and not (ready.exists() and ready.read_text() == requirements.read_text()):
         print(f"making {folder}, once", file=sys.stderr)
-        for command in ([sys.executable, "-m", "venv", folder],
-                        [python, "-m", "pip", "install", "--quiet", "-r", ROOT / "requirements-peers.txt"]):
+        new = [] if python.is_file() else [[sys.executable, "-m", "venv", folder]]
+        for command in (*new, [python, "-m", "pip", "install", "--quiet", "-r", requirements]):
             if subprocess.run(command, stdout=sys.stderr).returncode:
                 raise InputError(f"{' '.join(map(str, command))} failed; install the peers by hand and name that "
                                  "interpreter by --peers-python.")
-        (folder / ".ready").touch()
+        ready.write_text(requirements.read_text())
     return str(python)
 
 
@@ -137,17 +156,22 @@ def peers_python(given):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def ants_method(pair, options):
-    """antspyx: options are arguments of ants.registration, which begins at the centres of mass.
+    """antspyx: options are arguments of ants.registration, which begins at the centres of mass, or at the pair's start
+    where "from_start" is among them.
 
     Its preset "SyNCC" ignores syn_sampling and reg_iterations; "SyN" with syn_metric "CC" takes both.
     """
     import ants
+    options = dict(options)
     fixed, moving, label = (ants.image_read(str(pair[key])) for key in FILES)
     folder = tempfile.mkdtemp()
     try:
-        started = time.perf_counter()
+        if options.pop("from_start", False):
+            write_matrix(f"{folder}/start.mat", np.array(pair["start"]))
+            options["initial_transform"] = [f"{folder}/start.mat"]
+        started = clocks()
         found = ants.registration(fixed, moving, outprefix=f"{folder}/", **options)
-        seconds = time.perf_counter() - started
+        seconds = spent(started)
         transforms = found["fwdtransforms"]
         warped = ants.apply_transforms(fixed, label, transforms, interpolator="nearestNeighbor").numpy()
         field, _ = read_field(ants.apply_transforms(fixed, moving, transforms, compose=f"{folder}/all"))
@@ -165,13 +189,13 @@ def greedy_method(pair, options):
     greedy, threads, folder = Greedy3D(), os.environ["OMP_NUM_THREADS"], tempfile.mkdtemp()
     affine, start = f"{folder}/affine.mat", "-ia-image-centers"
     try:
-        started = time.perf_counter()
+        started = clocks()
         for stage in options["affine"]:
             greedy.execute(f"-threads {threads} -a -i fixed moving {start} {stage} -o {affine}", fixed=fixed,
                            moving=moving)
             start = f"-ia {affine}"
         greedy.execute(f"-threads {threads} -i fixed moving -it {affine} {options['deformable']} -o field", field=None)
-        seconds = time.perf_counter() - started
+        seconds = spent(started)
         greedy.execute(f"-rf fixed -ri NN -rm label warped -r field {affine}", label=label, warped=None)
         matrix = np.loadtxt(affine)
     finally:
@@ -180,7 +204,7 @@ def greedy_method(pair, options):
     warped = SimpleITK.GetArrayFromImage(greedy["warped"]).transpose(2, 1, 0)
     # A vector in mm for each voxel, in ITK's axes, of which two point the other way; then the affine, in NIfTI's.
     shift_mm = SimpleITK.GetArrayFromImage(greedy["field"]).transpose(2, 1, 0, 3) * (-1, -1, 1)
-    world = np.moveaxis(np.indices(array.shape), 0, -1) @ fixed_affine[:3, :3].T + fixed_affine[:3, 3] + shift_mm
+    world = points(array.shape, fixed_affine) + shift_mm
     return voxels(world @ matrix[:3, :3].T + matrix[:3, 3], fixed_affine), warped, seconds
 
 
@@ -193,16 +217,16 @@ def dipy_method(pair, options):
     (fixed, fixed_affine), (moving, affine), (label, _) = (read(pair[key]) for key in FILES)
     shortest = min(*fixed.shape, *moving.shape)
     iterations = [count for level, count in zip((2, 1, 0), (10, 10, 5)) if shortest / 2 ** level >= 8.5] or [5]
-    started = time.perf_counter()
+    started = clocks()
     _, matrix = affine_registration(moving, fixed, moving_affine=affine, static_affine=fixed_affine)
     _, mapping = syn_registration(moving, fixed, moving_affine=affine, static_affine=fixed_affine, prealign=matrix,
                                   level_iters=iterations, **options)
-    seconds = time.perf_counter() - started
+    seconds = spent(started)
     warped = mapping.transform(label.astype(np.float32), interpolation="nearest")
     # DIPY moves a point of the fixed world by the field first and by the affine then.
     matrix = mapping.prealign_inv if mapping.is_inverse else mapping.prealign
-    world = np.moveaxis(np.indices(fixed.shape), 0, -1) @ fixed_affine[:3, :3].T + fixed_affine[:3, 3]
-    world = (world + np.asarray(mapping.get_forward_field())) @ matrix[:3, :3].T + matrix[:3, 3]
+    world = points(fixed.shape, fixed_affine) + np.asarray(mapping.get_forward_field())
+    world = world @ matrix[:3, :3].T + matrix[:3, 3]
     return voxels(world, fixed_affine), warped, seconds
 
 
@@ -212,9 +236,9 @@ def convexadam_method(pair, options):
     from convexAdam.convex_adam_MIND import convex_adam_pt
     multiple = int(np.lcm(options["grid_sp"], options["grid_sp_adam"]))
     (fixed, moving, label), inside, total = on_shared_grid(pair, multiple)
-    started = time.perf_counter()
+    started = clocks()
     moved = convex_adam_pt(fixed, moving, dtype=torch.float32, device=torch.device("cpu"), **options)
-    seconds = time.perf_counter() - started
+    seconds = spent(started)
     moved = np.moveaxis(moved, -1, 0)
     return total(moved), ndimage.map_coordinates(label, moved + np.indices(label.shape), order=0)[inside], seconds
 
@@ -228,15 +252,43 @@ def voxelmorph_method(pair, options):
         options["net"].load_state_dict(state["model"])
         options["net"].eval()
     (fixed, moving, label), inside, total = on_shared_grid(pair, options["net"].multiple)
-    started = time.perf_counter()
+    started = clocks()
     with torch.no_grad():
         moved = options["net"](batch(moving), batch(fixed))
-    seconds = time.perf_counter() - started
+    seconds = spent(started)
     return total(moved[0].numpy()), nearest(batch(label), moved)[0, 0].numpy()[inside], seconds
 
 
-METHODS = {"ants": ants_method, "greedy": greedy_method, "dipy": dipy_method, "convexadam": convexadam_method,
-           "voxelmorph": voxelmorph_method}
+def elastix_method(pair, options):
+    """elastix: its default parameter maps, one stage after the other, which begin with the centres on each other.
+
+    options: {"stages": [{"map": "rigid" | "affine" | "bspline", "resolutions": count, "spacing_mm": of the last
+    B-spline grid, "parameters": {name: [values]} that differ}]}.
+    """
+    import itk
+    fixed, moving, label = (itk.imread(str(pair[key]), itk.F) for key in FILES)
+    stages, threads = itk.ParameterObject.New(), int(os.environ["OMP_NUM_THREADS"])
+    for number, stage in enumerate(options["stages"]):
+        chosen = stages.GetDefaultParameterMap(stage["map"], stage["resolutions"], stage.get("spacing_mm", 10.0))
+        ours = {"AutomaticTransformInitialization": ["false" if number else "true"], "RandomSeed": ["1"],
+                "WriteResultImage": ["false"]}
+        for name, values in {**ours, **stage["parameters"]}.items():
+            chosen[name] = values
+        stages.AddParameterMap(chosen)
+    started = clocks()
+    _, found = itk.elastix_registration_method(fixed, moving, parameter_object=stages, number_of_threads=threads)
+    seconds = spent(started)
+    # A vector in mm for each voxel, in ITK's axes, of which two point the other way.
+    shift_mm = itk.array_from_image(itk.transformix_deformation_field(moving, found)).transpose(2, 1, 0, 3)
+    last = found.GetNumberOfParameterMaps() - 1
+    found.SetParameter(last, "FinalBSplineInterpolationOrder", "0")
+    warped = itk.array_from_image(itk.transformix_filter(label, found)).transpose(2, 1, 0)
+    array, fixed_affine = read(pair["fixed"])
+    return voxels(points(array.shape, fixed_affine) + shift_mm * (-1, -1, 1), fixed_affine), warped, seconds
+
+
+METHODS = {"ants": ants_method, "elastix": elastix_method, "greedy": greedy_method, "dipy": dipy_method,
+           "convexadam": convexadam_method, "voxelmorph": voxelmorph_method}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,208 @@
+"""Registration across modalities: hippocampus pairs whose intensities are remapped, ours beside ANTs and elastix.
+
+    python tests/bench/bench_multimodal.py [--subjects test] [--pairs N] [--remaps NAME...] [--methods NAME...]
+
+Six remappings (remappings.py; report.html shows them) with ten pairs each, which are drawn from the volumes 201-230, or
+231-280 with --subjects test. A pair has the same files for every method. Ours, without a network: affine stage and
+refinement, in `ours` with --similarity mind, in `ours_correlation` with the similarity of one modality, to show the
+difference. The peers, in .venv-peers as in bench_registration.py: antspyx (affine stage and SyN, both by mutual
+information) and elastix (affine stage and B-splines, both by mutual information). `identity` is the start. Scores and
+seconds are those of bench_registration.py: labels carried by the field of each method, `dice` to the nearest voxel and
+`dice_smooth` smoothed; seconds of the clock and of processors. What comes is written at once, and --resume goes on from
+there. A table of the remappings goes to stderr and to remappings.md. The last line is one line of JSON.
+"""
+import argparse
+import signal
+import sys
+
+import torch
+from bench_registration import (  # and sys.path
+    DATA,
+    NO_NETWORK,
+    TEST,
+    VALIDATION,
+    add_shared,
+    draw_pairs,
+    identity,
+    ours,
+    peer,
+    prepare_pairs,
+    publish,
+    run_methods,
+    subjects,
+)
+from matplotlib.figure import Figure
+from peers import peers_python
+from remappings import REMAPPINGS, remap
+
+from Dataloader.grids import intensity_range, rescale
+from Dataloader.nifti import read_volume, write_volume
+from Diffusion.metrics import average
+from Runtime.config import load_config
+from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import write_file
+from Runtime.page import figure_html, table_html
+
+PEERS = {  # name: the method of peers.py and its options
+    "ants": ("ants", {"type_of_transform": "SyN"}),
+    "elastix": ("elastix", {"stages": []}),
+}
+OURS = {"ours": {"similarity": "mind"}, "ours_correlation": {}}  # arguments of register()
+METHODS = ("identity", *OURS, *PEERS)
+SUBJECTS = {"tuning": VALIDATION, "test": TEST}
+EACH = 10  # pairs of a remapping
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs
+# ---------------------------------------------------------------------------------------------------------------------
+
+def choose_pairs(volumes, remaps, count):
+    """[(remapping, fixed, moving)]: the first `count` of the ten pairs that each remapping has for its own."""
+    drawn = draw_pairs(volumes, EACH * len(REMAPPINGS))
+    chosen = []
+    for number, name in enumerate(REMAPPINGS):
+        if name in remaps:
+            own = drawn[EACH * number:EACH * (number + 1)]
+            chosen += [(name, fixed, moving) for fixed, moving in own[:count]]
+    return chosen
+
+
+def write_remapped(volumes, chosen, folder):
+    """Files of both volumes of each pair, remapped: as `volumes` and `pairs` of `prepare_pairs`."""
+    remapped, pairs = {}, []
+    for name, fixed, moving in chosen:
+        arrays, affines = zip(*(read_volume(volumes[number][0]) for number in (fixed, moving)))
+        arrays = [rescale(array, *intensity_range(array)) for array in arrays]
+        key = f"{moving}_to_{fixed}"
+        names = [f"{name}_{key}_{part}" for part in ("fixed", "moving")]
+        for file_name, array, affine, number in zip(names, remap(name, *arrays, key), affines, (fixed, moving)):
+            path = folder / f"{file_name}.nii.gz"
+            write_volume(path, array, affine)
+            remapped[file_name] = path, volumes[number][1]
+        pairs.append(tuple(names))
+    return remapped, pairs
+
+
+def make_pairs(args):
+    """The pairs of the command line as `run_methods` takes them, with the key `remap`.
+
+    Raises InputError where the data folder lacks the volumes.
+    """
+    volumes = subjects(args.data, SUBJECTS[args.subjects])
+    chosen = choose_pairs(volumes, args.remaps, args.pairs)
+    if len(chosen) < len(args.remaps) * args.pairs:
+        raise InputError(f"{args.data}: {len(volumes)} volumes of {args.subjects} there give too few pairs; give the "
+                         "folder of the hippocampus data, with imagesTr and labelsTr, by --data.")
+    remapped, names = write_remapped(volumes, chosen, args.out / "work/remapped")
+    pairs = prepare_pairs(remapped, names, args.out / "work/volumes", "centre")
+    return [{**pair, "name": f"{name}: {moving} to {fixed}", "remap": name}
+            for pair, (name, fixed, moving) in zip(pairs, chosen)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results
+# ---------------------------------------------------------------------------------------------------------------------
+
+def by_remapping(results, pairs):
+    """Header and rows of mean Dice: a row for each remapping and one for all, a column for each method and way."""
+    remaps = [pair["remap"] for pair in pairs]
+    header, columns = ["remapping", "pairs"], []
+    for name, scores in results.items():
+        for key, way in (("dice", ""), ("dice_smooth", ", smooth")):
+            header.append(name + way)
+            columns.append([entry[key] for entry in scores])
+    rows = [[name, remaps.count(name), *(average([value for value, each in zip(column, remaps) if each == name])
+                                         for column in columns)] for name in dict.fromkeys(remaps)]
+    return header, [*rows, ["all", len(pairs), *map(average, columns)]]
+
+
+def markdown(header, rows):
+    """The table of `by_remapping` as text."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(f'{cell:.4f}' if isinstance(cell, float) else str(cell) for cell in line)} |\n"
+                   for line in lines)
+
+
+def pictures(pairs):
+    """Figure of the middle slices of the first pair of each remapping, as all methods get them."""
+    firsts = list({pair["remap"]: pair for pair in reversed(pairs)}.values())[::-1]
+    figure = Figure(figsize=(1.7 * len(firsts), 4.4), layout="constrained")
+    rows = figure.subplots(2, len(firsts), squeeze=False)
+    for column, pair in enumerate(firsts):
+        for row, part in zip(rows, ("fixed", "moving")):
+            array, _ = read_volume(pair[part])
+            row[column].imshow(array[:, :, array.shape[2] // 2].T, cmap="gray", origin="lower", vmin=0, vmax=1)
+            row[column].set_title(f"{pair['remap']}\n{part}" if part == "fixed" else part, fontsize=9)
+            row[column].axis("off")
+    return figure
+
+
+def what_it_is():
+    """Header and rows: what each remapping does, in the words of its function."""
+    return ["remapping", "what it does to the moving volume", "and to the fixed one"], [
+        [name, *(" ".join(function.__doc__.split()) if function else "nothing" for function in functions[::-1])]
+        for name, functions in REMAPPINGS.items()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Registration across modalities: this project, ANTs and elastix.")
+    parser.add_argument("--subjects", choices=SUBJECTS, default="tuning", help="tuning: volumes 201-230, by which "
+                        "settings may be chosen; test: 231-280 (%(default)s)")
+    parser.add_argument("--pairs", type=int, choices=range(1, EACH + 1), default=EACH, metavar="N",
+                        help="of each remapping, 1 to %(default)s (%(default)s)")
+    parser.add_argument("--remaps", nargs="+", choices=REMAPPINGS, default=list(REMAPPINGS), metavar="NAME",
+                        help=f"some of {', '.join(REMAPPINGS)} (all)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
+                        help=f"some of {', '.join(METHODS)} (all)")
+    parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override a key of our config, such as one of refine.*; may be repeated")
+    add_shared(parser, DATA, "bench_multimodal")
+    return parser.parse_args(argv)
+
+
+def method_of(name, args, python):
+    """(generator of a method, what has to be the same to resume it)."""
+    if name == "identity":
+        return identity, {}
+    if name in OURS:
+        cfg = load_config(NO_NETWORK, args.overrides)
+        settings = {"refine": args.refine, "config": cfg, "threads": args.threads, **OURS[name]}
+        return lambda pairs: ours(pairs, None, True, args.refine, cfg, **OURS[name]), settings
+    kind, options = PEERS[name]
+    folder = args.out / "work" / name
+    return (lambda pairs: peer(pairs, kind, options, folder, python, args.threads),
+            {"options": options, "threads": args.threads})
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
+    torch.set_num_threads(args.threads)
+    try:
+        pairs = make_pairs(args)
+        python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) else None
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+    names = [name for name in METHODS if name in args.methods]
+    results, failed = run_methods(names, lambda name: method_of(name, args, python), pairs, args)
+    if results:
+        header, rows = by_remapping(results, pairs)
+        write_file(args.out / "remappings.md", markdown(header, rows).encode())
+        print("\n" + markdown(header, rows), file=sys.stderr)
+        formats = [None, None, *[".4f"] * (len(header) - 2)]
+        sections = [("Remappings", figure_html(pictures(pairs), "Middle slices of the first pair of each.")
+                     + table_html(*what_it_is()) + table_html(header, rows, "Mean Dice.", formats))]
+        lead = (f"{len(pairs)} ordered pairs ({args.subjects}) in {len(args.remaps)} remappings of intensities; "
+                f"{args.threads} threads. Ours: affine stage and refinement of {args.refine} steps, no network.")
+        publish(results, args.out, "Registration across modalities", lead, tuple(OURS), sections, {"pairs": len(pairs)})
+    print("\n".join(failed), file=sys.stderr)
+    return STOP if failed else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
