@@ -48,7 +48,7 @@ def test_what_each_does():
 
 
 def test_the_bias_is_strong_and_smooth():
-    for seed in range(5):
+    for seed in range(2):
         field = np.log(bias_field(np.random.default_rng(seed), (35, 50, 36)))
         assert np.abs(field).max() == pytest.approx(np.log(2.5)) and np.ptp(field) > np.log(2.5)
         assert all(np.abs(np.diff(field, axis=axis)).max() < 0.2 for axis in range(3))
