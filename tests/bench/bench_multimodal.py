@@ -4,12 +4,13 @@
 
 Six remappings (remappings.py; report.html shows them) with ten pairs each, which are drawn from the volumes 201-230, or
 231-280 with --subjects test. A pair has the same files for every method. Ours, without a network: affine stage and
-refinement, in `ours` with --similarity mind, in `ours_correlation` with the similarity of one modality, to show the
-difference. The peers, in .venv-peers as in bench_registration.py: antspyx (affine stage and SyN, both by mutual
-information) and elastix (affine stage and B-splines, both by mutual information). `identity` is the start. Scores and
-seconds are those of bench_registration.py: labels carried by the field of each method, `dice` to the nearest voxel and
-`dice_smooth` smoothed; seconds of the clock and of processors. What comes is written at once, and --resume goes on from
-there. A table of the remappings goes to stderr and to remappings.md. The last line is one line of JSON.
+refinement, in `ours` with --similarity mapped, in `ours_mind` with mind, and in `ours_correlation` with the similarity
+of one modality, to show the difference. The peers, in .venv-peers as in bench_registration.py: antspyx (affine stage
+and SyN, both by mutual information) and elastix (affine stage and B-splines, both by mutual information). `identity` is
+the start. Scores and seconds are those of bench_registration.py: labels carried by the field of each method, `dice` to
+the nearest voxel and `dice_smooth` smoothed; seconds of the clock and of processors. What comes is written at once, and
+--resume goes on from there. A table of the remappings goes to stderr and to remappings.md. The last line is one line of
+JSON.
 """
 import argparse
 import signal
@@ -47,7 +48,7 @@ PEERS = {  # name: the method of peers.py and its options
     "ants": ("ants", {"type_of_transform": "SyN"}),
     "elastix": ("elastix", {"stages": []}),
 }
-OURS = {"ours": {"similarity": "mind"}, "ours_correlation": {}}  # arguments of register()
+OURS = {"ours": "mapped", "ours_mind": "mind", "ours_correlation": "correlation"}  # by what register() compares
 METHODS = ("identity", *OURS, *PEERS)
 SUBJECTS = {"tuning": VALIDATION, "test": TEST}
 EACH = 10  # pairs of a remapping
@@ -170,8 +171,9 @@ def method_of(name, args, python):
         return identity, {}
     if name in OURS:
         cfg = load_config(NO_NETWORK, args.overrides)
-        settings = {"refine": args.refine, "config": cfg, "threads": args.threads, **OURS[name]}
-        return lambda pairs: ours(pairs, None, True, args.refine, cfg, **OURS[name]), settings
+        settings = {"refine": args.refine, "config": cfg, "threads": args.threads,
+                    "similarity": OURS[name]}
+        return lambda pairs: ours(pairs, None, True, args.refine, cfg, similarity=OURS[name]), settings
     kind, options = PEERS[name]
     folder = args.out / "work" / name
     return (lambda pairs: peer(pairs, kind, options, folder, python, args.threads),
