@@ -270,9 +270,9 @@ def elastix_method(pair, options):
     stages, threads = itk.ParameterObject.New(), int(os.environ["OMP_NUM_THREADS"])
     for number, stage in enumerate(options["stages"]):
         chosen = stages.GetDefaultParameterMap(stage["map"], stage["resolutions"], stage.get("spacing_mm", 10.0))
-        ours = {"AutomaticTransformInitialization": ["false" if number else "true"], "RandomSeed": ["1"],
-                "WriteResultImage": ["false"]}
-        for name, values in {**ours, **stage["parameters"]}.items():
+        always = {"AutomaticTransformInitialization": ["false" if number else "true"], "RandomSeed": ["1"],
+                  "WriteResultImage": ["false"]}
+        for name, values in {**always, **stage["parameters"]}.items():
             chosen[name] = values
         stages.AddParameterMap(chosen)
     started = clocks()
