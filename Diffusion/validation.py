@@ -13,6 +13,9 @@ from Diffusion.metrics import average, dice_before_after, folding_percent
 from Runtime import agree
 from Runtime.device import autocast, send
 
+# How val_imgsim is measured, whatever mode 3 raises, so that trainings with other settings can be compared.
+VAL_IMGSIM = {"registration.window": 9, "registration.scales": 3, "registration.squared": True}
+
 
 def align(net, moving, fixed, cfg):
     """Register volumes by one forward pass, as mode 3 trains it.
@@ -74,9 +77,9 @@ def validate(state, dataset, cfg):
 
     state: the training's net, ddpm, device, ranks and progress. Every rank calls this.
     Returns: scores, a dict of val_ang (mean over times, -1 is perfect), val_retrieval (fraction of volumes, see
-    `retrieval`, at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean local
-    correlation, 1 is perfect) and val_folding (percent of voxels); and moving, fixed, warped and field of pair 0,
-    without batch axis, None on other ranks than 0.
+    `retrieval`, at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean of
+    `image_similarity` as VAL_IMGSIM sets it, 1 is perfect) and val_folding (percent of voxels); and moving, fixed,
+    warped and field of pair 0, without batch axis, None on other ranks than 0.
     """
     ranks = state["ranks"]
     state["net"].eval()
@@ -126,7 +129,7 @@ def validate_recovery(state, dataset, cfg):
 def validate_registration(state, dataset, cfg):
     """Mode 3 on this rank's pairs. Returns: [(pair, scores by name)], and the volumes and field of pair 0 or None."""
     net, device = state["net"], state["device"]
-    scores, picture = [], None
+    scores, picture, as_measured = [], None, {**cfg, **VAL_IMGSIM}
     pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"], rule=dataset.rule)
     for number, counts in cases_of_rank(len(pairs), state["ranks"]):
         pair = pairs[number]
@@ -135,7 +138,8 @@ def validate_registration(state, dataset, cfg):
         warped = warp(moving, field)
         if not counts:
             continue
-        score = {"val_dice": None, "val_dice_before": None, "val_imgsim": image_similarity(warped, fixed, cfg).item(),
+        score = {"val_dice": None, "val_dice_before": None,
+                 "val_imgsim": image_similarity(warped, fixed, as_measured).item(),
                  "val_folding": folding_percent(field)}
         labels = [dataset.label(index) for index in pair]
         if all(label is not None for label in labels):

@@ -132,7 +132,7 @@ def nonfinite(found):
     if now < FEW_NONFINITE or now <= before:
         return []
     modes = [line.get("mode", "") for line in found["events"] if line["event"] == "nonfinite"]
-    mode = max(set(modes), key=modes.count) if modes else "some mode"
+    mode = max(dict.fromkeys(modes), key=modes.count, default="some mode")  # of equals the first, which runs first
     return [finding("non-finite losses", steps["step"][-1],
                     f"the loss of {mode} was not finite in {now} of the last {len(bad) - half} steps, after {before} "
                     "in as many before",
