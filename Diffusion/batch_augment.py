@@ -97,6 +97,18 @@ def _recolour(images, rng_keys, cfg):
             image[0].add_(noise(rng_key, "noise", image.shape[1:], images.device), alpha=cfg["augment.noise"])
 
 
+def _moves(cfg):
+    """Whether images are moved at all."""
+    return any(cfg[f"augment.{name}"] for name in ("rotation", "scaling", "shift", "flip"))
+
+
+def _moved(volumes, rng_keys, cfg, mode="bilinear"):
+    """Volumes (B, 1, *spatial) float32, warped by the random affine maps of their keys. mode: of `warp`."""
+    size = volumes.shape[2:]
+    matrix = send(random_affine(rng_keys, len(size), size, cfg), volumes.device)
+    return warp(volumes, affine_field(matrix, size), mode, padding="border")
+
+
 def augment(images, rng_keys, cfg):
     """Copies of a batch with random affine maps, gamma, contrast, brightness and noise; what is off costs nothing.
 
@@ -106,15 +118,20 @@ def augment(images, rng_keys, cfg):
     Returns: (B, 1, *spatial) float32; `images` itself where they are float32 and all augment.* keys are 0.
     """
     images = as_float(images)
-    moves = any(cfg[f"augment.{name}"] for name in ("rotation", "scaling", "shift", "flip"))
+    moves = _moves(cfg)
     colours = any(cfg[f"augment.{name}"] for name in ("gamma", "contrast", "brightness", "noise"))
     if not moves and not colours:
         return images
-    if moves:
-        matrix = send(random_affine(rng_keys, images.dim() - 2, images.shape[2:], cfg), images.device)
-        images = warp(images, affine_field(matrix, images.shape[2:]), padding="border")
-    else:
-        images = images.clone()
+    images = _moved(images, rng_keys, cfg) if moves else images.clone()
     if colours:
         _recolour(images, rng_keys, cfg)
     return images
+
+
+def augment_maps(maps, rng_keys, cfg):
+    """Label maps or masks, moved as `augment` moves the images of the same keys: by the nearest voxel.
+
+    maps: (B, 1, *spatial) whole numbers; not changed. Returns: (B, 1, *spatial) float32, of the same numbers.
+    """
+    maps = maps.float()
+    return _moved(maps, rng_keys, cfg, "nearest") if _moves(cfg) else maps

@@ -164,6 +164,11 @@ def weighted_mean(values, weight):
     return (weight * values).sum() / (values.shape[1] * weight.sum()).clamp(min=1.0)
 
 
+def mean_square(difference, weight=None):
+    """Mean of a squared difference (B, C, *spatial). weight: (B, 1, *spatial), see `weighted_mean`; None for none."""
+    return difference.square().mean() if weight is None else weighted_mean(difference.square(), weight)
+
+
 def mslncc(image, target, window=9, scales=3, squared=True, weight=None):
     """Multi-scale local correlation: the mean of `local_correlation` at scales 1, 1/2, 1/4, ..., by average pooling.
 
@@ -234,8 +239,7 @@ def likeness(described, target, weight=None):
 
     described, target: (B, C, *spatial). weight: (B, 1, *spatial) or None. Returns: a scalar, 0 .. 1.
     """
-    squared = (described - target).square()
-    return 1.0 - (squared.mean() if weight is None else weighted_mean(squared, weight))
+    return 1.0 - mean_square(described - target, weight)
 
 
 def mapped_correlation(image, target, window=9, squared=True, weight=None, bins=32):
@@ -334,6 +338,58 @@ def mutual_information(image, target, weight, bins=32):
     joint = (joint / joint.sum().clamp(min=1e-6)).view(bins, bins + 3)
     both, one, other = (-torch.xlogy(p, p.clamp(min=1e-12)).sum() for p in (joint, joint.sum(0), joint.sum(1)))
     return 2.0 * (1.0 - both / (one + other).clamp(min=1e-6))
+
+
+def inside_both(field, moving, fixed):
+    """The voxels that count where volumes have masks: in the fixed mask, and all that is sampled in the moving one.
+
+    Without a gradient, else the field would gain by moving what is not alike out of the mask.
+    field: (B, N, *spatial) in voxels. moving, fixed: masks (B, 1, *spatial), above 0 inside.
+    Returns: (B, 1, *spatial), 1 or 0; 0 too where the field leads out of the moving volume.
+    """
+    warped = warp((moving > 0).float(), field.detach())
+    return ((fixed > 0) & (warped > 0.9999)).float()
+
+
+def one_hot(label, values):
+    """One channel for each label: 1 where the map has it, else 0.
+
+    label: (B, 1, *spatial) whole numbers. values: (L,), the labels. Returns: (B, L, *spatial) float32.
+    """
+    return (label == values.view(1, -1, *[1] * (label.dim() - 2))).float()
+
+
+def soft_dice(first, second, counted):
+    """Dice of two soft label maps: the mean over the labels that count of 2 sum(a b) / (sum(a) + sum(b)).
+
+    For maps of zeros and ones this is the Dice of `metrics.dice`; with fractions it has a gradient (after Milletari et
+    al., "V-Net", 3DV 2016, whose sums below are of squares).
+    first, second: (B, L, *spatial), 0 .. 1. counted: (B, L), 1 for a label that counts, else 0.
+    Returns: (B,), 0 .. 1; 1 is perfect, and for a pair of maps in which no label counts.
+    """
+    common = 2.0 * (first * second).flatten(2).sum(2)                          # (B, L)
+    both = first.flatten(2).sum(2) + second.flatten(2).sum(2)
+    # Clamped: a label without a voxel in either map has Dice 0, not 0 / 0.
+    missing = counted * (1.0 - common / both.clamp(min=1e-3))
+    return 1.0 - missing.sum(1) / counted.sum(1).clamp(min=1.0)
+
+
+def label_terms(field, moving, fixed, labelled, values):
+    """How far the labels of pairs are from lying upon each other once they are warped: 1 - `soft_dice`.
+
+    Each label is warped like an image of zeros and ones, by linear interpolation, so that the field has a gradient. In
+    each pair those labels count that one of its two maps has.
+    field: (B, N, *spatial) in voxels. moving, fixed: label maps (B, 1, *spatial), whole numbers. labelled: B bools,
+    whether both volumes of a pair have labels; other pairs add nothing. values: (L,), all labels that may count.
+    Returns: the mean over the pairs with labels, 0 .. 1, 0 is perfect (0 without such a pair); their share, 0 .. 1.
+    """
+    found = []
+    for pair in (slice(number, number + 1) for number, has in enumerate(labelled) if has):
+        start, end = one_hot(moving[pair], values), one_hot(fixed[pair], values)        # (1, L, *spatial) each
+        occurs = torch.maximum(start.flatten(2).amax(2), end.flatten(2).amax(2))        # (1, L)
+        found.append(1.0 - soft_dice(warp(start, field[pair]), end, occurs))
+    mean = torch.cat(found).mean() if found else field.new_zeros((), dtype=torch.float32)
+    return mean, torch.full_like(mean, len(found) / len(labelled))
 
 
 def info_nce(anchors, positives, negatives, allowed, temperature):
