@@ -19,17 +19,32 @@ import time
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from Dataloader.dataset import epoch_batches, read_datasets
-from Dataloader.identity import as_csv, compare_data, describe_data, require_same_everywhere, volumes_of
+from Dataloader.dataset import NO_LABELS, epoch_batches, read_datasets
+from Dataloader.identity import (
+    agree_on_labels,
+    as_csv,
+    compare_data,
+    describe_data,
+    require_same_everywhere,
+    volumes_of,
+)
 from Dataloader.sampler import steps_left
 from Dataloader.staging import release
-from Diffusion.batch_augment import augment
+from Diffusion.batch_augment import augment, augment_maps
 from Diffusion.cost import dry_run
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.embeddings import embed, name_volumes, new_queue, push, target_embeddings
 from Diffusion.fields import warp
 from Diffusion.gradients import new_gradients, put_together, set_aside
-from Diffusion.losses import image_similarity, info_nce, recovery_terms, regularity
+from Diffusion.losses import (
+    image_similarity,
+    info_nce,
+    inside_both,
+    label_terms,
+    mean_square,
+    recovery_terms,
+    regularity,
+)
 from Diffusion.networks import build_network, compile_network
 from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
 from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
@@ -43,7 +58,7 @@ from Runtime.global_batch import split_step
 from Runtime.keyed_random import uniform
 from Runtime.pace import keep_pace, new_pace
 from Runtime.profile import new_profile, profile_step
-from Runtime.progress import add_terms, averages, new_sums, progress_bars, show_epoch, show_progress
+from Runtime.progress import add_terms, averages, new_sums, of_their_share, progress_bars, show_epoch, show_progress
 from Runtime.provenance import save_launch
 from Runtime.rules import start_notifying
 
@@ -117,15 +132,21 @@ def step_contrastive(net, batch, cfg):
 
 
 def step_registration(net, batch, cfg):
-    """Mode 3: align two volumes, seeing all of the fixed one."""
-    moving, fixed = batch["moving"], batch["fixed"]
+    """Mode 3: align two volumes, seeing all of the fixed one. Masks and labels only the loss sees."""
+    moving, fixed = batch["moving"], batch["fixed"]                            # (B, 1, *spatial) each
     field = align(net, moving, fixed, cfg)                                     # (B, N, *spatial)
-    warped = warp(moving, field)
-    imgsim = -image_similarity(warped, fixed, cfg)
-    imgmse = (warped - fixed).square().mean()
+    warped = warp(moving, field)                                               # (B, 1, *spatial)
+    inside = inside_both(field, **batch["mask"]) if cfg["registration.masks"] else None  # (B, 1, *spatial)
+    imgsim = -image_similarity(warped, fixed, cfg, inside)
+    imgmse = mean_square(warped - fixed, inside)
     ddf = regularity(field, cfg["loss.waiver"], cfg["loss.folding"])
     loss = cfg["loss.imgsim"] * imgsim + cfg["loss.imgmse"] * imgmse + cfg["loss.ddf"] * ddf
-    return loss, {"regist": loss, "imgsim": imgsim, "imgmse": imgmse, "ddf": ddf}
+    terms = {"imgsim": imgsim, "imgmse": imgmse, "ddf": ddf}
+    if cfg["loss.dice"]:
+        dice, labelled = label_terms(field, **batch["label"])                  # of the pairs with labels; their share
+        loss = loss + cfg["loss.dice"] * dice
+        terms.update(dice=dice * labelled, labelled=labelled)                  # see PARTIAL of Runtime/progress.py
+    return loss, {"regist": loss, **terms}
 
 
 # The modes of a step, in their order. A fourth mode is a step function, a line here and its call in train_step.
@@ -363,12 +384,24 @@ def volume_batches(state, volumes, cfg):
 
 
 def pair_batches(state, pairs, cfg):
-    """The batches of mode 3. pairs: of `epoch_batches`, where moving and fixed alternate."""
+    """The batches of mode 3. pairs: of `epoch_batches`, where moving and fixed alternate.
+
+    Beside the images, where the config asks for them, "mask" and "label": maps of moving and fixed, and of the labels
+    also which pairs have them on both sides, and all labels there are.
+    """
     batches, device, epoch = [], state["device"], state["progress"]["epoch"]
-    for images, positions, _, _ in pairs:
+    for images, positions, _, maps in pairs:
         # Negative positions: the draws of mode 3 must not be those of mode 1.
-        both = augment(send(images, device), [(cfg["run.seed"], epoch, -1 - p) for p in positions.tolist()], cfg)
-        batches.append({"moving": both[0::2], "fixed": both[1::2]})            # (B, 1, *spatial) each
+        rng_keys = [(cfg["run.seed"], epoch, -1 - position) for position in positions.tolist()]
+        both = augment(send(images, device), rng_keys, cfg)                    # (2 B, 1, *spatial)
+        batch = {"moving": both[0::2], "fixed": both[1::2]}                    # (B, 1, *spatial) each
+        for kind, stored in maps.items():
+            both = augment_maps(send(stored, device), rng_keys, cfg)           # (2 B, 1, *spatial)
+            batch[kind] = {"moving": both[0::2], "fixed": both[1::2]}          # (B, 1, *spatial) each
+        if "label" in maps:
+            has = maps["label"].flatten(1)[:, 0] != NO_LABELS                  # (2 B,), on the host: nobody waits
+            batch["label"].update(labelled=(has[0::2] & has[1::2]).tolist(), values=state["labels"])
+        batches.append(batch)
     return batches
 
 
@@ -418,8 +451,8 @@ def train_step(state, volumes, pairs, cfg, **raised):
     nonfinite = [mode["moved"] for mode in modes.values()].count(False)
     count_step(progress, gate_open, nonfinite)
     terms = {name: value for mode in modes.values() for name, value in mode["terms"].items()}
-    line = {"epoch": progress["epoch"], "ang": terms["ang"], "open": gate_open, "nonfinite": nonfinite, "terms": terms,
-            "norms": {name: mode["norm"] for name, mode in modes.items()}}
+    line = {"epoch": progress["epoch"], "ang": terms["ang"], "open": gate_open, "nonfinite": nonfinite,
+            "terms": of_their_share(terms), "norms": {name: mode["norm"] for name, mode in modes.items()}}
     return line, diffusion
 
 
@@ -449,11 +482,12 @@ def set_up(cfg, args, ranks, run):
     auto_amp = choose_precision(cfg, ranks, device)
     data = describe_data(cfg, train, val)
     require_same_everywhere(ranks, data)
+    labels = agree_on_labels(ranks, train.found_labels, cfg) if cfg["loss.dice"] else []
     # With fsdp no device ever holds the whole network.
     net = build_network(cfg, "cpu" if cfg["run.strategy"] == "fsdp" else device)
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "data": data,
-             "queue": new_queue(cfg, device), "progress": new_progress(), "auto_amp": auto_amp,
-             "gradients": new_gradients(cfg, device), "writer": None,
+             "labels": send(torch.tensor(labels), device), "queue": new_queue(cfg, device),
+             "progress": new_progress(), "auto_amp": auto_amp, "gradients": new_gradients(cfg, device), "writer": None,
              "watch": memory.new_watch(device, cfg["run.memory_limit_gb"]),
              "saving": None, "failed_saves": 0, "write_s": 0.0, "saved": launched, "launched": launched,
              "steps_here": 0, "pace": new_pace()}

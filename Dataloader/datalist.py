@@ -208,13 +208,7 @@ def select(source, items, ids):
     ids = str(ids)
     if not ids.strip():
         return items
-    ranges = []
-    for part in ids.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if not match or int(match[2] or match[1]) < int(match[1]):
-            raise InputError(f"{source}: ids \"{ids}\" has the bad part \"{part}\"; write numbers and rising ranges, "
-                             "such as \"1-60,75\".")
-        ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    ranges = read_ranges(ids, f"{source}: ids")
     chosen = []
     for item in items:
         subject = item.get("subject", item["id"])
@@ -225,6 +219,21 @@ def select(source, items, ids):
         raise InputError(f"{source}: ids \"{ids}\" select none of the {len(items)} volumes from {items[0]['id']} to "
                          f"{items[-1]['id']}; correct the ids.")
     return chosen
+
+
+def read_ranges(text, where):
+    """The numbers of a text such as "1-60,75", as a list of ranges.
+
+    where: what the error begins with. Raises InputError for a part that is neither a number nor a rising range.
+    """
+    ranges = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if not match or int(match[2] or match[1]) < int(match[1]):
+            raise InputError(f"{where} \"{text}\" has the bad part \"{part}\"; write numbers and rising ranges, such "
+                             "as \"1-60,75\".")
+        ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return ranges
 
 
 def read_pairs(path, items):

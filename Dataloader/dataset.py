@@ -14,14 +14,16 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from Dataloader.cache import Rows, open_cache, settings
-from Dataloader.datalist import list_volumes, read_pairs, split_volumes, subject_key
+from Dataloader.datalist import list_volumes, read_pairs, read_ranges, select, split_volumes, subject_key
 from Dataloader.nifti import read_header
-from Dataloader.prepare import on_grid
+from Dataloader.prepare import KINDS, on_grid
 from Dataloader.sampler import all_pairs, batches, epoch_order, epoch_pair_count, epoch_pairs, pair_rule, steps_left
+from Runtime import watchdog
 from Runtime.errors import InputError
 
 ALONE = {"rank": 0, "world_size": 1}
 PIECE = 2 ** 18  # voxels: 1 MiB of float32 stays in a processor's cache between two operations
+NO_LABELS = -2 ** 15  # in each voxel of the label map of a volume that has none
 
 
 def as_float(images):
@@ -39,19 +41,22 @@ def as_float(images):
 class VolumeDataset:
     """Volumes by number.
 
-    items: from the datalist or the cache. images, labels: indexed by number, each a (D, H, W) array; a label may be
-    None. rule: which pairs are permitted, from `pair_rule`. hold: an open lock file, kept as long as this object, so
-    that the cache is not removed.
-    Further attributes: subjects, (N,) int64, the `subject_key` of each volume; loader, made once by `epoch_batches`.
+    items: from the datalist or the cache. images, labels, masks: indexed by number, each a (D, H, W) array; a label or
+    mask is asked for only where the item has one. rule: which pairs are permitted, from `pair_rule`. hold: an open lock
+    file, kept as long as this object, so that the cache is not removed.
+    Further attributes: subjects, (N,) int64, the `subject_key` of each volume; found_labels, those of `find_labels`, or
+    None; loader, made once by `epoch_batches`.
     """
 
-    def __init__(self, items, images, labels, rule, hold=None):
+    def __init__(self, items, images, labels, rule, hold=None, masks=None):
         self.items = items
         self.images = images
         self.labels = labels
+        self.masks = masks
         self.rule = rule
         self.hold = hold
         self.subjects = torch.tensor([subject_key(item["subject"]) for item in items], dtype=torch.int64)
+        self.found_labels = None
         self.loader = None
 
     def __len__(self):
@@ -78,23 +83,66 @@ class Files:
         return on_grid(self.items[index], self.cfg, (self.kind,))[self.kind]
 
 
+class Maps:
+    """The label maps or masks of all volumes, by number: (D, H, W) int16, also of volumes that have none.
+
+    arrays: of those that have one. has: (N,) bool, which have. size: of the grid. missing: the value in each voxel of
+    the map of a volume that has none.
+    """
+
+    def __init__(self, arrays, has, size, missing):
+        self.arrays, self.has, self.size, self.missing = arrays, has, size, missing
+
+    def __getitem__(self, index):
+        if not self.has[index]:
+            return np.full(self.size, self.missing, np.int16)
+        return np.asarray(self.arrays[index], np.int16)
+
+
+def pair_maps(dataset, cfg):
+    """What mode 3 reads of a volume beside its image: {"label": Maps, "mask": Maps}, only what the config asks for.
+
+    A volume without a mask has one of ones: it counts as a whole.
+    """
+    sources = {"label": (dataset.labels, NO_LABELS), "mask": (dataset.masks, 1)}
+    maps = {}
+    for kind in wanted_maps(cfg):
+        arrays, missing = sources[kind]
+        has = np.array([bool(item[kind]) for item in dataset.items])
+        maps[kind] = Maps(arrays, has, cfg["data.img_size"], missing)
+    return maps
+
+
+def wanted_maps(cfg):
+    """The kinds of maps that mode 3 needs: none, "label", "mask" or both."""
+    needs = {"label": cfg["loss.dice"] > 0, "mask": cfg["registration.masks"]}
+    return tuple(kind for kind, needed in needs.items() if needed)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches: what is read ahead, by loader workers or by a thread
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Batches(Dataset):
-    """The part of a data set that goes to loader workers: batches by (position, index).
+    """The part of a data set that goes to loader workers: batches by (position, index) or (position, index, "pair").
 
-    The position in the epoch's order keys the random draws, the index says which volume it is.
+    The position in the epoch's order keys the random draws, the index says which volume it is. maps: of `pair_maps`,
+    read only for the volumes of pairs.
     """
 
-    def __init__(self, images):
+    def __init__(self, images, maps):
         self.images = images
+        self.maps = maps
 
     def __getitems__(self, addresses):
-        positions, indices = zip(*addresses)
-        images = np.stack([self.images[index] for index in indices])[:, None]
-        return torch.from_numpy(images), torch.tensor(positions), torch.tensor(indices)
+        positions, indices, *of_pairs = zip(*addresses)
+        maps = {kind: stacked(self.maps[kind], indices) for kind in self.maps if of_pairs}
+        return stacked(self.images, indices), torch.tensor(positions), torch.tensor(indices), maps
+
+
+def stacked(arrays, indices):
+    """Some arrays of one shape as a batch: (B, 1, *shape)."""
+    return torch.from_numpy(np.stack([arrays[index] for index in indices])[:, None])
 
 
 def as_it_is(batch):
@@ -105,9 +153,9 @@ def as_it_is(batch):
 def make_loader(dataset, batch_list, cfg):
     """A DataLoader over given batches.
 
-    batch_list: list of lists of (position, index). Its content may be replaced between two passes, so that the workers
-    live as long as the loader.
-    Yields: images as stored (B, 1, *size), positions (B,), indices (B,).
+    batch_list: list of lists of addresses, see Batches. Its content may be replaced between two passes, so that the
+    workers live as long as the loader.
+    Yields: images as stored (B, 1, *size), positions (B,), indices (B,), maps {kind: (B, 1, *size) int16}.
     """
     workers = 0 if cfg["data.in_memory"] and not cfg["data.cache"] else cfg["data.num_workers"]
     options = {}
@@ -115,8 +163,8 @@ def make_loader(dataset, batch_list, cfg):
         # spawn: a forked worker inherits the locks of the accelerator's driver, which may be taken at that moment.
         options = {"prefetch_factor": cfg["data.prefetch_factor"], "multiprocessing_context": "spawn",
                    "persistent_workers": True, "worker_init_fn": leave_signals_to_the_rank}
-    return DataLoader(Batches(dataset.images), batch_sampler=batch_list, collate_fn=as_it_is, num_workers=workers,
-                      **options)
+    return DataLoader(Batches(dataset.images, pair_maps(dataset, cfg)), batch_sampler=batch_list, collate_fn=as_it_is,
+                      num_workers=workers, **options)
 
 
 def read_ahead(loader, ahead, prepare=lambda number, batch: batch):
@@ -170,8 +218,9 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
 
     dataset: of the training. listed: pairs, or None. progress: epoch, samples and pairs done. split: of `split_step`.
     draw: a function of the rng keys of a batch of volumes, for draws that take long; a thread may call it in advance.
-    Returns: iterator over steps of (volumes, pairs), two lists of batches (images as stored, positions, subjects, what
-    `draw` returned or None). In a batch of pairs moving and fixed alternate.
+    Returns: iterator over steps of (volumes, pairs), two lists of batches (images as stored, positions, subjects, and
+    of volumes what `draw` returned or None, of pairs their maps as `make_loader` yields them). In a batch of pairs
+    moving and fixed alternate.
     """
     volumes, pairs = epoch_lists(cfg, dataset, listed, progress, split, ranks)
     steps = steps_left(cfg, len(dataset), listed, split, progress["samples"], progress["pairs"])
@@ -190,10 +239,10 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
     seed, epoch = cfg["run.seed"], progress["epoch"]
 
     def prepare(number, batch):
-        images, positions, indices = batch
-        drawn = None
-        if draw and number % per_step < sample_batches:
-            drawn = draw([(seed, epoch, position) for position in positions.tolist()])
+        images, positions, indices, maps = batch
+        if number % per_step >= sample_batches:
+            return images, positions, dataset.subjects[indices], maps
+        drawn = draw([(seed, epoch, position) for position in positions.tolist()]) if draw else None
         return images, positions, dataset.subjects[indices], drawn
 
     loaded = read_ahead(dataset.loader, 0 if on_cpu else cfg["data.prefetch_factor"] * per_step, prepare)
@@ -201,7 +250,7 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
 
 
 def epoch_lists(cfg, dataset, listed, progress, split, ranks):
-    """What one rank reads in the rest of an epoch: batches of volumes and of pairs, as lists of (position, index)."""
+    """What one rank reads in the rest of an epoch: batches of volumes and of pairs, lists of addresses for Batches."""
     seed, epoch = cfg["run.seed"], progress["epoch"]
     rank, world_size = ranks["rank"], ranks["world_size"]
     order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
@@ -210,7 +259,7 @@ def epoch_lists(cfg, dataset, listed, progress, split, ranks):
     drawn = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
     pairs = []
     for batch in batches(drawn, split["pairs"], split["pair_batch"], progress["pairs"], rank, world_size):
-        pairs.append([(2 * position + side, pair[side]) for position, pair in batch for side in (0, 1)])
+        pairs.append([(2 * position + side, pair[side], "pair") for position, pair in batch for side in (0, 1)])
     return volumes, pairs
 
 
@@ -223,9 +272,11 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
 
     headers_only: read the lists but no volume, and neither lock, check nor copy the cache. ranks: of the training; rank
     0 draws the progress bars, and each checks a part of the cache.
-    Returns: training VolumeDataset; validation VolumeDataset, maybe empty; the listed training pairs or None.
-    Raises InputError if a folder is missing, the cache is not that of the config or not complete, or there are fewer
-    training volumes than data.expect_samples.
+    Returns: training VolumeDataset, with loss.dice with the labels that this rank has found in its part of the label
+    maps; validation VolumeDataset, maybe empty; the listed training pairs or None.
+    Raises InputError if a folder is missing, the cache is not that of the config or not complete, there are fewer
+    training volumes than data.expect_samples, with loss.dice fewer than two with labels, or with registration.masks
+    none with a mask.
     """
     root, cache = cfg["data.cache"] or cfg["data.root"], None
     if cfg["data.cache"]:
@@ -233,13 +284,19 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
     items = cache["items"] if cache else list_volumes(root, cfg["data.subject_pattern"])
     train, val = split_volumes(root, items, cfg)
     require_usable(root, train, val, cfg, cache)
+    if cfg["loss.dice"]:
+        train = with_usable_labels(root, train, cfg)
+    if cfg["registration.masks"]:
+        require_masks(root, train)
     rule = pair_rule(cfg, train)
     listed = read_pairs(cfg["data.pair_list"], train) if cfg["data.pair_list"] else None
     if cfg["data.pairing"] == "all":
         listed = all_pairs(len(train), rule)
     source = {"cache": cache, "cfg": cfg, "in_memory": cfg["data.in_memory"] and not headers_only,
               "show": ranks["rank"] == 0}
-    train_set = make_dataset(train, rule, "training volumes", ("image",), **source)
+    train_set = make_dataset(train, rule, "training volumes", ("image", *wanted_maps(cfg)), **source)
+    if cfg["loss.dice"] and not headers_only:
+        train_set.found_labels = find_labels(train_set, ranks, cfg)
     val_rule = pair_rule(cfg, val) if val else None
     val_set = make_dataset(val, val_rule, "validation volumes", ("image", "label"), **source)
     return train_set, val_set, listed
@@ -267,6 +324,49 @@ def require_usable(root, train, val, cfg, cache):
             read_header(items[0]["image"], cfg["model.dims"])
 
 
+def with_usable_labels(root, items, cfg):
+    """Training volumes of which only those of data.label_ids keep their label. items: dicts, which are not changed.
+
+    Raises InputError where fewer than two have one, since loss.dice compares the labels of a pair.
+    """
+    usable = {item["id"] for item in select(root, items, cfg["data.label_ids"]) if item["label"]}
+    if len(usable) < 2:
+        permitted = f" that data.label_ids {cfg['data.label_ids']} permits" if cfg["data.label_ids"] else ""
+        raise InputError(f"{root}: loss.dice {cfg['loss.dice']} compares the labels of pairs, but {len(usable)} of "
+                         f"{len(items)} training volumes have labels{permitted}, and it needs two; name more, or set "
+                         "loss.dice to 0.")
+    return [item if item["id"] in usable else {**item, "label": None} for item in items]
+
+
+def require_masks(root, items):
+    """Raises InputError where registration.masks asks for masks and no training volume has one."""
+    if not any(item["mask"] for item in items):
+        raise InputError(f"{root}: registration.masks is true, but none of {len(items)} training volumes has a mask: "
+                         "name them in the data list (and run OM_prepare.py again, where there is a cache), or set it "
+                         "to false.")
+
+
+def find_labels(dataset, ranks, cfg):
+    """The labels that loss.dice compares, as they occur in this rank's part of the label maps: sorted list of ints."""
+    labelled = [number for number, item in enumerate(dataset.items) if item["label"]]
+    own = labelled[ranks["rank"]::ranks["world_size"]]
+    return labels_in(dataset, tqdm(own, "finding labels", unit="vol", leave=False, delay=1, disable=ranks["rank"] > 0),
+                     cfg)
+
+
+def labels_in(dataset, numbers, cfg):
+    """The labels that loss.dice compares, as they occur in the maps of some volumes: sorted list of ints.
+
+    Background (0) does not count, nor what loss.dice_labels leaves out.
+    """
+    found, wanted = set(), cfg["loss.dice_labels"].strip()
+    spans = read_ranges(wanted, "loss.dice_labels") if wanted else [range(1, 2 ** 15)]
+    for number in numbers:
+        watchdog.phase("data set")
+        found.update(np.unique(dataset.labels[number]).tolist())
+    return [label for label in sorted(found) if any(label in span for span in spans)]
+
+
 def make_dataset(items, rule, what, kinds, cache, cfg, in_memory, show):
     """The VolumeDataset of some items, with voxels from the cache, from memory, or from files at each use.
 
@@ -279,14 +379,13 @@ def make_dataset(items, rule, what, kinds, cache, cfg, in_memory, show):
         groups = [cache["groups"][number] for number in numbers]
         rows = [cache["rows"][number] for number in numbers]
         # Pages of a copy in memory count as this process's own: kept maps would look like a leak until all are in use.
-        images, labels = (Rows(cache["folder"], kind, groups, rows, keep=not cache["staged"])
-                          for kind in ("image", "label"))
-        return VolumeDataset(items, images, labels, rule, cache["hold"])
+        images, labels, masks = (Rows(cache["folder"], kind, groups, rows, keep=not cache["staged"]) for kind in KINDS)
+        return VolumeDataset(items, images, labels, rule, cache["hold"], masks)
     if in_memory:
         # Reading all at once also finds every bad file before the training starts.
         bar = tqdm(items, f"reading {what}", unit="vol", leave=False, disable=not show)
         volumes = [on_grid(item, cfg, kinds) for item in bar]
-        images = [volume["image"] for volume in volumes]
-        labels = [volume["label"] for volume in volumes]
-        return VolumeDataset(items, images, labels, rule)
-    return VolumeDataset(items, Files(items, "image", cfg), Files(items, "label", cfg), rule)
+        images, labels, masks = ([volume[kind] for volume in volumes] for kind in KINDS)
+        return VolumeDataset(items, images, labels, rule, masks=masks)
+    images, labels, masks = (Files(items, kind, cfg) for kind in KINDS)
+    return VolumeDataset(items, images, labels, rule, masks=masks)

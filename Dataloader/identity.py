@@ -1,6 +1,7 @@
 """Which data a run trains on: what a checkpoint keeps of them, and whether a run may continue with others."""
 import csv
 import io
+import itertools
 import json
 import os
 
@@ -9,6 +10,8 @@ import torch
 from Dataloader.cache import some
 from Runtime import agree
 from Runtime.errors import InputError
+
+MOST_LABELS = 64  # that loss.dice compares
 
 
 def describe_data(cfg, dataset, held_out):
@@ -44,6 +47,24 @@ def require_same_everywhere(ranks, described):
     if others:
         raise InputError(f"rank {', '.join(others)} of {len(digests)} reads other data than rank 0: data.root or "
                          "data.cache must be the same on all nodes, and be left alone while ranks start; start again.")
+
+
+def agree_on_labels(ranks, own, cfg):
+    """The labels that loss.dice compares: the same list on all ranks, so that the tensors of a step have one shape.
+
+    own: sorted list of those that this rank has found, see `dataset.find_labels`. Every rank calls this.
+    Returns: sorted list of ints. Raises InputError, on every rank, for none and for more than MOST_LABELS.
+    """
+    labels = sorted(set(itertools.chain(*agree.gather_objects(ranks, own))))
+    if not labels:
+        only = f" among loss.dice_labels {cfg['loss.dice_labels']}" if cfg["loss.dice_labels"] else ""
+        raise InputError(f"loss.dice {cfg['loss.dice']}: the label maps of the training volumes hold no label but the "
+                         f"background{only}; correct the key or the maps, or set loss.dice to 0.")
+    if len(labels) > MOST_LABELS:
+        raise InputError(f"loss.dice {cfg['loss.dice']}: the training volumes have {len(labels)} labels from "
+                         f"{labels[0]} to {labels[-1]}, each of which takes memory; name at most {MOST_LABELS} "
+                         f"by loss.dice_labels, such as \"{labels[0]}-{labels[MOST_LABELS - 1]}\".")
+    return labels
 
 
 def compare_data(before, now, path):

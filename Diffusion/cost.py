@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from Dataloader.dataset import read_datasets
+from Dataloader.dataset import labels_in, read_datasets
 from Dataloader.sampler import epoch_pair_count, steps_left
 from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
@@ -47,10 +47,10 @@ def count_costs(loss_function, network, alive):
             "peak": alive.peak - local_bytes(network.parameters())}
 
 
-def stand_in(cfg, pair_batch, modes):
+def stand_in(cfg, pair_batch, modes, labels):
     """A network and batch of a config without values, of which the cost can be counted: call under FakeTensorMode.
 
-    pair_batch: pairs of one forward. modes: MODES of the training script.
+    pair_batch: pairs of one forward. modes: MODES of the training script. labels: how many loss.dice compares.
     Returns: the network; a function from a mode's name to its loss.
     """
     size, batchsize = cfg["data.img_size"], cfg["data.batchsize"]
@@ -61,7 +61,9 @@ def stand_in(cfg, pair_batch, modes):
     moving, fixed = torch.zeros(2, pair_batch, 1, *size)
     batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "keep": None,
              "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, "cpu"),
-             "targets": None, "moving": moving, "fixed": fixed}
+             "targets": None, "moving": moving, "fixed": fixed, "mask": {"moving": moving, "fixed": fixed},
+             "label": {"moving": moving, "fixed": fixed, "labelled": [True] * pair_batch,
+                       "values": torch.zeros(labels)}}
 
     def loss_of(name):
         if name == "contrastive" and cfg["optim.average"]:
@@ -72,15 +74,15 @@ def stand_in(cfg, pair_batch, modes):
     return net, loss_of
 
 
-def mode_costs(cfg, pair_batch, modes, rules=None):
+def mode_costs(cfg, pair_batch, modes, rules=None, labels=1):
     """`count_costs` of each mode of a config.
 
     pair_batch: pairs of one forward. modes: MODES of the training script. rules: DeviceAutocast() for those of an
-    accelerator; None for those of a CPU.
+    accelerator; None for those of a CPU. labels: how many loss.dice compares, see `training_volumes`.
     Returns: the network, on tensors without values; {mode: costs}.
     """
     with FakeTensorMode(), AliveBytes() as alive, rules or contextlib.nullcontext():
-        net, loss_of = stand_in(cfg, pair_batch, modes)
+        net, loss_of = stand_in(cfg, pair_batch, modes, labels)
         return net, {name: count_costs(functools.partial(loss_of, name), net, alive) for name in modes}
 
 
@@ -97,17 +99,26 @@ def step_memory(costs, network, cfg):
 def training_volumes(cfg):
     """How many volumes would be trained on: counted in the cache, else in the files, else data.expect_samples.
 
-    Returns: number of volumes; listed pairs or None; where the number comes from, as a text.
+    Returns: number of volumes; listed pairs or None; where the number comes from, as a text; how many labels loss.dice
+    would compare, as the first volume that has some says, else 1.
     """
     why = ""
     for place, source_cfg in ((cfg["data.cache"], cfg), (cfg["data.root"], {**cfg, "data.cache": ""})):
         if place:
             try:
                 dataset, _, listed = read_datasets(source_cfg, headers_only=True)
-                return len(dataset), listed, place + why
+                return len(dataset), listed, place + why, labels_of_first(dataset, source_cfg)
             except InputError as error:
                 why = f", since {error}"
-    return cfg["data.expect_samples"], None, f"data.expect_samples{why}"
+    return cfg["data.expect_samples"], None, f"data.expect_samples{why}", 1
+
+
+def labels_of_first(dataset, cfg):
+    """How many labels the first volume with labels has that loss.dice compares, at least 1."""
+    if not cfg["loss.dice"]:
+        return 1
+    first = next(number for number, item in enumerate(dataset.items) if item["label"])
+    return max(len(labels_in(dataset, [first], cfg)), 1)
 
 
 def dry_run(cfg, world_size, modes):
@@ -116,16 +127,16 @@ def dry_run(cfg, world_size, modes):
     world_size: ranks it is meant for. modes: MODES of the training script. Returns: the exit code.
     """
     size, word = "x".join(map(str, cfg["data.img_size"])), cfg["model.condition_type"]
-    volumes, listed, source = training_volumes(cfg)
+    volumes, listed, source, labels = training_volumes(cfg)
     split = split_step(cfg, world_size)
     steps = steps_left(cfg, volumes, listed, split)
     pairs = epoch_pair_count(cfg, volumes, listed, split)
     on_cpu = {**cfg, "run.amp": precision(cfg["run.amp"], torch.device("cpu"))}
     on_device = {**cfg, "run.amp": "bf16" if cfg["run.amp"] == "auto" else cfg["run.amp"]}
-    net, costs = mode_costs(on_cpu, split["pair_batch"], modes)
+    net, costs = mode_costs(on_cpu, split["pair_batch"], modes, None, labels)
     device_costs = costs
     if on_device["run.amp"] != "off":
-        _, device_costs = mode_costs(on_device, split["pair_batch"], modes, DeviceAutocast())
+        _, device_costs = mode_costs(on_device, split["pair_batch"], modes, DeviceAutocast(), labels)
     memory = {"cuda": step_memory(device_costs, net, cfg), "cpu": step_memory(costs, net, cfg)}
     memory["xpu"] = memory["cuda"]  # the same rules
     parameters = sum(p.numel() for p in net.parameters())

@@ -54,6 +54,8 @@ def memory_estimate(cfg, world_size, ranks, process, parameters, held=0, activat
     steps = 1 + cfg["data.prefetch_factor"] * (workers / per_step if workers else not on_cpu)
     volumes = split["sample_batches"] * split["sample_batch"] + 2 * split["pair_batches"] * split["pair_batch"]
     batches = round(steps * volumes * voxels * (np.dtype(cfg["data.dtype"]).itemsize if cached else 4))
+    maps = 2 * split["pair_batches"] * split["pair_batch"] * map_kinds(cfg)
+    batches += round(steps * maps * voxels * 2)  # int16
     weights = 4 * parameters
     rank = process + TRAINING + held + (0 if workers else reading)
     rank += round(weights * (copies(cfg, world_size, split) if on_cpu else 1))  # 1: they are initialised on the host
@@ -63,6 +65,11 @@ def memory_estimate(cfg, world_size, ranks, process, parameters, held=0, activat
     total = ranks * (rank + activations + workers * worker + batches) + checkpoint + staged
     return {"rank": rank, "activations": activations, "worker": worker, "workers": workers, "batches": batches,
             "checkpoint": checkpoint, "staged": staged, "total": total}
+
+
+def map_kinds(cfg):
+    """How many kinds of maps, labels and masks, the training reads with the images of a pair."""
+    return (cfg["loss.dice"] > 0) + cfg["registration.masks"]
 
 
 def copies(cfg, world_size, split):
@@ -84,8 +91,9 @@ def activation_bytes(cfg, world_size, modes):
 
     modes: MODES of the training script.
     """
-    from Diffusion.cost import mode_costs  # here: a preflight without a CPU training does not need these imports
-    _, costs = mode_costs(cfg, split_step(cfg, world_size)["pair_batch"], modes)
+    from Diffusion.cost import mode_costs, training_volumes  # here: only a CPU training needs these imports
+    labels = training_volumes(cfg)[3] if cfg["loss.dice"] else 1
+    _, costs = mode_costs(cfg, split_step(cfg, world_size)["pair_batch"], modes, None, labels)
     amp = precision(cfg["run.amp"], torch.device("cpu"))
     factor = PEAK[amp] * (RECOMPUTED if cfg["model.use_checkpoint"] else 1)
     factor *= LOCAL_MATCH if amp == "off" and cfg["model.local_match"] else 1
@@ -93,17 +101,18 @@ def activation_bytes(cfg, world_size, modes):
 
 
 def held_bytes(cfg):
-    """Bytes of the volumes that a rank keeps with data.in_memory: images in float32, held-out labels in int16."""
+    """Bytes of the volumes that a rank keeps with data.in_memory: images in float32, labels and masks in int16."""
     if not cfg["data.in_memory"] or cfg["data.cache"]:
         return 0
-    from Dataloader.dataset import read_datasets  # here: scipy and nibabel take a second to import
+    from Dataloader.dataset import read_datasets, wanted_maps  # here: scipy and nibabel take a second to import
     try:
         train, val, _ = read_datasets(cfg, headers_only=True)
         images = len(train) + len(val)
-        labels = sum(bool(item["label"]) for item in val.items)
+        maps = sum(bool(item["label"]) for item in val.items)
+        maps += sum(bool(item[kind]) for item in train.items for kind in wanted_maps(cfg))
     except InputError:  # the training reports it; the files may arrive before it starts
-        images, labels = cfg["data.expect_samples"], 0
-    return math.prod(cfg["data.img_size"]) * (4 * images + 2 * labels)
+        images, maps = cfg["data.expect_samples"], 0
+    return math.prod(cfg["data.img_size"]) * (4 * images + 2 * maps)
 
 
 def staged_bytes(cfg):

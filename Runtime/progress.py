@@ -13,6 +13,9 @@ from Runtime.writer import add_scalar
 AVERAGES = ["total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "imgmse", "ddf"]
 # Keys that the sums and the log use besides the terms; a term cannot have these names.
 TAKEN = ("steps", "open", "nonfinite", "counts", "open_share", "epoch", "step", "event", "attempt", "rank", "time")
+# Terms that some pairs have and others have not, and the share of those that have. A step function returns such a term
+# times its share, and the share: both then add up over batches, ranks and steps like every other term.
+PARTIAL = {"dice": "labelled"}
 
 
 def new_sums():
@@ -40,7 +43,23 @@ def add_terms(sums, terms):
 
 def averages(sums):
     """{term: average over its steps}, the nine first; None for a term of a mode that has not run."""
-    return {name: sums[name] / count if count else None for name, count in sums["counts"].items()}
+    counts = sums["counts"]
+    means = of_their_share({name: sums[name] / count for name, count in counts.items() if count})
+    return {name: means.get(name) for name in counts}
+
+
+def of_their_share(terms):
+    """Terms in which each of PARTIAL is the mean over the pairs that have it; without those that no pair has.
+
+    terms: {name: mean over all pairs}.
+    """
+    result = dict(terms)
+    for name, share in PARTIAL.items():
+        if terms.get(share):
+            result[name] = terms[name] / terms[share]
+        else:
+            result.pop(name, None)
+    return result
 
 
 def show(value):

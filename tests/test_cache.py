@@ -25,7 +25,7 @@ from Dataloader.prepare import on_grid
 from Dataloader.synthetic import write_dataset
 from Runtime.errors import DONE, STOP, InputError
 from tests import launching
-from tests.tiny import ROOT, arguments, config
+from tests.tiny import ROOT, add_masks, arguments, config, make_data
 
 COUNT, SIDE = 40, 20
 LOCKS = {".lock", "lock.json", ".readers"}
@@ -41,14 +41,17 @@ SHARE = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair
 if __name__ == "__main__":
     for place, workers in (("", 0), (sys.argv[2], 0), (sys.argv[2], 2)):
         cfg = config(Path(sys.argv[1]), data__cache=place, data__dtype="float32", data__in_memory="false",
-                     data__num_workers=workers, run__logs=sys.argv[1])
+                     data__num_workers=workers, run__logs=sys.argv[1], loss__dice=0.1, data__label_ids="0-3",
+                     registration__masks=True)
         dataset, _, listed = read_datasets(cfg)
         total, pids = hashlib.sha256(), []
         for epoch in range(2):
             progress = {"epoch": epoch, "samples": 0, "pairs": 0}
             for step in epoch_batches(cfg, dataset, listed, progress, SHARE, {"rank": 0, "world_size": 1}):
-                for images, positions, subjects, _ in step[0] + step[1]:
+                for images, positions, subjects, maps in step[0] + step[1]:
                     total.update(as_float(images).numpy().tobytes() + repr((positions, subjects)).encode())
+                    for kind in sorted(maps or {}):
+                        total.update(kind.encode() + maps[kind].numpy().tobytes())
             pids.append(sorted(worker.pid for worker in multiprocessing.active_children()))
         print(bool(place), workers, total.hexdigest(), len(pids[0]), pids[0] == pids[1], flush=True)
 """
@@ -274,7 +277,7 @@ def test_2d_images_go_the_whole_way(tmp_path):
 
 
 def test_training_data_are_those_of_the_files_bit_for_bit_with_any_number_of_workers(tmp_path):
-    write_dataset(tmp_path / "data", range(8), 20)
+    add_masks(make_data(tmp_path, size=20))
     assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", data__dtype="float32") == DONE
     (tmp_path / "same.py").write_text(SAME_DATA)
     run = launching.run([sys.executable, tmp_path / "same.py", tmp_path, tmp_path / "cache"], env=environment())

@@ -69,6 +69,14 @@ def test_averaged_weights_cost_mode_2_another_forward():
     assert counted[0] == counted[1]
 
 
+def test_each_label_of_the_dice_takes_some_volumes():
+    cfg = config(loss__dice=0.1)
+    plain, one, ten = (mode_costs(cfg | {"loss.dice": dice}, 1, om.MODES, labels=labels)[1]["registration"]["kept"]
+                       for dice, labels in ((0, 1), (0.1, 1), (0.1, 10)))
+    volume = 4 * 16 ** 3
+    assert plain < one < ten and 2 * 9 * volume <= ten - one <= 4 * 9 * volume
+
+
 def test_production_config_has_its_recorded_size(capsys):
     assert om.main(["--config", str(ROOT / "Config/config_om.yaml"), "--dry-run"]) == 0
     output = capsys.readouterr().out

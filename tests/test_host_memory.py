@@ -32,7 +32,7 @@ from Runtime.global_batch import split_step
 from Runtime.memory import children
 from Scripts.preflight.checks import check_memory, short_of_shared_memory
 from tests import launching
-from tests.tiny import ROOT, arguments, config, launcher_environment, make_data
+from tests.tiny import ROOT, add_masks, arguments, config, launcher_environment, make_data
 
 GIB, MIB = 2 ** 30, 2 ** 20
 VOLUME = 128 ** 3
@@ -70,6 +70,13 @@ def test_without_workers_a_thread_of_the_rank_reads_ahead():
     assert several["batches"] == 4 * need["batches"], "four batches of samples and four pairs in a step"
 
 
+def test_labels_and_masks_are_read_with_the_images_of_pairs():
+    plain, both = (memory_estimate(large(loss__dice=dice, registration__masks=masks), 64, 8, 0, 0)["batches"]
+                   for dice, masks in ((0, False), (0.1, True)))
+    # Half of the 24 batches that are ready are pairs, and a pair is at work; two maps of two bytes a voxel each.
+    assert both - plain == (12 + 1) * 2 * 2 * 2 * VOLUME
+
+
 @pytest.mark.parametrize("dtype, size", [("uint8", 1), ("float16", 2), ("float32", 4)])
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_cache_is_read_as_it_is_stored(dtype, size, in_memory):
@@ -81,8 +88,10 @@ def test_a_cache_is_read_as_it_is_stored(dtype, size, in_memory):
 
 
 def test_volumes_in_memory(tmp_path):
-    cfg = config(make_data(tmp_path), data__in_memory=True, data__num_workers=4)
+    cfg = config(add_masks(make_data(tmp_path)), data__in_memory=True, data__num_workers=4)
     assert held_bytes(cfg) == 16 ** 3 * (8 * 4 + 2 * 2), "six to train on, two held out with their labels"
+    with_labels = {**cfg, "loss.dice": 0.1, "data.label_ids": "0-3", "registration.masks": True}
+    assert held_bytes(with_labels) - held_bytes(cfg) == 16 ** 3 * (4 + 2) * 2, "labels of four, masks of two"
     need = memory_estimate(cfg, 1, 1, 0, 0, held=held_bytes(cfg))
     assert need["workers"] == 0 and need["rank"] == 125 * MIB + held_bytes(cfg) + 8 * 4 * 16 ** 3
     assert held_bytes({**cfg, "data.cache": "x"}) == held_bytes({**cfg, "data.in_memory": False}) == 0

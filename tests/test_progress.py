@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from Runtime import agree
 from Runtime.errors import InputError
-from Runtime.progress import AVERAGES, add_terms, averages, new_sums
+from Runtime.progress import AVERAGES, add_terms, averages, new_sums, of_their_share
 from tests import launching
 from tests.tiny import ROOT, log_lines, make_data, settings
 
@@ -31,6 +31,20 @@ def test_a_term_that_is_new_is_averaged_like_the_others():
     add_terms(sums, {"total": 2.0, "bend": 4.0})
     assert averages(sums) == {**dict.fromkeys(AVERAGES), "total": 1.5, "bend": 3.0}
     assert list(averages(sums)) == [*AVERAGES, "bend"]
+
+
+def test_a_term_that_some_pairs_have_is_averaged_over_these():
+    """Step functions return it times the share of these pairs: three of four, none, one of four."""
+    sums = new_sums()
+    for dice, labelled in ((0.4, 0.75), (0.0, 0.0), (0.8, 0.25)):
+        add_terms(sums, {"regist": 1.0, "dice": dice * labelled, "labelled": labelled})
+    found = averages(sums)
+    assert found["dice"] == pytest.approx((3 * 0.4 + 0.8) / 4) and found["labelled"] == pytest.approx(1 / 3)
+    sums = new_sums()
+    add_terms(sums, {"regist": 1.0, "dice": 0.0, "labelled": 0.0})
+    assert averages(sums) == {**dict.fromkeys(AVERAGES), "regist": 1.0, "dice": None, "labelled": 0.0}
+    assert of_their_share({"ang": -0.1, "dice": 0.0, "labelled": 0.0}) == {"ang": -0.1, "labelled": 0.0}
+    assert of_their_share({"ang": -0.1}) == {"ang": -0.1}
 
 
 @pytest.mark.parametrize("name", ["steps", "counts", "epoch", "nonfinite"])

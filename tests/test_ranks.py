@@ -19,7 +19,8 @@ from tests.tiny import QUICK, ROOT, arguments, config, launcher_environment, log
 
 # Three steps of four samples and two pairs, in float32. run.checksum_every: weights compared before each step.
 SETTINGS = {**QUICK, "data__batchsize": 1, "data__global_batchsize": 4, "run__epochs": 1, "run__checksum_every": 1,
-            "run__checkpoint_steps": 1, "optim__lr": 1e-4, "run__pause_planned_s": 0, "run__pause_crash_s": 0}
+            "run__checkpoint_steps": 1, "optim__lr": 1e-4, "run__pause_planned_s": 0, "run__pause_crash_s": 0,
+            "loss__dice": 0.01, "data__label_ids": "0-3"}  # some pairs have labels, and the ranks find them together
 TOLERANCE = 1e-5  # without run.exact_sums; each mode of a step moves a weight by up to 1e-4
 
 
@@ -79,8 +80,9 @@ def together(data, tmp_path_factory):
 def test_two_ranks_train_as_one_that_accumulates(data, alone, together):
     assert sha256(together) == sha256(alone), "run.exact_sums: the same bits"
     one, two = (log_lines(folder, "epoch")[-1] for folder in (alone, together))
-    for name in [*AVERAGES, "steps", "open_share", "nonfinite", "val_ang", "val_retrieval", "val_imgsim", "val_dice",
-                 "val_folding"]:
+    assert 0 < one["labelled"] < 1 and one["dice"] > 0, "some pairs have labels"
+    for name in [*AVERAGES, "dice", "labelled", "steps", "open_share", "nonfinite", "val_ang", "val_retrieval",
+                 "val_imgsim", "val_dice", "val_folding"]:
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     assert len(log_lines(together, "step")) == 3 and not log_lines(together, "step", rank=1), "rank 0 logs the steps"
     assert len(log_lines(together, "end", rank=1)) == 1 and decisions(together) == ["done"]

@@ -13,7 +13,7 @@ from Diffusion.cost import mode_costs, step_memory
 from Runtime import checkpoint
 from tests import warm
 from tests.simulated_device import IN_A_STEP, SimulatedDevice
-from tests.tiny import arguments, config, log_lines, make_data
+from tests.tiny import add_masks, arguments, config, log_lines, make_data
 
 
 def train_and_report(words):
@@ -26,7 +26,7 @@ def train_and_report(words):
 
 
 def simulated(folder, **changes):
-    done = warm.program(train_and_report, arguments(make_data(folder), run__device="auto", run__epochs=1,
+    done = warm.program(train_and_report, arguments(add_masks(make_data(folder)), run__device="auto", run__epochs=1,
                                                     run__checkpoint_steps=0, **changes), folder)
     assert done.returncode == 0, done.stderr
     assert "1 x simulated:0, simulated device, 32 GiB" in done.stdout
@@ -34,7 +34,8 @@ def simulated(folder, **changes):
 
 
 @pytest.mark.parametrize("changes", [
-    {"optim__average": 0.9, "model__affine_match": True, "model__condition_type": "slice"},
+    {"optim__average": 0.9, "model__affine_match": True, "model__condition_type": "slice", "loss__dice": 0.1,
+     "data__label_ids": "0-3", "registration__masks": True},
     pytest.param({"data__global_batchsize": 4}, marks=pytest.mark.slow)], ids=["shipped recipe", "accumulation"])
 def test_a_step_waits_for_the_device_eight_times_at_most(tmp_path, changes):
     noted = simulated(tmp_path, **changes)
@@ -49,7 +50,7 @@ def test_a_step_waits_for_the_device_eight_times_at_most(tmp_path, changes):
 
     compare_losses(tmp_path, **changes)
     cfg = config(tmp_path, **changes)
-    net, costs = mode_costs(cfg, 1, om.MODES)
+    net, costs = mode_costs(cfg, 1, om.MODES, labels=6)
     assert noted["peak"] == pytest.approx(step_memory(costs, net, cfg), rel=0.15), "what --dry-run counts"
 
 

@@ -1,5 +1,6 @@
 """A training small enough for tests: 16^3 synthetic volumes, a few thousand weights, milliseconds per step."""
 import contextlib
+import json
 import os
 import resource
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from Dataloader.nifti import write_volume
+from Dataloader.nifti import read_label, write_volume
 from Dataloader.synthetic import write_dataset
 from Runtime.attempts import read_lines
 from Runtime.config import load_config
@@ -28,6 +29,7 @@ SETTINGS = {
 }
 # Changes for trainings of which only the bits, the counts and the events matter: 8^3, no pictures. A third of the time.
 QUICK = {"data__img_size": 8, "model__channels": "[4, 4, 8]", "run__picture_every": 0}
+MASKED = (1, 4, 6)  # volumes that `add_masks` gives a mask
 FAST_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -49,6 +51,20 @@ def config(folder=Path("."), **changes):
 
 def make_data(folder, count=8, size=16, dims=3):
     write_dataset(folder / "data", range(count), size, dims=dims)
+    return folder
+
+
+def add_masks(folder):
+    """Give the volumes of MASKED in a data folder a mask, where their labels are. Returns: the folder."""
+    path = folder / "data/dataset.json"
+    content = json.loads(path.read_text())
+    for number in MASKED:
+        name = f"subject_{number:04d}.nii.gz"
+        label, affine = read_label(folder / "data/labelsTr" / name)
+        write_volume(folder / "data/masksTr" / name, (label > 0).astype(np.uint8), affine)
+        entry = next(entry for entry in content["training"] if entry["image"].endswith(name))
+        entry["mask"] = f"./masksTr/{name}"
+    path.write_text(json.dumps(content))
     return folder
 
 

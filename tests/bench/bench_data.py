@@ -103,7 +103,7 @@ def by_cache(cfg, workers, ahead=0):
     dataset = read_datasets(cfg)[0]
     lists = [[(0, index) for index in range(first, first + BATCH)] for first in range(0, len(dataset), BATCH)]
     loader = make_loader(dataset, lists, {**cfg, "data.num_workers": workers})
-    return lambda: (as_float(images) for images, _, _ in read_ahead(loader, ahead))
+    return lambda: (as_float(images) for images, *_ in read_ahead(loader, ahead))
 
 
 def by_nibabel(paths):
