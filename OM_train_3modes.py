@@ -39,11 +39,11 @@ from Diffusion.gradients import new_gradients, put_together, set_aside
 from Diffusion.losses import (
     image_similarity,
     info_nce,
-    inside_both,
     label_terms,
     mean_square,
     recovery_terms,
     regularity,
+    warp_inside,
 )
 from Diffusion.networks import build_network, compile_network
 from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
@@ -135,8 +135,9 @@ def step_registration(net, batch, cfg):
     """Mode 3: align two volumes, seeing all of the fixed one. Masks and labels only the loss sees."""
     moving, fixed = batch["moving"], batch["fixed"]                            # (B, 1, *spatial) each
     field = align(net, moving, fixed, cfg)                                     # (B, N, *spatial)
-    warped = warp(moving, field)                                               # (B, 1, *spatial)
-    inside = inside_both(field, **batch["mask"]) if cfg["registration.masks"] else None  # (B, 1, *spatial)
+    warped, inside = warp(moving, field), None                                 # (B, 1, *spatial)
+    if cfg["registration.masks"]:
+        warped, inside = warp_inside(moving, field, **batch["mask"])           # (B, 1, *spatial) each
     imgsim = -image_similarity(warped, fixed, cfg, inside)
     imgmse = mean_square(warped - fixed, inside)
     ddf = regularity(field, cfg["loss.waiver"], cfg["loss.folding"])

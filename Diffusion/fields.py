@@ -74,6 +74,19 @@ def warp(image, field, mode="bilinear", padding="zeros", origin=None):
         return slabs.transpose(0, 1).reshape(1, -1, *size)
 
 
+def masked(resample, image, mask):
+    """An image and its mask, or None, resampled; what the mask leaves out does not leak into what it shows.
+
+    resample: a linear function of an image. image: (B, C, *spatial). mask: (B, 1, *spatial), 0 .. 1, or None.
+    Returns: the image, divided by how much of each voxel the mask shows (Knutsson and Westin, "Normalized and
+    differential convolution", CVPR 1993); the mask, 0 .. 1.
+    """
+    if mask is None:
+        return resample(image), None
+    shown = resample(mask)
+    return resample(image * mask) / shown.clamp(min=1e-3), shown
+
+
 def across(field, change):
     """The field by which `warp` samples a volume on another grid: x -> change(x + field(x)) - x.
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from Diffusion.fields import jacobian_determinant, side_lengths, warp
+from Diffusion.fields import jacobian_determinant, masked, side_lengths, warp
 
 # A displacement counts as zero where its squared length, as a fraction of the image side, is below this: 0.04 voxels at
 # a side of 128.
@@ -340,15 +340,16 @@ def mutual_information(image, target, weight, bins=32):
     return 2.0 * (1.0 - both / (one + other).clamp(min=1e-6))
 
 
-def inside_both(field, moving, fixed):
-    """The voxels that count where volumes have masks: in the fixed mask, and all that is sampled in the moving one.
+def warp_inside(image, field, moving, fixed):
+    """The moving images as fields show them, and how much each voxel counts where volumes have masks.
 
-    Without a gradient, else the field would gain by moving what is not alike out of the mask.
-    field: (B, N, *spatial) in voxels. moving, fixed: masks (B, 1, *spatial), above 0 inside.
-    Returns: (B, 1, *spatial), 1 or 0; 0 too where the field leads out of the moving volume.
+    The weight has no gradient, else a field would gain by moving what is not alike out of the mask.
+    image: (B, 1, *spatial). field: (B, N, *spatial) in voxels. moving, fixed: masks (B, 1, *spatial), above 0 inside.
+    Returns: (B, 1, *spatial), see `masked`; (B, 1, *spatial), 0 .. 1: how far a voxel is inside of both masks, 0 where
+    its field leads out of the moving volume.
     """
-    warped = warp((moving > 0).float(), field.detach())
-    return ((fixed > 0) & (warped > 0.9999)).float()
+    warped, weight = masked(lambda volume: warp(volume, field), image, (moving > 0).float())
+    return warped, (fixed > 0) * weight.detach()
 
 
 def one_hot(label, values):

@@ -10,7 +10,7 @@ Learn2Reg 2021 (ConvexAdam).
 import torch
 from tqdm import tqdm
 
-from Diffusion.fields import compose, flow, interpolate, resize_field, warp
+from Diffusion.fields import compose, flow, interpolate, masked, resize_field, warp
 from Diffusion.losses import image_similarity, likeness, local_correlation, mapped_correlation, self_similarity
 from Diffusion.metrics import folding_percent
 
@@ -76,17 +76,6 @@ def pair_at_level(pair, factor, cfg):
         if cfg["registration.similarity"] == "mind":
             small[side] = self_similarity(small[side])
     return small
-
-
-def masked(resample, image, mask):
-    """An image and its mask, or None, resampled; what the mask leaves out does not leak into what it shows.
-
-    resample: a linear function of an image. image: (1, C, *spatial). mask: (1, 1, *spatial) or None.
-    """
-    if mask is None:
-        return resample(image), None
-    shown = resample(mask)
-    return resample(image * mask) / shown.clamp(min=1e-3), shown
 
 
 def pair_loss(pair, field, velocity, cfg):

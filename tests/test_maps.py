@@ -13,7 +13,7 @@ from Dataloader import identity
 from Dataloader.dataset import NO_LABELS, Files, epoch_batches, find_labels, read_datasets
 from Dataloader.nifti import read_label
 from Diffusion.batch_augment import augment, augment_maps
-from Diffusion.losses import inside_both, label_terms, soft_dice
+from Diffusion.losses import label_terms, soft_dice, warp_inside
 from Diffusion.metrics import dice
 from Runtime import checkpoint
 from Runtime.global_batch import split_step
@@ -120,13 +120,19 @@ def test_the_gradient_reaches_the_field(size):
 def test_what_counts_with_masks_is_sampled_inside_of_both(size):
     mask, whole = torch.zeros(2, 1, *size), torch.ones(2, 1, *size)
     mask[(slice(None), slice(None), *[slice(2, 8)] * len(size))] = 3  # any number above zero
-    inside = inside_both(shift(size, 0).repeat(2, *[1] * (len(size) + 1)), mask, whole)
-    assert torch.equal(inside, (mask > 0).float())
-    inside = inside_both(shift(size, 1.5), mask[:1], mask[:1])
-    expected = torch.zeros(1, 1, *size)
-    expected[(0, 0, *[slice(2, 6)] * len(size))] = 1  # from 3.5 to 6.5, all of whose neighbours are inside
-    assert torch.equal(inside, expected)
-    assert inside_both(shift(size, 100), whole[:1], whole[:1]).sum() == 0, "outside of the moving volume"
+    image = torch.rand(2, 1, *size, generator=torch.Generator().manual_seed(1))
+    still = shift(size, 0).repeat(2, *[1] * (len(size) + 1))
+    warped, inside = warp_inside(image, still, mask, whole)
+    assert torch.allclose(inside, (mask > 0).float(), atol=1e-5)
+    assert torch.allclose(warped * inside, image * inside, atol=1e-5)
+    warped, inside = warp_inside(torch.where(mask > 0, 0.25, 7.0)[:1], shift(size, 1.5), mask[:1], mask[:1])
+    expected = torch.ones(1, 1, *size)
+    for axis in range(2, 2 + len(size)):  # voxel 6 is sampled at 7.5, between the last that the mask has and the next
+        along = torch.zeros(size[axis - 2])
+        along[2:6], along[6] = 1.0, 0.5
+        expected *= along.view(-1, *[1] * (1 + len(size) - axis))
+    assert torch.allclose(inside, expected, atol=1e-5) and torch.allclose(warped[inside > 1e-2], torch.tensor(0.25))
+    assert warp_inside(image[:1], shift(size, 100), whole[:1], whole[:1])[1].sum() == 0, "outside of the volume"
 
 
 def steady_loss(batch, masks, cfg):
