@@ -17,7 +17,16 @@ from Dataloader.cache import Rows, open_cache, settings
 from Dataloader.datalist import list_volumes, read_pairs, read_ranges, select, split_volumes, subject_key
 from Dataloader.nifti import read_header
 from Dataloader.prepare import KINDS, on_grid
-from Dataloader.sampler import all_pairs, batches, epoch_order, epoch_pair_count, epoch_pairs, pair_rule, steps_left
+from Dataloader.sampler import (
+    all_pairs,
+    batches,
+    epoch_order,
+    epoch_pair_count,
+    epoch_pairs,
+    pair_rule,
+    steps_left,
+    with_labelled,
+)
 from Runtime import watchdog
 from Runtime.errors import InputError
 
@@ -45,7 +54,7 @@ class VolumeDataset:
     mask is asked for only where the item has one. rule: which pairs are permitted, from `pair_rule`. hold: an open lock
     file, kept as long as this object, so that the cache is not removed.
     Further attributes: subjects, (N,) int64, the `subject_key` of each volume; found_labels, those of `find_labels`, or
-    None; loader, made once by `epoch_batches`.
+    None; labelled, of `labelled_volumes`, or None; loader, made once by `epoch_batches`.
     """
 
     def __init__(self, items, images, labels, rule, hold=None, masks=None):
@@ -57,6 +66,7 @@ class VolumeDataset:
         self.hold = hold
         self.subjects = torch.tensor([subject_key(item["subject"]) for item in items], dtype=torch.int64)
         self.found_labels = None
+        self.labelled = None
         self.loader = None
 
     def __len__(self):
@@ -257,6 +267,8 @@ def epoch_lists(cfg, dataset, listed, progress, split, ranks):
     volumes = batches(order, split["samples"], split["sample_batch"], progress["samples"], rank, world_size)
     count = epoch_pair_count(cfg, len(dataset), listed, split)
     drawn = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
+    if dataset.labelled:
+        drawn = with_labelled(drawn, cfg, epoch, **dataset.labelled)
     pairs = []
     for batch in batches(drawn, split["pairs"], split["pair_batch"], progress["pairs"], rank, world_size):
         pairs.append([(2 * position + side, pair[side], "pair") for position, pair in batch for side in (0, 1)])
@@ -295,6 +307,7 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
     source = {"cache": cache, "cfg": cfg, "in_memory": cfg["data.in_memory"] and not headers_only,
               "show": ranks["rank"] == 0}
     train_set = make_dataset(train, rule, "training volumes", ("image", *wanted_maps(cfg)), **source)
+    train_set.labelled = labelled_volumes(train, cfg)
     if cfg["loss.dice"] and not headers_only:
         train_set.found_labels = find_labels(train_set, ranks, cfg)
     val_rule = pair_rule(cfg, val) if val else None
@@ -336,6 +349,22 @@ def with_usable_labels(root, items, cfg):
                          f"{len(items)} training volumes have labels{permitted}, and it needs two; name more, or set "
                          "loss.dice to 0.")
     return [item if item["id"] in usable else {**item, "label": None} for item in items]
+
+
+def labelled_volumes(items, cfg):
+    """Arguments of `with_labelled`: the volumes that have labels and the rule of their pairs; None without such pairs.
+
+    items: of the training, after `with_usable_labels`. Raises InputError where data.labelled_pairs asks for pairs and
+    loss.dice for no labels, or data.pairing takes all pairs, or no pair of labelled volumes is permitted.
+    """
+    if not cfg["data.labelled_pairs"]:
+        return None
+    if not cfg["loss.dice"] or cfg["data.pairing"] == "all":
+        other = "data.pairing=all takes every pair as it is" if cfg["loss.dice"] else "loss.dice is 0, so none counts"
+        raise InputError(f"data.labelled_pairs={cfg['data.labelled_pairs']} draws more pairs of labelled volumes, but "
+                         f"{other}: set data.labelled_pairs=0, or change that.")
+    labelled = [number for number, item in enumerate(items) if item["label"]]
+    return {"labelled": labelled, "rule": pair_rule(cfg, [items[number] for number in labelled])}
 
 
 def require_masks(root, items):

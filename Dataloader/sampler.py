@@ -28,6 +28,8 @@ def pair_rule(cfg, items):
     words = {key: cfg[key] for key in ("data.pair_subjects", "data.pair_modalities")}
     choices = [f"{key}={word}" for key, word in words.items() if word != "any"]
     others = ["data.pairing=all"] * (cfg["data.pairing"] == "all") + choices
+    if cfg["data.labelled_pairs"]:
+        others.append(f"data.labelled_pairs={cfg['data.labelled_pairs']}")
     if cfg["data.pair_list"] and others:
         raise InputError(f"data.pair_list {cfg['data.pair_list']} already says which pairs to take: drop it, or drop "
                          f"{' and '.join(others)}.")
@@ -69,6 +71,18 @@ def epoch_pairs(seed, epoch, volumes, count, listed=None, rule=None):
     moving = torch.randint(volumes, (count,), generator=draws)
     step = torch.randint(1, max(volumes, 2), (count,), generator=draws)
     return list(zip(moving.tolist(), ((moving + step) % volumes).tolist()))
+
+
+def with_labelled(pairs, cfg, epoch, labelled, rule):
+    """The pairs of an epoch, of which data.labelled_pairs, drawn at random, become pairs of two labelled volumes.
+
+    pairs: of `epoch_pairs`. labelled: indices of the labelled volumes. rule: from `pair_rule`, for these volumes.
+    """
+    seed, share = cfg["run.seed"], cfg["data.labelled_pairs"]
+    chosen = (torch.rand(len(pairs), generator=generator(seed, "labelled", epoch)) < share).tolist()
+    among = epoch_pairs(seed, epoch, len(labelled), len(pairs), rule=rule)
+    return [tuple(labelled[one] for one in other) if take else pair
+            for pair, other, take in zip(pairs, among, chosen)]
 
 
 def _partners(rule):

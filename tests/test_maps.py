@@ -239,6 +239,9 @@ def test_labels_are_found_by_all_ranks_together(data):
 
 @pytest.mark.parametrize("changes, words", [
     ({"data__label_ids": "3"}, ["but 1 of 6 training volumes have labels that data.label_ids 3 permits", "or set"]),
+    ({"data__labelled_pairs": 0.5, "loss__dice": 0}, ["data.labelled_pairs=0.5", "loss.dice is 0"]),
+    ({"data__labelled_pairs": 0.5, "data__pairing": "all"}, ["data.labelled_pairs=0.5", "data.pairing=all takes"]),
+    ({"data__labelled_pairs": 0.5, "data__pair_subjects": "same"}, ["no pair is left among"]),
     ({"data__label_ids": "70-80"}, ["ids \"70-80\" select none"]),
     ({"registration__masks": True, "data__train_ids": "2,3", "data__expect_samples": 2}, ["none of 2", "has a mask"]),
     ({"loss__dice_labels": "7-9"}, ["no label but the background among loss.dice_labels 7-9"]),
@@ -288,6 +291,12 @@ def test_a_training_with_labels_of_some_volumes_is_logged_and_goes_on_after_a_ki
     assert om.main(options(data, killed)) == 0
     assert final_sha256(killed) == final_sha256(whole)
     assert log_lines(killed, "epoch")[-1]["dice"] == log_lines(whole, "epoch")[-1]["dice"]
+
+
+def test_labels_are_met_as_often_as_the_config_says(data, tmp_path):
+    changes = {"data__labelled_pairs": 1.0, "data__label_ids": "1-2", "run__epochs": 1}
+    assert om.main(options(data, tmp_path, **changes)) == 0
+    assert {line["terms"]["labelled"] for line in log_lines(tmp_path, "step")} == {1.0}
 
 
 def test_the_labels_of_a_pair_are_brought_together(data):

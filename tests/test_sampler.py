@@ -17,6 +17,7 @@ from Dataloader.sampler import (
     epoch_pairs,
     pair_rule,
     steps_left,
+    with_labelled,
 )
 from Runtime.errors import InputError
 from Runtime.global_batch import can_share, new_step, split_step, usable
@@ -256,6 +257,29 @@ def test_pairs_under_a_rule_depend_on_seed_and_epoch_alone():
     assert pairs != epoch_pairs(4, 3, len(GROUPS), 100, rule=rule)
     assert pairs != epoch_pairs(5, 2, len(GROUPS), 100, rule=rule)
     assert epoch_pairs(4, 2, len(GROUPS), 0, rule=rule) == []
+
+
+def test_a_share_of_the_pairs_is_of_labelled_volumes():
+    cfg, labelled = config(data__labelled_pairs=0.5), [2, 5, 11, 12]
+    pairs = epoch_pairs(0, 3, 40, 2000)
+    mixed = with_labelled(pairs, cfg, 3, labelled, None)
+    of_labelled = [pair for pair in mixed if set(pair) <= set(labelled)]
+    assert len(mixed) == 2000 and 900 < len(of_labelled) < 1150
+    assert set(of_labelled) == set(itertools.permutations(labelled, 2))
+    assert all(pair == before for pair, before in zip(mixed, pairs) if not set(pair) <= set(labelled))
+    assert mixed == with_labelled(pairs, cfg, 3, labelled, None)
+    assert with_labelled(pairs, config(data__labelled_pairs=0.0), 3, labelled, None) == pairs
+    other = with_labelled(pairs, cfg, 4, labelled, None)
+    assert [pair != before for pair, before in zip(other, pairs)] != [pair != before for pair, before in zip(mixed, pairs)]
+
+
+def test_labelled_pairs_keep_the_rule():
+    labelled = [number for number in range(len(GROUPS)) if number % 3]
+    rule = ruled("different", "any", [GROUPS[number] for number in labelled])
+    pairs = epoch_pairs(0, 0, len(GROUPS), 300, rule=ruled("different", "any"))
+    mixed = with_labelled(pairs, config(data__labelled_pairs=1.0), 0, labelled, rule)
+    assert {index for pair in mixed for index in pair} == set(labelled)
+    assert all(GROUPS[moving]["subject"] != GROUPS[fixed]["subject"] for moving, fixed in mixed)
 
 
 def test_pairs_under_a_rule_are_the_same_for_any_number_of_ranks():
