@@ -279,7 +279,9 @@ def elastix_method(pair, options):
     _, found = itk.elastix_registration_method(fixed, moving, parameter_object=stages, number_of_threads=threads)
     seconds = spent(started)
     # A vector in mm for each voxel, in ITK's axes, of which two point the other way.
-    shift_mm = itk.array_from_image(itk.transformix_deformation_field(moving, found)).transpose(2, 1, 0, 3)
+    with tempfile.TemporaryDirectory() as folder:  # it writes the field to a file too
+        shift_mm = itk.transformix_deformation_field(moving, found, output_directory=folder)
+        shift_mm = itk.array_from_image(shift_mm).transpose(2, 1, 0, 3)
     last = found.GetNumberOfParameterMaps() - 1
     found.SetParameter(last, "FinalBSplineInterpolationOrder", "0")
     warped = itk.array_from_image(itk.transformix_filter(label, found)).transpose(2, 1, 0)
