@@ -386,10 +386,10 @@ def find_labels(dataset, ranks, cfg):
 def labels_in(dataset, numbers, cfg):
     """The labels that loss.dice compares, as they occur in the maps of some volumes: sorted list of ints.
 
-    Background (0) does not count, nor what loss.dice_labels leaves out.
+    Background (0) does not count, nor what registration.labels leaves out.
     """
-    found, wanted = set(), cfg["loss.dice_labels"].strip()
-    spans = read_ranges(wanted, "loss.dice_labels") if wanted else [range(1, 2 ** 15)]
+    found, wanted = set(), cfg["registration.labels"].strip()
+    spans = read_ranges(wanted, "registration.labels") if wanted else [range(1, 2 ** 15)]
     for number in numbers:
         watchdog.phase("data set")
         found.update(np.unique(dataset.labels[number]).tolist())

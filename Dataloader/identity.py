@@ -57,13 +57,13 @@ def agree_on_labels(ranks, own, cfg):
     """
     labels = sorted(set(itertools.chain(*agree.gather_objects(ranks, own))))
     if not labels:
-        only = f" among loss.dice_labels {cfg['loss.dice_labels']}" if cfg["loss.dice_labels"] else ""
+        only = f" among registration.labels {cfg['registration.labels']}" if cfg["registration.labels"] else ""
         raise InputError(f"loss.dice {cfg['loss.dice']}: the label maps of the training volumes hold no label but the "
                          f"background{only}; correct the key or the maps, or set loss.dice to 0.")
     if len(labels) > MOST_LABELS:
         raise InputError(f"loss.dice {cfg['loss.dice']}: the training volumes have {len(labels)} labels from "
                          f"{labels[0]} to {labels[-1]}, each of which takes memory; name at most {MOST_LABELS} "
-                         f"by loss.dice_labels, such as \"{labels[0]}-{labels[MOST_LABELS - 1]}\".")
+                         f"by registration.labels, such as \"{labels[0]}-{labels[MOST_LABELS - 1]}\".")
     return labels
 
 

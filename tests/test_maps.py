@@ -234,7 +234,7 @@ def test_labels_are_found_by_all_ranks_together(data):
     alone = find_labels(dataset, {"rank": 0, "world_size": 1}, cfg)
     shares = [find_labels(dataset, {"rank": rank, "world_size": 8}, cfg) for rank in range(8)]
     assert alone == sorted(set().union(*shares)) == [1, 2, 3, 4, 5, 6] and shares[4:] == [[]] * 4
-    assert find_labels(dataset, {"rank": 0, "world_size": 1}, {**cfg, "loss.dice_labels": "2-3,6"}) == [2, 3, 6]
+    assert find_labels(dataset, {"rank": 0, "world_size": 1}, {**cfg, "registration.labels": "2-3,6"}) == [2, 3, 6]
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -244,9 +244,9 @@ def test_labels_are_found_by_all_ranks_together(data):
     ({"data__labelled_pairs": 0.5, "data__pair_subjects": "same"}, ["no pair is left among"]),
     ({"data__label_ids": "70-80"}, ["ids \"70-80\" select none"]),
     ({"registration__masks": True, "data__train_ids": "2,3", "data__expect_samples": 2}, ["none of 2", "has a mask"]),
-    ({"loss__dice_labels": "7-9"}, ["no label but the background among loss.dice_labels 7-9"]),
-    ({"loss__dice_labels": "3-1"}, ["loss.dice_labels \"3-1\" has the bad part"]),
-    ({}, ["6 labels from 1 to 6", "at most 5 by loss.dice_labels, such as \"1-5\""])])
+    ({"registration__labels": "7-9"}, ["no label but the background among registration.labels 7-9"]),
+    ({"registration__labels": "3-1"}, ["registration.labels \"3-1\" has the bad part"]),
+    ({}, ["6 labels from 1 to 6", "at most 5 by registration.labels, such as \"1-5\""])])
 def test_labels_that_cannot_be_used_are_one_sentence(data, tmp_path, monkeypatch, capfd, changes, words):
     monkeypatch.setattr(identity, "MOST_LABELS", 5)
     assert om.main(options(data, tmp_path, **changes)) == 43
