@@ -144,7 +144,7 @@ def test_real_logs_of_a_slow_rank_a_shut_gate_a_clipped_mode_and_nan(tmp_path):
     nan = [{"id": f"nan {step}", "do": "nan_batch", "rank": 0, "phase": "forward", "mode": "diffusion", "step": step}
            for step in (200, 210, 220, 230)]
     command = f"echo \"$OMNIMORPH_SUBJECT: $OMNIMORPH_MESSAGE\" >> {folder}/told.txt"
-    code = wait(launch(folder, 2, [*slowed(0.5), *nan], run__epochs=20, registration__gate=-1, run__val_every=100,
+    code = wait(launch(folder, 2, [*slowed(2.0), *nan], run__epochs=20, registration__gate=-1, run__val_every=100,
                        contrastive__clip_norm=1e-12, run__checkpoint_steps=0, run__notify=command), 800)
     each = found(run_of(folder))
     assert code == 0 and set(each) == {"straggler", "stuck gate", "clipped away", "non-finite losses"}, each
