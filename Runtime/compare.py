@@ -44,9 +44,9 @@ def short_names(runs):
     raise InputError(f"{runs[0]}: the same run is named twice; name each run once.")
 
 
-def differing_keys(configs):
-    """[(key, value of each run as text)] of the keys in which the runs differ."""
-    keys = sorted({key for cfg in configs for key in cfg} - set(PLACES))
+def differing_keys(configs, without=()):
+    """[(key, value in each config as text, "-" where it has no such key)] where flat configs differ, but for some."""
+    keys = sorted({key for cfg in configs for key in cfg} - set(without))
     return [(key, *(json.dumps(cfg[key]) if key in cfg else "-" for cfg in configs)) for key in keys
             if len({json.dumps(cfg.get(key)) for cfg in configs}) > 1]
 
@@ -110,7 +110,7 @@ def main(argv):
     if len(args.runs) < 2:
         raise InputError(f"compare {args.runs[0]}: name two runs or more.")
     names, runs = short_names(args.runs), [read_run(run) for run in args.runs]
-    keys = differing_keys([config_of(found) for found in runs])
+    keys = differing_keys([config_of(found) for found in runs], PLACES)
     columns = [figures(found) for found in runs]
     rows = [[name, *(column.get(name) for column in columns)]
             for name in dict.fromkeys(name for column in columns for name in column)]

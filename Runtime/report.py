@@ -182,25 +182,15 @@ def profile_html(found):
 # Config and environment
 # ---------------------------------------------------------------------------------------------------------------------
 
-def changes(before, after):
-    """[(key, value before, value after)] of two flat configs, where they differ."""
-    keys = sorted({*before, *after})
-    return [(key, shown(before.get(key)), shown(after.get(key))) for key in keys if before.get(key) != after.get(key)]
-
-
-def shown(value):
-    """A config value as text; None, a key that this config did not have, as "-"."""
-    return "-" if value is None else json.dumps(value)
-
-
 def config_changes(found):
-    """[(heading, rows of `changes`)]: against the run before, and of each launch against the launch before it."""
+    """[(heading, rows of `differing_keys`)]: against the run before, and of each launch against the one before it."""
     result, launches = [], found["launches"]
     before = run_before(found)
     if before and launches:
-        result.append((f"against the run before, {before[0]}", changes(before[1], launches[-1]["config"])))
+        rows = compare.differing_keys([before[1], launches[-1]["config"]])
+        result.append((f"against the run before, {before[0]}", rows))
     for old, new in zip(launches, launches[1:]):
-        rows = changes(old["config"], new["config"])
+        rows = compare.differing_keys([old["config"], new["config"]])
         if rows:
             result.append((f"since launch {new['number']}, step {new.get('step', '-')}", rows))
     return result
@@ -229,7 +219,7 @@ def config_html(found):
         return nothing("The folder has no launches/, so the config is not known.")
     html = "".join(table_html(["key", "before", "now"], rows, f"Changed {heading}") if rows
                    else nothing(f"Nothing has changed {heading}.") for heading, rows in config_changes(found))
-    rows = [(key, shown(value)) for key, value in cfg.items()]
+    rows = [(key, json.dumps(value)) for key, value in cfg.items()]
     return html + f"<details><summary>All keys</summary>{table_html(['key', 'value'], rows)}</details>\n"
 
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import OM_train_3modes as om
 from Runtime import report
-from Runtime.compare import differing_keys, short_names
+from Runtime.compare import PLACES, differing_keys, short_names
 from Runtime.errors import InputError
 from Runtime.goodput import account, over_time
 from Runtime.report import main
@@ -225,7 +225,7 @@ def test_compare_refuses_one_run_and_the_same_one_twice(tmp_path, capsys):
 
 def test_names_and_keys_tell_runs_apart(tmp_path):
     assert short_names([tmp_path / "a/run", tmp_path / "b/run"]) == ["a/run", "b/run"]
-    assert differing_keys([{"a": 1, "run.models": "x", "c": [1]}, {"a": 1, "run.models": "y", "c": [2]}]) == [
+    assert differing_keys([{"a": 1, "run.models": "x", "c": [1]}, {"a": 1, "run.models": "y", "c": [2]}], PLACES) == [
         ("c", "[1]", "[2]")]
     assert differing_keys([{"a": 1}, {"a": 1, "b": 2}]) == [("b", "-", "2")]
 
