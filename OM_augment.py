@@ -52,7 +52,7 @@ from Inference.draws import (
 )
 from Inference.labels import LABELS
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
-from Inference.nnunet import check_name, group_channels, require_one_grid, write_dataset
+from Inference.nnunet import cases_of, check_name, require_one_grid, write_dataset
 from Inference.outputs import write_moved
 from Runtime import run_lock
 from Runtime.config import load_config
@@ -171,13 +171,13 @@ def read_items(args, cfg):
     """The volumes to deform, as `read_datalist` lists them; with --nnunet the cases, see Inference/nnunet.py."""
     dims = cfg["model.dims"]
     if args.data:
-        items = read_datalist(args.data, dims, args.ids)
+        items = read_datalist(args.data, dims, args.ids, channels=cfg["data.channels"])
     else:
         items = [read_one(args.image, dims)]
         items[0]["label"] = Path(args.label) if args.label else None
     if args.nnunet:
         check_name(args.nnunet)
-        items = group_channels(items)
+        items = cases_of(items)
         for item in items:
             require_one_grid(item, dims)
     return items
@@ -203,23 +203,25 @@ def prepare_worker(job):
         net, cfg = load_model(job["model"], device, job["overrides"])
     else:
         cfg = load_config(job["config"], job["overrides"])
-    WORKER.update(job=job, net=net, cfg=cfg, device=device, targets=read_targets(job["target"], cfg["model.dims"]))
+    WORKER.update(job=job, net=net, cfg=cfg, device=device,
+                  targets=read_targets(job["target"], cfg["model.dims"], cfg["data.channels"]))
     placed_target.cache_clear()
 
 
-def read_targets(path, dims):
+def read_targets(path, dims, channels):
     """The items of the volumes that --target names, each with its resolved path as "file"; none without --target."""
     if not path:
         return []
-    items = [read_one(path, dims)] if path.endswith(SUFFIXES) else read_datalist(path, dims)
+    items = [read_one(path, dims)] if path.endswith(SUFFIXES) else read_datalist(path, dims, channels=channels)
     return [{**item, "file": item["image"].resolve()} for item in items]
 
 
 @functools.lru_cache(maxsize=8)
 def placed_target(number):
-    """One of the targets on the training grid: (1, 1, *size)."""
-    placed = on_grid(WORKER["targets"][number], WORKER["cfg"], ("image",))
-    return torch.from_numpy(placed["image"])[None, None]
+    """One of the targets on the training grid: (1, C, *size)."""
+    cfg = WORKER["cfg"]
+    placed = torch.from_numpy(on_grid(WORKER["targets"][number], cfg, ("image",))["image"])
+    return placed.view(1, cfg["data.channels"], *placed.shape[-cfg["model.dims"]:])
 
 
 def target_of(item, rng_key):
@@ -249,6 +251,7 @@ def make_draws(item, draws):
     job, cfg = WORKER["job"], WORKER["cfg"]
     image, affine, label_maps = read_item(item, cfg["model.dims"])
     mask = label_maps["mask"][0] if "mask" in label_maps else None
+    channels = [read_volume(path, image.ndim)[0] for path in item.get("channels", [])] if WORKER["net"] else []
     digests, records = source_digests(item), []
     for draw in draws:
         rng_key = (job["seed"], subject_number(item["id"]), draw)
@@ -257,7 +260,7 @@ def make_draws(item, draws):
         if target is not None:
             condition = show(placed_target(target), job["condition"], job["slices"], rng_key, cfg).to(WORKER["device"])
         field = draw_field(image, affine, cfg, rng_key, job["start"], WORKER["net"], condition, job["stride"], mask,
-                           WORKER["device"])
+                           WORKER["device"], channels[:cfg["data.channels"] - 1])
         sizes = write_draw(Path(job["out"]), item, draw, image, affine, label_maps, field, job["labels"])
         measures = {name: round(value, 5) for name, value in measure(field, affine).items()}
         target_id = "" if target is None else WORKER["targets"][target]["id"]

@@ -135,7 +135,7 @@ def write_report(folder, manifest, cfg, size):
     from Diffusion.figures import contact_sheet  # here, because the workers need neither torch nor matplotlib
     from Runtime.page import cards_html, figure_html, table_html, write_page
     volumes, refused = manifest["volumes"], manifest["refused"]
-    sheet = contact_sheet(sample_of(folder, volumes))
+    sheet = contact_sheet(sample_of(folder, volumes, cfg["data.channels"]))
     cards = [("volumes", len(volumes), f"{len({line[1] for line in volumes})} subjects"),
              ("with labels", sum(line[5] for line in volumes), ""), ("refused", len(refused), ""),
              ("on disk", f"{size / 2 ** 20:,.0f} MiB", cfg["data.dtype"])]
@@ -148,19 +148,29 @@ def write_report(folder, manifest, cfg, size):
                       f"{folder}, made with {settings}.", sections).resolve()
 
 
-def sample_of(folder, volumes, most=24):
-    """Some volumes for a contact sheet: a list of (id, image, label or None). volumes: of the manifest."""
+def sample_of(folder, volumes, channels, most=24):
+    """Some volumes for a contact sheet: a list of (id, image, label or None). volumes: of the manifest.
+
+    Of several channels the first is shown.
+    """
     chosen = sorted(random.Random(0).sample(range(len(volumes)), min(most, len(volumes))))
     rows = [volumes[number] for number in chosen]
     places = [row[3] for row in rows], [row[4] for row in rows]
     # Maps are not kept: another run in this process may make files of the same names.
     images, labels = (cache.Rows(folder, kind, *places, keep=False) for kind in ("image", "label"))
-    return [(row[0], np.asarray(images[number]), labels[number] if row[5] else None)
+    return [(row[0], np.asarray(channels_of(images[number], channels)[0]), labels[number] if row[5] else None)
             for number, row in enumerate(rows)]
+
+
+def channels_of(image, count):
+    """A stored image, (D, H, W) or (C, D, H, W), as the sequence of its channels. count: data.channels."""
+    return [image] if count == 1 else image
 
 
 def export(folder, cfg, identity, out):
     """Write one volume, its label and its mask as NIfTI: on the training grid, and mapped back to the file's grid.
+
+    Further channels are <id>_image_2_grid.nii.gz and so on.
 
     identity: id of the volume. out: folder. Returns the exit code.
     """
@@ -171,13 +181,15 @@ def export(folder, cfg, identity, out):
     for kind in cache.KINDS:
         if not record[kind]:
             continue
-        array = np.asarray(cache.Rows(folder, kind, opened["groups"], opened["rows"])[number])
+        stored = np.asarray(cache.Rows(folder, kind, opened["groups"], opened["rows"])[number])
         is_image = kind == "image"
-        array = cache.decode(array) if is_image else array.astype(np.int16)
-        back = to_original(array, record, order=1 if is_image else 0, intensities=is_image)
-        for word, volume, affine in (("grid", array, record["grid_affine"]), ("original", back, record["affine"])):
-            path = Path(out) / f"{identity}_{kind}_{word}.nii.gz"
-            write_volume(path, volume, np.array(affine), header)
+        for channel, array in enumerate(channels_of(stored, cfg["data.channels"] if is_image else 1)):
+            array = cache.decode(array) if is_image else array.astype(np.int16)
+            back = to_original(array, record, order=1 if is_image else 0, intensities=is_image, channel=channel)
+            name = f"{identity}_{kind}_{channel + 1}" if channel else f"{identity}_{kind}"
+            for word, volume, affine in (("grid", array, record["grid_affine"]), ("original", back, record["affine"])):
+                path = Path(out) / f"{name}_{word}.nii.gz"
+                write_volume(path, volume, np.array(affine), header)
             print(f"wrote {path}")
     return DONE
 
@@ -221,7 +233,8 @@ def prepare(folder, cfg, args):
     started = time.time()
     if not args.fresh:
         require_same_settings(folder, cfg)
-    items = read_datalist(cfg["data.root"], cfg["model.dims"], pattern=cfg["data.subject_pattern"], held_out=True)
+    items = read_datalist(cfg["data.root"], cfg["model.dims"], pattern=cfg["data.subject_pattern"], held_out=True,
+                          channels=cfg["data.channels"])
     if args.fresh:
         cache.remove_all(folder)
     if args.repair:
@@ -283,7 +296,8 @@ def require_room(folder, groups, cfg):
     volumes = sum(map(len, groups.values()))
     free = shutil.disk_usage(folder).free
     labels = sum(bool(item["label"]) + bool(item["mask"]) for group in groups.values() for item in group)
-    need = math.prod(cfg["data.img_size"]) * (volumes * np.dtype(cfg["data.dtype"]).itemsize + labels)
+    images = volumes * cfg["data.channels"] * np.dtype(cfg["data.dtype"]).itemsize
+    need = math.prod(cfg["data.img_size"]) * (images + labels)
     if need > free:
         raise InputError(f"data.cache {folder}: {volumes} volumes need about {need / 2 ** 30:.1f} GiB, free are "
                          f"{free / 2 ** 30:.1f}; make room, or name another folder.")

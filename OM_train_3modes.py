@@ -95,12 +95,12 @@ def parse_arguments(argv=None):
 def deform_batch(images, rng_keys, ddpm, cfg, drawn=None):
     """What modes 1 and 2 see of a batch: x_t, the target field, t, and the condition made of the augmented x0.
 
-    images: (B, 1, *spatial) as stored. rng_keys: B tuples (seed, epoch, position), see Runtime/keyed_random.py. drawn:
-    ddpm.draw(rng_keys), where it has been done already.
+    images: (B, C, *spatial) as stored, C channels, mostly 1. rng_keys: B tuples (seed, epoch, position), see
+    Runtime/keyed_random.py. drawn: ddpm.draw(rng_keys), where it has been done already.
     """
-    x0 = augment(images, rng_keys, cfg)                                        # (B, 1, *spatial)
+    x0 = augment(images, rng_keys, cfg)                                        # (B, C, *spatial)
     times = ddpm.draw_times(rng_keys)
-    xt, target_field = ddpm.diffuse(x0, times, rng_keys, drawn)                # (B, 1, *spatial), (B, N, *spatial)
+    xt, target_field = ddpm.diffuse(x0, times, rng_keys, drawn)                # (B, C, *spatial), (B, N, *spatial)
     return {"xt": xt, "target_field": target_field, "t": send(torch.tensor(times), x0.device),
             "condition": make_condition(x0, cfg["model.condition_type"], rng_keys),
             "keep": send(uniform(rng_keys, "keep") >= cfg["model.condition_dropout"], x0.device)}
@@ -133,11 +133,11 @@ def step_contrastive(net, batch, cfg):
 
 def step_registration(net, batch, cfg):
     """Mode 3: align two volumes, seeing all of the fixed one. Masks and labels only the loss sees."""
-    moving, fixed = batch["moving"], batch["fixed"]                            # (B, 1, *spatial) each
+    moving, fixed = batch["moving"], batch["fixed"]                            # (B, C, *spatial) each
     field = align(net, moving, fixed, cfg)                                     # (B, N, *spatial)
-    warped, inside = warp(moving, field), None                                 # (B, 1, *spatial)
+    warped, inside = warp(moving, field), None                                 # (B, C, *spatial)
     if cfg["registration.masks"]:
-        warped, inside = warp_inside(moving, field, **batch["mask"])           # (B, 1, *spatial) each
+        warped, inside = warp_inside(moving, field, **batch["mask"])           # (B, C, *spatial), (B, 1, *spatial)
     imgsim = -image_similarity(warped, fixed, cfg, inside)
     imgmse = mean_square(warped - fixed, inside)
     ddf = regularity(field, cfg["loss.waiver"], cfg["loss.folding"])
@@ -394,8 +394,8 @@ def pair_batches(state, pairs, cfg):
     for images, positions, _, maps in pairs:
         # Negative positions: the draws of mode 3 must not be those of mode 1.
         rng_keys = [(cfg["run.seed"], epoch, -1 - position) for position in positions.tolist()]
-        both = augment(send(images, device), rng_keys, cfg)                    # (2 B, 1, *spatial)
-        batch = {"moving": both[0::2], "fixed": both[1::2]}                    # (B, 1, *spatial) each
+        both = augment(send(images, device), rng_keys, cfg)                    # (2 B, C, *spatial)
+        batch = {"moving": both[0::2], "fixed": both[1::2]}                    # (B, C, *spatial) each
         for kind, stored in maps.items():
             both = augment_maps(send(stored, device), rng_keys, cfg)           # (2 B, 1, *spatial)
             batch[kind] = {"moving": both[0::2], "fixed": both[1::2]}          # (B, 1, *spatial) each

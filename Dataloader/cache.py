@@ -1,6 +1,7 @@
 """The prepared cache: every volume once, on the training grid, in a few large files that all ranks of a node map.
 
-    images_00000.npy   (n, D, H, W) of data.dtype: the volumes of part 0, whole numbers 0 .. 255 or 0.0 .. 1.0
+    images_00000.npy   (n, D, H, W) of data.dtype: the volumes of part 0, whole numbers 0 .. 255 or 0.0 .. 1.0; with
+                       data.channels C > 1 (n, C, D, H, W)
     labels_00000.npy   (n, D, H, W) uint8 or int16, masks_00000.npy likewise: only where a volume of the part has one
     volumes_00000.json source files, headers and grids of the volumes; written last: a part exists when this file does
     plan.json          the parts that will be made, until OM_prepare.py is done
@@ -51,12 +52,15 @@ OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)
 
 def settings(cfg):
     """The part of a config on which the content of a cache depends, as JSON can hold it."""
-    return {"format": FORMAT, **{key: cfg[key] for key in SETTINGS}}
+    # Named only where there are several: a cache of earlier versions is that of one.
+    channels = {"data.channels": cfg["data.channels"]} if cfg["data.channels"] > 1 else {}
+    return {"format": FORMAT, **{key: cfg[key] for key in SETTINGS}, **channels}
 
 
 def group_size(cfg):
     """Number of volumes in a part."""
-    volume_bytes = math.prod(cfg["data.img_size"]) * np.dtype(cfg["data.dtype"]).itemsize
+    voxels = cfg["data.channels"] * math.prod(cfg["data.img_size"])
+    volume_bytes = voxels * np.dtype(cfg["data.dtype"]).itemsize
     return max(min(MOST_VOLUMES, MOST_BYTES // volume_bytes), 1)
 
 
@@ -72,7 +76,7 @@ def decode(image):
 
 def source(item):
     """Size and time of each file of a volume, by which a change is seen; None where a file is missing."""
-    paths = [item[kind] for kind in KINDS if item[kind]]
+    paths = [item[kind] for kind in KINDS if item[kind]] + item.get("channels", [])
     try:
         return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, paths)]
     except FileNotFoundError:
@@ -83,6 +87,8 @@ def entry(item, root):
     """What a record keeps of a volume from the data list: id, words, and its files relative to the data folder."""
     base = Path(root) if Path(root).is_dir() else Path(root).parent
     paths = {kind: item[kind] and os.path.relpath(item[kind], base) for kind in KINDS}
+    if item.get("channels"):
+        paths["channels"] = [os.path.relpath(path, base) for path in item["channels"]]
     return {"id": item["id"], **paths, **{word: item[word] for word in WORDS}}
 
 
@@ -124,7 +130,7 @@ def all_lines(record):
 
 def same_files(line, wanted):
     """Whether a volume of a record has the files that the list names now, unchanged."""
-    return all(line[key] == value for key, value in wanted.items() if key not in WORDS)
+    return all(line.get(key) == value for key, value in wanted.items() if key not in WORDS)
 
 
 def record_paths(folder):
@@ -268,8 +274,9 @@ def read_manifest(folder, cfg):
 
 def check_settings(folder, made_with, cfg):
     """Raises InputError naming the settings that were different when the cache was made. made_with: its settings."""
-    wrong = [f"{key} {made_with.get(key)} (the config says {value})" for key, value in settings(cfg).items()
-             if made_with.get(key) != value]
+    made_with = {"data.channels": 1, **made_with}
+    wrong = [f"{key} {made_with.get(key)} (the config says {value})"
+             for key, value in {"data.channels": 1, **settings(cfg)}.items() if made_with.get(key) != value]
     if wrong:
         raise InputError(f"data.cache {folder} was made with {', '.join(wrong)}; set these back, name another "
                          "data.cache, or make it anew: OM_prepare.py with this config and --fresh.")
@@ -334,7 +341,7 @@ def verify(folder, manifest, progress=iter):
 
 
 class Rows:
-    """Volumes of one kind by number: `rows[i]` is a read-only (D, H, W) array, mapped from the cache.
+    """Volumes of one kind by number: `rows[i]` is a read-only (D, H, W) or (C, D, H, W) array, mapped from the cache.
 
     Its pickle, for a loader worker, holds two int32 for each volume.
     folder: of the cache. kind: "image", "label" or "mask". groups, rows: part of each volume, and place in the part.

@@ -18,6 +18,9 @@ from Runtime.errors import InputError
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first there is
 SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}  # of a folder without a list: no images
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the number of the subject
+NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an image of nnU-Net: its case, and its channel
+MOST_CHANNELS = 5
+FURTHER = tuple(f"image_{number}" for number in range(2, MOST_CHANNELS + 1))  # columns of further channels
 BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # at the start of a name: sub-01_ses-02_T1w is of subject sub-01
 COLUMNS = ("image", "label", "mask", "id", "subject", "modality", "split")
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
@@ -25,44 +28,49 @@ SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "
 FEW_SUBJECTS = 10  # with fewer, none is held out unless data.val_fraction amounts to one of them
 
 
-def read_datalist(root, dims=3, ids="", pattern="", held_out=False):
+def read_datalist(root, dims=3, ids="", pattern="", held_out=False, channels=1):
     """List the volumes of a data set.
 
     root: one of
     - a folder with dataset.json (or one <task>_dataset.json), or a .json file: key "training", and "validation" where
       there is one, hold plain paths or {"image", "label", "mask", "subject", "modality", "split"} entries, of which
-      only the image is needed; a {"fixed", "moving"} entry of "validation" stands for its two images; other keys are
-      ignored;
-    - a .csv file: a header row with the column image and, if wanted, label, mask, id, subject, modality, split; comma
-      or semicolon, UTF-8; an empty cell is absent, other columns are ignored;
+      only the image is needed, a path or a list of the paths of its channels; a {"fixed", "moving"} entry of
+      "validation" stands for its two images; other keys are ignored;
+    - a .csv file: a header row with the column image and, if wanted, image_2 to image_5 (further channels), label,
+      mask, id, subject, modality, split; comma or semicolon, UTF-8; an empty cell is absent, other columns are ignored;
     - another folder: all NIfTI files in its imagesTr, else anywhere under it; where there is none, all volumes of the
       other formats (.mgz, .nrrd, .mha and so on). A labelsTr beside them must hold the label of every image, a masksTr
       the mask of at least one: an image without a mask is used as a whole.
     A dataset.json of nnU-Net v2 lists nothing: its images and labels are found by their names.
     Paths in a list are absolute or relative to the folder of the list.
     dims: 2 or 3, checked on the first volume. ids: as in `select`. pattern: as in `name_subjects`. held_out: also list
-    what the list keeps for validation or test.
+    what the list keeps for validation or test. channels: how many images each volume has. With several, X_0000, X_0001
+    and so on are those of the volume X where the list does not name them together, as in nnU-Net's data sets; a single
+    file may hold them all (`read_channels`).
 
     Returns: list of dict(id=str, image=Path, label=Path or None, mask=Path or None, subject=str, modality=str,
-    split="", "train", "val" or "test"), sorted by id; `volume_id` says how ids are derived. Where the list names no
-    modality, the last number of a name like X_0001_0001 picks one from the "modality" of the JSON file, if that has
-    several; else it is "".
+    split="", "train", "val" or "test"), sorted by id, with channels=list of Path where further channels are files;
+    `volume_id` says how ids are derived. Where the list names no modality, the last number of a name like X_0001_0001
+    picks one from the "modality" of the JSON file, if that has several; else it is "".
     Raises InputError for a missing or malformed list, missing files, duplicate ids and a selection that is empty.
     """
-    items = list_volumes(root, pattern)
+    items = list_volumes(root, pattern, channels)
     chosen = select(root, items if held_out else trainable(root, items), ids)
-    read_header(chosen[0]["image"], dims)
+    read_header(chosen[0]["image"], dims, channels)
     return chosen
 
 
-def list_volumes(root, pattern=""):
+def list_volumes(root, pattern="", channels=1):
     """All volumes of a data set, as `read_datalist` describes them, without opening any of them."""
     root = Path(root)
     if not root.exists():
         raise InputError(f"{root}: no such data folder or list; check the path.")
-    items = _read_items(root)
+    items = _read_items(root, channels)
     if not items:
         raise InputError(f"{root}: no .nii or .nii.gz volume found, nor one of another format; check the folder.")
+    if channels > 1 and not any("channels" in item for item in items):
+        items = with_named_channels(items)
+    require_channels(root, items, channels)
     items.sort(key=lambda item: item["id"])
     for before, after in itertools.pairwise(items):
         if before["id"] == after["id"]:
@@ -70,6 +78,52 @@ def list_volumes(root, pattern=""):
                              "rename or remove one, or give each its own id in a .csv list.")
     name_subjects(root, items, pattern)
     return items
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Channels: images of one volume in files of their own
+# ---------------------------------------------------------------------------------------------------------------------
+
+def group_channels(items):
+    """Items of cases from those of single images: X_0000, X_0001 and so on are channels of the case X.
+
+    items: as from `read_datalist`.
+    Returns: items in the same order with the channel of the lowest number as image and the others as "channels"; the
+    label and the mask are the first there are.
+    Raises InputError where a channel of a case is missing.
+    """
+    cases = {}
+    for item in items:
+        match = NUMBERED.fullmatch(_stem(item["image"]))
+        case, number = (match[1], int(match[2])) if match else (_stem(item["image"]), 0)
+        cases.setdefault(case, {})[number] = item
+    most = max(len(channels) for channels in cases.values())
+    grouped = []
+    for case, channels in cases.items():
+        first, *others = (channels[number] for number in sorted(channels))
+        if sorted(channels) != list(range(most)):
+            raise InputError(f"{first['image']}: the case {case} has the channels {sorted(channels)}, others have "
+                             f"{most}; add what is missing, or leave it out by the ids.")
+        maps = {kind: next((item[kind] for item in channels.values() if item[kind]), None)
+                for kind in ("label", "mask")}
+        grouped.append({**first, **maps, "id": case, "channels": [item["image"] for item in others]})
+    return grouped
+
+
+def with_named_channels(items):
+    """`group_channels` of items whose names all end in a channel's number, of more than one channel; else the items."""
+    matches = [NUMBERED.fullmatch(_stem(item["image"])) for item in items]
+    numbers = {match[2] for match in matches if match}
+    return group_channels(items) if all(matches) and len(numbers) > 1 else items
+
+
+def require_channels(root, items, count):
+    """Raises InputError for a volume whose files are of another number than `count`. One file may hold all channels."""
+    for item in items:
+        found = 1 + len(item.get("channels", []))
+        if found > 1 and found != count:
+            raise InputError(f"{root}: {item['image'].name} has {found} channels, and data.channels is {count}; set it "
+                             f"to {found}, or give each file an entry of its own, with the same \"subject\".")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,14 +367,14 @@ def _read_text(path):
         raise _unreadable(path, error) from error
 
 
-def _read_items(root):
+def _read_items(root, channels):
     if root.is_dir():
         # Learn2Reg names its list after the task: OASIS_dataset.json.
         lists = [root / "dataset.json"] if (root / "dataset.json").is_file() else sorted(root.glob("*_dataset.json"))
         if len(lists) > 1:
             raise InputError(f"{root}: which list, {lists[0].name} or {lists[1].name}? Give the file instead of the "
                              "folder.")
-        return _from_json(lists[0]) if lists else _from_folder(root)
+        return _from_json(lists[0]) if lists else _from_folder(root, channels)
     if root.suffix.lower() not in (".json", ".csv"):
         raise InputError(f"{root}: a file, not a data folder, .json or .csv list; give the folder that holds it.")
     return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root)
@@ -384,11 +438,13 @@ def _checked_entry(path, entry):
     """An entry of a JSON list as {column: text}, without what is absent or empty. Raises InputError for other types."""
     entry = {"image": entry} if isinstance(entry, str) else entry
     image = entry.get("image") if isinstance(entry, dict) else None
-    if isinstance(image, list):
-        raise InputError(f"{path}: the image of the entry {entry} is a list; give each file an entry of its own, with "
-                         "the same \"subject\".")
-    if not image or not isinstance(image, str):
+    further = image[1:] if isinstance(image, list) else []
+    image = image[0] if isinstance(image, list) and image else image
+    if not all(path and isinstance(path, str) for path in (image, *further)):
         raise InputError(f"{path}: the entry {entry} has no image path; correct it.")
+    if len(further) > len(FURTHER):
+        raise InputError(f"{path}: the entry {entry} has {1 + len(further)} channels, and a volume has at most "
+                         f"{MOST_CHANNELS}; leave some out.")
     name = Path(image).name
     for role in ("label", "mask"):
         if not isinstance(entry.get(role), str | None):
@@ -397,7 +453,8 @@ def _checked_entry(path, entry):
         if isinstance(entry.get(role), bool) or not isinstance(entry.get(role), str | int | None):
             raise InputError(f"{path}: the {role} {entry[role]} of {name} is not a word; correct or drop it.")
     # Not "id": in a JSON list it may be that of another program. A .csv list is written for this one.
-    return {role: str(entry[role]) for role in COLUMNS if role != "id" and entry.get(role) not in (None, "")}
+    words = {role: str(entry[role]) for role in COLUMNS if role != "id" and entry.get(role) not in (None, "")}
+    return {**words, "image": image, **dict(zip(FURTHER, further))}
 
 
 def _from_csv(path):
@@ -406,7 +463,7 @@ def _from_csv(path):
     if "image" not in columns:
         raise InputError(f"{path}: no column \"image\" in the header {','.join(header)}; name the column of the image "
                          "paths so.")
-    for name in COLUMNS:
+    for name in (*COLUMNS, *FURTHER):
         if columns.count(name) > 1:
             raise InputError(f"{path}: the header has the column \"{name}\" twice; rename or remove one.")
     if not rows:
@@ -417,7 +474,7 @@ def _from_csv(path):
         if len(cells) != len(columns):
             raise InputError(f"{where}: {len(cells)} cells, but the header has {len(columns)}; correct the row, and "
                              "quote a path that holds the separator.")
-        entry = {name: cell for name, cell in zip(columns, cells) if cell and name in COLUMNS}
+        entry = {name: cell for name, cell in zip(columns, cells) if cell and name in (*COLUMNS, *FURTHER)}
         if "image" not in entry:
             raise InputError(f"{where}: no image path; fill the cell or remove the row.")
         if "/" in entry.get("id", ""):
@@ -448,22 +505,24 @@ def _read_csv(path):
 def _listed_item(where, folder, entry, listings, modalities):
     """The item of a list entry. where: list and line, for the errors. Raises InputError where a file is missing."""
     paths = {role: folder / entry[role] if role in entry else None for role in ("image", "label", "mask")}
-    for role, path in paths.items():
+    further = {role: folder / entry[role] for role in FURTHER if role in entry}
+    for role, path in {**paths, **further}.items():
         if path and not _is_file(path, listings):
-            whose = "its" if role == "image" else f"the {role}"
+            whose = "its" if role.startswith("image") else f"the {role}"
             raise InputError(f"{path}: the {role} listed in {where} is missing; restore it or drop {whose} entry.")
     if entry.get("split", "train").lower() not in SPLITS:
         raise InputError(f"{where}: the split {entry['split']} of {paths['image'].name} is none of train, val and "
                          "test; correct the word, or leave it out for training.")
-    return _item(**paths, words=entry, modalities=modalities)
+    item = _item(**paths, words=entry, modalities=modalities)
+    return {**item, "channels": list(further.values())} if further else item
 
 
-def _from_folder(root):
+def _from_folder(root, channels):
     base = root / "imagesTr" if (root / "imagesTr").is_dir() else root
     items, listings = [], {}
     for image in _volumes_under(base):
-        label = _sibling(root, image, "labelsTr", listings)
-        mask = _sibling(root, image, "masksTr", listings)
+        label = _sibling(root, image, "labelsTr", listings, channels)
+        mask = _sibling(root, image, "masksTr", listings, channels)
         items.append(_item(image, label, mask))
     masks = [folder for folder, names in listings.items() if names is not None and Path(folder).name == "masksTr"]
     if masks and not any(item["mask"] for item in items):
@@ -483,13 +542,19 @@ def _volumes_under(base):
     return [path for path in paths if path.name.endswith(NIFTI)] or paths
 
 
-def _sibling(root, image, kind, listings):
-    """The label (kind "labelsTr") or mask ("masksTr") of an image of a folder without a list, or None."""
+def _sibling(root, image, kind, listings, channels):
+    """The label (kind "labelsTr") or mask ("masksTr") of an image of a folder without a list, or None.
+
+    With several channels X_0001 may have that of its volume, X.
+    """
     folder = (image.parent.parent if image.parent.name == "imagesTr" else root) / kind
     if _listing(str(folder), listings) is None:
         return None
-    identity = volume_id(image)
-    names = itertools.chain([image.name], (identity + suffix for suffix in SUFFIXES))
+    identities = [volume_id(image)]
+    numbered = NUMBERED.fullmatch(_stem(image))
+    if channels > 1 and numbered:
+        identities.append(numbered[1])
+    names = itertools.chain([image.name], (identity + suffix for identity in identities for suffix in SUFFIXES))
     sibling = next((folder / name for name in names if _is_file(folder / name, listings)), None)
     if sibling is None and kind == "labelsTr":
         raise InputError(f"{folder / image.name}: the label of {image} is missing; restore it or list the volumes in "

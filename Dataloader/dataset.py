@@ -50,18 +50,19 @@ def as_float(images):
 class VolumeDataset:
     """Volumes by number.
 
-    items: from the datalist or the cache. images, labels, masks: indexed by number, each a (D, H, W) array; a label or
-    mask is asked for only where the item has one. rule: which pairs are permitted, from `pair_rule`. hold: an open lock
-    file, kept as long as this object, so that the cache is not removed.
-    Further attributes: subjects, (N,) int64, the `subject_key` of each volume; found_labels, those of `find_labels`, or
-    None; labelled, of `labelled_volumes`, or None; loader, made once by `epoch_batches`.
+    items: from the datalist or the cache. images, labels, masks: indexed by number, each a (D, H, W) array, or of
+    images of several channels (C, D, H, W); a label or mask is asked for only where the item has one. rule: which pairs
+    are permitted, from `pair_rule`. hold: an open lock file, kept as long as this object, so that the cache is not
+    removed. Further attributes: subjects, (N,) int64, the `subject_key` of each volume; found_labels, those of
+    `find_labels`, or None; labelled, of `labelled_volumes`, or None; loader, made once by `epoch_batches`.
     """
 
-    def __init__(self, items, images, labels, rule, hold=None, masks=None):
+    def __init__(self, items, images, labels, rule, hold=None, masks=None, channels=1):
         self.items = items
         self.images = images
         self.labels = labels
         self.masks = masks
+        self.channels = channels
         self.rule = rule
         self.hold = hold
         self.subjects = torch.tensor([subject_key(item["subject"]) for item in items], dtype=torch.int64)
@@ -73,8 +74,8 @@ class VolumeDataset:
         return len(self.items)
 
     def image(self, index):
-        """One image: (1, *size) float32 in [0, 1]."""
-        return as_float(torch.from_numpy(np.array(self.images[index]))[None])
+        """One image: (C, *size) float32 in [0, 1]."""
+        return as_float(stacked(self.images, [index], self.channels)[0])
 
     def label(self, index):
         """One label map: (1, *size) int16; None where the volume has none."""
@@ -87,7 +88,8 @@ class Files:
     """Volumes of one kind, by number, read from their NIfTI files at each use. kind: "image", "label" or "mask"."""
 
     def __init__(self, items, kind, cfg):
-        self.items, self.kind, self.cfg = items, kind, settings(cfg)
+        self.items, self.kind = items, kind
+        self.cfg = {**settings(cfg), "data.channels": cfg["data.channels"]}
 
     def __getitem__(self, index):
         return on_grid(self.items[index], self.cfg, (self.kind,))[self.kind]
@@ -136,23 +138,26 @@ def wanted_maps(cfg):
 class Batches(Dataset):
     """The part of a data set that goes to loader workers: batches by (position, index) or (position, index, "pair").
 
-    The position in the epoch's order keys the random draws, the index says which volume it is. maps: of `pair_maps`,
-    read only for the volumes of pairs.
+    The position in the epoch's order keys the random draws, the index says which volume it is. channels: of an image.
+    maps: of `pair_maps`, read only for the volumes of pairs.
     """
 
-    def __init__(self, images, maps):
+    def __init__(self, images, channels, maps):
         self.images = images
+        self.channels = channels
         self.maps = maps
 
     def __getitems__(self, addresses):
         positions, indices, *of_pairs = zip(*addresses)
         maps = {kind: stacked(self.maps[kind], indices) for kind in self.maps if of_pairs}
-        return stacked(self.images, indices), torch.tensor(positions), torch.tensor(indices), maps
+        images = stacked(self.images, indices, self.channels)
+        return images, torch.tensor(positions), torch.tensor(indices), maps
 
 
-def stacked(arrays, indices):
-    """Some arrays of one shape as a batch: (B, 1, *shape)."""
-    return torch.from_numpy(np.stack([arrays[index] for index in indices])[:, None])
+def stacked(arrays, indices, channels=1):
+    """Some arrays of one shape as a batch: (B, 1, *shape); of several channels, their first axis, (B, C, *spatial)."""
+    batch = torch.from_numpy(np.stack([arrays[index] for index in indices]))
+    return batch.unsqueeze(1) if channels == 1 else batch
 
 
 def as_it_is(batch):
@@ -165,7 +170,7 @@ def make_loader(dataset, batch_list, cfg):
 
     batch_list: list of lists of addresses, see Batches. Its content may be replaced between two passes, so that the
     workers live as long as the loader.
-    Yields: images as stored (B, 1, *size), positions (B,), indices (B,), maps {kind: (B, 1, *size) int16}.
+    Yields: images as stored (B, C, *size), positions (B,), indices (B,), maps {kind: (B, 1, *size) int16}.
     """
     workers = 0 if cfg["data.in_memory"] and not cfg["data.cache"] else cfg["data.num_workers"]
     options = {}
@@ -173,8 +178,8 @@ def make_loader(dataset, batch_list, cfg):
         # spawn: a forked worker inherits the locks of the accelerator's driver, which may be taken at that moment.
         options = {"prefetch_factor": cfg["data.prefetch_factor"], "multiprocessing_context": "spawn",
                    "persistent_workers": True, "worker_init_fn": leave_signals_to_the_rank}
-    return DataLoader(Batches(dataset.images, pair_maps(dataset, cfg)), batch_sampler=batch_list, collate_fn=as_it_is,
-                      num_workers=workers, **options)
+    return DataLoader(Batches(dataset.images, dataset.channels, pair_maps(dataset, cfg)), batch_sampler=batch_list,
+                      collate_fn=as_it_is, num_workers=workers, **options)
 
 
 def read_ahead(loader, ahead, prepare=lambda number, batch: batch):
@@ -293,7 +298,7 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
     root, cache = cfg["data.cache"] or cfg["data.root"], None
     if cfg["data.cache"]:
         cache = open_cache(root, cfg, None if headers_only else ranks)
-    items = cache["items"] if cache else list_volumes(root, cfg["data.subject_pattern"])
+    items = cache["items"] if cache else list_volumes(root, cfg["data.subject_pattern"], cfg["data.channels"])
     train, val = split_volumes(root, items, cfg)
     require_usable(root, train, val, cfg, cache)
     if cfg["loss.dice"]:
@@ -334,7 +339,7 @@ def require_usable(root, train, val, cfg, cache):
                          "data.val_fraction.")
     for items in (train, val):
         if items and not cache:
-            read_header(items[0]["image"], cfg["model.dims"])
+            read_header(items[0]["image"], cfg["model.dims"], cfg["data.channels"])
 
 
 def with_usable_labels(root, items, cfg):
@@ -409,12 +414,12 @@ def make_dataset(items, rule, what, kinds, cache, cfg, in_memory, show):
         rows = [cache["rows"][number] for number in numbers]
         # Pages of a copy in memory count as this process's own: kept maps would look like a leak until all are in use.
         images, labels, masks = (Rows(cache["folder"], kind, groups, rows, keep=not cache["staged"]) for kind in KINDS)
-        return VolumeDataset(items, images, labels, rule, cache["hold"], masks)
+        return VolumeDataset(items, images, labels, rule, cache["hold"], masks, cfg["data.channels"])
     if in_memory:
         # Reading all at once also finds every bad file before the training starts.
         bar = tqdm(items, f"reading {what}", unit="vol", leave=False, disable=not show)
         volumes = [on_grid(item, cfg, kinds) for item in bar]
         images, labels, masks = ([volume[kind] for volume in volumes] for kind in KINDS)
-        return VolumeDataset(items, images, labels, rule, masks=masks)
-    images, labels, masks = (Files(items, kind, cfg) for kind in KINDS)
-    return VolumeDataset(items, images, labels, rule, masks=masks)
+    else:
+        images, labels, masks = (Files(items, kind, cfg) for kind in KINDS)
+    return VolumeDataset(items, images, labels, rule, masks=masks, channels=cfg["data.channels"])

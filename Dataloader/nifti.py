@@ -51,12 +51,48 @@ def read_volume(path, dims=3):
     axes, NaN or infinite voxels, one constant value, or a singular affine.
     """
     array, affine = _read(path, dims)
+    return _image(path, array), affine
+
+
+def read_channels(path, dims=3, count=1):
+    """Read the images that one file holds on one grid, along the axis after its spatial ones.
+
+    Returns: list of `count` arrays, each as `read_volume` returns it; affine 4x4 float64.
+    Raises InputError as `read_volume` does, and for another number of images.
+    """
+    image = open_nifti(path)
+    if count == 1 or len(image.shape) <= dims:
+        array, affine = read_volume(path, dims)
+        arrays = [array]
+    else:
+        arrays = np.moveaxis(read_voxels(path, image).reshape(_channel_shape(path, image.shape, dims)), -1, 0)
+        arrays, affine = [_image(path, array) for array in arrays], read_affine(path, image, dims)
+    if len(arrays) != count:
+        raise InputError(f"{path}: {len(arrays)} of {count} channels (data.channels); name the files of all channels "
+                         "together in the data list, or correct the key.")
+    return arrays, affine
+
+
+def _channel_shape(path, shape, dims):
+    """Shape of a file of several images, (*spatial, channels), without further axes of length 1.
+
+    NIfTI's fourth axis is time; files without one may have their channels along the fifth.
+    """
+    spatial, rest = tuple(shape[:dims]), [n for n in shape[dims:] if n != 1]
+    if len(rest) != 1 or min(spatial) < 1:
+        raise InputError(f"{path}: shape {tuple(shape)} is not {dims}D with one axis more, that of the channels; split "
+                         f"it into one {dims}D file per channel.")
+    return (*spatial, *rest)
+
+
+def _image(path, array):
+    """An image as float32, C-contiguous. Raises InputError for one that `read_volume` refuses."""
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(array, dtype=np.float32)
     _require_finite(path, array)
     if array.min() == array.max():
         raise InputError(f"{path}: every voxel is {array.flat[0]:g}, an empty volume; remove it from the data set.")
-    return array, affine
+    return array
 
 
 def read_label(path, dims=3):
@@ -76,14 +112,17 @@ def read_label(path, dims=3):
     return np.ascontiguousarray(array, dtype=np.int16), affine
 
 
-def read_header(path, dims=3):
+def read_header(path, dims=3, channels=1):
     """Read shape and affine without decompressing the voxels.
 
+    channels: with more than 1, a file of several images is permitted, as `read_channels` reads it.
     Returns: shape, a tuple of `dims` ints; affine 4x4 float64.
     Raises InputError as `read_volume` does for what the header shows. A truncated .nii.gz is noticed only when it is
     read as a whole.
     """
     image = open_nifti(path)
+    if channels > 1 and len(image.shape) > dims:
+        return _channel_shape(path, image.shape, dims)[:dims], read_affine(path, image, dims)
     return _squeezed_shape(path, image.shape, dims), read_affine(path, image, dims)
 
 

@@ -14,7 +14,7 @@ from Dataloader.grids import (
     to_canonical,
     to_grid,
 )
-from Dataloader.nifti import read_label, read_raw_header, read_volume
+from Dataloader.nifti import read_channels, read_label, read_raw_header, read_volume
 from Runtime.errors import InputError
 
 KINDS = ("image", "label", "mask")
@@ -24,27 +24,51 @@ def on_grid(item, cfg, kinds=KINDS):
     """Read an image, its label and mask onto the training grid, with one interpolation, as the data.* keys say.
 
     item: from `read_datalist`. cfg: flat config. kinds: which of KINDS are wanted.
-    Returns: dict of image (D, H, W) float32 in [0, 1]; label, mask (D, H, W) int16 or None; shape and affine (4x4,
-    RAS) of the file; grid_affine (4x4) of the training grid; low, high: file intensities of 0 and 1.
+    Returns: dict of image (D, H, W) float32 in [0, 1], with data.channels C > 1 (C, D, H, W); label, mask (D, H, W)
+    int16 or None; shape and affine (4x4, RAS) of the file; grid_affine (4x4) of the training grid; low, high: file
+    intensities of 0 and 1, with C > 1 lists of them.
     Raises InputError naming the file for whatever `read_volume` refuses, and for a label on another grid.
     """
-    dims, size, spacing_mm = cfg["model.dims"], cfg["data.img_size"], cfg["data.spacing_mm"]
-    array, affine = read_volume(item["image"], dims)
-    low, high = intensity_limits(array, cfg)
-    image = rescale(array, low, high)
-    crop = cfg["data.crop_above"]
-    others = {kind: read_beside(item, kind, array.shape, affine)[0] for kind in KINDS[1:]
+    size, spacing_mm, crop = cfg["data.img_size"], cfg["data.spacing_mm"], cfg["data.crop_above"]
+    channels, affine = read_image(item, cfg["model.dims"], cfg["data.channels"])
+    limits = [intensity_limits(channel, cfg) for channel in channels]
+    images = [rescale(channel, *both) for channel, both in zip(channels, limits)]
+    shape = images[0].shape
+    others = {kind: read_beside(item, kind, shape, affine)[0] for kind in KINDS[1:]
               if item[kind] and (kind in kinds or (kind == "mask" and crop))}
     box = None
     if crop:
-        inside = others["mask"] > 0 if "mask" in others else image > crop
+        inside = others["mask"] > 0 if "mask" in others else np.max(images, axis=0) > crop
         box = foreground_box(to_canonical(inside, affine)[0])
     arrays = dict.fromkeys(KINDS[1:])
-    arrays["image"], grid_affine = to_grid(image, affine, size, spacing_mm, box=box)
+    placed = [to_grid(image, affine, size, spacing_mm, box=box) for image in images]
     for kind, other in others.items():
         if kind in kinds:
             arrays[kind] = np.ascontiguousarray(to_grid(other, affine, size, spacing_mm, 0, box)[0])
-    return {**arrays, "shape": array.shape, "affine": affine, "grid_affine": grid_affine, "low": low, "high": high}
+    image, (low, high) = placed[0][0], limits[0]
+    if len(placed) > 1:
+        image, low, high = np.stack([array for array, _ in placed]), *map(list, zip(*limits))
+    return {**arrays, "image": image, "shape": shape, "affine": affine, "grid_affine": placed[0][1], "low": low,
+            "high": high}
+
+
+def read_image(item, dims, count):
+    """The channels of a volume: list of `count` arrays (D, H, W) or (H, W) float32; affine 4x4.
+
+    item: from `read_datalist`, with the files of further channels, or with one file that holds all of them.
+    Raises InputError as `read_channels` does, and for a channel on another grid than the first.
+    """
+    if not item.get("channels"):
+        return read_channels(item["image"], dims, count)
+    array, affine = read_volume(item["image"], dims)
+    arrays = [array]
+    for path in item["channels"]:
+        channel, own_affine = read_volume(path, dims)
+        if not same_grid(array.shape, affine, channel.shape, own_affine):
+            raise InputError(f"{path}: the channel is on another grid than {item['image']} (shapes {channel.shape} and "
+                             f"{array.shape}); resample it.")
+        arrays.append(channel)
+    return arrays, affine
 
 
 def intensity_limits(array, cfg):
@@ -56,8 +80,13 @@ def describe(item, prepared):
     """What the cache keeps of a volume besides its voxels, as JSON can hold it. prepared: from `on_grid`."""
     header = read_raw_header(item["image"])
     return {"shape": list(prepared["shape"]), "affine": prepared["affine"].tolist(),
-            "grid_affine": prepared["grid_affine"].tolist(), "low": float(prepared["low"]),
-            "high": float(prepared["high"]), "header": base64.b64encode(header.binaryblock).decode()}
+            "grid_affine": prepared["grid_affine"].tolist(), "low": plain(prepared["low"]),
+            "high": plain(prepared["high"]), "header": base64.b64encode(header.binaryblock).decode()}
+
+
+def plain(number):
+    """An intensity as a float, those of several channels as a list of floats."""
+    return [float(value) for value in number] if isinstance(number, list) else float(number)
 
 
 def original_header(record):
@@ -67,15 +96,16 @@ def original_header(record):
     return kind(block, check=False)
 
 
-def to_original(array, record, order=1, intensities=False):
+def to_original(array, record, order=1, intensities=False, channel=0):
     """Bring an array from the training grid to the grid of the volume's file, for `write_volume`.
 
     array: (D, H, W) or (H, W) on the training grid. record: from `describe`. order: 1 for images, 0 for labels.
-    intensities: map 0 and 1 back to the file's intensities.
+    intensities: map 0 and 1 back to those of the file, of several channels to those of number `channel`.
     Returns: array of the file's shape; where the grid does not reach 0, with intensities what 0 stands for.
     """
     array = from_grid(array, record["grid_affine"], record["shape"], record["affine"], order)
-    return array * np.float32(record["high"] - record["low"]) + np.float32(record["low"]) if intensities else array
+    low, high = (np.ravel(record[name])[channel if np.ndim(record[name]) else 0] for name in ("low", "high"))
+    return array * np.float32(high - low) + np.float32(low) if intensities else array
 
 
 def read_beside(item, kind, shape, affine):

@@ -79,10 +79,13 @@ def noise(rng_key, purpose, size, device="cpu"):
 
 
 def _recolour(images, rng_keys, cfg):
-    """Apply gamma, contrast, brightness and noise, in this order, in place."""
+    """Apply gamma, contrast, brightness and noise, in this order, in place; to each channel by draws of its own."""
+    purposes = [f" channel {number}" if number else "" for number in range(images.shape[1])]
+
     def drawn(name):
-        numbers = (uniform(rng_keys, name) * 2 - 1) * cfg[f"augment.{name}"]
-        return send(numbers.view(-1, *[1] * (images.dim() - 1)), images.device)
+        numbers = torch.stack([uniform(rng_keys, name + purpose) for purpose in purposes], dim=1)      # (B, C)
+        numbers = (numbers * 2 - 1) * cfg[f"augment.{name}"]
+        return send(numbers.view(*numbers.shape, *[1] * (images.dim() - 2)), images.device)
 
     if cfg["augment.gamma"]:
         images.clamp_(min=0.0).pow_(torch.exp(drawn("gamma")))
@@ -94,7 +97,9 @@ def _recolour(images, rng_keys, cfg):
         images.add_(drawn("brightness"))
     if cfg["augment.noise"]:
         for image, rng_key in zip(images, rng_keys):
-            image[0].add_(noise(rng_key, "noise", image.shape[1:], images.device), alpha=cfg["augment.noise"])
+            for channel, purpose in zip(image, purposes):
+                grains = noise(rng_key, f"noise{purpose}", channel.shape, images.device)
+                channel.add_(grains, alpha=cfg["augment.noise"])
 
 
 def _moves(cfg):
@@ -103,7 +108,7 @@ def _moves(cfg):
 
 
 def _moved(volumes, rng_keys, cfg, mode="bilinear"):
-    """Volumes (B, 1, *spatial) float32, warped by the random affine maps of their keys. mode: of `warp`."""
+    """Volumes (B, C, *spatial) float32, warped by the random affine maps of their keys. mode: of `warp`."""
     size = volumes.shape[2:]
     matrix = send(random_affine(rng_keys, len(size), size, cfg), volumes.device)
     return warp(volumes, affine_field(matrix, size), mode, padding="border")
@@ -114,8 +119,8 @@ def augment(images, rng_keys, cfg):
 
     After the affine, intensities v become v ^ exp(+-gamma), then 0.5 + (v - 0.5) exp(+-contrast) +- brightness, then
     noise is added. They may leave [0, 1].
-    images: (B, 1, *spatial) as stored, on any device; not changed. rng_keys: B tuples (seed, epoch, sample).
-    Returns: (B, 1, *spatial) float32; `images` itself where they are float32 and all augment.* keys are 0.
+    images: (B, C, *spatial) as stored, on any device; not changed. rng_keys: B tuples (seed, epoch, sample).
+    Returns: (B, C, *spatial) float32; `images` itself where they are float32 and all augment.* keys are 0.
     """
     images = as_float(images)
     moves = _moves(cfg)

@@ -56,14 +56,14 @@ def stand_in(cfg, pair_batch, modes, labels):
     size, batchsize = cfg["data.img_size"], cfg["data.batchsize"]
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
     net = new_network(cfg)
-    image = torch.zeros(batchsize, 1, *size)
+    image = torch.zeros(batchsize, cfg["data.channels"], *size)
     t = torch.zeros(batchsize, dtype=torch.long)
-    moving, fixed = torch.zeros(2, pair_batch, 1, *size)
+    moving, fixed = torch.zeros(2, pair_batch, cfg["data.channels"], *size)
+    maps = {"moving": moving[:, :1], "fixed": fixed[:, :1]}
     batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "keep": None,
              "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, "cpu"),
-             "targets": None, "moving": moving, "fixed": fixed, "mask": {"moving": moving, "fixed": fixed},
-             "label": {"moving": moving, "fixed": fixed, "labelled": [True] * pair_batch,
-                       "values": torch.zeros(labels)}}
+             "targets": None, "moving": moving, "fixed": fixed, "mask": maps,
+             "label": {**maps, "labelled": [True] * pair_batch, "values": torch.zeros(labels)}}
 
     def loss_of(name):
         if name == "contrastive" and cfg["optim.average"]:

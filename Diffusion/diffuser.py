@@ -106,8 +106,8 @@ class DeformDDPM:
     def diffuse(self, x0, times, rng_keys, drawn=None):
         """Deform images: x_t = warp(x0, image field).
 
-        x0: (B, 1, *spatial). times: B ints. rng_keys: B tuples (seed, epoch, sample). drawn: see `draw_fields`.
-        Returns: x_t (B, 1, *spatial); target field (B, N, *spatial) in voxels. A perfect prediction p satisfies
+        x0: (B, C, *spatial). times: B ints. rng_keys: B tuples (seed, epoch, sample). drawn: see `draw_fields`.
+        Returns: x_t (B, C, *spatial); target field (B, N, *spatial) in voxels. A perfect prediction p satisfies
         warp(p, target) == -target, which is compose(p, target) == 0.
         """
         image_field, target_field = self.draw_fields(x0.shape[2:], times, rng_keys, x0.device, drawn)
@@ -130,7 +130,7 @@ class DeformDDPM:
         deformed image and is applied last: warp(warp(x0, field), p) == warp(x0, compose(field, p)). Always x0 itself is
         warped, by the composed field, so that it is interpolated only once.
 
-        net: called as net(image, t, condition), like a network of `build_network`. x0: (B, 1, *spatial). start: 1 ..
+        net: called as net(image, t, condition), like a network of `build_network`. x0: (B, C, *spatial). start: 1 ..
         timesteps - 1. rng_keys: B tuples (seed, epoch, sample). condition: from `make_condition`: of x0 to come back to
         it, of another image to be drawn towards that one, None for any image that the network finds likely. stride:
         times per step; up to 4 no prediction is stretched, except by little near the end.
@@ -156,17 +156,17 @@ def log_uniform(u, most):
 
 
 def make_condition(target, kind, rng_keys=None):
-    """What the network is shown of a target volume: its values times a mask, and the mask, as two channels.
+    """What the network is shown of a target volume: its values times a mask, and the mask as the last channel.
 
     kind: "volume", all of it; "slice", k whole planes orthogonal to the axes at random places; "none". k is log-uniform
     from 1 to all planes of all axes, so that easy cases are frequent and the full volume is the limit.
-    target: (B, 1, *spatial). rng_keys: B tuples (seed, epoch, sample), for "slice".
-    Returns: (B, 2, *spatial); None for kind "none".
+    target: (B, C, *spatial). rng_keys: B tuples (seed, epoch, sample), for "slice".
+    Returns: (B, C + 1, *spatial); None for kind "none".
     """
     if kind == "none":
         return None
     if kind == "volume":
-        return torch.cat([target, torch.ones_like(target)], dim=1)
+        return torch.cat([target, torch.ones_like(target[:, :1])], dim=1)
     size = target.shape[2:]
     planes = sum(size)
     hidden = torch.ones(len(target), planes)  # of the first axis, then of the second, ...

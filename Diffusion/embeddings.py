@@ -50,7 +50,7 @@ def name_volumes(queue, subjects):
 def embed(net, batch, cfg):
     """Embeddings of a batch: unit vectors of the deformed volumes and of their conditions, (B, E) each.
 
-    batch: dict with "xt" (B, 1, *spatial), "t" (B,) and "condition" (B, 2, *spatial) or None.
+    batch: dict with "xt" (B, C, *spatial), "t" (B,) and "condition" (B, C + 1, *spatial) or None.
     """
     with autocast(batch["xt"].device, cfg["run.amp"]):
         return net(batch["xt"], batch["t"], batch["condition"], embed=True)

@@ -47,13 +47,14 @@ def memory_estimate(cfg, world_size, ranks, process, parameters, held=0, activat
     voxels = math.prod(cfg["data.img_size"])
     cached = bool(cfg["data.cache"])
     workers = 0 if cfg["data.in_memory"] and not cached else cfg["data.num_workers"]
-    reading = 0 if cached else READING * 4 * voxels
+    reading = 0 if cached else READING * 4 * voxels * cfg["data.channels"]
     # Steps whose volumes are in memory: the one being computed, and what is read ahead. Each worker reads ahead
     # batches; without workers, a thread beside an accelerator reads ahead whole steps.
     per_step = split["sample_batches"] + split["pair_batches"]
     steps = 1 + cfg["data.prefetch_factor"] * (workers / per_step if workers else not on_cpu)
     volumes = split["sample_batches"] * split["sample_batch"] + 2 * split["pair_batches"] * split["pair_batch"]
-    batches = round(steps * volumes * voxels * (np.dtype(cfg["data.dtype"]).itemsize if cached else 4))
+    stored = np.dtype(cfg["data.dtype"]).itemsize if cached else 4
+    batches = round(steps * volumes * voxels * cfg["data.channels"] * stored)
     maps = 2 * split["pair_batches"] * split["pair_batch"] * map_kinds(cfg)
     batches += round(steps * maps * voxels * 2)  # int16
     weights = 4 * parameters
@@ -112,7 +113,7 @@ def held_bytes(cfg):
         maps += sum(bool(item[kind]) for item in train.items for kind in wanted_maps(cfg))
     except InputError:  # the training reports it; the files may arrive before it starts
         images, maps = cfg["data.expect_samples"], 0
-    return math.prod(cfg["data.img_size"]) * (4 * images + 2 * maps)
+    return math.prod(cfg["data.img_size"]) * (4 * images * cfg["data.channels"] + 2 * maps)
 
 
 def staged_bytes(cfg):

@@ -2,9 +2,9 @@
 
 Every network is called as net(image, t, condition) and returns one displacement field (B, N, *spatial) in voxels,
 float32:
-  image      (B, 1, *spatial), sides of any length
+  image      (B, C, *spatial), sides of any length; C is data.channels, mostly 1
   t          (B,) long: 0 .. timesteps - 1 for recovery, timesteps for registration
-  condition  (B, 2, *spatial), values x mask and mask; or None
+  condition  (B, C + 1, *spatial), values x mask and mask; or None
   keep       (B,) bool, an option: False hides the condition of a sample
 net(image, t, condition, embed=True) returns two unit vectors (B, E) instead, of the image and of the condition.
 Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
@@ -33,6 +33,7 @@ def network_arguments(cfg):
     timesteps = cfg["diffusion.timesteps"]
     return {
         "dims": cfg["model.dims"],                                  # spatial axes, 2 or 3
+        "image_channels": cfg["data.channels"],
         "channels": cfg["model.channels"],                          # of the encoder's levels, finest first
         "conditioned": cfg["model.condition_type"] != "none",
         "rec_num": cfg["model.rec_num"],                            # recursive passes

@@ -61,14 +61,16 @@ class AtrousBlock(nn.Module):
 class RecResACNet(nn.Module):
     """The recursive atrous network of the earlier method: no attention, and the condition is two more channels."""
 
-    def __init__(self, *, dims, timesteps, typical_norm, conditioned, rec_num, detach, embedding_width):
+    def __init__(self, *, dims, image_channels, timesteps, typical_norm, conditioned, rec_num, detach,
+                 embedding_width):
         super().__init__()
         channels, time_width = (10, 20, 40), 64
         self.dims, self.conditioned, self.rec_num, self.detach = dims, conditioned, rec_num, detach
         self.multiple = 4  # two levels halve the sides
         self.time = TimeEmbedding(timesteps, time_width)
         self.field_scale = FieldScale(typical_norm)
-        in_channels = 3 if conditioned else 1
+        self.shown_channels = image_channels + 1  # of the condition: values and mask
+        in_channels = image_channels + (self.shown_channels if conditioned else 0)
         self.down = nn.ModuleList(ConvBlock(dims, a, b, time_width, stride=stride)
                                   for a, b, stride in zip((in_channels, *channels), channels, (1, 2, 2)))
         self.atrous = nn.ModuleList(AtrousBlock(dims, c, time_width, dilation)
@@ -102,7 +104,7 @@ class RecResACNet(nn.Module):
         """The condition, padded; zeros where there is none or it is dropped. None for a network without one."""
         if not self.conditioned:
             return None
-        empty = image.new_zeros(len(image), 2, *image.shape[2:])                     # (B, 2, 128^3)
+        empty = image.new_zeros(len(image), self.shown_channels, *image.shape[2:])   # (B, 2, 128^3)
         condition = empty if condition is None else condition                        # (B, 2, 128^3)
         if keep is not None:
             keep = keep.view(-1, *[1] * (self.dims + 1))                             # (B, 1, 1^3)

@@ -4,8 +4,8 @@ A U-Net (Ronneberger et al., MICCAI 2015) whose encoder sees image and condition
 is a transformer over the tokens of both, and whose decoder compares the two at every level. It runs rec_num times, each
 time on the image as warped so far.
 
-Shapes: B samples, C channels, N spatial axes. Shape comments give 128^3 with config_om.yaml: channels 16, 32, 64, 128,
-256 at 128^3 to 8^3, 8^3 = 512 tokens of width 1024, 16 heads, time embedding of 64.
+Shapes: B samples, C channels, N spatial axes. Shape comments give 128^3 with config_om.yaml: images of one channel,
+channels 16, 32, 64, 128, 256 at 128^3 to 8^3, 8^3 = 512 tokens of width 1024, 16 heads, time embedding of 64.
 """
 import itertools
 import math
@@ -368,9 +368,9 @@ class OM_net(nn.Module):
     field = affine field + FieldScale(coarse head of the bottleneck + heads of the decoder's levels).
     """
 
-    def __init__(self, *, dims, channels, timesteps, typical_norm, conditioned, rec_num, detach, field_stride,
-                 attention_width, attention_depth, attention_heads, affine_match, local_match, embedding_width,
-                 use_checkpoint):
+    def __init__(self, *, dims, image_channels, channels, timesteps, typical_norm, conditioned, rec_num, detach,
+                 field_stride, attention_width, attention_depth, attention_heads, affine_match, local_match,
+                 embedding_width, use_checkpoint):
         """See `network_arguments` in Diffusion/networks.py for what each of them means."""
         super().__init__()
         time_width = 4 * channels[0]
@@ -379,7 +379,7 @@ class OM_net(nn.Module):
         self.multiple = 2 ** (len(channels) - 1)  # of which padded sides are multiples
         self.time = TimeEmbedding(timesteps, time_width)
         self.field_scale = FieldScale(typical_norm)
-        self.encoder = Encoder(dims, 2, channels, time_width, use_checkpoint)
+        self.encoder = Encoder(dims, image_channels + 1, channels, time_width, use_checkpoint)
         self.attention = MutualAttention(channels[-1], attention_width, attention_depth, attention_heads, time_width)
         self.embedding = nn.Linear(attention_width, embedding_width)
         self.match = AffineMatch(channels[-1], attention_width, typical_norm) if affine_match and conditioned else None
@@ -413,13 +413,13 @@ class OM_net(nn.Module):
     def fully_shown(self, image):
         """An image as a condition that shows all of it: values and a mask of ones."""
         image = pad_to_multiple(image, self.multiple)                                       # (B, 1, 128^3)
-        return torch.cat([image, torch.ones_like(image)], dim=1)                            # (B, 2, 128^3)
+        return torch.cat([image, torch.ones_like(image[:, :1])], dim=1)                     # (B, 2, 128^3)
 
     def shown_fraction(self, image, condition, keep):
         """How much of the volume each sample's condition shows: (B,), 0 where there is none or it is dropped."""
         if condition is None:
             return image.new_zeros(len(image))                                              # (B,)
-        fraction = condition[:, 1].flatten(1).mean(1)                                       # (B,)
+        fraction = condition[:, -1].flatten(1).mean(1)                                      # (B,)
         return fraction if keep is None else fraction * keep                                # (B,)
 
     def encode(self, image, condition, keep, time, together):

@@ -20,7 +20,7 @@ VAL_IMGSIM = {"registration.window": 9, "registration.scales": 3, "registration.
 def align(net, moving, fixed, cfg):
     """Register volumes by one forward pass, as mode 3 trains it.
 
-    moving, fixed: (B, 1, *spatial) in [0, 1]. Returns: field (B, N, *spatial) in voxels.
+    moving, fixed: (B, C, *spatial) in [0, 1]. Returns: field (B, N, *spatial) in voxels.
     """
     t = torch.full((len(moving),), cfg["diffusion.timesteps"], device=moving.device)
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
@@ -36,7 +36,7 @@ def best_field(net, moving, fixed, cfg):
     fold. With registration.rounds > 1 each further round registers the warped volume, and its field is composed with
     the field so far: it adds what the round before did not reach.
 
-    moving, fixed: (B, 1, *spatial) in [0, 1]. Returns: field (B, N, *spatial) in voxels.
+    moving, fixed: (B, C, *spatial) in [0, 1]. Returns: field (B, N, *spatial) in voxels.
     """
     field = None
     for _ in range(cfg["registration.rounds"]):

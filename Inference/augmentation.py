@@ -21,7 +21,8 @@ STRIDE = 4  # times per step of the recovery: what one prediction undoes, see De
 
 
 def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw=0, target=None, target_affine=None,
-            condition=None, slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu", labels="smooth"):
+            condition=None, slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu", labels="smooth",
+            channels=(), target_channels=()):
     """A deformed copy of a volume.
 
     image: (D, H, W) or (H, W), any real numbers. label: the same shape, or None.
@@ -36,6 +37,8 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     stride: times per step of the recovery, see `DeformDDPM.recover`. mask: (*spatial), where data.crop_above centres
     the training grid. cfg: without a model, the config whose diffusion.* and data.* keys are taken; default
     Config/config_om.yaml. device: where the network is. labels: how the label is carried, "smooth" or "nearest".
+    channels, target_channels: further channels of image and target, for a network that was trained with several; they
+    are not deformed, but `deform` does so with the field.
     Returns: image, of its dtype, whole numbers rounded; label or None; field (N, *spatial) float32
     in voxels: image(x) is what was at x + field(x).
     Raises InputError for what cannot be used.
@@ -50,19 +53,19 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
         if net is None:
             raise InputError("target: only a network can deform towards it; give a model.")
         target = require_volume(target, "target", image.ndim)
-        placed_target, _ = place(target, target_affine, cfg)
+        placed_target, _ = place(target, target_affine, cfg, channels=target_channels)
         shown = show(placed_target, condition, slices, rng_key, cfg).to(device)
-    field = draw_field(image, affine, cfg, rng_key, start, net, shown, stride, mask, device)
+    field = draw_field(image, affine, cfg, rng_key, start, net, shown, stride, mask, device, channels)
     deformed_label = None if label is None else deform(label, field, labels)
     return deform(image, field), deformed_label, field
 
 
 def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None, stride=STRIDE, mask=None,
-               device="cpu"):
+               device="cpu", channels=()):
     """A random deformation of one volume, on its own grid: (N, *spatial) float32 in voxels.
 
     image: (*spatial); without a network and without data.crop_above only its shape counts. rng_key: (seed, subject,
-    draw), ints. condition: (1, 2, *size) on the training grid, from `show`, or None. Others as in `augment`.
+    draw), ints. condition: (1, C + 1, *size) on the training grid, from `show`, or None. Others as in `augment`.
     Raises InputError for an image or a start that does not fit the config.
     """
     dims = cfg["model.dims"]
@@ -72,7 +75,7 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
     affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
     ddpm, t = DeformDDPM(cfg), draw_start(start, rng_key, cfg)
     if net is not None:
-        placed, grid_affine = place(image, affine, cfg, mask)
+        placed, grid_affine = place(image, affine, cfg, mask, channels)
         field = ddpm.recover(net, placed.to(device), t, [rng_key], cfg, condition, stride).cpu()
         return to_native(field, grid_affine, image.shape, affine)
     # Straight from the control points, which span the training grid from corner to corner.
@@ -162,9 +165,9 @@ def shown_kind(kind, slices, cfg):
 
 
 def show(target, kind, slices, rng_key, cfg):
-    """What the network is shown of a target, drawn once for all steps: values and mask, (1, 2, *size).
+    """What the network is shown of a target, drawn once for all steps: values and mask, (1, C + 1, *size).
 
-    target: (1, 1, *size) on the training grid. kind, slices: condition and slices of `augment`. rng_key: of the draw.
+    target: (1, C, *size) on the training grid. kind, slices: condition and slices of `augment`. rng_key: of the draw.
     Raises InputError where the model takes no condition, and for more planes than the grid has.
     """
     if cfg["model.condition_type"] == "none":
@@ -180,7 +183,7 @@ def show(target, kind, slices, rng_key, cfg):
         raise InputError(f"slices {slices}: the training grid has {len(planes)} planes; give 1 to {len(planes)}, or 0 "
                          "for a random number.")
     order = torch.randperm(len(planes), generator=generator(rng_key[0], "planes", *rng_key[1:]))
-    mask = torch.zeros_like(target)
+    mask = torch.zeros_like(target[:, :1])
     for number in order[:slices].tolist():
         axis, plane = planes[number]
         mask.select(axis + 2, plane).fill_(1.0)
@@ -189,26 +192,45 @@ def show(target, kind, slices, rng_key, cfg):
 
 def training_grid(image, affine, cfg, mask=None):
     """The affine of the training grid of a volume, 4x4, without resampling it. image, affine, mask: as in `augment`."""
-    box = focus(image, affine, cfg, mask)
+    box = focus((image,), affine, cfg, mask)
     empty, affine = to_canonical(np.broadcast_to(np.uint8(0), image.shape), affine)
     return grid_transform(empty.shape, affine, cfg["data.img_size"], cfg["data.spacing_mm"], box)[2]
 
 
-def place(image, affine, cfg, mask=None):
-    """A volume on the training grid, just as `on_grid` puts a file there: (1, 1, *size), and the grid's affine 4x4."""
+def place(image, affine, cfg, mask=None, channels=()):
+    """A volume on the training grid, just as `on_grid` puts a file there: (1, C, *size), and the grid's affine 4x4.
+
+    channels: further channels of the image, of its shape. Raises InputError where they are not as many as the config
+    says, or of another shape.
+    """
+    require_channels(image, channels, cfg)
     affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
-    box = focus(image, affine, cfg, mask)
-    placed, grid_affine = to_grid(normalised(image, cfg), affine, cfg["data.img_size"], cfg["data.spacing_mm"], box=box)
-    return torch.from_numpy(placed)[None, None], grid_affine
+    images = (image, *channels)
+    box = focus(images, affine, cfg, mask)
+    placed = [to_grid(normalised(one, cfg), affine, cfg["data.img_size"], cfg["data.spacing_mm"], box=box)
+              for one in images]
+    return torch.from_numpy(np.stack([array for array, _ in placed]))[None], placed[0][1]
 
 
-def focus(image, affine, cfg, mask=None):
+def require_channels(image, channels, cfg):
+    """Raises InputError for another number of channels than the network was trained with, or of another shape."""
+    if 1 + len(channels) != cfg["data.channels"]:
+        raise InputError(f"image: {1 + len(channels)} of the {cfg['data.channels']} channels that the model was "
+                         "trained with (data.channels); give them all, in the same order.")
+    for number, channel in enumerate(channels, 2):
+        if np.shape(channel) != np.shape(image):
+            raise InputError(f"channel {number}: shape {np.shape(channel)} is not that of the image, "
+                             f"{np.shape(image)}; bring it to the image's grid.")
+
+
+def focus(images, affine, cfg, mask=None):
     """The box of the canonical volume on which the grid is centred, of its mask or foreground; None without
-    data.crop_above: all of it."""
+    data.crop_above: all of it. images: the channels."""
     if not cfg["data.crop_above"]:
         return None
-    inside = mask > 0 if mask is not None else normalised(image, cfg) > cfg["data.crop_above"]
-    return foreground_box(to_canonical(inside, affine)[0])
+    if mask is None:
+        mask = np.max([normalised(one, cfg) for one in images], axis=0) > cfg["data.crop_above"]
+    return foreground_box(to_canonical(mask > 0, affine)[0])
 
 
 def normalised(image, cfg):

@@ -25,7 +25,8 @@ class RandDeformationd(Base):
     mode: "bilinear" for images; "smooth" or "nearest" for labels; one for all keys or one for each.
     prob: probability that a sample is deformed.
     start: as in `augment`; (low, high) draws a strength for each sample. stride: as in `augment`.
-    model: (network, config) from `load_model`; the network sees the first channel of the first key.
+    model: (network, config) from `load_model`; the network sees the first channel of the first key, one that was
+    trained with several channels so many.
     cfg: without a model, the config whose diffusion.* and data.* keys are taken; default Config/config_om.yaml.
     field_key: entry that receives the field, (N, *spatial) in voxels, zero where nothing is deformed.
     allow_missing_keys: whether entries may be absent. seed: of the random state; None: another one each time.
@@ -89,18 +90,19 @@ class RandDeformationd(Base):
     def draw(self, data, key):
         """The field for the volumes of a dictionary, (N, *spatial) in voxels. key: the entry that a network sees."""
         cfg = self.cfg or default_config(data[key].ndim - 1)
-        image = plain(data[key])[0]
+        image, *channels = plain(data[key])
         rng_key = (self.number, 0, 0)
         device = next(self.net.parameters()).device if self.net is not None else "cpu"
         start = draw_start(self.start, rng_key, cfg)
-        return draw_field(image, affine_of(data, key), cfg, rng_key, start, self.net, None, self.stride, device=device)
+        return draw_field(image, affine_of(data, key), cfg, rng_key, start, self.net, None, self.stride, device=device,
+                          channels=channels[:cfg["data.channels"] - 1])
 
 
 class Registerd:
     """Registers one volume of a dictionary to another one, and takes further entries along.
 
     fixed_key, moving_key: names of the two volumes, arrays or tensors (C, *spatial), each on a grid of its own; their
-    first channels are registered.
+    first channels are registered, by a model that was trained with several so many.
     keys: entries on the grid of the moving volume that are brought onto that of the fixed one; default moving_key.
     mode: "bilinear" for images, "smooth" or "nearest" for labels (Inference/labels.py), for all keys or one for each.
     model, affine, refine, start, device, config: as in `register` (Inference/registration.py); load a model once by
@@ -122,6 +124,7 @@ class Registerd:
         self.modes = check_modes(mode, self.keys)
         self.options = {"model": model, "affine": affine, "refine": refine, "start": start, "device": device,
                         "config": config}
+        self.channels = model[1]["data.channels"] if isinstance(model, tuple) else 1
         self.allow_missing_keys = allow_missing_keys
 
     def __call__(self, data):
@@ -133,8 +136,9 @@ class Registerd:
             raise InputError(f"{missing[0]}: no such entry in the dictionary; correct the keys.")
         fixed_affine, moving_affine = (np.eye(4) if (affine := affine_of(data, key)) is None else affine
                                        for key in (self.fixed_key, self.moving_key))
-        moving = plain(data[self.moving_key])
-        found = register((plain(data[self.fixed_key])[0], fixed_affine), (moving[0], moving_affine), **self.options)
+        fixed, moving = plain(data[self.fixed_key]), plain(data[self.moving_key])
+        found = register((fixed[0], fixed_affine), (moving[0], moving_affine), **self.options,
+                         fixed_channels=fixed[1:self.channels], moving_channels=moving[1:self.channels])
         for key, mode in zip(self.keys, self.modes):
             if key not in data:
                 continue

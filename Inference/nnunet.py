@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from Dataloader.datalist import read_json
+from Dataloader.datalist import group_channels, read_json
 from Dataloader.grids import same_grid
 from Dataloader.nifti import read_header, read_label, read_raw_header, read_volume, write_volume
 from Inference.draws import draw_name, draw_paths
@@ -21,40 +21,20 @@ from Runtime.errors import InputError
 from Runtime.files import write_file
 
 NAME = re.compile(r"Dataset\d{3}_[\w-]+")
-CHANNEL = re.compile(r"(.+)_(\d{4})")  # of the name of an image: its case, and its channel
 FOLDS = 5
 
 
-def group_channels(items):
-    """Items of cases from those of single images: X_0000, X_0001 and so on are channels of the case X.
+def cases_of(items):
+    """The cases of a list of images, see `group_channels`, which may have been grouped already.
 
-    items: as from `read_datalist`.
-    Returns: items in the same order with the channel of the lowest number as image and the others as "channels".
-    Raises InputError where a channel of a case is missing, or none of them has a label.
+    Raises InputError for one without a label.
     """
-    cases = {}
-    for item in items:
-        match = CHANNEL.fullmatch(stem(item["image"]))
-        case, number = (match[1], int(match[2])) if match else (stem(item["image"]), 0)
-        cases.setdefault(case, {})[number] = item
-    most = max(len(channels) for channels in cases.values())
-    grouped = []
-    for case, channels in cases.items():
-        first, *others = (channels[number] for number in sorted(channels))
-        label = next((item["label"] for item in channels.values() if item["label"]), None)
-        if sorted(channels) != list(range(most)):
-            raise InputError(f"{first['image']}: the case {case} has the channels {sorted(channels)}, others have "
-                             f"{most}; add what is missing, or leave it out by --ids.")
-        if label is None:
-            raise InputError(f"{first['image']}: has no label, and nnU-Net needs one for every case; leave it out by "
+    cases = items if any("channels" in item for item in items) else group_channels(items)
+    for case in cases:
+        if case["label"] is None:
+            raise InputError(f"{case['image']}: has no label, and nnU-Net needs one for every case; leave it out by "
                              "--ids, or leave out --nnunet.")
-        grouped.append({**first, "id": case, "label": label, "channels": [item["image"] for item in others]})
-    return grouped
-
-
-def stem(path):
-    """The name of a file without its suffixes."""
-    return re.sub(r"\.(nii\.gz|nii|mgz|mgh|nrrd|nhdr|mha|mhd)$", "", path.name)
+    return cases
 
 
 def check_name(name):

@@ -67,7 +67,8 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     similarity: of SIMILARITIES, as `image_similarity` explains them; None for the config's registration.similarity.
     fixed_mask, moving_mask: file or array; what is not above 0 counts neither for alignment nor refinement nor
     similarity. fixed_channels, moving_channels: lists of files or arrays, further channels, in the same order, which
-    refinement and similarity compare too. All on the grids of their volumes. A network sees the volumes alone.
+    refinement and similarity compare too. All on the grids of their volumes. A network sees as many channels as it was
+    trained with (data.channels), mostly the volumes alone.
     Returns: dict of
       field (N, *fixed) float32, displacement in voxels of the fixed grid, and inverse (N, *moving) of the moving grid;
       warped (*fixed) float32, intensities of the moving file, and warped_channels, a list of such; fixed, moving:
@@ -85,7 +86,8 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
     cfg = _compared_by(similarity, cfg)
     masks = {"fixed_mask": read_mask(fixed_mask, names[0], fixed),
              "moving_mask": read_mask(moving_mask, names[1], moving)}
-    channels = _read_channels(fixed_channels, moving_channels, names, fixed, moving)
+    seen = 1 if net is None else cfg["data.channels"]
+    channels = _read_channels(fixed_channels, moving_channels, names, fixed, moving, seen)
     return _find(net, cfg, names, fixed, moving, masks, channels, affine, refine, start, device, inverse, progress)
 
 
@@ -223,14 +225,19 @@ def read_mask(source, name, volume):
     return (mask > 0).astype(np.float32)
 
 
-def _read_channels(fixed_channels, moving_channels, names, fixed, moving):
+def _read_channels(fixed_channels, moving_channels, names, fixed, moving, seen):
     """The further channels of both volumes: {"fixed": [array, ...], "moving": [array, ...]}, float32.
 
-    names, fixed, moving: of `_read_pair`. Raises InputError for unequal numbers of them and for another grid.
+    names, fixed, moving: of `_read_pair`. seen: how many channels the network needs, the first included.
+    Raises InputError for unequal numbers of them, for too few, and for another grid.
     """
     if len(fixed_channels) != len(moving_channels):
         raise InputError(f"{names[0]} has {len(fixed_channels)} further channels, {names[1]} {len(moving_channels)}; "
                          "give equally many, in the same order.")
+    if 1 + len(fixed_channels) < seen:
+        raise InputError(f"{names[0]}: the model was trained on volumes of {seen} channels (data.channels), and "
+                         f"{1 + len(fixed_channels)} is given; add the others of both volumes, --fixed-channels and "
+                         "--moving-channels, in the same order.")
     read = {"fixed": [], "moving": []}
     for side, name, sources, (array, affine) in (("fixed", names[0], fixed_channels, fixed),
                                                  ("moving", names[1], moving_channels, moving)):
@@ -452,7 +459,8 @@ def _find_field(net, pair, steps, cfg, seconds, progress):
     if net is not None:
         began = time.perf_counter()
         with torch.no_grad():
-            field = best_field(net, moving[:, :1], fixed[:, :1], cfg)
+            seen = cfg["data.channels"]
+            field = best_field(net, moving[:, :seen], fixed[:, :seen], cfg)
         synchronize(device)
         seconds["network"] = time.perf_counter() - began
     if steps:

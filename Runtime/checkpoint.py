@@ -31,6 +31,7 @@ from Runtime.manifest import LOST, damage, newest_first, read_manifest, standing
 from Runtime.run_lock import assert_held
 
 FORMAT = 1
+BEFORE = {"data.channels": 1}  # what a checkpoint means that was written before the weights depended on such a key
 REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")
 # Exceptions that reading a damaged or foreign file raises: flipped bits in the pickle lead to all of these.
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
@@ -229,7 +230,7 @@ def check_compatible(state, cfg, path, model_keys):
     if not isinstance(config, dict):
         raise InputError(f"{path} holds no config: start a new run with --fresh, or take its weights by --init-from.")
     # Through JSON, since a saved tuple and the list of a YAML file are the same setting.
-    old = json.loads(json.dumps(config))
+    old = {**BEFORE, **json.loads(json.dumps(config))}
     new = json.loads(json.dumps(dict(cfg)))
     changed = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in {**old, **new}
                if key not in old or key not in new or old[key] != new[key]}

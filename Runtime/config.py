@@ -21,7 +21,7 @@ KEYS = {key: tuple(rule) for key, rule in yaml.safe_load((CONFIGS / "keys.yaml")
 # The weights of a checkpoint depend on these keys: they must agree with the config of the run that continues it.
 MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
     "model.detach_recovery", "model.condition_dropout", "model.use_checkpoint")] + [
-    "diffusion.timesteps", "contrastive.embedding"]
+    "diffusion.timesteps", "contrastive.embedding", "data.channels"]
 
 
 def load_config(path, overrides=()):

@@ -143,7 +143,8 @@ def training_volumes(state, cfg):
             counts[side] = f"{len(rows)} (subjects: {len({row[1] for row in rows})})"
         return f"volumes: {counts['train']}; held out for validation: {counts['val']}"
     try:
-        count = f"{len(read_datalist(cfg['data.root'], cfg['model.dims'], cfg['data.train_ids']))} volumes"
+        items = read_datalist(cfg["data.root"], cfg["model.dims"], cfg["data.train_ids"], channels=cfg["data.channels"])
+        count = f"{len(items)} volumes"
     except InputError:
         expected = cfg["data.expect_samples"]
         count = f"at least {expected} volumes" if expected else "number of volumes not recorded"
@@ -161,6 +162,7 @@ def architecture(net, cfg):
     spacing = f"{cfg['data.spacing_mm']:g} mm" if cfg["data.spacing_mm"] else "as large as the field of view needs"
     return table([
         ("Network", f"`{cfg['model.name']}`, {cfg['model.dims']}D, {parameters:,} parameters"),
+        ("Channels of a volume", cfg["data.channels"]),
         ("Channels of the levels", cfg["model.channels"]),
         ("Attention at the bottom", f"{cfg['model.attention_depth']} layers, width {cfg['model.attention_width']}, "
                                     f"{cfg['model.attention_heads']} heads"),

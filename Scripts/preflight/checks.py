@@ -142,7 +142,8 @@ def check_forward(context, at):
                 "look who else uses them; the training will be slow", process_bytes=0))
     at(f"moving a network to {device}")
     net = build_network(cfg, device)
-    image, fixed = torch.rand(2, 1, 1, *cfg["data.img_size"], generator=torch.Generator().manual_seed(0)).to(device)
+    shape, random = (2, 1, cfg["data.channels"], *cfg["data.img_size"]), torch.Generator().manual_seed(0)
+    image, fixed = torch.rand(shape, generator=random).to(device)
     condition = make_condition(fixed, "none" if cfg["model.condition_type"] == "none" else "volume")
     at("forward")
     with autocast(device, cfg["run.amp"]):

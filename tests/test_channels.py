@@ -1,0 +1,326 @@
+"""Volumes of several channels, data.channels: lists, files, cache, augmentation, networks, trainings and the tools."""
+import itertools
+import json
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+import OM_augment
+import OM_prepare
+import OM_register
+import OM_train_3modes as om
+from Dataloader import cache
+from Dataloader.cache import open_cache, record
+from Dataloader.datalist import read_datalist
+from Dataloader.dataset import read_datasets
+from Dataloader.nifti import read_volume, write_volume
+from Dataloader.prepare import on_grid, to_original
+from Diffusion.batch_augment import augment
+from Diffusion.diffuser import make_condition
+from Diffusion.losses import image_similarity
+from Diffusion.networks import NETWORKS, build_network
+from Inference.augmentation import augment as deformed_copy
+from Inference.load_model import load_model
+from Inference.registration import register
+from Runtime import checkpoint
+from Runtime.errors import InputError
+from tests.tiny import QUICK, arguments, config, log_lines, make_data
+
+ROW = {"model__name": "om_net", **QUICK}
+TWO = {**ROW, "data__channels": 2}
+
+
+def second_channel(image):
+    """Another view of the same anatomy: bright is dark, and the middle is the brightest."""
+    return (100 - np.abs(image - np.median(image))).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder data with eight synthetic subjects, whose list names two files for each, T1 and T2."""
+    folder = make_data(tmp_path_factory.mktemp("channels"))
+    path = folder / "data/dataset.json"
+    content = json.loads(path.read_text())
+    for entry in content["training"]:
+        array, affine = read_volume(folder / "data" / entry["image"])
+        other = entry["image"].replace("imagesTr", "others")
+        write_volume(folder / "data" / other, second_channel(array), affine)
+        entry["image"] = [entry["image"], other]
+    path.write_text(json.dumps(content))
+    return folder
+
+
+def options(data, folder, *more, **changes):
+    places = {"run__models": folder / "Models", "run__logs": folder / "Logs"}
+    return arguments(data, *more, **{**TWO, **places, **changes})
+
+
+def files(folder, names, shape=(6, 7, 8)):
+    """Random volumes with these names. Returns: their paths."""
+    random = np.random.default_rng(0)
+    for name in names:
+        write_volume(folder / name, random.random(shape).astype(np.float32), np.diag([1.5, 1, 2, 1]))
+    return [folder / name for name in names]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists and files
+# ---------------------------------------------------------------------------------------------------------------------
+
+def listed(folder, channels=2):
+    return [(item["id"], item["image"].name, [path.name for path in item.get("channels", [])],
+             item["label"] and item["label"].name) for item in read_datalist(folder, channels=channels)]
+
+
+def test_a_json_list_names_the_channels_together(tmp_path):
+    files(tmp_path, ["a.nii", "a_flair.nii", "b.nii", "b_flair.nii"])
+    entries = [{"image": ["a.nii", "a_flair.nii"]}, {"image": ["./b.nii", "./b_flair.nii"], "label": "a.nii"}]
+    (tmp_path / "dataset.json").write_text(json.dumps({"training": entries}))
+    assert listed(tmp_path) == [("a", "a.nii", ["a_flair.nii"], None), ("b", "b.nii", ["b_flair.nii"], "a.nii")]
+
+
+def test_a_csv_list_has_a_column_for_each(tmp_path):
+    files(tmp_path, ["a.nii", "a2.nii", "a3.nii"])
+    (tmp_path / "list.csv").write_text("image_3,image,image_2\na3.nii,a.nii,a2.nii\n")
+    assert listed(tmp_path / "list.csv", 3) == [("a", "a.nii", ["a2.nii", "a3.nii"], None)]
+
+
+@pytest.mark.parametrize("with_list", [True, False])
+def test_names_of_nnunet_are_grouped(tmp_path, with_list):
+    files(tmp_path, [f"imagesTr/{case}_{number:04d}.nii.gz" for case in ("one", "x_2") for number in (0, 1)])
+    files(tmp_path, ["labelsTr/one.nii.gz", "labelsTr/x_2.nii.gz"])
+    if with_list:
+        names = {"channel_names": {"0": "T1", "1": "T2"}, "file_ending": ".nii.gz"}
+        (tmp_path / "dataset.json").write_text(json.dumps(names))
+    assert listed(tmp_path) == [("one", "one_0000.nii.gz", ["one_0001.nii.gz"], "one.nii.gz"),
+                                ("x_2", "x_2_0000.nii.gz", ["x_2_0001.nii.gz"], "x_2.nii.gz")]
+    assert len({item["subject"] for item in read_datalist(tmp_path, channels=2)}) == 2
+
+
+@pytest.mark.parametrize("shape", [(6, 7, 8, 3), (6, 7, 8, 1, 3), (6, 7, 8, 3, 1)])
+def test_one_file_with_an_axis_more_holds_all_channels(tmp_path, shape):
+    images = np.random.default_rng(1).random(shape).astype(np.float32)
+    nibabel.save(nibabel.Nifti1Image(images, np.diag([2, 2, 2, 1])), tmp_path / "all.nii.gz")
+    files(tmp_path, ["1.nii", "2.nii", "3.nii"], shape[:3])
+    for number, path in enumerate(["1.nii", "2.nii", "3.nii"]):
+        write_volume(tmp_path / path, np.moveaxis(images.reshape(*shape[:3], 3), -1, 0)[number], np.diag([2, 2, 2, 1]))
+    item = {"image": tmp_path / "all.nii.gz", "label": None, "mask": None}
+    apart = {**item, "image": tmp_path / "1.nii", "channels": [tmp_path / "2.nii", tmp_path / "3.nii"]}
+    cfg = config(data__channels=3, data__img_size=8)
+    one, other = on_grid(item, cfg), on_grid(apart, cfg)
+    assert one["image"].shape == (3, 8, 8, 8) and np.array_equal(one["image"], other["image"])
+    assert (one["low"], one["high"]) == (other["low"], other["high"]) and len(one["low"]) == 3
+
+
+@pytest.mark.parametrize("make, channels, words", [
+    (lambda f: {"training": [{"image": ["a.nii", "b.nii"]}]}, 1, ["a.nii has 2 channels", "data.channels is 1"]),
+    (lambda f: {"training": [{"image": ["a.nii", "b.nii"]}]}, 3, ["a.nii has 2 channels", "data.channels is 3"]),
+    (lambda f: {"training": [{"image": ["a.nii", "gone.nii"]}]}, 2, ["gone.nii", "is missing; restore it"]),
+    (lambda f: {"training": [{"image": ["a.nii", 3]}]}, 2, ["has no image path"]),
+    (lambda f: {"training": [{"image": ["a.nii"] * 6}]}, 5, ["6 channels", "at most 5"]),
+    (lambda f: {"training": ["c_0000.nii", "c_0001.nii", "d_0000.nii"]}, 2,
+     ["the case d has the channels [0], others have 2"])])
+def test_lists_that_do_not_fit_are_one_sentence(tmp_path, make, channels, words):
+    files(tmp_path, ["a.nii", "b.nii", "c_0000.nii", "c_0001.nii", "d_0000.nii"])
+    (tmp_path / "dataset.json").write_text(json.dumps(make(tmp_path)))
+    with pytest.raises(InputError) as refused:
+        read_datalist(tmp_path, channels=channels)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_files_that_do_not_fit_are_one_sentence(tmp_path):
+    (one, other), (large,) = files(tmp_path, ["a.nii", "b.nii"]), files(tmp_path, ["large.nii"], (9, 9, 9))
+    item = {"image": one, "label": None, "mask": None}
+    nibabel.save(nibabel.Nifti1Image(np.random.rand(4, 4, 4, 4), np.eye(4)), tmp_path / "four.nii")
+    nibabel.save(nibabel.Nifti1Image(np.random.rand(4, 4, 4, 2, 3), np.eye(4)), tmp_path / "six.nii")
+    for changes, words in (({"channels": [large]}, "large.nii: the channel is on another grid than"),
+                           ({}, "a.nii: 1 of 2 channels"),
+                           ({"image": tmp_path / "four.nii"}, "four.nii: 4 of 2 channels"),
+                           ({"image": tmp_path / "six.nii"}, "six.nii: shape (4, 4, 4, 2, 3) is not 3D with")):
+        with pytest.raises(InputError) as refused:
+            on_grid({**item, **changes}, config(data__channels=2))
+        assert words in str(refused.value)
+    assert on_grid({**item, "channels": [other]}, config(data__channels=2))["image"].shape == (2, 16, 16, 16)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_a_cache_gives_back_each_channel(data, tmp_path, capsys):
+    cfg = config(data, **TWO, data__cache=tmp_path / "cache", run__logs=tmp_path / "Logs", data__dtype="float32")
+    assert OM_prepare.main(options(data, tmp_path, data__cache=tmp_path / "cache", data__dtype="float32")) == 0
+    train, _, _ = read_datasets(cfg)
+    item = next(item for item in read_datalist(data / "data", channels=2) if item["id"] == train.items[3]["id"])
+    prepared = on_grid(item, cfg)
+    assert train.image(3).shape == (2, 8, 8, 8) and np.array_equal(train.image(3), prepared["image"])
+    line = record(tmp_path / "cache", item["id"])
+    for channel, path in enumerate([item["image"], *item["channels"]]):
+        back = to_original(prepared["image"][channel], line, intensities=True, channel=channel)
+        limits = read_volume(path)[0].min(), read_volume(path)[0].max()
+        assert limits[0] - 1e-3 <= back.min() and back.max() <= limits[1] + 1e-3
+    capsys.readouterr()
+    assert OM_prepare.main([*options(data, tmp_path, data__cache=tmp_path / "cache", data__dtype="float32"),
+                            "--export", item["id"], str(tmp_path / "out")]) == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {f"{item['id']}_image_grid.nii.gz", f"{item['id']}_image_2_original.nii.gz"} <= names
+
+
+def test_a_cache_of_another_number_of_channels_is_refused(data, tmp_path, capsys):
+    one, two = config(data, **ROW), config(data, **TWO)
+    assert "data.channels" not in cache.settings(one), "a cache of earlier versions stays valid"
+    for made, wanted, words in ((one, two, "data.channels 1 (the config says 2)"),
+                                (two, one, "data.channels 2 (the config says 1)")):
+        with pytest.raises(InputError) as refused:
+            cache.check_settings(tmp_path, cache.settings(made), wanted)
+        assert words in str(refused.value)
+
+
+def test_a_changed_channel_is_prepared_anew(tmp_path, capsys):
+    files(tmp_path / "data", [f"{name}_{number:04d}.nii" for name in "abc" for number in (0, 1)])
+    cfg = config(tmp_path, **TWO, data__cache=tmp_path / "cache")
+    command = options(tmp_path, tmp_path, data__cache=tmp_path / "cache", data__train_ids="", data__val_ids="")
+    assert OM_prepare.main(command) == 0
+    before = open_cache(tmp_path / "cache", cfg)
+    old = np.array(cache.Rows(before["folder"], "image", before["groups"], before["rows"], keep=False)[0])
+    array, affine = read_volume(tmp_path / "data/a_0001.nii")
+    write_volume(tmp_path / "data/a_0001.nii", array[::-1], affine)
+    assert OM_prepare.main(command) == 0
+    after = open_cache(tmp_path / "cache", cfg)
+    new = np.array(cache.Rows(after["folder"], "image", after["groups"], after["rows"], keep=False)[0])
+    assert np.array_equal(new[0], old[0]) and not np.array_equal(new[1], old[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What learns
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("size", [(10, 12), (8, 10, 12)])
+def test_channels_move_alike_and_are_coloured_apart(size):
+    dims = len(size)
+    cfg = config(model__dims=dims, data__img_size=16, augment__gamma=0.3, augment__contrast=0.2,
+                 augment__brightness=0.1, augment__noise=0.05)
+    image, keys = torch.rand(2, 1, *size), [(0, 1, 5), (0, 1, 6)]
+    both = augment(torch.cat([image, image], dim=1), keys, cfg)
+    assert torch.equal(both[:, :1], augment(image, keys, cfg)), "the first channel is as it would be alone"
+    assert not torch.allclose(both[:, 1], both[:, 0], atol=0.02)
+    plain = {**cfg, **{f"augment.{name}": 0.0 for name in ("gamma", "contrast", "brightness", "noise")}}
+    moved = augment(torch.cat([image, 1 - image], dim=1), keys, plain)
+    torch.testing.assert_close(moved[:, 0], 1 - moved[:, 1])
+
+
+@pytest.mark.parametrize("name, dims", list(itertools.product(NETWORKS, (2, 3))))
+def test_every_network_sees_every_channel(name, dims):
+    cfg = config(model__name=name, model__dims=dims, data__channels=3, **QUICK)
+    torch.manual_seed(0)
+    net, image, fixed = build_network(cfg), *torch.rand(2, 2, 3, *[8] * dims)
+    with torch.no_grad():
+        for parameter in net.parameters():  # heads start at zero
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    t = torch.full((2,), cfg["diffusion.timesteps"])
+    for kind in ("volume", "slice"):
+        condition = make_condition(fixed, kind, [(0, 0, 0), (0, 0, 1)])
+        assert condition.shape == (2, 4, *[8] * dims)
+    field = net(image, t, make_condition(fixed, "volume"))
+    assert field.shape == (2, dims, *[8] * dims)
+    for seen in (image, fixed):
+        for channel in range(3):
+            seen[:, channel] += 0.5
+            assert not torch.equal(net(image, t, make_condition(fixed, "volume")), field)
+            seen[:, channel] -= 0.5
+
+
+def test_a_channel_that_shows_more_finds_more():
+    """One channel is empty noise. Both together know where the shift is, the first one alone does not."""
+    torch.manual_seed(0)
+    noise, anatomy = torch.rand(2, 1, 1, 16, 16, 16), torch.rand(1, 1, 20, 16, 16)
+    cfg = config(registration__window=5, registration__scales=1)
+    there, shifted = anatomy[:, :, :16], anatomy[:, :, 2:18]
+
+    def gain(with_second):
+        images = [[noise[0], there], [noise[1], there], [noise[1], shifted]]
+        seen, right, wrong = (torch.cat(pair[:1 + with_second], dim=1) for pair in images)
+        return image_similarity(seen, right, cfg) - image_similarity(seen, wrong, cfg)
+
+    assert gain(False) == 0 and gain(True) > 0.2
+
+
+def final_sha256(folder):
+    run = folder / "Models/demo_om_net"
+    return checkpoint.weights_sha256(checkpoint.load(run / checkpoint.newest(run))["model"])
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """Folder of a run with two channels, two epochs of six steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert om.main(options(data, folder, data__in_memory=True)) == 0
+    return folder
+
+
+def test_a_training_goes_on_with_the_same_bits(data, trained, tmp_path):
+    steps = log_lines(trained, "step")
+    assert len(steps) == 12 and all({"imgsim", "ang", "contrastive"} <= set(line["terms"]) for line in steps)
+    assert log_lines(trained, "epoch")[-1]["val_dice"] > 0
+    assert om.main([*options(data, tmp_path), "--max-steps-before-restart", "7"]) == 42, "and from the files"
+    assert om.main(options(data, tmp_path)) == 0
+    assert final_sha256(tmp_path) == final_sha256(trained)
+
+
+def test_weights_of_another_number_of_channels_are_refused(data, trained, tmp_path, capsys):
+    assert om.main(options(data, trained, data__channels=1)) == 43
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "data.channels is 1" in message, "the list is looked at first"
+    single = make_data(tmp_path)
+    assert om.main(options(single, trained, data__channels=1)) == 43
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "data.channels is 2 in the checkpoint and 1 in the config" in message
+
+
+def test_the_dry_run_counts_channels(data, tmp_path, capsys):
+    flops = []
+    for channels in (2, 5):
+        assert om.main([*options(data, tmp_path, data__channels=channels), "--dry-run"]) == 0
+        flops.append(json.loads(capsys.readouterr().out.splitlines()[-1])["step_flops"])
+    assert flops[1] > 1.02 * flops[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tools
+# ---------------------------------------------------------------------------------------------------------------------
+
+def pair_of(data):
+    """(fixed, moving), the two files of each."""
+    items = read_datalist(data / "data", channels=2)[6:8]
+    return [[str(item["image"]), *map(str, item["channels"])] for item in items]
+
+
+def test_a_network_registers_what_it_was_trained_with(data, trained, tmp_path, capsys):
+    (fixed, fixed_2), (moving, moving_2) = pair_of(data)
+    command = ["--fixed", fixed, "--moving", moving, "--model", str(trained / "Models/demo_om_net"), "--device", "cpu"]
+    assert OM_register.main([*command, "--out", str(tmp_path / "one")]) == 43
+    assert "trained on volumes of 2 channels (data.channels), and 1 is given" in capsys.readouterr().err
+    both = ["--fixed-channels", fixed_2, "--moving-channels", moving_2]
+    assert OM_register.main([*command, *both, "--out", str(tmp_path / "two")]) == 0
+    assert (tmp_path / "two/warped_channel_2.nii.gz").is_file()
+    model = load_model(trained / "Models/demo_om_net")
+    found = register(fixed, moving, model, fixed_channels=[fixed_2], moving_channels=[moving_2])
+    other = register(fixed, moving, model, fixed_channels=[fixed_2], moving_channels=[moving])
+    assert np.isfinite(found["field"]).all() and not np.array_equal(found["field"], other["field"])
+
+
+def test_a_network_draws_copies_of_all_channels(data, trained, tmp_path, capsys):
+    command = ["--data", str(data / "data"), "--ids", "6-7", "--model", str(trained / "Models/demo_om_net"), "--draws",
+               "1", "--device", "cpu", "--out", str(tmp_path / "copies")]
+    assert OM_augment.main(command) == 0
+    names = sorted(path.name for path in (tmp_path / "copies/channelsTr").iterdir())
+    assert len(names) == 2 and all(name.endswith("_0001.nii.gz") for name in names)
+    (first, second), _ = pair_of(data)
+    model = load_model(trained / "Models/demo_om_net")
+    (image, affine), (channel, _) = read_volume(first), read_volume(second)
+    fields = [deformed_copy(image, affine=affine, model=model, channels=[other])[2] for other in (channel, image)]
+    assert not np.array_equal(*fields)
+    with pytest.raises(InputError, match="1 of the 2 channels that the model was trained with"):
+        deformed_copy(image, affine=affine, model=model)
