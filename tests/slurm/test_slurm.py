@@ -112,7 +112,7 @@ def place(tmp_path_factory):
 def reference(place, name, **changes):
     """SHA-256 of the weights of an undisturbed run, with two ranks of this host."""
     folder = prepared(place, name)
-    assert wait(launch(folder, 2, **changes), 600) == 0, (folder / "log.txt").read_text()
+    assert wait(launch(folder, 2, **changes), 1200) == 0, (folder / "log.txt").read_text()
     return final_weights(folder, changes.get("run__epochs", SCALED["run.epochs"]))
 
 
@@ -147,6 +147,7 @@ def newest_attempt(folder):
     return numbers.pop(), [lines[0]["pid"] for lines in found]
 
 
+@pytest.mark.timeout(1800)  # two whole trainings, which a slow processor takes ten minutes each for
 def test_a_campaign_through_kill_stop_hang_and_walltime(slurm, checkout, place):
     epochs = 40  # long enough to be there still when the walltime comes, after all the other faults
     wanted = reference(place, "undisturbed campaign", run__epochs=epochs, run__val_every=40)
