@@ -54,9 +54,9 @@ def find_checkpoint(path):
 def _universal():
     """The path of the universal network. Raises InputError while it is not there."""
     if not UNIVERSAL.is_file():
-        raise InputError(f"--model universal: its weights are not part of this version ({UNIVERSAL} is not there); make "
-                         "them by `bash Scripts/bash_train_universal.sh`, which takes hours, or go without by --model "
-                         "none --refine.")
+        raise InputError(f"--model universal: its weights are not part of this version ({UNIVERSAL} is not there); "
+                         "make them by `bash Scripts/bash_train_universal.sh`, which takes hours, or go without a "
+                         "network by --model none.")
     return UNIVERSAL
 
 
