@@ -109,11 +109,9 @@ def test_a_damaged_file_is_refused(shipped):
         load_model("universal")
 
 
-def test_no_package_is_needed_to_read_it(shipped):
-    code = f"import sys; sys.modules['safetensors'] = None; from Inference.load_model import load_model\n" \
-           f"print(load_model({str(shipped)!r})[1]['data.name'])"
-    done = launching.run([sys.executable, "-c", code], cwd=ROOT)
-    assert done.stdout == "universal\n", done.stderr
+def test_no_package_is_needed_to_read_it(shipped, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # an import of it fails
+    assert load_model("universal")[1]["data.name"] == "universal"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,9 +146,9 @@ def test_the_script_shows_commands_that_exist_with_keys_that_exist(tmp_path):
 def test_the_script_explains_itself_and_refuses_what_it_does_not_know():
     done = launching.run(["bash", SCRIPT, "--help"], cwd=ROOT)
     assert done.returncode == 0
-    options = set(re.findall(r"^ +(--[\w-]+)[ |)]", SCRIPT.read_text(), re.M)) | {
-        word for line in re.findall(r"^ +(--\w.* \| .*)\)$", SCRIPT.read_text(), re.M) for word in line.split(" | ")}
-    assert len(options) > 8 and all(re.search(rf"^{option} ", done.stdout, re.M) for option in options)
+    options = [word for words in re.findall(r"^ +(--[\w-]+(?: \| --[\w-]+)*)\)", SCRIPT.read_text(), re.M)
+               for word in words.split(" | ")]
+    assert {"--folder", "--print", "--into"} < set(options) and all(re.search(rf"^{option} ", done.stdout, re.M) for option in options)
     for words, sentence in ((["--flod"], "--flod is unknown"), (["--count"], "--count needs a value"),
                             (["--count", "x"], "x: counts, sizes, workers and epochs"), (["--size", "0"], "0: counts")):
         done = launching.run(["bash", SCRIPT, "--print", *words], cwd=ROOT)
