@@ -1,4 +1,5 @@
 """--model universal: missing, present, on volumes of other sizes; and the script that makes it."""
+import importlib
 import json
 import re
 import shlex
@@ -11,7 +12,7 @@ import torch
 
 import OM_register
 from Dataloader.nifti import read_field, write_volume
-from Dataloader.synthetic import make_subject
+from Dataloader.synthetic import make_subject, write_dataset
 from Diffusion.networks import build_network
 from Inference import load_model as loading
 from Inference.load_model import find_checkpoint, load_model
@@ -148,7 +149,8 @@ def test_the_script_explains_itself_and_refuses_what_it_does_not_know():
     assert done.returncode == 0
     options = [word for words in re.findall(r"^ +(--[\w-]+(?: \| --[\w-]+)*)\)", SCRIPT.read_text(), re.M)
                for word in words.split(" | ")]
-    assert {"--folder", "--print", "--into"} < set(options) and all(re.search(rf"^{option} ", done.stdout, re.M) for option in options)
+    assert {"--folder", "--print", "--into"} < set(options)
+    assert all(re.search(rf"^{option} ", done.stdout, re.M) for option in options)
     for words, sentence in ((["--flod"], "--flod is unknown"), (["--count"], "--count needs a value"),
                             (["--count", "x"], "x: counts, sizes, workers and epochs"), (["--size", "0"], "0: counts")):
         done = launching.run(["bash", SCRIPT, "--print", *words], cwd=ROOT)
@@ -173,3 +175,52 @@ def test_the_script_makes_a_network_that_registers_and_goes_on_after_its_end(vol
     assert done.stdout.count("\n+ ") == 8 and (into.parent / "universal.md").is_file()
     monkeypatch.setattr(loading, "UNIVERSAL", into)
     assert asked(volumes, "--refine", "5") == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The benchmark
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests/bench"))
+    return importlib.import_module("bench_universal")
+
+
+def test_what_is_reached_and_what_is_not_measured(bench):
+    means = {"hippocampus": {"net": {"dice": 0.71}, "refine": {"dice": 0.759}},
+             "mouse": {"none": {"dice": 0.88, "seconds": 6.0}, "refine": {"dice": 0.88, "seconds": 3.0}},
+             "inverted": {"refine": {"dice": 0.7}}}
+    assert bench.judged(means, False) == {"hippocampus_alone": True, "hippocampus_refined": False, "mouse_dice": True,
+                                          "mouse_time": True, "inverted": None}
+    means["inverted"]["ants"] = {"dice": 0.69}
+    means["mouse"]["refine"]["seconds"] = 3.1
+    assert bench.judged(means, False)["inverted"] is True and bench.judged(means, False)["mouse_time"] is False
+    assert set(bench.judged(means, True).values()) == {None}
+    assert set(bench.judged({}, False).values()) == {None}
+
+
+def test_the_benchmark_scores_a_named_model_beside_none(bench, shipped, tmp_path, capsys):
+    write_dataset(tmp_path / "brains", range(2), 16)
+    words = ["--model", shipped, "--parts", "mouse", "--mouse", tmp_path / "brains", "--mouse-refine", 2, "--limit", 1,
+             "--threads", 1, "--set", "run.amp=off", "--out", tmp_path / "out"]
+    assert bench.main([str(word) for word in words]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result["parts"]["mouse"]) == {"identity", "none", "net", "refine"} and result["ship"] is False
+    scores = {name: mean["dice"] for name, mean in result["parts"]["mouse"].items()}
+    assert scores["none"] > scores["identity"] and scores["refine"] != scores["net"] != scores["identity"]
+    assert result["reached"]["mouse_dice"] is None, "one pair of six says nothing"
+    assert json.loads((tmp_path / "out/results.json").read_text()) == result
+
+
+def test_the_benchmark_says_what_is_missing(bench, shipped, tmp_path, monkeypatch, capsys):
+    words = ["--parts", "hippocampus", "inverted", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
+    threads = torch.get_num_threads()
+    assert bench.main(words) == 43
+    said = capsys.readouterr()
+    assert said.err.count("is missing: ") == 2 and "nowhere" in said.err
+    result = json.loads(said.out.splitlines()[-1])
+    assert result["parts"] == {"hippocampus": {}, "inverted": {}} and not result["ship"]
+    monkeypatch.setattr(loading, "UNIVERSAL", tmp_path / "none.safetensors")
+    assert bench.main(words) == 43 and "bash Scripts/bash_train_universal.sh" in capsys.readouterr().err
+    torch.set_num_threads(threads)
