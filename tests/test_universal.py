@@ -3,6 +3,7 @@ import importlib
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -183,8 +184,12 @@ def test_the_script_makes_a_network_that_registers_and_goes_on_after_its_end(vol
 
 @pytest.fixture
 def bench(monkeypatch):
+    """The program; what it sets in this process, a signal handler and the number of threads, is set back."""
     monkeypatch.syspath_prepend(str(ROOT / "tests/bench"))
-    return importlib.import_module("bench_universal")
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    yield importlib.import_module("bench_universal")
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, handler)
 
 
 def test_what_is_reached_and_what_is_not_measured(bench):
@@ -200,6 +205,7 @@ def test_what_is_reached_and_what_is_not_measured(bench):
     assert set(bench.judged({}, False).values()) == {None}
 
 
+@pytest.mark.slow
 def test_the_benchmark_scores_a_named_model_beside_none(bench, shipped, tmp_path, capsys):
     write_dataset(tmp_path / "brains", range(2), 16)
     words = ["--model", shipped, "--parts", "mouse", "--mouse", tmp_path / "brains", "--mouse-refine", 2, "--limit", 1,
@@ -215,7 +221,6 @@ def test_the_benchmark_scores_a_named_model_beside_none(bench, shipped, tmp_path
 
 def test_the_benchmark_says_what_is_missing(bench, shipped, tmp_path, monkeypatch, capsys):
     words = ["--parts", "hippocampus", "inverted", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
-    threads = torch.get_num_threads()
     assert bench.main(words) == 43
     said = capsys.readouterr()
     assert said.err.count("is missing: ") == 2 and "nowhere" in said.err
@@ -223,4 +228,3 @@ def test_the_benchmark_says_what_is_missing(bench, shipped, tmp_path, monkeypatc
     assert result["parts"] == {"hippocampus": {}, "inverted": {}} and not result["ship"]
     monkeypatch.setattr(loading, "UNIVERSAL", tmp_path / "none.safetensors")
     assert bench.main(words) == 43 and "bash Scripts/bash_train_universal.sh" in capsys.readouterr().err
-    torch.set_num_threads(threads)

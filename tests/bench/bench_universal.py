@@ -95,7 +95,8 @@ def mouse(args, model, out):
     brains = bench_mouse.read_brains(args.mouse)
     pairs = [(fixed, moving) for fixed in brains for moving in brains if fixed != moving][:args.limit]
     pairs = prepare_pairs(brains, pairs, out / "work/volumes", "header")
-    return pairs, with_and_without(args, model, load_config(DEFAULTS), 60, args.mouse_refine, affine=True)
+    methods = with_and_without(args, model, load_config(DEFAULTS), 60, args.mouse_refine, affine=True, warm_up=False)
+    return pairs, methods
 
 
 def inverted(args, model, out):
