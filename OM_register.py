@@ -94,7 +94,8 @@ def parse_arguments(argv=None):
                         "paths are relative to it")
     parser.add_argument("--list", metavar="KEY", help="which list of that file, such as registration_val")
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of looking for one")
-    parser.add_argument("--model", metavar="FILE", help="checkpoint, .safetensors file or run folder; or none")
+    parser.add_argument("--model", metavar="FILE", help="checkpoint, .safetensors file or run folder; "
+                        "universal, the network for any volumes; or none")
     parser.add_argument("--affine", nargs="?", const="affine", choices=AFFINES, help="align by this first")
     parser.add_argument("--refine", type=int, nargs="?", const=STEPS, default=0, metavar="N",
                         help=f"optimise the field for each pair, in N steps ({STEPS} where no number is given)")
@@ -143,7 +144,7 @@ def check_arguments(args):
     if args.initial and (args.pairs or args.start != "auto"):
         raise InputError("--initial says where one pair begins: leave out --pairs and --start.")
     if not args.model:
-        raise InputError("--model is missing: give a checkpoint, a run's folder, or none.")
+        raise InputError("--model is missing: give a checkpoint, a run's folder, universal, or none.")
     if args.model == "none" and not (args.refine or args.affine):
         raise InputError("--model none needs --refine, --affine or both: otherwise nothing is registered.")
     if args.model != "none" and (args.config or args.dims):

@@ -13,9 +13,12 @@ from Runtime import checkpoint
 from Runtime.config import check_config, load_config, overridden
 from Runtime.device import precision
 from Runtime.errors import InputError
+from Runtime.weights_file import read_weights
 
 # Gives the keys that were introduced after a checkpoint was written, and the config where there is no model.
 DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
+# What "universal" stands for: a network for volumes of any kind, trained on synthetic anatomies alone.
+UNIVERSAL = Path(__file__).parent / "universal.safetensors"
 
 
 @functools.cache
@@ -27,13 +30,14 @@ def default_config(dims):
 def find_checkpoint(path):
     """The checkpoint file that `path` names, verified.
 
-    path: a file, or a run's folder, of which the best checkpoint is taken, else the newest.
+    path: a file, or a run's folder, of which the best checkpoint is taken, else the newest; or the word "universal" for
+    the file that comes with the project, UNIVERSAL.
     A checkpoint must match its SHA-256 in the manifest, because torch reads flipped bits without an error; one that was
     copied out of its run is compared with the checksums of its own zip archive. Of a folder whose best one is damaged
     the newest whole one is taken, with a warning.
     Returns: Path. Raises InputError for a damaged file and for a folder without a whole checkpoint.
     """
-    path = Path(path)
+    path = _universal() if path == "universal" else Path(path)
     if path.is_dir():
         return path / _best_or_newest(path)
     if not path.is_file():
@@ -45,6 +49,15 @@ def find_checkpoint(path):
     if problem:
         raise InputError(f"{path} is damaged ({problem}): restore the file or take another checkpoint.")
     return path
+
+
+def _universal():
+    """The path of the universal network. Raises InputError while it is not there."""
+    if not UNIVERSAL.is_file():
+        raise InputError(f"--model universal: its weights are not part of this version ({UNIVERSAL} is not there); "
+                         "make them by `bash Scripts/bash_train_universal.sh`, which takes hours, or go without a "
+                         "network by --model none.")
+    return UNIVERSAL
 
 
 def _best_or_newest(run):
@@ -91,8 +104,8 @@ def _manifest(run):
 def load_model(path, device="cpu", overrides=()):
     """A network in evaluation mode with the weights of `path`, and the config it was trained with.
 
-    path: checkpoint (.pth), .safetensors file or run folder, see `find_checkpoint`. device: where the network goes.
-    overrides: list of "key=value" that change the config.
+    path: checkpoint (.pth), .safetensors file, run folder or "universal", see `find_checkpoint`. device: where the
+    network goes. overrides: list of "key=value" that change the config.
     The averaged weights are taken where the training kept them (optim.average). The precision is that of this device,
     not that of the training, unless overrides name run.amp.
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
@@ -112,18 +125,11 @@ def load_model(path, device="cpu", overrides=()):
 
 def _read_safetensors(path, device):
     """What Scripts/export_model.py wrote: {"model": weights, "config": flat dict}."""
+    weights, metadata = read_weights(path, device)
     try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise InputError(f"{path}: reading .safetensors needs a package: pip install safetensors, or give the "
-                         ".pth file.") from None
-    try:
-        with safe_open(path, "pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in file.keys()}
-            config = json.loads(metadata.get("config", "null"))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path}: not a readable .safetensors file ({error}); export the model again.") from error
+        config = json.loads(metadata.get("config", "null"))
+    except (ValueError, RecursionError):
+        raise InputError(f"{path}: its config is not valid JSON; export the model again.") from None
     if metadata.get("weights_sha256") not in (None, checkpoint.weights_sha256(weights)):
         raise InputError(f"{path}: its weights are not those that were exported; copy the file again.")
     return {"model": weights, "config": config}

@@ -9,6 +9,9 @@ there. Affine and deformation then become one field on the fixed volume's own gr
     d(x) = A_fixed^-1 T A_work (y + u(y)) - x   with y = A_work^-1 A_fixed x, in voxels,
 
 by which the moving file is interpolated once: warped(x) = moving(A_moving^-1 A_fixed (x + d(x))).
+
+With a network the working grid is that of its training; with refine.grid "own" its answer is refined on another one,
+with voxels as large as those of the fixed volume, which is the only working grid without a network.
 """
 import time
 import warnings
@@ -95,9 +98,14 @@ def _find(net, cfg, names, fixed, moving, masks, channels, affine, refine, start
     """What `register` returns, from what it has read. masks, channels: as for `_place`."""
     began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
     placed = _place(fixed, moving, masks, channels, affine, start, net is not None, cfg, seconds)
-    sentences = _warnings(names, placed, None if net else fixed[1], cfg["model.dims"])
     pair = _on_device(placed["pair"], device)
-    work_field = _find_field(net, pair, refine, cfg, seconds, progress)
+    work_field = None if net is None else _ask(net, pair, cfg, seconds)
+    own_grid = net is None or bool(refine and cfg["refine.grid"] == "own")
+    if own_grid and net is not None:
+        placed, work_field = _on_own_grid(work_field, placed, fixed, moving, masks, channels, cfg)
+        pair = _on_device(placed["pair"], device)
+    sentences = _warnings(names, placed, fixed[1] if own_grid else None, cfg["model.dims"])
+    work_field = _refined(pair, work_field, refine, cfg, seconds, progress)
     result = _on_fixed_grid(work_field, placed, fixed, moving)
     result["warped_channels"] = [apply_field(channel, moving[1], result["field"], fixed[1])
                                  for channel in channels["moving"]]
@@ -427,7 +435,7 @@ def rows(matrix, dims):
 def _warnings(names, placed, fixed_affine, dims):
     """What the user should know before believing the result, a list of sentences; each is given as a warning too.
 
-    placed: from `_place`. fixed_affine: 4x4, None where a model sets the grid.
+    placed: from `_place`. fixed_affine: 4x4, None where a model sets the grid on which the field ends up.
     """
     sentences = []
     if placed["overlap_percent"] < FAR_APART:
@@ -448,29 +456,48 @@ def _warnings(names, placed, fixed_affine, dims):
 # The field, and its way back to the files' grids
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _find_field(net, pair, steps, cfg, seconds, progress):
-    """u, (1, N, *work) float32 on the CPU, by network and refinement.
+def _ask(net, pair, cfg, seconds):
+    """u, (1, N, *work) in voxels, as the network finds it.
 
-    pair: dict of moving, fixed, (1, C, *work), and moving_mask, fixed_mask, (1, 1, *work) or None. steps: of the
-    refinement. seconds: gets what network and refinement took.
+    pair: dict of moving, fixed, (1, C, *work), of which it sees the channels that it was trained with. seconds: gets
+    what it took.
+    """
+    began, seen = time.perf_counter(), cfg["data.channels"]
+    with torch.no_grad():
+        field = best_field(net, pair["moving"][:, :seen], pair["fixed"][:, :seen], cfg)
+    synchronize(field.device)
+    seconds["network"] = time.perf_counter() - began
+    return field
+
+
+def _on_own_grid(work_field, placed, fixed, moving, masks, channels, cfg):
+    """The network's answer and the pair on the working grid that they have without a network.
+
+    So refinement sees voxels as small as those of the files, whatever grid the network was trained on.
+    work_field: (1, N, *work) in voxels of the network's grid. placed: from `_place`, for that grid. Others: as there.
+    Returns: what `_place` does for the other grid, with the same T; the field there, in its voxels, on its device.
+    """
+    own = _place(fixed, moving, masks, channels, False, placed["matrix"], False, cfg, {})
+    change = np.linalg.inv(placed["work_affine"]) @ own["work_affine"]
+    field = total_field(work_field.float().cpu(), change, np.linalg.inv(change), own["pair"]["fixed"].shape[1:])
+    return {**own, "start": placed["start"]}, torch.from_numpy(field)[None].to(work_field.device)
+
+
+def _refined(pair, field, steps, cfg, seconds, progress):
+    """u, (1, N, *work) float32 on the CPU, refined where steps are asked for.
+
+    pair: dict of moving, fixed, (1, C, *work), and moving_mask, fixed_mask, (1, 1, *work) or None. field: (1, N, *work)
+    in voxels to begin from, or None. seconds: gets what it took.
     """
     moving, fixed = pair["moving"], pair["fixed"]
-    field, device = None, fixed.device
-    if net is not None:
-        began = time.perf_counter()
-        with torch.no_grad():
-            seen = cfg["data.channels"]
-            field = best_field(net, moving[:, :seen], fixed[:, :seen], cfg)
-        synchronize(device)
-        seconds["network"] = time.perf_counter() - began
     if steps:
         began = time.perf_counter()
         field, _ = optimise(moving, fixed, field, steps, cfg, progress, pair["moving_mask"], pair["fixed_mask"])
         field = field.detach()
-        synchronize(device)
+        synchronize(fixed.device)
         seconds["refine"] = time.perf_counter() - began
     if field is None:
-        field = torch.zeros(1, fixed.dim() - 2, *fixed.shape[2:], device=device)
+        field = torch.zeros(1, fixed.dim() - 2, *fixed.shape[2:], device=fixed.device)
     if not bool(torch.isfinite(field).all()):
         raise InputError("The field has NaN or infinite numbers; take another checkpoint, or try --set run.amp=off.")
     return field.cpu()

@@ -14,7 +14,8 @@ from tests.tiny import ROOT
 OM = ROOT / "Config/config_om.yaml"
 
 
-@pytest.mark.parametrize("name", ["config_om", "config_campaign", "config_medium", "config_hippocampus", "config_demo"])
+@pytest.mark.parametrize("name", ["config_om", "config_campaign", "config_medium", "config_hippocampus", "config_demo",
+                                  "config_universal"])
 def test_shipped_configs_load(name):
     cfg = load_config(ROOT / f"Config/{name}.yaml")
     assert list(cfg) == list(KEYS)
@@ -46,7 +47,7 @@ def test_the_production_config_has_the_recipe_of_the_small_ones():
     assert om["data.expect_samples"] == 0
 
 
-@pytest.mark.parametrize("name", ["config_medium", "config_hippocampus", "config_demo"])
+@pytest.mark.parametrize("name", ["config_medium", "config_hippocampus", "config_demo", "config_universal"])
 def test_configs_list_only_what_differs(name):
     own = flatten(yaml.safe_load((ROOT / f"Config/{name}.yaml").read_text()), name)
     assert own.pop("base") == "config_om.yaml"

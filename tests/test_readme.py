@@ -61,6 +61,8 @@ ELSEWHERE = {
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
     ".venv/bin/python tests/bench/bench_multimodal.py --subjects test": "progress.md",
+    **dict.fromkeys(["bash Scripts/bash_train_universal.sh", ".venv/bin/python tests/bench/bench_universal.py"],
+                    "tests/test_universal.py"),  # hours
     ".venv/bin/python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --refine --initial "
     "Results/theirs/0GenericAffine.mat --also h5 mat nrrd --out Results/further": "tests/test_transforms.py",
     **dict.fromkeys([

@@ -207,6 +207,38 @@ def test_working_grids():
     np.testing.assert_allclose(grid @ [7.5, 11.5, 7.5, 1], affine @ [19.5, 17.5, 3.5, 1], atol=1e-9)
 
 
+@apart_is_said_elsewhere
+@pytest.mark.parametrize("fixed, moving", [(0, 0), (2, 1)])
+def test_the_answer_of_a_coarse_network_is_refined_on_the_grid_of_the_volumes(fixed, moving, monkeypatch):
+    """Nothing but the grid changes: where refinement does nothing the field is the network's, as far as voxels say."""
+    fixed, moving = two_volumes(fixed, moving)
+    matrix, net, seen = known_transform(fixed[1], fixed[0].shape), Known(), []
+
+    def nothing(moving, fixed, field, *rest):
+        seen.append(tuple(fixed.shape[2:]))
+        return field, {}
+
+    monkeypatch.setattr(registration, "optimise", nothing)
+    models = {grid: (net, settings(16, 0, refine__grid=grid)) for grid in ("own", "trained")}
+    plain, trained, own = (register(fixed, moving, models[grid], start=matrix, refine=steps)
+                           for grid, steps in (("own", 0), ("trained", 5), ("own", 5)))
+    assert seen == [(16, 16, 16), working_grid(*fixed, settings(16, 0), False)[0].shape] and seen[0] != seen[1]
+    np.testing.assert_array_equal(trained["field"], plain["field"])
+    assert own["start"] == plain["start"] == "matrix" and (own["matrix"] == plain["matrix"]).all()
+    deformed = np.abs(plain["field"] - register(fixed, moving, start=matrix)["field"])
+    # Both fields are linear between the points of a grid, but not of the same one.
+    assert np.abs(own["field"] - plain["field"]).max() < 0.15 * deformed.max() > 0.1
+    assert own["overlap_percent"] == plain["overlap_percent"] and own["seconds"]["network"] > 0
+
+
+def test_refined_on_its_own_grid_a_pair_comes_closer():
+    fixed, moving = ((make_subject(seed, (24, 28, 22))["image"], np.diag([0.5, 0.5, 0.5, 1.0])) for seed in (0, 1))
+    models = {grid: (Known(0.001), settings(12, 0, refine__grid=grid)) for grid in ("trained", "own")}
+    found = {grid: register(fixed, moving, model, start="header", refine=20) for grid, model in models.items()}
+    alike = {grid: np.corrcoef(result["warped"].ravel(), fixed[0].ravel())[0, 1] for grid, result in found.items()}
+    assert alike["own"] > alike["trained"] + 0.01 and found["own"]["folding_percent"] < 0.5
+
+
 def test_a_volume_beyond_memory_gets_a_coarser_grid_and_a_sentence(monkeypatch):
     monkeypatch.setattr(registration, "MOST_VOXELS", 2000)
     fixed, moving = two_volumes(0, 0)

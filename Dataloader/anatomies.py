@@ -1,0 +1,195 @@
+"""Synthetic anatomies for a network that has to know volumes of any kind: made of noise, in random contrasts.
+
+After SynthMorph (Hoffmann et al., IEEE TMI 2022): labels are where one of several warped maps of smooth noise is the
+largest, and each label gets random intensities, so that neither shape nor contrast of any real organ is learned. Added
+here are structures within structures, fields of view, and spacings. One anatomy has several views, which differ by
+deformation, contrast, blur, bias, noise, field of view and spacing; views of one anatomy are pairs with true labels.
+
+Everything is a function of (seed, number of the anatomy, number of the view): nothing depends on what was made before.
+Scripts/make_anatomies.py writes them as a data set.
+"""
+import itertools
+
+import numpy as np
+from scipy import ndimage
+
+from Runtime.keyed_random import hashed
+
+REGIONS = (4, 10)  # of an anatomy, labels 1 to so many
+NESTS = (1, 2)  # of an anatomy: groups of structures that lie within each other, their labels come next
+NESTED = (1, 3)  # structures of such a group
+MOST_LABELS = REGIONS[1] + NESTS[1] * NESTED[1]
+CELLS = (2, 6)  # of the noise along a side: large regions beside small ones
+WARP_CELLS, WARP = (3, 7), 0.06  # of the field that warps each noise, and its root mean square in sides along an axis
+BODY = 0.6  # probability of a body in empty space; else the regions fill all of the volume, as in a crop
+AIR = 0.8  # probability that the space around a body is black
+TEXTURE = 0.06  # most of a label's standard deviation; its mean is between 0 and 1
+VOXEL_MM = (0.1, 2.0)  # of the anatomy's own grid: from mice to men
+SIDES = (0.6, 1.0)  # field of view of an anatomy, along each axis in sides
+FOV_CHANGE, FOV_SHIFT = 0.08, 0.04  # of a view: log of its sides, and shift of its centre in sides; what is beyond is 0
+SPACING = (0.9, 1.5)  # voxels of a view in those of the anatomy
+THICK, THICKNESS = 0.4, (2.0, 4.0)  # probability of thick slices, and how thick these are in such voxels
+LEAST_SIDE = 8  # voxels of a view
+BLUR = 1.0  # most of the Gaussian, in voxels of the anatomy
+BIAS = 0.4  # most of the log of the bias field
+GAMMA = 0.3  # most of the log of the exponent
+NOISE = (0.005, 0.06)  # standard deviation; never 0: a volume without any difference would be refused
+
+
+def contrast_of(view):
+    """The number of a view's contrast: two views each have the same one, so that pairs of both kinds exist."""
+    return view // 2
+
+
+def label_map(seed, number, size):
+    """The labels of one anatomy on its own grid.
+
+    seed, number: ints. size: (D, H, W) or (H, W), of at least LEAST_SIDE voxels each.
+    Returns: int16 (*size), 0 to MOST_LABELS; 0 is the space around a body, if there is any. Not every label occurs.
+    """
+    size = _shape(size)
+    rng = _rng(seed, "anatomy", number)
+    count = rng.integers(REGIONS[0], REGIONS[1] + 1)
+    highest, label = np.full(size, -np.inf), np.zeros(size, np.int16)
+    for region in range(1, count + 1):
+        noise = smooth_noise(rng, size, rng.integers(CELLS[0], CELLS[1] + 1))
+        noise = ndimage.map_coordinates(noise, _warped_points(rng, size), order=1, mode="nearest")
+        label[noise > highest] = region
+        highest = np.maximum(noise, highest)
+    place_norm = np.stack(np.meshgrid(*[(np.arange(n) + 0.5) * 2 / n - 1 for n in size], indexing="ij"))
+    following = itertools.count(count + 1)
+    for _ in range(rng.integers(NESTS[0], NESTS[1] + 1)):
+        _nest(rng, label, place_norm, following)
+    if rng.random() < BODY:
+        radii = rng.uniform(0.7, 0.95, len(size))
+        label[_distance(rng, place_norm, np.zeros(len(size)), radii, 0.1) > 1] = 0
+    return label
+
+
+def _nest(rng, label, place_norm, following):
+    """Draw a structure, one within it, and so on, into a label map, in place; labels are taken from `following`.
+
+    place_norm: (N, *size) of each voxel, -1 to 1 from face to face.
+    """
+    dims = label.ndim
+    distance = _distance(rng, place_norm, rng.uniform(-0.5, 0.5, dims), rng.uniform(0.2, 0.45, dims), 0.15)
+    depth = rng.integers(NESTED[0], NESTED[1] + 1)
+    for level in range(depth):
+        label[distance < 1 - level / depth] = next(following)
+
+
+def _distance(rng, place_norm, centre, radii, wobble):
+    """1 on the surface of an ellipsoid that noise has deformed, less inside: (*size). centre, radii: (N,) in -1 .. 1.
+
+    wobble: root mean square of the logarithm of its radius.
+    """
+    column = (-1, *[1] * (place_norm.ndim - 1))
+    scaled = (place_norm - centre.reshape(column)) / radii.reshape(column)
+    return np.sqrt((scaled ** 2).sum(0)) * np.exp(wobble * smooth_noise(rng, place_norm.shape[1:], 4))
+
+
+def render(label, seed, number, contrast):
+    """The intensities of an anatomy in one of its contrasts, before anything is done to them.
+
+    label: (*size) of `label_map`. contrast: its number. Each label has a mean and a texture, which is that of the
+    anatomy: in another contrast it is fainter or stronger, or inverted.
+    Returns: float64 (*size), about 0 to 1.
+    """
+    texture = smooth_noise(_rng(seed, "texture", number), label.shape, max(min(label.shape) // 4, 2))
+    rng = _rng(seed, "contrast", number, contrast)
+    means, strengths = rng.random(MOST_LABELS + 1), rng.uniform(-TEXTURE, TEXTURE, MOST_LABELS + 1)
+    if rng.random() < AIR:
+        means[0] = strengths[0] = 0.0
+    return means[label] + strengths[label] * texture
+
+
+def make_view(label, field, seed, number, view):
+    """One view of an anatomy: what a scanner would show of one deformed copy of it.
+
+    label: (*size) of `label_map`. field: (N, *size) displacement in voxels of the anatomy's grid: the copy is
+    anatomy(x + field(x)). seed, number: of the anatomy. view: number of the view.
+    Returns: dict of image, int16, 1000 is white before the bias; label, uint8; both on the same grid of the view's own
+    shape; affine, 4x4, voxel to world in mm: views of an anatomy have one world.
+    """
+    rng = _rng(seed, "view", number, view)
+    points = np.indices(label.shape) + field
+    image = render(label, seed, number, contrast_of(view))
+    image = ndimage.map_coordinates(image, points, order=1, mode="grid-constant")
+    label = ndimage.map_coordinates(label, points, order=0, mode="grid-constant")
+    grid = view_grid(rng, label.shape, seed, number)
+    scale, offset, shape = grid["scale"], grid["offset"], grid["shape"]
+    sigma = np.hypot(rng.uniform(0, BLUR), np.where(scale > 1.5, 0.4 * scale, 0))  # a thick slice shows what is in it
+    image = ndimage.gaussian_filter(image, sigma, mode="nearest")
+    image = ndimage.affine_transform(image, scale, offset, shape, order=1, mode="grid-constant")
+    label = ndimage.affine_transform(label, scale, offset, shape, order=0, mode="grid-constant")
+    image = _as_measured(rng, np.clip(image, 0, 1))
+    return {"image": np.rint(1000 * image).astype(np.int16), "label": label.astype(np.uint8), "affine": grid["affine"]}
+
+
+def _as_measured(rng, image):
+    """Intensities after gamma, bias field and noise. image: (*shape) in 0 .. 1. Returns: (*shape), at least 0."""
+    image = image ** np.exp(rng.uniform(-GAMMA, GAMMA))
+    bias = smooth_noise(rng, image.shape, rng.integers(1, 4))
+    image = image * np.exp(rng.uniform(0, BIAS) * bias / np.abs(bias).max())
+    return np.maximum(image + rng.uniform(*NOISE) * rng.standard_normal(image.shape), 0)
+
+
+def view_grid(rng, size, seed, number):
+    """The grid of a view: voxel i shows the place scale * i + offset of the anatomy.
+
+    rng: of the view. size: of the anatomy. seed, number: of the anatomy, which has a field of view and a size in mm.
+    Returns: dict of scale and offset, (N,); shape, N ints; affine, 4x4 to the world in mm.
+    """
+    of_anatomy, size = _rng(seed, "field of view", number), np.array(size)
+    dims = len(size)
+    sides, low, high = of_anatomy.uniform(*SIDES, dims), *np.log(VOXEL_MM)
+    voxel_mm = np.exp(of_anatomy.uniform(low, high))
+    extent = size * sides * np.exp(rng.uniform(-FOV_CHANGE, FOV_CHANGE, dims))
+    middle = (size - 1) / 2 + size * rng.uniform(-FOV_SHIFT, FOV_SHIFT, dims)
+    scale = np.repeat(rng.uniform(*SPACING), dims)
+    axis, thickness = rng.integers(dims), rng.uniform(*THICKNESS)
+    if rng.random() < THICK:
+        scale[axis] *= thickness
+    shape = np.maximum(np.rint(extent / scale).astype(int), LEAST_SIDE)
+    offset = middle - scale * (shape - 1) / 2
+    affine = np.eye(4)
+    affine[:dims, :dims] = np.diag(scale * voxel_mm)
+    affine[:dims, 3] = offset * voxel_mm
+    if dims == 2:
+        affine[2, 2] = voxel_mm
+    return {"scale": scale, "offset": offset, "shape": tuple(shape.tolist()), "affine": affine}
+
+
+def smooth_noise(rng, size, cells):
+    """Noise with unit root mean square: a cubic B-spline with normal coefficients.
+
+    size: of the result. cells: of the spline along each axis; the fewer the smoother.
+    Returns: float64 (*size). By sums and products of arrays alone, whose bits do not depend on threads.
+    """
+    values = rng.standard_normal([cells + 3] * len(size))
+    for axis, count in enumerate(size):
+        places = (np.arange(count) + 0.5) * cells / count
+        first = np.minimum(places.astype(int), cells - 1)
+        f = (places - first).reshape([-1 if one == axis else 1 for one in range(len(size))])
+        weights = (1 - f) ** 3, 3 * f ** 3 - 6 * f ** 2 + 4, -3 * f ** 3 + 3 * f ** 2 + 3 * f + 1, f ** 3
+        values = sum(weight * np.take(values, first + k, axis) for k, weight in enumerate(weights)) / 6
+    return values / max(np.sqrt(np.mean(values ** 2)), 1e-12)
+
+
+def _warped_points(rng, size):
+    """Every voxel's place after a smooth random displacement: (N, *size)."""
+    cells = rng.integers(WARP_CELLS[0], WARP_CELLS[1] + 1)
+    return np.stack([place + WARP * n * smooth_noise(rng, size, cells) for place, n in zip(np.indices(size), size)])
+
+
+def _rng(seed, purpose, *counters):
+    """A generator of numpy for one purpose, by the hash of its arguments (Runtime/keyed_random.py)."""
+    return np.random.default_rng(int.from_bytes(hashed(seed, f"anatomies: {purpose}", *counters), "little"))
+
+
+def _shape(size):
+    """A tuple of ints. Raises ValueError where an axis is shorter than LEAST_SIDE."""
+    size = tuple(int(n) for n in size)
+    if len(size) not in (2, 3) or min(size) < LEAST_SIDE:
+        raise ValueError(f"size {size}: an anatomy has 2 or 3 axes of at least {LEAST_SIDE} voxels")
+    return size

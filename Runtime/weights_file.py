@@ -1,0 +1,102 @@
+"""Read .safetensors files: 8 bytes, the length of the header (little-endian); the header, JSON; then the raw tensors.
+
+The header has an entry {"dtype", "shape", "data_offsets": [first, end]} for each tensor, counted from the end of the
+header, and maybe "__metadata__", texts by name. The tensors fill the rest of the file without a gap or an overlap
+(https://github.com/huggingface/safetensors, "Format"). The package is not needed for that, only for writing.
+"""
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from Runtime.errors import InputError
+
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+def read_weights(path, device="cpu"):
+    """The tensors of a .safetensors file, {name: tensor} on `device`, and its metadata, {name: text}.
+
+    Raises InputError, one sentence that names the file, for one that is missing, cut off, or not what its header says.
+    """
+    try:
+        content = bytearray(Path(path).read_bytes())  # tensors share its memory, and torch wants to be able to write
+        entries, metadata, first = _read_header(content)
+        _require_gapless(entries, len(content) - first)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not a readable .safetensors file ({error}); export the model again.") from None
+    return {name: _tensor(entry, content, first).to(device) for name, entry in entries.items()}, metadata
+
+
+def _read_header(content):
+    """Entries by name, metadata, and where the tensors begin. Raises ValueError for what is not of the format."""
+    if len(content) < 8:
+        raise ValueError(f"{len(content)} bytes are too few for a header")
+    length = int.from_bytes(content[:8], "little")
+    if length > min(MOST_HEADER_BYTES, len(content) - 8):
+        raise ValueError(f"its header claims {length} bytes, and the file has {len(content)}")
+    header = json.loads(content[8:8 + length].decode("utf-8"), object_pairs_hook=_no_name_twice)
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its __metadata__ are not texts by name")
+    for name, entry in header.items():
+        _check_entry(name, entry)
+    return header, metadata, 8 + length
+
+
+def _no_name_twice(pairs):
+    """A JSON object as a dict. Raises ValueError for a name that it has twice, of which json would take the last."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"its header names {twice} twice")
+    return dict(pairs)
+
+
+def _check_entry(name, entry):
+    """Raises ValueError for an entry that is not of the format or has not as many bytes as its shape needs."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry of {name} does not give dtype, shape and data_offsets")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
+    for key in ("shape", "data_offsets"):
+        if not isinstance(entry[key], list) or not all(type(number) is int and number >= 0 for number in entry[key]):
+            raise ValueError(f"{key} of {name} is {entry[key]}, not a list of numbers of at least 0")
+    if len(entry["data_offsets"]) != 2:
+        raise ValueError(f"data_offsets of {name} is {entry['data_offsets']}, not first and end")
+    first, end = entry["data_offsets"]
+    needed = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
+    if end - first != needed:
+        raise ValueError(f"{name} has {end - first} bytes, and its shape needs {needed}")
+
+
+def _require_gapless(entries, size):
+    """Raises ValueError where the tensors overlap, leave a gap, or do not end with the file. size: bytes of them all.
+    """
+    spans = sorted((*entry["data_offsets"], name) for name, entry in entries.items())
+    for (_, end, name), (first, _, other) in pairwise([(0, 0, "the header"), *spans]):
+        if first < end:
+            raise ValueError(f"{name} and {other} overlap")
+        if first > end:
+            raise ValueError(f"there is a gap of {first - end} bytes before {other}")
+    end = spans[-1][1] if spans else 0
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end}, and there are {size}; it is cut off, or too long")
+
+
+def _tensor(entry, content, begin):
+    """The tensor of a checked entry. content: of the file. begin: where the tensors begin."""
+    shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    at = begin + entry["data_offsets"][0]
+    if at % dtype.itemsize:  # a copy begins where torch can read numbers of this size
+        return torch.frombuffer(content[at:at + count * dtype.itemsize], dtype=dtype).view(shape)
+    return torch.frombuffer(content, dtype=dtype, count=count, offset=at).view(shape)

@@ -1,0 +1,134 @@
+#!/usr/bin/env bash
+# Make the network of --model universal anew: synthetic anatomies, two stages of training, one .safetensors file.
+#
+#   bash Scripts/bash_train_universal.sh [--folder F] [--count N] [--size N] [--seed S] [--workers N] [--first-epochs N]
+#                                        [--second-epochs N] [--into F] [--print] [-- options of every training]
+#
+# --folder F          everything that is made, data included (default Models/universal)
+# --count N           anatomies, of four views each (default 200)
+# --size N            voxels along each side of an anatomy (default 80)
+# --seed S            of the anatomies (default 0)
+# --workers N         processes that write and prepare them (default: the cores)
+# --first-epochs N    of the stage by Dice (default 12; each takes 760 steps where 200 anatomies are)
+# --second-epochs N   of the stage by correlation and Dice (default 4)
+# --into F            where the finished file is put (default Inference/universal.safetensors, which --model universal is)
+# --print             print the commands and run none
+# --help              this text
+# --                  what follows goes to preparation and training, such as -- --set run.device=cuda --set data.batchsize=4
+#
+# Hours on a CPU. It can be ended at any time; the same command goes on where it was. Each command line is printed before
+# it runs. Writing the file needs a package: pip install -r requirements-export.txt. Whether it is good enough to be
+# shipped says tests/bench/bench_universal.py.
+#
+# PYTHON=path     the interpreter (default: .venv/bin/python, else python3)
+#
+# Exit code: 0 done, 43 this command cannot run, else that of the command that failed.
+set -u
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+stop() { echo "error: $1" >&2; exit 43; }
+
+folder=$root/Models/universal
+into=$root/Inference/universal.safetensors
+count=200 size=80 seed=0 workers=$(nproc) first=12 second=4 only_print="" options=()
+while (($#)); do
+    case $1 in
+        --help) sed -n '2,/^set -u/{/^set -u/!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --print) only_print=yes ;;
+        --) shift; options=("$@"); break ;;
+        --folder | --count | --size | --seed | --workers | --first-epochs | --second-epochs | --into)
+            [[ -n ${2:-} ]] || stop "$1 needs a value."
+            case $1 in
+                --folder) folder=$(realpath -m "$2") ;;
+                --count) count=$2 ;;
+                --size) size=$2 ;;
+                --seed) seed=$2 ;;
+                --workers) workers=$2 ;;
+                --first-epochs) first=$2 ;;
+                --second-epochs) second=$2 ;;
+                --into) into=$(realpath -m "$2") ;;
+            esac
+            shift ;;
+        *) stop "$1 is unknown; see bash Scripts/bash_train_universal.sh --help." ;;
+    esac
+    shift
+done
+for number in "$count" "$size" "$workers" "$first" "$second"; do
+    [[ $number =~ ^[1-9][0-9]*$ ]] || stop "$number: counts, sizes, workers and epochs are whole numbers of at least 1."
+done
+if [[ -z ${PYTHON:-} ]]; then
+    PYTHON=python3
+    [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
+fi
+INTERPRETER=("$PYTHON")  # a path with blanks is one word, "apptainer exec --nv omnimorph.sif python" several
+command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"
+config=(--config "$root/Config/config_universal.yaml")
+
+child=""
+# shellcheck disable=SC2317,SC2329  # called by the trap
+leave() {  # the command that runs saves what it has, and so does the script
+    [[ -n $child ]] && kill -TERM "$child" 2> /dev/null && wait "$child"
+    exit 130
+}
+trap leave INT TERM
+run() {  # a command: shown, then run; its failure ends the script, and the same command of the script goes on from there
+    local code=42
+    printf '+ %q' "$1"
+    printf ' %q' "${@:2}"
+    echo
+    [[ -n $only_print ]] && return
+    while ((code == 42)); do  # a planned restart of a training: once more
+        "$@" &
+        child=$!
+        wait "$child"
+        code=$?
+        child=""
+    done
+    ((code == 0)) && return
+    echo "error: this ended with exit code $code; run the same command of this script again, it goes on." >&2
+    exit "$code"
+}
+training() { run "${INTERPRETER[@]}" "$root/OM_train_3modes.py" "${config[@]}" "${keys[@]}" "$@"; }
+begun() { compgen -G "$1/*.pth" > /dev/null || compgen -G "$1/tmp/*.pth" > /dev/null; }
+
+if [[ -z $only_print ]] && ! "${INTERPRETER[@]}" -c "import safetensors" 2> /dev/null; then
+    stop "the file is written by a package that is missing, and hours of training come before: pip install safetensors."
+fi
+
+# 1. Anatomies and their views, with labels; and all of them on the training grid.
+run "${INTERPRETER[@]}" "$root/Scripts/make_anatomies.py" "${config[@]}" --out "$folder/anatomies" --count "$count" \
+    --size "$size" --seed "$seed" --workers "$workers"
+keys=(--set data.root="$folder/anatomies" --set data.cache="$folder/cache" --set data.expect_samples=$((2 * count))
+      ${options[@]+"${options[@]}"})
+run "${INTERPRETER[@]}" "$root/OM_prepare.py" "${config[@]}" "${keys[@]}" --workers "$workers"
+
+# 2. The first stage: mode 3 by the Dice of the labels alone, which does not depend on contrast.
+training --set run.models="$folder/first" --set run.logs="$folder/Logs/first" --set run.epochs="$first"
+
+# 3. The second stage, from the best checkpoint of the first: local correlation as well, by which details are found.
+start=(--init-from "$folder/first/universal_om_net/<the best checkpoint>")
+if [[ -z $only_print ]]; then
+    start=()
+    # A stage that has begun goes on by itself, and refuses to be begun anew.
+    if ! begun "$folder/second/universal_om_net"; then
+        best=$(cd "$root" && "${INTERPRETER[@]}" -c "import sys; from Inference.load_model import find_checkpoint
+print(find_checkpoint(sys.argv[1]))" "$folder/first/universal_om_net") || exit 1
+        start=(--init-from "$best")
+    fi
+fi
+training --set run.models="$folder/second" --set run.logs="$folder/Logs/second" --set run.epochs="$second" \
+    --set loss.imgsim=0.03 ${start[@]+"${start[@]}"}
+
+# 4. One file, and where --model universal looks for it.
+run rm -rf "$folder/export"
+run "${INTERPRETER[@]}" "$root/Scripts/export_model.py" --model "$folder/second/universal_om_net" \
+    --out "$folder/export" --licence Apache-2.0
+made=$folder/export/"<the best checkpoint>".safetensors
+if [[ -z $only_print ]]; then
+    made=$(compgen -G "$folder/export/*.safetensors")
+    bytes=$(stat -c %s "$made")
+    ((bytes <= 20000000)) || stop "$made has $bytes bytes, and a file of the repository has at most 20 MB."
+fi
+run mkdir -p "$(dirname "$into")"
+run cp "$made" "$into"
+run cp "$folder/export/MODEL_CARD.md" "${into%.safetensors}.md"
+[[ -n $only_print ]] || echo "$into: now --model universal, where it lies in Inference; tests/bench/bench_universal.py says how good it is."

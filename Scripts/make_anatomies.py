@@ -1,0 +1,148 @@
+"""Write synthetic anatomies as a data set: several views of each, with labels, in random contrasts.
+
+    python Scripts/make_anatomies.py --out Models/universal/anatomies [--count 200] [--views 4] [--workers 2]
+
+What they are says Dataloader/anatomies.py. Each view is deformed by a field of mode 1, of the diffusion.* keys of
+--config, at a random time. dataset.json names the volumes, their labels, their anatomy as the subject and their
+contrast as the modality, so that data.pair_subjects and data.pair_modalities choose the pairs. A volume depends on the
+seed, its numbers, the size and the config, and on nothing else; run the same command again after a kill, and it goes
+on. Exit codes: 0 done, 43 bad input.
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
+
+# isort: split
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from Dataloader.anatomies import LEAST_SIDE, MOST_LABELS, contrast_of, label_map, make_view  # noqa: E402
+from Dataloader.nifti import write_volume  # noqa: E402
+from Diffusion.diffuser import DeformDDPM  # noqa: E402
+from Runtime.config import load_config  # noqa: E402
+from Runtime.errors import DONE, STOP, InputError  # noqa: E402
+from Runtime.files import write_file  # noqa: E402
+from Runtime.keyed_random import uniform  # noqa: E402
+from Runtime.workers import run_tasks  # noqa: E402
+
+CONFIG = ROOT / "Config/config_universal.yaml"
+MADE = "anatomies.json"  # beside dataset.json: what the volumes were made with
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Write synthetic anatomies in several views each, with labels.")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the data set goes")
+    parser.add_argument("--count", type=int, default=200, help="anatomies (%(default)s)")
+    parser.add_argument("--views", type=int, default=4, help="volumes of each, two in every contrast (%(default)s)")
+    parser.add_argument("--size", type=int, nargs="+", default=[80], help="voxels of an anatomy's own grid, one number "
+                        "or one per axis (80)")
+    parser.add_argument("--seed", type=int, default=0, help="another one gives other anatomies (%(default)s)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes with one thread each "
+                        "(%(default)s)")
+    parser.add_argument("--config", default=CONFIG, help=f"whose model.dims and diffusion.* are taken ({CONFIG.name})")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override a key of it; may be repeated")
+    return parser.parse_args(argv)
+
+
+def check_arguments(args, dims):
+    """Raise InputError for numbers that are too small. Returns: the size, one number per axis."""
+    for name, value, least in (("--count", args.count, 1), ("--views", args.views, 2), ("--workers", args.workers, 1),
+                               ("--seed", args.seed, 0), ("--size", min(args.size), LEAST_SIDE)):
+        if value < least:
+            raise InputError(f"{name} {value}: give at least {least}.")
+    if len(args.size) not in (1, dims):
+        raise InputError(f"--size {' '.join(map(str, args.size))}: give one number, or {dims} (model.dims).")
+    return args.size * dims if len(args.size) == 1 else args.size
+
+
+def view_field(size, seed, number, view, cfg):
+    """The field of mode 1 that deforms a view, at a time that is drawn too: (N, *size) displacement in voxels."""
+    key = (seed, number, view)
+    ddpm = DeformDDPM(cfg)
+    time = 1 + int(uniform([key], "time of a view").item() * (cfg["diffusion.timesteps"] - 1))
+    return ddpm.draw_image_field(size, [time], [key], torch.device("cpu"))[0].numpy()
+
+
+def names(number, views):
+    """The file names of the views of an anatomy."""
+    return [f"anatomy_{number:05d}_v{view}.nii.gz" for view in range(views)]
+
+
+def write_anatomy(folder, number, views, size, seed, cfg):
+    """Write those views of an anatomy that are missing. A view whose image is there is whole: its label came first."""
+    torch.set_num_threads(1)  # the same bits in any number of workers
+    label = None
+    for view, name in enumerate(names(number, views)):
+        if (folder / "imagesTr" / name).exists():
+            continue
+        label = label_map(seed, number, size) if label is None else label
+        made = make_view(label, view_field(size, seed, number, view, cfg), seed, number, view)
+        write_volume(folder / "labelsTr" / name, made["label"], made["affine"])
+        write_volume(folder / "imagesTr" / name, made["image"], made["affine"])
+
+
+def content_of(args, dims):
+    """What dataset.json says."""
+    rows = [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}", "subject": name.rpartition("_")[0],
+             "modality": f"contrast {contrast_of(view)}"}
+            for number in range(args.count) for view, name in enumerate(names(number, args.views))]
+    labels = {"0": "background", **{str(label): f"structure {label}" for label in range(1, MOST_LABELS + 1)}}
+    return {"name": "Anatomies", "description": "Synthetic anatomies, made by Scripts/make_anatomies.py",
+            "tensorImageSize": f"{dims}D", "modality": {"0": "synthetic"}, "labels": labels, "numTraining": len(rows),
+            "numTest": 0, "test": [], "training": rows}
+
+
+def claim(folder, settings):
+    """Write down what a folder is made with. Raises InputError where it was made with something else."""
+    path, text = folder / MADE, json.dumps(settings, indent=1) + "\n"
+    if path.exists() and path.read_text() != text:
+        raise InputError(f"{folder}: these anatomies were made with other settings ({path}); repeat these, or choose "
+                         "another --out.")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(path, text)
+
+
+def write_anatomies(args):
+    """Write all that is missing, and then the list."""
+    cfg = load_config(args.config, args.overrides)
+    size = check_arguments(args, cfg["model.dims"])
+    drawn_by = {key: value for key, value in cfg.items() if key.startswith("diffusion.")}
+    # Without their number: more of them can be made later, and the first ones stay.
+    claim(args.out, {"seed": args.seed, "size": size, **drawn_by})
+    tasks = [(args.out, number, args.views, size, args.seed, cfg) for number in range(args.count)
+             if not all((args.out / "imagesTr" / name).exists() for name in names(number, args.views))]
+    with tqdm(total=args.count, initial=args.count - len(tasks), desc=f"writing {args.out}", unit="anatomy") as bar:
+        if args.workers > 1:
+            for _ in run_tasks(write_anatomy, tasks, args.workers, args.out):
+                bar.update()
+        else:
+            for task in tasks:
+                write_anatomy(*task)
+                bar.update()
+    write_file(args.out / "dataset.json", json.dumps(content_of(args, cfg["model.dims"]), indent=1) + "\n")
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    try:
+        write_anatomies(args)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+    except OSError as error:
+        print(f"error: {error.filename or args.out}: {error.strerror or error}; the anatomies cannot be written there.",
+              file=sys.stderr)
+        return STOP
+    print(f"{args.out / 'dataset.json'}: {args.count} anatomies in {args.views} views each")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Is the universal network good enough to be shipped? On data that it has never seen, beside --model none and ANTs.
+
+    python tests/bench/bench_universal.py [--model F] [--parts hippocampus mouse inverted] [--out FOLDER]
+
+--model is a file or folder as OM_register.py takes it (default: universal). Three parts, each with the pairs, files,
+scores, threads and seconds of another benchmark: `hippocampus`, the 40 test pairs of bench_registration.py; `mouse`,
+the six pairs of bench_mouse.py; `inverted`, the ten pairs of bench_multimodal.py --subjects test in which dark is
+bright and bright is dark. In each: `identity`, the start; `none`, affine stage and refinement without a network, as in
+those benchmarks; `net`, the network alone, and `refine`, the same with refinement. On mouse and inverted pairs the
+network comes after the affine stage. In `inverted`, refinement of both compares by `mapped`, and `ants` is antspyx by
+mutual information, where the environment of the peers exists (.venv-peers, or --peers-python).
+
+What has to be reached stands in NEEDED. A part that is not there, or not wholly measured, has reached nothing. What
+comes is written at once, and --resume goes on from there. The last line is one line of JSON: means of each part, what
+was reached, and whether all of it.
+"""
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+
+import bench_mouse
+import bench_multimodal
+import torch
+from bench_registration import (  # and sys.path
+    DATA,
+    NO_NETWORK,
+    ROOT,
+    TEST,
+    add_shared,
+    identity,
+    ours,
+    peer,
+    prepare_pairs,
+    read_pairs,
+    run_methods,
+    subjects,
+    summary,
+    write_json,
+)
+from peers import peers_python
+
+from Inference.load_model import DEFAULTS, find_checkpoint, load_model
+from Runtime.config import load_config
+from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import sha256
+from Runtime.page import text_table
+
+SHOWN = ("dice", "dice_smooth", "hd95_mm", "folding_percent", "seconds", "seconds_mean", "processor_seconds")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What has to be reached: {name: (part, sentence, function of the part's means by method)}
+# ---------------------------------------------------------------------------------------------------------------------
+
+NEEDED = {
+    "hippocampus_alone": ("hippocampus", "Dice of the network alone at least 0.70",
+                          lambda means: means["net"]["dice"] >= 0.70),
+    "hippocampus_refined": ("hippocampus", "Dice with refinement at least 0.76",
+                            lambda means: means["refine"]["dice"] >= 0.76),
+    "mouse_dice": ("mouse", "Dice with refinement at least 0.880", lambda means: means["refine"]["dice"] >= 0.880),
+    "mouse_time": ("mouse", "in at most half the time of --model none",
+                   lambda means: means["refine"]["seconds"] <= 0.5 * means["none"]["seconds"]),
+    "inverted": ("inverted", "Dice with refinement above ANTs with mutual information",
+                 lambda means: means["refine"]["dice"] > means["ants"]["dice"]),
+}
+
+
+def judged(parts, limited):
+    """Which of NEEDED are reached: {name: True, False, or None where it was not measured as a whole}.
+
+    parts: {part: {method: means of `summary`}}. limited: whether only some of the pairs were taken.
+    """
+    found = {}
+    for name, (part, _, reached) in NEEDED.items():
+        try:
+            found[name] = None if limited else bool(reached(parts[part]))
+        except KeyError:  # the part or one of its methods is missing
+            found[name] = None
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parts: each gives its pairs, and its methods as {name: (generator, what has to be the same to resume it)}
+# ---------------------------------------------------------------------------------------------------------------------
+
+def hippocampus(args, model, out):
+    pairs = read_pairs(args.data)[:args.limit]
+    pairs = prepare_pairs(subjects(args.data, TEST), pairs, out / "work/volumes", "centre")
+    return pairs, with_and_without(args, model, load_config(NO_NETWORK), 100, args.refine, affine=False)
+
+
+def mouse(args, model, out):
+    brains = bench_mouse.read_brains(args.mouse)
+    pairs = [(fixed, moving) for fixed in brains for moving in brains if fixed != moving][:args.limit]
+    pairs = prepare_pairs(brains, pairs, out / "work/volumes", "header")
+    methods = with_and_without(args, model, load_config(DEFAULTS), 60, args.mouse_refine, affine=True, warm_up=False)
+    return pairs, methods
+
+
+def inverted(args, model, out):
+    every = bench_multimodal.EACH
+    asked = argparse.Namespace(data=args.data, subjects="test", remaps=["inverted"], pairs=every, out=out)
+    pairs = bench_multimodal.make_pairs(asked)[:args.limit]
+    methods = with_and_without(args, model, load_config(NO_NETWORK), 100, args.refine, affine=True, similarity="mapped")
+    if args.peers_python or (ROOT / ".venv-peers/.ready").exists():
+        kind, options = bench_multimodal.PEERS["ants"]
+        python, folder = peers_python(args.peers_python), out / "work/ants"
+        methods["ants"] = (lambda pairs: peer(pairs, kind, options, folder, python, args.threads),
+                           {"options": options, "threads": args.threads})
+    else:
+        print("inverted: ants is left out, as there is no .venv-peers; name an interpreter by --peers-python, or run "
+              "bench_multimodal.py once, which makes it.", file=sys.stderr)
+    return pairs, methods
+
+
+PARTS = {"hippocampus": hippocampus, "mouse": mouse, "inverted": inverted}
+
+
+def with_and_without(args, model, cfg, steps, refine, affine, **more):
+    """Methods of a part: the start, --model none with `steps` of refinement, the network alone, and with `refine`.
+
+    model: (path, what `load_model` returned). cfg: of --model none. affine: of the network's methods. more: for all.
+    """
+    path, loaded = model
+    same = {"threads": args.threads, **more}
+    by_none = {**same, "refine": steps, "config": cfg}
+    by_net = {**same, "weights": sha256(path), "overrides": args.overrides, "affine": affine}
+    return {"identity": (identity, {}),
+            "none": (lambda pairs: ours(pairs, None, True, steps, cfg, **more), by_none),
+            "net": (lambda pairs: ours(pairs, loaded, affine, 0, **more), by_net),
+            "refine": (lambda pairs: ours(pairs, loaded, affine, refine, **more), {**by_net, "refine": refine})}
+
+
+def run_part(name, model, args):
+    """Means of each method of a part, {} where its data are missing, and sentences about what went wrong."""
+    out = args.out / name
+    try:
+        pairs, methods = PARTS[name](args, model, out)
+    except InputError as error:
+        print(f"error: {name} is missing: {error}", file=sys.stderr)
+        return {}, [str(error)]
+    shared = argparse.Namespace(out=out, resume=args.resume)
+    results, failed = run_methods(methods, methods.get, pairs, shared)
+    means = {method: {key: summary(scores)[key] for key in SHOWN} for method, scores in results.items()}
+    rows = [[method, *mean.values()] for method, mean in means.items()]
+    print(f"{name}, {len(pairs)} pairs\n" + text_table(["method", *SHOWN], rows, [None, *[".4f"] * len(SHOWN)]) + "\n")
+    return means, failed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="The universal network on data that it has never seen.")
+    parser.add_argument("--model", default="universal", help="checkpoint, .safetensors file or run folder "
+                        "(%(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME",
+                        help=f"some of {', '.join(PARTS)} (all)")
+    parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of refinement after the network on "
+                        "hippocampus pairs (%(default)s, as without a network)")
+    parser.add_argument("--mouse-refine", type=int, default=25, metavar="N", help="and on mouse brains, where 60 are "
+                        "taken without a network (%(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override a key of the model's config, such as one of refine.*; may be repeated")
+    parser.add_argument("--mouse", type=Path, default=bench_mouse.DATA, metavar="FOLDER",
+                        help="the mouse brains (%(default)s)")
+    parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs of each part: "
+                        "then nothing counts as reached")
+    add_shared(parser, DATA, "bench_universal")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
+    torch.set_num_threads(args.threads)
+    try:
+        path = find_checkpoint(args.model)
+        model = path, load_model(path, overrides=args.overrides)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+    found = {name: run_part(name, model, args) for name in args.parts}
+    parts = {name: means for name, (means, _) in found.items()}
+    reached = judged(parts, args.limit is not None)
+    for name, (part, sentence, _) in NEEDED.items():
+        print(f"{part}: {sentence}: {({True: 'yes', False: 'no', None: 'not measured'})[reached[name]]}")
+    result = {"model": str(path), "sha256": sha256(path), "parts": parts, "reached": reached,
+              "ship": all(value is True for value in reached.values())}
+    write_json(args.out / "results.json", result)
+    print(json.dumps(result))
+    return STOP if any(failed for _, failed in found.values()) else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

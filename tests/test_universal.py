@@ -1,0 +1,230 @@
+"""--model universal: missing, present, on volumes of other sizes; and the script that makes it."""
+import importlib
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import OM_register
+from Dataloader.nifti import read_field, write_volume
+from Dataloader.synthetic import make_subject, write_dataset
+from Diffusion.networks import build_network
+from Inference import load_model as loading
+from Inference.load_model import find_checkpoint, load_model
+from Inference.registration import register
+from Runtime import checkpoint
+from Runtime.config import load_config
+from Runtime.errors import InputError
+from tests import launching
+from tests.test_anatomies import CONFIG, TINY
+from tests.test_weights_file import write
+from tests.tiny import ROOT
+
+SCRIPT = ROOT / "Scripts/bash_train_universal.sh"
+
+
+def write_exported(path):
+    """A tiny network of the universal config as an exported file, written by hand; its field is not zero."""
+    cfg = load_config(CONFIG, [f"{key}={value}" for key, value in TINY.items()])
+    net = build_network(cfg)
+    for head in (net.fine, net.coarse.conv):
+        torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    weights, header, content = net.state_dict(), {}, b""
+    for name, tensor in weights.items():
+        raw = tensor.contiguous().numpy().tobytes()
+        dtype = {torch.float32: "F32", torch.int64: "I64"}[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [len(content),
+                                                                                      len(content) + len(raw)]}
+        content += raw
+    header["__metadata__"] = {"config": json.dumps(cfg), "weights_sha256": checkpoint.weights_sha256(weights)}
+    return write(path, header, content)
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """The place of the universal network, with a tiny one in it."""
+    monkeypatch.setattr(loading, "UNIVERSAL", write_exported(tmp_path / "universal.safetensors"))
+    return loading.UNIVERSAL
+
+
+@pytest.fixture
+def volumes(tmp_path):
+    """Two volumes of different sizes and spacings, neither that of the network."""
+    for seed, (name, shape, spacing) in enumerate((("F", (22, 26, 20), 0.5), ("M", (26, 24, 22), 0.55))):
+        image = np.rint(1000 * make_subject(seed, shape)["image"]).astype(np.int16)
+        write_volume(tmp_path / f"{name}.nii.gz", image, np.diag([spacing, spacing, spacing, 1]))
+    return tmp_path
+
+
+def asked(folder, *more):
+    return OM_register.main([str(word) for word in (
+        "--fixed", folder / "F.nii.gz", "--moving", folder / "M.nii.gz", "--model", "universal", "--device", "cpu",
+        "--no-picture", "--set", "run.amp=off", "--out", folder / "out", *more)])
+
+
+def test_while_it_is_missing_one_sentence_says_how_to_make_it(volumes, monkeypatch, capsys):
+    monkeypatch.setattr(loading, "UNIVERSAL", volumes / "not there.safetensors")
+    assert asked(volumes) == 43
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "bash Scripts/bash_train_universal.sh" in said[0] and "not there.safetensors" in said[0]
+    assert SCRIPT.is_file() and not (volumes / "out").exists()
+    with pytest.raises(InputError, match="not part of this version"):
+        find_checkpoint("universal")
+
+
+def test_its_place_is_in_the_package_and_not_ignored():
+    assert loading.UNIVERSAL == ROOT / "Inference/universal.safetensors"
+    ignored = subprocess.run(["git", "check-ignore", "-q", str(loading.UNIVERSAL)], cwd=ROOT)
+    assert ignored.returncode in (1, 128), "1: not ignored; 128: no checkout"
+
+
+def test_it_registers_and_refines_volumes_of_other_sizes(volumes, shipped):
+    assert asked(volumes, "--refine", "10") == 0
+    field, _ = read_field(volumes / "out/field.nii.gz")
+    assert field.shape == (3, 22, 26, 20) and np.abs(field).max() > 0.3
+    settings = json.loads((volumes / "out/results.json").read_text())["settings"]
+    assert settings["config"]["refine.grid"] == "own" and settings["config"]["data.img_size"] == [16] * 3
+    named = register(volumes / "F.nii.gz", volumes / "M.nii.gz", load_model(shipped, overrides=["run.amp=off"]),
+                     refine=10)
+    np.testing.assert_allclose(named["field"], field, atol=2e-3)
+
+
+def test_a_folder_of_that_name_is_named_by_its_path(shipped, tmp_path, monkeypatch):
+    (tmp_path / "here/universal").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert find_checkpoint("universal") == shipped
+    with pytest.raises(InputError, match="no checkpoint in this folder"):
+        find_checkpoint("./universal")
+
+
+def test_a_damaged_file_is_refused(shipped):
+    content = bytearray(shipped.read_bytes())
+    content[-100] ^= 1
+    shipped.write_bytes(content)
+    with pytest.raises(InputError, match="its weights are not those that were exported"):
+        load_model("universal")
+
+
+def test_no_package_is_needed_to_read_it(shipped, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # an import of it fails
+    assert load_model("universal")[1]["data.name"] == "universal"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The script
+# ---------------------------------------------------------------------------------------------------------------------
+
+def commands(*words):
+    """What the script would run, as lists of words."""
+    done = launching.run(["bash", SCRIPT, "--print", *words], cwd=ROOT)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return [shlex.split(line[2:]) for line in done.stdout.splitlines()]
+
+
+def test_the_script_shows_commands_that_exist_with_keys_that_exist(tmp_path):
+    shown = commands("--folder", tmp_path, "--count", "50", "--first-epochs", "3", "--", "--set", "run.device=cpu")
+    programs = [words[1].removeprefix(f"{ROOT}/") for words in shown if words[1].endswith(".py")]
+    assert programs == ["Scripts/make_anatomies.py", "OM_prepare.py", "OM_train_3modes.py", "OM_train_3modes.py",
+                        "Scripts/export_model.py"]
+    prepare, first, second = (load_config(words[words.index("--config") + 1], [
+        value for word, value in zip(words, words[1:]) if word == "--set"]) for words in shown[1:4])
+    assert prepare["data.root"] == shown[0][shown[0].index("--out") + 1] == str(tmp_path / "anatomies")
+    assert {prepare["data.expect_samples"], first["data.expect_samples"]} == {100}
+    changed = {key for key in first if first[key] != second[key]}
+    assert changed == {"run.models", "run.logs", "run.epochs", "loss.imgsim"}
+    assert first["loss.imgsim"] == 0 and second["loss.imgsim"] > 0 and first["loss.dice"] == second["loss.dice"] > 0
+    assert first["run.epochs"] == 3 and first["run.device"] == second["run.device"] == "cpu"
+    assert "--init-from" in shown[3] and "--init-from" not in shown[2]
+    assert not list(tmp_path.iterdir())
+    assert shown[-2][0] == "cp" and shown[-2][-1] == str(loading.UNIVERSAL)
+
+
+def test_the_script_explains_itself_and_refuses_what_it_does_not_know():
+    done = launching.run(["bash", SCRIPT, "--help"], cwd=ROOT)
+    assert done.returncode == 0
+    options = [word for words in re.findall(r"^ +(--[\w-]+(?: \| --[\w-]+)*)\)", SCRIPT.read_text(), re.M)
+               for word in words.split(" | ")]
+    assert {"--folder", "--print", "--into"} < set(options)
+    assert all(re.search(rf"^{option} ", done.stdout, re.M) for option in options)
+    for words, sentence in ((["--flod"], "--flod is unknown"), (["--count"], "--count needs a value"),
+                            (["--count", "x"], "x: counts, sizes, workers and epochs"), (["--size", "0"], "0: counts")):
+        done = launching.run(["bash", SCRIPT, "--print", *words], cwd=ROOT)
+        assert done.returncode == 43 and done.stderr.startswith(f"error: {sentence}") and not done.stdout
+
+
+@pytest.mark.slow
+def test_the_script_makes_a_network_that_registers_and_goes_on_after_its_end(volumes, monkeypatch):
+    pytest.importorskip("safetensors", reason="pip install -r requirements-export.txt")
+    into = volumes / "made/universal.safetensors"
+    sets = [word for key, value in TINY.items() if key != "data.expect_samples" for word in ("--set", f"{key}={value}")]
+    words = ["bash", SCRIPT, "--folder", volumes / "work", "--count", "12", "--size", "16", "--workers", "2",
+             "--first-epochs", "1", "--second-epochs", "1", "--into", into, "--", *sets, "--set",
+             "data.val_fraction=0.2"]
+    environment = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    with monkeypatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        for _ in range(2):  # the second time everything is there
+            done = launching.run(words, cwd=volumes)
+            assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n+ ") == 8 and (into.parent / "universal.md").is_file()
+    monkeypatch.setattr(loading, "UNIVERSAL", into)
+    assert asked(volumes, "--refine", "5") == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The benchmark
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The program; what it sets in this process, a signal handler and the number of threads, is set back."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests/bench"))
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    yield importlib.import_module("bench_universal")
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_what_is_reached_and_what_is_not_measured(bench):
+    means = {"hippocampus": {"net": {"dice": 0.71}, "refine": {"dice": 0.759}},
+             "mouse": {"none": {"dice": 0.88, "seconds": 6.0}, "refine": {"dice": 0.88, "seconds": 3.0}},
+             "inverted": {"refine": {"dice": 0.7}}}
+    assert bench.judged(means, False) == {"hippocampus_alone": True, "hippocampus_refined": False, "mouse_dice": True,
+                                          "mouse_time": True, "inverted": None}
+    means["inverted"]["ants"] = {"dice": 0.69}
+    means["mouse"]["refine"]["seconds"] = 3.1
+    assert bench.judged(means, False)["inverted"] is True and bench.judged(means, False)["mouse_time"] is False
+    assert set(bench.judged(means, True).values()) == {None}
+    assert set(bench.judged({}, False).values()) == {None}
+
+
+@pytest.mark.slow
+def test_the_benchmark_scores_a_named_model_beside_none(bench, shipped, tmp_path, capsys):
+    write_dataset(tmp_path / "brains", range(2), 16)
+    words = ["--model", shipped, "--parts", "mouse", "--mouse", tmp_path / "brains", "--mouse-refine", 2, "--limit", 1,
+             "--threads", 1, "--set", "run.amp=off", "--out", tmp_path / "out"]
+    assert bench.main([str(word) for word in words]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result["parts"]["mouse"]) == {"identity", "none", "net", "refine"} and result["ship"] is False
+    scores = {name: mean["dice"] for name, mean in result["parts"]["mouse"].items()}
+    assert scores["none"] > scores["identity"] and scores["refine"] != scores["net"] != scores["identity"]
+    assert result["reached"]["mouse_dice"] is None, "one pair of six says nothing"
+    assert json.loads((tmp_path / "out/results.json").read_text()) == result
+
+
+def test_the_benchmark_says_what_is_missing(bench, shipped, tmp_path, monkeypatch, capsys):
+    words = ["--parts", "hippocampus", "inverted", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
+    assert bench.main(words) == 43
+    said = capsys.readouterr()
+    assert said.err.count("is missing: ") == 2 and "nowhere" in said.err
+    result = json.loads(said.out.splitlines()[-1])
+    assert result["parts"] == {"hippocampus": {}, "inverted": {}} and not result["ship"]
+    monkeypatch.setattr(loading, "UNIVERSAL", tmp_path / "none.safetensors")
+    assert bench.main(words) == 43 and "bash Scripts/bash_train_universal.sh" in capsys.readouterr().err
