@@ -230,9 +230,11 @@ def two_damaged_checkpoints(folder, ranks, reference):
     log = read_lines(run_of(folder) / "rank0.jsonl")
     found = next(line["time"] for line in log if line["event"] == "step" and line["attempt"] == 1)
     causes = [end["cause"] for end in ends(folder).values()]
+    resumed = [resumed_at(folder, number) for number in (1, 2, 3)]
     named = (code == DONE and causes == ["killed", "planned restart", "killed", "done"] and len(skipped) >= 2
-             and [resumed_at(folder, number) for number in (1, 2, 3)] == [12, 15, 15])
-    return result(folder, reference, since, found, named, launch_number=3), skipped[0]
+             and resumed == [12, 15, 15])
+    sentence = f"{skipped[0]} ({len(skipped)} skipped; {', '.join(causes)}; continued at {resumed})"
+    return result(folder, reference, since, found, named, launch_number=3), sentence
 
 
 def late_mode_3(folder, ranks, reference):
