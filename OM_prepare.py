@@ -190,7 +190,7 @@ def export(folder, cfg, identity, out):
             for word, volume, affine in (("grid", array, record["grid_affine"]), ("original", back, record["affine"])):
                 path = Path(out) / f"{name}_{word}.nii.gz"
                 write_volume(path, volume, np.array(affine), header)
-            print(f"wrote {path}")
+                print(f"wrote {path}")
     return DONE
 
 

@@ -53,8 +53,9 @@ class VolumeDataset:
     items: from the datalist or the cache. images, labels, masks: indexed by number, each a (D, H, W) array, or of
     images of several channels (C, D, H, W); a label or mask is asked for only where the item has one. rule: which pairs
     are permitted, from `pair_rule`. hold: an open lock file, kept as long as this object, so that the cache is not
-    removed. Further attributes: subjects, (N,) int64, the `subject_key` of each volume; found_labels, those of
-    `find_labels`, or None; labelled, of `labelled_volumes`, or None; loader, made once by `epoch_batches`.
+    removed. channels: C.
+    Further attributes: subjects, (N,) int64, the `subject_key` of each volume; found_labels, those of `find_labels`, or
+    None; labelled, of `labelled_volumes`, or None; loader, made once by `epoch_batches`.
     """
 
     def __init__(self, items, images, labels, rule, hold=None, masks=None, channels=1):

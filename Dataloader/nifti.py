@@ -61,7 +61,7 @@ def read_channels(path, dims=3, count=1):
     Raises InputError as `read_volume` does, and for another number of images.
     """
     image = open_nifti(path)
-    if count == 1 or len(image.shape) <= dims:
+    if count == 1 or math.prod(image.shape[dims:]) == 1:
         array, affine = read_volume(path, dims)
         arrays = [array]
     else:
@@ -121,7 +121,7 @@ def read_header(path, dims=3, channels=1):
     read as a whole.
     """
     image = open_nifti(path)
-    if channels > 1 and len(image.shape) > dims:
+    if channels > 1 and math.prod(image.shape[dims:]) != 1:
         return _channel_shape(path, image.shape, dims)[:dims], read_affine(path, image, dims)
     return _squeezed_shape(path, image.shape, dims), read_affine(path, image, dims)
 

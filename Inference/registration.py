@@ -287,7 +287,10 @@ def _place(fixed, moving, masks, channels, affine, start, has_net, cfg, seconds)
     (fixed, fixed_affine), (moving, moving_affine) = fixed, moving
     fixed01 = rescale(fixed, *intensity_limits(fixed, cfg))
     moving01 = rescale(moving, *intensity_limits(moving, cfg))
-    work_fixed, work_affine = working_grid(fixed01, fixed_affine, cfg, has_net)
+    fixed_rest, moving_rest = ([rescale(channel, *intensity_limits(channel, cfg)) for channel in channels[side]]
+                               for side in ("fixed", "moving"))
+    brightest = np.max([fixed01, *fixed_rest[:cfg["data.channels"] - 1]], axis=0)
+    work_fixed, work_affine = working_grid(fixed01, fixed_affine, cfg, has_net, brightest)
     if isinstance(start, str) and start == "auto":
         start = "header" if affine else better_start(fixed, fixed_affine, moving01, moving_affine, work_fixed,
                                                      work_affine, cfg["registration.similarity"])
@@ -299,8 +302,6 @@ def _place(fixed, moving, masks, channels, affine, start, has_net, cfg, seconds)
         seconds["affine"] = time.perf_counter() - began
 
     size = work_fixed.shape
-    fixed_rest, moving_rest = ([rescale(channel, *intensity_limits(channel, cfg)) for channel in channels[side]]
-                               for side in ("fixed", "moving"))
     of_fixed = {"fixed": np.stack([work_fixed, *(_on_working_grid(channel, fixed_affine, work_affine, size)
                                                  for channel in fixed_rest)]),
                 "fixed_mask": _mask_on_working_grid(masks["fixed_mask"], fixed_affine, work_affine, size)}
@@ -314,15 +315,16 @@ def _place(fixed, moving, masks, channels, affine, start, has_net, cfg, seconds)
             "work_affine": work_affine, "pair": pair, "by_header": by_header}
 
 
-def working_grid(image, affine, cfg, as_trained):
+def working_grid(image, affine, cfg, as_trained, brightest=None):
     """The fixed volume on the grid on which the field is found.
 
     image: (D, H, W) or (H, W) in 0..1. affine: 4x4. as_trained: place it as the training did (data.img_size,
     data.spacing_mm, data.crop_above), with more voxels along an axis that would not fit; else cover its field of view
-    with voxels as large as its own, on average.
+    with voxels as large as its own, on average. brightest: of a volume of several channels the largest in each voxel,
+    by which data.crop_above goes.
     Returns: array (*work) float32; its affine 4x4.
     """
-    canonical, canonical_affine = to_canonical(image, affine)
+    canonical, canonical_affine = to_canonical(image if brightest is None else brightest, affine)
     shape, dims = canonical.shape, image.ndim
     voxel_mm = np.linalg.norm(canonical_affine[:3, :dims], axis=0)
     if as_trained:

@@ -230,8 +230,8 @@ def check_compatible(state, cfg, path, model_keys):
     if not isinstance(config, dict):
         raise InputError(f"{path} holds no config: start a new run with --fresh, or take its weights by --init-from.")
     # Through JSON, since a saved tuple and the list of a YAML file are the same setting.
-    old = {**BEFORE, **json.loads(json.dumps(config))}
     new = json.loads(json.dumps(dict(cfg)))
+    old = {**{key: value for key, value in BEFORE.items() if key in new}, **json.loads(json.dumps(config))}
     changed = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in {**old, **new}
                if key not in old or key not in new or old[key] != new[key]}
     model_keys = list(model_keys)

@@ -37,7 +37,7 @@ COPIES = [  # grids that are only a crop or a padding of the file
 def keys(size, spacing_mm=1.0, **changes):
     """The keys of a config on which a prepared volume depends."""
     known = {"model.dims": len(size), "data.name": "test", "data.root": "data", "data.img_size": list(size),
-             "data.spacing_mm": spacing_mm, "data.crop_above": 0.0, "data.percentiles": [0.5, 99.5],
+             "data.spacing_mm": spacing_mm, "data.channels": 1, "data.crop_above": 0.0, "data.percentiles": [0.5, 99.5],
              "data.window": [LOW, HIGH], "data.dtype": "float32"}
     return {**known, **{f"data.{key}": value for key, value in changes.items()}}
 

@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -17,8 +18,9 @@ import OM_prepare
 import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches, read_datasets
 from Diffusion.gradients import new_gradients
+from Diffusion.networks import build_network
 from Inference.load_model import load_model
-from Inference.refine import refine
+from Inference.registration import register
 from Runtime import attempts, checkpoint
 from Runtime.device import precision
 from Runtime.global_batch import split_step
@@ -353,7 +355,8 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
     assert om.main(["--config", "any"]) == 0
     om.refuse_nonfinite(new_state(plain), Recorder(plain))
     attempts.launcher_begin(["--config", "any", "--launcher-pid", str(os.getpid()), "--tasks", "1"])
-    refine(*torch.rand(2, 1, 1, 8, 8, 8), None, 2, Recorder(plain))
+    fixed, moving = ((volume, np.eye(4)) for volume in torch.rand(2, 12, 12, 12).numpy())
+    register(fixed, moving, (build_network(plain), Recorder(plain)), refine=2)
     assert not set(plain) - read, f"keys that nothing reads: {sorted(set(plain) - read)}"
 
 
