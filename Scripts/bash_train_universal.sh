@@ -99,7 +99,8 @@ run "${INTERPRETER[@]}" "$root/Scripts/make_anatomies.py" "${config[@]}" --out "
     --size "$size" --seed "$seed" --workers "$workers"
 keys=(--set data.root="$folder/anatomies" --set data.cache="$folder/cache" --set data.expect_samples=$((2 * count))
       ${options[@]+"${options[@]}"})
-run "${INTERPRETER[@]}" "$root/OM_prepare.py" "${config[@]}" "${keys[@]}" --workers "$workers"
+run "${INTERPRETER[@]}" "$root/OM_prepare.py" "${config[@]}" "${keys[@]}" --set run.logs="$folder/Logs" \
+    --workers "$workers"
 
 # 2. The first stage: mode 3 by the Dice of the labels alone, which does not depend on contrast.
 training --set run.models="$folder/first" --set run.logs="$folder/Logs/first" --set run.epochs="$first"

@@ -29,7 +29,7 @@ from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E40
 UNSTATED = "not stated; name it by --licence, the terms of the training data may decide it"
 MODES = """1. Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing {condition}.
 2. Contrastive: the embedding of a deformed volume is close to that of its own condition, far from other subjects'.
-3. Registration: two volumes are aligned, the network seeing all of the fixed one. No labels are used."""
+3. Registration: two volumes are aligned, the network seeing all of the fixed one. {labels}"""
 CARD = """---
 license: {licence_json}
 tags: [image-registration, medical-imaging, deformation]
@@ -198,10 +198,11 @@ def card(name, net, state, cfg, about, digest, licence):
     """
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
+    labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
     figures = table((key, "-" if value is None else f"{value:.4g}") for key, value in about["metrics"].items())
     return CARD.format(
         licence_json=json.dumps(licence), data=cfg["data.name"], name=name, architecture=architecture(net, cfg),
-        modes=MODES.format(condition=shown), training=training(state, cfg, about),
+        modes=MODES.format(condition=shown, labels=labels), training=training(state, cfg, about),
         figures=figures if about["metrics"] else "No figures were recorded for this checkpoint.",
         file=table([("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)]))
 

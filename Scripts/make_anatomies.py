@@ -119,7 +119,7 @@ def write_anatomies(args):
     tasks = [(args.out, number, args.views, size, args.seed, cfg) for number in range(args.count)
              if not all((args.out / "imagesTr" / name).exists() for name in names(number, args.views))]
     with tqdm(total=args.count, initial=args.count - len(tasks), desc=f"writing {args.out}", unit="anatomy") as bar:
-        if args.workers > 1:
+        if args.workers > 1 and len(tasks) > 1:
             for _ in run_tasks(write_anatomy, tasks, args.workers, args.out):
                 bar.update()
         else:

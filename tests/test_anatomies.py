@@ -190,7 +190,7 @@ def test_the_program_goes_on_and_refuses_another_beginning(data, tmp_path, capsy
     (folder / "labelsTr/anatomy_00000_v1.nii.gz").write_bytes(b"half of it")
     before = kept.stat().st_mtime_ns
     assert make(folder, count=2) == 0, "more of them, and the missing one"
-    assert kept.stat().st_mtime_ns == before
+    assert kept.stat().st_mtime_ns == before and make(folder, "--workers", 2, count=2) == 0, "nothing is left to do"
     assert json.loads((folder / "dataset.json").read_text())["numTraining"] == 6
     assert len(files(folder)) == 12 and files(folder).items() <= files(data / "anatomies").items()
     capsys.readouterr()

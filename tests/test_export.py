@@ -91,6 +91,11 @@ def test_a_checkpoint_outside_its_run_has_a_card_without_figures(tmp_path):
     copy.write_bytes((run / "000002_demo_om_net.pth").read_bytes())
     target, page = export_model.export(copy)
     assert target.name == "mine.safetensors" and same(load_model(target)[0].state_dict(), weights)
+    assert "No labels are used." in page.read_text()
+    cfg = config(tmp_path, loss__dice=0.1)
+    said = export_model.card("a", load_model(target)[0], checkpoint.load(copy), cfg, {"metrics": {}, "commit": "",
+                                                                                      "torch": ""}, "", "")
+    assert "Its loss has the Dice of label maps too." in said and "No labels are used." not in said
     assert "No figures were recorded" in page.read_text() and "not recorded" in page.read_text()
 
 

@@ -159,19 +159,20 @@ def test_the_script_explains_itself_and_refuses_what_it_does_not_know():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # ten programs, one after another
 def test_the_script_makes_a_network_that_registers_and_goes_on_after_its_end(volumes, monkeypatch):
     pytest.importorskip("safetensors", reason="pip install -r requirements-export.txt")
     into = volumes / "made/universal.safetensors"
     sets = [word for key, value in TINY.items() if key != "data.expect_samples" for word in ("--set", f"{key}={value}")]
-    words = ["bash", SCRIPT, "--folder", volumes / "work", "--count", "12", "--size", "16", "--workers", "2",
+    words = ["bash", SCRIPT, "--folder", volumes / "work", "--count", "10", "--size", "16", "--workers", "2",
              "--first-epochs", "1", "--second-epochs", "1", "--into", into, "--", *sets, "--set",
-             "data.val_fraction=0.2"]
+             "data.val_fraction=0.2", "--set", "data.pairs=4"]
     environment = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     with monkeypatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
         for _ in range(2):  # the second time everything is there
-            done = launching.run(words, cwd=volumes)
+            done = launching.run(words, timeout=500, cwd=volumes)
             assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\n+ ") == 8 and (into.parent / "universal.md").is_file()
     monkeypatch.setattr(loading, "UNIVERSAL", into)
