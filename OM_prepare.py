@@ -158,11 +158,11 @@ def sample_of(folder, volumes, channels, most=24):
     places = [row[3] for row in rows], [row[4] for row in rows]
     # Maps are not kept: another run in this process may make files of the same names.
     images, labels = (cache.Rows(folder, kind, *places, keep=False) for kind in ("image", "label"))
-    return [(row[0], np.asarray(channels_of(images[number], channels)[0]), labels[number] if row[5] else None)
+    return [(row[0], np.asarray(split_channels(images[number], channels)[0]), labels[number] if row[5] else None)
             for number, row in enumerate(rows)]
 
 
-def channels_of(image, count):
+def split_channels(image, count):
     """A stored image, (D, H, W) or (C, D, H, W), as the sequence of its channels. count: data.channels."""
     return [image] if count == 1 else image
 
@@ -183,7 +183,7 @@ def export(folder, cfg, identity, out):
             continue
         stored = np.asarray(cache.Rows(folder, kind, opened["groups"], opened["rows"])[number])
         is_image = kind == "image"
-        for channel, array in enumerate(channels_of(stored, cfg["data.channels"] if is_image else 1)):
+        for channel, array in enumerate(split_channels(stored, cfg["data.channels"] if is_image else 1)):
             array = cache.decode(array) if is_image else array.astype(np.int16)
             back = to_original(array, record, order=1 if is_image else 0, intensities=is_image, channel=channel)
             name = f"{identity}_{kind}_{channel + 1}" if channel else f"{identity}_{kind}"

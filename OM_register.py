@@ -28,7 +28,7 @@ import nibabel
 import numpy as np
 from tqdm import tqdm
 
-from Dataloader.datalist import volume_id
+from Dataloader.datalist import MOST_CHANNELS, volume_id
 from Dataloader.grids import same_grid
 from Dataloader.nifti import read_header, read_label, read_points, read_raw_header, read_volume
 from Dataloader.transforms import read_any_field
@@ -38,7 +38,7 @@ from Inference.labels import LABELS, apply_label
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import ALSO, disp_name, write_pair, write_points, write_warped
 from Inference.pair_figures import COLUMNS, means, pair_figure, read_pair, write_report
-from Inference.pair_lists import CHANNELS, MOST_CHANNELS, TO_REGISTER, channels_of, read_pairs_to_register
+from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, read_pairs_to_register
 from Inference.refine import STEPS
 from Inference.registration import (  # noqa: F401  register: for others
     AFFINES,

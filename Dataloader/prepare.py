@@ -80,11 +80,11 @@ def describe(item, prepared):
     """What the cache keeps of a volume besides its voxels, as JSON can hold it. prepared: from `on_grid`."""
     header = read_raw_header(item["image"])
     return {"shape": list(prepared["shape"]), "affine": prepared["affine"].tolist(),
-            "grid_affine": prepared["grid_affine"].tolist(), "low": plain(prepared["low"]),
-            "high": plain(prepared["high"]), "header": base64.b64encode(header.binaryblock).decode()}
+            "grid_affine": prepared["grid_affine"].tolist(), "low": as_json(prepared["low"]),
+            "high": as_json(prepared["high"]), "header": base64.b64encode(header.binaryblock).decode()}
 
 
-def plain(number):
+def as_json(number):
     """An intensity as a float, those of several channels as a list of floats."""
     return [float(value) for value in number] if isinstance(number, list) else float(number)
 

@@ -203,7 +203,7 @@ def place(image, affine, cfg, mask=None, channels=()):
     channels: further channels of the image, of its shape. Raises InputError where they are not as many as the config
     says, or of another shape.
     """
-    require_channels(image, channels, cfg)
+    require_all_channels(image, channels, cfg)
     affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
     images = (image, *channels)
     box = focus(images, affine, cfg, mask)
@@ -212,7 +212,7 @@ def place(image, affine, cfg, mask=None, channels=()):
     return torch.from_numpy(np.stack([array for array, _ in placed]))[None], placed[0][1]
 
 
-def require_channels(image, channels, cfg):
+def require_all_channels(image, channels, cfg):
     """Raises InputError for another number of channels than the network was trained with, or of another shape."""
     if 1 + len(channels) != cfg["data.channels"]:
         raise InputError(f"image: {1 + len(channels)} of the {cfg['data.channels']} channels that the model was "

@@ -7,10 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from Dataloader.datalist import PAIR_KEYS, pair_files, read_json, volume_id
+from Dataloader.datalist import MOST_CHANNELS, PAIR_KEYS, pair_files, read_json, volume_id
 from Runtime.errors import InputError
 
-MOST_CHANNELS = 5
 CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_CHANNELS + 1))
             for side in ("fixed", "moving")}
 TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "fixed_mask", "moving_mask", "points",

@@ -11,8 +11,8 @@ import os
 import re
 from pathlib import Path
 
+from Dataloader.datalist import MOST_CHANNELS
 from Inference.pair_figures import COLUMNS, means
-from Inference.pair_lists import MOST_CHANNELS
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 

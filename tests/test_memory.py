@@ -187,10 +187,10 @@ def test_measure_on_the_cpu_is_cheap_and_knows_its_limit():
     assert measure(CPU)["host_used"] - before["host_used"] == pytest.approx(4 * shared.numel(), abs=8 * MIB)
     seconds = []
     for _ in range(20):
-        started = time.perf_counter()
+        started = time.thread_time()  # of a processor: the clock would also count the tests beside this one
         measure(CPU)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 1e-3
+        seconds.append(time.thread_time() - started)
+    assert min(seconds) < 2e-3, "a hundredth of the shortest step there is"
 
 
 @pytest.mark.parametrize("v1", [False, True])
