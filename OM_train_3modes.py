@@ -152,12 +152,22 @@ def step_registration(net, batch, cfg):
 
 # The modes of a step, in their order. A fourth mode is a step function, a line here and its call in train_step.
 #   step       (net, batch, cfg) -> the loss, its terms by name, and, if need be, what train_step keeps of the batch
+#   weights    config keys, loss.*, of the weights of its terms: with all of them 0 the mode is not computed
 #   clip_norm  config key of the largest norm of its gradient; None for no limit
 #   gate       config key: the mode runs in a step whose `ang` is below it; None for every step
-Mode = collections.namedtuple("Mode", "step clip_norm gate")
-MODES = {"diffusion": Mode(step_diffusion, None, None),
-         "contrastive": Mode(step_contrastive, "contrastive.clip_norm", None),
-         "registration": Mode(step_registration, "registration.clip_norm", "registration.gate")}
+Mode = collections.namedtuple("Mode", "step weights clip_norm gate")
+MODES = {"diffusion": Mode(step_diffusion, ("dist", "ang", "regul"), None, None),
+         "contrastive": Mode(step_contrastive, ("contrastive",), "contrastive.clip_norm", None),
+         "registration": Mode(step_registration, ("imgsim", "imgmse", "ddf", "dice"), "registration.clip_norm",
+                              "registration.gate")}
+
+
+def modes_of(cfg):
+    """The modes of MODES that a training has: those with a weight above 0. Raises InputError if there is none."""
+    modes = {name: mode for name, mode in MODES.items() if any(cfg[f"loss.{weight}"] for weight in mode.weights)}
+    if not modes:
+        raise InputError("every weight of `loss` is 0, so nothing would be learned: give at least one mode a weight.")
+    return modes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -419,42 +429,52 @@ def push_of_all_ranks(state, volumes, kept):
 
 
 def train_step(state, volumes, pairs, cfg, **raised):
-    """One step of all modes.
+    """One step of all modes that the config gives a weight.
 
     volumes, pairs: lists of batches, of `epoch_batches`. raised: what this rank asks for, see agree.agree.
-    Returns: the step's line of the log, and what mode 1 agreed on.
+    Returns: the step's line of the log, and what its first mode agreed on.
     """
-    progress, device = state["progress"], state["device"]
-    watchdog.phase("deform")
-    batches = volume_batches(state, volumes, cfg)
+    progress, device, wanted, modes = state["progress"], state["device"], modes_of(cfg), {}
     compare = cfg["run.checksum_every"] and progress["step"] % cfg["run.checksum_every"] == 0
-    diffusion = train_mode(state, "diffusion", batches, cfg,
-                           weights=replicated(state["net"]) if compare else None, **raised)
+    # What the first agreement of a step carries; it is that of the first mode, which runs in every step.
+    raised.update(weights=replicated(state["net"]) if compare else None)
+    watchdog.phase("deform")
+    batches = volume_batches(state, volumes, cfg) if {"diffusion", "contrastive"} & set(wanted) else []
+    if "diffusion" in wanted:
+        modes["diffusion"] = train_mode(state, "diffusion", batches, cfg, **raised)
     for batch in batches:  # mode 2 needs neither
         del batch["target_field"], batch["keep"]
     memory.empty_cache(cfg, device)
 
-    for batch, targets in zip(batches, target_embeddings(state["net"], state["ema"], batches, cfg)):
-        batch["targets"] = targets
-    contrastive = train_mode(state, "contrastive", batches, cfg)
-    if contrastive["moved"]:
-        push_of_all_ranks(state, volumes, contrastive["kept"])
-    modes = {"diffusion": diffusion, "contrastive": contrastive}
-    del batches, batch
+    if "contrastive" in wanted:
+        for batch, targets in zip(batches, target_embeddings(state["net"], state["ema"], batches, cfg)):
+            batch["targets"] = targets
+        modes["contrastive"] = train_mode(state, "contrastive", batches, cfg, **({} if modes else raised))
+        if modes["contrastive"]["moved"]:
+            push_of_all_ranks(state, volumes, modes["contrastive"]["kept"])
+    batches = batch = None  # what mode 3 needs no memory for
     memory.empty_cache(cfg, device)
 
-    gate_open = diffusion["moved"] and diffusion["terms"]["ang"] < cfg[MODES["registration"].gate]
+    gate_open = "registration" in wanted and gate_is_open(modes, cfg)
     if gate_open:
-        modes["registration"] = train_mode(state, "registration", pair_batches(state, pairs, cfg), cfg)
+        modes["registration"] = train_mode(state, "registration", pair_batches(state, pairs, cfg), cfg,
+                                           **({} if modes else raised))
         memory.empty_cache(cfg, device)
 
     update_ema(state["ema"], state["net"], cfg, progress["step"])
     nonfinite = [mode["moved"] for mode in modes.values()].count(False)
     count_step(progress, gate_open, nonfinite)
     terms = {name: value for mode in modes.values() for name, value in mode["terms"].items()}
-    line = {"epoch": progress["epoch"], "ang": terms["ang"], "open": gate_open, "nonfinite": nonfinite,
+    line = {"epoch": progress["epoch"], "ang": terms.get("ang"), "open": gate_open, "nonfinite": nonfinite,
             "terms": of_their_share(terms), "norms": {name: mode["norm"] for name, mode in modes.items()}}
-    return line, diffusion
+    return line, next(iter(modes.values()))
+
+
+def gate_is_open(modes, cfg):
+    """Whether mode 3 runs in this step. modes: what those before it came to; a training without mode 1 has no gate."""
+    if "diffusion" not in modes:
+        return True
+    return modes["diffusion"]["moved"] and modes["diffusion"]["terms"]["ang"] < cfg[MODES["registration"].gate]
 
 
 def count_step(progress, gate_open, nonfinite):
@@ -686,8 +706,9 @@ def main(argv=None):
         ranks = launch.environment()
         if args.debug:
             launch.debug()
+        modes = modes_of(cfg)  # before a folder is made
         if args.dry_run:
-            return dry_run(cfg, ranks["world_size"], MODES)
+            return dry_run(cfg, ranks["world_size"], modes)
         run = launch.open_run(ranks, cfg, args.fresh)
         code = train(cfg, args, ranks, run)
     except InputError as error:

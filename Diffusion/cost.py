@@ -50,7 +50,7 @@ def count_costs(loss_function, network, alive):
 def stand_in(cfg, pair_batch, modes, labels):
     """A network and batch of a config without values, of which the cost can be counted: call under FakeTensorMode.
 
-    pair_batch: pairs of one forward. modes: MODES of the training script. labels: how many loss.dice compares.
+    pair_batch: pairs of one forward. modes: of modes_of in the training script. labels: how many loss.dice compares.
     Returns: the network; a function from a mode's name to its loss.
     """
     size, batchsize = cfg["data.img_size"], cfg["data.batchsize"]
@@ -77,7 +77,7 @@ def stand_in(cfg, pair_batch, modes, labels):
 def mode_costs(cfg, pair_batch, modes, rules=None, labels=1):
     """`count_costs` of each mode of a config.
 
-    pair_batch: pairs of one forward. modes: MODES of the training script. rules: DeviceAutocast() for those of an
+    pair_batch: pairs of one forward. modes: of modes_of in the training script. rules: DeviceAutocast() for those of an
     accelerator; None for those of a CPU. labels: how many loss.dice compares, see `training_volumes`.
     Returns: the network, on tensors without values; {mode: costs}.
     """
@@ -124,7 +124,7 @@ def labels_of_first(dataset, cfg):
 def dry_run(cfg, world_size, modes):
     """Build everything on tensors without values, print what a step costs, and as the last line the same as JSON.
 
-    world_size: ranks it is meant for. modes: MODES of the training script. Returns: the exit code.
+    world_size: ranks it is meant for. modes: of modes_of in the training script. Returns: the exit code.
     """
     size, word = "x".join(map(str, cfg["data.img_size"])), cfg["model.condition_type"]
     volumes, listed, source, labels = training_volumes(cfg)

@@ -168,8 +168,8 @@ def clipped_away(found):
 def stuck_gate(found):
     """Mode 3 waits behind its gate, and `ang` does not come nearer to it."""
     cfg, steps = config_of(found), step_columns(found)
-    gate = cfg.get("registration.gate")
-    if gate is None or len(steps["step"]) < GATE_STEPS:
+    gate, weights = cfg.get("registration.gate"), ("loss.imgsim", "loss.imgmse", "loss.ddf", "loss.dice")
+    if gate is None or len(steps["step"]) < GATE_STEPS or not any(cfg.get(weight, 1) for weight in weights):
         return []
     opened = np.flatnonzero(steps["open"] == 1)
     shut = len(steps["step"]) - (opened[-1] + 1 if len(opened) else 0)

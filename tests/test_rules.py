@@ -99,6 +99,8 @@ def test_a_gate_that_stays_shut_is_found(ang, gate, stuck, tmp_path):
     if stuck:
         assert "has not run in the last 500 steps: ang is -0." in each["stuck gate"]["sentence"]
         assert "raise registration.gate" in each["stuck gate"]["advice"]
+        off = {f"loss__{name}": 0.0 for name in ("imgsim", "imgmse", "ddf", "dice")}  # then mode 3 is not to run
+        assert found(made_up_run(tmp_path / "off", step=step, registration__gate=gate, **off)) == {}
 
 
 def test_overfitting_is_found_where_validation_falls_and_training_does_not(tmp_path):

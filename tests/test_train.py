@@ -211,6 +211,38 @@ def test_closed_gate_leaves_mode_3_out_of_the_averages(data, tmp_path, capfd):
     assert "regist - imgsim -" in capfd.readouterr().out
 
 
+OFF = {"diffusion": ("total", {"loss__dist": 0.0, "loss__ang": 0.0, "loss__regul": 0.0}),
+       "contrastive": ("contrastive", {"loss__contrastive": 0.0}),
+       "registration": ("regist", {"loss__imgsim": 0.0, "loss__imgmse": 0.0, "loss__ddf": 0.0})}
+
+
+@pytest.mark.parametrize("wanted", [["registration"], ["contrastive"], ["diffusion", "registration"],
+                                    ["contrastive", "registration"]], ids="+".join)
+def test_a_mode_without_weights_is_not_computed_and_resuming_stays_exact(wanted, data, tmp_path, capfd, monkeypatch):
+    changes = {key: value for mode, (_, keys) in OFF.items() if mode not in wanted for key, value in keys.items()}
+    for mode in set(OFF) - set(wanted):
+        monkeypatch.setitem(om.MODES, mode, om.MODES[mode]._replace(step=None))  # to call it would raise TypeError
+    if "diffusion" not in wanted:
+        changes["registration__gate"] = -1  # there is none without mode 1
+    if wanted == ["registration"]:
+        monkeypatch.setattr(om, "deform_batch", None)
+    assert run_here(data, tmp_path / "whole", **changes) == 0
+    weights = final_weights(capfd.readouterr().out)
+    entry = log_lines(tmp_path / "whole", "epoch")[-1]
+    assert {mode for mode, (term, _) in OFF.items() if entry[term] is not None} == set(wanted)
+    assert entry["open_share"] == ("registration" in wanted)
+    for code in (42, 42, 0):
+        assert run_here(data, tmp_path / "parts", "--max-steps-before-restart", "5", **changes) == code
+    assert final_weights(capfd.readouterr().out) == weights
+
+
+def test_without_any_weight_there_is_nothing_to_learn(data, tmp_path, capfd):
+    changes = {key: value for _, keys in OFF.values() for key, value in keys.items()}
+    assert run_here(data, tmp_path, **changes) == 43
+    assert "every weight of `loss` is 0" in capfd.readouterr().err
+    assert not (tmp_path / "Models").exists()
+
+
 def test_all_modes_move_the_weights(data):
     cfg = config(data)
     state = new_state(cfg)

@@ -254,7 +254,7 @@ def counted_activations(context, at):
     if key not in known:
         at("counting activations")
         import OM_train_3modes as training  # here, since only a training on CPUs needs it
-        count = activation_bytes(cfg, sharing_ranks(context), training.MODES)
+        count = activation_bytes(cfg, sharing_ranks(context), training.modes_of(cfg))
         known = dict([*known.items(), (key, count)][-KEPT_COUNTS:])
         with contextlib.suppress(OSError):  # the folder check reports a full disk
             write_file(path, json.dumps(known, indent=1) + "\n")

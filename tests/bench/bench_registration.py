@@ -3,8 +3,9 @@
     python tests/bench/bench_registration.py [--train-minutes 40 | --checkpoint F] [--vxm-minutes 40 | --vxm-weights F]
 
 The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and no choice of settings has seen. Ours:
-`net`, the network alone, `refine`, the same with --refine, and `refine_none`, affine stage and refinement without any
-network. Peers, in an environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine,
+`net`, the network alone, `refine`, the same with --refine, `refine_none`, affine stage and refinement without any
+network, `labels`, a network alone whose training saw the labels of its volumes, and `labels_few`, the labels of five of
+them. Peers, in an environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine,
 SyN, and SyN with local correlation of radius 2 and iterations 40/20/5), Greedy with local correlation after its affine
 stage, DIPY's SyN with local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as
 long on the same volumes. All get the same files (intensities 0 to 1, headers kept) and the same threads. Those without
@@ -66,7 +67,12 @@ PEERS = {  # name: the method of peers.py and its options
     "voxelmorph": ("voxelmorph", {}),
 }
 NO_NETWORK = ROOT / "Config/config_hippocampus.yaml"  # whose refine.* are taken where there is no network
-OURS = ("net", "refine", "refine_none")
+LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1-7", "data.labelled_pairs=0.5")
+# Our trainings: name: config, overrides, option with the checkpoint of an earlier one.
+TRAININGS = {"net": (NO_NETWORK, (), "checkpoint"), "labels": (LABELS, (), "labels_checkpoint"),
+             "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
+NETWORKS = {"net": "net", "refine": "net", "labels": "labels", "labels_few": "labels_few"}  # which a method takes
+OURS = (*NETWORKS, "refine_none")
 METHODS = ("identity", *PEERS, *OURS)
 FEATURES = [16] * 5, [16, 32, 32, 32]  # the default of VxmPairwise; four levels of the first paper's widths
 VXM_SETTINGS = [{"nb_features": features, "integration_steps": 5, "lr": lr, "weight": weight} for features, lr, weight
@@ -158,25 +164,25 @@ def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True, **more
 # Training: ours and VoxelMorph, on the volumes 1-60 without labels
 # ---------------------------------------------------------------------------------------------------------------------
 
-def train_ours(minutes, data, out, threads):
-    """A training of config_hippocampus.yaml with as many epochs as that many minutes hold: the path of its checkpoint.
+def train_ours(name, minutes, data, out, threads):
+    """One of TRAININGS with as many epochs as that many minutes hold: the path of its checkpoint.
 
     The learning rate falls to zero in the last of run.epochs, so a short first run finds out how many there is time
     for. It counts, and so does everything else: what is not done when the minutes are over is cut off.
     """
-    began, config = time.time(), ROOT / "Config/config_hippocampus.yaml"
-    keys = {"data.root": data, "data.cache": "", "run.models": out / "Models", "run.logs": out / "Logs",
-            "run.threads": threads}
+    began, (config, overrides, _) = time.time(), TRAININGS[name]
+    keys = {"data.root": data, "data.name": f"hippocampus_{name}", "data.cache": "", "run.models": out / "Models",
+            "run.logs": out / "Logs", "run.threads": threads}
 
     def train(**more):
-        words = [f"{key}={value}" for key, value in {**keys, **more}.items()]
+        words = [*overrides, *(f"{key}={value}" for key, value in {**keys, **more}.items())]
         left = str(max(60 * minutes - (time.time() - began), 1))
         done = subprocess.run([sys.executable, ROOT / "OM_train_3modes.py", "--config", config, "--fresh",
                                "--max-seconds-before-restart", left, *[w for word in words for w in ("--set", word)]],
                               cwd=ROOT, stdout=sys.stderr)
         if done.returncode not in (DONE, PLANNED_RESTART):
             raise InputError(f"the training ended with {done.returncode}; see what it said above.")
-        return max((out / "Models").glob("hippocampus_*"), key=lambda folder: folder.stat().st_mtime)
+        return max((out / "Models").glob(f"hippocampus_{name}_om_net*"), key=lambda folder: folder.stat().st_mtime)
 
     lines = read_lines(train(**{"run.epochs": 1, "data.repeats": 1}) / "rank0.jsonl")
     steps, epoch = ([line["time"] for line in lines if line["event"] == kind] for kind in ("step", "epoch"))
@@ -355,9 +361,10 @@ def publish(results, out, title, lead, references, sections=(), more=None):
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Registration of 40 hippocampus pairs: this project and its peers.")
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--train-minutes", type=float, default=40, metavar="N", help="train first (%(default)s)")
-    model.add_argument("--checkpoint", metavar="F", help="a checkpoint, .safetensors file or run folder instead")
+    parser.add_argument("--train-minutes", type=float, default=40, metavar="N", help="of each training (%(default)s)")
+    parser.add_argument("--checkpoint", metavar="F", help="a checkpoint, .safetensors file or run folder instead")
+    parser.add_argument("--labels-checkpoint", metavar="F", help="the same for the training with all labels")
+    parser.add_argument("--few-labels-checkpoint", metavar="F", help="the same for that with the labels of five volumes")
     parser.add_argument("--vxm-minutes", type=float, default=40, metavar="N", help="train VoxelMorph (%(default)s)")
     parser.add_argument("--vxm-weights", metavar="F", help="voxelmorph.pt of an earlier run instead")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
@@ -387,19 +394,23 @@ def made_in(note, minutes):
     return note.exists() and json.loads(note.read_text())["minutes"] == minutes
 
 
-def our_model(args):
-    """The checkpoint of --checkpoint, of a training that --resume finds, or of a new one."""
-    if args.checkpoint:
-        return find_checkpoint(args.checkpoint)
-    note = args.out / "training.json"
-    if args.resume and made_in(note, args.train_minutes):
-        return find_checkpoint(json.loads(note.read_text())["checkpoint"])
-    path = train_ours(args.train_minutes, args.data, args.out, args.threads)
-    write_json(note, {"minutes": args.train_minutes, "checkpoint": str(path)})
-    return path
+def our_model(name, args):
+    """Network and config of one of TRAININGS: of the checkpoint given, of a training that --resume finds, or a new one.
+
+    Returns: its path, (net, config).
+    """
+    given, note = getattr(args, TRAININGS[name][2]), args.out / f"training-{name}.json"
+    if given:
+        path = find_checkpoint(given)
+    elif args.resume and made_in(note, args.train_minutes):
+        path = find_checkpoint(json.loads(note.read_text())["checkpoint"])
+    else:
+        path = train_ours(name, args.train_minutes, args.data, args.out, args.threads)
+        write_json(note, {"minutes": args.train_minutes, "checkpoint": str(path)})
+    return path, load_model(path, overrides=args.overrides)
 
 
-def method_of(name, args, model, python):
+def method_of(name, args, models, python):
     """(generator of a method, what has to be the same to resume it)."""
     if name == "identity":
         return identity, {}
@@ -407,7 +418,8 @@ def method_of(name, args, model, python):
         cfg = load_config(NO_NETWORK, args.overrides)
         settings = {"refine": args.refine, "config": cfg, "threads": args.threads}
         return lambda pairs: ours(pairs, None, True, args.refine, cfg), settings
-    if name in OURS:
+    if name in NETWORKS:
+        model = models[NETWORKS[name]]
         options = {"affine": args.affine, "refine": args.refine if name == "refine" else 0}
         settings = {**options, "weights": sha256(model[0]), "overrides": args.overrides, "threads": args.threads}
         return lambda pairs: ours(pairs, model[1], **options), settings
@@ -434,17 +446,16 @@ def main(argv=None):
         pairs = read_pairs(args.data)[:args.limit]
         pairs = prepare_pairs(subjects(args.data, TEST), pairs, args.out / "work/volumes", args.start)
         python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) else None
-        model = None
-        if {"net", "refine"} & set(args.methods):
-            path = our_model(args)
-            model = (path, load_model(path, overrides=args.overrides))
+        models = {name: our_model(name, args) for name in TRAININGS
+                  if name in [NETWORKS.get(method) for method in args.methods]}
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
     names = [name for name in METHODS if name in args.methods]
-    results, failed = run_methods(names, lambda name: method_of(name, args, model, python), pairs, args)
+    results, failed = run_methods(names, lambda name: method_of(name, args, models, python), pairs, args)
     lead = (f"{len(pairs)} ordered pairs of volumes that no training has seen; {args.threads} threads. "
-            + (f"Ours: {model[0].name}, refinement of {args.refine} steps." if model else ""))
+            + (f"Ours: {', '.join(path.name for path, _ in models.values())}, refinement of {args.refine} steps."
+               if models else ""))
     if results:
         publish(results, args.out, "Registration of the hippocampus", lead, OURS)
     if failed:
