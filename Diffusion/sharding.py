@@ -63,7 +63,19 @@ def shard(net, device, dtype, channels_last):
     for module in [*(module for module in modules if isinstance(module, BLOCKS)), net]:
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
+        if module is not net:
+            module.register_forward_pre_hook(gather_again)
     return net
+
+
+def gather_again(module, inputs):
+    """Gather the weights of a block that is computed again in the backward pass (model.use_checkpoint).
+
+    Older versions of torch (2.8 among them) leave that to the gradient of its output. With the same block in two passes
+    (model.rec_num), its weights have been given away by then, after the gradient of the later pass.
+    """
+    if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
+        module.unshard()
 
 
 def cast_anew(module, inputs):

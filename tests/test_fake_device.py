@@ -61,10 +61,16 @@ def result_type(call, pair):
         return "refused"
 
 
+# Of these a torch with CUDA in it asks the driver, also on fake tensors.
+ASKING = ("conv3d", "conv_transpose3d", "scaled_dot_product_attention")
+
+
 # On a fake XPU torch looks for a real one before it computes attention.
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind in ("cuda", "xpu") for name in CALLS
                                         if (kind, name) != ("xpu", "scaled_dot_product_attention")])
 def test_casts_are_those_of_the_device(kind, name):
+    if kind == "cuda" and name in ASKING and torch.version.cuda and not torch.cuda.is_available():
+        pytest.skip("this torch asks the CUDA driver, and there is none")
     with FakeTensorMode():
         wanted, ours = types_on(kind, *CALLS[name])
     assert ours == wanted and wanted.count("refused") < 3

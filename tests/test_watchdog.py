@@ -364,4 +364,5 @@ def test_saving_has_the_time_that_a_write_takes_and_not_only_the_copy(tmp_path):
     done = launching.run([sys.executable, "-c", SLOW_STORAGE, *words], cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     spent = [line["spent"] for line in log_lines(tmp_path, "step") + log_lines(tmp_path, "end")]
-    assert sum(seconds.get("checkpoint", 0) for seconds in spent) > 3
+    # Three writes of two seconds each, beside which steps go on; the last one alone would be 2.
+    assert sum(seconds.get("checkpoint", 0) for seconds in spent) > 2.5
