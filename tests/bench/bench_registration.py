@@ -364,7 +364,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--train-minutes", type=float, default=40, metavar="N", help="of each training (%(default)s)")
     parser.add_argument("--checkpoint", metavar="F", help="a checkpoint, .safetensors file or run folder instead")
     parser.add_argument("--labels-checkpoint", metavar="F", help="the same for the training with all labels")
-    parser.add_argument("--few-labels-checkpoint", metavar="F", help="the same for that with the labels of five volumes")
+    parser.add_argument("--few-labels-checkpoint", metavar="F", help="the same for that with the labels of five")
     parser.add_argument("--vxm-minutes", type=float, default=40, metavar="N", help="train VoxelMorph (%(default)s)")
     parser.add_argument("--vxm-weights", metavar="F", help="voxelmorph.pt of an earlier run instead")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
