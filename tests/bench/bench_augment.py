@@ -1,23 +1,31 @@
-"""What deformed copies are worth: a small segmentation network learns from five labelled volumes, with and without.
+"""What deformed copies are worth: a small segmentation network learns from a few labelled volumes, with and without.
 
-    python tests/bench/bench_augment.py [--checkpoint Models/hippocampus_om_net] [--steps 1500] [--seeds 3]
+    python tests/bench/bench_augment.py [--checkpoint Models/hippocampus_om_net] [--shots 1 2] [--resume]
 
-Hippocampus (real MR crops of ../shared/data/hippocampus, 1 mm, two labels), five volumes drawn from ids 1-60, Dice on
-all volumes of ids 231-280; settings are tuned with --test-ids 201-230. The methods, of which each but the first deforms
-every volume --draws times, once for all trainings:
-  none            the five volumes as they are
+Hippocampus (real MR crops of ../shared/data/hippocampus, 1 mm, two labels). The labelled volumes are drawn from ids
+1-60, whose other volumes are there without labels; Dice on all volumes of ids 231-280, settings are tuned with
+--test-ids 201-230. The methods:
+  none            the labelled volumes as they are
+  elastic         MONAI's Rand3DElasticd with the settings of its tutorials: sigma 5-7 voxels, magnitude 50-150
+  elastic_strong  the same with magnitude 150-350
+  registration    no training: each labelled volume is registered to the test volume (affine stage and refinement,
+                  without a network), and the labels that they bring vote
   random          ours, --model none: random deformations of the times --start, local ones (OURS), since the volumes
                   are crops around the same structure: larger shifts are not what their shapes differ in
   recovered       ours, with the checkpoint's recovery from them (only with --checkpoint)
-  towards         ours, with recovery towards another volume of ids 1-60, whose label is not looked at (the same)
-  elastic         MONAI's Rand3DElasticd with the settings of its tutorials: sigma 5-7 voxels, magnitude 50-150
-  elastic_strong  the same with magnitude 150-350
-All volumes are deformed on their own grids, linear for images and nearest neighbour for labels, beyond the border the
+  towards         ours, with recovery towards another, unlabelled volume of ids 1-60 (the same)
+  moved           ours: the labelled volume registered to unlabelled ones, with its own intensities and label
+  transferred     the same fields, the intensities those of the unlabelled volume: it and the label that was brought
+Each volume is deformed --draws times, once for all trainings, on its own grid, linear for images, beyond the border the
 nearest voxel; then cropped or padded to the network's grid. In a training a sample is a draw with probability --share,
 else the volume itself. The config's augment.* (affine, gamma) is added to the samples of every method, of `none` too:
 without it (--no-common) the spread over the seeds is larger than what lies between the methods. Network (three levels,
-0.1 M weights), its first weights, the order of the volumes and the number of steps are the same for all methods. Dice
-is the mean over labels and volumes; then mean and standard deviation over the seeds.
+0.1 M weights), its first weights, the order of the volumes and the number of steps are the same for all methods.
+
+Protocol, written down before the test volumes were scored: the volumes are shuffled --subsets times; --shots K takes
+the first K of each order. Dice is the mean over labels and volumes, then over the --seeds trainings of a subset. What
+--ours is worth is its difference from the best of the other programs' methods (the first four), subset by subset, with
+the interval that holds its mean with 95 % by Student's t. Draws and scores are written at once; --resume goes on.
 """
 import argparse
 import json
@@ -29,6 +37,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy import ndimage, stats
 from torch import nn
 from tqdm import tqdm
 
@@ -42,40 +51,55 @@ from Diffusion.batch_augment import augment as common_augment  # noqa: E402
 from Diffusion.batch_augment import random_affine  # noqa: E402
 from Diffusion.fields import affine_field, warp  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
-from Inference.augmentation import STRIDE, augment, measure, pick_target, subject_number  # noqa: E402
-from Inference.load_model import load_model  # noqa: E402
+from Inference.augmentation import STRIDE, augment, pick_target, subject_number  # noqa: E402
+from Inference.labels import apply_label  # noqa: E402
+from Inference.load_model import find_checkpoint, load_model  # noqa: E402
+from Inference.registration import register  # noqa: E402
 from OM_augment import read_start  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import autocast  # noqa: E402
-from Runtime.errors import STOP, InputError  # noqa: E402
+from Runtime.errors import DONE, STOP, InputError  # noqa: E402
+from Runtime.files import sha256, write_file  # noqa: E402
 from Runtime.keyed_random import generator, uniform  # noqa: E402
 from Runtime.page import text_table  # noqa: E402
 
 DATA = ROOT.parent / "shared/data/hippocampus"
 CONFIG = ROOT / "Config/config_hippocampus.yaml"
-METHODS = ("none", "random", "recovered", "towards", "elastic", "elastic_strong")
+OTHERS = ("none", "elastic", "elastic_strong", "registration")
+METHODS = (*OTHERS, "random", "recovered", "towards", "moved", "transferred")
 MAGNITUDE = {"elastic": (50, 150), "elastic_strong": (150, 350)}
 SIGMA = (5, 7)
 OURS = ["diffusion.grids=[16,32]", "diffusion.v_scale=1.6e-4"]  # tuned on 201-230; for `random`
-TRAIN_IDS, TRAINED, LABELS, BATCH, LR = "1-60", 5, (1, 2), 2, 2e-3
+REFINE = 100  # steps, for the methods that register
+TRAIN_IDS, LABELS, BATCH, LR = "1-60", (1, 2), 2, 2e-3
 WIDTHS = (8, 16, 32)
 
 
 def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description="Segmentation learned from five volumes, by how they were augmented.")
+    parser = argparse.ArgumentParser(description="Segmentation learned from a few volumes, by how they were augmented.")
     parser.add_argument("--data", default=str(DATA), help="volumes with labels 1 and 2 (%(default)s)")
     parser.add_argument("--checkpoint", help="model for the methods `recovered` and `towards`")
-    parser.add_argument("--methods", default=",".join(METHODS), help="some of %(default)s")
-    parser.add_argument("--steps", type=int, default=1500, help="optimiser steps of a training (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each method (%(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
+                        help=f"some of {', '.join(METHODS)} (all)")
+    parser.add_argument("--shots", nargs="+", type=int, default=[1, 2, 5, 10], metavar="K",
+                        help="how many volumes have labels (1 2 5 10)")
+    parser.add_argument("--subsets", type=int, default=8, metavar="N", help="of the volumes (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="trainings of each subset (%(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="optimiser steps of a training (%(default)s)")
     parser.add_argument("--draws", type=int, default=32, help="deformed copies of each volume (%(default)s)")
     parser.add_argument("--start", default="10-50", help="time or times of the random deformations (%(default)s)")
     parser.add_argument("--stride", type=int, default=STRIDE, help="times per step of the recovery (%(default)s)")
     parser.add_argument("--share", type=float, default=0.8, help="how often a sample is a draw (%(default)s)")
+    parser.add_argument("--ours", choices=METHODS, default="transferred", metavar="NAME",
+                        help="which of ours is compared with the best of the others (%(default)s)")
     parser.add_argument("--no-common", action="store_true", help="leave out the config's augment.*, which every method "
                         "has otherwise")
     parser.add_argument("--test-ids", default="231-280", help="held-out volumes (%(default)s)")
     parser.add_argument("--test-volumes", type=int, default=0, help="only the first so many of them; 0: all")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="(%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on with what is in the folder of --out; several "
+                        "processes may fill it at once, each with other --methods")
+    parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_augment", metavar="FOLDER")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of the config, e.g. diffusion.v_scale=6e-5; may be repeated")
     return parser.parse_args(argv)
@@ -103,21 +127,20 @@ def on_grid(image, label, affine, limits, cfg):
 
 
 def elastic(magnitude):
-    """A function that deforms (image, label) by MONAI's Rand3DElasticd, and finds out by which field."""
+    """A function that deforms (image, label) by MONAI's Rand3DElasticd; the third result is empty."""
     try:
         from monai.transforms import Rand3DElasticd
     except ImportError:
         raise InputError("the methods elastic and elastic_strong need MONAI: pip install -r requirements-bench.txt, or "
                          "name other --methods.") from None
-    transform = Rand3DElasticd(["image", "label", "where"], SIGMA, magnitude, prob=1.0, padding_mode="border",
-                               mode=["bilinear", "nearest", "bilinear"])
+    transform = Rand3DElasticd(["image", "label"], SIGMA, magnitude, prob=1.0, padding_mode="border",
+                               mode=["bilinear", "nearest"])
 
     def deform(image, label, affine, identity, number):
-        where = np.indices(image.shape).astype(np.float32)
         transform.set_random_state(seed=number)
-        found = transform({"image": image[None], "label": label[None].astype(np.float32), "where": where})
+        found = transform({"image": image[None], "label": label[None].astype(np.float32)})
         found = {key: np.asarray(value) for key, value in found.items()}
-        return found["image"][0], found["label"][0].astype(label.dtype), found["where"] - where
+        return found["image"][0], found["label"][0].astype(label.dtype), None
 
     return deform
 
@@ -133,24 +156,85 @@ def ours(model, args, cfg, targets=()):
     return deform
 
 
-def draw_pool(method, volumes, args, cfg):
-    """The samples of one method: for each volume a list, the volume itself first; and mean measures of the draws."""
-    deform = None
+def draw_copies(method, volume, unlabelled, args, cfg):
+    """Deformed copies of one volume on the network's grid: list of (image, label).
+
+    volume: (id, image, label, affine). unlabelled: the volumes of ids 1-60, whose labels nobody looks at.
+    """
+    identity, image, label, affine = volume
+    limits = intensity_range(image, *cfg["data.percentiles"])
     if method in MAGNITUDE:
         deform = elastic(MAGNITUDE[method])
-    elif method != "none":
-        items = read_datalist(args.data, 3, TRAIN_IDS) if method == "towards" else []
+    else:
         deform = ours(None if method == "random" else load_model(args.checkpoint), args, cfg,
-                      [(item["id"], *read_volume(item["image"])) for item in items])
-    pool, measures = [], []
-    for identity, image, label, affine in tqdm(volumes, f"drawing {method}", unit="vol"):
-        limits = intensity_range(image, *cfg["data.percentiles"])
-        pool.append([on_grid(image, label, affine, limits, cfg)])
-        for number in range(args.draws if deform else 0):
-            copy, moved, field = deform(image, label, affine, identity, number)
-            pool[-1].append(on_grid(copy, moved, affine, limits, cfg))
-            measures.append(measure(field.astype(np.float32), affine))
-    return pool, {key: average([found[key] for found in measures]) for key in ("mean", "p95", "folding")}
+                      [(other[0], other[1], other[3]) for other in unlabelled] if method == "towards" else ())
+    copies = []
+    for number in tqdm(range(args.draws), f"drawing {method} of {identity}", unit="copy", leave=False):
+        copy, moved, _ = deform(image, label, affine, identity, number)
+        copies.append(on_grid(copy, moved, affine, limits, cfg))
+    return copies
+
+
+def bring(volume, others, cfg, shown):
+    """Register a labelled volume to others: for each (moved image, moved label), on the grid of that other."""
+    _, image, label, affine = volume
+    for _, target, _, target_affine in tqdm(others, f"{shown} {volume[0]}", unit="vol", leave=False):
+        found = register((target, target_affine), (image, affine), affine=True, refine=REFINE, config=cfg)
+        yield found["warped"], apply_label(label, affine, found["field"], target_affine)
+
+
+def brought_copies(volume, unlabelled, args, cfg):
+    """{"moved", "transferred"}: copies of one volume on the grids of others, with its own intensities and with theirs.
+    """
+    order = random.Random(volume[0]).sample([other for other in unlabelled if other[0] != volume[0]],
+                                            min(args.draws, len(unlabelled) - 1))
+    copies, limits = {"moved": [], "transferred": []}, intensity_range(volume[1], *cfg["data.percentiles"])
+    for other, (warped, label) in zip(order, bring(volume, order, cfg, "carrying")):
+        own_limits = intensity_range(other[1], *cfg["data.percentiles"])
+        copies["moved"].append(on_grid(warped, label, other[3], limits, cfg))
+        copies["transferred"].append(on_grid(other[1], label, other[3], own_limits, cfg))
+    return copies
+
+
+def kept(path, settings, resume):
+    """The arrays of an .npz file that was made with these settings; None where there is none."""
+    if not (resume and path.is_file()):
+        return None
+    with np.load(path) as found:
+        return dict(found) if found["settings"].item() == settings else None
+
+
+def keep(path, settings, **arrays):
+    write_file(path, lambda file: np.savez_compressed(file, settings=settings, **arrays))
+
+
+def pool_of(method, volume, unlabelled, args, cfg):
+    """The samples of one volume by one method, the volume itself first: list of (image, label); drawn only once."""
+    limits = intensity_range(volume[1], *cfg["data.percentiles"])
+    itself = [on_grid(*volume[1:], limits, cfg)]
+    if method == "none":
+        return itself
+    settings = json.dumps([args.draws, cfg] if method in ("moved", "transferred") else
+                          [args.draws, args.start, args.stride, cfg, weights_of(method, args)], sort_keys=True)
+    path = args.out / "copies" / method / f"{volume[0]}.npz"
+    found = kept(path, settings, args.resume)
+    if found is None:
+        if method in ("moved", "transferred"):
+            made = brought_copies(volume, unlabelled, args, cfg)
+        else:
+            made = {method: draw_copies(method, volume, unlabelled, args, cfg)}
+        for name, copies in made.items():
+            images, labels = (torch.stack(parts).numpy() for parts in zip(*copies))
+            keep(args.out / "copies" / name / f"{volume[0]}.npz", settings, images=images.astype(np.float16),
+                 labels=labels.astype(np.uint8))
+        found = kept(path, settings, True)
+    return itself + [(torch.from_numpy(image).float(), torch.from_numpy(label).float())
+                     for image, label in zip(found["images"], found["labels"])]
+
+
+def weights_of(method, args):
+    """What identifies the network of a method."""
+    return sha256(find_checkpoint(args.checkpoint)) if method in ("recovered", "towards") else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -229,51 +313,135 @@ def train(pool, seed, args, cfg, name):
 
 @torch.no_grad()
 def score(net, held_out):
-    """Dice of each label, averaged over the held-out volumes."""
-    scores = [dice(net(image[None]).argmax(1)[0], label[0], LABELS) for image, label in held_out]
-    return [average([values[number] for values in scores]) for number in range(len(LABELS))]
+    """Dice, averaged over labels and held-out volumes."""
+    return average([average(dice(net(image[None]).argmax(1)[0], label[0], LABELS)) for image, label in held_out])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Registration instead of a training
+# ---------------------------------------------------------------------------------------------------------------------
+
+def brought_labels(volume, tests, args, cfg):
+    """The labels that a volume brings to each test volume, on the network's grid: (tests, *size) uint8."""
+    path = args.out / "brought" / f"{volume[0]}.npz"
+    settings = json.dumps([args.test_ids, args.test_volumes, cfg], sort_keys=True)
+    found = kept(path, settings, args.resume)
+    if found is None:
+        labels = [on_grid(test[1], label, test[3], (0.0, 1.0), cfg)[1][0].numpy()
+                  for test, (_, label) in zip(tests, bring(volume, tests, cfg, "registering"))]
+        keep(path, settings, labels=np.stack(labels).astype(np.uint8))
+        found = kept(path, settings, True)
+    return found["labels"]
+
+
+def vote(maps):
+    """The label with most votes in each voxel, votes smoothed a little, which decides where they are equal.
+
+    maps: list of (*size) integers. Returns: (*size).
+    """
+    shares = [sum(ndimage.gaussian_filter((one == value).astype(np.float32), 0.5) for one in maps)
+              for value in (0, *LABELS)]
+    return np.argmax(shares, axis=0) if len(maps) > 1 else maps[0]
+
+
+def score_registration(labelled, tests, held_out, args, cfg):
+    """Dice of what labelled volumes bring, averaged over labels and held-out volumes."""
+    brought = [brought_labels(volume, tests, args, cfg) for volume in labelled]
+    return average([average(dice(torch.from_numpy(vote([maps[number] for maps in brought]).astype(np.int64)), label[0],
+                                 LABELS)) for number, (_, label) in enumerate(held_out)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The comparison
 # ---------------------------------------------------------------------------------------------------------------------
 
-def run_method(method, volumes, held_out, args, cfg):
-    pool, measures = draw_pool(method, volumes, args, cfg)
-    labels = [score(train(pool, seed, args, cfg, f"{method}, seed {seed}"), held_out) for seed in range(args.seeds)]
-    means = [statistics.fmean(values) for values in labels]
-    return {"dice": statistics.fmean(means), "sd": statistics.stdev(means) if len(means) > 1 else 0.0,
-            **{f"dice_{label}": statistics.fmean(values) for label, values in zip(LABELS, zip(*labels))},
-            "deformation_percent": measures["mean"], "deformation_percent_p95": measures["p95"],
-            "folding_percent": measures["folding"], "dice_of_seeds": [round(mean, 5) for mean in means]}
+def orders_of(volumes, subsets):
+    """The volumes in `subsets` orders; of each order the first ones have labels."""
+    volumes = sorted(volumes, key=lambda volume: volume[0])
+    return [random.Random(number).sample(volumes, len(volumes)) for number in range(subsets)]
+
+
+def run_method(method, volumes, tests, held_out, args, cfg):
+    """{"shots": {"subset": [Dice of each seed]}}, written after each training."""
+    path = args.out / f"{method}.json"
+    settings = json.loads(json.dumps([args.steps, args.draws, args.share, args.no_common, args.test_ids,
+                                      args.test_volumes, args.start, args.stride, cfg, weights_of(method, args)]))
+    scores = {}
+    if args.resume and path.is_file() and (found := json.loads(path.read_text()))["settings"] == settings:
+        scores = found["scores"]
+    seeds = 1 if method == "registration" else args.seeds
+    work = [(shots, number, seed) for shots in args.shots for number in range(args.subsets) for seed in range(seeds)]
+    orders = orders_of(volumes, args.subsets)
+    for shots, number, seed in tqdm(work, method, unit="training"):
+        of_subset = scores.setdefault(str(shots), {}).setdefault(str(number), [])
+        if len(of_subset) > seed:
+            continue
+        labelled = orders[number][:shots]
+        if method == "registration":
+            of_subset.append(score_registration(labelled, tests, held_out, args, cfg))
+        else:
+            pool = [pool_of(method, volume, volumes, args, cfg) for volume in labelled]
+            of_subset.append(score(train(pool, seed, args, cfg, f"{method}, {shots} volumes"), held_out))
+        write_file(path, json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n")
+    return scores
+
+
+def gain(ours, other):
+    """Mean difference over the subsets, and the interval that holds it with 95 %.
+
+    ours, other: Dice of each subset, in the same order.
+    """
+    differences = [mine - theirs for mine, theirs in zip(ours, other)]
+    mean = statistics.fmean(differences)
+    if len(differences) < 2:
+        return mean, None, None
+    reach = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
+    return mean, mean - reach, mean + reach
+
+
+def publish(results, args, held_out):
+    """A table for each number of labelled volumes, and the last line of JSON."""
+    summary = {"shots": {}, "gain": {}}
+    for shots in map(str, args.shots):
+        by_subset = {method: [statistics.fmean(scores[shots][str(number)]) for number in range(args.subsets)]
+                     for method, scores in results.items()}
+        means = {method: statistics.fmean(values) for method, values in by_subset.items()}
+        rivals = [method for method in OTHERS if method in means and method != args.ours]
+        best = max(rivals, key=means.get) if args.ours in means and rivals else None
+        rows = [[method, means[method], statistics.stdev(values) if len(values) > 1 else None,
+                 *(gain(by_subset[args.ours], values) if best and method != args.ours else (None, None, None))]
+                for method, values in by_subset.items()]
+        print(f"\n{shots} labelled volumes, {args.subsets} subsets, {args.seeds} seeds, {args.steps} steps of {BATCH} "
+              f"samples, {len(held_out)} held-out volumes")
+        print(text_table(["method", "Dice", "sd of subsets", f"{args.ours} less it", "95 % from", "to"], rows,
+                         [None, *[".4f"] * 5]))
+        summary["shots"][shots] = {method: round(mean, 5) for method, mean in means.items()}
+        if best:
+            mean, low, high = gain(by_subset[args.ours], by_subset[best])
+            summary["gain"][shots] = {"best_other": best, "mean": mean, "ci_low": low, "ci_high": high}
+    first = next(iter(summary["gain"].values()), {"ci_low": None, "ci_high": None})
+    print(json.dumps({**summary, "ci_low": first["ci_low"], "ci_high": first["ci_high"]}))
 
 
 def main(argv=None):
     args = parse_arguments(argv)
+    torch.set_num_threads(args.threads)
     try:
-        methods = [method.strip() for method in args.methods.split(",")]
-        if unknown := [method for method in methods if method not in METHODS]:
-            raise InputError(f"--methods {unknown[0]}: the methods are {', '.join(METHODS)}.")
-        if not args.checkpoint:
-            methods = [method for method in methods if method not in ("recovered", "towards")]
+        methods = [method for method in METHODS if method in args.methods
+                   and (args.checkpoint or method not in ("recovered", "towards"))]
         cfg = load_config(CONFIG, [*OURS, *args.overrides])
-        items = read_datalist(args.data, 3, TRAIN_IDS)
-        volumes = read(sorted(random.Random(0).sample(items, TRAINED), key=lambda item: item["id"]))
-        print(f"trained on {', '.join(volume[0] for volume in volumes)}")
-        held_out = [on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg) for
-                    _, image, label, affine in read(read_datalist(args.data, 3, args.test_ids))]
-        held_out = held_out[:args.test_volumes or None]
-        result = {method: run_method(method, volumes, held_out, args, cfg) for method in methods}
+        volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
+        if max(args.shots) > len(volumes):
+            raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes of ids {TRAIN_IDS}.")
+        tests = read(read_datalist(args.data, 3, args.test_ids))[:args.test_volumes or None]
+        held_out = [on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg)
+                    for _, image, label, affine in tests]
+        results = {method: run_method(method, volumes, tests, held_out, args, cfg) for method in methods}
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
-    header = ["method", "Dice", "sd", *[f"label {label}" for label in LABELS], "deformed %", "95th %", "folded %"]
-    rows = [[method, *list(found.values())[:-1]] for method, found in result.items()]
-    print(f"\n{len(held_out)} held-out volumes, {args.seeds} seeds, {args.steps} steps of {BATCH} samples")
-    print(text_table(header, rows, [None, *[".4f"] * 4, ".2f", ".2f", ".4f"]))
-    print(json.dumps({method: {key: round(value, 5) if isinstance(value, float) else value
-                               for key, value in found.items()} for method, found in result.items()}))
-    return 0
+    publish(results, args, held_out)
+    return DONE
 
 
 if __name__ == "__main__":
