@@ -1,0 +1,53 @@
+"""The counting of tests/bench/bench_augment.py: whose volumes have labels, how labels vote, what a gain is worth."""
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.bench import bench_augment as bench
+
+VOLUMES = [(f"v{number:02d}",) for number in range(12)]
+
+
+def test_more_labelled_volumes_contain_the_fewer_and_orders_do_not_depend_on_that_of_the_files():
+    orders = bench.orders_of(VOLUMES, 8)
+    assert orders == bench.orders_of(VOLUMES[::-1], 8) and orders[:3] == bench.orders_of(VOLUMES, 3)
+    assert all(sorted(order) == VOLUMES for order in orders)
+    assert len({order[0] for order in orders}) > 3
+
+
+def test_votes():
+    one, two = np.zeros((2, 9, 9, 9), np.int64)
+    one[2:5, 2:7, 2:7], two[4:7, 2:7, 2:7] = 1, 2
+    assert bench.vote([one]) is one
+    assert bench.vote([one, one, two])[3:7, 4, 4].tolist() == [1, 1, 0, 0]  # two against one
+    both = bench.vote([one, two])
+    assert set(np.unique(both)) == {0, 1, 2} and both[3, 4, 4] == 1 and both[5, 4, 4] == 2
+
+
+def test_a_gain_is_that_of_a_paired_test():
+    ours, other = [0.71, 0.74, 0.69, 0.75], [0.70, 0.71, 0.66, 0.74]
+    mean, low, high = bench.gain(ours, other)
+    wanted = stats.ttest_rel(ours, other)
+    assert mean == pytest.approx(0.02) and (low, high) == pytest.approx(wanted.confidence_interval(0.95))
+    assert bench.gain([0.7], [0.6])[1:] == (None, None)
+
+
+def test_ours_is_compared_with_the_best_of_the_others_alone(capsys):
+    args = bench.parse_arguments(["--shots", "1", "--subsets", "2", "--seeds", "2"])
+    scores = {"none": (0.5, 0.6), "elastic": (0.4, 0.4), "random": (0.9, 0.9), "transferred": (0.7, 0.7)}
+    results = {method: {"1": {str(number): [value - 0.01, value + 0.01] for number, value in enumerate(values)}}
+               for method, values in scores.items()}
+    bench.publish(results, args, [None] * 3)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["shots"]["1"] == {"none": 0.55, "elastic": 0.4, "random": 0.9, "transferred": 0.7}
+    assert last["gain"]["1"]["best_other"] == "none" and last["gain"]["1"]["mean"] == pytest.approx(0.15)
+    assert last["ci_low"] == last["gain"]["1"]["ci_low"] < 0.15 < last["ci_high"]
+
+
+def test_what_was_drawn_with_other_settings_is_drawn_anew(tmp_path):
+    bench.keep(tmp_path / "copies/v.npz", "one", images=np.ones(3))
+    assert np.array_equal(bench.kept(tmp_path / "copies/v.npz", "one", True)["images"], np.ones(3))
+    assert bench.kept(tmp_path / "copies/v.npz", "another", True) is None
+    assert bench.kept(tmp_path / "copies/v.npz", "one", False) is None
