@@ -16,6 +16,8 @@ Hippocampus (real MR crops of ../shared/data/hippocampus, 1 mm, two labels). The
   towards         ours, with recovery towards another, unlabelled volume of ids 1-60 (the same)
   moved           ours: the labelled volume registered to unlabelled ones, with its own intensities and label
   transferred     the same fields, the intensities those of the unlabelled volume: it and the label that was brought
+  network         ours: as registration, by the checkpoint's network (only with --checkpoint)
+Where there is a checkpoint, moved and transferred come from its network too, each answer refined, else as registration.
 Each volume is deformed --draws times, once for all trainings, on its own grid, linear for images, beyond the border the
 nearest voxel; then cropped or padded to the network's grid. In a training a sample is a draw with probability --share,
 else the volume itself. The config's augment.* (affine, gamma) is added to the samples of every method, of `none` too:
@@ -66,7 +68,9 @@ from Runtime.page import text_table  # noqa: E402
 DATA = ROOT.parent / "shared/data/hippocampus"
 CONFIG = ROOT / "Config/config_hippocampus.yaml"
 OTHERS = ("none", "elastic", "elastic_strong", "registration")
-METHODS = (*OTHERS, "random", "recovered", "towards", "moved", "transferred")
+METHODS = (*OTHERS, "random", "recovered", "towards", "moved", "transferred", "network")
+BROUGHT = ("registration", "network")  # no segmentation is trained
+BY_NETWORK = ("recovered", "towards", "network")  # only with a checkpoint
 MAGNITUDE = {"elastic": (50, 150), "elastic_strong": (150, 350)}
 SIGMA = (5, 7)
 OURS = ["diffusion.grids=[16,32]", "diffusion.v_scale=1.6e-4"]  # tuned on 201-230; for `random`
@@ -78,7 +82,8 @@ WIDTHS = (8, 16, 32)
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Segmentation learned from a few volumes, by how they were augmented.")
     parser.add_argument("--data", default=str(DATA), help="volumes with labels 1 and 2 (%(default)s)")
-    parser.add_argument("--checkpoint", help="model for the methods `recovered` and `towards`")
+    parser.add_argument("--checkpoint", help="model of the methods recovered, towards, moved, transferred and "
+                        "network")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
                         help=f"some of {', '.join(METHODS)} (all)")
     parser.add_argument("--shots", nargs="+", type=int, default=[1, 2, 5, 10], metavar="K",
@@ -156,17 +161,18 @@ def ours(model, args, cfg, targets=()):
     return deform
 
 
-def draw_copies(method, volume, unlabelled, args, cfg):
+def draw_copies(method, volume, unlabelled, model, args, cfg):
     """Deformed copies of one volume on the network's grid: list of (image, label).
 
-    volume: (id, image, label, affine). unlabelled: the volumes of ids 1-60, whose labels nobody looks at.
+    volume: (id, image, label, affine). unlabelled: the volumes of ids 1-60, whose labels nobody looks at. model: (net,
+    config) of the checkpoint.
     """
     identity, image, label, affine = volume
     limits = intensity_range(image, *cfg["data.percentiles"])
     if method in MAGNITUDE:
         deform = elastic(MAGNITUDE[method])
     else:
-        deform = ours(None if method == "random" else load_model(args.checkpoint), args, cfg,
+        deform = ours(None if method == "random" else model, args, cfg,
                       [(other[0], other[1], other[3]) for other in unlabelled] if method == "towards" else ())
     copies = []
     for number in tqdm(range(args.draws), f"drawing {method} of {identity}", unit="copy", leave=False):
@@ -175,21 +181,25 @@ def draw_copies(method, volume, unlabelled, args, cfg):
     return copies
 
 
-def bring(volume, others, cfg, shown):
-    """Register a labelled volume to others: for each (moved image, moved label), on the grid of that other."""
+def bring(volume, others, model, cfg, shown):
+    """Register a labelled volume to others: for each (moved image, moved label), on the grid of that other.
+
+    model: (net, config), or None for affine stage and refinement by `cfg`.
+    """
     _, image, label, affine = volume
+    how = {"model": model, "start": "centre"} if model else {"affine": True, "config": cfg}
     for _, target, _, target_affine in tqdm(others, f"{shown} {volume[0]}", unit="vol", leave=False):
-        found = register((target, target_affine), (image, affine), affine=True, refine=REFINE, config=cfg)
+        found = register((target, target_affine), (image, affine), refine=REFINE, **how)
         yield found["warped"], apply_label(label, affine, found["field"], target_affine)
 
 
-def brought_copies(volume, unlabelled, args, cfg):
+def brought_copies(volume, unlabelled, model, args, cfg):
     """{"moved", "transferred"}: copies of one volume on the grids of others, with its own intensities and with theirs.
     """
     order = random.Random(volume[0]).sample([other for other in unlabelled if other[0] != volume[0]],
                                             min(args.draws, len(unlabelled) - 1))
     copies, limits = {"moved": [], "transferred": []}, intensity_range(volume[1], *cfg["data.percentiles"])
-    for other, (warped, label) in zip(order, bring(volume, order, cfg, "carrying")):
+    for other, (warped, label) in zip(order, bring(volume, order, model, cfg, "carrying")):
         own_limits = intensity_range(other[1], *cfg["data.percentiles"])
         copies["moved"].append(on_grid(warped, label, other[3], limits, cfg))
         copies["transferred"].append(on_grid(other[1], label, other[3], own_limits, cfg))
@@ -208,21 +218,21 @@ def keep(path, settings, **arrays):
     write_file(path, lambda file: np.savez_compressed(file, settings=settings, **arrays))
 
 
-def pool_of(method, volume, unlabelled, args, cfg):
+def pool_of(method, volume, unlabelled, model, args, cfg):
     """The samples of one volume by one method, the volume itself first: list of (image, label); drawn only once."""
     limits = intensity_range(volume[1], *cfg["data.percentiles"])
     itself = [on_grid(*volume[1:], limits, cfg)]
     if method == "none":
         return itself
-    settings = json.dumps([args.draws, cfg] if method in ("moved", "transferred") else
-                          [args.draws, args.start, args.stride, cfg, weights_of(method, args)], sort_keys=True)
+    drawn = () if method in ("moved", "transferred") else (args.start, args.stride)
+    settings = json.dumps([args.draws, *drawn, cfg, weights_of(method, args)], sort_keys=True)
     path = args.out / "copies" / method / f"{volume[0]}.npz"
     found = kept(path, settings, args.resume)
     if found is None:
         if method in ("moved", "transferred"):
-            made = brought_copies(volume, unlabelled, args, cfg)
+            made = brought_copies(volume, unlabelled, model, args, cfg)
         else:
-            made = {method: draw_copies(method, volume, unlabelled, args, cfg)}
+            made = {method: draw_copies(method, volume, unlabelled, model, args, cfg)}
         for name, copies in made.items():
             images, labels = (torch.stack(parts).numpy() for parts in zip(*copies))
             keep(args.out / "copies" / name / f"{volume[0]}.npz", settings, images=images.astype(np.float16),
@@ -233,8 +243,10 @@ def pool_of(method, volume, unlabelled, args, cfg):
 
 
 def weights_of(method, args):
-    """What identifies the network of a method."""
-    return sha256(find_checkpoint(args.checkpoint)) if method in ("recovered", "towards") else None
+    """What identifies the network of a method, None where there is none."""
+    if not args.checkpoint or method not in (*BY_NETWORK, "moved", "transferred"):
+        return None
+    return sha256(find_checkpoint(args.checkpoint))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -321,14 +333,14 @@ def score(net, held_out):
 # Registration instead of a training
 # ---------------------------------------------------------------------------------------------------------------------
 
-def brought_labels(volume, tests, args, cfg):
+def brought_labels(method, volume, tests, model, args, cfg):
     """The labels that a volume brings to each test volume, on the network's grid: (tests, *size) uint8."""
-    path = args.out / "brought" / f"{volume[0]}.npz"
-    settings = json.dumps([args.test_ids, args.test_volumes, cfg], sort_keys=True)
+    path = args.out / "brought" / method / f"{volume[0]}.npz"
+    settings = json.dumps([args.test_ids, args.test_volumes, cfg, weights_of(method, args)], sort_keys=True)
     found = kept(path, settings, args.resume)
     if found is None:
         labels = [on_grid(test[1], label, test[3], (0.0, 1.0), cfg)[1][0].numpy()
-                  for test, (_, label) in zip(tests, bring(volume, tests, cfg, "registering"))]
+                  for test, (_, label) in zip(tests, bring(volume, tests, model, cfg, "registering"))]
         keep(path, settings, labels=np.stack(labels).astype(np.uint8))
         found = kept(path, settings, True)
     return found["labels"]
@@ -344,9 +356,10 @@ def vote(maps):
     return np.argmax(shares, axis=0) if len(maps) > 1 else maps[0]
 
 
-def score_registration(labelled, tests, held_out, args, cfg):
+def score_registration(method, labelled, tests, held_out, model, args, cfg):
     """Dice of what labelled volumes bring, averaged over labels and held-out volumes."""
-    brought = [brought_labels(volume, tests, args, cfg) for volume in labelled]
+    model = model if method == "network" else None
+    brought = [brought_labels(method, volume, tests, model, args, cfg) for volume in labelled]
     return average([average(dice(torch.from_numpy(vote([maps[number] for maps in brought]).astype(np.int64)), label[0],
                                  LABELS)) for number, (_, label) in enumerate(held_out)])
 
@@ -361,7 +374,7 @@ def orders_of(volumes, subsets):
     return [random.Random(number).sample(volumes, len(volumes)) for number in range(subsets)]
 
 
-def run_method(method, volumes, tests, held_out, args, cfg):
+def run_method(method, volumes, tests, held_out, model, args, cfg):
     """{"shots": {"subset": [Dice of each seed]}}, written after each training."""
     path = args.out / f"{method}.json"
     settings = json.loads(json.dumps([args.steps, args.draws, args.share, args.no_common, args.test_ids,
@@ -369,7 +382,7 @@ def run_method(method, volumes, tests, held_out, args, cfg):
     scores = {}
     if args.resume and path.is_file() and (found := json.loads(path.read_text()))["settings"] == settings:
         scores = found["scores"]
-    seeds = 1 if method == "registration" else args.seeds
+    seeds = 1 if method in BROUGHT else args.seeds
     work = [(shots, number, seed) for shots in args.shots for number in range(args.subsets) for seed in range(seeds)]
     orders = orders_of(volumes, args.subsets)
     for shots, number, seed in tqdm(work, method, unit="training"):
@@ -377,10 +390,10 @@ def run_method(method, volumes, tests, held_out, args, cfg):
         if len(of_subset) > seed:
             continue
         labelled = orders[number][:shots]
-        if method == "registration":
-            of_subset.append(score_registration(labelled, tests, held_out, args, cfg))
+        if method in BROUGHT:
+            of_subset.append(score_registration(method, labelled, tests, held_out, model, args, cfg))
         else:
-            pool = [pool_of(method, volume, volumes, args, cfg) for volume in labelled]
+            pool = [pool_of(method, volume, volumes, model, args, cfg) for volume in labelled]
             of_subset.append(score(train(pool, seed, args, cfg, f"{method}, {shots} volumes"), held_out))
         write_file(path, json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n")
     return scores
@@ -428,7 +441,8 @@ def main(argv=None):
     torch.set_num_threads(args.threads)
     try:
         methods = [method for method in METHODS if method in args.methods
-                   and (args.checkpoint or method not in ("recovered", "towards"))]
+                   and (args.checkpoint or method not in BY_NETWORK)]
+        model = load_model(args.checkpoint) if args.checkpoint else None
         cfg = load_config(CONFIG, [*OURS, *args.overrides])
         volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
         if max(args.shots) > len(volumes):
@@ -436,7 +450,7 @@ def main(argv=None):
         tests = read(read_datalist(args.data, 3, args.test_ids))[:args.test_volumes or None]
         held_out = [on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg)
                     for _, image, label, affine in tests]
-        results = {method: run_method(method, volumes, tests, held_out, args, cfg) for method in methods}
+        results = {method: run_method(method, volumes, tests, held_out, model, args, cfg) for method in methods}
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
