@@ -9,8 +9,8 @@
 # --size N            voxels along each side of an anatomy (default 80)
 # --seed S            of the anatomies (default 0)
 # --workers N         processes that write and prepare them (default: the cores)
-# --first-epochs N    of the stage by Dice (default 12; each takes 760 steps where 200 anatomies are)
-# --second-epochs N   of the stage by correlation and Dice (default 4)
+# --first-epochs N    of the stage by Dice (default 4; each takes 770 steps where 200 anatomies are)
+# --second-epochs N   of the stage by correlation and Dice (default 1)
 # --into F            where the finished file is put (default Inference/universal.safetensors, which --model universal is)
 # --print             print the commands and run none
 # --help              this text
@@ -29,7 +29,7 @@ stop() { echo "error: $1" >&2; exit 43; }
 
 folder=$root/Models/universal
 into=$root/Inference/universal.safetensors
-count=200 size=80 seed=0 workers=$(nproc) first=12 second=4 only_print="" options=()
+count=200 size=80 seed=0 workers=$(nproc) first=4 second=1 only_print="" options=()
 while (($#)); do
     case $1 in
         --help) sed -n '2,/^set -u/{/^set -u/!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
