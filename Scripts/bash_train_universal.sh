@@ -9,8 +9,8 @@
 # --size N            voxels along each side of an anatomy (default 80)
 # --seed S            of the anatomies (default 0)
 # --workers N         processes that write and prepare them (default: the cores)
-# --first-epochs N    of the stage by Dice (default 4; each takes 770 steps where 200 anatomies are)
-# --second-epochs N   of the stage by correlation and Dice (default 1)
+# --first-epochs N    of the stage on pairs of one contrast (default 2; each takes 770 steps where 200 anatomies are)
+# --second-epochs N   of the stage on pairs of any contrast (default 2)
 # --into F            where the finished file is put (default Inference/universal.safetensors, which --model universal is)
 # --print             print the commands and run none
 # --help              this text
@@ -29,7 +29,7 @@ stop() { echo "error: $1" >&2; exit 43; }
 
 folder=$root/Models/universal
 into=$root/Inference/universal.safetensors
-count=200 size=80 seed=0 workers=$(nproc) first=4 second=1 only_print="" options=()
+count=200 size=80 seed=0 workers=$(nproc) first=2 second=2 only_print="" options=()
 while (($#)); do
     case $1 in
         --help) sed -n '2,/^set -u/{/^set -u/!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
@@ -102,10 +102,10 @@ keys=(--set data.root="$folder/anatomies" --set data.cache="$folder/cache" --set
 run "${INTERPRETER[@]}" "$root/OM_prepare.py" "${config[@]}" "${keys[@]}" --set run.logs="$folder/Logs" \
     --workers "$workers"
 
-# 2. The first stage: mode 3 by the Dice of the labels alone, which does not depend on contrast.
+# 2. The first stage: mode 3 by local correlation and the Dice of the labels, on views of one contrast.
 training --set run.models="$folder/first" --set run.logs="$folder/Logs/first" --set run.epochs="$first"
 
-# 3. The second stage, from the best checkpoint of the first: local correlation as well, by which details are found.
+# 3. The second stage, from the best checkpoint of the first: on views of any contrast, which it would not begin with.
 start=(--init-from "$folder/first/universal_om_net/<the best checkpoint>")
 if [[ -z $only_print ]]; then
     start=()
@@ -117,7 +117,7 @@ print(find_checkpoint(sys.argv[1]))" "$folder/first/universal_om_net") || exit 1
     fi
 fi
 training --set run.models="$folder/second" --set run.logs="$folder/Logs/second" --set run.epochs="$second" \
-    --set loss.imgsim=0.03 ${start[@]+"${start[@]}"}
+    --set data.pair_modalities=any ${start[@]+"${start[@]}"}
 
 # 4. One file, and where --model universal looks for it.
 run rm -rf "$folder/export"
