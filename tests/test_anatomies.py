@@ -216,7 +216,7 @@ def test_what_cannot_be_made_is_one_sentence(more, sentence, tmp_path, capsys):
 
 
 def test_both_stages_of_the_training_take_the_list(data, tmp_path):
-    """Two steps by Dice, and then two by correlation too, from those weights."""
+    """Two steps on pairs of one contrast, and then two on pairs of any, from those weights."""
     places = {"data__cache": "", "data__in_memory": True, "run__logs": tmp_path / "Logs"}
     first = words(data, run__models=tmp_path, **places)
     assert om.main(["--config", CONFIG, *first, "--max-steps-before-restart", "2"]) == 42
@@ -224,12 +224,13 @@ def test_both_stages_of_the_training_take_the_list(data, tmp_path):
     assert len(log) == 2 and all(line["open"] and line["nonfinite"] == 0 for line in log)
     for line in log:
         assert line["terms"]["labelled"] == 1 and 0 < line["terms"]["dice"] < 1
-        assert line["terms"]["regist"] == pytest.approx(0.03 * line["terms"]["dice"] + 0.03 * line["terms"]["ddf"])
+        terms = [line["terms"][name] for name in ("dice", "imgsim", "ddf")]
+        assert line["terms"]["regist"] == pytest.approx(0.03 * sum(terms))
     newest = max((tmp_path / "universal_om_net/tmp").glob("*.pth"))
-    second = words(data, run__models=tmp_path / "second", loss__imgsim=0.03, **places)
+    second = words(data, run__models=tmp_path / "second", data__pair_modalities="any", **places)
     assert om.main(["--config", CONFIG, *second, "--init-from", str(newest), "--max-steps-before-restart", "2"]) == 42
     cfg = load_model(tmp_path / "second/universal_om_net")[1]
-    assert cfg["loss.imgsim"] == 0.03 and cfg["refine.grid"] == "own"
+    assert cfg["data.pair_modalities"] == "any" and cfg["refine.grid"] == "own"
 
 
 def test_the_network_is_as_small_as_a_repository_can_bear():
