@@ -4,16 +4,17 @@
 
 The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and no choice of settings has seen. Ours:
 `net`, the network alone, `refine`, the same with --refine, `refine_none`, affine stage and refinement without any
-network, `labels`, a network alone whose training saw the labels of its volumes, and `labels_few`, the labels of five of
-them. Peers, in an environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine,
-SyN, and SyN with local correlation of radius 2 and iterations 40/20/5), Greedy with local correlation after its affine
-stage, DIPY's SyN with local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as
-long on the same volumes. All get the same files (intensities 0 to 1, headers kept) and the same threads. Those without
-an affine stage begin with the centres of the volumes together, as `identity` shows; the others find their own
-beginning. Labels are carried by the field of each method in both ways of --labels: `dice` and HD95 are those of the
-nearest voxel, `dice_smooth` the other ones, all of them means over both labels. Folding is that of the whole transform
-on the fixed grid (an affine part changes no sign). Seconds run from images in memory to the transform, after one pair
-that is not counted. What comes is written at once, and --resume goes on from there. The last line is one line of JSON.
+network, `labels`, a network alone whose training saw the labels of its volumes, and `labels_few`, the labels of five
+of them. `universal` is the network of --model universal, which has never seen a hippocampus, with --refine. Peers, in
+an environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine, SyN, and SyN with
+local correlation of radius 2 and iterations 40/20/5), Greedy with local correlation after its affine stage, DIPY's SyN
+with local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as long on the same
+volumes. All get the same files (intensities 0 to 1, headers kept) and the same threads. Those without an affine stage
+begin with the centres of the volumes together, as `identity` shows; the others find their own beginning. Labels are
+carried by the field of each method in both ways of --labels: `dice` and HD95 are those of the nearest voxel,
+`dice_smooth` the other ones, all of them means over both labels. Folding is that of the whole transform on the fixed
+grid (an affine part changes no sign). Seconds run from images in memory to the transform, after one pair that is not
+counted. What comes is written at once, and --resume goes on from there. The last line is one line of JSON.
 """
 import argparse
 import json
@@ -72,7 +73,7 @@ LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1
 TRAININGS = {"net": (NO_NETWORK, (), "checkpoint"), "labels": (LABELS, (), "labels_checkpoint"),
              "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
 NETWORKS = {"net": "net", "refine": "net", "labels": "labels", "labels_few": "labels_few"}  # which a method takes
-OURS = (*NETWORKS, "refine_none")
+OURS = (*NETWORKS, "refine_none", "universal")
 METHODS = ("identity", *PEERS, *OURS)
 FEATURES = [16] * 5, [16, 32, 32, 32]  # the default of VxmPairwise; four levels of the first paper's widths
 VXM_SETTINGS = [{"nb_features": features, "integration_steps": 5, "lr": lr, "weight": weight} for features, lr, weight
@@ -418,9 +419,13 @@ def method_of(name, args, models, python):
         cfg = load_config(NO_NETWORK, args.overrides)
         settings = {"refine": args.refine, "config": cfg, "threads": args.threads}
         return lambda pairs: ours(pairs, None, True, args.refine, cfg), settings
-    if name in NETWORKS:
-        model = models[NETWORKS[name]]
-        options = {"affine": args.affine, "refine": args.refine if name == "refine" else 0}
+    if name in (*NETWORKS, "universal"):
+        if name == "universal":
+            path = find_checkpoint("universal")
+            model = path, load_model(path, overrides=args.overrides)
+        else:
+            model = models[NETWORKS[name]]
+        options = {"affine": args.affine, "refine": args.refine if name in ("refine", "universal") else 0}
         settings = {**options, "weights": sha256(model[0]), "overrides": args.overrides, "threads": args.threads}
         return lambda pairs: ours(pairs, model[1], **options), settings
     kind, options = PEERS[name]
