@@ -71,6 +71,7 @@ OTHERS = ("none", "elastic", "elastic_strong", "registration")
 METHODS = (*OTHERS, "random", "recovered", "towards", "moved", "transferred", "network")
 BROUGHT = ("registration", "network")  # no segmentation is trained
 BY_NETWORK = ("recovered", "towards", "network")  # only with a checkpoint
+CARRIED = ("moved", "transferred")  # by its network where there is one, else by registration
 MAGNITUDE = {"elastic": (50, 150), "elastic_strong": (150, 350)}
 SIGMA = (5, 7)
 OURS = ["diffusion.grids=[16,32]", "diffusion.v_scale=1.6e-4"]  # tuned on 201-230; for `random`
@@ -224,12 +225,12 @@ def pool_of(method, volume, unlabelled, model, args, cfg):
     itself = [on_grid(*volume[1:], limits, cfg)]
     if method == "none":
         return itself
-    drawn = () if method in ("moved", "transferred") else (args.start, args.stride)
+    drawn = () if method in CARRIED else (args.start, args.stride)
     settings = json.dumps([args.draws, *drawn, cfg, weights_of(method, args)], sort_keys=True)
     path = args.out / "copies" / method / f"{volume[0]}.npz"
     found = kept(path, settings, args.resume)
     if found is None:
-        if method in ("moved", "transferred"):
+        if method in CARRIED:
             made = brought_copies(volume, unlabelled, model, args, cfg)
         else:
             made = {method: draw_copies(method, volume, unlabelled, model, args, cfg)}
@@ -244,7 +245,7 @@ def pool_of(method, volume, unlabelled, model, args, cfg):
 
 def weights_of(method, args):
     """What identifies the network of a method, None where there is none."""
-    if not args.checkpoint or method not in (*BY_NETWORK, "moved", "transferred"):
+    if not args.checkpoint or method not in (*BY_NETWORK, *CARRIED):
         return None
     return sha256(find_checkpoint(args.checkpoint))
 

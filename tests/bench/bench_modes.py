@@ -24,12 +24,13 @@ from pathlib import Path
 from bench_registration import DATA, ROOT, TRAINING, subjects, write_json  # and sys.path
 
 from Inference.load_model import find_checkpoint
+from OM_train_3modes import MODES
 from Runtime.attempts import read_lines
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.page import text_table
 
 CONFIG, AUGMENT = ROOT / "Config/config_hippocampus.yaml", ROOT / "tests/bench/bench_augment.py"
-WEIGHTS = {"1": ("dist", "ang", "regul"), "2": ("contrastive",), "3": ("imgsim", "imgmse", "ddf")}  # of each mode
+WEIGHTS = dict(zip("123", (mode.weights for mode in MODES.values())))
 ROWS = ("123", "3", "13", "23", "12", "1", "2")
 SHOWN = {"dice": "val_dice", "folding": "val_folding", "ang": "val_ang", "retrieval": "val_retrieval"}
 
@@ -97,14 +98,21 @@ def augmented(run, name, args):
     return json.loads(done.stdout.decode().splitlines()[-1])["shots"]["1"]["towards"]
 
 
-def row(modes, volumes, equal, args):
-    """The columns of a row; `equal` is "steps", or "time": that of all three modes."""
+def row(modes, volumes, equal, args, made):
+    """The columns of a row; `equal` is "steps", or "time": that of all three modes. made: rows of this run, by name."""
     name = f"{volumes}_{modes}_{equal}"
+    if name not in made:
+        made[name] = kept_or_new(name, modes, volumes, equal, args, made)
+    return made[name]
+
+
+def kept_or_new(name, modes, volumes, equal, args, made):
+    """The columns of a row that --resume finds, or of a new training."""
     path, settings, steps = args.out / f"{name}.json", [args.steps, args.subsets, args.overrides], args.steps
     if args.resume and path.is_file() and (found := json.loads(path.read_text()))["settings"] == settings:
         return found["columns"]
     if equal == "time":
-        own, whole = row(modes, volumes, "steps", args), row("123", volumes, "steps", args)
+        own, whole = (row(which, volumes, "steps", args, made) for which in (modes, "123"))
         steps = round(whole["steps"] * whole["step_s"] / own["step_s"])
     run = train(modes, volumes, steps, args)
     columns = measured(run)
@@ -115,9 +123,9 @@ def row(modes, volumes, equal, args):
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
+    args, made = parse_arguments(argv), {}
     try:
-        found = {volumes: {f"{modes}, equal {equal}": row(modes, volumes, equal, args)
+        found = {volumes: {f"{modes}, equal {equal}": row(modes, volumes, equal, args, made)
                            for equal in args.times for modes in args.modes if (equal, modes) != ("time", "123")}
                  for volumes in args.volumes}
     except InputError as error:

@@ -44,7 +44,7 @@ from Dataloader.nifti import read_header, read_label, read_volume, write_volume 
 from Diffusion.fields import across  # noqa: E402
 from Diffusion.metrics import average, dice, folding_percent, hd95  # noqa: E402
 from Inference.labels import apply_label  # noqa: E402
-from Inference.load_model import find_checkpoint, load_model  # noqa: E402
+from Inference.load_model import UNIVERSAL, find_checkpoint, load_model  # noqa: E402
 from Inference.registration import register, start_matrix  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
@@ -368,8 +368,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--few-labels-checkpoint", metavar="F", help="the same for that with the labels of five")
     parser.add_argument("--vxm-minutes", type=float, default=40, metavar="N", help="train VoxelMorph (%(default)s)")
     parser.add_argument("--vxm-weights", metavar="F", help="voxelmorph.pt of an earlier run instead")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
-                        help=f"some of {', '.join(METHODS)} (all)")
+    there = [name for name in METHODS if name != "universal" or UNIVERSAL.is_file()]
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=there, metavar="NAME",
+                        help=f"some of {', '.join(METHODS)} (all, universal where its file has been made)")
     parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
     parser.add_argument("--affine", action="store_true", help="align by our affine stage first, before both of ours")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
