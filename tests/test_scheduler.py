@@ -123,10 +123,10 @@ def test_the_file_is_sound():
 
 @pytest.mark.slow
 def test_near_the_time_limit_the_round_ends_and_the_next_job_is_submitted(tmp_path):
-    """The alarm comes 480 s before the limit: two seconds after the start here. The rank leaves after six."""
+    """The alarm comes 480 s before the limit: eight seconds after the start here. The rank leaves after twelve."""
     started = datetime.datetime.now().strftime("%a %b %e %H:%M:%S %Y")
-    variables = {**stand_ins(tmp_path, stime=started, walltime="00:08:02"), **PBS, "PBS_O_WORKDIR": str(tmp_path)}
-    with launched(tmp_path, rank=HERE + "sleep 6; leave", more=["--no-preflight"], **variables) as process:
+    variables = {**stand_ins(tmp_path, stime=started, walltime="00:08:08"), **PBS, "PBS_O_WORKDIR": str(tmp_path)}
+    with launched(tmp_path, rank=HERE + "sleep 12; leave", more=["--no-preflight"], **variables) as process:
         assert process.wait(60) == 42
     text = (tmp_path / "log.txt").read_text()
     assert "the time limit of job 1234.pbs01 is near: back into the queue" in text
