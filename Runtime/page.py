@@ -49,7 +49,7 @@ def table_html(header, rows, caption="", formats=None):
         tag = "td" if number else "th"
         cells = [f"<{tag}{' class=num' * side}>{escape(cell)}</{tag}>" for cell, side in zip(cells, sides)]
         lines[number] = f"<tr>{''.join(cells)}</tr>\n"
-    return (f'<div class="wide"><table><caption>{escape(caption)}</caption>\n<thead>\n{lines[0]}</thead>\n'
+    return (f'<div class="wide"><table><caption><span>{escape(caption)}</span></caption>\n<thead>\n{lines[0]}</thead>\n'
             f"<tbody>\n{''.join(lines[1:])}</tbody></table></div>\n")
 
 

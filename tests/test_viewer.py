@@ -338,6 +338,19 @@ def test_on_a_phone_a_finger_moves_the_divider_and_nothing_is_wider_than_it(repo
 
 @pytest.mark.slow
 @needs_chromium
+def test_what_a_table_says_above_itself_fits_a_phone(report, tmp_path):
+    with browser(tmp_path, width=390, height=844, touch=True) as tab:
+        tab.open(report)
+        for scrolled in (0, 150):
+            left, right, table = tab.ask(f"""(() => {{
+                document.querySelector(".wide:has(table)").scrollLeft = {scrolled};
+                const box = document.querySelector("caption span").getBoundingClientRect();
+                return [box.left, box.right, document.querySelector("table").offsetWidth]; }})()""")
+            assert table > 390 and 0 < left < right <= 390, "the table is wider than the screen, its caption is not"
+
+
+@pytest.mark.slow
+@needs_chromium
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
 def test_it_flickers_by_itself_only_where_that_is_welcome(report, tmp_path, motion):
     with browser(tmp_path, features=[("prefers-reduced-motion", motion)]) as tab:
