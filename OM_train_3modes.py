@@ -30,7 +30,7 @@ from Dataloader.identity import (
 )
 from Dataloader.sampler import steps_left
 from Dataloader.staging import release
-from Diffusion.batch_augment import augment, augment_maps
+from Diffusion.batch_augment import augment, augment_maps, remap
 from Diffusion.cost import dry_run
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.embeddings import embed, name_volumes, new_queue, push, target_embeddings
@@ -134,7 +134,8 @@ def step_contrastive(net, batch, cfg):
 def step_registration(net, batch, cfg):
     """Mode 3: align two volumes, seeing all of the fixed one. Masks and labels only the loss sees."""
     moving, fixed = batch["moving"], batch["fixed"]                            # (B, C, *spatial) each
-    field = align(net, moving, fixed, cfg)                                     # (B, N, *spatial)
+    seen = batch.get("seen", batch)  # with augment.remap the network sees the pair in other intensities than the loss
+    field = align(net, seen["moving"], seen["fixed"], cfg)                     # (B, N, *spatial)
     warped, inside = warp(moving, field), None                                 # (B, C, *spatial)
     if cfg["registration.masks"]:
         warped, inside = warp_inside(moving, field, **batch["mask"])           # (B, C, *spatial), (B, 1, *spatial)
@@ -397,17 +398,21 @@ def volume_batches(state, volumes, cfg):
 def pair_batches(state, pairs, cfg):
     """The batches of mode 3. pairs: of `epoch_batches`, where moving and fixed alternate.
 
-    Beside the images, where the config asks for them, "mask" and "label": maps of moving and fixed, and of the labels
-    also which pairs have them on both sides, and all labels there are.
+    Beside the images, where the config asks for them, "seen": what the network sees instead; "mask" and "label": maps of
+    moving and fixed, and of the labels also which pairs have them on both sides, and all labels there are.
     """
     batches, device, epoch = [], state["device"], state["progress"]["epoch"]
     for images, positions, _, maps in pairs:
         # Negative positions: the draws of mode 3 must not be those of mode 1.
         rng_keys = [(cfg["run.seed"], epoch, -1 - position) for position in positions.tolist()]
-        both = augment(send(images, device), rng_keys, cfg)                    # (2 B, C, *spatial)
+        deformation = state["ddpm"].draw_pair_fields(images.shape[2:], rng_keys, device)   # (2 B, N, *spatial)
+        both = augment(send(images, device), rng_keys, cfg, deformation)       # (2 B, C, *spatial)
         batch = {"moving": both[0::2], "fixed": both[1::2]}                    # (B, C, *spatial) each
+        if cfg["augment.remap"]:
+            seen = remap(both, rng_keys, cfg)                                  # (2 B, C, *spatial)
+            batch["seen"] = {"moving": seen[0::2], "fixed": seen[1::2]}        # (B, C, *spatial) each
         for kind, stored in maps.items():
-            both = augment_maps(send(stored, device), rng_keys, cfg)           # (2 B, 1, *spatial)
+            both = augment_maps(send(stored, device), rng_keys, cfg, deformation)          # (2 B, 1, *spatial)
             batch[kind] = {"moving": both[0::2], "fixed": both[1::2]}          # (B, 1, *spatial) each
         if "label" in maps:
             has = maps["label"].flatten(1)[:, 0] != NO_LABELS                  # (2 B,), on the host: nobody waits

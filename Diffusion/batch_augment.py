@@ -5,9 +5,14 @@ import math
 import torch
 
 from Dataloader.dataset import as_float
-from Diffusion.fields import affine_field, warp
+from Diffusion.fields import affine_field, compose, warp
+from Diffusion.losses import table_lookup
 from Runtime.device import send
 from Runtime.keyed_random import hashed, uniform
+
+
+REMAP_PIECES = 8  # straight pieces of a random function of intensity, at most
+REMAP_BINS = 64  # knots of the table that it is looked up in
 
 
 def random_affine(rng_keys, dims, size, cfg):
@@ -107,36 +112,76 @@ def _moves(cfg):
     return any(cfg[f"augment.{name}"] for name in ("rotation", "scaling", "shift", "flip"))
 
 
-def _moved(volumes, rng_keys, cfg, mode="bilinear"):
-    """Volumes (B, C, *spatial) float32, warped by the random affine maps of their keys. mode: of `warp`."""
+def _moved(volumes, rng_keys, cfg, mode="bilinear", deformation=None):
+    """Volumes (B, C, *spatial) float32, warped by the random affine maps of their keys, then by the deformation.
+
+    mode: of `warp`. deformation: (B, N, *spatial) in voxels or None. Both are one field, so volumes are interpolated
+    only once.
+    """
     size = volumes.shape[2:]
-    matrix = send(random_affine(rng_keys, len(size), size, cfg), volumes.device)
-    return warp(volumes, affine_field(matrix, size), mode, padding="border")
+    field = affine_field(send(random_affine(rng_keys, len(size), size, cfg), volumes.device), size)
+    if deformation is not None:
+        field = compose(first=field, then=deformation)
+    return warp(volumes, field, mode, padding="border")
 
 
-def augment(images, rng_keys, cfg):
+def augment(images, rng_keys, cfg, deformation=None):
     """Copies of a batch with random affine maps, gamma, contrast, brightness and noise; what is off costs nothing.
 
     After the affine, intensities v become v ^ exp(+-gamma), then 0.5 + (v - 0.5) exp(+-contrast) +- brightness, then
     noise is added. They may leave [0, 1].
     images: (B, C, *spatial) as stored, on any device; not changed. rng_keys: B tuples (seed, epoch, sample).
+    deformation: (B, N, *spatial) in voxels, of `DeformDDPM.draw_pair_fields`, by which they are warped as well; or None.
     Returns: (B, C, *spatial) float32; `images` itself where they are float32 and all augment.* keys are 0.
     """
     images = as_float(images)
-    moves = _moves(cfg)
+    moves = _moves(cfg) or deformation is not None
     colours = any(cfg[f"augment.{name}"] for name in ("gamma", "contrast", "brightness", "noise"))
     if not moves and not colours:
         return images
-    images = _moved(images, rng_keys, cfg) if moves else images.clone()
+    images = _moved(images, rng_keys, cfg, deformation=deformation) if moves else images.clone()
     if colours:
         _recolour(images, rng_keys, cfg)
     return images
 
 
-def augment_maps(maps, rng_keys, cfg):
+def augment_maps(maps, rng_keys, cfg, deformation=None):
     """Label maps or masks, moved as `augment` moves the images of the same keys: by the nearest voxel.
 
-    maps: (B, 1, *spatial) whole numbers; not changed. Returns: (B, 1, *spatial) float32, of the same numbers.
+    maps: (B, 1, *spatial) whole numbers; not changed. deformation: as there.
+    Returns: (B, 1, *spatial) float32, of the same numbers.
     """
     maps = maps.float()
-    return _moved(maps, rng_keys, cfg, "nearest") if _moves(cfg) else maps
+    moves = _moves(cfg) or deformation is not None
+    return _moved(maps, rng_keys, cfg, "nearest", deformation) if moves else maps
+
+
+def _random_function(numbers):
+    """A random function of intensity, as a table of its values at REMAP_BINS knots from 0 to 1.
+
+    Straight between points at equal distances, whose values are random; then stretched to go from 0 to 1.
+    numbers: (REMAP_PIECES + 2,) in [0, 1). Returns: (REMAP_BINS,).
+    """
+    pieces = 1 + int(numbers[0] * REMAP_PIECES)
+    values = numbers[1:pieces + 2]
+    table = torch.nn.functional.interpolate(values[None, None], REMAP_BINS, mode="linear", align_corners=True)[0, 0]
+    lowest, highest = table.min(), table.max()
+    return (table - lowest) / (highest - lowest).clamp(min=1e-3)
+
+
+def remap(images, rng_keys, cfg):
+    """Volumes as another modality might show them: their intensities mapped by a random function each.
+
+    A share augment.remap of the volumes is mapped, each channel by a function of its own (`_random_function`); bright
+    may become dark, and different intensities may become the same one.
+    images: (B, C, *spatial) float32; not changed. rng_keys: B tuples (seed, epoch, sample).
+    Returns: (B, C, *spatial) in 0 .. 1 where they are mapped; `images` itself where augment.remap is 0.
+    """
+    if not cfg["augment.remap"]:
+        return images
+    channels = images.shape[1]
+    numbers = uniform(rng_keys, "remap", channels, REMAP_PIECES + 2)                                   # (B, C, P + 2)
+    tables = torch.stack([_random_function(row) for row in numbers.flatten(0, 1)])                     # (B C, bins)
+    mapped = table_lookup(images.flatten(0, 1), send(tables, images.device)).view(images.shape)
+    chosen = send(uniform(rng_keys, "remap share") < cfg["augment.remap"], images.device)
+    return torch.where(chosen.view(-1, *[1] * (images.dim() - 1)), mapped, images)

@@ -57,7 +57,7 @@ def middle(grid, dims):
 class DeformDDPM:
     """The forward process: from an image x0 and a time t to the deformed image x_t and the field to be undone.
 
-    cfg: flat config; read are model.dims, diffusion.timesteps, .grids, .v_scale and .noise_ratio.
+    cfg: flat config; read are model.dims, diffusion.timesteps, .grids, .v_scale, .noise_ratio and augment.deform.
     """
 
     def __init__(self, cfg):
@@ -66,10 +66,23 @@ class DeformDDPM:
         self.grids = cfg["diffusion.grids"]
         self.v_scale = cfg["diffusion.v_scale"]
         self.noise_ratio = cfg["diffusion.noise_ratio"]
+        self.pair_times = math.ceil(cfg["augment.deform"] * (cfg["diffusion.timesteps"] - 1))
 
     def draw_times(self, rng_keys):
         """One time t for each sample, uniform in 1 .. timesteps - 1: list of B ints. At t = 0 nothing is deformed."""
         return [1 + int(u * (self.timesteps - 1)) for u in uniform(rng_keys, "time")]
+
+    def draw_pair_fields(self, size, rng_keys, device):
+        """Random fields for the volumes of pairs: image fields at times up to the share augment.deform of all of them.
+
+        A training on few volumes sees more shapes than it has; what it learned by heart no longer serves it.
+        size: N voxels per side. rng_keys: B tuples (seed, epoch, sample).
+        Returns: (B, N, *size) displacement in voxels; None where augment.deform is 0.
+        """
+        if not self.pair_times:
+            return None
+        times = [1 + int(u * self.pair_times) for u in uniform(rng_keys, "pair time")]
+        return self.draw_image_field(size, times, rng_keys, device)
 
     def draw(self, rng_keys):
         """What `draw_fields` draws, on the CPU: a velocity and the noise that is composed onto the image's only.
