@@ -405,7 +405,7 @@ def pair_batches(state, pairs, cfg):
     for images, positions, _, maps in pairs:
         # Negative positions: the draws of mode 3 must not be those of mode 1.
         rng_keys = [(cfg["run.seed"], epoch, -1 - position) for position in positions.tolist()]
-        deformation = state["ddpm"].draw_pair_fields(images.shape[2:], rng_keys, device)   # (2 B, N, *spatial)
+        deformation = state["ddpm"].draw_pair_fields(images.shape[2:], rng_keys, device, cfg["augment.deform"])
         both = augment(send(images, device), rng_keys, cfg, deformation)       # (2 B, C, *spatial)
         batch = {"moving": both[0::2], "fixed": both[1::2]}                    # (B, C, *spatial) each
         if cfg["augment.remap"]:

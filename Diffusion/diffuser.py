@@ -57,7 +57,7 @@ def middle(grid, dims):
 class DeformDDPM:
     """The forward process: from an image x0 and a time t to the deformed image x_t and the field to be undone.
 
-    cfg: flat config; read are model.dims, diffusion.timesteps, .grids, .v_scale, .noise_ratio and augment.deform.
+    cfg: flat config; read are model.dims, diffusion.timesteps, .grids, .v_scale and .noise_ratio.
     """
 
     def __init__(self, cfg):
@@ -66,22 +66,22 @@ class DeformDDPM:
         self.grids = cfg["diffusion.grids"]
         self.v_scale = cfg["diffusion.v_scale"]
         self.noise_ratio = cfg["diffusion.noise_ratio"]
-        self.pair_times = math.ceil(cfg["augment.deform"] * (cfg["diffusion.timesteps"] - 1))
 
     def draw_times(self, rng_keys):
         """One time t for each sample, uniform in 1 .. timesteps - 1: list of B ints. At t = 0 nothing is deformed."""
         return [1 + int(u * (self.timesteps - 1)) for u in uniform(rng_keys, "time")]
 
-    def draw_pair_fields(self, size, rng_keys, device):
-        """Random fields for the volumes of pairs: image fields at times up to the share augment.deform of all of them.
+    def draw_pair_fields(self, size, rng_keys, device, share):
+        """Random fields that deform the volumes of pairs, so that few volumes show many shapes.
 
-        A training on few volumes sees more shapes than it has; what it learned by heart no longer serves it.
-        size: N voxels per side. rng_keys: B tuples (seed, epoch, sample).
-        Returns: (B, N, *size) displacement in voxels; None where augment.deform is 0.
+        size: N voxels per side. rng_keys: B tuples (seed, epoch, sample). share: augment.deform; the fields are image
+        fields at times of 1 to this share of the last one.
+        Returns: (B, N, *size) displacement in voxels; None for share 0.
         """
-        if not self.pair_times:
+        latest = math.ceil(share * (self.timesteps - 1))
+        if not latest:
             return None
-        times = [1 + int(u * self.pair_times) for u in uniform(rng_keys, "pair time")]
+        times = [1 + int(u * latest) for u in uniform(rng_keys, "pair time")]
         return self.draw_image_field(size, times, rng_keys, device)
 
     def draw(self, rng_keys):

@@ -10,7 +10,7 @@
 # --seed S            of the anatomies (default 0)
 # --workers N         processes that write and prepare them (default: the cores)
 # --first-epochs N    of the stage on pairs of one contrast (default 2; each takes 770 steps where 200 anatomies are)
-# --second-epochs N   of the stage on pairs of any contrast (default 2)
+# --second-epochs N   of the stage that sees any contrast (default 2)
 # --into F            where the finished file is put (default Inference/universal.safetensors, which --model universal is)
 # --print             print the commands and run none
 # --help              this text
@@ -105,7 +105,8 @@ run "${INTERPRETER[@]}" "$root/OM_prepare.py" "${config[@]}" "${keys[@]}" --set 
 # 2. The first stage: mode 3 by local correlation and the Dice of the labels, on views of one contrast.
 training --set run.models="$folder/first" --set run.logs="$folder/Logs/first" --set run.epochs="$first"
 
-# 3. The second stage, from the best checkpoint of the first: on views of any contrast, which it would not begin with.
+# 3. The second stage, from the best checkpoint of the first: the network sees both views of a pair through random
+# functions of their intensities, and the losses compare the views as they are, in one contrast.
 start=(--init-from "$folder/first/universal_om_net/<the best checkpoint>")
 if [[ -z $only_print ]]; then
     start=()
@@ -117,7 +118,7 @@ print(find_checkpoint(sys.argv[1]))" "$folder/first/universal_om_net") || exit 1
     fi
 fi
 training --set run.models="$folder/second" --set run.logs="$folder/Logs/second" --set run.epochs="$second" \
-    --set data.pair_modalities=any ${start[@]+"${start[@]}"}
+    --set augment.remap=0.8 ${start[@]+"${start[@]}"}
 
 # 4. One file, and where --model universal looks for it.
 run rm -rf "$folder/export"

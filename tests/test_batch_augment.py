@@ -5,14 +5,15 @@ import math
 import pytest
 import torch
 
-from Diffusion.batch_augment import _quantiles, augment, noise, random_affine
+from Diffusion.batch_augment import _quantiles, augment, augment_maps, noise, random_affine, remap
+from Diffusion.diffuser import DeformDDPM, image_count
 from Diffusion.fields import affine_field, warp
 from Runtime.keyed_random import uniform
 from tests.tiny import config
 
 KEYS = [(0, 3, position) for position in range(4)]
 SIZES = [(22, 18), (12, 14, 17)]
-NOTHING = dict(rotation=0, scaling=0, shift=0, flip=0, gamma=0, contrast=0, brightness=0, noise=0)
+NOTHING = dict(rotation=0, scaling=0, shift=0, flip=0, gamma=0, contrast=0, brightness=0, noise=0, deform=0, remap=0)
 EVERYTHING = dict(rotation=10, scaling=0.1, shift=0.05, flip=0.5, gamma=0.3, contrast=0.2, brightness=0.1, noise=0.05)
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 
@@ -205,3 +206,61 @@ def test_noise_on_the_accelerator_has_the_bits_of_the_cpu(size):
     images = torch.rand(4, 1, *size)
     moved = augment(images.to(ACCELERATOR), KEYS, only(**EVERYTHING)).cpu()
     assert torch.allclose(moved, augment(images, KEYS, only(**EVERYTHING)), atol=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs of mode 3: deformed besides, and seen in other intensities
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_deformation_comes_after_the_affine_map_in_one_interpolation(size):
+    cfg = only(rotation=10, scaling=0.1)
+    images, shift = torch.rand(4, 1, *size), torch.zeros(4, len(size), *size)
+    shift[:, 0] = 3.0  # whole voxels, so that two interpolations are as exact as one
+    moved, both = augment(images, KEYS, cfg), augment(images, KEYS, cfg, shift)
+    assert torch.allclose(both[:, :, :-3], moved[:, :, 3:], atol=1e-5)
+    label = (images > 0.5).float()
+    assert torch.equal(augment_maps(label, KEYS, cfg, shift)[:, :, :-3], augment_maps(label, KEYS, cfg)[:, :, 3:])
+    alone = augment(images, KEYS, only(), shift)
+    assert torch.allclose(alone[:, :, :-3], images[:, :, 3:], atol=1e-5), "also where all else is off"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_fields_of_pairs_are_keyed_and_grow_with_their_share(size):
+    ddpm = DeformDDPM(config(model__dims=len(size), diffusion__grids=[4, 8], diffusion__v_scale=1e-3))
+    assert ddpm.draw_pair_fields(size, KEYS, "cpu", 0.0) is None
+    fields = ddpm.draw_pair_fields(size, KEYS, "cpu", 0.6)
+    assert fields.shape == (4, len(size), *size) and torch.equal(fields, ddpm.draw_pair_fields(size, KEYS, "cpu", 0.6))
+    assert torch.allclose(fields[2:3], ddpm.draw_pair_fields(size, KEYS[2:3], "cpu", 0.6), atol=1e-5)
+    many = [(0, 0, position) for position in range(24)]
+    weak, strong = (ddpm.draw_pair_fields(size, many, "cpu", share).square().mean((1, 2, 3)).sqrt().mean()
+                    for share in (0.1, 1.0))
+    assert 0 < weak < 0.3 * strong
+    latest = math.ceil(0.1 * (ddpm.timesteps - 1))
+    most = ddpm.draw_image_field(size, [latest] * 24, many, "cpu")
+    assert image_count(latest) > 1 and weak <= most.square().mean((1, 2, 3)).sqrt().mean(), "no time is later"
+
+
+def test_remapped_intensities_are_a_function_of_the_intensity_alone():
+    cfg = only(remap=1.0)
+    ramp = torch.linspace(0, 1, 6 * 7 * 8).view(1, 1, 6, 7, 8)
+    images = torch.cat([ramp, ramp.flip(2, 3, 4)]).repeat(2, 1, 1, 1, 1)[[0, 1, 2, 3]]
+    mapped = remap(images, [KEYS[0], KEYS[0], KEYS[1], KEYS[1]], cfg)
+    assert torch.allclose(mapped[0], mapped[1].flip(1, 2, 3), atol=1e-5) and not torch.allclose(mapped[0], mapped[2])
+    many = [(0, 0, position) for position in range(200)]
+    values = remap(ramp.expand(200, -1, -1, -1, -1), many, cfg).flatten(1)
+    assert values.min() >= 0 and values.max() <= 1 and (values.amax(1) > 0.95).all() and (values.amin(1) < 0.05).all()
+    falling, rising = (values.diff(dim=1) <= 1e-6).all(1), (values.diff(dim=1) >= -1e-6).all(1)
+    assert falling.any() and rising.any() and not (falling | rising).all(), "brighter, darker, and neither"
+
+
+def test_a_share_of_the_volumes_is_remapped_and_channels_by_functions_of_their_own():
+    images = torch.rand(200, 2, 4, 5, 6)
+    rng_keys = [(0, 0, position) for position in range(200)]
+    assert remap(images, rng_keys, only(remap=0.0)) is images
+    mapped = remap(images, rng_keys, only(remap=0.3))
+    changed = (mapped != images).flatten(1).any(1)
+    assert 35 < changed.sum() < 85
+    same = torch.rand(1, 1, 4, 5, 6).expand(4, 2, -1, -1, -1)
+    both = remap(same, KEYS, only(remap=1.0))
+    assert (both[:, 0] != both[:, 1]).flatten(1).any(1).all()

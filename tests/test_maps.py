@@ -313,3 +313,55 @@ def test_the_labels_of_a_pair_are_brought_together(data):
     found = [om.train_mode(state, "registration", om.pair_batches(state, [pair], cfg), cfg)["terms"]["dice"]
              for _ in range(25)]
     assert found[-1] < 0.9 * found[0], found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs that are deformed, and seen in other intensities
+# ---------------------------------------------------------------------------------------------------------------------
+
+def one_pair(data, cfg):
+    """The batch of one pair with labels, as mode 3 gets it, and the state of the training."""
+    torch.manual_seed(0)
+    state = new_state(cfg)
+    state["labels"] = torch.tensor(range(1, 7))
+    dataset = read_datasets(cfg)[0]
+    images, labels = (torch.stack([read(number) for number in (2, 1)]) for read in (dataset.image, dataset.label))
+    pair = (images, torch.tensor([0, 1]), dataset.subjects[[2, 1]], {"label": labels})
+    return om.pair_batches(state, [pair], cfg)[0], state
+
+
+def test_the_network_sees_other_intensities_than_the_loss_compares(data):
+    plain, _ = one_pair(data, config(data, **SOME))
+    cfg = config(data, **SOME, augment__remap=1.0)
+    batch, state = one_pair(data, cfg)
+    assert "seen" not in plain and all(torch.equal(batch[side], plain[side]) for side in ("moving", "fixed"))
+    assert all((batch["seen"][side] != batch[side]).any() for side in ("moving", "fixed"))
+    # A new network moves nothing, whatever it sees: the loss is that of the volumes as they are.
+    assert om.step_registration(state["net"], batch, cfg)[0] == om.step_registration(state["net"], plain, cfg)[0]
+    with torch.no_grad():
+        state["net"].fine.weight.normal_(std=0.1)
+    assert om.step_registration(state["net"], batch, cfg)[0] != om.step_registration(state["net"], plain, cfg)[0]
+
+
+def test_labels_of_a_pair_are_deformed_with_its_images(data):
+    """Images that are their own labels stay so."""
+    cfg = config(data, **SOME, augment__deform=1.0, augment__gamma=0, diffusion__v_scale=2e-3)
+    state = new_state(cfg)
+    state["labels"] = torch.tensor(range(1, 7))
+    dataset = read_datasets(cfg)[0]
+    labels = torch.stack([dataset.label(number) for number in (2, 1)])
+    images = (labels == 2).float()
+    pair = (images, torch.tensor([0, 1]), dataset.subjects[[2, 1]], {"label": labels})
+    batch, = om.pair_batches(state, [pair], cfg)
+    for side, stored in (("moving", images[:1]), ("fixed", images[1:])):
+        sure = (batch[side] - 0.5).abs() > 0.499
+        assert torch.equal((batch["label"][side] == 2)[sure], (batch[side] > 0.5)[sure])
+        assert (batch[side] - stored).abs().mean() > 0.01, "it is deformed"
+
+
+def test_a_training_with_both_resumes_exactly(data, tmp_path):
+    both = {"augment__deform": 0.5, "augment__remap": 0.5, "run__epochs": 1}
+    assert om.main(options(data, tmp_path / "whole", **both)) == 0
+    assert om.main(options(data, tmp_path / "parts", "--max-steps-before-restart", "1", **both)) == 42
+    assert om.main(options(data, tmp_path / "parts", **both)) == 0
+    assert final_sha256(tmp_path / "parts") == final_sha256(tmp_path / "whole")
