@@ -71,7 +71,7 @@ NO_NETWORK = ROOT / "Config/config_hippocampus.yaml"  # whose refine.* are taken
 LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1-7", "data.labelled_pairs=0.5")
 # Our trainings: name: config, overrides, option with the checkpoint of an earlier one.
 # That without labels is of mode 3 alone, too: all of its minutes go into registration.
-TRAININGS = {"net": (LABELS, ("loss.dice=0",), "checkpoint"), "labels": (LABELS, (), "labels_checkpoint"),
+TRAININGS = {"net": (LABELS, ("loss.dice=0", "augment.deform=0.3"), "checkpoint"), "labels": (LABELS, (), "labels_checkpoint"),
              "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
 NETWORKS = {"net": "net", "refine": "net", "labels": "labels", "labels_few": "labels_few"}  # which a method takes
 OURS = (*NETWORKS, "refine_none", "universal")
