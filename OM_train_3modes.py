@@ -47,7 +47,17 @@ from Diffusion.losses import (
 )
 from Diffusion.networks import build_network, compile_network
 from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
-from Diffusion.sharding import footprint, gather, gather_state, load_optimizer, make_optimizer, replicated, whole, wrap
+from Diffusion.sharding import (
+    compare_moments,
+    footprint,
+    gather,
+    gather_state,
+    load_optimizers,
+    make_optimizers,
+    replicated,
+    whole,
+    wrap,
+)
 from Diffusion.validation import align, validate
 from Runtime import agree, checkpoint, launch, memory, trail, watchdog, writer
 from Runtime.config import MODEL_KEYS, load_config
@@ -186,11 +196,11 @@ def save_state(state, relative, cfg, metrics=None, best=None):
 
     The step waits for the copy only: a thread of rank 0 writes, reads back, and removes what the config does not keep.
     """
-    ranks, net, optimizer = state["ranks"], state["net"], state["optimizer"]
-    agree.agree(ranks, state["progress"]["step"], "checkpoint", weights=replicated(net, optimizer))
+    ranks, net, optimizers = state["ranks"], state["net"], state["optimizers"]
+    agree.agree(ranks, state["progress"]["step"], "checkpoint", weights=replicated(net, optimizers))
     watchdog.phase("checkpoint")
     finish_saving(state)
-    weights, adam = gather_state(net, optimizer, ranks)
+    weights, adam = gather_state(net, optimizers, ranks)
     ema = gather(state["ema"], ranks)
     if ranks["rank"] == 0:
         content = {"format": 1, "model": weights, "optimizer": adam, "queue": state["queue"], "config": cfg,
@@ -272,6 +282,7 @@ def restore_state(state, cfg, init_from=None):
     changes = checkpoint.check_compatible(content, cfg, path, MODEL_KEYS)
     checkpoint.load_weights(net, content, path)
     if relative:
+        changes += compare_moments(content["optimizer"], modes_of(cfg), cfg, path)
         changes += restore_progress(content, state, cfg, path)
     if ranks["rank"] == 0:
         for change in changes if relative else []:
@@ -354,7 +365,8 @@ def train_mode(state, name, batches, cfg, **raised):
     """
     model, net, gradients, ranks = state["model"], state["net"], state["gradients"], state["ranks"]
     alone = model is net  # no DDP around it: one rank, or fsdp
-    state["optimizer"].zero_grad(set_to_none=True)
+    optimizer = state["optimizers"].get(name) or state["optimizers"]["shared"]  # see optim.moments
+    optimizer.zero_grad(set_to_none=True)
     gradients["parts"] = len(batches) if alone else len(batches) * ranks["world_size"]
     results = {"losses": [], "terms": [], "kept": []}
 
@@ -380,7 +392,7 @@ def train_mode(state, name, batches, cfg, **raised):
     norm = clip_gradient(net, cfg[MODES[name].clip_norm] if MODES[name].clip_norm else None)
     terms, moved = dict(zip(means, agreed["terms"])), math.isfinite(norm) and not agreed["nonfinite"]
     if moved:
-        state["optimizer"].step()
+        optimizer.step()
         add_terms(state["progress"]["sums"], terms)
     return {**agreed, "terms": terms, "moved": moved, "norm": norm, "kept": results["kept"]}
 
@@ -524,9 +536,9 @@ def set_up(cfg, args, ranks, run):
     state["model"] = wrap(net, ranks, device, state["gradients"], cfg)
     if cfg["run.compile"] == "step":
         compile_network(net, device)
-    state["optimizer"], state["ema"] = make_optimizer(net, ranks, cfg), new_ema(net, cfg, ema)
+    state["optimizers"], state["ema"] = make_optimizers(net, ranks, modes_of(cfg), cfg), new_ema(net, cfg, ema)
     if adam:
-        load_optimizer(state["optimizer"], adam)
+        load_optimizers(state["optimizers"], adam)
     volumes = {"train": train, "val": val, "listed": listed, "split": split}
     if ranks["rank"] == 0:
         announce(state, volumes, cfg)
@@ -597,8 +609,9 @@ def set_learning_rate(state, steps, cfg):
     progress = state["progress"]
     done = (progress["epoch"] * steps + progress["step_in_epoch"]) / (steps * cfg["run.epochs"])
     rate = learning_rate(cfg, progress["step"], done)
-    for group in state["optimizer"].param_groups:
-        group["lr"] = rate
+    for optimizer in state["optimizers"].values():
+        for group in optimizer.param_groups:
+            group["lr"] = rate
     return rate
 
 
@@ -649,7 +662,7 @@ def finish(state, leave, cfg):
     agree.agree(ranks, progress["step"], "checkpoint")  # the others wait under this deadline
     weights = None if leave else gather(state["net"].state_dict(), ranks)
     watchdog.phase("leave")
-    state.update(model=None, net=None, optimizer=None, ema=None)
+    state.update(model=None, net=None, optimizers=None, ema=None)
     launch.leave(ranks)
     if leave:
         leak = state["watch"]["leak"] if leave == "memory" else None
@@ -680,7 +693,7 @@ def finish_epoch(state, held_out, cfg, started):
     epoch, sums, last = progress["epoch"], progress["sums"], progress["epoch"] + 1 == cfg["run.epochs"]
     watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world_size=state["ranks"]["world_size"],
                    samples=progress["samples"], steps=sums["steps"],
-                   **footprint(state["net"], state["optimizer"], state["device"]))
+                   **footprint(state["net"], state["optimizers"], state["device"]))
     scores, picture = {}, None
     if len(held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last):
         watchdog.phase("evaluate")

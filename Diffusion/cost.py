@@ -13,7 +13,7 @@ from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
 from Diffusion.fake_device import AliveBytes, DeviceAutocast
 from Diffusion.networks import new_network
-from Diffusion.sharding import local_bytes
+from Diffusion.sharding import adam_names, local_bytes
 from Runtime.device import precision
 from Runtime.errors import DONE, InputError
 from Runtime.global_batch import split_step
@@ -92,7 +92,7 @@ def step_memory(costs, network, cfg):
     Not counted is what kernels need while they run, which on a GPU are some hundred MiB of cuDNN, what the allocator
     rounds up, and the driver's context. costs, network: of `mode_costs`.
     """
-    copies = 4 if cfg["optim.average"] else 3
+    copies = 1 + 2 * len(adam_names(costs, cfg)) + bool(cfg["optim.average"])
     return copies * local_bytes(network.parameters()) + max(cost["peak"] for cost in costs.values())
 
 

@@ -33,13 +33,13 @@ IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files take memory
 
 
 def memory_estimate(cfg, world_size, ranks, process, parameters, held=0, activations=0, staged=0, on_cpu=False,
-                    writes=False):
+                    writes=False, adams=1):
     """Host memory of a node, in bytes.
 
     world_size: ranks of the run. ranks: those on this node. process: bytes of one process without the training.
     parameters: their number in the network. held, activations, staged: of `held_bytes`, `activation_bytes` (0 without a
     CPU training) and `staged_bytes`. on_cpu: the network is trained on the host. writes: whether rank 0, which writes
-    checkpoints, is on this node.
+    checkpoints, is on this node. adams: number of sets of moments, see `adam_names` of Diffusion/sharding.py.
     Returns: {"rank", "activations", "worker", "workers" (their number in a rank), "batches" (read ahead, of one rank),
     "checkpoint", "staged", "total": ranks x (rank + activations + workers x worker + batches) + checkpoint + staged}.
     """
@@ -59,9 +59,10 @@ def memory_estimate(cfg, world_size, ranks, process, parameters, held=0, activat
     batches += round(steps * maps * voxels * 2)  # int16
     weights = 4 * parameters
     rank = process + TRAINING + held + (0 if workers else reading)
-    rank += round(weights * (copies(cfg, world_size, split) if on_cpu else 1))  # 1: they are initialised on the host
-    averages = bool(cfg["optim.average"])
-    checkpoint = (3 + averages) * weights if writes else 0  # a copy of weights, moments, average while it is written
+    # 1: they are initialised on the host.
+    rank += round(weights * (copies(cfg, world_size, split, adams) if on_cpu else 1))
+    # A copy of weights, moments and average while it is written.
+    checkpoint = (1 + 2 * adams + bool(cfg["optim.average"])) * weights if writes else 0
     worker = WORKER + reading
     total = ranks * (rank + activations + workers * worker + batches) + checkpoint + staged
     return {"rank": rank, "activations": activations, "worker": worker, "workers": workers, "batches": batches,
@@ -73,12 +74,12 @@ def map_kinds(cfg):
     return (cfg["loss.dice"] > 0) + cfg["registration.masks"]
 
 
-def copies(cfg, world_size, split):
+def copies(cfg, world_size, split, adams=1):
     """Bytes that a rank on a CPU holds as a multiple of the weights' bytes: weights, gradients, moments, sums."""
     strategy = cfg["run.strategy"]
-    multiple = 4
+    multiple = 2 + 2 * adams
     if world_size > 1:
-        own = {"ddp": 4, "zero1": 2 + 2 / world_size, "fsdp": 4 / world_size}[strategy]
+        own = {"ddp": multiple, "zero1": 2 + 2 * adams / world_size, "fsdp": multiple / world_size}[strategy]
         multiple = own + BETWEEN_RANKS[strategy]
     if cfg["optim.average"]:
         multiple += 1 / world_size if strategy == "fsdp" else 1

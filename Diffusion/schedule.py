@@ -29,7 +29,7 @@ def new_ema(net, cfg, saved=None):
     """
     if not cfg["optim.average"]:
         return None
-    return {name: parameter.detach().clone() if saved is None else part_like(parameter, saved[name]).clone()
+    return {name: parameter.detach().clone() if saved is None else part_like(parameter, saved[name])
             for name, parameter in net.named_parameters()}
 
 

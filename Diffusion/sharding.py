@@ -18,6 +18,7 @@ from Diffusion.gradients import sum_over_ranks
 from Diffusion.networks_older import TransposedConv
 from Diffusion.om_net import AttentionBlock
 from Runtime import agree
+from Runtime.errors import InputError
 
 # FSDP gathers the weights of a module when it is called. These are always called; the weights of other modules are
 # gathered with the network.
@@ -90,6 +91,16 @@ def to_channels_last(module, inputs):
     return x.contiguous(memory_format=torch.channels_last_3d if x.dim() == 5 else torch.channels_last), *rest
 
 
+def adam_names(modes, cfg):
+    """Names of the Adams of a training (optim.moments): one for each of its modes, or "shared" alone."""
+    return list(modes) if cfg["optim.moments"] == "per_mode" else ["shared"]
+
+
+def make_optimizers(net, ranks, modes, cfg):
+    """{name: Adam} over the same parameters, with moments and step counts of their own. modes: of the training."""
+    return {name: make_optimizer(net, ranks, cfg) for name in adam_names(modes, cfg)}
+
+
 def make_optimizer(net, ranks, cfg):
     """Adam over the parameters of a network; with fsdp, to be made after `wrap`, which replaces the parameters."""
     options = {"lr": cfg["optim.lr"], "fused": True}
@@ -102,6 +113,28 @@ def make_optimizer(net, ranks, cfg):
 def own_adam(optimizer):
     """The Adam that holds this rank's moments: with zero1 the inner one, of this rank's parameters alone."""
     return getattr(optimizer, "optim", optimizer)
+
+
+def compare_moments(saved, modes, cfg, path):
+    """Compare the moments of a checkpoint with those that the config asks for. Returns sentences on what is new.
+
+    saved: of `gather_state`. modes: of the training. path: of the checkpoint, for the error.
+    Raises InputError for moments of each mode where the config asks for shared ones, which nobody could make of them.
+    """
+    if "param_groups" in saved:
+        return ["Adam's moments: each mode begins with the shared ones"] if cfg["optim.moments"] == "per_mode" else []
+    if cfg["optim.moments"] == "shared":
+        raise InputError(f"{path} has moments of each mode, and optim.moments shared cannot go on from them: set "
+                         f"optim.moments to per_mode, or start a new run with --fresh --init-from {path}.")
+    return [f"Adam's moments of mode {name}: new, as the checkpoint has none" for name in modes if name not in saved]
+
+
+def load_optimizers(optimizers, saved):
+    """Load this rank's part of what a checkpoint holds of Adam; see `compare_moments`. saved: of `gather_state`."""
+    for name, optimizer in optimizers.items():
+        state = saved if "param_groups" in saved else saved.get(name)
+        if state:
+            load_optimizer(optimizer, state)
 
 
 def load_optimizer(optimizer, saved):
@@ -120,12 +153,16 @@ def load_optimizer(optimizer, saved):
 
 
 def part_like(parameter, value):
-    """This rank's part of a whole moment or average, with the parameter's strides, as fused Adam needs it."""
+    """This rank's part of a whole moment or average, in memory of its own: several Adams may begin with one value.
+
+    It has the parameter's strides, as fused Adam needs it.
+    """
     if value.shape != parameter.shape:
-        return value
+        return value.clone()
     if hasattr(parameter, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
-        return distribute_tensor(value.contiguous(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return distribute_tensor(value.contiguous(), parameter.device_mesh, parameter.placements,
+                                 src_data_rank=None).clone()
     return torch.empty_like(parameter).copy_(value)
 
 
@@ -149,11 +186,16 @@ def gather(value, ranks):
     return value.cpu() if ranks["rank"] == 0 else None
 
 
-def gather_state(net, optimizer, ranks):
-    """Weights and Adam's state as a checkpoint holds them; complete on rank 0 only. Every rank calls this."""
-    zero1 = own_adam(optimizer) is not optimizer
-    adam = collect(optimizer, ranks) if zero1 else gather(optimizer.state_dict(), ranks)
-    return gather(net.state_dict(), ranks), adam
+def gather_state(net, optimizers, ranks):
+    """Weights and Adam's state as a checkpoint holds them; complete on rank 0 only. Every rank calls this.
+
+    Returns: {name: tensor}; the state_dict of the shared Adam, or {mode: state_dict}.
+    """
+    adams = {}
+    for name, optimizer in optimizers.items():
+        zero1 = own_adam(optimizer) is not optimizer
+        adams[name] = collect(optimizer, ranks) if zero1 else gather(optimizer.state_dict(), ranks)
+    return gather(net.state_dict(), ranks), adams.get("shared", adams)
 
 
 def collect(optimizer, ranks):
@@ -178,18 +220,20 @@ def collect(optimizer, ranks):
     return {"state": state, "param_groups": [{**adam.param_groups[0], "params": list(range(len(parameters)))}]}
 
 
-def replicated(net, optimizer=None):
+def replicated(net, optimizers=None):
     """{name: tensor} that must be equal on every rank: with fsdp buffers, with zero1 weights, with ddp moments too."""
     tensors = dict(net.state_dict())
-    if isinstance(optimizer, torch.optim.Adam):
-        for number, entry in optimizer.state_dict()["state"].items():
-            tensors.update({f"Adam's {name} of parameter {number}": tensor for name, tensor in entry.items()})
+    for adam, optimizer in (optimizers or {}).items():
+        if isinstance(optimizer, torch.optim.Adam):
+            for number, entry in optimizer.state_dict()["state"].items():
+                tensors.update({f"{adam} Adam's {name} of parameter {number}": value for name, value in entry.items()})
     return {name: tensor for name, tensor in tensors.items() if not hasattr(tensor, "full_tensor")}
 
 
-def footprint(net, optimizer, device):
+def footprint(net, optimizers, device):
     """Bytes that this rank holds of weights and of Adam's state, and its peak: of the device, on a CPU the process."""
-    moments = [tensor for entry in own_adam(optimizer).state.values() for tensor in entry.values()]
+    moments = [tensor for optimizer in optimizers.values() for entry in own_adam(optimizer).state.values()
+               for tensor in entry.values()]
     if device.type == "cpu":
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     else:

@@ -20,8 +20,9 @@ def test_costs_of_a_linear_layer_are_those_counted_by_hand():
     assert alive.now == 4 * (weights + batch), "nothing else is left"
     # At its peak the backward pass holds the output's gradient, made of two factors, or the weights' gradient beside.
     assert 4 * (batch + 2 * output) <= costs["peak"] <= 4 * (batch + 3 * output + weights)
-    assert step_memory({"mode": costs}, layer, {"optim.average": 0.0}) == 3 * 4 * weights + costs["peak"]
-    assert step_memory({"mode": costs}, layer, {"optim.average": 0.9}) == 4 * 4 * weights + costs["peak"]
+    for average, moments, copies in ((0.0, "shared", 3), (0.9, "shared", 4), (0.0, "per_mode", 5)):
+        cfg = {"optim.average": average, "optim.moments": moments}
+        assert step_memory({"one": costs, "other": costs}, layer, cfg) == copies * 4 * weights + costs["peak"]
 
 
 def test_fake_costs_are_real_costs():

@@ -60,6 +60,8 @@ def test_an_accelerator_leaves_weights_and_loading_to_the_host():
     assert need["total"] == 8 * (need["rank"] + 8 * need["worker"] + need["batches"])
     first = memory_estimate(large(), 64, 8, 2 * GIB, 10 ** 8, writes=True)
     assert first["total"] - need["total"] == 12 * 10 ** 8, "weights and two moments, once"
+    of_three = memory_estimate(large(), 64, 8, 2 * GIB, 10 ** 8, writes=True, adams=3)
+    assert of_three["total"] - need["total"] == 7 * 4 * 10 ** 8, "two moments of each mode"
 
 
 def test_without_workers_a_thread_of_the_rank_reads_ahead():
@@ -107,7 +109,9 @@ def test_a_cpu_also_trains_on_the_host(tmp_path):
     for strategy, world_size, batch, expected in (("ddp", 4, 0, 5.25), ("zero1", 4, 0, 3.75), ("fsdp", 4, 0, 6),
                                              ("ddp", 1, 0, 4), ("ddp", 1, 8, 6), ("ddp", 4, 32, 7.25)):
         cfg = config(tmp_path, run__strategy=strategy, data__global_batchsize=batch)
-        assert copies(cfg, world_size, split_step(cfg, world_size)) == expected, (strategy, world_size, batch)
+        split, own = split_step(cfg, world_size), 1 if strategy == "ddp" else 1 / world_size
+        assert copies(cfg, world_size, split) == expected, (strategy, world_size, batch)
+        assert copies(cfg, world_size, split, adams=3) == expected + 4 * own, "two moments of two more modes"
 
 
 def counted_bytes(cfg):

@@ -306,7 +306,7 @@ def test_the_labels_of_a_pair_are_brought_together(data):
     torch.manual_seed(0)
     state = new_state(cfg)
     state["labels"] = torch.tensor(range(1, 7))
-    state["optimizer"].param_groups[0]["lr"] = 1e-2
+    state["optimizers"]["shared"].param_groups[0]["lr"] = 1e-2
     dataset = read_datasets(cfg)[0]
     images, labels = (torch.stack([read(number) for number in (2, 1)]) for read in (dataset.image, dataset.label))
     pair = (images, torch.tensor([0, 1]), dataset.subjects[[2, 1]], {"label": labels})

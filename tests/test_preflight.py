@@ -308,7 +308,9 @@ def test_memory_beyond_what_slurm_gave(tmp_path):
                     r"0\.00\) \+ checkpoint 0\.00$", found["said"])
     assert found["do"].startswith("data.num_workers=9 would fit")
     given["variables"]["SLURM_MEM_PER_NODE"] = "8000"
-    assert checks.check_memory(given, print)["ok"]
+    found = checks.check_memory(given, print)
+    of_each_mode = checks.check_memory({**given, "cfg": {**given["cfg"], "optim.moments": "per_mode"}}, print)
+    assert found["ok"] and 3 * of_each_mode["need"]["checkpoint"] == 7 * found["need"]["checkpoint"]
     given["cfg"] = config(tmp_path, data__in_memory=True, data__expect_samples=10 ** 6)
     found = checks.check_memory(given, print)
     assert not found["ok"] and found["do"].startswith("set data.in_memory=false")

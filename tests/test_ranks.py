@@ -88,6 +88,14 @@ def test_two_ranks_train_as_one_that_accumulates(data, alone, together):
     assert len(log_lines(together, "end", rank=1)) == 1 and decisions(together) == ["done"]
 
 
+def test_two_ranks_train_as_one_with_moments_of_each_mode_too(data, tmp_path, alone):
+    for folder in ("alone", "together"):
+        (tmp_path / folder).mkdir()
+    assert om.main(options(data, tmp_path / "alone", optim__moments="per_mode")) == 0
+    warm.train(2, tmp_path / "log", options(data, tmp_path / "together", optim__moments="per_mode"))
+    assert sha256(tmp_path / "together") == sha256(tmp_path / "alone") != sha256(alone)
+
+
 def test_planned_restarts_of_two_ranks_by_the_launcher_and_debugging_give_the_same_bits(data, tmp_path, together):
     ended = by_launcher(2, *options(data, tmp_path, "--max-steps-before-restart", "2", "--debug"))
     assert ended.returncode == 0, ended.stdout + ended.stderr

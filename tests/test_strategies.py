@@ -199,17 +199,24 @@ def step_of_no_number(begun, cfg, ranks):
 
 
 def end(begun, ranks):
-    begun[0].update(model=None, net=None, optimizer=None, ema=None)
+    begun[0].update(model=None, net=None, optimizers=None, ema=None)
     launch.leave(ranks)
 
 
 def same_state(weights, adam, saved):
     """Whether a gathered state is that of a checkpoint, bit by bit; every tensor whole and plain."""
-    found, wanted = ({0: model, **{number + 1: entry for number, entry in optimizer["state"].items()}}
-                     for model, optimizer in ((weights, adam), (saved["model"], saved["optimizer"])))
-    return (adam["param_groups"] == saved["optimizer"]["param_groups"] and found.keys() == wanted.keys()
-            and all(found[key].keys() == wanted[key].keys() for key in wanted)
-            and all(torch.equal(found[key][name], wanted[key][name]) for key in wanted for name in wanted[key]))
+    found, wanted = dict(leaves([weights, adam])), dict(leaves([saved["model"], saved["optimizer"]]))
+    return found.keys() == wanted.keys() and all(
+        torch.equal(torch.as_tensor(found[path]), torch.as_tensor(value)) for path, value in wanted.items())
+
+
+def leaves(value, where=()):
+    """(path, value) of everything in nested dicts and lists that is not None."""
+    if isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, (*where, key))
+    elif value is not None:
+        yield where, value
 
 
 def main(data, folder, changes):
@@ -242,9 +249,9 @@ def main(data, folder, changes):
             pair = f"{writer} to {reader}"
             cfg, begun = start(reader, folder / writer)
             state = begun[0]
-            weights, adam = gather_state(state["net"], state["optimizer"], ranks)
+            weights, adam = gather_state(state["net"], state["optimizers"], ranks)
             ema = gather(state["ema"], ranks)
-            seen["optimizer bytes"][pair] = footprint(state["net"], state["optimizer"], state["device"])[
+            seen["optimizer bytes"][pair] = footprint(state["net"], state["optimizers"], state["device"])[
                 "optimizer_bytes"]
             if ranks["rank"] == 0:
                 saved = checkpoint.load(folder / writer / "tmp/000000_step0001_demo.pth")
@@ -314,16 +321,23 @@ def check_alone(after, folder, data, ranks, monkeypatch, tolerance=TOLERANCE, **
         begun = begin(cfg, alone, folder / writer)
         one_step(begun, cfg, alone)
         net = begun[0]["model"]
-        assert type(net) is type(om.build_network(cfg)) and type(begun[0]["optimizer"]) is torch.optim.Adam
+        assert type(net) is type(om.build_network(cfg))
+        assert {type(adam) for adam in begun[0]["optimizers"].values()} == {torch.optim.Adam}
         worst = max((tensor - after[writer][name]).abs().max() for name, tensor in net.state_dict().items())
         assert worst <= (0 if writer in EXACT else tolerance), (writer, strategy)
 
 
-def test_every_strategy_goes_on_from_every_checkpoint(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("moments", ["shared", "per_mode"])
+def test_every_strategy_goes_on_from_every_checkpoint(data, tmp_path, monkeypatch, moments):
     """om_net with accumulation and with activation checkpointing."""
-    seen, folder = run_main(data, tmp_path, 2, {})
-    after = check(seen, folder, data, 2)
-    check_alone(after, folder, data, 2, monkeypatch)
+    changes = {"optim__moments": moments}
+    seen, folder = run_main(data, tmp_path, 2, changes)
+    after = check(seen, folder, data, 2, **changes)
+    check_alone(after, folder, data, 2, monkeypatch, **changes)
+    adam = checkpoint.load(folder / "zero1/tmp/000000_step0001_demo.pth")["optimizer"]
+    adams = {"shared": adam} if moments == "shared" else adam
+    steps = {name: max(int(entry["step"]) for entry in saved["state"].values()) for name, saved in adams.items()}
+    assert steps == ({"shared": 3} if moments == "shared" else dict.fromkeys(om.MODES, 1))
 
 
 @pytest.mark.slow

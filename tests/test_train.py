@@ -20,6 +20,7 @@ import OM_train_3modes as om
 from Dataloader.dataset import epoch_batches, read_datasets
 from Diffusion.gradients import new_gradients
 from Diffusion.networks import build_network
+from Diffusion.sharding import footprint, replicated
 from Inference.load_model import load_model
 from Inference.registration import register
 from Runtime import attempts, checkpoint
@@ -82,7 +83,8 @@ def new_state(cfg):
     """What a training holds, for one rank on the CPU."""
     net = om.build_network(cfg)
     return {"net": net, "model": net, "ddpm": om.DeformDDPM(cfg), "device": torch.device("cpu"), "run": "run",
-            "ranks": {"rank": 0, "world_size": 1}, "optimizer": torch.optim.Adam(net.parameters(), lr=1e-3),
+            "ranks": {"rank": 0, "world_size": 1},
+            "optimizers": om.make_optimizers(net, {"world_size": 1}, om.MODES, {**cfg, "optim.lr": 1e-3}),
             "queue": om.new_queue(cfg, "cpu"), "progress": om.new_progress(),
             "gradients": new_gradients(cfg), "ema": None}
 
@@ -198,6 +200,50 @@ def test_the_average_of_the_weights_survives_restarts_and_is_what_later_tools_lo
     assert all(torch.equal(tensor, states[0]["ema"][name]) for name, tensor in net.state_dict().items())
 
 
+def test_moments_of_each_mode_survive_restarts(data, tmp_path, undisturbed, capfd):
+    changes = {"optim__moments": "per_mode", "registration__gate": 0.0}  # closed in some steps
+    assert run_here(data, tmp_path / "whole", **changes) == 0
+    weights = final_weights(capfd.readouterr().out)
+    for code in (42, 42, 0):
+        assert run_here(data, tmp_path / "parts", "--max-steps-before-restart", "5", **changes) == code
+    assert final_weights(capfd.readouterr().out) == weights != undisturbed
+    one, other = (checkpoint.load(tmp_path / name / "Models/demo_om_net/000002_demo_om_net.pth")["optimizer"]
+                  for name in ("whole", "parts"))
+    assert set(one) == set(other) == set(om.MODES)
+    for mode in om.MODES:
+        for number, entry in one[mode]["state"].items():
+            assert all(torch.equal(tensor, other[mode]["state"][number][name]) for name, tensor in entry.items())
+    open_steps = sum(line["open"] for line in log_lines(tmp_path / "whole", "step"))
+    assert counts(one) == {"diffusion": {STEPS}, "contrastive": {STEPS}, "registration": {open_steps}}
+    assert 0 < open_steps < STEPS
+
+
+def counts(adams):
+    """{mode: the counts of steps of its parameters}. adams: "optimizer" of a checkpoint, by mode."""
+    return {mode: {int(entry["step"]) for entry in adam["state"].values()} for mode, adam in adams.items()}
+
+
+def test_shared_moments_become_those_of_each_mode_but_not_the_other_way(data, tmp_path, capfd):
+    def one_launch(steps, **changes):
+        code = run_here(data, tmp_path, "--max-steps-before-restart", str(steps), **changes)
+        run = tmp_path / "Models/demo_om_net"
+        return code, checkpoint.load(run / checkpoint.newest(run))["optimizer"], "".join(capfd.readouterr())
+
+    two = OFF["contrastive"][1]
+    _, shared, _ = one_launch(2, **two)
+    assert set(shared) == {"state", "param_groups"} and counts({"all": shared}) == {"all": {4}}
+    code, own, said = one_launch(1, optim__moments="per_mode", **two)
+    assert code == 42 and "Adam's moments: each mode begins with the shared ones" in said
+    assert "changed since the checkpoint: optim.moments: shared -> per_mode" in said
+    assert {mode: max(found) for mode, found in counts(own).items()} == {"diffusion": 5, "registration": 5}
+    code, own, said = one_launch(1, optim__moments="per_mode")
+    assert code == 42 and "Adam's moments of mode contrastive: new, as the checkpoint has none" in said
+    assert set(own) == set(om.MODES) and counts(own)["contrastive"] == {1}
+    code, _, said = one_launch(1)
+    assert code == 43 and "optim.moments shared cannot go on from them" in said and "Traceback" not in said
+    assert "set optim.moments to per_mode, or start a new run with --fresh --init-from" in said
+
+
 def test_finished_run_says_so_and_trains_no_further(data, tmp_path, finished, undisturbed, capfd):
     assert run_here(data, tmp_path) == 0
     assert final_weights(capfd.readouterr().out) == undisturbed
@@ -244,22 +290,50 @@ def test_without_any_weight_there_is_nothing_to_learn(data, tmp_path, capfd):
     assert not (tmp_path / "Models").exists()
 
 
-def test_all_modes_move_the_weights(data):
-    cfg = config(data)
-    state = new_state(cfg)
+def mode_batches(cfg, state):
+    """{mode: batches of the first step}, with a queue full of another subject."""
     volumes, pairs = first_batches(cfg, state)
     (images, positions, subjects, _), (both, *_) = volumes[0], pairs[0]
     batch = {**om.deform_batch(images, [(0, 0, p) for p in positions.tolist()], state["ddpm"], cfg),
              "subjects": subjects, "queue": state["queue"], "targets": None}
     filled = torch.nn.functional.normalize(torch.randn(8, 8), dim=1)
     state["queue"].update(images=filled, conditions=filled.flip(0), subjects=torch.full((8,), 99))
+    return {"diffusion": [batch], "contrastive": [batch],
+            "registration": [{"moving": both[0::2], "fixed": both[1::2]}]}
+
+
+def test_all_modes_move_the_weights(data):
+    cfg = config(data)
+    state = new_state(cfg)
     hashes = [checkpoint.weights_sha256(state["net"].state_dict())]
-    for mode, inputs in (("diffusion", batch), ("contrastive", batch),
-                         ("registration", {"moving": both[0::2], "fixed": both[1::2]})):
-        assert om.train_mode(state, mode, [inputs], cfg)["moved"]
+    for mode, batches in mode_batches(cfg, state).items():
+        assert om.train_mode(state, mode, batches, cfg)["moved"]
         hashes.append(checkpoint.weights_sha256(state["net"].state_dict()))
     assert len(set(hashes)) == 4
     assert all(count == 1 for count in state["progress"]["sums"]["counts"].values())
+
+
+@pytest.mark.parametrize("moments", ["shared", "per_mode"])
+def test_a_mode_steps_as_an_adam_that_has_seen_only_its_gradients(data, moments):
+    """Or, with shared moments, as the one Adam that has seen those of all modes."""
+    cfg = config(data, optim__moments=moments, optim__lr=1e-3, **QUICK)
+    state = new_state(cfg)
+    parameters, batches = list(state["net"].parameters()), mode_batches(cfg, state)
+    copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    one = torch.optim.Adam(copies, lr=1e-3, fused=True)
+    adams = {mode: one if moments == "shared" else torch.optim.Adam(copies, lr=1e-3, fused=True) for mode in om.MODES}
+    for mode in ("diffusion", "registration", "contrastive", "registration", "diffusion", "registration"):
+        assert om.train_mode(state, mode, batches[mode], cfg)["moved"]
+        for copy, parameter in zip(copies, parameters):
+            copy.grad = None if parameter.grad is None else parameter.grad.clone()
+        adams[mode].step()
+        assert all(map(torch.equal, copies, parameters)), mode
+    values = [value for adam in dict.fromkeys(adams.values()) for entry in adam.state.values()
+              for value in entry.values()]
+    assert footprint(state["net"], state["optimizers"], state["device"])["optimizer_bytes"] == sum(
+        value.nbytes for value in values)
+    compared = replicated(state["net"], state["optimizers"])
+    assert len(compared) == len(state["net"].state_dict()) + len(values), "ranks agree on the moments of every mode"
 
 
 def test_a_step_counts_its_modes_and_fills_the_queue_in_order(data):

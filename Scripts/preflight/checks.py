@@ -173,7 +173,8 @@ def check_memory(context, at):
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in new_network(cfg).parameters())
     at("counting volumes")
-    parts = {"held": held_bytes(cfg), "staged": staged_bytes(cfg), "writes": context["rank"] == 0}
+    parts = {"held": held_bytes(cfg), "staged": staged_bytes(cfg), "writes": context["rank"] == 0,
+             "adams": count_adams(cfg)}
     if context["findings"]["device"]["devices"] == 0:
         parts["on_cpu"] = True
         rest = judge_memory(context, parameters, parts)
@@ -183,6 +184,14 @@ def check_memory(context, at):
         if parts["activations"] is None:
             return rest
     return judge_memory(context, parameters, parts)
+
+
+def count_adams(cfg):
+    """How many sets of Adam's moments the training keeps: one, or, with optim.moments per_mode, one for each mode."""
+    if cfg["optim.moments"] == "shared":
+        return 1
+    import OM_train_3modes as training  # here, since its imports take seconds
+    return len(training.modes_of(cfg))
 
 
 def sharing_ranks(context):

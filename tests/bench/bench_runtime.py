@@ -102,7 +102,7 @@ def measure(cfg, run, steps):
     om.prepare_device(device, cfg["run.threads"])
     (dataset, held_out, listed), split, net = read_datasets(cfg), split_step(cfg, 1), om.build_network(cfg, device)
     state = {"run": run, "net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
-             "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True), "saving": None,
+             "optimizers": om.make_optimizers(net, ranks, om.MODES, cfg), "saving": None,
              "queue": om.new_queue(cfg, device), "progress": progress, "failed_saves": 0, "write_s": 0.0,
              "split": split, "data": om.describe_data(cfg, dataset, held_out), "gradients": new_gradients(cfg),
              "ema": None,

@@ -72,7 +72,7 @@ def measure(cfg, steps):
     dataset, _, listed = read_datasets(cfg)
     net, ranks = om.build_network(cfg, device), {"rank": 0, "world_size": 1}
     state = {"net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
-             "optimizer": torch.optim.Adam(net.parameters(), lr=cfg["optim.lr"], fused=True),
+             "optimizers": om.make_optimizers(net, ranks, om.MODES, cfg),
              "queue": om.new_queue(cfg, device), "progress": om.new_progress(), "ema": None,
              "gradients": new_gradients(cfg)}
     steps_of_epoch = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks,

@@ -88,7 +88,7 @@ def new_state(cfg, device):
     dataset, _, listed = read_datasets(cfg)
     net, ranks = om.build_network(cfg, device), {"rank": 0, "world_size": 1}
     state = {"net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
-             "optimizer": om.make_optimizer(net, ranks, cfg), "queue": om.new_queue(cfg, device),
+             "optimizers": om.make_optimizers(net, ranks, om.MODES, cfg), "queue": om.new_queue(cfg, device),
              "progress": om.new_progress(), "ema": om.new_ema(net, cfg), "data": [], "auto_amp": False,
              "gradients": new_gradients(cfg, device), "run": Path(cfg["run.models"]),
              "saving": None, "failed_saves": 0, "write_s": 0.0}
