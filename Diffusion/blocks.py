@@ -19,14 +19,28 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def is_float32_on_cpu(x):
-    """Whether a layer of x runs on a CPU in float32, where torch keeps some 3D convolutions from oneDNN.
+def dtype_on_cpu(x):
+    """The dtype in which a layer computes x: that of autocast where it is on. None on other devices than CPUs."""
+    if x.device.type != "cpu" or not HAS_ONEDNN:
+        return None
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
 
-    Torch then takes `slow_conv3d`, four times slower, for one small sample, and with one thread also for 1x1x1 kernels
-    (use_mkldnn in ATen/native/Convolution.cpp). The two functions below avoid both.
+
+def must_be_float32(x, layer):
+    """Whether a convolution of x on a CPU would be in bfloat16 and its kernel is longer than the volume along an axis.
+
+    Then the weight gradient of oneDNN, on processors with AVX512-BF16 and without AMX, is memory that nobody wrote
+    (torch 2.13): not finite, or 1e30, and another one each time.
+    x: (B, C, *spatial). layer: nn.Conv2d or nn.Conv3d.
     """
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    return x.device.type == "cpu" and dtype == torch.float32 and HAS_ONEDNN
+    lengths = (step * (k - 1) + 1 for k, step in zip(layer.kernel_size, layer.dilation))
+    return dtype_on_cpu(x) == torch.bfloat16 and any(n < length for n, length in zip(x.shape[2:], lengths))
+
+
+def in_float32(convolve, x, weight, bias):
+    """A convolution of x computed in float32, its result in bfloat16."""
+    with torch.autocast("cpu", enabled=False):
+        return convolve(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
 
 
 def pointwise_convolution(x, weight, bias):
@@ -56,10 +70,16 @@ def convolve_in_slabs(x, weight, bias, stride, padding, dilation):
 
 
 class Conv3d(nn.Conv3d):
-    """nn.Conv3d that stays with oneDNN on a CPU."""
+    """nn.Conv3d that on a CPU stays with oneDNN in float32, and is right in bfloat16.
+
+    In float32 torch takes `slow_conv3d`, four times slower, for one small sample, and with one thread also for 1x1x1
+    kernels (use_mkldnn in ATen/native/Convolution.cpp). The two functions above avoid both.
+    """
 
     def _conv_forward(self, x, weight, bias):
-        if is_float32_on_cpu(x):
+        if must_be_float32(x, self):
+            return in_float32(self._conv_forward, x, weight, bias)
+        if dtype_on_cpu(x) == torch.float32:
             if set(self.kernel_size + self.stride) == {1}:
                 return pointwise_convolution(x, weight, bias)
             if len(x) == 1 and x.shape[1:4].numel() <= 20480:  # torch's limit for a small sample
@@ -67,9 +87,18 @@ class Conv3d(nn.Conv3d):
         return super()._conv_forward(x, weight, bias)
 
 
+class Conv2d(nn.Conv2d):
+    """nn.Conv2d that on a CPU is right in bfloat16."""
+
+    def _conv_forward(self, x, weight, bias):
+        if must_be_float32(x, self):
+            return in_float32(super()._conv_forward, x, weight, bias)
+        return super()._conv_forward(x, weight, bias)
+
+
 def conv(dims, in_channels, out_channels, kernel_size=3, stride=1, dilation=1, bias=True):
     """A convolution in 2D or 3D, padded so that stride 1 keeps the size."""
-    layer = Conv3d if dims == 3 else nn.Conv2d
+    layer = Conv3d if dims == 3 else Conv2d
     return layer(in_channels, out_channels, kernel_size, stride, padding=dilation * (kernel_size // 2),
                  dilation=dilation, bias=bias)
 

@@ -314,6 +314,24 @@ def test_a_convolution_in_slabs_is_the_convolution(size, kernel, stride, dilatio
         assert torch.allclose(wanted, given, atol=1e-10)
 
 
+@pytest.mark.parametrize("size", [(1, 1), (4, 1), (2, 2, 2), (2, 8, 8), (4, 1, 4), (4, 4, 1), (1, 4, 4), (3, 3, 3)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_gradients_in_bfloat16_are_right_where_the_kernel_is_longer_than_the_volume(size, stride):
+    """oneDNN gave memory that nobody had written, on processors with AVX512-BF16 and without AMX."""
+    torch.manual_seed(0)
+    layer, x = conv(len(size), 3, 4, stride=stride), torch.randn(2, 3, *size, requires_grad=True)
+    inputs = (x, layer.weight, layer.bias)
+
+    def gradients(**precision):
+        with torch.autocast("cpu", **precision):
+            y = layer(x)
+        filth = [torch.full((count,), math.nan) for count in (64, 256, 1024, 4096, 16384)]
+        del filth  # what is allocated next may hold it
+        return y.float(), *torch.autograd.grad(y.float().square().sum(), inputs)
+    for wanted, found in zip(gradients(enabled=False), gradients(dtype=torch.bfloat16)):
+        assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
 
