@@ -3,13 +3,13 @@
     python tests/bench/bench_registration.py [--train-minutes 40 | --checkpoint F] [--vxm-minutes 40 | --vxm-weights F]
 
 The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and no choice of settings has seen. Ours:
-`net`, the network alone, trained in mode 3 alone, `refine`, the same with --refine, `refine_none`, affine stage and
-refinement without any network, `labels`, a network alone whose training saw the labels of its volumes, and
-`labels_few`, the labels of five of them. `universal` is the network of --model universal, which has never seen a
-hippocampus, with --refine. Peers, in an environment of their own (.venv-peers, made here from requirements-peers.txt):
-antspyx (affine, SyN, and SyN with local correlation of radius 2 and iterations 40/20/5), Greedy with local correlation
-after its affine stage, DIPY's SyN with local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net
-trained for as long on the same volumes. All get the same files (intensities 0 to 1, headers kept) and the same threads.
+`net`, the network alone, trained in mode 3 alone; `quick` and `refine`, the same with few and with many steps of
+refinement (--quick, --refine); `refine_none`, affine stage and refinement without any network; `labels`, a network
+alone whose training saw the labels of its volumes; `labels_few`, one that saw those of five. `universal` is the network
+of --model universal, which has never seen a hippocampus, with --refine. Peers, in an environment of their own (.venv-peers, made
+here from requirements-peers.txt): antspyx (affine, SyN, and SyN with local correlation of radius 2 and iterations
+40/20/5), Greedy with local correlation after its affine stage, DIPY's SyN with local correlation after its affine
+pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as long on the same volumes. All get the same files (intensities 0 to 1, headers kept) and the same threads.
 Those without an affine stage begin with the centres of the volumes together, as `identity` shows; the others find their
 own beginning. Labels are carried by the field of each method in both ways of --labels: `dice` and HD95 are those of the
 nearest voxel, `dice_smooth` the other ones, all of them means over both labels. Folding is that of the whole transform
@@ -73,7 +73,7 @@ LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1
 # That without labels is of mode 3 alone, too: all of its minutes go into registration.
 TRAININGS = {"net": (LABELS, ("loss.dice=0", "augment.deform=0.3"), "checkpoint"), "labels": (LABELS, (), "labels_checkpoint"),
              "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
-NETWORKS = {"net": "net", "refine": "net", "labels": "labels", "labels_few": "labels_few"}  # which a method takes
+NETWORKS = {"net": "net", "quick": "net", "refine": "net", "labels": "labels", "labels_few": "labels_few"}  # of a method
 OURS = (*NETWORKS, "refine_none", "universal")
 METHODS = ("identity", *PEERS, *OURS)
 FEATURES = [16] * 5, [16, 32, 32, 32]  # the default of VxmPairwise; four levels of the first paper's widths
@@ -373,6 +373,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=there, metavar="NAME",
                         help=f"some of {', '.join(METHODS)} (all, universal where its file has been made)")
     parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
+    parser.add_argument("--quick", type=int, default=10, metavar="N", help="steps of the method quick, which takes as "
+                        "long as Greedy (%(default)s)")
     parser.add_argument("--affine", action="store_true", help="align by our affine stage first, before both of ours")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of our config, such as one of refine.*; may be repeated")
@@ -427,7 +429,8 @@ def method_of(name, args, models, python):
             model = path, load_model(path, overrides=args.overrides)
         else:
             model = models[NETWORKS[name]]
-        options = {"affine": args.affine, "refine": args.refine if name in ("refine", "universal") else 0}
+        steps = {"quick": args.quick, "refine": args.refine, "universal": args.refine}
+        options = {"affine": args.affine, "refine": steps.get(name, 0)}
         settings = {**options, "weights": sha256(model[0]), "overrides": args.overrides, "threads": args.threads}
         return lambda pairs: ours(pairs, model[1], **options), settings
     kind, options = PEERS[name]
