@@ -410,8 +410,8 @@ def volume_batches(state, volumes, cfg):
 def pair_batches(state, pairs, cfg):
     """The batches of mode 3. pairs: of `epoch_batches`, where moving and fixed alternate.
 
-    Beside the images, where the config asks for them, "seen": what the network sees instead; "mask" and "label": maps of
-    moving and fixed, and of the labels also which pairs have them on both sides, and all labels there are.
+    Beside the images, where the config asks for them: "seen", what the network sees instead; "mask" and "label", maps
+    of moving and fixed, and of the labels also which pairs have them on both sides, and all labels there are.
     """
     batches, device, epoch = [], state["device"], state["progress"]["epoch"]
     for images, positions, _, maps in pairs:

@@ -10,7 +10,6 @@ from Diffusion.losses import table_lookup
 from Runtime.device import send
 from Runtime.keyed_random import hashed, uniform
 
-
 REMAP_PIECES = 8  # straight pieces of a random function of intensity, at most
 REMAP_BINS = 64  # knots of the table that it is looked up in
 
@@ -131,7 +130,7 @@ def augment(images, rng_keys, cfg, deformation=None):
     After the affine, intensities v become v ^ exp(+-gamma), then 0.5 + (v - 0.5) exp(+-contrast) +- brightness, then
     noise is added. They may leave [0, 1].
     images: (B, C, *spatial) as stored, on any device; not changed. rng_keys: B tuples (seed, epoch, sample).
-    deformation: (B, N, *spatial) in voxels, of `DeformDDPM.draw_pair_fields`, by which they are warped as well; or None.
+    deformation: (B, N, *spatial) in voxels, of DeformDDPM.draw_pair_fields, by which they are warped as well; or None.
     Returns: (B, C, *spatial) float32; `images` itself where they are float32 and all augment.* keys are 0.
     """
     images = as_float(images)
