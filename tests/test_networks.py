@@ -319,7 +319,9 @@ def test_a_convolution_in_slabs_is_the_convolution(size, kernel, stride, dilatio
 def test_gradients_in_bfloat16_are_right_where_the_kernel_is_longer_than_the_volume(size, stride):
     """oneDNN gave memory that nobody had written, on processors with AVX512-BF16 and without AMX."""
     torch.manual_seed(0)
-    layer, x = conv(len(size), 3, 4, stride=stride), torch.randn(2, 3, *size, requires_grad=True)
+    order = torch.channels_last if len(size) == 2 else torch.channels_last_3d  # as run.channels_last has it
+    layer = conv(len(size), 3, 4, stride=stride).to(memory_format=order)
+    x = torch.randn(2, 3, *size).to(memory_format=order).requires_grad_()
     inputs = (x, layer.weight, layer.bias)
 
     def gradients(**precision):
