@@ -137,8 +137,8 @@ def test_the_script_shows_commands_that_exist_with_keys_that_exist(tmp_path):
     assert prepare["data.root"] == shown[0][shown[0].index("--out") + 1] == str(tmp_path / "anatomies")
     assert {prepare["data.expect_samples"], first["data.expect_samples"]} == {100}
     changed = {key for key in first if first[key] != second[key]}
-    assert changed == {"run.models", "run.logs", "run.epochs", "data.pair_modalities"}
-    assert (first["data.pair_modalities"], second["data.pair_modalities"]) == ("same", "any")
+    assert changed == {"run.models", "run.logs", "run.epochs", "augment.remap"}
+    assert first["augment.remap"] == 0 < second["augment.remap"] and second["data.pair_modalities"] == "same"
     assert first["run.epochs"] == 3 and first["run.device"] == second["run.device"] == "cpu"
     assert "--init-from" in shown[3] and "--init-from" not in shown[2]
     assert not list(tmp_path.iterdir())
