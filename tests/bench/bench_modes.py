@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench_registration import DATA, ROOT, TRAINING, subjects, write_json  # and sys.path
+from bench_registration import DATA, ROOT, TRAINING, set_words, subjects, write_json  # and sys.path
 
 from Inference.load_model import find_checkpoint
 from OM_train_3modes import MODES
@@ -69,9 +69,8 @@ def train(modes, volumes, steps, args):
             "run.epochs": 1, "run.threads": args.threads, "run.picture_every": 0, "run.models": args.out / "Models",
             "run.logs": args.out / "Logs",
             **{f"loss.{weight}": 0 for mode in set(WEIGHTS) - set(modes) for weight in WEIGHTS[mode]}}
-    words = [*(f"{key}={value}" for key, value in keys.items()), *args.overrides]
     done = subprocess.run([sys.executable, ROOT / "OM_train_3modes.py", "--config", CONFIG,
-                           *([] if args.resume else ["--fresh"]), *[w for word in words for w in ("--set", word)]],
+                           *([] if args.resume else ["--fresh"]), *set_words(keys, args.overrides)],
                           cwd=ROOT, stdout=sys.stderr)
     if done.returncode != DONE:
         raise InputError(f"the training {name} ended with {done.returncode}; see what it said above.")

@@ -169,6 +169,12 @@ def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True, **more
 # Training: ours and VoxelMorph, on the volumes 1-60 without labels
 # ---------------------------------------------------------------------------------------------------------------------
 
+def set_words(keys, overrides=()):
+    """The words of a command line that set keys of a config. overrides: "key=value" that come after these."""
+    settings = [*(f"{key}={value}" for key, value in keys.items()), *overrides]
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def train_ours(name, minutes, data, out, threads):
     """One of TRAININGS with as many epochs as that many minutes hold: the path of its checkpoint.
 
@@ -180,10 +186,9 @@ def train_ours(name, minutes, data, out, threads):
             "run.logs": out / "Logs", "run.threads": threads}
 
     def train(**more):
-        words = [*overrides, *(f"{key}={value}" for key, value in {**keys, **more}.items())]
         left = str(max(60 * minutes - (time.time() - began), 1))
         done = subprocess.run([sys.executable, ROOT / "OM_train_3modes.py", "--config", config, "--fresh",
-                               "--max-seconds-before-restart", left, *[w for word in words for w in ("--set", word)]],
+                               "--max-seconds-before-restart", left, *set_words({**keys, **more}, overrides)],
                               cwd=ROOT, stdout=sys.stderr)
         if done.returncode not in (DONE, PLANNED_RESTART):
             raise InputError(f"the training ended with {done.returncode}; see what it said above.")
