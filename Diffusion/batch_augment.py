@@ -106,17 +106,15 @@ def _recolour(images, rng_keys, cfg):
                 channel.add_(grains, alpha=cfg["augment.noise"])
 
 
-def _moves(cfg):
-    """Whether images are moved at all."""
-    return any(cfg[f"augment.{name}"] for name in ("rotation", "scaling", "shift", "flip"))
-
-
-def _moved(volumes, rng_keys, cfg, mode="bilinear", deformation=None):
+def _moved(volumes, rng_keys, cfg, deformation, mode="bilinear"):
     """Volumes (B, C, *spatial) float32, warped by the random affine maps of their keys, then by the deformation.
 
-    mode: of `warp`. deformation: (B, N, *spatial) in voxels or None. Both are one field, so volumes are interpolated
-    only once.
+    deformation: (B, N, *spatial) in voxels or None. mode: of `warp`. Both are one field, so volumes are interpolated
+    only once; where there is neither, they are returned as they are.
     """
+    affine = any(cfg[f"augment.{name}"] for name in ("rotation", "scaling", "shift", "flip"))
+    if not affine and deformation is None:
+        return volumes
     size = volumes.shape[2:]
     field = affine_field(send(random_affine(rng_keys, len(size), size, cfg), volumes.device), size)
     if deformation is not None:
@@ -134,14 +132,11 @@ def augment(images, rng_keys, cfg, deformation=None):
     Returns: (B, C, *spatial) float32; `images` itself where they are float32 and all augment.* keys are 0.
     """
     images = as_float(images)
-    moves = _moves(cfg) or deformation is not None
-    colours = any(cfg[f"augment.{name}"] for name in ("gamma", "contrast", "brightness", "noise"))
-    if not moves and not colours:
-        return images
-    images = _moved(images, rng_keys, cfg, deformation=deformation) if moves else images.clone()
-    if colours:
-        _recolour(images, rng_keys, cfg)
-    return images
+    moved = _moved(images, rng_keys, cfg, deformation)
+    if any(cfg[f"augment.{name}"] for name in ("gamma", "contrast", "brightness", "noise")):
+        moved = moved.clone() if moved is images else moved
+        _recolour(moved, rng_keys, cfg)
+    return moved
 
 
 def augment_maps(maps, rng_keys, cfg, deformation=None):
@@ -150,9 +145,7 @@ def augment_maps(maps, rng_keys, cfg, deformation=None):
     maps: (B, 1, *spatial) whole numbers; not changed. deformation: as there.
     Returns: (B, 1, *spatial) float32, of the same numbers.
     """
-    maps = maps.float()
-    moves = _moves(cfg) or deformation is not None
-    return _moved(maps, rng_keys, cfg, "nearest", deformation) if moves else maps
+    return _moved(maps.float(), rng_keys, cfg, deformation, mode="nearest")
 
 
 def _random_function(numbers):

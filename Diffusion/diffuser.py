@@ -67,9 +67,13 @@ class DeformDDPM:
         self.v_scale = cfg["diffusion.v_scale"]
         self.noise_ratio = cfg["diffusion.noise_ratio"]
 
-    def draw_times(self, rng_keys):
-        """One time t for each sample, uniform in 1 .. timesteps - 1: list of B ints. At t = 0 nothing is deformed."""
-        return [1 + int(u * (self.timesteps - 1)) for u in uniform(rng_keys, "time")]
+    def draw_times(self, rng_keys, purpose="time", share=1.0):
+        """One time t for each sample, uniform in 1 .. timesteps - 1: list of B ints. At t = 0 nothing is deformed.
+
+        purpose: str naming what is drawn. share: above 0; only this share of the times, the early ones, rounded up.
+        """
+        latest = math.ceil(share * (self.timesteps - 1))
+        return [1 + int(u * latest) for u in uniform(rng_keys, purpose)]
 
     def draw_pair_fields(self, size, rng_keys, device, share):
         """Random fields that deform the volumes of pairs, so that few volumes show many shapes.
@@ -78,11 +82,9 @@ class DeformDDPM:
         fields at times of 1 to this share of the last one.
         Returns: (B, N, *size) displacement in voxels; None for share 0.
         """
-        latest = math.ceil(share * (self.timesteps - 1))
-        if not latest:
+        if not share:
             return None
-        times = [1 + int(u * latest) for u in uniform(rng_keys, "pair time")]
-        return self.draw_image_field(size, times, rng_keys, device)
+        return self.draw_image_field(size, self.draw_times(rng_keys, "pair time", share), rng_keys, device)
 
     def draw(self, rng_keys):
         """What `draw_fields` draws, on the CPU: a velocity and the noise that is composed onto the image's only.

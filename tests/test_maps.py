@@ -299,17 +299,22 @@ def test_labels_are_met_as_often_as_the_config_says(data, tmp_path):
     assert {line["terms"]["labelled"] for line in log_lines(tmp_path, "step")} == {1.0}
 
 
+def state_and_pair(cfg):
+    """The state of a training, and two volumes with labels as the loader gives them to mode 3."""
+    torch.manual_seed(0)
+    state = new_state(cfg)
+    state["labels"] = torch.tensor(range(1, 7))
+    dataset = read_datasets(cfg)[0]
+    images, labels = (torch.stack([read(number) for number in (2, 1)]) for read in (dataset.image, dataset.label))
+    return state, (images, torch.tensor([0, 1]), dataset.subjects[[2, 1]], {"label": labels})
+
+
 def test_the_labels_of_a_pair_are_brought_together(data):
     """By mode 3 alone; without the term they would stay apart, as intensities count for nothing here."""
     alone = {"loss__dice": 1, "loss__imgsim": 0, "loss__imgmse": 0, "loss__ddf": 0, "registration__clip_norm": 10}
     cfg = config(data, **{**SOME, **alone})
-    torch.manual_seed(0)
-    state = new_state(cfg)
-    state["labels"] = torch.tensor(range(1, 7))
+    state, pair = state_and_pair(cfg)
     state["optimizers"]["shared"].param_groups[0]["lr"] = 1e-2
-    dataset = read_datasets(cfg)[0]
-    images, labels = (torch.stack([read(number) for number in (2, 1)]) for read in (dataset.image, dataset.label))
-    pair = (images, torch.tensor([0, 1]), dataset.subjects[[2, 1]], {"label": labels})
     found = [om.train_mode(state, "registration", om.pair_batches(state, [pair], cfg), cfg)["terms"]["dice"]
              for _ in range(25)]
     assert found[-1] < 0.9 * found[0], found
@@ -319,21 +324,10 @@ def test_the_labels_of_a_pair_are_brought_together(data):
 # Pairs that are deformed, and seen in other intensities
 # ---------------------------------------------------------------------------------------------------------------------
 
-def one_pair(data, cfg):
-    """The batch of one pair with labels, as mode 3 gets it, and the state of the training."""
-    torch.manual_seed(0)
-    state = new_state(cfg)
-    state["labels"] = torch.tensor(range(1, 7))
-    dataset = read_datasets(cfg)[0]
-    images, labels = (torch.stack([read(number) for number in (2, 1)]) for read in (dataset.image, dataset.label))
-    pair = (images, torch.tensor([0, 1]), dataset.subjects[[2, 1]], {"label": labels})
-    return om.pair_batches(state, [pair], cfg)[0], state
-
-
 def test_the_network_sees_other_intensities_than_the_loss_compares(data):
-    plain, _ = one_pair(data, config(data, **SOME))
     cfg = config(data, **SOME, augment__remap=1.0)
-    batch, state = one_pair(data, cfg)
+    state, pair = state_and_pair(cfg)
+    (plain,), (batch,) = (om.pair_batches(state, [pair], each) for each in (config(data, **SOME), cfg))
     assert "seen" not in plain and all(torch.equal(batch[side], plain[side]) for side in ("moving", "fixed"))
     assert all((batch["seen"][side] != batch[side]).any() for side in ("moving", "fixed"))
     # A new network moves nothing, whatever it sees: the loss is that of the volumes as they are.
@@ -346,13 +340,9 @@ def test_the_network_sees_other_intensities_than_the_loss_compares(data):
 def test_labels_of_a_pair_are_deformed_with_its_images(data):
     """Images that are their own labels stay so."""
     cfg = config(data, **SOME, augment__deform=1.0, augment__gamma=0, diffusion__v_scale=2e-3)
-    state = new_state(cfg)
-    state["labels"] = torch.tensor(range(1, 7))
-    dataset = read_datasets(cfg)[0]
-    labels = torch.stack([dataset.label(number) for number in (2, 1)])
-    images = (labels == 2).float()
-    pair = (images, torch.tensor([0, 1]), dataset.subjects[[2, 1]], {"label": labels})
-    batch, = om.pair_batches(state, [pair], cfg)
+    state, (_, *rest) = state_and_pair(cfg)
+    images = (rest[-1]["label"] == 2).float()
+    batch, = om.pair_batches(state, [(images, *rest)], cfg)
     for side, stored in (("moving", images[:1]), ("fixed", images[1:])):
         sure = (batch[side] - 0.5).abs() > 0.499
         assert torch.equal((batch["label"][side] == 2)[sure], (batch[side] > 0.5)[sure])
