@@ -35,7 +35,7 @@ from Dataloader.transforms import read_any_field
 from Diffusion.metrics import average, dice
 from Inference.initial import register_from
 from Inference.labels import LABELS, apply_label
-from Inference.load_model import DEFAULTS, load_model
+from Inference.load_model import DEFAULTS, UNIVERSAL, load_model
 from Inference.outputs import ALSO, disp_name, write_pair, write_points, write_warped
 from Inference.pair_figures import COLUMNS, means, pair_figure, read_pair, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, read_pairs_to_register
@@ -95,9 +95,10 @@ def parse_arguments(argv=None):
     parser.add_argument("--list", metavar="KEY", help="which list of that file, such as registration_val")
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of looking for one")
     parser.add_argument("--model", metavar="FILE", help="checkpoint, .safetensors file or run folder; "
-                        "universal, the network for any volumes; or none")
+                        "universal, the network for any volumes; or none (universal with --affine and --refine, where "
+                        "its file has been made)")
     parser.add_argument("--affine", nargs="?", const="affine", choices=AFFINES, help="align by this first")
-    parser.add_argument("--refine", type=int, nargs="?", const=STEPS, default=0, metavar="N",
+    parser.add_argument("--refine", type=int, nargs="?", const=STEPS, metavar="N",
                         help=f"optimise the field for each pair, in N steps ({STEPS} where no number is given)")
     parser.add_argument("--similarity", choices=SIMILARITIES, help="by what alignment and refinement compare: "
                         "correlation; for two modalities, such as T1 and T2, mapped or mind (as in the config: "
@@ -125,7 +126,7 @@ def parse_arguments(argv=None):
 
 
 def check_arguments(args):
-    """Raise InputError for options that do not fit together, before anything is read."""
+    """Raise InputError for options that do not fit together, before anything is read; fill in what is not named."""
     also_seen = args.fixed_mask or args.moving_mask or args.fixed_channels or args.moving_channels
     one = bool(args.fixed or args.moving or args.fixed_label or args.moving_label or args.points or also_seen)
     if args.apply:
@@ -144,7 +145,11 @@ def check_arguments(args):
     if args.initial and (args.pairs or args.start != "auto"):
         raise InputError("--initial says where one pair begins: leave out --pairs and --start.")
     if not args.model:
-        raise InputError("--model is missing: give a checkpoint, a run's folder, universal, or none.")
+        if not UNIVERSAL.is_file():
+            raise InputError("--model is missing: give a checkpoint, a run's folder, universal, or none.")
+        args.model, args.affine = "universal", args.affine or "affine"
+        args.refine = STEPS if args.refine is None else args.refine
+    args.refine = args.refine or 0
     if args.model == "none" and not (args.refine or args.affine):
         raise InputError("--model none needs --refine, --affine or both: otherwise nothing is registered.")
     if args.model != "none" and (args.config or args.dims):

@@ -35,13 +35,15 @@ OVERLAP = 0.5  # part of the fixed intensity that has to lie in the moving volum
 
 
 def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", similarity="correlation", fixed_mask=None,
-                 moving_mask=None):
+                 moving_mask=None, finest=None):
     """The affine or rigid map T that aligns two volumes: where a world point of the fixed one is in the moving one.
 
     fixed, moving: (D, H, W), or both (H, W), intensities 0 .. 1, of any size, spacing and orientation; they need not
     overlap. fixed_affine, moving_affine: 4x4, voxel to world in millimetres, RAS. kind: "affine", or "rigid" (rotation
     and shift). similarity: "correlation", or for two modalities "mapped" or "mind": mutual information, see STAGES.
     fixed_mask, moving_mask: 0 .. 1 in the shape of the volume, how much each voxel counts; None for all alike.
+    finest: voxels along the longest side beyond which no level of SIDES is taken but the first, for what comes after it
+    and sees no more; None for all.
     Returns: T, 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map
     stays in the planes of the images. The same input gives the same result.
     Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
@@ -63,6 +65,8 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     candidates = [(start, zero) for start in starts]
     done = set()
     for number, compared_by, count, iterations in STAGES[similarity]:
+        if finest is not None and number and SIDES[fixed.ndim][number] > finest:
+            break  # coarse levels come first
         level = levels[number]
         stage = (compared_by, level["spacing_mm"])
         if stage in done:

@@ -10,7 +10,7 @@
 # --seed S            of the anatomies (default 0)
 # --workers N         processes that write and prepare them (default: the cores)
 # --first-epochs N    of the stage on pairs of one contrast (default 2; each takes 770 steps where 200 anatomies are)
-# --second-epochs N   of the stage that sees any contrast (default 2)
+# --second-epochs N   of the stage that sees any contrast (default 6)
 # --into F            where the finished file is put (default Inference/universal.safetensors, which --model universal is)
 # --print             print the commands and run none
 # --help              this text
@@ -29,7 +29,7 @@ stop() { echo "error: $1" >&2; exit 43; }
 
 folder=$root/Models/universal
 into=$root/Inference/universal.safetensors
-count=200 size=80 seed=0 workers=$(nproc) first=2 second=2 only_print="" options=()
+count=200 size=80 seed=0 workers=$(nproc) first=2 second=6 only_print="" options=()
 while (($#)); do
     case $1 in
         --help) sed -n '2,/^set -u/{/^set -u/!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;

@@ -4,7 +4,8 @@
 
 Of a run's folder the best checkpoint is taken, else the newest. The weights are those that registration and
 augmentation work with: the averaged ones where the training kept them. The file holds the config too, so --model of
-every tool takes it. Needs safetensors (requirements-export.txt). Exit codes: 0 done, 43 bad input.
+every tool takes it; the keys of PLACES, folders of this machine, stay here. Needs safetensors
+(requirements-export.txt). Exit codes: 0 done, 43 bad input.
 """
 import argparse
 import importlib.util
@@ -23,13 +24,19 @@ from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.identity import volumes_of  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
+from Runtime.config import overridden  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
 from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E402
 
 UNSTATED = "not stated; name it by --licence, the terms of the training data may decide it"
-MODES = """1. Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing {condition}.
-2. Contrastive: the embedding of a deformed volume is close to that of its own condition, far from other subjects'.
-3. Registration: two volumes are aligned, the network seeing all of the fixed one. {labels}"""
+PLACES = ("data.root", "data.cache", "run.models", "run.logs", "run.notify")  # the last one may hold a secret address
+# A mode of the training: the weights of `loss` by which it is on, and what the card says about it.
+MODES = ((("dist", "ang", "regul"), "Diffusion: a volume is deformed at random, and the network undoes the "
+          "deformation, seeing {condition}."),
+         (("contrastive",), "Contrastive: the embedding of a deformed volume is close to that of its own condition, "
+          "far from other subjects'."),
+         (("imgsim", "imgmse", "ddf", "dice"), "Registration: two volumes are aligned, the network seeing all of the "
+          "fixed one. {labels}"))
 CARD = """---
 license: {licence_json}
 tags: [image-registration, medical-imaging, deformation]
@@ -79,6 +86,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--model", required=True, metavar="F", help="a checkpoint (.pth) or the folder of a run")
     parser.add_argument("--out", metavar="FOLDER", help="where the two files go (default: beside the checkpoint)")
     parser.add_argument("--licence", default=UNSTATED, metavar="TEXT", help="licence of the weights, for the card")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="a key of "
+                        "the config that the file brings along, such as one of refine.*, tuned after the training; "
+                        "may be repeated")
     return parser.parse_args(argv)
 
 
@@ -199,20 +209,24 @@ def card(name, net, state, cfg, about, digest, licence):
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
+    modes = [said.format(condition=shown, labels=labels) for weights, said in MODES
+             if any(cfg[f"loss.{weight}"] for weight in weights)]
     figures = table((key, "-" if value is None else f"{value:.4g}") for key, value in about["metrics"].items())
     return CARD.format(
         licence_json=json.dumps(licence), data=cfg["data.name"], name=name, architecture=architecture(net, cfg),
-        modes=MODES.format(condition=shown, labels=labels), training=training(state, cfg, about),
+        modes="\n".join(f"- {sentence}" for sentence in modes), training=training(state, cfg, about),
         figures=figures if about["metrics"] else "No figures were recorded for this checkpoint.",
         file=table([("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)]))
 
 
-def export(model, out=None, licence=UNSTATED):
+def export(model, out=None, licence=UNSTATED, overrides=()):
     """Write <checkpoint>.safetensors and MODEL_CARD.md.
 
     model: checkpoint or run folder. out: folder, default that of the checkpoint. licence: of the weights, for the card.
+    overrides: list of "key=value" that change the config which the file brings along.
     Returns: the paths of the two files.
-    Raises InputError for what is no checkpoint of this project, and where safetensors is not installed.
+    Raises InputError for what is no checkpoint of this project or does not fit it, and where safetensors is not
+    installed.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors needs a package: pip install safetensors")
@@ -220,13 +234,15 @@ def export(model, out=None, licence=UNSTATED):
     if source.suffix == ".safetensors":
         raise InputError(f"{source} is exported already; give the checkpoint (.pth) or the run's folder.")
     state = checkpoint.load(source)
-    net, cfg = load_model(source)  # refuses weights that do not fit the config
+    net, cfg = load_model(source, overrides=overrides)  # refuses weights that do not fit the config
+    config = {**state["config"], **{key: cfg[key] for key in overridden(overrides)}}
+    config = {key: value for key, value in config.items() if key not in PLACES}
     folder = Path(out or source.parent)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{source.stem}.safetensors"
     about = about_run(source, state)
     weights = state.get("ema") or state["model"]
-    digest = write_weights(target, weights, state["config"], about["commit"])
+    digest = write_weights(target, weights, config, about["commit"])
     page = folder / "MODEL_CARD.md"
     write_file(page, card(target.name, net, state, cfg, about, digest, licence))
     return target, page
@@ -235,7 +251,7 @@ def export(model, out=None, licence=UNSTATED):
 def main(argv=None):
     args = parse_arguments(argv)
     try:
-        target, page = export(args.model, args.out, args.licence)
+        target, page = export(args.model, args.out, args.licence, args.overrides)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP

@@ -98,6 +98,18 @@ def test_a_known_map_is_recovered_between_any_two_grids(dims, kind, seed):
         assert np.linalg.det(found[:3, :3]) == pytest.approx(1.0)
 
 
+def test_fine_levels_can_be_left_to_what_comes_after():
+    numbers, fixed = np.random.default_rng(2), subject(3, 2)
+    header = np.diag([1.0, 1.0, 1.0, 1.0])
+    true = random_map(numbers, fixed, header, "affine")
+    affine, size = random_grid(numbers, (true @ [*middle_mm(fixed.shape, header), 1])[:3], np.array(fixed.shape))
+    moving = moved(fixed, header, true, affine, size, numbers)
+    whole, coarse = (align_affine(fixed, header, moving, affine, finest=finest) for finest in (None, 32))
+    assert error(whole, true, fixed, header) < error(coarse, true, fixed, header) < 2.0
+    for finest, same in ((10**6, whole), (63, coarse)):
+        np.testing.assert_array_equal(align_affine(fixed, header, moving, affine, finest=finest), same)
+
+
 @pytest.mark.parametrize("dims", [2, 3])
 def test_a_header_that_is_moved_is_followed(dims):
     fixed, header = subject(dims), np.diag([0.9, 1.1, 1.3, 1.0])

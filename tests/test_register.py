@@ -460,7 +460,8 @@ def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
     (["--model", "RUN", "--set", "refine.speed=3"], "unknown key refine.speed"),
     (["--model", "RUN", "--pairs", "list.json"], "give either --pairs or the files of one pair"),
     (["--model", "none", "--refine", "2", "--config", "no.yaml"], "no.yaml: there is no such config")])
-def test_bad_options(place, tmp_path, capsys, more, words):
+def test_bad_options(place, tmp_path, capsys, monkeypatch, more, words):
+    monkeypatch.setattr(OM_register, "UNIVERSAL", tmp_path / "nobody has made it")
     more = [place / "run" if word == "RUN" else word for word in more]
     refused(capsys, words, "--fixed", image(place, "a_0001"), "--moving", image(place, "b_0002"), "--device", "cpu",
             "--out", tmp_path / "out", *more)

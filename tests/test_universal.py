@@ -49,8 +49,9 @@ def write_exported(path):
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
     """The place of the universal network, with a tiny one in it."""
-    monkeypatch.setattr(loading, "UNIVERSAL", write_exported(tmp_path / "universal.safetensors"))
-    return loading.UNIVERSAL
+    for module in (loading, OM_register):
+        monkeypatch.setattr(module, "UNIVERSAL", tmp_path / "universal.safetensors")
+    return write_exported(loading.UNIVERSAL)
 
 
 @pytest.fixture
@@ -62,10 +63,10 @@ def volumes(tmp_path):
     return tmp_path
 
 
-def asked(folder, *more):
+def asked(folder, *more, model=("--model", "universal")):
     return OM_register.main([str(word) for word in (
-        "--fixed", folder / "F.nii.gz", "--moving", folder / "M.nii.gz", "--model", "universal", "--device", "cpu",
-        "--no-picture", "--set", "run.amp=off", "--out", folder / "out", *more)])
+        "--fixed", folder / "F.nii.gz", "--moving", folder / "M.nii.gz", *model, "--device", "cpu", "--no-picture",
+        "--set", "run.amp=off", "--out", folder / "out", *more)])
 
 
 def test_while_it_is_missing_one_sentence_says_how_to_make_it(volumes, monkeypatch, capsys):
@@ -93,6 +94,14 @@ def test_it_registers_and_refines_volumes_of_other_sizes(volumes, shipped):
     named = register(volumes / "F.nii.gz", volumes / "M.nii.gz", load_model(shipped, overrides=["run.amp=off"]),
                      refine=10)
     np.testing.assert_allclose(named["field"], field, atol=2e-3)
+
+
+@pytest.mark.parametrize("words, affine, refine", [((), "affine", 100), (("--refine", "3"), "affine", 3),
+                                                   (("--affine", "rigid", "--refine", "0"), "rigid", 0)])
+def test_it_is_taken_with_alignment_and_refinement_where_no_model_is_named(volumes, shipped, words, affine, refine):
+    assert asked(volumes, *words, model=()) == 0
+    settings = json.loads((volumes / "out/results.json").read_text())["settings"]
+    assert (settings["affine"], settings["refine"], settings["config"]["data.name"]) == (affine, refine, "universal")
 
 
 def test_a_folder_of_that_name_is_named_by_its_path(shipped, tmp_path, monkeypatch):

@@ -6,16 +6,16 @@ The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and 
 `net`, the network alone, trained in mode 3 alone; `quick` and `refine`, the same with few and with many steps of
 refinement (--quick, --refine); `refine_none`, affine stage and refinement without any network; `labels`, a network
 alone whose training saw the labels of its volumes; `labels_few`, one that saw those of five. `universal` is the network
-of --model universal, which has never seen a hippocampus, with --refine. Peers, in an environment of their own
-(.venv-peers, made here from requirements-peers.txt): antspyx (affine, SyN, and SyN with local correlation of radius 2
-and iterations 40/20/5), Greedy with local correlation after its affine stage, DIPY's SyN with local correlation after
-its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as long on the same volumes. All get the same files
-(intensities 0 to 1, headers kept) and the same threads. Those without an affine stage begin with the centres of the
-volumes together, as `identity` shows; the others find their own beginning. Labels are carried by the field of each
-method in both ways of --labels: `dice` and HD95 are those of the nearest voxel, `dice_smooth` the other ones, all of
-them means over both labels. Folding is that of the whole transform on the fixed grid (an affine part changes no sign).
-Seconds run from images in memory to the transform, after one pair that is not counted. What comes is written at once,
-and --resume goes on from there. The last line is one line of JSON.
+of --model universal, which has never seen a hippocampus, after the affine stage and with --refine. Peers, in an
+environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine, SyN, and SyN with local
+correlation of radius 2 and iterations 40/20/5), Greedy with local correlation after its affine stage, DIPY's SyN with
+local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as long on the same volumes.
+All get the same files (intensities 0 to 1, headers kept) and the same threads. Those without an affine stage begin with
+the centres of the volumes together, as `identity` shows; the others find their own beginning. Labels are carried by the
+field of each method in both ways of --labels: `dice` and HD95 are those of the nearest voxel, `dice_smooth` the other
+ones, all of them means over both labels. Folding is that of the whole transform on the fixed grid (an affine part
+changes no sign). Seconds run from images in memory to the transform, after one pair that is not counted. What comes is
+written at once, and --resume goes on from there. The last line is one line of JSON.
 """
 import argparse
 import json
@@ -432,14 +432,16 @@ def method_of(name, args, models, python):
         settings = {"refine": args.refine, "config": cfg, "threads": args.threads}
         return lambda pairs: ours(pairs, None, True, args.refine, cfg), settings
     if name in (*NETWORKS, "universal"):
+        overrides = args.overrides
         if name == "universal":
+            overrides = [f"refine.weight={load_config(NO_NETWORK)['refine.weight']}", *overrides]
             path = find_checkpoint("universal")
-            model = path, load_model(path, overrides=args.overrides)
+            model = path, load_model(path, overrides=overrides)
         else:
             model = models[NETWORKS[name]]
         steps = {"quick": args.quick, "refine": args.refine, "universal": args.refine}
-        options = {"affine": args.affine, "refine": steps.get(name, 0)}
-        settings = {**options, "weights": sha256(model[0]), "overrides": args.overrides, "threads": args.threads}
+        options = {"affine": args.affine or name == "universal", "refine": steps.get(name, 0)}
+        settings = {**options, "weights": sha256(model[0]), "overrides": overrides, "threads": args.threads}
         return lambda pairs: ours(pairs, model[1], **options), settings
     kind, options = PEERS[name]
     if name == "voxelmorph":

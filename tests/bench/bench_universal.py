@@ -6,9 +6,10 @@
 scores, threads and seconds of another benchmark: `hippocampus`, the 40 test pairs of bench_registration.py; `mouse`,
 the six pairs of bench_mouse.py; `inverted`, the ten pairs of bench_multimodal.py --subjects test in which dark is
 bright and bright is dark. In each: `identity`, the start; `none`, affine stage and refinement without a network, as in
-those benchmarks; `net`, the network alone, and `refine`, the same with refinement. On mouse and inverted pairs the
-network comes after the affine stage. In `inverted`, refinement of both compares by `mapped`, and `ants` is antspyx by
-mutual information, where the environment of the peers exists (.venv-peers, or --peers-python).
+those benchmarks; `net`, the network alone, and `refine`, the same with refinement, whose weight of roughness
+(refine.weight) is that of `none` in each part. The network comes after the affine stage, as where no model is named. In
+`inverted`, refinement of both compares by `mapped`, and `ants` is antspyx by mutual information, where the environment
+of the peers exists (.venv-peers, or --peers-python).
 
 What has to be reached stands in NEEDED. A part that is not there, or not wholly measured, has reached nothing. What
 comes is written at once, and --resume goes on from there. The last line is one line of JSON: means of each part, what
@@ -88,14 +89,14 @@ def judged(parts, limited):
 def hippocampus(args, model, out):
     pairs = read_pairs(args.data)[:args.limit]
     pairs = prepare_pairs(subjects(args.data, TEST), pairs, out / "work/volumes", "centre")
-    return pairs, with_and_without(args, model, load_config(NO_NETWORK), 100, args.refine, affine=False)
+    return pairs, with_and_without(args, model, load_config(NO_NETWORK), 100, args.refine)
 
 
 def mouse(args, model, out):
     brains = bench_mouse.read_brains(args.mouse)
     pairs = [(fixed, moving) for fixed in brains for moving in brains if fixed != moving][:args.limit]
     pairs = prepare_pairs(brains, pairs, out / "work/volumes", "header")
-    methods = with_and_without(args, model, load_config(DEFAULTS), 60, args.mouse_refine, affine=True, warm_up=False)
+    methods = with_and_without(args, model, load_config(DEFAULTS), 60, args.mouse_refine, warm_up=False)
     return pairs, methods
 
 
@@ -103,7 +104,7 @@ def inverted(args, model, out):
     every = bench_multimodal.EACH
     asked = argparse.Namespace(data=args.data, subjects="test", remaps=["inverted"], pairs=every, out=out)
     pairs = bench_multimodal.make_pairs(asked)[:args.limit]
-    methods = with_and_without(args, model, load_config(NO_NETWORK), 100, args.refine, affine=True, similarity="mapped")
+    methods = with_and_without(args, model, load_config(NO_NETWORK), 100, args.refine, similarity="mapped")
     if args.peers_python or (ROOT / ".venv-peers/.ready").exists():
         kind, options = bench_multimodal.PEERS["ants"]
         python, folder = peers_python(args.peers_python), out / "work/ants"
@@ -118,19 +119,20 @@ def inverted(args, model, out):
 PARTS = {"hippocampus": hippocampus, "mouse": mouse, "inverted": inverted}
 
 
-def with_and_without(args, model, cfg, steps, refine, affine, **more):
+def with_and_without(args, model, cfg, steps, refine, **more):
     """Methods of a part: the start, --model none with `steps` of refinement, the network alone, and with `refine`.
 
-    model: (path, what `load_model` returned). cfg: of --model none. affine: of the network's methods. more: for all.
+    model: (path, what `load_model` returned). cfg: of --model none. more: arguments of `register` for all.
     """
-    path, loaded = model
+    path, (net, own) = model
+    loaded = net, {**own, "refine.weight": cfg["refine.weight"]}
     same = {"threads": args.threads, **more}
     by_none = {**same, "refine": steps, "config": cfg}
-    by_net = {**same, "weights": sha256(path), "overrides": args.overrides, "affine": affine}
+    by_net = {**same, "weights": sha256(path), "config": loaded[1], "affine": True}
     return {"identity": (identity, {}),
             "none": (lambda pairs: ours(pairs, None, True, steps, cfg, **more), by_none),
-            "net": (lambda pairs: ours(pairs, loaded, affine, 0, **more), by_net),
-            "refine": (lambda pairs: ours(pairs, loaded, affine, refine, **more), {**by_net, "refine": refine})}
+            "net": (lambda pairs: ours(pairs, loaded, True, 0, **more), by_net),
+            "refine": (lambda pairs: ours(pairs, loaded, True, refine, **more), {**by_net, "refine": refine})}
 
 
 def run_part(name, model, args):
@@ -159,7 +161,7 @@ def parse_arguments(argv=None):
                         help=f"some of {', '.join(PARTS)} (all)")
     parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of refinement after the network on "
                         "hippocampus pairs (%(default)s, as without a network)")
-    parser.add_argument("--mouse-refine", type=int, default=25, metavar="N", help="and on mouse brains, where 60 are "
+    parser.add_argument("--mouse-refine", type=int, default=16, metavar="N", help="and on mouse brains, where 60 are "
                         "taken without a network (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of the model's config, such as one of refine.*; may be repeated")
