@@ -42,8 +42,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     overlap. fixed_affine, moving_affine: 4x4, voxel to world in millimetres, RAS. kind: "affine", or "rigid" (rotation
     and shift). similarity: "correlation", or for two modalities "mapped" or "mind": mutual information, see STAGES.
     fixed_mask, moving_mask: 0 .. 1 in the shape of the volume, how much each voxel counts; None for all alike.
-    finest: voxels along the longest side beyond which no level of SIDES is taken but the first, for what comes after it
-    and sees no more; None for all.
+    finest: voxels along the longest side beyond which no level but the first is taken; None for all.
     Returns: T, 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map
     stays in the planes of the images. The same input gives the same result.
     Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
@@ -64,9 +63,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     zero = torch.zeros(len(levels[0]["basis"]), dtype=torch.float64)
     candidates = [(start, zero) for start in starts]
     done = set()
-    for number, compared_by, count, iterations in STAGES[similarity]:
-        if finest is not None and number and SIDES[fixed.ndim][number] > finest:
-            break  # coarse levels come first
+    for number, compared_by, count, iterations in _stages(similarity, fixed.ndim, finest):
         level = levels[number]
         stage = (compared_by, level["spacing_mm"])
         if stage in done:
@@ -77,6 +74,12 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     (start, parameters), = _best(candidates, 1, level, compared_by)
     matrix = _matrix(start, parameters, level)[0].numpy()
     return frames[1] @ _embed(matrix) @ np.linalg.inv(frames[0])
+
+
+def _stages(similarity, dims, finest):
+    """The rows of STAGES whose level has no more than `finest` voxels a side, and those of the first level."""
+    sides = SIDES[dims]
+    return [stage for stage in STAGES[similarity] if not stage[0] or finest is None or sides[stage[0]] <= finest]
 
 
 def _checked(name, array, affine):

@@ -297,8 +297,7 @@ def _place(fixed, moving, masks, channels, affine, start, has_net, cfg, seconds)
     matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
     if affine:
         started_affine = np.linalg.inv(matrix) @ moving_affine
-        # A network sees no more than its own grid, and mends what a coarse alignment leaves.
-        finest = max(cfg["data.img_size"]) if has_net else None
+        finest = max(cfg["data.img_size"]) if has_net else None  # a network sees no more, and mends the rest
         matrix = matrix @ align_affine(fixed01, fixed_affine, moving01, started_affine, affine,
                                        cfg["registration.similarity"], **masks, finest=finest)
         seconds["affine"] = time.perf_counter() - began

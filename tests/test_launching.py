@@ -94,7 +94,9 @@ def test_the_time_limit_of_a_test_ends_what_it_has_started(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_pytest_leaves_nothing_either(tmp_path, number):
     """Where it cannot do so any more, its guard does it."""
-    script = inner(tmp_path, f"os.kill(os.getpid(), {int(number)}); time.sleep(60)")
+    # What a shell starts by & ignores SIGINT, and so do its children.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    script = inner(tmp_path, f"{heard}os.kill(os.getpid(), {int(number)}); time.sleep(60)")
     done = launching.run([sys.executable, script], timeout=60)
     ends = time.monotonic() + 10  # the guard works beside this process
     while alive(pids(tmp_path)) and time.monotonic() < ends:
