@@ -23,6 +23,7 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.identity import volumes_of  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
+from OM_train_3modes import modes_of  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.config import overridden  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
@@ -30,13 +31,12 @@ from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E40
 
 UNSTATED = "not stated; name it by --licence, the terms of the training data may decide it"
 PLACES = ("data.root", "data.cache", "run.models", "run.logs", "run.notify")  # the last one may hold a secret address
-# A mode of the training: the weights of `loss` by which it is on, and what the card says about it.
-MODES = ((("dist", "ang", "regul"), "Diffusion: a volume is deformed at random, and the network undoes the "
-          "deformation, seeing {condition}."),
-         (("contrastive",), "Contrastive: the embedding of a deformed volume is close to that of its own condition, "
-          "far from other subjects'."),
-         (("imgsim", "imgmse", "ddf", "dice"), "Registration: two volumes are aligned, the network seeing all of the "
-          "fixed one. {labels}"))
+# What the card says about each mode of a training.
+MODES = {"diffusion": "Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing "
+         "{condition}.",
+         "contrastive": "Contrastive: the embedding of a deformed volume is close to that of its own condition, far "
+         "from other subjects'.",
+         "registration": "Registration: two volumes are aligned, the network seeing all of the fixed one. {labels}"}
 CARD = """---
 license: {licence_json}
 tags: [image-registration, medical-imaging, deformation]
@@ -209,8 +209,7 @@ def card(name, net, state, cfg, about, digest, licence):
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
-    modes = [said.format(condition=shown, labels=labels) for weights, said in MODES
-             if any(cfg[f"loss.{weight}"] for weight in weights)]
+    modes = [MODES[mode].format(condition=shown, labels=labels) for mode in modes_of(cfg)]
     figures = table((key, "-" if value is None else f"{value:.4g}") for key, value in about["metrics"].items())
     return CARD.format(
         licence_json=json.dumps(licence), data=cfg["data.name"], name=name, architecture=architecture(net, cfg),
