@@ -60,7 +60,7 @@ from Diffusion.sharding import (
 )
 from Diffusion.validation import align, validate
 from Runtime import agree, checkpoint, launch, memory, trail, watchdog, writer
-from Runtime.config import MODEL_KEYS, load_config
+from Runtime.config import MODEL_KEYS, load_config, modes_of
 from Runtime.device import autocast, describe, pick_device, precision, prepare_device, send
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import patiently, remove_leftovers, write_file
@@ -161,24 +161,15 @@ def step_registration(net, batch, cfg):
     return loss, {"regist": loss, **terms}
 
 
-# The modes of a step, in their order. A fourth mode is a step function, a line here and its call in train_step.
+# The modes of a step. A fourth one is a step function, a line here, one in WEIGHTS of Runtime/config.py, whose order is
+# that of a step, and its call in train_step.
 #   step       (net, batch, cfg) -> the loss, its terms by name, and, if need be, what train_step keeps of the batch
-#   weights    config keys, loss.*, of the weights of its terms: with all of them 0 the mode is not computed
 #   clip_norm  config key of the largest norm of its gradient; None for no limit
 #   gate       config key: the mode runs in a step whose `ang` is below it; None for every step
-Mode = collections.namedtuple("Mode", "step weights clip_norm gate")
-MODES = {"diffusion": Mode(step_diffusion, ("dist", "ang", "regul"), None, None),
-         "contrastive": Mode(step_contrastive, ("contrastive",), "contrastive.clip_norm", None),
-         "registration": Mode(step_registration, ("imgsim", "imgmse", "ddf", "dice"), "registration.clip_norm",
-                              "registration.gate")}
-
-
-def modes_of(cfg):
-    """The modes of MODES that a training has: those with a weight above 0. Raises InputError if there is none."""
-    modes = {name: mode for name, mode in MODES.items() if any(cfg[f"loss.{weight}"] for weight in mode.weights)}
-    if not modes:
-        raise InputError("every weight of `loss` is 0, so nothing would be learned: give at least one mode a weight.")
-    return modes
+Mode = collections.namedtuple("Mode", "step clip_norm gate")
+MODES = {"diffusion": Mode(step_diffusion, None, None),
+         "contrastive": Mode(step_contrastive, "contrastive.clip_norm", None),
+         "registration": Mode(step_registration, "registration.clip_norm", "registration.gate")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -724,9 +715,9 @@ def main(argv=None):
         ranks = launch.environment()
         if args.debug:
             launch.debug()
-        modes = modes_of(cfg)  # before a folder is made
+        modes_of(cfg)  # a config without any ends here, before a folder is made
         if args.dry_run:
-            return dry_run(cfg, ranks["world_size"], modes)
+            return dry_run(cfg, ranks["world_size"], MODES)
         run = launch.open_run(ranks, cfg, args.fresh)
         code = train(cfg, args, ranks, run)
     except InputError as error:

@@ -14,6 +14,7 @@ from Diffusion.embeddings import embed, new_queue
 from Diffusion.fake_device import AliveBytes, DeviceAutocast
 from Diffusion.networks import new_network
 from Diffusion.sharding import adam_names, local_bytes
+from Runtime.config import modes_of
 from Runtime.device import precision
 from Runtime.errors import DONE, InputError
 from Runtime.global_batch import split_step
@@ -50,7 +51,7 @@ def count_costs(loss_function, network, alive):
 def stand_in(cfg, pair_batch, modes, labels):
     """A network and batch of a config without values, of which the cost can be counted: call under FakeTensorMode.
 
-    pair_batch: pairs of one forward. modes: of modes_of in the training script. labels: how many loss.dice compares.
+    pair_batch: pairs of one forward. modes: MODES of the training script. labels: how many loss.dice compares.
     Returns: the network; a function from a mode's name to its loss.
     """
     size, batchsize = cfg["data.img_size"], cfg["data.batchsize"]
@@ -77,13 +78,13 @@ def stand_in(cfg, pair_batch, modes, labels):
 def mode_costs(cfg, pair_batch, modes, rules=None, labels=1):
     """`count_costs` of each mode of a config.
 
-    pair_batch: pairs of one forward. modes: of modes_of in the training script. rules: DeviceAutocast() for those of an
+    pair_batch: pairs of one forward. modes: MODES of the training script. rules: DeviceAutocast() for those of an
     accelerator; None for those of a CPU. labels: how many loss.dice compares, see `training_volumes`.
     Returns: the network, on tensors without values; {mode: costs}.
     """
     with FakeTensorMode(), AliveBytes() as alive, rules or contextlib.nullcontext():
         net, loss_of = stand_in(cfg, pair_batch, modes, labels)
-        return net, {name: count_costs(functools.partial(loss_of, name), net, alive) for name in modes}
+        return net, {name: count_costs(functools.partial(loss_of, name), net, alive) for name in modes_of(cfg)}
 
 
 def step_memory(costs, network, cfg):
@@ -124,7 +125,7 @@ def labels_of_first(dataset, cfg):
 def dry_run(cfg, world_size, modes):
     """Build everything on tensors without values, print what a step costs, and as the last line the same as JSON.
 
-    world_size: ranks it is meant for. modes: of modes_of in the training script. Returns: the exit code.
+    world_size: ranks it is meant for. modes: MODES of the training script. Returns: the exit code.
     """
     size, word = "x".join(map(str, cfg["data.img_size"])), cfg["model.condition_type"]
     volumes, listed, source, labels = training_volumes(cfg)

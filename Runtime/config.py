@@ -23,6 +23,10 @@ MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
     "model.detach_recovery", "model.condition_dropout", "model.use_checkpoint")] + [
     "diffusion.timesteps", "contrastive.embedding", "data.channels"]
 
+# The modes of a step, in order, and the keys of `loss` that weigh their terms: without any a mode is not computed.
+WEIGHTS = {"diffusion": ("dist", "ang", "regul"), "contrastive": ("contrastive",),
+           "registration": ("imgsim", "imgmse", "ddf", "dice")}
+
 
 def load_config(path, overrides=()):
     """Read a YAML config over its `base`, and apply `key=value` overrides.
@@ -223,6 +227,14 @@ def check_together(cfg, path):
     if cfg["run.compile"] != "off" and cfg["run.strategy"] == "fsdp":
         raise InputError(f"{path}: run.compile {cfg['run.compile']} needs run.strategy ddp or zero1, not fsdp; set it "
                          "to off.")
+
+
+def modes_of(cfg):
+    """Names of the modes that a training has: those with a weight above 0. Raises InputError if there is none."""
+    modes = [name for name, weights in WEIGHTS.items() if any(cfg[f"loss.{weight}"] for weight in weights)]
+    if not modes:
+        raise InputError("every weight of `loss` is 0, so nothing would be learned: give at least one mode a weight.")
+    return modes
 
 
 def save_config(cfg, path):

@@ -23,9 +23,8 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.identity import volumes_of  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
-from OM_train_3modes import modes_of  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
-from Runtime.config import overridden  # noqa: E402
+from Runtime.config import modes_of, overridden  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
 from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E402
 

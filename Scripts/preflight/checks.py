@@ -27,7 +27,9 @@ from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
 from Diffusion.host_memory import activation_bytes, held_bytes, host_room, memory_estimate, staged_bytes
 from Diffusion.networks import build_network, new_network
+from Diffusion.sharding import adam_names
 from Runtime import launch, memory
+from Runtime.config import modes_of
 from Runtime.device import autocast, backend, pick_device, precision, prepare_device, synchronize
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
@@ -174,7 +176,7 @@ def check_memory(context, at):
         parameters = sum(parameter.numel() for parameter in new_network(cfg).parameters())
     at("counting volumes")
     parts = {"held": held_bytes(cfg), "staged": staged_bytes(cfg), "writes": context["rank"] == 0,
-             "adams": count_adams(cfg)}
+             "adams": len(adam_names(modes_of(cfg), cfg))}
     if context["findings"]["device"]["devices"] == 0:
         parts["on_cpu"] = True
         rest = judge_memory(context, parameters, parts)
@@ -184,14 +186,6 @@ def check_memory(context, at):
         if parts["activations"] is None:
             return rest
     return judge_memory(context, parameters, parts)
-
-
-def count_adams(cfg):
-    """How many sets of Adam's moments the training keeps: one, or, with optim.moments per_mode, one for each mode."""
-    if cfg["optim.moments"] == "shared":
-        return 1
-    import OM_train_3modes as training  # here, since its imports take seconds
-    return len(training.modes_of(cfg))
 
 
 def sharing_ranks(context):
@@ -263,7 +257,7 @@ def counted_activations(context, at):
     if key not in known:
         at("counting activations")
         import OM_train_3modes as training  # here, since only a training on CPUs needs it
-        count = activation_bytes(cfg, sharing_ranks(context), training.modes_of(cfg))
+        count = activation_bytes(cfg, sharing_ranks(context), training.MODES)
         known = dict([*known.items(), (key, count)][-KEPT_COUNTS:])
         with contextlib.suppress(OSError):  # the folder check reports a full disk
             write_file(path, json.dumps(known, indent=1) + "\n")

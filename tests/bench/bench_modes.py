@@ -24,13 +24,13 @@ from pathlib import Path
 from bench_registration import DATA, ROOT, TRAINING, set_words, subjects, write_json  # and sys.path
 
 from Inference.load_model import find_checkpoint
-from OM_train_3modes import MODES
 from Runtime.attempts import read_lines
+from Runtime.config import WEIGHTS
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.page import text_table
 
 CONFIG, AUGMENT = ROOT / "Config/config_hippocampus.yaml", ROOT / "tests/bench/bench_augment.py"
-WEIGHTS = dict(zip("123", (mode.weights for mode in MODES.values())))
+KEYS = dict(zip("123", WEIGHTS.values()))  # the weights of each mode by its number
 ROWS = ("123", "3", "13", "23", "12", "1", "2")
 SHOWN = {"dice": "val_dice", "folding": "val_folding", "ang": "val_ang", "retrieval": "val_retrieval"}
 
@@ -68,7 +68,7 @@ def train(modes, volumes, steps, args):
             "data.train_ids": ",".join(map(str, ids[:volumes])), "data.repeats": max(round(steps / volumes), 1),
             "run.epochs": 1, "run.threads": args.threads, "run.picture_every": 0, "run.models": args.out / "Models",
             "run.logs": args.out / "Logs",
-            **{f"loss.{weight}": 0 for mode in set(WEIGHTS) - set(modes) for weight in WEIGHTS[mode]}}
+            **{f"loss.{weight}": 0 for mode in set(KEYS) - set(modes) for weight in KEYS[mode]}}
     done = subprocess.run([sys.executable, ROOT / "OM_train_3modes.py", "--config", CONFIG,
                            *([] if args.resume else ["--fresh"]), *set_words(keys, args.overrides)],
                           cwd=ROOT, stdout=sys.stderr)
