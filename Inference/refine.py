@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from Diffusion.fields import compose, flow, interpolate, masked, resize_field, warp
 from Diffusion.losses import image_similarity, likeness, local_correlation, mapped_correlation, self_similarity
-from Diffusion.metrics import folding_percent
 
 STEPS = 100  # recommended: beyond about 50 the Dice of the hippocampus pairs gains 0.002, and 100 take a second or two
 MIND_GAIN = 1.0  # of the likeness of descriptions against roughness of the velocity: 3 costs 0.007 of Dice
@@ -26,8 +25,7 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
     steps: optimiser steps, divided equally among refine.levels resolutions.
     cfg: flat config with its refine.* and registration.* keys. progress: show a bar.
     moving_mask, fixed_mask: (1, 1, *spatial), 0 .. 1, how much each voxel of the two counts; None for all alike.
-    Returns: field (1, N, *spatial) in voxels; dict of similarity_before, similarity_after (`image_similarity`, 1 is
-    perfect) and folding_percent.
+    Returns: field (1, N, *spatial) in voxels.
     """
     size = fixed.shape[2:]
     pair = {"moving": moving, "fixed": fixed, "moving_mask": moving_mask, "fixed_mask": fixed_mask}
@@ -45,10 +43,7 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
                 optimizer.step()
                 bar.update()
     with torch.no_grad():
-        total = updated(field, velocity, size, cfg)
-        scores = {"similarity_before": similarity(pair, field, cfg), "similarity_after": similarity(pair, total, cfg),
-                  "folding_percent": folding_percent(total)}
-    return total, scores
+        return updated(field, velocity, size, cfg)
 
 
 def level_steps(size, steps, cfg):

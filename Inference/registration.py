@@ -495,8 +495,7 @@ def _refined(pair, field, steps, cfg, seconds, progress):
     moving, fixed = pair["moving"], pair["fixed"]
     if steps:
         began = time.perf_counter()
-        field, _ = optimise(moving, fixed, field, steps, cfg, progress, pair["moving_mask"], pair["fixed_mask"])
-        field = field.detach()
+        field = optimise(moving, fixed, field, steps, cfg, progress, pair["moving_mask"], pair["fixed_mask"])
         synchronize(fixed.device)
         seconds["refine"] = time.perf_counter() - began
     if field is None:
