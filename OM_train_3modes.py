@@ -59,6 +59,7 @@ from Diffusion.sharding import (
     wrap,
 )
 from Diffusion.validation import align, validate
+from Inference.load_model import find_checkpoint, load_state
 from Runtime import agree, checkpoint, launch, memory, trail, watchdog, writer
 from Runtime.config import MODEL_KEYS, load_config, modes_of
 from Runtime.device import autocast, describe, pick_device, precision, prepare_device, send
@@ -85,7 +86,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, e.g. --set data.root=/data/brains; may be repeated")
     parser.add_argument("--fresh", action="store_true", help="start over in a new folder beside the old one")
-    parser.add_argument("--init-from", metavar="FILE", help="start a new run from the weights of this checkpoint")
+    parser.add_argument("--init-from", metavar="F", help="start a new run from the weights of a checkpoint, a "
+                        ".safetensors file, a run's folder, or universal, the network for any volumes")
     parser.add_argument("--dry-run", action="store_true", help="build everything, print sizes and costs, and exit")
     parser.add_argument("--max-steps-before-restart", type=int, default=0, metavar="N",
                         help="after N steps save and exit with 42, for a launcher to start again (0 = off)")
@@ -255,7 +257,7 @@ def checkpoint_to_load(state, init_from):
     if relative and init_from and os.environ.get("OMNIMORPH_ROUND", "0") == "0":
         raise InputError(f"--init-from: {run} has checkpoints already and would be continued; add --fresh to start a "
                          f"new run from {init_from}.")
-    return run / relative if relative else init_from, relative
+    return run / relative if relative else init_from and find_checkpoint(init_from), relative
 
 
 def restore_state(state, cfg, init_from=None):
@@ -267,7 +269,7 @@ def restore_state(state, cfg, init_from=None):
     path, relative = checkpoint_to_load(state, init_from)
     if not path:
         return None, None
-    content = patiently(lambda: checkpoint.load(path, map_location=next(net.parameters()).device), READ_AGAIN_S, path)
+    content = patiently(lambda: load_state(path, next(net.parameters()).device), READ_AGAIN_S, path)
     if relative and state["auto_amp"]:
         keep_precision(cfg, (content.get("config") or {}).get("run.amp"), ranks["rank"] == 0)
     changes = checkpoint.check_compatible(content, cfg, path, MODEL_KEYS)

@@ -284,7 +284,7 @@ typed=("$@")
 only_preflight="" arguments=() preflight_options=() want_preflight="" before=""
 for word in "$@"; do
     # A path that exists in the folder where the command was typed is relative to that folder.
-    [[ $before == --config || $before == --init-from ]] && [[ -f $typed_in/$word ]] && word=$typed_in/$word
+    [[ $before == --config || $before == --init-from ]] && [[ -e $typed_in/$word ]] && word=$typed_in/$word
     before=$word
     case $word in
         --preflight) only_preflight=1 ;;

@@ -54,9 +54,8 @@ def find_checkpoint(path):
 def _universal():
     """The path of the universal network. Raises InputError while it is not there."""
     if not UNIVERSAL.is_file():
-        raise InputError(f"--model universal: its weights are not part of this version ({UNIVERSAL} is not there); "
-                         "make them by `bash Scripts/bash_train_universal.sh`, which takes hours, or go without a "
-                         "network by --model none.")
+        raise InputError(f"universal: {UNIVERSAL} is not there; fetch it with the rest of the project, or make it by "
+                         "`bash Scripts/bash_train_universal.sh`, which takes hours.")
     return UNIVERSAL
 
 
@@ -111,7 +110,7 @@ def load_model(path, device="cpu", overrides=()):
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
     """
     path = find_checkpoint(path)
-    state = _read_safetensors(path, device) if path.suffix == ".safetensors" else checkpoint.load(path, device)
+    state = load_state(path, device)
     if not isinstance(state.get("config"), dict):
         raise InputError(f"{path} holds no config: take a checkpoint that a training wrote.")
     known = load_config(DEFAULTS)
@@ -121,6 +120,15 @@ def load_model(path, device="cpu", overrides=()):
     net = build_network(cfg, device)
     checkpoint.load_weights(net, {"model": state.get("ema") or state["model"]}, path)
     return net.eval(), cfg
+
+
+def load_state(path, device="cpu"):
+    """What a file holds, of `find_checkpoint` or of a run: a dict with at least "model", the weights, and "config".
+
+    Of a .safetensors file the weights are the averaged ones where the training kept them; a checkpoint has these as
+    "ema". Raises InputError for a file that cannot be used, OSError for a fault that may pass.
+    """
+    return _read_safetensors(path, device) if path.suffix == ".safetensors" else checkpoint.load(path, device)
 
 
 def _read_safetensors(path, device):

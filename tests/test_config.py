@@ -15,7 +15,7 @@ OM = ROOT / "Config/config_om.yaml"
 
 
 @pytest.mark.parametrize("name", ["config_om", "config_campaign", "config_medium", "config_hippocampus", "config_demo",
-                                  "config_universal"])
+                                  "config_universal", "config_tune"])
 def test_shipped_configs_load(name):
     cfg = load_config(ROOT / f"Config/{name}.yaml")
     assert list(cfg) == list(KEYS)

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import OM_register
+import OM_train_3modes as om
 from Dataloader.nifti import read_field, write_volume
 from Dataloader.synthetic import make_subject, write_dataset
 from Diffusion.networks import build_network
 from Inference import load_model as loading
-from Inference.load_model import find_checkpoint, load_model
+from Inference.load_model import find_checkpoint, load_model, load_state
 from Inference.registration import register
 from Runtime import checkpoint
 from Runtime.config import load_config
@@ -75,7 +76,7 @@ def test_while_it_is_missing_one_sentence_says_how_to_make_it(volumes, monkeypat
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "bash Scripts/bash_train_universal.sh" in said[0] and "not there.safetensors" in said[0]
     assert SCRIPT.is_file() and not (volumes / "out").exists()
-    with pytest.raises(InputError, match="not part of this version"):
+    with pytest.raises(InputError, match="fetch it with the rest of the project"):
         find_checkpoint("universal")
 
 
@@ -83,6 +84,18 @@ def test_its_place_is_in_the_package_and_not_ignored():
     assert loading.UNIVERSAL == ROOT / "Inference/universal.safetensors"
     ignored = subprocess.run(["git", "check-ignore", "-q", str(loading.UNIVERSAL)], cwd=ROOT)
     assert ignored.returncode in (1, 128), "1: not ignored; 128: no checkout"
+
+
+def test_a_training_begins_with_its_weights(tmp_path, shipped):
+    write_dataset(tmp_path / "data", range(8), (16, 18, 16))
+    keys = {**TINY, "data.root": tmp_path / "data", "data.cache": "", "data.in_memory": True, "data.train_ids": "0-5",
+            "data.val_ids": "6-7", "run.models": tmp_path, "run.logs": tmp_path / "Logs", "optim.lr": 1e-12}
+    words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    assert om.main(["--config", "config_tune.yaml", *words, "--init-from", "universal",
+                    "--max-steps-before-restart", "1"]) == 42
+    begun, given = checkpoint.load(next(tmp_path.glob("data_om_net/tmp/*.pth"))), load_state(shipped)
+    assert begun["step"] == 1 and begun["model"].keys() == given["model"].keys()
+    assert all(torch.allclose(begun["model"][name], tensor, atol=1e-9) for name, tensor in given["model"].items())
 
 
 def test_it_registers_and_refines_volumes_of_other_sizes(volumes, shipped):

@@ -4,13 +4,14 @@
 
 The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and no choice of settings has seen. Ours:
 `net`, the network alone, trained in mode 3 alone; `quick` and `refine`, the same with few and with many steps of
-refinement (--quick, --refine); `refine_none`, affine stage and refinement without any network; `labels`, a network
-alone whose training saw the labels of its volumes; `labels_few`, one that saw those of five. `universal` is the network
-of --model universal, which has never seen a hippocampus, after the affine stage and with --refine. Peers, in an
-environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine, SyN, and SyN with local
-correlation of radius 2 and iterations 40/20/5), Greedy with local correlation after its affine stage, DIPY's SyN with
-local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as long on the same volumes.
-All get the same files (intensities 0 to 1, headers kept) and the same threads. Those without an affine stage begin with
+refinement (--quick, --refine); `refine_none`, affine stage and refinement without any network; `labels`, the universal
+network tuned to the training volumes with their labels, alone; `labels_few`, with the labels of five; `labels_refine`
+and `labels_few_refine`, the same with --labels-refine, which sees no labels. `universal` is the network of --model
+universal, which has never seen a hippocampus, after the affine stage and with --refine. Peers, in an environment of
+their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine, SyN, and SyN with local correlation of
+radius 2 and iterations 40/20/5), Greedy with local correlation after its affine stage, DIPY's SyN with local
+correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as long on the same volumes. All
+get the same files (intensities 0 to 1, headers kept) and the same threads. Those without an affine stage begin with
 the centres of the volumes together, as `identity` shows; the others find their own beginning. Labels are carried by the
 field of each method in both ways of --labels: `dice` and HD95 are those of the nearest voxel, `dice_smooth` the other
 ones, all of them means over both labels. Folding is that of the whole transform on the fixed grid (an affine part
@@ -45,7 +46,7 @@ from Dataloader.nifti import read_header, read_label, read_volume, write_volume 
 from Diffusion.fields import across  # noqa: E402
 from Diffusion.metrics import average, dice, folding_percent, hd95  # noqa: E402
 from Inference.labels import apply_label  # noqa: E402
-from Inference.load_model import UNIVERSAL, find_checkpoint, load_model  # noqa: E402
+from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Inference.registration import register, start_matrix  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
@@ -69,14 +70,20 @@ PEERS = {  # name: the method of peers.py and its options
     "voxelmorph": ("voxelmorph", {}),
 }
 NO_NETWORK = ROOT / "Config/config_hippocampus.yaml"  # whose refine.* are taken where there is no network
-LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1-7", "data.labelled_pairs=0.5")
-# Our trainings: name: config, overrides, option with the checkpoint of an earlier one.
+MODE_3 = ROOT / "Config/config_hippocampus_labels.yaml"  # without its labels
+TUNE = ROOT / "Config/config_tune.yaml"
+TUNED = ("data.train_ids=1-60", "data.val_ids=201-230", "data.expect_samples=38", "data.in_memory=true",
+         "data.repeats=10")
+FEW = ("data.label_ids=1-7", "data.labelled_pairs=0.5")
+# Our trainings: name: config, overrides, --init-from, option with the checkpoint of an earlier one.
 # That without labels is of mode 3 alone, too: all of its minutes go into registration.
-TRAININGS = {"net": (LABELS, ("loss.dice=0", "augment.deform=0.3"), "checkpoint"),
-             "labels": (LABELS, (), "labels_checkpoint"),
-             "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
-# The training whose network a method takes.
-NETWORKS = {"net": "net", "quick": "net", "refine": "net", "labels": "labels", "labels_few": "labels_few"}
+TRAININGS = {"net": (MODE_3, ("loss.dice=0", "augment.deform=0.3"), None, "checkpoint"),
+             "labels": (TUNE, TUNED, "universal", "labels_checkpoint"),
+             "labels_few": (TUNE, (*TUNED, *FEW), "universal", "few_labels_checkpoint")}
+# The training whose network a method takes, and the option with its steps of refinement.
+NETWORKS = {"net": ("net", None), "quick": ("net", "quick"), "refine": ("net", "refine"),
+            "labels": ("labels", None), "labels_refine": ("labels", "labels_refine"),
+            "labels_few": ("labels_few", None), "labels_few_refine": ("labels_few", "labels_refine")}
 OURS = (*NETWORKS, "refine_none", "universal")
 METHODS = ("identity", *PEERS, *OURS)
 FEATURES = [16] * 5, [16, 32, 32, 32]  # the default of VxmPairwise; four levels of the first paper's widths
@@ -181,14 +188,15 @@ def train_ours(name, minutes, data, out, threads):
     The learning rate falls to zero in the last of run.epochs, so a short first run finds out how many there is time
     for. It counts, and so does everything else: what is not done when the minutes are over is cut off.
     """
-    began, (config, overrides, _) = time.time(), TRAININGS[name]
+    began, (config, overrides, start, _) = time.time(), TRAININGS[name]
     keys = {"data.root": data, "data.name": f"hippocampus_{name}", "data.cache": "", "run.models": out / "Models",
             "run.logs": out / "Logs", "run.threads": threads}
 
     def train(**more):
         left = str(max(60 * minutes - (time.time() - began), 1))
         done = subprocess.run([sys.executable, ROOT / "OM_train_3modes.py", "--config", config, "--fresh",
-                               "--max-seconds-before-restart", left, *set_words({**keys, **more}, overrides)],
+                               "--max-seconds-before-restart", left, *(["--init-from", start] if start else []),
+                               *set_words({**keys, **more}, overrides)],
                               cwd=ROOT, stdout=sys.stderr)
         if done.returncode not in (DONE, PLANNED_RESTART):
             raise InputError(f"the training ended with {done.returncode}; see what it said above.")
@@ -197,7 +205,7 @@ def train_ours(name, minutes, data, out, threads):
     lines = read_lines(train(**{"run.epochs": 1, "data.repeats": 1}) / "rank0.jsonl")
     steps, epoch = ([line["time"] for line in lines if line["event"] == kind] for kind in ("step", "epoch"))
     step = (steps[-1] - steps[len(steps) // 3]) / (len(steps) - 1 - len(steps) // 3)
-    cfg = load_config(config)
+    cfg = load_config(config, overrides)
     per_epoch = -(-len(subjects(data, TRAINING)) * cfg["data.repeats"] // cfg["data.batchsize"])
     seconds = per_epoch * step + (epoch[-1] - steps[-1]) / cfg["run.val_every"] + 1.0  # and a checkpoint
     # Processors slow down under a load that lasts: on two cores from 0.48 to 0.74 s a step in the first ten minutes.
@@ -377,12 +385,13 @@ def parse_arguments(argv=None):
     parser.add_argument("--few-labels-checkpoint", metavar="F", help="the same for that with the labels of five")
     parser.add_argument("--vxm-minutes", type=float, default=40, metavar="N", help="train VoxelMorph (%(default)s)")
     parser.add_argument("--vxm-weights", metavar="F", help="voxelmorph.pt of an earlier run instead")
-    there = [name for name in METHODS if name != "universal" or UNIVERSAL.is_file()]
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=there, metavar="NAME",
-                        help=f"some of {', '.join(METHODS)} (all, universal where its file has been made)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
+                        help=f"some of {', '.join(METHODS)} (all)")
     parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
     parser.add_argument("--quick", type=int, default=10, metavar="N", help="steps of the method quick, which takes as "
                         "long as Greedy (%(default)s)")
+    parser.add_argument("--labels-refine", type=int, default=30, metavar="N", help="steps of refinement, which sees no "
+                        "labels, for the networks whose training had some (%(default)s)")
     parser.add_argument("--affine", action="store_true", help="align by our affine stage first, before both of ours")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of our config, such as one of refine.*; may be repeated")
@@ -412,7 +421,7 @@ def our_model(name, args):
 
     Returns: its path, (net, config).
     """
-    given, note = getattr(args, TRAININGS[name][2]), args.out / f"training-{name}.json"
+    given, note = getattr(args, TRAININGS[name][-1]), args.out / f"training-{name}.json"
     if given:
         path = find_checkpoint(given)
     elif args.resume and made_in(note, args.train_minutes):
@@ -420,7 +429,12 @@ def our_model(name, args):
     else:
         path = train_ours(name, args.train_minutes, args.data, args.out, args.threads)
         write_json(note, {"minutes": args.train_minutes, "checkpoint": str(path)})
-    return path, load_model(path, overrides=args.overrides)
+    return path, load_model(path, overrides=own_settings(args))
+
+
+def own_settings(args):
+    """Overrides of every network: refinement weighs roughness as it does without one, and what --set names."""
+    return [f"refine.weight={load_config(NO_NETWORK)['refine.weight']}", *args.overrides]
 
 
 def method_of(name, args, models, python):
@@ -432,17 +446,11 @@ def method_of(name, args, models, python):
         settings = {"refine": args.refine, "config": cfg, "threads": args.threads}
         return lambda pairs: ours(pairs, None, True, args.refine, cfg), settings
     if name in (*NETWORKS, "universal"):
-        overrides = args.overrides
-        if name == "universal":
-            overrides = [f"refine.weight={load_config(NO_NETWORK)['refine.weight']}", *overrides]
-            path = find_checkpoint("universal")
-            model = path, load_model(path, overrides=overrides)
-        else:
-            model = models[NETWORKS[name]]
-        steps = {"quick": args.quick, "refine": args.refine, "universal": args.refine}
-        options = {"affine": args.affine or name == "universal", "refine": steps.get(name, 0)}
-        settings = {**options, "weights": sha256(model[0]), "overrides": overrides, "threads": args.threads}
-        return lambda pairs: ours(pairs, model[1], **options), settings
+        training, steps = NETWORKS.get(name, ("universal", "refine"))
+        path, loaded = models[training]
+        options = {"affine": args.affine or name == "universal", "refine": getattr(args, steps) if steps else 0}
+        settings = {**options, "weights": sha256(path), "overrides": own_settings(args), "threads": args.threads}
+        return lambda pairs: ours(pairs, loaded, **options), settings
     kind, options = PEERS[name]
     if name == "voxelmorph":
         weights = Path(args.vxm_weights or args.out / "voxelmorph.pt")
@@ -467,7 +475,10 @@ def main(argv=None):
         pairs = prepare_pairs(subjects(args.data, TEST), pairs, args.out / "work/volumes", args.start)
         python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) else None
         models = {name: our_model(name, args) for name in TRAININGS
-                  if name in [NETWORKS.get(method) for method in args.methods]}
+                  if name in [NETWORKS[method][0] for method in args.methods if method in NETWORKS]}
+        if "universal" in args.methods:
+            path = find_checkpoint("universal")
+            models["universal"] = path, load_model(path, overrides=own_settings(args))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
