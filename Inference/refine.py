@@ -14,6 +14,7 @@ from Diffusion.fields import compose, flow, interpolate, masked, resize_field, w
 from Diffusion.losses import image_similarity, likeness, local_correlation, mapped_correlation, self_similarity
 
 STEPS = 100  # recommended: beyond about 50 the Dice of the hippocampus pairs gains 0.002, and 100 take a second or two
+NO_DETAIL = 0.03  # voxels, root mean square: what a field may lose on the control grid
 MIND_GAIN = 1.0  # of the likeness of descriptions against roughness of the velocity: 3 costs 0.007 of Dice
 
 
@@ -31,10 +32,11 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
     pair = {"moving": moving, "fixed": fixed, "moving_mask": moving_mask, "fixed_mask": fixed_mask}
     control_size = [max(-(-n // cfg["refine.stride"]), 2) for n in size]
     velocity = torch.zeros(1, len(size), *control_size, device=fixed.device, requires_grad=True)
+    coarse = on_control_grid(field, control_size)
     with torch.enable_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
         for factor, count in level_steps(size, steps, cfg):
             small = pair_at_level(pair, factor, cfg)
-            start = None if field is None else resize_field(field, small["fixed"].shape[2:])
+            start = (None if field is None else resize_field(field, small["fixed"].shape[2:])), coarse
             # A new Adam for each level: its moments of another resolution belong to another function.
             optimizer = torch.optim.Adam([velocity], lr=cfg["refine.lr"])
             for _ in range(count):
@@ -73,13 +75,20 @@ def pair_at_level(pair, factor, cfg):
     return small
 
 
-def pair_loss(pair, field, velocity, cfg):
+def pair_loss(pair, start, velocity, cfg):
     """What refinement lowers: minus the similarity, plus refine.weight times the velocity's roughness.
 
     pair: from `pair_at_level`. The moving image itself is interpolated, only once.
-    field: (1, N, *spatial) in voxels or None. velocity: (1, N, *control). Returns a scalar, -1 at best.
+    start: the field to begin with, (1, N, *spatial) in voxels of the pair or None, and what `on_control_grid` made of
+    it. velocity: (1, N, *control). Returns a scalar, -1 at best.
     """
-    total = updated(field, velocity, pair["fixed"].shape[2:], cfg)
+    field, coarse = start
+    size = pair["fixed"].shape[2:]
+    if coarse is None:
+        total = updated(field, velocity, size, cfg)
+    else:  # the flow carries the field by little, and by how much changes slowly: found on the control grid
+        then = flow(smooth(velocity, cfg["refine.smooth"]))
+        total = field + resize_field(compose(first=coarse, then=then) - coarse, size)
     warped, weight = warp_pair(pair, total)
     if cfg["registration.similarity"] == "mind":
         alike = MIND_GAIN * likeness(warped, pair["fixed"], weight)
@@ -114,6 +123,19 @@ def updated(field, velocity, size, cfg):
     """
     update = resize_field(flow(smooth(velocity, cfg["refine.smooth"])), size)
     return update if field is None else compose(first=field, then=update)
+
+
+def on_control_grid(field, size):
+    """A field on the control grid, where composing takes a fraction of the time; None where that would lose detail.
+
+    A network's answer on few voxels, refined on many, has no detail that the control grid could lose.
+    field: (1, N, *spatial) in voxels or None. size: of the control grid. Returns: (1, N, *size) in its voxels or None.
+    """
+    if field is None:
+        return None
+    coarse = resize_field(field, size)
+    lost = resize_field(coarse, field.shape[2:]) - field
+    return coarse if float(lost.square().sum(1).mean().sqrt()) < NO_DETAIL else None
 
 
 def similarity(pair, field, cfg, padding="border"):

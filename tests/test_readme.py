@@ -61,8 +61,9 @@ ELSEWHERE = {
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
     ".venv/bin/python tests/bench/bench_multimodal.py --subjects test": "progress.md",
-    **dict.fromkeys(["bash Scripts/bash_train_universal.sh", ".venv/bin/python tests/bench/bench_universal.py"],
-                    "tests/test_universal.py"),  # hours
+    **dict.fromkeys(["bash Scripts/bash_train_universal.sh", ".venv/bin/python tests/bench/bench_universal.py",
+                     ".venv/bin/python OM_train_3modes.py --config Config/config_tune.yaml --set data.root=Data/brains "
+                     "--init-from universal"], "tests/test_universal.py"),  # half an hour and more
     ".venv/bin/python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --refine --initial "
     "Results/theirs/0GenericAffine.mat --also h5 mat nrrd --out Results/further": "tests/test_transforms.py",
     **dict.fromkeys([

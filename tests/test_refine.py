@@ -6,7 +6,7 @@ import torch
 from Dataloader.synthetic import make_subject
 from Diffusion.fields import flow, warp
 from Diffusion.metrics import folding_percent
-from Inference.refine import level_steps, refine, similarity, smaller, smooth
+from Inference.refine import level_steps, on_control_grid, pair_loss, refine, similarity, smaller, smooth
 from tests.tiny import config
 
 SIZES = {3: (24, 32, 28), 2: (40, 48)}
@@ -51,6 +51,19 @@ def test_it_goes_on_from_the_field_given_and_interpolates_once():
     half = 0.5 * true
     further, from_zero = (alike(moving, fixed, refine(moving, fixed, start, 20, cfg), cfg) for start in (half, None))
     assert further > alike(moving, fixed, half, cfg) > alike(moving, fixed, None, cfg) and further > from_zero
+
+
+def test_a_start_without_detail_is_composed_on_the_control_grid_to_the_same_loss():
+    moving, fixed, true = pair(3)
+    true, cfg, control = 0.5 * true, config(), [n // 2 for n in SIZES[3]]
+    coarse = on_control_grid(true, control)
+    assert coarse.shape == (1, 3, *control)
+    rough = torch.randn(true.shape, generator=torch.Generator().manual_seed(0))
+    assert on_control_grid(rough, control) is None and on_control_grid(None, control) is None
+    small = {"moving": moving, "fixed": fixed, "moving_mask": None, "fixed_mask": None}
+    still, moved = torch.zeros(1, 3, *control), wave(control, -0.5)
+    fast, exact = (float(pair_loss(small, (true, each), moved, cfg)) for each in (coarse, None))
+    assert abs(fast - exact) < 0.02 * abs(exact - float(pair_loss(small, (true, None), still, cfg)))
 
 
 def test_the_update_hardly_folds_even_where_everything_asks_it_to():

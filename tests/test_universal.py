@@ -76,7 +76,7 @@ def test_while_it_is_missing_one_sentence_says_how_to_make_it(volumes, monkeypat
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "bash Scripts/bash_train_universal.sh" in said[0] and "not there.safetensors" in said[0]
     assert SCRIPT.is_file() and not (volumes / "out").exists()
-    with pytest.raises(InputError, match="fetch it with the rest of the project"):
+    with pytest.raises(InputError, match="not part of this version"):
         find_checkpoint("universal")
 
 

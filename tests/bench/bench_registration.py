@@ -4,9 +4,9 @@
 
 The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and no choice of settings has seen. Ours:
 `net`, the network alone, trained in mode 3 alone; `quick` and `refine`, the same with few and with many steps of
-refinement (--quick, --refine); `refine_none`, affine stage and refinement without any network; `labels`, the universal
-network tuned to the training volumes with their labels, alone; `labels_few`, with the labels of five; `labels_refine`
-and `labels_few_refine`, the same with --labels-refine, which sees no labels. `universal` is the network of --model
+refinement (--quick, --refine); `refine_none`, affine stage and refinement without any network; `labels`, a network
+alone whose training saw the labels of its volumes; `labels_few`, one that saw those of five; `labels_refine` and
+`labels_few_refine`, the same with --labels-refine steps, which see no labels. `universal` is the network of --model
 universal, which has never seen a hippocampus, after the affine stage and with --refine. Peers, in an environment of
 their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine, SyN, and SyN with local correlation of
 radius 2 and iterations 40/20/5), Greedy with local correlation after its affine stage, DIPY's SyN with local
@@ -46,7 +46,7 @@ from Dataloader.nifti import read_header, read_label, read_volume, write_volume 
 from Diffusion.fields import across  # noqa: E402
 from Diffusion.metrics import average, dice, folding_percent, hd95  # noqa: E402
 from Inference.labels import apply_label  # noqa: E402
-from Inference.load_model import find_checkpoint, load_model  # noqa: E402
+from Inference.load_model import UNIVERSAL, find_checkpoint, load_model  # noqa: E402
 from Inference.registration import register, start_matrix  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
@@ -70,16 +70,12 @@ PEERS = {  # name: the method of peers.py and its options
     "voxelmorph": ("voxelmorph", {}),
 }
 NO_NETWORK = ROOT / "Config/config_hippocampus.yaml"  # whose refine.* are taken where there is no network
-MODE_3 = ROOT / "Config/config_hippocampus_labels.yaml"  # without its labels
-TUNE = ROOT / "Config/config_tune.yaml"
-TUNED = ("data.train_ids=1-60", "data.val_ids=201-230", "data.expect_samples=38", "data.in_memory=true",
-         "data.repeats=10")
-FEW = ("data.label_ids=1-7", "data.labelled_pairs=0.5")
-# Our trainings: name: config, overrides, --init-from, option with the checkpoint of an earlier one.
+LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1-7", "data.labelled_pairs=0.5")
+# Our trainings: name: config, overrides, option with the checkpoint of an earlier one.
 # That without labels is of mode 3 alone, too: all of its minutes go into registration.
-TRAININGS = {"net": (MODE_3, ("loss.dice=0", "augment.deform=0.3"), None, "checkpoint"),
-             "labels": (TUNE, TUNED, "universal", "labels_checkpoint"),
-             "labels_few": (TUNE, (*TUNED, *FEW), "universal", "few_labels_checkpoint")}
+TRAININGS = {"net": (LABELS, ("loss.dice=0", "augment.deform=0.3"), "checkpoint"),
+             "labels": (LABELS, (), "labels_checkpoint"),
+             "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
 # The training whose network a method takes, and the option with its steps of refinement.
 NETWORKS = {"net": ("net", None), "quick": ("net", "quick"), "refine": ("net", "refine"),
             "labels": ("labels", None), "labels_refine": ("labels", "labels_refine"),
@@ -188,15 +184,14 @@ def train_ours(name, minutes, data, out, threads):
     The learning rate falls to zero in the last of run.epochs, so a short first run finds out how many there is time
     for. It counts, and so does everything else: what is not done when the minutes are over is cut off.
     """
-    began, (config, overrides, start, _) = time.time(), TRAININGS[name]
+    began, (config, overrides, _) = time.time(), TRAININGS[name]
     keys = {"data.root": data, "data.name": f"hippocampus_{name}", "data.cache": "", "run.models": out / "Models",
             "run.logs": out / "Logs", "run.threads": threads}
 
     def train(**more):
         left = str(max(60 * minutes - (time.time() - began), 1))
         done = subprocess.run([sys.executable, ROOT / "OM_train_3modes.py", "--config", config, "--fresh",
-                               "--max-seconds-before-restart", left, *(["--init-from", start] if start else []),
-                               *set_words({**keys, **more}, overrides)],
+                               "--max-seconds-before-restart", left, *set_words({**keys, **more}, overrides)],
                               cwd=ROOT, stdout=sys.stderr)
         if done.returncode not in (DONE, PLANNED_RESTART):
             raise InputError(f"the training ended with {done.returncode}; see what it said above.")
@@ -385,8 +380,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--few-labels-checkpoint", metavar="F", help="the same for that with the labels of five")
     parser.add_argument("--vxm-minutes", type=float, default=40, metavar="N", help="train VoxelMorph (%(default)s)")
     parser.add_argument("--vxm-weights", metavar="F", help="voxelmorph.pt of an earlier run instead")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
-                        help=f"some of {', '.join(METHODS)} (all)")
+    there = [name for name in METHODS if name != "universal" or UNIVERSAL.is_file()]
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=there, metavar="NAME",
+                        help=f"some of {', '.join(METHODS)} (all, universal where its file has been made)")
     parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
     parser.add_argument("--quick", type=int, default=10, metavar="N", help="steps of the method quick, which takes as "
                         "long as Greedy (%(default)s)")
@@ -421,7 +417,7 @@ def our_model(name, args):
 
     Returns: its path, (net, config).
     """
-    given, note = getattr(args, TRAININGS[name][-1]), args.out / f"training-{name}.json"
+    given, note = getattr(args, TRAININGS[name][2]), args.out / f"training-{name}.json"
     if given:
         path = find_checkpoint(given)
     elif args.resume and made_in(note, args.train_minutes):

@@ -161,7 +161,7 @@ def parse_arguments(argv=None):
                         help=f"some of {', '.join(PARTS)} (all)")
     parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of refinement after the network on "
                         "hippocampus pairs (%(default)s, as without a network)")
-    parser.add_argument("--mouse-refine", type=int, default=16, metavar="N", help="and on mouse brains, where 60 are "
+    parser.add_argument("--mouse-refine", type=int, default=20, metavar="N", help="and on mouse brains, where 60 are "
                         "taken without a network (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of the model's config, such as one of refine.*; may be repeated")
