@@ -26,6 +26,7 @@ from Dataloader.identity import (
     compare_data,
     describe_data,
     require_same_everywhere,
+    require_structures,
     volumes_of,
 )
 from Dataloader.sampler import steps_left
@@ -43,9 +44,11 @@ from Diffusion.losses import (
     mean_square,
     recovery_terms,
     regularity,
+    segmentation_terms,
     warp_inside,
 )
 from Diffusion.networks import build_network, compile_network
+from Diffusion.om_net import structure_shares
 from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
 from Diffusion.sharding import (
     compare_moments,
@@ -147,7 +150,12 @@ def step_registration(net, batch, cfg):
     """Mode 3: align two volumes, seeing all of the fixed one. Masks and labels only the loss sees."""
     moving, fixed = batch["moving"], batch["fixed"]                            # (B, C, *spatial) each
     seen = batch.get("seen", batch)  # with augment.remap the network sees the pair in other intensities than the loss
-    field = align(net, seen["moving"], seen["fixed"], cfg)                     # (B, N, *spatial)
+    shares = None
+    if cfg["loss.segment"]:
+        field, logits = align(net, seen["moving"], seen["fixed"], cfg, segment=True)   # and (2 B, K + 1, *spatial)
+        shares = structure_shares(logits.detach())                             # (2 B, K, *spatial)
+    else:
+        field = align(net, seen["moving"], seen["fixed"], cfg)                 # (B, N, *spatial)
     warped, inside = warp(moving, field), None                                 # (B, C, *spatial)
     if cfg["registration.masks"]:
         warped, inside = warp_inside(moving, field, **batch["mask"])           # (B, C, *spatial), (B, 1, *spatial)
@@ -157,9 +165,13 @@ def step_registration(net, batch, cfg):
     loss = cfg["loss.imgsim"] * imgsim + cfg["loss.imgmse"] * imgmse + cfg["loss.ddf"] * ddf
     terms = {"imgsim": imgsim, "imgmse": imgmse, "ddf": ddf}
     if cfg["loss.dice"]:
-        dice, labelled = label_terms(field, **batch["label"])                  # of the pairs with labels; their share
+        dice, labelled = label_terms(field, **batch["label"], shares=shares)   # of the pairs with labels; their share
         loss = loss + cfg["loss.dice"] * dice
         terms.update(dice=dice * labelled, labelled=labelled)                  # see PARTIAL of Runtime/progress.py
+    if cfg["loss.segment"]:
+        segment, segmented = segmentation_terms(logits, **batch["label"])      # of the volumes with labels
+        loss = loss + cfg["loss.segment"] * segment
+        terms.update(segment=segment * segmented, segmented=segmented)
     return loss, {"regist": loss, **terms}
 
 
@@ -404,7 +416,7 @@ def pair_batches(state, pairs, cfg):
     """The batches of mode 3. pairs: of `epoch_batches`, where moving and fixed alternate.
 
     Beside the images, where the config asks for them: "seen", what the network sees instead; "mask" and "label", maps
-    of moving and fixed, and of the labels also which pairs have them on both sides, and all labels there are.
+    of moving and fixed, and of the labels also which volumes of a pair have them, and all labels there are.
     """
     batches, device, epoch = [], state["device"], state["progress"]["epoch"]
     for images, positions, _, maps in pairs:
@@ -421,7 +433,7 @@ def pair_batches(state, pairs, cfg):
             batch[kind] = {"moving": both[0::2], "fixed": both[1::2]}          # (B, 1, *spatial) each
         if "label" in maps:
             has = maps["label"].flatten(1)[:, 0] != NO_LABELS                  # (2 B,), on the host: nobody waits
-            batch["label"].update(labelled=(has[0::2] & has[1::2]).tolist(), values=state["labels"])
+            batch["label"].update(labelled=has.view(-1, 2).tolist(), values=state["labels"])
         batches.append(batch)
     return batches
 
@@ -514,6 +526,7 @@ def set_up(cfg, args, ranks, run):
     data = describe_data(cfg, train, val)
     require_same_everywhere(ranks, data)
     labels = agree_on_labels(ranks, train.found_labels, cfg) if cfg["loss.dice"] else []
+    require_structures(labels, cfg)
     # With fsdp no device ever holds the whole network.
     net = build_network(cfg, "cpu" if cfg["run.strategy"] == "fsdp" else device)
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "data": data,

@@ -67,6 +67,18 @@ def agree_on_labels(ranks, own, cfg):
     return labels
 
 
+def require_structures(labels, cfg):
+    """Raises InputError where the network would learn to segment another number of labels than there are.
+
+    labels: of `agree_on_labels`.
+    """
+    if cfg["loss.segment"] and cfg["model.structures"] != len(labels):
+        shown = ", ".join(map(str, labels[:8])) + ", ..." * (len(labels) > 8)
+        raise InputError(f"model.structures is {cfg['model.structures']}, but the label maps of the training volumes "
+                         f"hold {len(labels)} labels ({shown}): set it to that number, or name those that count by "
+                         "registration.labels.")
+
+
 def compare_data(before, now, path):
     """Check that a run may continue with the data it has now.
 

@@ -181,18 +181,20 @@ class ConvBlock(nn.Module):
     """Convolution, group norm, scale and shift by time, activation.
 
     y = LeakyReLU((1 + scale(t)) x GroupNorm(conv(x)) + shift(t)), modulation by channel as in FiLM (Perez et al., AAAI
-    2018). Scale and shift start at zero, so that a new block treats all times alike.
+    2018). Scale and shift start at zero, so that a new block treats all times alike; with time_width None they stay so.
     """
 
     def __init__(self, dims, in_channels, out_channels, time_width, stride=1, dilation=1):
         super().__init__()
         self.conv = conv(dims, in_channels, out_channels, stride=stride, dilation=dilation)
         self.norm = group_norm(out_channels)
-        self.by_time = start_at_zero(nn.Linear(time_width, 2 * out_channels))
+        self.by_time = None if time_width is None else start_at_zero(nn.Linear(time_width, 2 * out_channels))
 
     def forward(self, x, time):
-        """x: (B, in_channels, *spatial). time: (B, time_width). Shapes are those of OM_net's first block."""
+        """x: (B, in_channels, *spatial). time: (B, time_width), or None. Shapes are those of OM_net's first block."""
         x = self.conv(x)                                                                    # (B, 16, 128^3)
+        if self.by_time is None:
+            return F.leaky_relu_(self.norm(x), SLOPE)                                       # (B, 16, 128^3)
         if accelerated(x):
             scale, shift = self.by_time(time).chunk(2, dim=1)                               # (B, 16) each
             return NormModulateActivate.apply(x, self.norm.num_groups, self.norm.eps, self.norm.weight, self.norm.bias,

@@ -64,7 +64,7 @@ def stand_in(cfg, pair_batch, modes, labels):
     batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "keep": None,
              "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, "cpu"),
              "targets": None, "moving": moving, "fixed": fixed, "mask": maps,
-             "label": {**maps, "labelled": [True] * pair_batch, "values": torch.zeros(labels)}}
+             "label": {**maps, "labelled": [(True, True)] * pair_batch, "values": torch.zeros(labels)}}
 
     def loss_of(name):
         if name == "contrastive" and cfg["optim.average"]:

@@ -8,6 +8,8 @@ float32:
   keep       (B,) bool, an option: False hides the condition of a sample
 net(image, t, condition, embed=True) returns two unit vectors (B, E) instead, of the image and of the condition.
 Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
+With model.structures, net(image, t, condition, segment=True) returns the field and logits (2 B, K + 1, *spatial): of
+background and structures in the images, then in the conditions.
 
 To add a network, write a class here or in a file of its own and give it a line in NETWORKS. Its __init__ names what it
 needs of `network_arguments`; tests/test_networks.py tests whatever the registry lists.
@@ -34,6 +36,7 @@ def network_arguments(cfg):
     return {
         "dims": cfg["model.dims"],                                  # spatial axes, 2 or 3
         "image_channels": cfg["data.channels"],
+        "structures": cfg["model.structures"],                      # that it segments in each volume, 0 for none
         "channels": cfg["model.channels"],                          # of the encoder's levels, finest first
         "conditioned": cfg["model.condition_type"] != "none",
         "rec_num": cfg["model.rec_num"],                            # recursive passes
@@ -63,6 +66,9 @@ def new_network(cfg):
     """The network of a config, with weights from torch's random numbers. Raises InputError for an unknown name."""
     network, arguments = network_class(cfg["model.name"]), network_arguments(cfg)
     named = inspect.signature(network).parameters
+    if cfg["model.structures"] and "structures" not in named:
+        raise InputError(f"model.structures: the network '{cfg['model.name']}' segments nothing; set it to 0, or "
+                         "model.name to om_net.")
     return network(**{name: value for name, value in arguments.items() if name in named})
 
 

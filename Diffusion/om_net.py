@@ -92,6 +92,30 @@ class Join(nn.Module):
         return self.block(x, time)                                                          # (B, 16, 128^3)
 
 
+class Segmenter(nn.Module):
+    """Segments each volume by itself: a U-Net of the layers above, at full resolution and without a time.
+
+    What intensities do not show of a pair, such as a border that experts draw by convention, it has learned from label
+    maps (model.structures).
+    """
+
+    def __init__(self, dims, in_channels, structures, channels, use_checkpoint):
+        super().__init__()
+        levels = range(len(channels) - 2, -1, -1)                                           # 3, 2, 1, 0
+        self.multiple = 2 ** (len(channels) - 1)
+        self.encoder = Encoder(dims, in_channels, channels, None, use_checkpoint)
+        self.up = nn.ModuleList(UpsampleConv(dims, channels[i + 1], channels[i], smooth=False) for i in levels)
+        self.join = nn.ModuleList(Join(dims, 2 * channels[i], channels[i], None) for i in levels)
+        self.head = conv(dims, channels[0], structures + 1, kernel_size=1)
+
+    def forward(self, image):
+        """image: (B, C, *spatial). Returns: logits (B, K + 1, *spatial), float32, of background and K structures."""
+        *skips, x = self.encoder(pad_to_multiple(image, self.multiple), None)               # x: (B, 256, 8^3)
+        for up, join, skip in zip(self.up, self.join, reversed(skips)):
+            x = join([up(x, skip.shape[2:]), skip], None)                                   # (B, 128, 16^3), ...
+        return crop(self.head(x), image.shape[2:]).float()                                  # (B, K + 1, 128^3)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention
 # ---------------------------------------------------------------------------------------------------------------------
@@ -359,6 +383,11 @@ class CorrelationLayer(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def structure_shares(logits):
+    """How much of each structure is in each voxel: (B, K, *spatial), 0 .. 1. logits: of a `Segmenter`."""
+    return logits.softmax(1)[:, 1:]
+
+
 class OM_net(nn.Module):
     """The recursive network: one encoder for image and condition, mutual attention, one decoder.
 
@@ -366,10 +395,13 @@ class OM_net(nn.Module):
     for both, equal anatomy has equal features from the first step on, and only places remain to be compared.
 
     field = affine field + FieldScale(coarse head of the bottleneck + heads of the decoder's levels).
+
+    With structures, all that sees a volume also sees, as further channels, how much of each structure a segmenter finds
+    in each voxel. These channels carry no gradient: the segmenter learns from label maps alone.
     """
 
-    def __init__(self, *, dims, image_channels, channels, timesteps, typical_norm, conditioned, rec_num, detach,
-                 field_stride, attention_width, attention_depth, attention_heads, affine_match, local_match,
+    def __init__(self, *, dims, image_channels, structures, channels, timesteps, typical_norm, conditioned, rec_num,
+                 detach, field_stride, attention_width, attention_depth, attention_heads, affine_match, local_match,
                  embedding_width, use_checkpoint):
         """See `network_arguments` in Diffusion/networks.py for what each of them means."""
         super().__init__()
@@ -379,7 +411,10 @@ class OM_net(nn.Module):
         self.multiple = 2 ** (len(channels) - 1)  # of which padded sides are multiples
         self.time = TimeEmbedding(timesteps, time_width)
         self.field_scale = FieldScale(typical_norm)
-        self.encoder = Encoder(dims, image_channels + 1, channels, time_width, use_checkpoint)
+        self.segmenter = None
+        if structures:
+            self.segmenter = Segmenter(dims, image_channels, structures, channels, use_checkpoint)
+        self.encoder = Encoder(dims, image_channels + structures + 1, channels, time_width, use_checkpoint)
         self.attention = MutualAttention(channels[-1], attention_width, attention_depth, attention_heads, time_width)
         self.embedding = nn.Linear(attention_width, embedding_width)
         self.match = AffineMatch(channels[-1], attention_width, typical_norm) if affine_match and conditioned else None
@@ -409,6 +444,24 @@ class OM_net(nn.Module):
         head = UpsampleConv(self.dims, in_channels, self.dims)
         start_at_zero(head.conv)
         return head
+
+    def with_structures(self, image, condition, trained):
+        """Image and condition with the shares of the structures in them, and the logits of those.
+
+        Logits (B, K + 1, *spatial): of the image, then, in a second half of the batch, of the condition, if there is
+        one. trained: whether these carry a gradient.
+        """
+        count, volumes = len(image), [image]
+        if condition is not None:
+            values, mask = condition[:, :-1], condition[:, -1:]                             # (B, 1, 128^3) each
+            volumes.append(values)
+        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+            logits = self.segmenter(torch.cat(volumes))                                     # (2B, K + 1, 128^3)
+        shares = structure_shares(logits.detach())                                          # (2B, K, 128^3)
+        image = torch.cat([image, shares[:count]], dim=1)                                   # (B, 1 + K, 128^3)
+        if condition is not None:
+            condition = torch.cat([values, mask * shares[count:], mask], dim=1)             # (B, 2 + K, 128^3)
+        return image, condition, logits
 
     def fully_shown(self, image):
         """An image as a condition that shows all of it: values and a mask of ones."""
@@ -489,8 +542,10 @@ class OM_net(nn.Module):
         field = field if affine is None else field + affine                                 # (B, 3, 128^3)
         return crop(field, image_size)                                                      # (B, 3, 128^3)
 
-    def forward(self, image, t, condition=None, keep=None, embed=False):
+    def forward(self, image, t, condition=None, keep=None, embed=False, segment=False):
         """As every network, see Diffusion/networks.py."""
+        if self.segmenter is not None:
+            image, condition, logits = self.with_structures(image, condition, segment)
         # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
         time = self.time(torch.zeros_like(t) if embed else t)                               # (B, 64)
         # A first pass without gradient encodes the image itself; the condition, encoded once, keeps its gradient.
@@ -510,4 +565,5 @@ class OM_net(nn.Module):
                 of_warped = self.encoder(self.fully_shown(warped), time)                    # (B, 16, 128^3), ...
             return self.one_pass(warped, of_warped, encoded, shown_fraction, t, time)       # (B, 3, 128^3)
 
-        return recurse(one_pass, image, self.rec_num, self.detach)                          # (B, 3, 128^3)
+        field = recurse(one_pass, image, self.rec_num, self.detach)                         # (B, 3, 128^3)
+        return (field, logits) if segment else field

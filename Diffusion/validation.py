@@ -17,15 +17,16 @@ from Runtime.device import autocast, send
 VAL_IMGSIM = {"registration.window": 9, "registration.scales": 3, "registration.squared": True}
 
 
-def align(net, moving, fixed, cfg):
+def align(net, moving, fixed, cfg, **options):
     """Register volumes by one forward pass, as mode 3 trains it.
 
-    moving, fixed: (B, C, *spatial) in [0, 1]. Returns: field (B, N, *spatial) in voxels.
+    moving, fixed: (B, C, *spatial) in [0, 1]. options: of the network, see Diffusion/networks.py.
+    Returns: field (B, N, *spatial) in voxels, or what the options make of it.
     """
     t = torch.full((len(moving),), cfg["diffusion.timesteps"], device=moving.device)
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
     with autocast(moving.device, cfg["run.amp"]):
-        return net(moving, t, make_condition(fixed, kind))
+        return net(moving, t, make_condition(fixed, kind), **options)
 
 
 def best_field(net, moving, fixed, cfg):

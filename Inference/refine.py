@@ -11,14 +11,21 @@ import torch
 from tqdm import tqdm
 
 from Diffusion.fields import compose, flow, interpolate, masked, resize_field, warp
-from Diffusion.losses import image_similarity, likeness, local_correlation, mapped_correlation, self_similarity
+from Diffusion.losses import (
+    image_similarity,
+    likeness,
+    local_correlation,
+    mapped_correlation,
+    self_similarity,
+    soft_dice,
+)
 
 STEPS = 100  # recommended: beyond about 50 the Dice of the hippocampus pairs gains 0.002, and 100 take a second or two
 NO_DETAIL = 0.03  # voxels, root mean square: what a field may lose on the control grid
 MIND_GAIN = 1.0  # of the likeness of descriptions against roughness of the velocity: 3 costs 0.007 of Dice
 
 
-def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, fixed_mask=None):
+def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, fixed_mask=None, structures=None):
     """Optimise the field of one pair.
 
     moving, fixed: (1, C, *spatial) intensities in 0 .. 1 on one isotropic grid; channels count alike.
@@ -26,10 +33,12 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
     steps: optimiser steps, divided equally among refine.levels resolutions.
     cfg: flat config with its refine.* and registration.* keys. progress: show a bar.
     moving_mask, fixed_mask: (1, 1, *spatial), 0 .. 1, how much each voxel of the two counts; None for all alike.
+    structures: what a network segments in moving and fixed, (2, K, *spatial), 0 .. 1; None for nothing.
     Returns: field (1, N, *spatial) in voxels.
     """
     size = fixed.shape[2:]
-    pair = {"moving": moving, "fixed": fixed, "moving_mask": moving_mask, "fixed_mask": fixed_mask}
+    pair = {"moving": moving, "fixed": fixed, "moving_mask": moving_mask, "fixed_mask": fixed_mask,
+            "structures": structures}
     control_size = [max(-(-n // cfg["refine.stride"]), 2) for n in size]
     velocity = torch.zeros(1, len(size), *control_size, device=fixed.device, requires_grad=True)
     coarse = on_control_grid(field, control_size)
@@ -62,25 +71,31 @@ def level_steps(size, steps, cfg):
 def pair_at_level(pair, factor, cfg):
     """A pair with 1 / factor of the voxels per side, as `pair_loss` compares it.
 
-    pair: dict of moving, fixed, (1, C, *spatial), and moving_mask, fixed_mask, (1, 1, *spatial) or None. What a mask
-    leaves out does not leak into the smaller images. With registration.similarity "mind" the images become their
-    descriptions, which are then moved in their place: cheaper than describing the moved image in each step.
+    pair: dict of moving, fixed, (1, C, *spatial), moving_mask, fixed_mask, (1, 1, *spatial) or None, and structures,
+    (2, K, *spatial) or None. What a mask leaves out does not leak into the smaller images. With registration.similarity
+    "mind" the images become their descriptions, which are then moved in their place: cheaper than describing the moved
+    image in each step. The structures become the last channels, so that one interpolation moves all.
     """
-    small = {}
-    for side in ("moving", "fixed"):
+    structures = pair["structures"]
+    small = {"structures": 0 if structures is None else structures.shape[1]}
+    for number, side in enumerate(("moving", "fixed")):
         image, mask = pair[side], pair[f"{side}_mask"]
         small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), image, mask)
         if cfg["registration.similarity"] == "mind":
             small[side] = self_similarity(small[side])
+        if structures is not None:
+            small[side] = torch.cat([small[side], smaller(structures[number:number + 1], factor)], dim=1)
     return small
 
 
 def pair_loss(pair, start, velocity, cfg):
     """What refinement lowers: minus the similarity, plus refine.weight times the velocity's roughness.
 
+    Where a network has segmented structures, also minus refine.structures times their Dice.
+
     pair: from `pair_at_level`. The moving image itself is interpolated, only once.
     start: the field to begin with, (1, N, *spatial) in voxels of the pair or None, and what `on_control_grid` made of
-    it. velocity: (1, N, *control). Returns a scalar, -1 at best.
+    it. velocity: (1, N, *control). Returns a scalar, -1 at best, with structures -1 - refine.structures.
     """
     field, coarse = start
     size = pair["fixed"].shape[2:]
@@ -90,11 +105,17 @@ def pair_loss(pair, start, velocity, cfg):
         then = flow(smooth(velocity, cfg["refine.smooth"]))
         total = field + resize_field(compose(first=coarse, then=then) - coarse, size)
     warped, weight = warp_pair(pair, total)
+    images = warped.shape[1] - pair["structures"]
+    (warped, brought), (fixed, there) = (volume.split([images, pair["structures"]], dim=1)
+                                         for volume in (warped, pair["fixed"]))
     if cfg["registration.similarity"] == "mind":
-        alike = MIND_GAIN * likeness(warped, pair["fixed"], weight)
+        alike = MIND_GAIN * likeness(warped, fixed, weight)
     else:
         correlation = local_correlation if cfg["registration.similarity"] == "correlation" else mapped_correlation
-        alike = correlation(warped, pair["fixed"], cfg["refine.window"], cfg["registration.squared"], weight=weight)
+        alike = correlation(warped, fixed, cfg["refine.window"], cfg["registration.squared"], weight=weight)
+    if pair["structures"]:
+        overlap = soft_dice(brought, there, torch.ones_like(there.flatten(2)[..., 0])).mean()
+        alike = alike + cfg["refine.structures"] * overlap
     smoothed = smooth(velocity, cfg["refine.smooth"])
     roughness = sum(smoothed.diff(dim=axis).square().mean() for axis in range(2, smoothed.dim()))
     return cfg["refine.weight"] * roughness - alike

@@ -35,13 +35,14 @@ from Dataloader.prepare import intensity_limits
 from Diffusion.fields import across, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.metrics import folding_percent, sdlogj
+from Diffusion.om_net import structure_shares
 from Diffusion.validation import best_field
 from Inference.affine import WINDOW, align_affine
 from Inference.load_model import default_config, load_model
 from Inference.refine import STEPS
 from Inference.refine import refine as optimise
 from Inference.refine import similarity as pair_similarity
-from Runtime.device import synchronize
+from Runtime.device import autocast, synchronize
 from Runtime.errors import InputError
 
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
@@ -99,13 +100,14 @@ def _find(net, cfg, names, fixed, moving, masks, channels, affine, refine, start
     began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
     placed = _place(fixed, moving, masks, channels, affine, start, net is not None, cfg, seconds)
     pair = _on_device(placed["pair"], device)
-    work_field = None if net is None else _ask(net, pair, cfg, seconds)
+    work_field, structures = (None, None) if net is None else _ask(net, pair, refine, cfg, seconds)
     own_grid = net is None or bool(refine and cfg["refine.grid"] == "own")
     if own_grid and net is not None:
-        placed, work_field = _on_own_grid(work_field, placed, fixed, moving, masks, channels, cfg)
+        placed, work_field, structures = _on_own_grid(work_field, structures, placed, fixed, moving, masks, channels,
+                                                      cfg)
         pair = _on_device(placed["pair"], device)
     sentences = _warnings(names, placed, fixed[1] if own_grid else None, cfg["model.dims"])
-    work_field = _refined(pair, work_field, refine, cfg, seconds, progress)
+    work_field = _refined(pair, work_field, structures, refine, cfg, seconds, progress)
     result = _on_fixed_grid(work_field, placed, fixed, moving)
     result["warped_channels"] = [apply_field(channel, moving[1], result["field"], fixed[1])
                                  for channel in channels["moving"]]
@@ -459,43 +461,55 @@ def _warnings(names, placed, fixed_affine, dims):
 # The field, and its way back to the files' grids
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _ask(net, pair, cfg, seconds):
-    """u, (1, N, *work) in voxels, as the network finds it.
+def _ask(net, pair, refine, cfg, seconds):
+    """u, (1, N, *work) in voxels, as the network finds it, and the structures that it segments, for the refinement.
 
-    pair: dict of moving, fixed, (1, C, *work), of which it sees the channels that it was trained with. seconds: gets
-    what it took.
+    pair: dict of moving, fixed, (1, C, *work), of which it sees the channels that it was trained with. refine: steps.
+    seconds: gets what it took.
+    Returns: u; shares of the structures in moving and fixed, (2, K, *work), None without refinement or structures.
     """
-    began, seen = time.perf_counter(), cfg["data.channels"]
+    began, seen, structures = time.perf_counter(), cfg["data.channels"], None
+    moving, fixed = pair["moving"][:, :seen], pair["fixed"][:, :seen]
     with torch.no_grad():
-        field = best_field(net, pair["moving"][:, :seen], pair["fixed"][:, :seen], cfg)
+        field = best_field(net, moving, fixed, cfg)
+        if refine and cfg["model.structures"]:
+            with autocast(field.device, cfg["run.amp"]):
+                structures = structure_shares(net.segmenter(torch.cat([moving, fixed])))
     synchronize(field.device)
     seconds["network"] = time.perf_counter() - began
-    return field
+    return field, structures
 
 
-def _on_own_grid(work_field, placed, fixed, moving, masks, channels, cfg):
+def _on_own_grid(work_field, structures, placed, fixed, moving, masks, channels, cfg):
     """The network's answer and the pair on the working grid that they have without a network.
 
     So refinement sees voxels as small as those of the files, whatever grid the network was trained on.
-    work_field: (1, N, *work) in voxels of the network's grid. placed: from `_place`, for that grid. Others: as there.
-    Returns: what `_place` does for the other grid, with the same T; the field there, in its voxels, on its device.
+    work_field: (1, N, *work) in voxels of the network's grid. structures: (2, K, *work) or None. placed: from `_place`,
+    for that grid. Others: as there.
+    Returns: what `_place` does for the other grid, with the same T; the field there, in its voxels, and the structures,
+    on their device.
     """
     own = _place(fixed, moving, masks, channels, False, placed["matrix"], False, cfg, {})
     change = np.linalg.inv(placed["work_affine"]) @ own["work_affine"]
-    field = total_field(work_field.float().cpu(), change, np.linalg.inv(change), own["pair"]["fixed"].shape[1:])
-    return {**own, "start": placed["start"]}, torch.from_numpy(field)[None].to(work_field.device)
+    size = own["pair"]["fixed"].shape[1:]
+    field = total_field(work_field.float().cpu(), change, np.linalg.inv(change), size)
+    if structures is not None:
+        there = across(torch.zeros(1, len(size), *size), change).to(structures.device)
+        structures = warp(structures, there.expand(2, *there.shape[1:]))
+    return {**own, "start": placed["start"]}, torch.from_numpy(field)[None].to(work_field.device), structures
 
 
-def _refined(pair, field, steps, cfg, seconds, progress):
+def _refined(pair, field, structures, steps, cfg, seconds, progress):
     """u, (1, N, *work) float32 on the CPU, refined where steps are asked for.
 
     pair: dict of moving, fixed, (1, C, *work), and moving_mask, fixed_mask, (1, 1, *work) or None. field: (1, N, *work)
-    in voxels to begin from, or None. seconds: gets what it took.
+    in voxels to begin from, or None. structures: (2, K, *work) or None. seconds: gets what it took.
     """
     moving, fixed = pair["moving"], pair["fixed"]
     if steps:
         began = time.perf_counter()
-        field = optimise(moving, fixed, field, steps, cfg, progress, pair["moving_mask"], pair["fixed_mask"])
+        field = optimise(moving, fixed, field, steps, cfg, progress, pair["moving_mask"], pair["fixed_mask"],
+                         structures)
         synchronize(fixed.device)
         seconds["refine"] = time.perf_counter() - began
     if field is None:

@@ -31,7 +31,8 @@ from Runtime.manifest import LOST, damage, newest_first, read_manifest, standing
 from Runtime.run_lock import assert_held
 
 FORMAT = 1
-BEFORE = {"data.channels": 1}  # what a checkpoint means that was written before the weights depended on such a key
+# What a checkpoint means that was written before the weights depended on such a key.
+BEFORE = {"data.channels": 1, "model.structures": 0}
 REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")
 # Exceptions that reading a damaged or foreign file raises: flipped bits in the pickle lead to all of these.
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,

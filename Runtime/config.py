@@ -221,6 +221,9 @@ def check_together(cfg, path):
     if min(size) < 2 ** (cfg["registration.scales"] - 1):
         raise InputError(f"{path}: data.img_size {size} cannot be halved for registration.scales "
                          f"{cfg['registration.scales']}.")
+    if cfg["loss.segment"] and not (cfg["model.structures"] and cfg["loss.dice"]):
+        raise InputError(f"{path}: loss.segment {cfg['loss.segment']} teaches a network with model.structures from the "
+                         "labels that loss.dice reads: give both a value above 0, or set loss.segment to 0.")
     if cfg["run.refresh_process_group_every"] and cfg["run.strategy"] != "ddp":
         raise InputError(f"{path}: run.refresh_process_group_every needs run.strategy ddp, not {cfg['run.strategy']}; "
                          "set it to 0.")

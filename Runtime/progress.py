@@ -15,7 +15,7 @@ AVERAGES = ["total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", 
 TAKEN = ("steps", "open", "nonfinite", "counts", "open_share", "epoch", "step", "event", "attempt", "rank", "time")
 # Terms that some pairs have and others have not, and the share of those that have. A step function returns such a term
 # times its share, and the share: both then add up over batches, ranks and steps like every other term.
-PARTIAL = {"dice": "labelled"}
+PARTIAL = {"dice": "labelled", "segment": "segmented"}
 
 
 def new_sums():

@@ -26,6 +26,7 @@ KEYS = [(0, 3, position) for position in range(4)]
 COLOURS = {"augment__gamma": 0.3, "augment__contrast": 0.2, "augment__brightness": 0.1, "augment__noise": 0.05}
 # Of six training volumes four have labels; in mode 3 a pair counts where both have.
 SOME = {**QUICK, "loss__dice": 0.1, "data__label_ids": "0-3"}
+BOTH = (True, True)  # volumes of a pair with labels
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ def shift(size, voxels):
 @pytest.mark.parametrize("size", SIZES)
 def test_without_a_field_it_is_one_minus_the_dice_of_the_metrics(size):
     moving, fixed = blocks(size, 2, 6), blocks(size, 3, 5)
-    found, share = label_terms(shift(size, 0), moving, fixed, [True], torch.tensor([1, 2]))
+    found, share = label_terms(shift(size, 0), moving, fixed, [BOTH], torch.tensor([1, 2]))
     assert found.item() == pytest.approx(1 - np.mean(dice(moving, fixed, [1, 2])), abs=1e-6) and 0.2 < found < 0.9
     assert share.item() == 1.0
 
@@ -55,7 +56,7 @@ def test_without_a_field_it_is_one_minus_the_dice_of_the_metrics(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_field_that_brings_the_labels_together_makes_it_zero(size):
     moving, fixed = blocks(size, 2, 6), blocks(size, 1, 5)
-    found, _ = label_terms(shift(size, 1), moving, fixed, [True], torch.tensor([1, 2]))
+    found, _ = label_terms(shift(size, 1), moving, fixed, [BOTH], torch.tensor([1, 2]))
     assert found.item() == pytest.approx(0.0, abs=1e-5)
 
 
@@ -67,8 +68,8 @@ def test_labels_count_in_a_pair_that_has_them(size):
                                     (blocks(size, 2, 6), blocks(size, 2), 0.5),
                                     (blocks(size, 2), blocks(size, 2, 6), 0.5),
                                     (blocks(size), blocks(size), 0.0)):
-        assert label_terms(zero, moving, fixed, [True], values)[0].item() == pytest.approx(expected, abs=1e-6)
-    only_one = label_terms(zero, blocks(size, 2, 6), blocks(size, 2), [True], torch.tensor([1]))[0]
+        assert label_terms(zero, moving, fixed, [BOTH], values)[0].item() == pytest.approx(expected, abs=1e-6)
+    only_one = label_terms(zero, blocks(size, 2, 6), blocks(size, 2), [BOTH], torch.tensor([1]))[0]
     assert only_one.item() == pytest.approx(0.0, abs=1e-6), "a label that is not compared is background"
 
 
@@ -77,13 +78,13 @@ def test_pairs_without_labels_add_nothing(size):
     values = torch.tensor([1, 2])
     moving, fixed, none = blocks(size, 2, 6), blocks(size, 3, 5), torch.full((1, 1, *size), float(NO_LABELS))
     field = (0.3 * torch.randn(3, len(size), *size)).requires_grad_()
-    one, _ = label_terms(field[1:2], moving, fixed, [True], values)
+    one, _ = label_terms(field[1:2], moving, fixed, [BOTH], values)
     of_three, share = label_terms(field, torch.cat([none, moving, moving]), torch.cat([fixed, fixed, none]),
-                                  [False, True, False], values)
+                                  [(False, True), BOTH, (True, False)], values)
     assert of_three.item() == one.item() and share.item() == pytest.approx(1 / 3)
     of_three.backward()
     assert field.grad[1].any() and not field.grad[[0, 2]].any()
-    nothing, share = label_terms(field, *[torch.cat([none] * 3)] * 2, [False] * 3, values)
+    nothing, share = label_terms(field, *[torch.cat([none] * 3)] * 2, [(False, False)] * 3, values)
     assert nothing.item() == share.item() == 0.0 and (field.sum() + nothing).isfinite()
 
 
@@ -108,7 +109,7 @@ def test_the_gradient_reaches_the_field(size):
     field = (0.3 + 0.1 * torch.rand(1, len(size), *size)).requires_grad_()
 
     def loss(field):
-        return label_terms(field, moving, fixed, [True], values)[0]
+        return label_terms(field, moving, fixed, [BOTH], values)[0]
 
     gradient, = torch.autograd.grad(loss(field), field)
     step = 0.02 * gradient / gradient.abs().max()

@@ -60,7 +60,7 @@ def test_a_start_without_detail_is_composed_on_the_control_grid_to_the_same_loss
     assert coarse.shape == (1, 3, *control)
     rough = torch.randn(true.shape, generator=torch.Generator().manual_seed(0))
     assert on_control_grid(rough, control) is None and on_control_grid(None, control) is None
-    small = {"moving": moving, "fixed": fixed, "moving_mask": None, "fixed_mask": None}
+    small = {"moving": moving, "fixed": fixed, "moving_mask": None, "fixed_mask": None, "structures": 0}
     still, moved = torch.zeros(1, 3, *control), wave(control, -0.5)
     fast, exact = (float(pair_loss(small, (true, each), moved, cfg)) for each in (coarse, None))
     assert abs(fast - exact) < 0.02 * abs(exact - float(pair_loss(small, (true, None), still, cfg)))

@@ -1,0 +1,275 @@
+"""Structures that the network segments by itself: its layers, their loss, refinement by them, and trainings."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import OM_train_3modes as om
+from Dataloader import synthetic
+from Diffusion.diffuser import make_condition
+from Diffusion.fields import warp
+from Diffusion.losses import segmentation_terms
+from Diffusion.metrics import average, dice
+from Diffusion.networks import build_network
+from Diffusion.validation import align, best_field
+from Inference.labels import apply_label
+from Inference.load_model import load_model
+from Inference.refine import refine
+from Inference.registration import register
+from Runtime import checkpoint
+from Runtime.config import load_config
+from Runtime.errors import InputError
+from tests import warm
+from tests.tiny import QUICK, ROOT, arguments, config, log_lines, make_data
+
+SIZES = {2: (18, 25), 3: (10, 13, 16)}  # nothing that could be halved twice
+LEARNED = {"loss__dice": 0.03, "loss__segment": 0.1, "model__structures": 6}
+REGISTRATION_ALONE = {"loss__dist": 0, "loss__ang": 0, "loss__regul": 0, "loss__contrastive": 0}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("structures"))
+
+
+def tiny(dims=3, structures=2, **changes):
+    cfg = config(model__dims=dims, model__structures=structures, **changes)
+    return build_network(cfg), cfg
+
+
+def volumes(dims, batch=2, channels=1):
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(batch, channels, *SIZES[dims], generator=generator)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The network
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("kind", ["none", "slice", "volume"])
+def test_the_field_and_the_logits_of_both_volumes_have_the_size_of_the_image(dims, kind):
+    net, cfg = tiny(dims, model__condition_type=kind, model__use_checkpoint=True)
+    image, t = volumes(dims), torch.tensor([3, 40])
+    condition = make_condition(image, kind, [(0, 0, 0), (0, 0, 1)])
+    field, logits = net(image, t, condition, segment=True)
+    assert field.shape == (2, dims, *SIZES[dims]) and not field.any(), "a new network moves nothing"
+    assert logits.shape == (2 if kind == "none" else 4, 3, *SIZES[dims]) and logits.dtype == torch.float32
+    embeddings = net(image, t, condition, embed=True)
+    assert [one.shape for one in embeddings] == [(2, cfg["contrastive.embedding"])] * 2
+    (field.sum() + logits.sum()).backward()
+    assert all(parameter.grad is not None for parameter in net.segmenter.parameters())
+
+
+def test_what_it_segments_is_the_same_for_moving_and_fixed_and_does_not_depend_on_the_other():
+    net, cfg = tiny()
+    one, other = volumes(3, 1), 1 - volumes(3, 1)
+    _, logits = align(net, one, other, cfg, segment=True)
+    _, swapped = align(net, other, one, cfg, segment=True)
+    assert torch.allclose(logits[0], swapped[1], atol=1e-5) and torch.allclose(logits[1], swapped[0], atol=1e-5)
+    assert not torch.allclose(logits[0], logits[1], atol=1e-3)
+    assert torch.allclose(logits, net.segmenter(torch.cat([one, other])), atol=1e-5)
+
+
+def test_the_network_sees_what_is_segmented_and_only_labels_teach_it():
+    net, cfg = tiny()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():  # heads start at zero
+            if not parameter.any() and "segmenter" not in name:
+                parameter.normal_(std=0.05, generator=generator)
+    moving, fixed = volumes(3, 1), 1 - volumes(3, 1)
+    field, logits = align(net, moving, fixed, cfg, segment=True)
+    field.square().sum().backward(retain_graph=True)
+    assert all(parameter.grad is None for parameter in net.segmenter.parameters())
+    encoder = net.encoder.first.conv.weight.grad
+    assert encoder.shape[1] == 1 + 2 + 1 and encoder[:, 1:3].any(), "image, two structures, mask"
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in net.segmenter.parameters())
+    with torch.no_grad():
+        net.segmenter.head.bias[1] += 3.0
+        changed = align(net, moving, fixed, cfg)
+    assert not torch.allclose(changed, field, atol=1e-3)
+
+
+def test_of_what_is_not_shown_nothing_is_segmented():
+    net, _ = tiny()
+    image = volumes(3)
+    mask = torch.zeros_like(image)
+    mask[:, :, 3] = 1
+    _, condition, _ = net.with_structures(image, torch.cat([image * mask, mask], dim=1), False)
+    assert condition.shape[1] == 1 + 2 + 1 and condition[:, :, 3].any()
+    assert not condition[:, :, :3].any() and not condition[:, :, 4:].any()
+
+
+def test_networks_that_segment_nothing_say_so():
+    with pytest.raises(InputError, match="'recresacnet' segments nothing; set it to 0, or model.name to om_net"):
+        tiny(model__name="recresacnet")
+
+
+@pytest.mark.parametrize("changes", [{"model__structures": 2}, {"loss__dice": 0.1}, {}])
+def test_learning_to_segment_needs_structures_and_labels(changes):
+    with pytest.raises(InputError, match="loss.segment 0.5 teaches a network with model.structures from the labels"):
+        config(loss__segment=0.5, **changes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+def labels_of(size):
+    """A map (1, 1, *size) with a cube of label 3 and one of label 7."""
+    label = torch.zeros(1, 1, *size)
+    label[(0, 0, *[slice(1, 4)] * len(size))], label[(0, 0, *[slice(5, 9)] * len(size))] = 3, 7
+    return label
+
+
+def certain(label, values, size):
+    """Logits (1, 1 + L, *size) that leave no doubt."""
+    places = torch.stack([(label[0, 0] == value) for value in values])
+    return 50.0 * torch.cat([~places.any(0, keepdim=True), places]).float()[None]
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_the_loss_is_zero_for_the_labels_themselves_and_analytic_for_no_idea(dims):
+    size, values = SIZES[dims], torch.tensor([3, 7])
+    label = labels_of(size)
+    right = certain(label, (3, 7), size)
+    loss, share = segmentation_terms(torch.cat([right, right]), label, label, [(True, True)], values)
+    assert loss.item() == pytest.approx(0.0, abs=1e-5) and share.item() == 1.0
+    voxels, counts = math.prod(size), [3 ** dims, 4 ** dims]
+    no_idea = torch.zeros(2, 3, *size)
+    loss, _ = segmentation_terms(no_idea, label, label, [(True, True)], values)
+    overlap = np.mean([2 * count / 3 / (voxels / 3 + count) for count in counts])
+    assert loss.item() == pytest.approx(math.log(3) + 1 - overlap, rel=1e-5)
+    swapped, _ = segmentation_terms(certain(label, (7, 3), size).repeat(2, 1, *[1] * dims), label, label,
+                                    [(True, True)], values)
+    assert swapped > 1.0 + 50 * sum(counts) / voxels - 1e-3, "each label has a channel of its own"
+
+
+def test_a_label_that_a_map_lacks_has_no_dice_and_other_labels_are_background():
+    size, label = SIZES[3], labels_of(SIZES[3])
+    loss, _ = segmentation_terms(certain(label, (3, 9), size).repeat(2, 1, 1, 1, 1), label, label, [(True, True)],
+                                 torch.tensor([3, 9]))
+    assert loss.item() == pytest.approx(0.0, abs=1e-5)
+
+
+def test_volumes_count_by_themselves_and_without_labels_not_at_all():
+    size, values = SIZES[3], torch.tensor([3, 7])
+    label, none = labels_of(size), torch.full((1, 1, *size), -1.0)
+    logits = torch.randn(4, 3, *size, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    loss, share = segmentation_terms(logits, torch.cat([label, none]), torch.cat([none, none]),
+                                     [(True, False), (False, False)], values)
+    alone, _ = segmentation_terms(logits[[0, 0]], label, label, [(True, True)], values)
+    assert loss.item() == pytest.approx(alone.item(), rel=1e-6) and share.item() == 0.25
+    loss.backward()
+    assert logits.grad[0].any() and not logits.grad[1:].any()
+    nothing, share = segmentation_terms(logits, *[torch.cat([none, none])] * 2, [(False, False)] * 2, values)
+    logits.grad = None
+    nothing.backward()
+    assert nothing.item() == share.item() == 0.0 and not logits.grad.any(), "there, and zero"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refinement
+# ---------------------------------------------------------------------------------------------------------------------
+
+def ball(size, centre, radius=4.0):
+    axes = torch.meshgrid(*[torch.arange(n) for n in size], indexing="ij")
+    distance = sum((axis - middle) ** 2 for axis, middle in zip(axes, centre)).sqrt()
+    return torch.sigmoid(2 * (radius - distance))[None, None]
+
+
+@pytest.mark.parametrize("dims, similarity", [(3, "correlation"), (3, "mind"), (2, "correlation")])
+def test_refinement_brings_structures_together_that_the_intensities_do_not_show(dims, similarity):
+    size = (24, 26, 22)[:dims]
+    image = synthetic.make_subject(1, size, dims=dims)["image"]
+    image = torch.from_numpy(np.ascontiguousarray(image))[None, None].float()
+    middle = [n // 2 for n in size]
+    moving, fixed = ball(size, middle), ball(size, [middle[0] + 3, *middle[1:]])
+    cfg = config(model__dims=dims, refine__levels=2, refine__weight=0.1, registration__similarity=similarity)
+    structures = torch.cat([moving, fixed])
+
+    def overlap(field):
+        return average(dice(warp(moving, field) > 0.5, fixed > 0.5, [1]))
+
+    still = refine(image, image, None, 40, cfg)
+    found = refine(image, image, None, 40, cfg, structures=structures)
+    ignored = refine(image, image, None, 40, {**cfg, "refine.structures": 0.0}, structures=structures)
+    assert torch.equal(ignored, still) and overlap(still) < 0.7 < 0.85 < overlap(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trainings, and registration after them
+# ---------------------------------------------------------------------------------------------------------------------
+
+def options(data, folder, *more, **changes):
+    places = {"run__models": folder / "Models", "run__logs": folder / "Logs"}
+    return arguments(data, *more, **{**LEARNED, **places, **changes})
+
+
+def final_sha256(folder):
+    run = folder / "Models/demo_om_net"
+    return checkpoint.weights_sha256(checkpoint.load(run / checkpoint.newest(run))["model"])
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """A network whose training was registration and segmentation alone."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert om.main(options(data, folder, **REGISTRATION_ALONE, run__epochs=8, optim__lr=5e-3, optim__average=0)) == 0
+    return folder
+
+
+def test_a_training_learns_to_segment(trained):
+    epochs = log_lines(trained, "epoch")
+    assert epochs[-1]["segment"] < 0.75 * epochs[0]["segment"] and epochs[-1]["segmented"] == 1.0
+
+
+@pytest.mark.parametrize("grid", ["trained", "own"])
+def test_registration_refines_by_what_it_segments_on_either_grid(trained, data, grid):
+    net, cfg = load_model(trained / "Models/demo_om_net", overrides=[f"refine.grid={grid}", "refine.weight=0.2"])
+    pair = [synthetic.make_subject(number, (20, 18, 22)) for number in (6, 7)]
+    (fixed, moving), affine = [volume["image"] for volume in pair], np.diag([0.8, 0.9, 0.75, 1.0])
+    fields = {weight: register((fixed, affine), (moving, affine), model=(net, {**cfg, "refine.structures": weight}),
+                               refine=30, start="header")["field"] for weight in (0.0, 3.0)}
+
+    def overlap(field):
+        moved = apply_label(pair[1]["label"], affine, field, affine, "nearest")
+        return average(dice(torch.from_numpy(moved), torch.from_numpy(pair[0]["label"]), range(1, 7)))
+
+    assert not np.allclose(fields[0.0], fields[3.0], atol=1e-2)
+    assert overlap(fields[3.0]) > overlap(fields[0.0]) - 0.02
+    alone = register((fixed, affine), (moving, affine), model=(net, cfg), start="header")["field"]
+    assert alone.shape == (3, *fixed.shape)
+
+
+def test_all_modes_resume_exactly_and_two_ranks_train_as_one(data, tmp_path):
+    quick = {**QUICK, "data__batchsize": 1, "data__global_batchsize": 4, "run__epochs": 1, "run__checkpoint_steps": 1,
+             "data__label_ids": "1-2,4"}
+    whole, resumed, together = (tmp_path / name for name in ("whole", "resumed", "together"))
+    assert om.main(options(data, whole, **quick)) == 0
+    assert om.main(options(data, resumed, "--max-steps-before-restart", "2", **quick)) == 42
+    assert om.main(options(data, resumed, **quick)) == 0
+    together.mkdir()
+    warm.train(2, together / "log", options(data, together, **quick))
+    assert final_sha256(whole) == final_sha256(resumed) == final_sha256(together)
+    (epoch,) = log_lines(whole, "epoch")
+    assert 0 < epoch["labelled"] < epoch["segmented"] < 1, "a volume counts where its partner has no labels, too"
+
+
+def test_another_number_of_labels_is_one_sentence(data, tmp_path, capfd):
+    assert om.main(options(data, tmp_path, model__structures=5)) == 43
+    assert ("error: model.structures is 5, but the label maps of the training volumes hold 6 labels (1, 2, 3, 4, 5, "
+            "6): set it to that number, or name those that count by registration.labels.") in capfd.readouterr().err
+
+
+def test_best_field_works_with_the_config_of_the_hippocampus():
+    cfg = load_config(ROOT / "Config/config_hippocampus_labels.yaml", ["data.img_size=[16,24,16]", "run.amp=off",
+                                                                       "diffusion.grids=[4,8]"])
+    net = build_network(cfg)
+    moving, fixed = torch.rand(2, 1, 1, 16, 24, 16, generator=torch.Generator().manual_seed(3))
+    assert cfg["model.structures"] == 2 and cfg["loss.segment"] > 0
+    with torch.no_grad():
+        assert best_field(net, moving, fixed, cfg).shape == (1, 3, 16, 24, 16)
