@@ -9,7 +9,7 @@ float32:
 net(image, t, condition, embed=True) returns two unit vectors (B, E) instead, of the image and of the condition.
 Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
 With model.structures, net(image, t, condition, segment=True) returns the field and logits (2 B, K + 1, *spatial): of
-background and structures in the images, then in the conditions.
+background and structures in the images, then in the conditions; with segment="alone" only logits, of the images.
 
 To add a network, write a class here or in a file of its own and give it a line in NETWORKS. Its __init__ names what it
 needs of `network_arguments`; tests/test_networks.py tests whatever the registry lists.

@@ -411,7 +411,7 @@ class OM_net(nn.Module):
         self.multiple = 2 ** (len(channels) - 1)  # of which padded sides are multiples
         self.time = TimeEmbedding(timesteps, time_width)
         self.field_scale = FieldScale(typical_norm)
-        self.segmenter = None
+        self.image_channels, self.segmenter = image_channels, None
         if structures:
             self.segmenter = Segmenter(dims, image_channels, structures, channels, use_checkpoint)
         self.encoder = Encoder(dims, image_channels + structures + 1, channels, time_width, use_checkpoint)
@@ -448,9 +448,12 @@ class OM_net(nn.Module):
     def with_structures(self, image, condition, trained):
         """Image and condition with the shares of the structures in them, and the logits of those.
 
+        Volumes that have these shares already, see `segmented` of Diffusion/validation.py, stay as they are.
         Logits (B, K + 1, *spatial): of the image, then, in a second half of the batch, of the condition, if there is
         one. trained: whether these carry a gradient.
         """
+        if image.shape[1] != self.image_channels:
+            return image, condition, None
         count, volumes = len(image), [image]
         if condition is not None:
             values, mask = condition[:, :-1], condition[:, -1:]                             # (B, 1, 128^3) each
@@ -544,6 +547,8 @@ class OM_net(nn.Module):
 
     def forward(self, image, t, condition=None, keep=None, embed=False, segment=False):
         """As every network, see Diffusion/networks.py."""
+        if segment == "alone":
+            return self.segmenter(image)                                                    # (B, K + 1, 128^3)
         if self.segmenter is not None:
             image, condition, logits = self.with_structures(image, condition, segment)
         # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.

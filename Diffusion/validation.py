@@ -10,6 +10,7 @@ from Diffusion.diffuser import make_condition
 from Diffusion.fields import compose, flow, warp
 from Diffusion.losses import image_similarity, recovery_terms
 from Diffusion.metrics import average, dice_before_after, folding_percent
+from Diffusion.om_net import structure_shares
 from Runtime import agree
 from Runtime.device import autocast, send
 
@@ -29,6 +30,20 @@ def align(net, moving, fixed, cfg, **options):
         return net(moving, t, make_condition(fixed, kind), **options)
 
 
+def segmented(net, volumes, cfg):
+    """Volumes with what a network with model.structures segments in them: (B, C + K, *spatial), shares of 0 .. 1.
+
+    Where nothing is segmented, or has been already, volumes stay as they are, (B, C, *spatial). So what is warped
+    later need not be segmented anew, warped and interpolated as it is.
+    """
+    if not cfg["model.structures"] or volumes.shape[1] > cfg["data.channels"]:
+        return volumes
+    t = torch.zeros(len(volumes), dtype=torch.long, device=volumes.device)
+    with autocast(volumes.device, cfg["run.amp"]):
+        logits = net(volumes, t, segment="alone")
+    return torch.cat([volumes, structure_shares(logits)], dim=1)
+
+
 def best_field(net, moving, fixed, cfg):
     """Register volumes with a trained network, by several forward passes.
 
@@ -37,9 +52,11 @@ def best_field(net, moving, fixed, cfg):
     fold. With registration.rounds > 1 each further round registers the warped volume, and its field is composed with
     the field so far: it adds what the round before did not reach.
 
-    moving, fixed: (B, C, *spatial) in [0, 1]. Returns: field (B, N, *spatial) in voxels.
+    moving, fixed: (B, C, *spatial) in [0, 1], or what `segmented` made of them.
+    Returns: field (B, N, *spatial) in voxels.
     """
     field = None
+    moving, fixed = segmented(net, torch.cat([moving, fixed]), cfg).chunk(2)
     for _ in range(cfg["registration.rounds"]):
         seen = moving if field is None else warp(moving, field)
         if cfg["registration.symmetric"]:

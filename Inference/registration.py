@@ -35,14 +35,13 @@ from Dataloader.prepare import intensity_limits
 from Diffusion.fields import across, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.metrics import folding_percent, sdlogj
-from Diffusion.om_net import structure_shares
-from Diffusion.validation import best_field
+from Diffusion.validation import best_field, segmented
 from Inference.affine import WINDOW, align_affine
 from Inference.load_model import default_config, load_model
 from Inference.refine import STEPS
 from Inference.refine import refine as optimise
 from Inference.refine import similarity as pair_similarity
-from Runtime.device import autocast, synchronize
+from Runtime.device import synchronize
 from Runtime.errors import InputError
 
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
@@ -100,7 +99,7 @@ def _find(net, cfg, names, fixed, moving, masks, channels, affine, refine, start
     began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
     placed = _place(fixed, moving, masks, channels, affine, start, net is not None, cfg, seconds)
     pair = _on_device(placed["pair"], device)
-    work_field, structures = (None, None) if net is None else _ask(net, pair, refine, cfg, seconds)
+    work_field, structures = (None, None) if net is None else _ask(net, pair, cfg, seconds)
     own_grid = net is None or bool(refine and cfg["refine.grid"] == "own")
     if own_grid and net is not None:
         placed, work_field, structures = _on_own_grid(work_field, structures, placed, fixed, moving, masks, channels,
@@ -461,23 +460,20 @@ def _warnings(names, placed, fixed_affine, dims):
 # The field, and its way back to the files' grids
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _ask(net, pair, refine, cfg, seconds):
-    """u, (1, N, *work) in voxels, as the network finds it, and the structures that it segments, for the refinement.
+def _ask(net, pair, cfg, seconds):
+    """u, (1, N, *work) in voxels, as the network finds it, and the structures that it segments.
 
-    pair: dict of moving, fixed, (1, C, *work), of which it sees the channels that it was trained with. refine: steps.
-    seconds: gets what it took.
-    Returns: u; shares of the structures in moving and fixed, (2, K, *work), None without refinement or structures.
+    pair: dict of moving, fixed, (1, C, *work), of which it sees the channels that it was trained with. seconds: gets
+    what it took.
+    Returns: u; shares of the structures in moving and fixed, (2, K, *work), None without model.structures.
     """
-    began, seen, structures = time.perf_counter(), cfg["data.channels"], None
-    moving, fixed = pair["moving"][:, :seen], pair["fixed"][:, :seen]
+    began, seen = time.perf_counter(), cfg["data.channels"]
     with torch.no_grad():
-        field = best_field(net, moving, fixed, cfg)
-        if refine and cfg["model.structures"]:
-            with autocast(field.device, cfg["run.amp"]):
-                structures = structure_shares(net.segmenter(torch.cat([moving, fixed])))
+        both = segmented(net, torch.cat([pair["moving"][:, :seen], pair["fixed"][:, :seen]]), cfg)
+        field = best_field(net, *both.chunk(2), cfg)
     synchronize(field.device)
     seconds["network"] = time.perf_counter() - began
-    return field, structures
+    return field, both[:, seen:] if cfg["model.structures"] else None
 
 
 def _on_own_grid(work_field, structures, placed, fixed, moving, masks, channels, cfg):
