@@ -26,7 +26,6 @@ from Dataloader.identity import (
     compare_data,
     describe_data,
     require_same_everywhere,
-    require_structures,
     volumes_of,
 )
 from Dataloader.sampler import steps_left
@@ -526,7 +525,6 @@ def set_up(cfg, args, ranks, run):
     data = describe_data(cfg, train, val)
     require_same_everywhere(ranks, data)
     labels = agree_on_labels(ranks, train.found_labels, cfg) if cfg["loss.dice"] else []
-    require_structures(labels, cfg)
     # With fsdp no device ever holds the whole network.
     net = build_network(cfg, "cpu" if cfg["run.strategy"] == "fsdp" else device)
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "data": data,

@@ -53,7 +53,8 @@ def agree_on_labels(ranks, own, cfg):
     """The labels that loss.dice compares: the same list on all ranks, so that the tensors of a step have one shape.
 
     own: sorted list of those that this rank has found, see `dataset.find_labels`. Every rank calls this.
-    Returns: sorted list of ints. Raises InputError, on every rank, for none and for more than MOST_LABELS.
+    Returns: sorted list of ints. Raises InputError, on every rank, for none, for more than MOST_LABELS, and where the
+    network would learn to segment another number of them.
     """
     labels = sorted(set(itertools.chain(*agree.gather_objects(ranks, own))))
     if not labels:
@@ -64,19 +65,12 @@ def agree_on_labels(ranks, own, cfg):
         raise InputError(f"loss.dice {cfg['loss.dice']}: the training volumes have {len(labels)} labels from "
                          f"{labels[0]} to {labels[-1]}, each of which takes memory; name at most {MOST_LABELS} "
                          f"by registration.labels, such as \"{labels[0]}-{labels[MOST_LABELS - 1]}\".")
-    return labels
-
-
-def require_structures(labels, cfg):
-    """Raises InputError where the network would learn to segment another number of labels than there are.
-
-    labels: of `agree_on_labels`.
-    """
     if cfg["loss.segment"] and cfg["model.structures"] != len(labels):
         shown = ", ".join(map(str, labels[:8])) + ", ..." * (len(labels) > 8)
         raise InputError(f"model.structures is {cfg['model.structures']}, but the label maps of the training volumes "
                          f"hold {len(labels)} labels ({shown}): set it to that number, or name those that count by "
                          "registration.labels.")
+    return labels
 
 
 def compare_data(before, now, path):

@@ -88,6 +88,22 @@ def test_pairs_without_labels_add_nothing(size):
     assert nothing.item() == share.item() == 0.0 and (field.sum() + nothing).isfinite()
 
 
+def test_what_is_segmented_stands_in_for_labels_that_a_volume_lacks():
+    size, values = SIZES[1], torch.tensor([1, 2])
+    moving, fixed = blocks(size, 2, 6), blocks(size, 1, 5)
+    none = torch.full((1, 1, *size), float(NO_LABELS))
+    one_hot = [torch.cat([label == value for value in values], dim=1).float() for label in (moving, fixed)]
+    shares = torch.cat(one_hot)  # of the moving, then of the fixed volume
+    for field in (shift(size, 0), shift(size, 1)):
+        expected, _ = label_terms(field, moving, fixed, [BOTH], values)
+        for start, end, has in ((none, fixed, (False, True)), (moving, none, (True, False)),
+                                (none, none, (False, False))):
+            found, share = label_terms(field, start, end, [has], values, shares)
+            assert share.item() == 1.0 and found.item() == pytest.approx(expected.item(), abs=1e-6)
+        found, _ = label_terms(field, moving, fixed, [BOTH], values, torch.zeros_like(shares))
+        assert found.item() == expected.item(), "where labels are, they count"
+
+
 def test_soft_dice_of_fractions_is_analytic_and_its_gradient_right():
     first = torch.tensor([0.5, 1.0, 0.0]).view(1, 1, 3).repeat(2, 2, 1).double()
     second = torch.tensor([1.0, 0.5, 0.5]).view(1, 1, 3).repeat(2, 2, 1).double()

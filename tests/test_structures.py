@@ -12,7 +12,7 @@ from Diffusion.fields import warp
 from Diffusion.losses import segmentation_terms
 from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
-from Diffusion.validation import align, best_field
+from Diffusion.validation import align, best_field, segmented
 from Inference.labels import apply_label
 from Inference.load_model import load_model
 from Inference.refine import refine
@@ -101,6 +101,21 @@ def test_of_what_is_not_shown_nothing_is_segmented():
     _, condition, _ = net.with_structures(image, torch.cat([image * mask, mask], dim=1), False)
     assert condition.shape[1] == 1 + 2 + 1 and condition[:, :, 3].any()
     assert not condition[:, :, :3].any() and not condition[:, :, 4:].any()
+
+
+def test_volumes_are_segmented_once_and_what_was_found_is_carried_along():
+    net, cfg = tiny()
+    moving, fixed = volumes(3, 1), 1 - volumes(3, 1)
+    both = segmented(net, torch.cat([moving, fixed]), cfg)
+    shares = net.segmenter(torch.cat([moving, fixed])).softmax(1)[:, 1:]
+    assert torch.equal(both[:, :1], torch.cat([moving, fixed])) and torch.allclose(both[:, 1:], shares)
+    assert segmented(net, both, cfg) is both
+    with torch.no_grad():
+        expected = align(net, moving, fixed, cfg)
+        net.segmenter.head.bias.fill_(9.0)  # who asks it again gets something else
+        assert torch.equal(align(net, *both.chunk(2), cfg), expected)
+    without, plain_cfg = tiny(structures=0)
+    assert segmented(without, moving, plain_cfg) is moving
 
 
 def test_networks_that_segment_nothing_say_so():
@@ -256,7 +271,13 @@ def test_all_modes_resume_exactly_and_two_ranks_train_as_one(data, tmp_path):
     warm.train(2, together / "log", options(data, together, **quick))
     assert final_sha256(whole) == final_sha256(resumed) == final_sha256(together)
     (epoch,) = log_lines(whole, "epoch")
-    assert 0 < epoch["labelled"] < epoch["segmented"] < 1, "a volume counts where its partner has no labels, too"
+    assert epoch["labelled"] == 1 and 0 < epoch["segmented"] < 1, "what is segmented stands in for labels"
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    warm.train(2, sharded / "log", options(data, sharded, **quick, run__strategy="fsdp"))
+    (other,) = log_lines(sharded, "epoch")
+    for name in ("dice", "segment", "imgsim", "val_dice", "val_ang"):
+        assert other[name] == pytest.approx(epoch[name], rel=1e-3, abs=1e-5), name
 
 
 def test_another_number_of_labels_is_one_sentence(data, tmp_path, capfd):

@@ -6,17 +6,17 @@ The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and 
 `net`, the network alone, trained in mode 3 alone; `quick` and `refine`, the same with few and with many steps of
 refinement (--quick, --refine); `refine_none`, affine stage and refinement without any network; `labels`, a network
 alone whose training saw the labels of its volumes; `labels_few`, one that saw those of five; `labels_refine` and
-`labels_few_refine`, the same with --labels-refine steps, which see no labels. `universal` is the network of --model
-universal, which has never seen a hippocampus, after the affine stage and with --refine. Peers, in an environment of
-their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine, SyN, and SyN with local correlation of
-radius 2 and iterations 40/20/5), Greedy with local correlation after its affine stage, DIPY's SyN with local
-correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as long on the same volumes. All
-get the same files (intensities 0 to 1, headers kept) and the same threads. Those without an affine stage begin with
-the centres of the volumes together, as `identity` shows; the others find their own beginning. Labels are carried by the
-field of each method in both ways of --labels: `dice` and HD95 are those of the nearest voxel, `dice_smooth` the other
-ones, all of them means over both labels. Folding is that of the whole transform on the fixed grid (an affine part
-changes no sign). Seconds run from images in memory to the transform, after one pair that is not counted. What comes is
-written at once, and --resume goes on from there. The last line is one line of JSON.
+`labels_few_refine`, the same with --labels-refine steps, which see no labels but what the network itself segments.
+`universal` is the network of --model universal, which has never seen a hippocampus, after the affine stage and with
+--refine. Peers, in an environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine,
+SyN, and SyN with local correlation of radius 2 and iterations 40/20/5), Greedy with local correlation after its affine
+stage, DIPY's SyN with local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as
+long on the same volumes. All get the same files (intensities 0 to 1, headers kept) and the same threads. Those without
+an affine stage begin with the centres of the volumes together, as `identity` shows; the others find their own
+beginning. Labels are carried by the field of each method in both ways of --labels: `dice` and HD95 are those of the
+nearest voxel, `dice_smooth` the other ones, all of them means over both labels. Folding is that of the whole transform
+on the fixed grid (an affine part changes no sign). Seconds run from images in memory to the transform, after one pair
+that is not counted. What comes is written at once, and --resume goes on from there. The last line is one line of JSON.
 """
 import argparse
 import json
@@ -73,7 +73,8 @@ NO_NETWORK = ROOT / "Config/config_hippocampus.yaml"  # whose refine.* are taken
 LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1-7", "data.labelled_pairs=0.5")
 # Our trainings: name: config, overrides, option with the checkpoint of an earlier one.
 # That without labels is of mode 3 alone, too: all of its minutes go into registration.
-TRAININGS = {"net": (LABELS, ("loss.dice=0", "augment.deform=0.3"), "checkpoint"),
+NO_LABELS = ("loss.dice=0", "loss.segment=0", "model.structures=0", "registration.rounds=2", "augment.deform=0.3")
+TRAININGS = {"net": (LABELS, NO_LABELS, "checkpoint"),
              "labels": (LABELS, (), "labels_checkpoint"),
              "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
 # The training whose network a method takes, and the option with its steps of refinement.
