@@ -56,7 +56,7 @@ def stand_in(cfg, pair_batch, modes, labels):
     """
     size, batchsize = cfg["data.img_size"], cfg["data.batchsize"]
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
-    net = new_network(cfg)
+    net, values = new_network(cfg), torch.zeros(cfg["model.structures"] if cfg["loss.segment"] else labels)
     image = torch.zeros(batchsize, cfg["data.channels"], *size)
     t = torch.zeros(batchsize, dtype=torch.long)
     moving, fixed = torch.zeros(2, pair_batch, cfg["data.channels"], *size)
@@ -64,7 +64,7 @@ def stand_in(cfg, pair_batch, modes, labels):
     batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "keep": None,
              "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, "cpu"),
              "targets": None, "moving": moving, "fixed": fixed, "mask": maps,
-             "label": {**maps, "labelled": [(True, True)] * pair_batch, "values": torch.zeros(labels)}}
+             "label": {**maps, "labelled": [(True, True)] * pair_batch, "values": values}}
 
     def loss_of(name):
         if name == "contrastive" and cfg["optim.average"]:

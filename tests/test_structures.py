@@ -1,4 +1,5 @@
 """Structures that the network segments by itself: its layers, their loss, refinement by them, and trainings."""
+import json
 import math
 
 import numpy as np
@@ -284,6 +285,16 @@ def test_another_number_of_labels_is_one_sentence(data, tmp_path, capfd):
     assert om.main(options(data, tmp_path, model__structures=5)) == 43
     assert ("error: model.structures is 5, but the label maps of the training volumes hold 6 labels (1, 2, 3, 4, 5, "
             "6): set it to that number, or name those that count by registration.labels.") in capfd.readouterr().err
+
+
+def test_the_cost_of_a_step_is_counted_before_the_data_are_there(capfd):
+    thousands = {}
+    for structures in (0, 2):
+        words = [f"model.structures={structures}", f"loss.segment={0.06 * structures}", "data.root=/nowhere"]
+        assert om.main(["--config", str(ROOT / "Config/config_hippocampus_labels.yaml"), "--dry-run",
+                        *[word for item in words for word in ("--set", item)]]) == 0
+        thousands[structures] = json.loads(capfd.readouterr().out.splitlines()[-1])["parameters"] // 1000
+    assert thousands == {0: 1750, 2: 2947}
 
 
 def test_best_field_works_with_the_config_of_the_hippocampus():
