@@ -454,7 +454,8 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
             return super().__getitem__(key)
 
     changes = {"run__models": tmp_path / "Models", "run__logs": tmp_path / "Logs", "data__cache": tmp_path / "cache",
-               "data__num_workers": 1, "run__epochs": 1, "loss__dice": 0.1, **QUICK}
+               "data__num_workers": 1, "run__epochs": 1, "loss__dice": 0.1, "loss__segment": 0.1,
+               "model__structures": 6, **QUICK}
     plain = config(data, **changes)
     assert OM_prepare.main(arguments(data, "--workers", "1", **changes)) == 0
     monkeypatch.setattr(om, "load_config", lambda *a: Recorder(plain))
