@@ -44,10 +44,10 @@ from Diffusion.losses import (
     recovery_terms,
     regularity,
     segmentation_terms,
+    structure_shares,
     warp_inside,
 )
 from Diffusion.networks import build_network, compile_network
-from Diffusion.om_net import structure_shares
 from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
 from Diffusion.sharding import (
     compare_moments,
@@ -152,7 +152,7 @@ def step_registration(net, batch, cfg):
     shares = None
     if cfg["loss.segment"]:
         field, logits = align(net, seen["moving"], seen["fixed"], cfg, segment=True)   # and (2 B, K + 1, *spatial)
-        shares = structure_shares(logits.detach())                             # (2 B, K, *spatial)
+        shares = structure_shares(logits.detach()).chunk(2)                    # (B, K, *spatial) each
     else:
         field = align(net, seen["moving"], seen["fixed"], cfg)                 # (B, N, *spatial)
     warped, inside = warp(moving, field), None                                 # (B, C, *spatial)

@@ -360,6 +360,14 @@ def one_hot(label, values):
     return (label == values.view(1, -1, *[1] * (label.dim() - 2))).float()
 
 
+def structure_shares(logits):
+    """How much of each structure is in each voxel: (B, L, *spatial), 0 .. 1.
+
+    logits: (B, L + 1, *spatial), of the background, then of the structures.
+    """
+    return logits.softmax(1)[:, 1:]
+
+
 def soft_dice(first, second, counted):
     """Dice of two soft label maps: the mean over the labels that count of 2 sum(a b) / (sum(a) + sum(b)).
 
@@ -381,19 +389,20 @@ def label_terms(field, moving, fixed, labelled, values, shares=None):
     Each label is warped like an image of zeros and ones, by linear interpolation, so that the field has a gradient. In
     each pair those labels count that one of its two maps has.
     field: (B, N, *spatial) in voxels. moving, fixed: label maps (B, 1, *spatial), whole numbers. labelled: B pairs of
-    bools, whether moving and fixed volume have labels. values: (L,), all labels that may count. shares: (2 B, L,
-    *spatial), without gradient, what the network segments in the moving and then in the fixed volumes, which stands in
-    for labels that are not there; None: pairs without labels on both sides add nothing.
+    bools, whether moving and fixed volume have labels. values: (L,), all labels that may count. shares: of the moving
+    and of the fixed volumes, (B, L, *spatial) each, without gradient, what the network segments in them, which stands
+    in for labels that are not there; None: pairs without labels on both sides add nothing.
     Returns: the mean over the pairs that count, 0 .. 1, 0 is perfect (0 without such a pair); their share, 0 .. 1.
     """
     found = []
     for number, has in enumerate(labelled):
         if not all(has) and shares is None:
             continue
-        start, end = (one_hot(maps[number:number + 1], values) if known else shares[place:place + 1]
-                      for maps, known, place in zip((moving, fixed), has, (number, len(labelled) + number)))
+        one = slice(number, number + 1)
+        start, end = (one_hot(maps[one], values) if known else share[one]
+                      for maps, known, share in zip((moving, fixed), has, shares or (None, None)))
         occurs = (torch.maximum(start.flatten(2).amax(2), end.flatten(2).amax(2)) > 0.5).float()    # (1, L)
-        found.append(1.0 - soft_dice(warp(start, field[number:number + 1]), end, occurs))
+        found.append(1.0 - soft_dice(warp(start, field[one]), end, occurs))
     mean = torch.cat(found).mean() if found else field.new_zeros((), dtype=torch.float32)
     return mean, torch.full_like(mean, len(found) / len(labelled))
 
@@ -401,19 +410,20 @@ def label_terms(field, moving, fixed, labelled, values, shares=None):
 def segmentation_terms(logits, moving, fixed, labelled, values):
     """How far the segmentation of volumes is from their label maps: cross-entropy + 1 - `soft_dice` of each volume.
 
-    logits: (2 B, L + 1, *spatial) of background and labels, first of the moving, then of the fixed volumes. Others: as
-    for `label_terms`; here a volume counts by itself. A label that the map lacks counts for the cross-entropy only.
+    logits: (2 B, L + 1, *spatial), float32, of background and labels, first of the moving, then of the fixed volumes.
+    Others: as for `label_terms`; here a volume counts by itself. A label that the map lacks counts for the
+    cross-entropy only.
     Returns: the mean over the volumes with labels, >= 0 (0 without one); their share, 0 .. 1.
     """
     has = [of_moving for of_moving, _ in labelled] + [of_fixed for _, of_fixed in labelled]
     maps, found = torch.cat([moving, fixed]), []
     for number in (number for number, known in enumerate(has) if known):
-        hot, one = one_hot(maps[number:number + 1], values), logits[number:number + 1].float()  # (1, L or L + 1, ...)
+        hot, one = one_hot(maps[number:number + 1], values), logits[number:number + 1]      # (1, L or L + 1, ...)
         target = torch.cat([1.0 - hot.sum(1, keepdim=True), hot], dim=1)                        # (1, L + 1, *spatial)
         entropy = -(target * one.log_softmax(1)).sum(1).mean()
-        found.append(entropy + 1.0 - soft_dice(one.softmax(1)[:, 1:], hot, hot.flatten(2).amax(2)).mean())
+        found.append(entropy + 1.0 - soft_dice(structure_shares(one), hot, hot.flatten(2).amax(2)).mean())
     # Of no volume: zero, with a gradient of zeros, so that every rank sums the same gradients.
-    mean = torch.stack(found).mean() if found else 0.0 * logits.float().sum()
+    mean = torch.stack(found).mean() if found else 0.0 * logits.sum()
     return mean, torch.full_like(mean.detach(), len(found) / len(has))
 
 

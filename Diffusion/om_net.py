@@ -30,6 +30,7 @@ from Diffusion.blocks import (
 )
 from Diffusion.diffuser import image_count, label_count
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
+from Diffusion.losses import structure_shares
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Encoder and decoder
@@ -381,11 +382,6 @@ class CorrelationLayer(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # The network
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def structure_shares(logits):
-    """How much of each structure is in each voxel: (B, K, *spatial), 0 .. 1. logits: of a `Segmenter`."""
-    return logits.softmax(1)[:, 1:]
 
 
 class OM_net(nn.Module):

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from Dataloader.sampler import epoch_pairs
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import compose, flow, warp
-from Diffusion.losses import image_similarity, recovery_terms
+from Diffusion.losses import image_similarity, recovery_terms, structure_shares
 from Diffusion.metrics import average, dice_before_after, folding_percent
-from Diffusion.om_net import structure_shares
 from Runtime import agree
 from Runtime.device import autocast, send
 
@@ -30,18 +29,19 @@ def align(net, moving, fixed, cfg, **options):
         return net(moving, t, make_condition(fixed, kind), **options)
 
 
-def segmented(net, volumes, cfg):
-    """Volumes with what a network with model.structures segments in them: (B, C + K, *spatial), shares of 0 .. 1.
+def segmented(net, moving, fixed, cfg):
+    """Both volumes with what a network with model.structures segments in them: (B, C + K, *spatial) each, 0 .. 1.
 
-    Where nothing is segmented, or has been already, volumes stay as they are, (B, C, *spatial). So what is warped
-    later need not be segmented anew, warped and interpolated as it is.
+    Where nothing is segmented, or has been already, they stay as they are. So what is warped later need not be
+    segmented anew, warped and interpolated as it is. moving, fixed: (B, C, *spatial).
     """
-    if not cfg["model.structures"] or volumes.shape[1] > cfg["data.channels"]:
-        return volumes
+    if not cfg["model.structures"] or moving.shape[1] > cfg["data.channels"]:
+        return moving, fixed
+    volumes = torch.cat([moving, fixed])
     t = torch.zeros(len(volumes), dtype=torch.long, device=volumes.device)
     with autocast(volumes.device, cfg["run.amp"]):
         logits = net(volumes, t, segment="alone")
-    return torch.cat([volumes, structure_shares(logits)], dim=1)
+    return torch.cat([volumes, structure_shares(logits)], dim=1).chunk(2)
 
 
 def best_field(net, moving, fixed, cfg):
@@ -56,7 +56,7 @@ def best_field(net, moving, fixed, cfg):
     Returns: field (B, N, *spatial) in voxels.
     """
     field = None
-    moving, fixed = segmented(net, torch.cat([moving, fixed]), cfg).chunk(2)
+    moving, fixed = segmented(net, moving, fixed, cfg)
     for _ in range(cfg["registration.rounds"]):
         seen = moving if field is None else warp(moving, field)
         if cfg["registration.symmetric"]:

@@ -54,7 +54,7 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
                 optimizer.step()
                 bar.update()
     with torch.no_grad():
-        return updated(field, velocity, size, cfg)
+        return updated(field, flow(smooth(velocity, cfg["refine.smooth"])), size)
 
 
 def level_steps(size, steps, cfg):
@@ -99,10 +99,11 @@ def pair_loss(pair, start, velocity, cfg):
     """
     field, coarse = start
     size = pair["fixed"].shape[2:]
+    smoothed = smooth(velocity, cfg["refine.smooth"])
+    then = flow(smoothed)
     if coarse is None:
-        total = updated(field, velocity, size, cfg)
+        total = updated(field, then, size)
     else:  # the flow carries the field by little, and by how much changes slowly: found on the control grid
-        then = flow(smooth(velocity, cfg["refine.smooth"]))
         total = field + resize_field(compose(first=coarse, then=then) - coarse, size)
     warped, weight = warp_pair(pair, total)
     images = warped.shape[1] - pair["structures"]
@@ -114,9 +115,8 @@ def pair_loss(pair, start, velocity, cfg):
         correlation = local_correlation if cfg["registration.similarity"] == "correlation" else mapped_correlation
         alike = correlation(warped, fixed, cfg["refine.window"], cfg["registration.squared"], weight=weight)
     if pair["structures"]:
-        overlap = soft_dice(brought, there, torch.ones_like(there.flatten(2)[..., 0])).mean()
+        overlap = soft_dice(brought, there, there.new_ones(there.shape[:2])).mean()
         alike = alike + cfg["refine.structures"] * overlap
-    smoothed = smooth(velocity, cfg["refine.smooth"])
     roughness = sum(smoothed.diff(dim=axis).square().mean() for axis in range(2, smoothed.dim()))
     return cfg["refine.weight"] * roughness - alike
 
@@ -137,12 +137,12 @@ def warp_pair(pair, field, padding="border"):
     return warped, for_fixed * weight.detach()
 
 
-def updated(field, velocity, size, cfg):
-    """The field given, then the flow of the smoothed velocity, on a grid of `size`.
+def updated(field, then, size):
+    """The field given, then another one, on a grid of `size`.
 
-    field: (1, N, *size) in voxels or None. velocity: (1, N, *control). Returns: (1, N, *size) in voxels.
+    field: (1, N, *size) in voxels or None. then: (1, N, *control) in its voxels. Returns: (1, N, *size) in voxels.
     """
-    update = resize_field(flow(smooth(velocity, cfg["refine.smooth"])), size)
+    update = resize_field(then, size)
     return update if field is None else compose(first=field, then=update)
 
 

@@ -469,11 +469,11 @@ def _ask(net, pair, cfg, seconds):
     """
     began, seen = time.perf_counter(), cfg["data.channels"]
     with torch.no_grad():
-        both = segmented(net, torch.cat([pair["moving"][:, :seen], pair["fixed"][:, :seen]]), cfg)
-        field = best_field(net, *both.chunk(2), cfg)
+        moving, fixed = segmented(net, pair["moving"][:, :seen], pair["fixed"][:, :seen], cfg)
+        field = best_field(net, moving, fixed, cfg)
     synchronize(field.device)
     seconds["network"] = time.perf_counter() - began
-    return field, both[:, seen:] if cfg["model.structures"] else None
+    return field, torch.cat([moving, fixed])[:, seen:] if cfg["model.structures"] else None
 
 
 def _on_own_grid(work_field, structures, placed, fixed, moving, masks, channels, cfg):

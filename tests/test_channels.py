@@ -24,9 +24,8 @@ from Diffusion.networks import NETWORKS, build_network
 from Inference.augmentation import augment as deformed_copy
 from Inference.load_model import load_model
 from Inference.registration import register
-from Runtime import checkpoint
 from Runtime.errors import InputError
-from tests.tiny import QUICK, arguments, config, log_lines, make_data
+from tests.tiny import QUICK, arguments, config, final_sha256, log_lines, make_data
 
 ROW = {"model__name": "om_net", **QUICK}
 TWO = {**ROW, "data__channels": 2}
@@ -245,11 +244,6 @@ def test_a_channel_that_shows_more_finds_more():
         return image_similarity(seen, right, cfg) - image_similarity(seen, wrong, cfg)
 
     assert gain(False) == 0 and gain(True) > 0.2
-
-
-def final_sha256(folder):
-    run = folder / "Models/demo_om_net"
-    return checkpoint.weights_sha256(checkpoint.load(run / checkpoint.newest(run))["model"])
 
 
 @pytest.fixture(scope="module")

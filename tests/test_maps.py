@@ -15,11 +15,10 @@ from Dataloader.nifti import read_label
 from Diffusion.batch_augment import augment, augment_maps
 from Diffusion.losses import label_terms, soft_dice, warp_inside
 from Diffusion.metrics import dice
-from Runtime import checkpoint
 from Runtime.global_batch import split_step
 from tests import warm
 from tests.test_train import new_state
-from tests.tiny import MASKED, QUICK, add_masks, arguments, config, log_lines, make_data
+from tests.tiny import MASKED, QUICK, add_masks, arguments, config, final_sha256, log_lines, make_data
 
 SIZES = [(13, 16), (10, 13, 16)]
 KEYS = [(0, 3, position) for position in range(4)]
@@ -93,14 +92,13 @@ def test_what_is_segmented_stands_in_for_labels_that_a_volume_lacks():
     moving, fixed = blocks(size, 2, 6), blocks(size, 1, 5)
     none = torch.full((1, 1, *size), float(NO_LABELS))
     one_hot = [torch.cat([label == value for value in values], dim=1).float() for label in (moving, fixed)]
-    shares = torch.cat(one_hot)  # of the moving, then of the fixed volume
     for field in (shift(size, 0), shift(size, 1)):
         expected, _ = label_terms(field, moving, fixed, [BOTH], values)
         for start, end, has in ((none, fixed, (False, True)), (moving, none, (True, False)),
                                 (none, none, (False, False))):
-            found, share = label_terms(field, start, end, [has], values, shares)
+            found, share = label_terms(field, start, end, [has], values, one_hot)
             assert share.item() == 1.0 and found.item() == pytest.approx(expected.item(), abs=1e-6)
-        found, _ = label_terms(field, moving, fixed, [BOTH], values, torch.zeros_like(shares))
+        found, _ = label_terms(field, moving, fixed, [BOTH], values, [torch.zeros_like(one) for one in one_hot])
         assert found.item() == expected.item(), "where labels are, they count"
 
 
@@ -278,11 +276,6 @@ def test_labels_that_cannot_be_used_are_one_sentence(data, tmp_path, monkeypatch
 def options(data, folder, *more, **changes):
     places = {"run__models": folder / "Models", "run__logs": folder / "Logs"}
     return arguments(data, *more, **{**SOME, "registration__masks": True, **places, **changes})
-
-
-def final_sha256(folder):
-    run = folder / "Models/demo_om_net"
-    return checkpoint.weights_sha256(checkpoint.load(run / checkpoint.newest(run))["model"])
 
 
 def test_a_training_with_labels_of_some_volumes_is_logged_and_goes_on_after_a_kill(data, tmp_path):

@@ -18,11 +18,10 @@ from Inference.labels import apply_label
 from Inference.load_model import load_model
 from Inference.refine import refine
 from Inference.registration import register
-from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests import warm
-from tests.tiny import QUICK, ROOT, arguments, config, log_lines, make_data
+from tests.tiny import QUICK, ROOT, arguments, config, final_sha256, log_lines, make_data
 
 SIZES = {2: (18, 25), 3: (10, 13, 16)}  # nothing that could be halved twice
 LEARNED = {"loss__dice": 0.03, "loss__segment": 0.1, "model__structures": 6}
@@ -107,16 +106,18 @@ def test_of_what_is_not_shown_nothing_is_segmented():
 def test_volumes_are_segmented_once_and_what_was_found_is_carried_along():
     net, cfg = tiny()
     moving, fixed = volumes(3, 1), 1 - volumes(3, 1)
-    both = segmented(net, torch.cat([moving, fixed]), cfg)
+    pair = segmented(net, moving, fixed, cfg)
+    both = torch.cat(pair)
     shares = net.segmenter(torch.cat([moving, fixed])).softmax(1)[:, 1:]
     assert torch.equal(both[:, :1], torch.cat([moving, fixed])) and torch.allclose(both[:, 1:], shares)
-    assert segmented(net, both, cfg) is both
+    assert all(again is one for again, one in zip(segmented(net, *pair, cfg), pair))
     with torch.no_grad():
         expected = align(net, moving, fixed, cfg)
         net.segmenter.head.bias.fill_(9.0)  # who asks it again gets something else
-        assert torch.equal(align(net, *both.chunk(2), cfg), expected)
+        assert torch.equal(align(net, *pair, cfg), expected)
     without, plain_cfg = tiny(structures=0)
-    assert segmented(without, moving, plain_cfg) is moving
+    plain = segmented(without, moving, fixed, plain_cfg)
+    assert plain[0] is moving and plain[1] is fixed
 
 
 def test_networks_that_segment_nothing_say_so():
@@ -223,11 +224,6 @@ def test_refinement_brings_structures_together_that_the_intensities_do_not_show(
 def options(data, folder, *more, **changes):
     places = {"run__models": folder / "Models", "run__logs": folder / "Logs"}
     return arguments(data, *more, **{**LEARNED, **places, **changes})
-
-
-def final_sha256(folder):
-    run = folder / "Models/demo_om_net"
-    return checkpoint.weights_sha256(checkpoint.load(run / checkpoint.newest(run))["model"])
 
 
 @pytest.fixture(scope="module")

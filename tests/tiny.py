@@ -11,6 +11,7 @@ import torch
 
 from Dataloader.nifti import read_label, write_volume
 from Dataloader.synthetic import write_dataset
+from Runtime import checkpoint
 from Runtime.attempts import read_lines
 from Runtime.config import load_config
 
@@ -72,6 +73,12 @@ def log_lines(folder, event, rank=0):
     """Events of one kind in a rank's log of the tiny run inside `folder`, oldest first."""
     path = folder / f"Models/demo_om_net/rank{rank}.jsonl"
     return [line for line in read_lines(path) if line["event"] == event]
+
+
+def final_sha256(folder):
+    """SHA-256 of the weights in the newest checkpoint of the tiny run inside `folder`."""
+    run = folder / "Models/demo_om_net"
+    return checkpoint.weights_sha256(checkpoint.load(run / checkpoint.newest(run))["model"])
 
 
 def launcher_environment(ranks, **more):
