@@ -43,15 +43,19 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
     velocity = torch.zeros(1, len(size), *control_size, device=fixed.device, requires_grad=True)
     coarse = on_control_grid(field, control_size)
     with torch.enable_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
-        for factor, count in level_steps(size, steps, cfg):
+        levels = level_steps(size, steps, cfg)
+        for factor, count in levels:
             small = pair_at_level(pair, factor, cfg)
             start = (None if field is None else resize_field(field, small["fixed"].shape[2:])), coarse
             # A new Adam for each level: its moments of another resolution belong to another function.
             optimizer = torch.optim.Adam([velocity], lr=cfg["refine.lr"])
+            left = cfg["refine.last_lr"] if factor == levels[-1][0] else 1.0
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, left, total_iters=count)
             for _ in range(count):
                 optimizer.zero_grad(set_to_none=True)
                 pair_loss(small, start, velocity, cfg).backward()
                 optimizer.step()
+                schedule.step()
                 bar.update()
     with torch.no_grad():
         return updated(field, flow(smooth(velocity, cfg["refine.smooth"])), size)

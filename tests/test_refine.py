@@ -80,6 +80,22 @@ def test_steps_are_divided_among_the_levels():
     assert level_steps((4, 4, 4), 3, cfg) == [(1, 3)]
 
 
+def test_at_the_finest_level_the_step_of_adam_falls_to_the_share_asked_for(monkeypatch):
+    taken = []
+
+    class Watched(torch.optim.Adam):
+        def step(self, *args, **options):
+            taken.append(self.param_groups[0]["lr"])
+            return super().step(*args, **options)
+
+    monkeypatch.setattr(torch.optim, "Adam", Watched)
+    moving, fixed, _ = pair(2)
+    for share, last in ((1.0, [0.5, 0.5, 0.5, 0.5]), (0.2, [0.5, 0.4, 0.3, 0.2]), (0.0, [0.5, 0.375, 0.25, 0.125])):
+        taken.clear()
+        refine(moving, fixed, None, 8, config(refine__levels=2, refine__lr=0.5, refine__last_lr=share))
+        assert taken == pytest.approx([0.5] * 4 + last), share
+
+
 def test_same_input_same_bits_and_no_gradient_is_left_behind():
     moving, fixed, _ = pair(3)
     with torch.no_grad():
