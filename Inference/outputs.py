@@ -29,8 +29,8 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
     """Write what a registration has found.
 
     folder: where warped.nii.gz, field.nii.gz, jacobian.nii.gz and, where there are such, warped_label.nii.gz,
-    warped_channel_2.nii.gz and so on, inverse_field.nii.gz and points.csv go. pair: paths of the files that were read,
-    fixed, moving, moving_label and further channels.
+    warped_channel_2.nii.gz and so on, inverse_field.nii.gz, segmented_fixed.nii.gz, segmented_moving.nii.gz and
+    points.csv go. pair: paths of the files that were read, fixed, moving, moving_label and further channels.
     result: of `register`. warped_label: (*fixed) or None. points_mm: (P, 3) landmarks of the fixed volume or None.
     disp: path of the field for Learn2Reg, or None. also: some of ALSO: the fields as .h5, the alignment as affine.mat,
     the warped image and label in another format.
@@ -48,6 +48,10 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
     if "inverse" in result:
         write_field(folder / "inverse_field.nii.gz", result["inverse"], result["moving"][1],
                     read_raw_header(pair["moving"]))
+    for side in ("fixed", "moving"):
+        if f"segmented_{side}" in result:
+            write_volume(folder / f"segmented_{side}.nii.gz", result[f"segmented_{side}"], result[side][1],
+                         grid_header(read_raw_header(pair[side])))
     if disp:
         write_field_learn2reg(disp, field, affine)
     write_also(folder, pair, result, warped_label, also)

@@ -76,6 +76,8 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
       field (N, *fixed) float32, displacement in voxels of the fixed grid, and inverse (N, *moving) of the moving grid;
       warped (*fixed) float32, intensities of the moving file, and warped_channels, a list of such; fixed, moving:
       (array, affine) as they were read;
+      with a network that has model.structures segmented_fixed (*fixed) and segmented_moving (*moving), uint16: what it
+      segments in each volume, numbered from 1 in the order of the training's labels;
       start: what was taken; matrix: T, 4x4; overlap_percent: of the fixed field of view, covered by the moving one;
       similarity_before (as the headers place the volumes), similarity: on the working grid, 1 is perfect;
       folding_percent, sdlogj: of the field; inverse_error_mm, inverse_error_max_mm: how far, on average and at most, a
@@ -112,6 +114,8 @@ def _find(net, cfg, names, fixed, moving, masks, channels, affine, refine, start
                                  for channel in channels["moving"]]
     if inverse:
         result.update(_inverse(work_field, placed, moving, names[1], sentences))
+    if structures is not None:
+        result.update(_segmentations(structures, placed, fixed, moving))
     seconds["total"] = time.perf_counter() - began
     before = pair_similarity(_on_device(placed["by_header"], device), None, cfg)
     return {**result, "fixed": fixed, "moving": moving, "start": placed["start"], "matrix": placed["matrix"],
@@ -584,6 +588,21 @@ def _inverse(work_field, placed, moving, name, sentences):
                          "use it there.")
         warnings.warn(sentences[-1], stacklevel=3)
     return {"inverse": field, "inverse_error_mm": float(rest_mm.mean()), "inverse_error_max_mm": float(rest_mm.max())}
+
+
+def _segmentations(structures, placed, fixed, moving):
+    """segmented_fixed and segmented_moving of `register`.
+
+    structures: shares in moving and fixed, (2, K, *work). placed: from `_place`. fixed, moving: (array, affine).
+    """
+    found, shares = {}, structures.float().cpu()
+    sides = (("moving", moving, placed["matrix"] @ placed["work_affine"]), ("fixed", fixed, placed["work_affine"]))
+    for (side, (image, affine), to_world), volume in zip(sides, shares.split(1)):
+        there = across(torch.zeros(1, image.ndim, *image.shape), np.linalg.inv(to_world) @ affine)
+        carried = warp(volume, there)[0]
+        background = 1 - carried.sum(0, keepdim=True)
+        found[f"segmented_{side}"] = torch.cat([background, carried]).argmax(0).numpy().astype(np.uint16)
+    return found
 
 
 def regularity_scores(field):

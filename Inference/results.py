@@ -17,12 +17,14 @@ from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
-           "points.csv", "picture.png", "field.h5", "inverse_field.h5", "affine.mat",
+           "segmented_fixed.nii.gz", "segmented_moving.nii.gz", "points.csv", "picture.png", "field.h5",
+           "inverse_field.h5", "affine.mat",
            *(f"{name}.{suffix}" for name in ("warped", "warped_label") for suffix in ("nrrd", "mha", "mgz")),
            *(f"warped_channel_{number}.nii.gz" for number in range(2, MOST_CHANNELS + 1)),
            )  # of a pair, in its folder
 # Names in the folder of results that no file to be read may have, whatever is asked for.
-RESERVED = r"(warped.*|field|inverse_field|jacobian)\.(nii|nii\.gz|nrrd|mha|mgz|h5)$|points\.csv$|affine\.mat$"
+RESERVED = (r"(warped.*|field|inverse_field|jacobian|segmented_fixed|segmented_moving)\.(nii|nii\.gz|nrrd|mha|mgz|h5)$"
+            r"|points\.csv$|affine\.mat$")
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 
 

@@ -5,9 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import ndimage
 
+import OM_register
 import OM_train_3modes as om
-from Dataloader import synthetic
+from Dataloader.grids import rescale
+from Dataloader.nifti import read_label, write_volume
+from Dataloader.prepare import intensity_limits
+from Dataloader.synthetic import make_subject
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
 from Diffusion.losses import segmentation_terms
@@ -201,7 +206,7 @@ def ball(size, centre, radius=4.0):
 @pytest.mark.parametrize("dims, similarity", [(3, "correlation"), (3, "mind"), (2, "correlation")])
 def test_refinement_brings_structures_together_that_the_intensities_do_not_show(dims, similarity):
     size = (24, 26, 22)[:dims]
-    image = synthetic.make_subject(1, size, dims=dims)["image"]
+    image = make_subject(1, size, dims=dims)["image"]
     image = torch.from_numpy(np.ascontiguousarray(image))[None, None].float()
     middle = [n // 2 for n in size]
     moving, fixed = ball(size, middle), ball(size, [middle[0] + 3, *middle[1:]])
@@ -242,7 +247,7 @@ def test_a_training_learns_to_segment(trained):
 @pytest.mark.parametrize("grid", ["trained", "own"])
 def test_registration_refines_by_what_it_segments_on_either_grid(trained, data, grid):
     net, cfg = load_model(trained / "Models/demo_om_net", overrides=[f"refine.grid={grid}", "refine.weight=0.2"])
-    pair = [synthetic.make_subject(number, (20, 18, 22)) for number in (6, 7)]
+    pair = [make_subject(number, (20, 18, 22)) for number in (6, 7)]
     (fixed, moving), affine = [volume["image"] for volume in pair], np.diag([0.8, 0.9, 0.75, 1.0])
     fields = {weight: register((fixed, affine), (moving, affine), model=(net, {**cfg, "refine.structures": weight}),
                                refine=30, start="header")["field"] for weight in (0.0, 3.0)}
@@ -255,6 +260,48 @@ def test_registration_refines_by_what_it_segments_on_either_grid(trained, data, 
     assert overlap(fields[3.0]) > overlap(fields[0.0]) - 0.02
     alone = register((fixed, affine), (moving, affine), model=(net, cfg), start="header")["field"]
     assert alone.shape == (3, *fixed.shape)
+
+
+class Bands(torch.nn.Module):
+    """Segments by intensity alone, so that one knows what is to be found: 1 is grey, 2 is bright."""
+
+    def forward(self, volumes):
+        centres = torch.tensor([0.0, 0.4, 0.9]).view(1, 3, *[1] * (volumes.dim() - 2))
+        return -200.0 * (volumes - centres).square()
+
+
+def turned_pair():
+    """(array, affine) of two subjects of different voxels, the second one stored flipped and with axes exchanged."""
+    turned = np.array([[-0.8, 0, 0, 30], [0, 0, 0.75, -7], [0, 0.9, 0, 4], [0, 0, 0, 1]])
+    first, second = (ndimage.gaussian_filter(make_subject(number, size)["image"], 1.5)  # bands of several voxels
+                     for number, size in ((6, (20, 18, 22)), (7, (22, 24, 20))))
+    return (first, np.diag([0.8, 0.9, 0.75, 1.0])), (np.ascontiguousarray(second[::-1].swapaxes(1, 2)), turned)
+
+
+@pytest.mark.parametrize("grid", ["trained", "own"])
+def test_what_is_segmented_lies_on_the_grid_of_each_volume(grid):
+    net, cfg = tiny(refine__grid=grid, data__img_size=[32, 32, 32], data__crop_above=0, data__spacing_mm=0.7)
+    net.segmenter = Bands()
+    fixed, moving = turned_pair()
+    found = register(fixed, moving, model=(net, cfg), start="centre", refine=2)
+    for side, (image, _) in (("fixed", fixed), ("moving", moving)):
+        expected = Bands()(torch.from_numpy(rescale(image, *intensity_limits(image, cfg)))[None, None])[0].argmax(0)
+        there = torch.from_numpy(found[f"segmented_{side}"].astype(np.int64))
+        assert there.shape == image.shape and min(dice(there, expected, [1, 2])) > 0.85, side
+
+
+def test_it_is_written_where_the_network_segments_and_goes_where_another_does_not(trained, tmp_path):
+    sides = dict(zip(("fixed", "moving"), turned_pair()))
+    for side, (image, affine) in sides.items():
+        write_volume(tmp_path / f"{side}.nii.gz", image.astype(np.float32), affine)
+    words = ["--fixed", tmp_path / "fixed.nii.gz", "--moving", tmp_path / "moving.nii.gz", "--start", "centre",
+             "--device", "cpu", "--no-picture", "--out", tmp_path / "out"]
+    assert OM_register.main([str(word) for word in [*words, "--model", trained / "Models/demo_om_net"]]) == 0
+    for side, (image, affine) in sides.items():
+        found, placed = read_label(tmp_path / f"out/segmented_{side}.nii.gz", 3)
+        assert found.shape == image.shape and np.allclose(placed, affine, atol=1e-5) and found.max() <= 6
+    assert OM_register.main([str(word) for word in [*words, "--model", "none", "--refine", "2"]]) == 0
+    assert not list(tmp_path.glob("out/segmented*")), "they belong to another registration"
 
 
 def test_all_modes_resume_exactly_and_two_ranks_train_as_one(data, tmp_path):
