@@ -95,8 +95,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--list", metavar="KEY", help="which list of that file, such as registration_val")
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of looking for one")
     parser.add_argument("--model", metavar="FILE", help="checkpoint, .safetensors file or run folder; "
-                        "universal, the network for any volumes; or none (universal with --affine and --refine, where "
-                        "its file has been made)")
+                        "universal, the network for any volumes that comes along; or none (universal, with --affine "
+                        "and --refine)")
     parser.add_argument("--affine", nargs="?", const="affine", choices=AFFINES, help="align by this first")
     parser.add_argument("--refine", type=int, nargs="?", const=STEPS, metavar="N",
                         help=f"optimise the field for each pair, in N steps ({STEPS} where no number is given)")

@@ -54,8 +54,9 @@ def find_checkpoint(path):
 def _universal():
     """The path of the universal network. Raises InputError while it is not there."""
     if not UNIVERSAL.is_file():
-        raise InputError(f"universal: its weights are not part of this version ({UNIVERSAL} is not there); make them "
-                         "by `bash Scripts/bash_train_universal.sh`, which takes hours, or go without that network.")
+        raise InputError(f"universal: its weights are missing ({UNIVERSAL} is not there); restore that file, make it "
+                         "anew by `bash Scripts/bash_train_universal.sh`, which takes hours, or go without that "
+                         "network.")
     return UNIVERSAL
 
 

@@ -15,6 +15,8 @@ import OM_register
 import OM_train_3modes as om
 from Dataloader.nifti import read_field, write_volume
 from Dataloader.synthetic import make_subject, write_dataset
+from Diffusion.fields import warp
+from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
 from Inference import load_model as loading
 from Inference.load_model import find_checkpoint, load_model, load_state
@@ -22,6 +24,7 @@ from Inference.registration import register
 from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
+from Runtime.files import sha256
 from tests import launching
 from tests.test_anatomies import CONFIG, TINY
 from tests.test_weights_file import write
@@ -76,8 +79,28 @@ def test_while_it_is_missing_one_sentence_says_how_to_make_it(volumes, monkeypat
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "bash Scripts/bash_train_universal.sh" in said[0] and "not there.safetensors" in said[0]
     assert SCRIPT.is_file() and not (volumes / "out").exists()
-    with pytest.raises(InputError, match="not part of this version"):
+    with pytest.raises(InputError, match="its weights are missing"):
         find_checkpoint("universal")
+
+
+def test_the_file_that_comes_along_is_whole_small_and_has_the_settings_of_its_config():
+    file, config = ROOT / "Inference/universal.safetensors", load_config(CONFIG)
+    assert file.stat().st_size <= 20e6 and sha256(file) in file.with_suffix(".md").read_text()
+    net, cfg = load_model("universal")
+    assert all(torch.isfinite(weight).all() for weight in net.state_dict().values())
+    keys = [key for key in config if key.startswith(("model.", "refine.", "registration."))]
+    assert {key: cfg[key] for key in keys} == {key: config[key] for key in keys} and cfg["data.name"] == "universal"
+
+
+@pytest.mark.parametrize("inverted, gain", [(False, 0.1), (True, 0.05)])
+def test_the_file_that_comes_along_brings_subjects_together_that_it_has_never_seen(inverted, gain):
+    fixed, moving = (make_subject(number, (32, 36, 30)) for number in (11, 12))
+    image = 1 - moving["image"] if inverted else moving["image"]
+    found = register((fixed["image"], np.eye(4)), (image, np.eye(4)), "universal", start="header")
+    labels = [torch.from_numpy(volume["label"].astype(np.float32)) for volume in (fixed, moving)]
+    moved = warp(labels[1][None, None], torch.from_numpy(found["field"])[None], mode="nearest")[0, 0]
+    before, after = (average(dice(label, labels[0], range(1, 7))) for label in (labels[1], moved))
+    assert after > before + gain and found["folding_percent"] < 0.05
 
 
 def test_its_place_is_in_the_package_and_not_ignored():
