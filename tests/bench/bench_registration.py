@@ -387,7 +387,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
     parser.add_argument("--quick", type=int, default=10, metavar="N", help="steps of the method quick, which takes as "
                         "long as Greedy (%(default)s)")
-    parser.add_argument("--labels-refine", type=int, default=30, metavar="N", help="steps of refinement, which sees no "
+    parser.add_argument("--labels-refine", type=int, default=20, metavar="N", help="steps of refinement, which sees no "
                         "labels, for the networks whose training had some (%(default)s)")
     parser.add_argument("--affine", action="store_true", help="align by our affine stage first, before both of ours")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
