@@ -73,7 +73,9 @@ NO_NETWORK = ROOT / "Config/config_hippocampus.yaml"  # whose refine.* are taken
 LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1-7", "data.labelled_pairs=0.5")
 # Our trainings: name: config, overrides, option with the checkpoint of an earlier one.
 # That without labels is of mode 3 alone, too: all of its minutes go into registration.
-NO_LABELS = ("loss.dice=0", "loss.segment=0", "model.structures=0", "registration.rounds=2", "augment.deform=0.3")
+# Its refinement has no structures to follow, so it has the values of refinement without a network.
+NO_LABELS = ("loss.dice=0", "loss.segment=0", "model.structures=0", "registration.rounds=2", "augment.deform=0.3",
+             "refine.stride=2", "refine.lr=0.2", "refine.last_lr=1")
 TRAININGS = {"net": (LABELS, NO_LABELS, "checkpoint"),
              "labels": (LABELS, (), "labels_checkpoint"),
              "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
