@@ -102,6 +102,16 @@ def across(field, change):
     return there.view(len(field), dims, *size) - start
 
 
+def resample(volumes, change, size, padding="zeros"):
+    """Volumes, or fields, on another grid, interpolated linearly; the numbers of a field stay in voxels of its own.
+
+    volumes: (B, C, *spatial). change: from voxels of the other grid to theirs, as for `across`. size: of the other
+    grid. padding: what lies outside, see `warp`. Returns: (B, C, *size) float32.
+    """
+    there = across(torch.zeros(1, len(size), *size, device=volumes.device), change)
+    return warp(volumes, there.expand(len(volumes), *there.shape[1:]), padding=padding)
+
+
 def compose(first, then):
     """Field that applies `first`, then `then`.
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
-from Diffusion.fields import across, warp
+from Diffusion.fields import resample
 from Diffusion.losses import local_correlation, mutual_information
 from Runtime.errors import InputError
 
@@ -310,7 +310,7 @@ def _loss(start, parameters, level, similarity):
     fixed, dims = level["fixed"], len(start)
     change = (level["to_moving"][:dims, :dims] @ matrix @ level["from_fixed"]).clone()
     change[:, dims] += level["to_moving"][:dims, dims]
-    sampled = warp(level["moving"], across(torch.zeros(1, dims, *fixed.shape[2:]), change))
+    sampled = resample(level["moving"], change, fixed.shape[2:])
     weight = sampled[:, 1:]
     warped = sampled[:, :1] / weight.clamp(min=1e-3)
     seen = fixed

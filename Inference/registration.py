@@ -32,7 +32,7 @@ from Dataloader.grids import (
 )
 from Dataloader.nifti import open_nifti, read_label, read_volume
 from Dataloader.prepare import intensity_limits
-from Diffusion.fields import across, warp
+from Diffusion.fields import across, resample, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.metrics import folding_percent, sdlogj
 from Diffusion.validation import best_field, segmented
@@ -494,8 +494,7 @@ def _on_own_grid(work_field, structures, placed, fixed, moving, masks, channels,
     size = own["pair"]["fixed"].shape[1:]
     field = total_field(work_field.float().cpu(), change, np.linalg.inv(change), size)
     if structures is not None:
-        there = across(torch.zeros(1, len(size), *size), change).to(structures.device)
-        structures = warp(structures, there.expand(2, *there.shape[1:]))
+        structures = resample(structures, change, size)
     return {**own, "start": placed["start"]}, torch.from_numpy(field)[None].to(work_field.device), structures
 
 
@@ -538,9 +537,7 @@ def total_field(work_field, before, after, shape):
     voxels of the file's grid to those of the working grid, and from there to the file's. shape: of the file's grid.
     Returns: (N, *shape) float32 in voxels of the file's grid.
     """
-    zero = torch.zeros(1, len(shape), *shape)
-    sampled = warp(work_field, across(zero, before), padding="border")
-    return _joined(sampled, before, after)
+    return _joined(resample(work_field, before, shape, padding="border"), before, after)
 
 
 def inverse_field(work_field, before, after, shape, rounds=50):
@@ -598,8 +595,7 @@ def _segmentations(structures, placed, fixed, moving):
     found, shares = {}, structures.float().cpu()
     sides = (("moving", moving, placed["matrix"] @ placed["work_affine"]), ("fixed", fixed, placed["work_affine"]))
     for (side, (image, affine), to_world), volume in zip(sides, shares.split(1)):
-        there = across(torch.zeros(1, image.ndim, *image.shape), np.linalg.inv(to_world) @ affine)
-        carried = warp(volume, there)[0]
+        carried = resample(volume, np.linalg.inv(to_world) @ affine, image.shape)[0]
         background = 1 - carried.sum(0, keepdim=True)
         found[f"segmented_{side}"] = torch.cat([background, carried]).argmax(0).numpy().astype(np.uint16)
     return found

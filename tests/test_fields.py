@@ -14,6 +14,7 @@ from Diffusion.fields import (
     integrate_velocity,
     invert,
     jacobian_determinant,
+    resample,
     resize_field,
     side_lengths,
     warp,
@@ -202,6 +203,18 @@ def test_warp_agrees_with_simpleitk(size):
     reference = sitk.GetArrayFromImage(sitk.Resample(itk_image, transform, sitk.sitkLinear, 0.0))
     difference = inside(warp(image, field), 3)[0, 0].numpy() - reference[tuple([slice(3, -3)] * len(size))]
     assert np.abs(difference).max() < 3e-5
+
+
+@pytest.mark.parametrize("padding, mode", [("zeros", "grid-constant"), ("border", "nearest")])
+def test_resample_agrees_with_scipy_on_a_grid_of_another_size(size, padding, mode):
+    volumes, dims, other = noise_image(size, batch=2), len(size), tuple(n + 5 for n in size)
+    change = np.array(MATRICES[dims])
+    found = resample(volumes, change, other, padding)
+    assert found.shape == (2, 1, *other)
+    points = change[:, :dims] @ np.indices(other).reshape(dims, -1) + change[:, dims:]
+    for volume, resampled in zip(volumes, found):
+        expected = map_coordinates(volume[0].double().numpy(), points, order=1, mode=mode).reshape(other)
+        assert np.abs(resampled[0].numpy() - expected).max() < 2e-4
 
 
 def test_compose_agrees_with_simpleitk(size):

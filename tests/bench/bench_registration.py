@@ -69,14 +69,13 @@ PEERS = {  # name: the method of peers.py and its options
     "convexadam": ("convexadam", {"grid_sp": 6, "disp_hw": 4, "grid_sp_adam": 2}),
     "voxelmorph": ("voxelmorph", {}),
 }
-NO_NETWORK = ROOT / "Config/config_hippocampus.yaml"  # whose refine.* are taken where there is no network
+# The first has no labels; its refine.* are taken where there is no network.
+NO_NETWORK = ROOT / "Config/config_hippocampus.yaml"
 LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1-7", "data.labelled_pairs=0.5")
 # Our trainings: name: config, overrides, option with the checkpoint of an earlier one.
 # That without labels is of mode 3 alone, too: all of its minutes go into registration.
-# Its refinement has no structures to follow, so it has the values of refinement without a network.
-NO_LABELS = ("loss.dice=0", "loss.segment=0", "model.structures=0", "registration.rounds=2", "augment.deform=0.3",
-             "refine.stride=2", "refine.lr=0.2", "refine.last_lr=1")
-TRAININGS = {"net": (LABELS, NO_LABELS, "checkpoint"),
+NO_LABELS = ("loss.dist=0", "loss.ang=0", "loss.regul=0", "loss.contrastive=0", "augment.deform=0.3")
+TRAININGS = {"net": (NO_NETWORK, NO_LABELS, "checkpoint"),
              "labels": (LABELS, (), "labels_checkpoint"),
              "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
 # The training whose network a method takes, and the option with its steps of refinement.
