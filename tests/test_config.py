@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from Dataloader.sampler import steps_left
-from Runtime.config import KEYS, flatten, load_config, save_config
+from Runtime.config import KEYS, flatten, load_config, modes_of, save_config
 from Runtime.errors import InputError
 from Runtime.global_batch import split_step
 from tests.tiny import ROOT
@@ -15,7 +15,8 @@ OM = ROOT / "Config/config_om.yaml"
 
 
 @pytest.mark.parametrize("name", ["config_om", "config_campaign", "config_medium", "config_hippocampus", "config_demo",
-                                  "config_universal", "config_tune"])
+                                  "config_hippocampus_registration", "config_hippocampus_labels", "config_universal",
+                                  "config_tune"])
 def test_shipped_configs_load(name):
     cfg = load_config(ROOT / f"Config/{name}.yaml")
     assert list(cfg) == list(KEYS)
@@ -53,6 +54,11 @@ def test_configs_list_only_what_differs(name):
     assert own.pop("base") == "config_om.yaml"
     om, cfg = load_config(OM), load_config(ROOT / f"Config/{name}.yaml")
     assert [key for key in own if om[key] == cfg[key]] == []
+
+
+@pytest.mark.parametrize("name", ["config_hippocampus_registration", "config_hippocampus_labels"])
+def test_configs_for_registration_alone_train_mode_3_and_nothing_else(name):
+    assert modes_of(load_config(ROOT / f"Config/{name}.yaml")) == ["registration"]
 
 
 def test_a_base_is_looked_for_beside_the_file_and_then_in_config(tmp_path):

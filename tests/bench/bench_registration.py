@@ -3,10 +3,11 @@
     python tests/bench/bench_registration.py [--train-minutes 40 | --checkpoint F] [--vxm-minutes 40 | --vxm-weights F]
 
 The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and no choice of settings has seen. Ours:
-`net`, the network alone, trained in mode 3 alone; `quick` and `refine`, the same with few and with many steps of
-refinement (--quick, --refine); `refine_none`, affine stage and refinement without any network; `labels`, a network
-alone whose training saw the labels of its volumes; `labels_few`, one that saw those of five; `labels_refine` and
-`labels_few_refine`, the same with --labels-refine steps, which see no labels but what the network itself segments.
+`net`, the network alone, trained in mode 3 alone, in three rounds; `quick` and `refine`, the same in two rounds, with few
+and with more steps of refinement (--quick, --net-refine); `refine_none`, affine stage and refinement (--refine) without
+any network; `labels`, a network alone whose training saw the labels of its volumes; `labels_few`, one that saw those of
+five; `labels_refine` and `labels_few_refine`, the same with --labels-refine steps, which see no labels but what the
+network itself segments.
 `universal` is the network of --model universal, which has never seen a hippocampus, after the affine stage and with
 --refine. Peers, in an environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine,
 SyN, and SyN with local correlation of radius 2 and iterations 40/20/5), Greedy with local correlation after its affine
@@ -69,19 +70,17 @@ PEERS = {  # name: the method of peers.py and its options
     "convexadam": ("convexadam", {"grid_sp": 6, "disp_hw": 4, "grid_sp_adam": 2}),
     "voxelmorph": ("voxelmorph", {}),
 }
-# The first has no labels; its refine.* are taken where there is no network.
-NO_NETWORK = ROOT / "Config/config_hippocampus.yaml"
+NO_NETWORK = ROOT / "Config/config_hippocampus.yaml"  # whose refine.* are taken where there is no network
 LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1-7", "data.labelled_pairs=0.5")
-# Our trainings: name: config, overrides, option with the checkpoint of an earlier one.
-# That without labels is of mode 3 alone, too: all of its minutes go into registration.
-NO_LABELS = ("loss.dist=0", "loss.ang=0", "loss.regul=0", "loss.contrastive=0", "augment.deform=0.3")
-TRAININGS = {"net": (NO_NETWORK, NO_LABELS, "checkpoint"),
+# Our trainings, all of mode 3 alone: name: config, overrides, option with the checkpoint of an earlier one.
+TRAININGS = {"net": (ROOT / "Config/config_hippocampus_registration.yaml", (), "checkpoint"),
              "labels": (LABELS, (), "labels_checkpoint"),
              "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
-# The training whose network a method takes, and the option with its steps of refinement.
-NETWORKS = {"net": ("net", None), "quick": ("net", "quick"), "refine": ("net", "refine"),
-            "labels": ("labels", None), "labels_refine": ("labels", "labels_refine"),
-            "labels_few": ("labels_few", None), "labels_few_refine": ("labels_few", "labels_refine")}
+# The training whose network a method takes, the option with its steps of refinement, and how often the network is asked
+# where that is not what its config says: a third round takes as long as ten steps, which find more.
+NETWORKS = {"net": ("net", None, 3), "quick": ("net", "quick", None), "refine": ("net", "net_refine", None),
+            "labels": ("labels", None, None), "labels_refine": ("labels", "labels_refine", None),
+            "labels_few": ("labels_few", None, None), "labels_few_refine": ("labels_few", "labels_refine", None)}
 OURS = (*NETWORKS, "refine_none", "universal")
 METHODS = ("identity", *PEERS, *OURS)
 FEATURES = [16] * 5, [16, 32, 32, 32]  # the default of VxmPairwise; four levels of the first paper's widths
@@ -385,7 +384,10 @@ def parse_arguments(argv=None):
     there = [name for name in METHODS if name != "universal" or UNIVERSAL.is_file()]
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=there, metavar="NAME",
                         help=f"some of {', '.join(METHODS)} (all, universal where its file has been made)")
-    parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement (%(default)s)")
+    parser.add_argument("--refine", type=int, default=100, metavar="N", help="steps of our refinement without "
+                        "a network, and of the method universal (%(default)s)")
+    parser.add_argument("--net-refine", type=int, default=30, metavar="N", help="steps of the method refine, after a "
+                        "network trained without labels (%(default)s)")
     parser.add_argument("--quick", type=int, default=10, metavar="N", help="steps of the method quick, which takes as "
                         "long as Greedy (%(default)s)")
     parser.add_argument("--labels-refine", type=int, default=20, metavar="N", help="steps of refinement, which sees no "
@@ -427,11 +429,11 @@ def our_model(name, args):
     else:
         path = train_ours(name, args.train_minutes, args.data, args.out, args.threads)
         write_json(note, {"minutes": args.train_minutes, "checkpoint": str(path)})
-    return path, load_model(path, overrides=own_settings(args))
+    return path, load_model(path, overrides=args.overrides)
 
 
-def own_settings(args):
-    """Overrides of every network: refinement weighs roughness as it does without one, and what --set names."""
+def universal_settings(args):
+    """Overrides of the universal network: its refinement weighs roughness as it does here without one."""
     return [f"refine.weight={load_config(NO_NETWORK)['refine.weight']}", *args.overrides]
 
 
@@ -444,11 +446,12 @@ def method_of(name, args, models, python):
         settings = {"refine": args.refine, "config": cfg, "threads": args.threads}
         return lambda pairs: ours(pairs, None, True, args.refine, cfg), settings
     if name in (*NETWORKS, "universal"):
-        training, steps = NETWORKS.get(name, ("universal", "refine"))
-        path, loaded = models[training]
+        training, steps, rounds = NETWORKS.get(name, ("universal", "refine", None))
+        path, (net, cfg) = models[training]
+        cfg = {**cfg, "registration.rounds": rounds or cfg["registration.rounds"]}
         options = {"affine": args.affine or name == "universal", "refine": getattr(args, steps) if steps else 0}
-        settings = {**options, "weights": sha256(path), "overrides": own_settings(args), "threads": args.threads}
-        return lambda pairs: ours(pairs, loaded, **options), settings
+        settings = {**options, "weights": sha256(path), "config": cfg, "threads": args.threads}
+        return lambda pairs: ours(pairs, (net, cfg), **options), settings
     kind, options = PEERS[name]
     if name == "voxelmorph":
         weights = Path(args.vxm_weights or args.out / "voxelmorph.pt")
@@ -476,14 +479,15 @@ def main(argv=None):
                   if name in [NETWORKS[method][0] for method in args.methods if method in NETWORKS]}
         if "universal" in args.methods:
             path = find_checkpoint("universal")
-            models["universal"] = path, load_model(path, overrides=own_settings(args))
+            models["universal"] = path, load_model(path, overrides=universal_settings(args))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
     names = [name for name in METHODS if name in args.methods]
     results, failed = run_methods(names, lambda name: method_of(name, args, models, python), pairs, args)
     lead = (f"{len(pairs)} ordered pairs of volumes that no training has seen; {args.threads} threads. "
-            + (f"Ours: {', '.join(path.name for path, _ in models.values())}, refinement of {args.refine} steps."
+            + (f"Ours: {', '.join(path.name for path, _ in models.values())}, "
+               f"refinement of {args.refine} steps without a network, of {args.net_refine} after one without labels."
                if models else ""))
     if results:
         publish(results, args.out, "Registration of the hippocampus", lead, OURS)
