@@ -3,11 +3,11 @@
     python tests/bench/bench_registration.py [--train-minutes 40 | --checkpoint F] [--vxm-minutes 40 | --vxm-weights F]
 
 The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and no choice of settings has seen. Ours:
-`net`, the network alone, trained in mode 3 alone, in three rounds; `quick` and `refine`, the same in two rounds, with few
-and with more steps of refinement (--quick, --net-refine); `refine_none`, affine stage and refinement (--refine) without
-any network; `labels`, a network alone whose training saw the labels of its volumes; `labels_few`, one that saw those of
-five; `labels_refine` and `labels_few_refine`, the same with --labels-refine steps, which see no labels but what the
-network itself segments.
+`net`, the network alone, trained in mode 3 alone, in three rounds; `quick` and `refine`, the same in two rounds, with
+few and with more steps of refinement (--quick, --net-refine); `refine_none`, affine stage and refinement (--refine)
+without any network; `labels`, a network alone whose training saw the labels of its volumes; `labels_few`, one that saw
+those of five; `labels_refine` and `labels_few_refine`, the same with --labels-refine steps, which see no labels but
+what the network itself segments.
 `universal` is the network of --model universal, which has never seen a hippocampus, after the affine stage and with
 --refine. Peers, in an environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine,
 SyN, and SyN with local correlation of radius 2 and iterations 40/20/5), Greedy with local correlation after its affine
