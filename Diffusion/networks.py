@@ -47,6 +47,7 @@ def network_arguments(cfg):
         "attention_heads": cfg["model.attention_heads"],
         "affine_match": cfg["model.affine_match"],
         "local_match": cfg["model.local_match"],
+        "descents": cfg["model.descents"],                          # learned steps that end each pass, 0 for none
         "use_checkpoint": cfg["model.use_checkpoint"],              # recompute activations in the backward pass
         "embedding_width": cfg["contrastive.embedding"],
         "timesteps": timesteps,                                     # t = timesteps means registration
@@ -68,6 +69,9 @@ def new_network(cfg):
     named = inspect.signature(network).parameters
     if cfg["model.structures"] and "structures" not in named:
         raise InputError(f"model.structures: the network '{cfg['model.name']}' segments nothing; set it to 0, or "
+                         "model.name to om_net.")
+    if cfg["model.descents"] and "descents" not in named:
+        raise InputError(f"model.descents: the network '{cfg['model.name']}' makes no learned steps; set it to 0, or "
                          "model.name to om_net.")
     return network(**{name: value for name, value in arguments.items() if name in named})
 

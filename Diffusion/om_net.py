@@ -28,6 +28,7 @@ from Diffusion.blocks import (
     start_at_zero,
     unit_embedding,
 )
+from Diffusion.descent import LearnedDescent
 from Diffusion.diffuser import image_count, label_count
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
 from Diffusion.losses import structure_shares
@@ -390,7 +391,7 @@ class OM_net(nn.Module):
     The image enters the encoder as a condition that shows everything: values, and a mask of ones. With the same weights
     for both, equal anatomy has equal features from the first step on, and only places remain to be compared.
 
-    field = affine field + FieldScale(coarse head of the bottleneck + heads of the decoder's levels).
+    field = affine field + FieldScale(coarse head of the bottleneck + heads of the decoder's levels) + learned steps.
 
     With structures, all that sees a volume also sees, as further channels, how much of each structure a segmenter finds
     in each voxel. These channels carry no gradient: the segmenter learns from label maps alone.
@@ -398,7 +399,7 @@ class OM_net(nn.Module):
 
     def __init__(self, *, dims, image_channels, structures, channels, timesteps, typical_norm, conditioned, rec_num,
                  detach, field_stride, attention_width, attention_depth, attention_heads, affine_match, local_match,
-                 embedding_width, use_checkpoint):
+                 descents, embedding_width, use_checkpoint):
         """See `network_arguments` in Diffusion/networks.py for what each of them means."""
         super().__init__()
         time_width = 4 * channels[0]
@@ -415,6 +416,10 @@ class OM_net(nn.Module):
         self.embedding = nn.Linear(attention_width, embedding_width)
         self.match = AffineMatch(channels[-1], attention_width, typical_norm) if affine_match and conditioned else None
         self.make_decoder(channels, time_width, local_match and conditioned)
+        self.descents = descents if conditioned else 0
+        if self.descents:
+            groups = [slice(0, image_channels), slice(image_channels, image_channels + structures)]
+            self.descent = LearnedDescent(dims, channels[field_stride - 1], groups if structures else groups[:1])
 
     def make_decoder(self, channels, time_width, correlate):
         """The decoder's levels, coarse to fine, and its heads. Heads start at zero: a new network moves nothing."""
@@ -509,8 +514,35 @@ class OM_net(nn.Module):
         field = field * (size[0] / padded_size[0])                                          # (B, 3, 64^3)
         return warp(skip, field, padding="border").to(skip.dtype)                           # (B, 32, 64^3)
 
-    def one_pass(self, image, features, condition, shown_fraction, t, time):
-        """The field of one pass, in voxels. features, condition: of the encoder; condition is None without one."""
+    def descent_target(self, condition, keep):
+        """What the learned steps compare the image with; None without such steps or without a condition."""
+        if not self.descents or condition is None:
+            return None
+        with torch.no_grad(), torch.autocast(condition.device.type, enabled=False):
+            return self.descent.target(pad_to_multiple(condition, self.multiple).float(), keep)
+
+    def descend(self, field, affine, x, image, target):
+        """The field of a pass after its learned steps, see Diffusion/descent.py.
+
+        field: (B, N, *grid), where the grid has 1 / stride of the voxels per side and the unit is those of the full
+        grid. affine: (B, N, *spatial), which is added to it there, or None. x: the decoder's last features.
+        """
+        image, size = pad_to_multiple(image, self.multiple), target[0].shape[2:]            # (B, 1, 128^3)
+        context = self.descent.enter(x)                                                     # (B, 16, 128^3)
+        for _ in range(self.descents):
+            with torch.no_grad(), torch.autocast(image.device.type, enabled=False):
+                so_far = resize_field(field, size, align="cells")                           # (B, 3, 128^3)
+                so_far = so_far if affine is None else so_far + affine                      # (B, 3, 128^3)
+                force = self.descent.force(image, so_far, target, self.stride)              # (B, 3, 128^3)
+            step = checkpointed(self.encoder.use_checkpoint, self.descent, context, force)  # (B, 3, 128^3)
+            field = field + step                                                            # (B, 3, 128^3)
+        return field
+
+    def one_pass(self, image, features, condition, shown_fraction, t, time, target):
+        """The field of one pass, in voxels. features, condition: of the encoder; condition is None without one.
+
+        target: of `descent_target`.
+        """
         image_size, padded_size = image.shape[2:], tuple(features[0].shape[2:])
         if self.conditioned and condition is None:
             condition = [torch.zeros_like(level) for level in features]                     # (B, 16, 128^3), ...
@@ -536,6 +568,8 @@ class OM_net(nn.Module):
                 field_norm = field_norm + resize_field(update, field_norm.shape[2:], align="cells")  # (B, 3, 128^3)
         field_norm = self.fine(x).float() + field_norm                                      # (B, 3, 128^3)
         field = self.field_scale(field_norm, t, image_size)                                 # (B, 3, 128^3)
+        if target is not None:
+            field = self.descend(field, affine, x, image, target)                           # (B, 3, 128^3)
         # With stride 2 the field is sampled at 64^3 until here; its unit is voxels of the full grid in any case.
         field = resize_field(field, padded_size, align="cells")                             # (B, 3, 128^3)
         field = field if affine is None else field + affine                                 # (B, 3, 128^3)
@@ -558,13 +592,14 @@ class OM_net(nn.Module):
             return [unit_embedding(self.embedding, pooled) for pooled in (of_image, of_condition)]  # (B, 128) each
         # Only the affine match asks for it.
         shown_fraction = self.shown_fraction(image, condition, keep) if self.match is not None else None    # (B,)
+        target = self.descent_target(condition, keep)
 
         def one_pass(warped):
             if warped is image and features:
                 of_warped = features                                                        # (B, 16, 128^3), ...
             else:
                 of_warped = self.encoder(self.fully_shown(warped), time)                    # (B, 16, 128^3), ...
-            return self.one_pass(warped, of_warped, encoded, shown_fraction, t, time)       # (B, 3, 128^3)
+            return self.one_pass(warped, of_warped, encoded, shown_fraction, t, time, target)   # (B, 3, 128^3)
 
         field = recurse(one_pass, image, self.rec_num, self.detach)                         # (B, 3, 128^3)
         return (field, logits) if segment else field
