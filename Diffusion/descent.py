@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from Diffusion.blocks import SLOPE, conv, start_at_zero
 from Diffusion.fields import warp
-from Diffusion.losses import box_mean
+from Diffusion.losses import box_mean, weighted_moments
 
 WINDOW = 5  # voxels, side of the cubes by whose mean and deviation intensities are normalised
 FLAT = 1e-3  # variance added to theirs, of intensities 0 .. 1: noise in flat parts is no force
@@ -23,8 +23,7 @@ def locally_normalised(image, mask, shown):
 
     image: (B, C, *spatial). mask: (B, 1, *spatial), 0 .. 1. shown: `shown_share` of it. Returns: as image.
     """
-    mean = box_mean(image * mask, WINDOW) / shown
-    variance = (box_mean(image * image * mask, WINDOW) / shown - mean * mean).clamp(min=0.0)
+    mean, variance = weighted_moments(image, mask, shown, WINDOW)
     return (image - mean) / (variance + FLAT).sqrt()
 
 

@@ -67,12 +67,10 @@ def new_network(cfg):
     """The network of a config, with weights from torch's random numbers. Raises InputError for an unknown name."""
     network, arguments = network_class(cfg["model.name"]), network_arguments(cfg)
     named = inspect.signature(network).parameters
-    if cfg["model.structures"] and "structures" not in named:
-        raise InputError(f"model.structures: the network '{cfg['model.name']}' segments nothing; set it to 0, or "
-                         "model.name to om_net.")
-    if cfg["model.descents"] and "descents" not in named:
-        raise InputError(f"model.descents: the network '{cfg['model.name']}' makes no learned steps; set it to 0, or "
-                         "model.name to om_net.")
+    for key, lack in (("structures", "segments nothing"), ("descents", "makes no learned steps")):
+        if cfg[f"model.{key}"] and key not in named:
+            raise InputError(f"model.{key}: the network '{cfg['model.name']}' {lack}; set it to 0, or model.name to "
+                             "om_net.")
     return network(**{name: value for name, value in arguments.items() if name in named})
 
 
