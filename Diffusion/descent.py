@@ -11,9 +11,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from Diffusion.blocks import SLOPE, conv, start_at_zero
-from Diffusion.fields import warp
+from Diffusion.fields import interpolate, warp
 from Diffusion.losses import box_mean, weighted_moments
 
+WIDTH, FINE_WIDTH = 16, 8  # channels of the steps on the field's grid, and at full resolution, where voxels are many
 WINDOW = 5  # voxels, side of the cubes by whose mean and deviation intensities are normalised
 FLAT = 1e-3  # variance added to theirs, of intensities 0 .. 1: noise in flat parts is no force
 
@@ -48,57 +49,62 @@ def demons_force(warped, target, mask):
     return (missing * slopes).sum(2) / size.unsqueeze(1)                                        # (B, 3, 128^3)
 
 
+def target(condition, keep, groups):
+    """What a condition, (B, C + 1, *spatial) float32, is compared as: values, as `compared`; mask; `shown_share`.
+
+    keep: (B,) bool or None; where it is False, the mask is zero, and so are the forces. groups: of `LearnedDescent`.
+    """
+    values, mask = condition[:, :-1], condition[:, -1:]                                         # (B, 1, 128^3) each
+    if keep is not None:
+        mask = mask * keep.view(-1, *[1] * (mask.dim() - 1))                                    # (B, 1, 128^3)
+    shown = shown_share(mask)                                                                   # (B, 1, 128^3)
+    return compared(values, mask, shown, groups), mask, shown
+
+
+def compared(values, mask, shown, groups):
+    """The channels of an image with its intensities normalised: brightness and contrast do not count."""
+    intensities = groups[0]
+    rest = values[:, intensities.stop:]                                                         # (B, K, 128^3)
+    return torch.cat([locally_normalised(values[:, intensities], mask, shown), rest], dim=1)
+
+
 class LearnedDescent(nn.Module):
     """A step of descent: step = W3 act(W2 act(context + W1 force)), W 3x3x3 convolutions without normalisation.
 
     Without, because the force becomes small as image and condition come together, and the step with it. The last layer
     starts at zero: a new network makes no step. The force carries no gradient; the steps add up, and each learns from
     the loss of the field that all of them have made.
-    Shapes are those of 128^3 with field_stride 1; with field_stride 2 forces are averaged over 2^3 voxels.
+    Shapes are those of 128^3 with stride 1; with stride 2 forces are averaged over 2^3 voxels.
     """
 
-    WIDTH = 16
-
-    def __init__(self, dims, channels, groups):
+    def __init__(self, dims, channels, width, groups, stride):
         """channels: of the decoder's last features. groups: slices of the image's channels, which have a force each:
-        the intensities, and the structures if there are any."""
+        the intensities, and the structures if there are any. stride: voxels per side of the grid of the steps."""
         super().__init__()
-        self.groups = groups
+        self.groups, self.stride = groups, stride
         self.pool = F.avg_pool3d if dims == 3 else F.avg_pool2d
-        self.enter = conv(dims, channels, self.WIDTH)
-        self.forces = conv(dims, dims * len(groups), self.WIDTH, bias=False)
-        self.mix = conv(dims, self.WIDTH, self.WIDTH)
-        self.leave = start_at_zero(conv(dims, self.WIDTH, dims))
+        self.enter = conv(dims, channels, width)
+        self.forces = conv(dims, dims * len(groups), width, bias=False)
+        self.mix = conv(dims, width, width)
+        self.leave = start_at_zero(conv(dims, width, dims))
 
-    def target(self, condition, keep):
-        """What a condition, (B, C + 1, *spatial) float32, is compared as: values, as `compared`; mask; `shown_share`.
+    def context(self, x, grid):
+        """What the steps see besides forces, (B, 16, *grid), of the decoder's last features, maybe on a coarser one."""
+        context = self.enter(x)                                                                 # (B, 16, 128^3)
+        return context if tuple(context.shape[2:]) == tuple(grid) else interpolate(context, grid)
 
-        keep: (B,) bool or None; where it is False, the mask is zero, and so are the forces.
-        """
-        values, mask = condition[:, :-1], condition[:, -1:]                                     # (B, 1, 128^3) each
-        if keep is not None:
-            mask = mask * keep.view(-1, *[1] * (mask.dim() - 1))                                # (B, 1, 128^3)
-        shown = shown_share(mask)                                                               # (B, 1, 128^3)
-        return self.compared(values, mask, shown), mask, shown
-
-    def compared(self, values, mask, shown):
-        """The channels of an image with its intensities normalised: brightness and contrast do not count."""
-        intensities = self.groups[0]
-        rest = values[:, intensities.stop:]                                                     # (B, K, 128^3)
-        return torch.cat([locally_normalised(values[:, intensities], mask, shown), rest], dim=1)
-
-    def force(self, image, field, target, stride):
-        """The forces of all groups, (B, N x groups, *grid), on a grid with 1 / stride of the voxels per side.
+    def force(self, image, field, target):
+        """The forces of all groups, (B, N x groups, *grid).
 
         image: (B, C, *spatial), warped by field, (B, N, *spatial) in voxels. target: from `target`.
         """
         values, mask, shown = target
-        warped = self.compared(warp(image, field, padding="border"), mask, shown)               # (B, 1, 128^3)
+        warped = compared(warp(image, field, padding="border"), mask, shown, self.groups)       # (B, 1, 128^3)
         forces = [demons_force(warped[:, group], values[:, group], mask) for group in self.groups]
-        return self.pool(torch.cat(forces, dim=1), stride)                                      # (B, 3, 128^3)
+        return self.pool(torch.cat(forces, dim=1), self.stride)                                 # (B, 3, 128^3)
 
     def forward(self, context, force):
-        """context: of the layer `enter`, (B, 16, *grid). force: from `force`. Returns: (B, N, *grid) in voxels."""
+        """context, force: from the functions of these names. Returns: (B, N, *grid) in voxels."""
         x = F.leaky_relu(context + self.forces(force), SLOPE)                                   # (B, 16, 128^3)
         x = F.leaky_relu(self.mix(x), SLOPE)                                                    # (B, 16, 128^3)
         return self.leave(x).float()                                                            # (B, 3, 128^3)

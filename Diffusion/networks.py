@@ -48,6 +48,7 @@ def network_arguments(cfg):
         "affine_match": cfg["model.affine_match"],
         "local_match": cfg["model.local_match"],
         "descents": cfg["model.descents"],                          # learned steps that end each pass, 0 for none
+        "fine_descents": cfg["model.fine_descents"],                # the same at full resolution, after them
         "use_checkpoint": cfg["model.use_checkpoint"],              # recompute activations in the backward pass
         "embedding_width": cfg["contrastive.embedding"],
         "timesteps": timesteps,                                     # t = timesteps means registration
@@ -67,7 +68,8 @@ def new_network(cfg):
     """The network of a config, with weights from torch's random numbers. Raises InputError for an unknown name."""
     network, arguments = network_class(cfg["model.name"]), network_arguments(cfg)
     named = inspect.signature(network).parameters
-    for key, lack in (("structures", "segments nothing"), ("descents", "makes no learned steps")):
+    for key, lack in (("structures", "segments nothing"), ("descents", "makes no learned steps"),
+                      ("fine_descents", "makes no learned steps")):
         if cfg[f"model.{key}"] and key not in named:
             raise InputError(f"model.{key}: the network '{cfg['model.name']}' {lack}; set it to 0, or model.name to "
                              "om_net.")

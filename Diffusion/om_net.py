@@ -28,7 +28,8 @@ from Diffusion.blocks import (
     start_at_zero,
     unit_embedding,
 )
-from Diffusion.descent import LearnedDescent
+from Diffusion.descent import FINE_WIDTH, WIDTH, LearnedDescent
+from Diffusion.descent import target as descent_target
 from Diffusion.diffuser import image_count, label_count
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
 from Diffusion.losses import structure_shares
@@ -399,7 +400,7 @@ class OM_net(nn.Module):
 
     def __init__(self, *, dims, image_channels, structures, channels, timesteps, typical_norm, conditioned, rec_num,
                  detach, field_stride, attention_width, attention_depth, attention_heads, affine_match, local_match,
-                 descents, embedding_width, use_checkpoint):
+                 descents, fine_descents, embedding_width, use_checkpoint):
         """See `network_arguments` in Diffusion/networks.py for what each of them means."""
         super().__init__()
         time_width = 4 * channels[0]
@@ -416,10 +417,13 @@ class OM_net(nn.Module):
         self.embedding = nn.Linear(attention_width, embedding_width)
         self.match = AffineMatch(channels[-1], attention_width, typical_norm) if affine_match and conditioned else None
         self.make_decoder(channels, time_width, local_match and conditioned)
-        self.descents = descents if conditioned else 0
+        groups = [slice(0, image_channels), slice(image_channels, image_channels + structures)][:2 if structures else 1]
+        self.descents, self.fine_descents = (descents, fine_descents) if conditioned else (0, 0)
+        self.descent = self.fine_descent = None
         if self.descents:
-            groups = [slice(0, image_channels), slice(image_channels, image_channels + structures)]
-            self.descent = LearnedDescent(dims, channels[field_stride - 1], groups if structures else groups[:1])
+            self.descent = LearnedDescent(dims, channels[field_stride - 1], WIDTH, groups, field_stride)
+        if self.fine_descents:
+            self.fine_descent = LearnedDescent(dims, channels[field_stride - 1], FINE_WIDTH, groups, 1)
 
     def make_decoder(self, channels, time_width, correlate):
         """The decoder's levels, coarse to fine, and its heads. Heads start at zero: a new network moves nothing."""
@@ -516,25 +520,28 @@ class OM_net(nn.Module):
 
     def descent_target(self, condition, keep):
         """What the learned steps compare the image with; None without such steps or without a condition."""
-        if not self.descents or condition is None:
+        descent = self.descent or self.fine_descent
+        if descent is None or condition is None:
             return None
         with torch.no_grad(), torch.autocast(condition.device.type, enabled=False):
-            return self.descent.target(pad_to_multiple(condition, self.multiple).float(), keep)
+            return descent_target(pad_to_multiple(condition, self.multiple).float(), keep, descent.groups)
 
-    def descend(self, field, affine, x, image, target):
-        """The field of a pass after its learned steps, see Diffusion/descent.py.
+    def descend(self, descent, count, field, affine, x, image, target):
+        """The field of a pass after `count` learned steps, see Diffusion/descent.py, on the grid of these.
 
         field: (B, N, *grid), where the grid has 1 / stride of the voxels per side and the unit is those of the full
         grid. affine: (B, N, *spatial), which is added to it there, or None. x: the decoder's last features.
         """
         image, size = pad_to_multiple(image, self.multiple), target[0].shape[2:]            # (B, 1, 128^3)
-        context = self.descent.enter(x)                                                     # (B, 16, 128^3)
-        for _ in range(self.descents):
+        grid = [n // descent.stride for n in size]
+        context = descent.context(x, grid)                                                  # (B, 16, 128^3)
+        field = resize_field(field, grid, align="cells")                                    # (B, 3, 128^3)
+        for _ in range(count):
             with torch.no_grad(), torch.autocast(image.device.type, enabled=False):
                 so_far = resize_field(field, size, align="cells")                           # (B, 3, 128^3)
                 so_far = so_far if affine is None else so_far + affine                      # (B, 3, 128^3)
-                force = self.descent.force(image, so_far, target, self.stride)              # (B, 3, 128^3)
-            step = checkpointed(self.encoder.use_checkpoint, self.descent, context, force)  # (B, 3, 128^3)
+                force = descent.force(image, so_far, target)                                # (B, 3, 128^3)
+            step = checkpointed(self.encoder.use_checkpoint, descent, context, force)       # (B, 3, 128^3)
             field = field + step                                                            # (B, 3, 128^3)
         return field
 
@@ -569,8 +576,10 @@ class OM_net(nn.Module):
         field_norm = self.fine(x).float() + field_norm                                      # (B, 3, 128^3)
         field = self.field_scale(field_norm, t, image_size)                                 # (B, 3, 128^3)
         if target is not None:
-            field = self.descend(field, affine, x, image, target)                           # (B, 3, 128^3)
-        # With stride 2 the field is sampled at 64^3 until here; its unit is voxels of the full grid in any case.
+            for descent, count in ((self.descent, self.descents), (self.fine_descent, self.fine_descents)):
+                if count:
+                    field = self.descend(descent, count, field, affine, x, image, target)   # (B, 3, 128^3)
+        # With stride 2 the field may be sampled at 64^3 until here; its unit is voxels of the full grid in any case.
         field = resize_field(field, padded_size, align="cells")                             # (B, 3, 128^3)
         field = field if affine is None else field + affine                                 # (B, 3, 128^3)
         return crop(field, image_size)                                                      # (B, 3, 128^3)

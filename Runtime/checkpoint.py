@@ -32,7 +32,7 @@ from Runtime.run_lock import assert_held
 
 FORMAT = 1
 # What a checkpoint means that was written before the weights depended on such a key.
-BEFORE = {"data.channels": 1, "model.structures": 0, "model.descents": 0}
+BEFORE = {"data.channels": 1, "model.structures": 0, "model.descents": 0, "model.fine_descents": 0}
 REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")
 # Exceptions that reading a damaged or foreign file raises: flipped bits in the pickle lead to all of these.
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,

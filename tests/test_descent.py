@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from Diffusion.blocks import SLOPE
-from Diffusion.descent import LearnedDescent, demons_force, locally_normalised, shown_share
+from Diffusion.descent import LearnedDescent, demons_force, locally_normalised, shown_share, target
 from Diffusion.diffuser import make_condition
-from Diffusion.fields import identity, warp
+from Diffusion.fields import identity, interpolate, warp
 from Diffusion.networks import build_network
 from Runtime import checkpoint
 from Runtime.errors import InputError
@@ -30,8 +30,14 @@ def as_plain_demons(net):
 
     f = (act(act(f)) - act(act(-f))) / (1 + slope^2), as negative values pass both activations.
     """
-    descent, dims = net.descent, net.dims
+    dims = net.dims
     centre = (slice(None), slice(None), *[1] * dims)
+    for descent in filter(None, (net.descent, net.fine_descent)):
+        make_plain(descent, dims, centre)
+    return net
+
+
+def make_plain(descent, dims, centre):
     with torch.no_grad():
         for layer in (descent.enter, descent.forces, descent.mix, descent.leave):
             for parameter in layer.parameters():
@@ -41,7 +47,6 @@ def as_plain_demons(net):
                 descent.forces.weight[centre][channel, axis] = sign
                 descent.mix.weight[centre][channel, channel] = 1.0
                 descent.leave.weight[axis, channel] = sign / (1 + SLOPE ** 2) / 3 ** dims
-    return net
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,13 +84,13 @@ def test_there_is_no_force_where_nothing_is_shown_nor_between_equal_volumes():
     mask[:, :, 6:8] = 1
     force = demons_force(moving, fixed, mask)
     assert force[:, :, 6:8].any() and not force[:, :, :6].any() and not force[:, :, 8:].any()
-    descent = LearnedDescent(3, 8, [slice(0, 1)])
+    descent = LearnedDescent(3, 8, 16, [slice(0, 1)], 1)
     still = torch.zeros(1, 3, 16, 16, 16)
     for shown in (torch.ones_like(mask), mask):  # of a slice, too: both are normalised by what it shows
         condition = torch.cat([moving * shown, shown], dim=1)
-        assert descent.force(moving, still, descent.target(condition, None), 1).abs().max() < 1e-4
-    dropped = descent.target(torch.cat([fixed, torch.ones_like(mask)], dim=1), torch.tensor([False]))
-    assert not descent.force(moving, still, dropped, 1).any()
+        assert descent.force(moving, still, target(condition, None, descent.groups)).abs().max() < 1e-4
+    dropped = target(torch.cat([fixed, torch.ones_like(mask)], dim=1), torch.tensor([False]), descent.groups)
+    assert not descent.force(moving, still, dropped).any()
 
 
 def test_brightness_and_contrast_are_no_force_and_intensities_are_compared_locally():
@@ -105,11 +110,10 @@ def test_structures_have_a_force_of_their_own():
     """In the intensities nothing differs; one structure has moved."""
     flat, mask = torch.full((1, 1, 16, 16, 16), 0.5), torch.ones(1, 1, 16, 16, 16)
     moving, fixed = (torch.cat([flat, blob((16, 16, 16), (z, 8, 8), 3.0)], 1) for z in (7.0, 8.0))
-    descent = LearnedDescent(3, 8, [slice(0, 1), slice(1, 2)])
-    target = descent.target(torch.cat([fixed, mask], dim=1), None)
-    force = descent.force(moving, torch.zeros(1, 3, 16, 16, 16), target, 1)
+    groups = [slice(0, 1), slice(1, 2)]
+    compared, still = target(torch.cat([fixed, mask], dim=1), None, groups), torch.zeros(1, 3, 16, 16, 16)
+    force, halved = (LearnedDescent(3, 8, 16, groups, stride).force(moving, still, compared) for stride in (1, 2))
     assert force.shape == (1, 6, 16, 16, 16) and not force[:, :3].any() and force[:, 3:].any()
-    halved = descent.force(moving, torch.zeros(1, 3, 16, 16, 16), target, 2)
     assert halved.shape == (1, 6, 8, 8, 8) and torch.allclose(halved.mean(), force.mean(), atol=1e-6)
 
 
@@ -121,36 +125,57 @@ def test_structures_have_a_force_of_their_own():
 @pytest.mark.parametrize("kind", ["none", "slice", "volume"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_new_network_moves_nothing_and_learns_through_its_steps(dims, kind, stride):
-    net, cfg = tiny(dims, model__condition_type=kind, model__field_stride=stride, model__affine_match=False)
+    net, cfg = tiny(dims, model__condition_type=kind, model__field_stride=stride, model__affine_match=False,
+                    model__fine_descents=2)
     torch.manual_seed(0)
     image, fixed = torch.rand(2, 2, 1, *SIZES[dims])
     inputs = image, torch.tensor([3, 40]), make_condition(fixed, kind, [(0, 0, 0), (0, 0, 1)])
     assert not net(*inputs).any()
-    assert (kind == "none") == (net.descents == 0) == (not hasattr(net, "descent")), "they need a condition"
+    steps = net.descent, net.fine_descent
+    assert (kind == "none") == (steps == (None, None)), "they need a condition"
     if kind == "none":
         return
-    torch.nn.init.normal_(net.descent.leave.weight, std=0.1)
+    for descent in steps:
+        torch.nn.init.normal_(descent.leave.weight, std=0.1)
     field = net(*inputs, keep=torch.tensor([True, False]))
     assert field.shape == (2, dims, *SIZES[dims]) and field.dtype == torch.float32
     assert torch.equal(field, net(*inputs, keep=torch.tensor([True, False])))
     field.square().sum().backward()
-    assert all(parameter.grad.any() for parameter in net.descent.parameters())
+    assert all(parameter.grad.any() for descent in steps for parameter in descent.parameters())
     assert net(*inputs[:2]).shape == field.shape, "without a condition there is nothing to descend to"
 
 
-@pytest.mark.parametrize("dims, stride", [(2, 1), (3, 1), (3, 2)])
-def test_steps_of_plain_demons_align_a_ball_the_better_the_more_there_are(dims, stride):
+@pytest.mark.parametrize("dims, stride, kind", [(2, 1, "descents"), (3, 1, "descents"), (3, 2, "descents"),
+                                                (2, 2, "fine_descents"), (3, 2, "fine_descents")])
+def test_steps_of_plain_demons_align_a_ball_the_better_the_more_there_are(dims, stride, kind):
     size, centre = (24,) * dims, [12.0] * dims
     moving, fixed = blob(size, centre), blob(size, [14.0, *centre[1:]])
     missing = [float((moving - fixed).square().mean())]
-    for descents in (1, 2, 6):
-        net, cfg = tiny(dims, model__descents=descents, model__field_stride=stride, model__affine_match=False,
-                        model__rec_num=1)
+    for count in (1, 2, 6):
+        net, cfg = tiny(dims, **{"model__descents": 0, f"model__{kind}": count}, model__field_stride=stride,
+                        model__affine_match=False, model__rec_num=1)
         net = as_plain_demons(net)
         with torch.no_grad():
             field = net(moving, torch.tensor([cfg["diffusion.timesteps"]]), make_condition(fixed, "volume"))
         missing.append(float((warp(moving, field, padding="border") - fixed).square().mean()))
     assert missing == sorted(missing, reverse=True) and missing[-1] < 0.4 * missing[0], missing
+
+
+def test_fine_steps_make_detail_that_the_grid_of_the_field_cannot_have():
+    """Lines of a field that was interpolated from half as many places are sums of as many tents; others are not."""
+    tents = interpolate(torch.eye(8)[None, None], (8, 16))[0, 0].T                                # (16, 8)
+    torch.manual_seed(0)
+    moving, fixed = torch.rand(2, 1, 1, 16, 16, 16)
+    for fine in (0, 2):
+        net, cfg = tiny(model__field_stride=2, model__fine_descents=fine, model__affine_match=False, model__rec_num=1)
+        for descent in filter(None, (net.descent, net.fine_descent)):
+            torch.nn.init.normal_(descent.leave.weight, std=0.1)
+        with torch.no_grad():
+            field = net(moving, torch.tensor([cfg["diffusion.timesteps"]]), make_condition(fixed, "volume"))
+        lines = field.movedim(2, 0).flatten(1)                                                  # (16, lines)
+        detail = lines - tents @ torch.linalg.lstsq(tents, lines).solution
+        assert lines.abs().max() > 0.01
+        assert bool(fine) == (float(detail.abs().max()) > 1e-2 * float(lines.abs().max()))
 
 
 def test_steps_begin_where_the_affine_match_and_the_heads_have_brought_the_image():
@@ -170,34 +195,39 @@ def test_steps_begin_where_the_affine_match_and_the_heads_have_brought_the_image
 
 def trained_once(use_checkpoint):
     """One forward and backward pass in bfloat16: the field, the gradients of the steps, all forces."""
-    net, _ = tiny(model__use_checkpoint=use_checkpoint, model__rec_num=2)
+    net, _ = tiny(model__use_checkpoint=use_checkpoint, model__rec_num=2, model__field_stride=2,
+                  model__fine_descents=2)
     torch.manual_seed(0)
-    torch.nn.init.normal_(net.descent.leave.weight, std=0.1)
-    seen, force = [], net.descent.force
-    net.descent.force = lambda *inputs: seen.append(force(*inputs)) or seen[-1]
+    seen, steps = [], (net.descent, net.fine_descent)
+    for descent in steps:
+        torch.nn.init.normal_(descent.leave.weight, std=0.1)
+        descent.force = lambda *inputs, force=descent.force: seen.append(force(*inputs)) or seen[-1]
     image, fixed = torch.rand(2, 1, 1, *SIZES[3])
     with torch.autocast("cpu", torch.bfloat16):
         field = net.train()(image, torch.tensor([80]), make_condition(fixed, "volume"))
     field.square().sum().backward()
-    return field, [parameter.grad for parameter in net.descent.parameters()], seen
+    return field, [parameter.grad for descent in steps for parameter in descent.parameters()], seen
 
 
 def test_in_bfloat16_the_forces_stay_float32_and_recomputed_steps_are_the_same():
     (field, gradients, seen), (again, recomputed, _) = map(trained_once, (False, True))
-    assert len(seen) == 3 * 2, "three in each of two passes"
+    assert len(seen) == (3 + 2) * 2, "three and two finer ones in each of two passes"
     assert {one.dtype for one in seen} == {torch.float32} and not any(one.requires_grad for one in seen)
     assert torch.equal(field, again) and all(torch.equal(*pair) for pair in zip(gradients, recomputed))
 
 
-def test_networks_without_such_steps_say_so():
-    with pytest.raises(InputError, match="'recresacnet' makes no learned steps; set it to 0, or model.name to om_net"):
-        tiny(model__name="recresacnet")
+@pytest.mark.parametrize("name", ["descents", "fine_descents"])
+def test_networks_without_such_steps_say_so(name):
+    says = f"model.{name}: the network 'recresacnet' makes no learned steps; set it to 0, or model.name to om_net"
+    with pytest.raises(InputError, match=says):
+        tiny(**{"model__name": "recresacnet", "model__descents": 0, f"model__{name}": 3})
 
 
-def test_a_checkpoint_from_before_had_no_steps():
-    cfg = config()
-    state = {"config": {key: value for key, value in cfg.items() if key != "model.descents"}}
-    keys = ("model.name", "model.descents")
+@pytest.mark.parametrize("name", ["descents", "fine_descents"])
+def test_a_checkpoint_from_before_had_no_steps(name):
+    cfg, key = config(), f"model.{name}"
+    state = {"config": {other: value for other, value in cfg.items() if other != key}}
+    keys = ("model.name", key)
     assert checkpoint.check_compatible(state, cfg, "F", keys) == []
-    with pytest.raises(InputError, match="model.descents is 0 in the checkpoint and 3 in the config"):
-        checkpoint.check_compatible(state, {**cfg, "model.descents": 3}, "F", keys)
+    with pytest.raises(InputError, match=f"{key} is 0 in the checkpoint and 3 in the config"):
+        checkpoint.check_compatible(state, {**cfg, key: 3}, "F", keys)

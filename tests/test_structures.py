@@ -306,7 +306,7 @@ def test_it_is_written_where_the_network_segments_and_goes_where_another_does_no
 
 def test_all_modes_resume_exactly_and_two_ranks_train_as_one(data, tmp_path):
     quick = {**QUICK, "data__batchsize": 1, "data__global_batchsize": 4, "run__epochs": 1, "run__checkpoint_steps": 1,
-             "data__label_ids": "1-2,4", "model__descents": 2}
+             "data__label_ids": "1-2,4", "model__descents": 2, "model__fine_descents": 1}
     whole, resumed, together = (tmp_path / name for name in ("whole", "resumed", "together"))
     assert om.main(options(data, whole, **quick)) == 0
     assert om.main(options(data, resumed, "--max-steps-before-restart", "2", **quick)) == 42

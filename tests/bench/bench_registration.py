@@ -76,11 +76,11 @@ LABELS, FEW = ROOT / "Config/config_hippocampus_labels.yaml", ("data.label_ids=1
 TRAININGS = {"net": (ROOT / "Config/config_hippocampus_registration.yaml", (), "checkpoint"),
              "labels": (LABELS, (), "labels_checkpoint"),
              "labels_few": (LABELS, FEW, "few_labels_checkpoint")}
-# The training whose network a method takes, the option with its steps of refinement, and how often the network is asked
-# where that is not what its config says: a third round takes as long as ten steps, which find more.
-NETWORKS = {"net": ("net", None, 3), "quick": ("net", "quick", None), "refine": ("net", "net_refine", None),
-            "labels": ("labels", None, None), "labels_refine": ("labels", "labels_refine", None),
-            "labels_few": ("labels_few", None, None), "labels_few_refine": ("labels_few", "labels_refine", None)}
+# The training whose network a method takes, and the option with its steps of refinement.
+NETWORKS = {"net": ("net", None), "quick": ("net", "quick"), "refine": ("net", "net_refine"),
+            "labels": ("labels", None), "labels_refine": ("labels", "labels_refine"),
+            "labels_few": ("labels_few", None), "labels_few_refine": ("labels_few", "labels_refine")}
+NET_ROUNDS = 3  # of the method net, where --set names no others: with refinement ten steps find more than a third round
 OURS = (*NETWORKS, "refine_none", "universal")
 METHODS = ("identity", *PEERS, *OURS)
 FEATURES = [16] * 5, [16, 32, 32, 32]  # the default of VxmPairwise; four levels of the first paper's widths
@@ -446,9 +446,10 @@ def method_of(name, args, models, python):
         settings = {"refine": args.refine, "config": cfg, "threads": args.threads}
         return lambda pairs: ours(pairs, None, True, args.refine, cfg), settings
     if name in (*NETWORKS, "universal"):
-        training, steps, rounds = NETWORKS.get(name, ("universal", "refine", None))
+        training, steps = NETWORKS.get(name, ("universal", "refine"))
         path, (net, cfg) = models[training]
-        cfg = {**cfg, "registration.rounds": rounds or cfg["registration.rounds"]}
+        if name == "net" and not any(word.startswith("registration.rounds=") for word in args.overrides):
+            cfg = {**cfg, "registration.rounds": NET_ROUNDS}
         options = {"affine": args.affine or name == "universal", "refine": getattr(args, steps) if steps else 0}
         settings = {**options, "weights": sha256(path), "config": cfg, "threads": args.threads}
         return lambda pairs: ours(pairs, (net, cfg), **options), settings
