@@ -49,7 +49,7 @@ def demons_force(warped, target, mask):
     return (missing * slopes).sum(2) / size.unsqueeze(1)                                        # (B, 3, 128^3)
 
 
-def target(condition, keep, groups):
+def target_of(condition, keep, groups):
     """What a condition, (B, C + 1, *spatial) float32, is compared as: values, as `compared`; mask; `shown_share`.
 
     keep: (B,) bool or None; where it is False, the mask is zero, and so are the forces. groups: of `LearnedDescent`.
@@ -77,11 +77,12 @@ class LearnedDescent(nn.Module):
     Shapes are those of 128^3 with stride 1; with stride 2 forces are averaged over 2^3 voxels.
     """
 
-    def __init__(self, dims, channels, width, groups, stride):
+    def __init__(self, dims, channels, width, groups, count, stride):
         """channels: of the decoder's last features. groups: slices of the image's channels, which have a force each:
-        the intensities, and the structures if there are any. stride: voxels per side of the grid of the steps."""
+        the intensities, and the structures if there are any. count: of the steps. stride: voxels between the places of
+        their grid."""
         super().__init__()
-        self.groups, self.stride = groups, stride
+        self.groups, self.count, self.stride = groups, count, stride
         self.pool = F.avg_pool3d if dims == 3 else F.avg_pool2d
         self.enter = conv(dims, channels, width)
         self.forces = conv(dims, dims * len(groups), width, bias=False)
@@ -96,7 +97,7 @@ class LearnedDescent(nn.Module):
     def force(self, image, field, target):
         """The forces of all groups, (B, N x groups, *grid).
 
-        image: (B, C, *spatial), warped by field, (B, N, *spatial) in voxels. target: from `target`.
+        image: (B, C, *spatial), warped by field, (B, N, *spatial) in voxels. target: from `target_of`.
         """
         values, mask, shown = target
         warped = compared(warp(image, field, padding="border"), mask, shown, self.groups)       # (B, 1, 128^3)

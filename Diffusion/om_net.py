@@ -28,8 +28,7 @@ from Diffusion.blocks import (
     start_at_zero,
     unit_embedding,
 )
-from Diffusion.descent import FINE_WIDTH, WIDTH, LearnedDescent
-from Diffusion.descent import target as descent_target
+from Diffusion.descent import FINE_WIDTH, WIDTH, LearnedDescent, target_of
 from Diffusion.diffuser import image_count, label_count
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
 from Diffusion.losses import structure_shares
@@ -417,13 +416,14 @@ class OM_net(nn.Module):
         self.embedding = nn.Linear(attention_width, embedding_width)
         self.match = AffineMatch(channels[-1], attention_width, typical_norm) if affine_match and conditioned else None
         self.make_decoder(channels, time_width, local_match and conditioned)
-        groups = [slice(0, image_channels), slice(image_channels, image_channels + structures)][:2 if structures else 1]
-        self.descents, self.fine_descents = (descents, fine_descents) if conditioned else (0, 0)
         self.descent = self.fine_descent = None
-        if self.descents:
-            self.descent = LearnedDescent(dims, channels[field_stride - 1], WIDTH, groups, field_stride)
-        if self.fine_descents:
-            self.fine_descent = LearnedDescent(dims, channels[field_stride - 1], FINE_WIDTH, groups, 1)
+        groups = [slice(0, image_channels)]
+        if structures:
+            groups.append(slice(image_channels, image_channels + structures))
+        if conditioned and descents:
+            self.descent = LearnedDescent(dims, channels[field_stride - 1], WIDTH, groups, descents, field_stride)
+        if conditioned and fine_descents:
+            self.fine_descent = LearnedDescent(dims, channels[field_stride - 1], FINE_WIDTH, groups, fine_descents, 1)
 
     def make_decoder(self, channels, time_width, correlate):
         """The decoder's levels, coarse to fine, and its heads. Heads start at zero: a new network moves nothing."""
@@ -524,10 +524,10 @@ class OM_net(nn.Module):
         if descent is None or condition is None:
             return None
         with torch.no_grad(), torch.autocast(condition.device.type, enabled=False):
-            return descent_target(pad_to_multiple(condition, self.multiple).float(), keep, descent.groups)
+            return target_of(pad_to_multiple(condition, self.multiple).float(), keep, descent.groups)
 
-    def descend(self, descent, count, field, affine, x, image, target):
-        """The field of a pass after `count` learned steps, see Diffusion/descent.py, on the grid of these.
+    def descend(self, descent, field, affine, x, image, target):
+        """The field of a pass after the learned steps of `descent`, see Diffusion/descent.py, on the grid of these.
 
         field: (B, N, *grid), where the grid has 1 / stride of the voxels per side and the unit is those of the full
         grid. affine: (B, N, *spatial), which is added to it there, or None. x: the decoder's last features.
@@ -536,7 +536,7 @@ class OM_net(nn.Module):
         grid = [n // descent.stride for n in size]
         context = descent.context(x, grid)                                                  # (B, 16, 128^3)
         field = resize_field(field, grid, align="cells")                                    # (B, 3, 128^3)
-        for _ in range(count):
+        for _ in range(descent.count):
             with torch.no_grad(), torch.autocast(image.device.type, enabled=False):
                 so_far = resize_field(field, size, align="cells")                           # (B, 3, 128^3)
                 so_far = so_far if affine is None else so_far + affine                      # (B, 3, 128^3)
@@ -576,9 +576,8 @@ class OM_net(nn.Module):
         field_norm = self.fine(x).float() + field_norm                                      # (B, 3, 128^3)
         field = self.field_scale(field_norm, t, image_size)                                 # (B, 3, 128^3)
         if target is not None:
-            for descent, count in ((self.descent, self.descents), (self.fine_descent, self.fine_descents)):
-                if count:
-                    field = self.descend(descent, count, field, affine, x, image, target)   # (B, 3, 128^3)
+            for descent in filter(None, (self.descent, self.fine_descent)):
+                field = self.descend(descent, field, affine, x, image, target)              # (B, 3, 128^3)
         # With stride 2 the field may be sampled at 64^3 until here; its unit is voxels of the full grid in any case.
         field = resize_field(field, padded_size, align="cells")                             # (B, 3, 128^3)
         field = field if affine is None else field + affine                                 # (B, 3, 128^3)

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from Diffusion.blocks import SLOPE
-from Diffusion.descent import LearnedDescent, demons_force, locally_normalised, shown_share, target
+from Diffusion.descent import LearnedDescent, demons_force, locally_normalised, shown_share, target_of
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import identity, interpolate, warp
 from Diffusion.networks import build_network
@@ -84,12 +84,12 @@ def test_there_is_no_force_where_nothing_is_shown_nor_between_equal_volumes():
     mask[:, :, 6:8] = 1
     force = demons_force(moving, fixed, mask)
     assert force[:, :, 6:8].any() and not force[:, :, :6].any() and not force[:, :, 8:].any()
-    descent = LearnedDescent(3, 8, 16, [slice(0, 1)], 1)
+    descent = LearnedDescent(3, 8, 16, [slice(0, 1)], count=1, stride=1)
     still = torch.zeros(1, 3, 16, 16, 16)
     for shown in (torch.ones_like(mask), mask):  # of a slice, too: both are normalised by what it shows
         condition = torch.cat([moving * shown, shown], dim=1)
-        assert descent.force(moving, still, target(condition, None, descent.groups)).abs().max() < 1e-4
-    dropped = target(torch.cat([fixed, torch.ones_like(mask)], dim=1), torch.tensor([False]), descent.groups)
+        assert descent.force(moving, still, target_of(condition, None, descent.groups)).abs().max() < 1e-4
+    dropped = target_of(torch.cat([fixed, torch.ones_like(mask)], dim=1), torch.tensor([False]), descent.groups)
     assert not descent.force(moving, still, dropped).any()
 
 
@@ -111,8 +111,8 @@ def test_structures_have_a_force_of_their_own():
     flat, mask = torch.full((1, 1, 16, 16, 16), 0.5), torch.ones(1, 1, 16, 16, 16)
     moving, fixed = (torch.cat([flat, blob((16, 16, 16), (z, 8, 8), 3.0)], 1) for z in (7.0, 8.0))
     groups = [slice(0, 1), slice(1, 2)]
-    compared, still = target(torch.cat([fixed, mask], dim=1), None, groups), torch.zeros(1, 3, 16, 16, 16)
-    force, halved = (LearnedDescent(3, 8, 16, groups, stride).force(moving, still, compared) for stride in (1, 2))
+    target, still = target_of(torch.cat([fixed, mask], dim=1), None, groups), torch.zeros(1, 3, 16, 16, 16)
+    force, halved = (LearnedDescent(3, 8, 16, groups, 1, stride).force(moving, still, target) for stride in (1, 2))
     assert force.shape == (1, 6, 16, 16, 16) and not force[:, :3].any() and force[:, 3:].any()
     assert halved.shape == (1, 6, 8, 8, 8) and torch.allclose(halved.mean(), force.mean(), atol=1e-6)
 
