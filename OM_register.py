@@ -95,8 +95,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--list", metavar="KEY", help="which list of that file, such as registration_val")
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of looking for one")
     parser.add_argument("--model", metavar="FILE", help="checkpoint, .safetensors file or run folder; "
-                        "universal, the network for any volumes that comes along; or none (universal, with --affine "
-                        "and --refine)")
+                        "universal, the network for any volumes that comes along; or none (universal, with --dims "
+                        "or --config none, with --affine and --refine either way)")
     parser.add_argument("--affine", nargs="?", const="affine", choices=AFFINES, help="align by this first")
     parser.add_argument("--refine", type=int, nargs="?", const=STEPS, metavar="N",
                         help=f"optimise the field for each pair, in N steps ({STEPS} where no number is given)")
@@ -145,9 +145,10 @@ def check_arguments(args):
     if args.initial and (args.pairs or args.start != "auto"):
         raise InputError("--initial says where one pair begins: leave out --pairs and --start.")
     if not args.model:
-        if not UNIVERSAL.is_file():
+        args.model = "none" if args.config or args.dims else "universal"
+        if args.model == "universal" and not UNIVERSAL.is_file():
             raise InputError("--model is missing: give a checkpoint, a run's folder, universal, or none.")
-        args.model, args.affine = "universal", args.affine or "affine"
+        args.affine = args.affine or "affine"
         args.refine = STEPS if args.refine is None else args.refine
     args.refine = args.refine or 0
     if args.model == "none" and not (args.refine or args.affine):

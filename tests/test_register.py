@@ -355,7 +355,6 @@ def test_labels_of_a_learn2reg_list(place):
 
 
 def test_without_a_model_by_refinement(place):
-    pytest.importorskip("Inference.refine")
     words = [*pair_words(place), "--model", "none", "--refine", 6, "--out", place / "refined", "--set",
              "refine.levels=2", "--device", "cpu", "--no-picture"]
     assert OM_register.main([str(word) for word in words]) == 0
@@ -364,7 +363,6 @@ def test_without_a_model_by_refinement(place):
 
 
 def test_slices(tmp_path):
-    pytest.importorskip("Inference.refine")
     for seed, name in enumerate(("f", "m")):
         subject = make_subject(seed, (40, 36), dims=2)
         write_volume(tmp_path / f"{name}.nii.gz", subject["image"], make_affine(signs=(-1, 1, 1)))
@@ -372,12 +370,14 @@ def test_slices(tmp_path):
     (tmp_path / "points.csv").write_text("1,2,3\n")
     words = ["--fixed", tmp_path / "f.nii.gz", "--moving", tmp_path / "m.nii.gz", "--fixed-label",
              tmp_path / "f_label.nii.gz", "--moving-label", tmp_path / "m_label.nii.gz", "--points",
-             tmp_path / "points.csv", "--model", "none", "--refine", 4, "--dims", 2, "--out", tmp_path / "out",
+             tmp_path / "points.csv", "--refine", 4, "--dims", 2, "--out", tmp_path / "out",
              "--set", "refine.levels=1", "--inverse", "--device", "cpu"]
     assert OM_register.main([str(word) for word in words]) == 0
     assert read_field(tmp_path / "out/field.nii.gz", 2)[0].shape == (2, 40, 36)
     assert read_points(tmp_path / "out/points.csv")[0, 2] == pytest.approx(3)
     assert nibabel.load(tmp_path / "out/warped.nii.gz").shape == (40, 36, 1)
+    seconds = json.loads((tmp_path / "out/results.json").read_text())["pairs"][0]["seconds_of"]
+    assert seconds["network"] == 0 < seconds["affine"], "the network that comes along is not for slices"
 
 
 def test_volumes_apart_are_said_on_the_terminal_and_on_the_page(place, tmp_path, capsys):

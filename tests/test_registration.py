@@ -361,7 +361,6 @@ def test_a_field_on_one_grid_is_the_same_deformation_on_another():
 
 
 def test_refinement_alone_and_from_a_network():
-    pytest.importorskip("Inference.refine")
     shape = (26, 22, 24)
     fixed, moving = ((make_subject(seed, shape)["image"], make_affine(spacing=(1, 1.1, 1.2))) for seed in (0, 1))
     alone = register(fixed, moving, refine=12)
@@ -371,7 +370,6 @@ def test_refinement_alone_and_from_a_network():
 
 
 def test_affine_alignment_begins_where_the_start_says():
-    pytest.importorskip("Inference.affine")
     image = make_subject(0, (26, 30, 28))["image"]
     turned = make_affine(degrees=(0, 0, 8), origin=(40, -7, 3))
     for start in ("header", "centre"):
