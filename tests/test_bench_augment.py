@@ -1,4 +1,4 @@
-"""The counting of tests/bench/bench_augment.py: whose volumes have labels, how labels vote, what a gain is worth."""
+"""The counting of tests/bench/bench_augment.py: whose volumes have labels, what a gain is worth."""
 import json
 
 import numpy as np
@@ -18,15 +18,6 @@ def test_more_labelled_volumes_contain_the_fewer_and_orders_do_not_depend_on_tha
     assert len({order[0] for order in orders}) == 8, "with one labelled volume no subset is there twice"
     with pytest.raises(InputError, match="only 12 volumes"):
         bench.orders_of(VOLUMES, 13)
-
-
-def test_votes():
-    one, two = np.zeros((2, 9, 9, 9), np.int64)
-    one[2:5, 2:7, 2:7], two[4:7, 2:7, 2:7] = 1, 2
-    assert bench.vote([one]) is one
-    assert bench.vote([one, one, two])[3:7, 4, 4].tolist() == [1, 1, 0, 0]  # two against one
-    both = bench.vote([one, two])
-    assert set(np.unique(both)) == {0, 1, 2} and both[3, 4, 4] == 1 and both[5, 4, 4] == 2
 
 
 def test_a_gain_is_that_of_a_paired_test():

@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy import ndimage, stats
+from scipy import stats
 from torch import nn
 from tqdm import tqdm
 
@@ -55,7 +55,7 @@ from Diffusion.batch_augment import random_affine  # noqa: E402
 from Diffusion.fields import affine_field, warp  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
 from Inference.augmentation import STRIDE, augment, pick_target, subject_number  # noqa: E402
-from Inference.labels import apply_label  # noqa: E402
+from Inference.labels import apply_label, vote  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Inference.registration import register  # noqa: E402
 from OM_augment import read_start  # noqa: E402
@@ -348,22 +348,12 @@ def brought_labels(method, volume, tests, model, args, cfg):
     return found["labels"]
 
 
-def vote(maps):
-    """The label with most votes in each voxel, votes smoothed a little, which decides where they are equal.
-
-    maps: list of (*size) integers. Returns: (*size).
-    """
-    shares = [sum(ndimage.gaussian_filter((one == value).astype(np.float32), 0.5) for one in maps)
-              for value in (0, *LABELS)]
-    return np.argmax(shares, axis=0) if len(maps) > 1 else maps[0]
-
-
 def score_registration(method, labelled, tests, held_out, model, args, cfg):
     """Dice of what labelled volumes bring, averaged over labels and held-out volumes."""
     model = model if method == "network" else None
     brought = [brought_labels(method, volume, tests, model, args, cfg) for volume in labelled]
-    return average([average(dice(torch.from_numpy(vote([maps[number] for maps in brought]).astype(np.int64)), label[0],
-                                 LABELS)) for number, (_, label) in enumerate(held_out)])
+    voted = (vote([maps[number] for maps in brought])[0] for number in range(len(held_out)))
+    return average([average(dice(label, true[0].numpy(), LABELS)) for label, (_, true) in zip(voted, held_out)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
