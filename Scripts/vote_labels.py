@@ -1,9 +1,9 @@
 """Segment a volume by a few labelled ones: what their labels, brought to it one by one, say in each voxel.
 
-    python OM_register.py --pairs atlases.json --out Results/atlases
+    python OM_register.py --pairs pairs.json --out Results/atlases
     python Scripts/vote_labels.py --labels Results/atlases/*/warped_label.nii.gz --out Results/label.nii.gz
 
-atlases.json pairs each labelled volume, as "moving" with its "moving_label", with the new one, as "fixed". All label
+pairs.json pairs each labelled volume, as "moving" with its "moving_label", with the new one, as "fixed". All label
 maps are on the grid of the new volume. In each voxel the label that most of them have wins; where as many say one thing
 as another, the surroundings decide. --agreement writes the share of the maps that have the winner: low where a person
 should look. --truth scores the result, and each map by itself. Exit codes: 0 done, 43 bad input.

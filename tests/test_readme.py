@@ -243,6 +243,7 @@ def promised(words):
     return {
         "OM_prepare.py": ["Cache/brains/manifest.json", "Logs/brains_prepared.html"],
         "OM_evaluate.py": [f"{out}/scores.{suffix}" for suffix in ("csv", "json", "html")],
+        "vote_labels.py": [out, words[words.index("--agreement") + 1] if "--agreement" in words else out],
         "export_model.py": ["Models/brains_om_net/*.safetensors", "Models/brains_om_net/MODEL_CARD.md"],
     }.get(program, [])
 
