@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from Dataloader.grids import same_grid
+from Dataloader.grids import require_same_grid
 from Dataloader.nifti import move_points, read_field, read_label, read_points
 from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spread
 from Inference.labels import LABELS, apply_label
@@ -33,6 +33,7 @@ from Runtime.page import cards_html, table_html, text_table, write_page
 
 COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_mm": ".2f", "tre_before_mm": ".2f",
            "tre_mm": ".2f", "folding_percent": ".4f", "sdlogj": ".4f"}
+ADVICE = "give the one of this pair"  # where a file is on another grid than the fixed label
 
 
 def parse_arguments(argv=None):
@@ -76,13 +77,6 @@ def score_whole(pair, dims, carried):
     return score_pair(pair, dims, carried)
 
 
-def require_same_grid(path, fixed_path, shape, affine, fixed_shape, fixed_affine):
-    """Raise InputError naming both files where their grids differ by more than rounding."""
-    if not same_grid(fixed_shape, fixed_affine, shape, affine):
-        raise InputError(f"{path}: it is on another grid than {fixed_path} (shapes {tuple(shape)} and "
-                         f"{tuple(fixed_shape)}); give the one of this pair.")
-
-
 def score_labels(pair, field, grid, dims, carried, scores):
     """Dice and HD95 of each label of the fixed image, before and after, into `scores`.
 
@@ -90,7 +84,7 @@ def score_labels(pair, field, grid, dims, carried, scores):
     """
     fixed, fixed_affine = read_label(pair["fixed_label"], dims)
     if grid:
-        require_same_grid(pair["field"], pair["fixed_label"], *grid, fixed.shape, fixed_affine)
+        require_same_grid(f"{pair['field']}: it", *grid, pair["fixed_label"], fixed.shape, fixed_affine, ADVICE)
     label_maps = {}
     if "moving_label" in pair:
         moving, affine = read_label(pair["moving_label"], dims)
@@ -100,7 +94,8 @@ def score_labels(pair, field, grid, dims, carried, scores):
             label_maps[""] = apply_label(moving, affine, field, fixed_affine, carried)
     if "warped_label" in pair:
         warped, affine = read_label(pair["warped_label"], dims)
-        require_same_grid(pair["warped_label"], pair["fixed_label"], warped.shape, affine, fixed.shape, fixed_affine)
+        require_same_grid(f"{pair['warped_label']}: it", warped.shape, affine, pair["fixed_label"], fixed.shape,
+                          fixed_affine, ADVICE)
         label_maps[""] = warped
     labels = sorted(set(np.unique(fixed).tolist()) - {0})
     if not labels:

@@ -29,7 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from Dataloader.datalist import MOST_CHANNELS, volume_id
-from Dataloader.grids import same_grid
+from Dataloader.grids import require_same_grid
 from Dataloader.nifti import read_header, read_label, read_points, read_raw_header, read_volume
 from Dataloader.transforms import read_any_field
 from Diffusion.metrics import average, dice
@@ -302,9 +302,8 @@ def read_own_label(pair, side, dims):
     shape, image_affine = read_header(image, dims)
     if overlap_percent(shape, image_affine, label.shape, affine, np.eye(4)) == 0:
         raise InputError(f"{path}: the label lies outside its image {image}; give the one that belongs to it.")
-    if not same_grid(shape, image_affine, label.shape, affine):
-        raise InputError(f"{path}: the label is on another grid than its image {image} (shapes {label.shape} and "
-                         f"{shape}); resample it to the image.")
+    require_same_grid(f"{path}: the label", label.shape, affine, f"its image {image}", shape, image_affine,
+                      "resample it to the image")
     return label
 
 
@@ -378,9 +377,8 @@ def fixed_header(args, field, affine, dims):
     if not args.fixed:
         return nibabel.Nifti1Header()
     shape, fixed_affine = read_header(args.fixed, dims)
-    if not same_grid(shape, fixed_affine, field.shape[1:], affine):
-        raise InputError(f"{args.apply}: the field is on another grid than {args.fixed} (shapes {field.shape[1:]} "
-                         f"and {shape}); give the field of this volume, or leave out --fixed.")
+    require_same_grid(f"{args.apply}: the field", field.shape[1:], affine, args.fixed, shape, fixed_affine,
+                      "give the field of this volume, or leave out --fixed")
     return read_raw_header(args.fixed)
 
 

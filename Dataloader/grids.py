@@ -6,6 +6,8 @@ import numpy as np
 from nibabel import orientations
 from scipy import ndimage
 
+from Runtime.errors import InputError
+
 SMOOTH_ABOVE = 1.5  # an axis that shrinks by more is smoothed first
 SMOOTH_SIGMA = 0.4  # of that Gaussian, in voxels of the target grid
 SAME_GRID = 0.1  # largest distance, in voxels, between the corners of two grids that count as the same
@@ -60,6 +62,16 @@ def same_grid(shape, affine, other_shape, other_affine):
     rounding, depending on the program that wrote the file.
     """
     return tuple(shape) == tuple(other_shape) and corners_apart(shape, affine, other_affine) <= SAME_GRID
+
+
+def require_same_grid(what, shape, affine, other, other_shape, other_affine, advice):
+    """Raise InputError where two grids are not the same one, see `same_grid`.
+
+    what: file and what it is, such as "F.nii.gz: the mask". other: of what volume. advice: what to do.
+    """
+    if not same_grid(shape, affine, other_shape, other_affine):
+        raise InputError(f"{what} is on another grid than {other} (shapes {tuple(shape)} and {tuple(other_shape)}); "
+                         f"{advice}.")
 
 
 def foreground_box(inside):

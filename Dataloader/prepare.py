@@ -9,6 +9,7 @@ from Dataloader.grids import (
     foreground_box,
     from_grid,
     intensity_range,
+    require_same_grid,
     rescale,
     same_grid,
     to_canonical,
@@ -64,9 +65,8 @@ def read_image(item, dims, count):
     arrays = [array]
     for path in item["channels"]:
         channel, own_affine = read_volume(path, dims)
-        if not same_grid(array.shape, affine, channel.shape, own_affine):
-            raise InputError(f"{path}: the channel is on another grid than {item['image']} (shapes {channel.shape} and "
-                             f"{array.shape}); resample it.")
+        require_same_grid(f"{path}: the channel", channel.shape, own_affine, item["image"], array.shape, affine,
+                          "resample it")
         arrays.append(channel)
     return arrays, affine
 

@@ -106,7 +106,8 @@ def lost_voxels(label, shares):
 def vote(maps, sigma=VOTE_SIGMA):
     """The label that most maps of one volume have in each voxel, such as several labelled volumes brought to it.
 
-    Votes are smoothed a little, so that where as many maps say one thing as another the surroundings decide.
+    Votes are smoothed a little, so that where as many maps say one thing as another the surroundings decide, and single
+    voxels give way to what most maps say around them.
     maps: list of (*size) integers. sigma: of the Gaussian, in voxels.
     Returns: label (*size) of the maps' dtype; agreement (*size) float32, the share of the maps that have this label.
     """

@@ -25,8 +25,8 @@ from Dataloader.grids import (
     SMOOTH_ABOVE,
     SMOOTH_SIGMA,
     foreground_box,
+    require_same_grid,
     rescale,
-    same_grid,
     to_canonical,
     to_grid,
 )
@@ -230,9 +230,8 @@ def read_mask(source, name, volume):
         word = str(source)
     else:
         mask, mask_affine, word = np.asarray(source), affine, f"the mask of {name}"
-    if not same_grid(array.shape, affine, mask.shape, mask_affine):
-        raise InputError(f"{word}: the mask is on another grid than its volume {name} (shapes {mask.shape} and "
-                         f"{array.shape}); resample it to the volume.")
+    require_same_grid(f"{word}: the mask", mask.shape, mask_affine, f"its volume {name}", array.shape, affine,
+                      "resample it to the volume")
     if not (mask > 0).any():
         raise InputError(f"{word}: the mask is nowhere above 0, so nothing of {name} would count; mark what shall.")
     return (mask > 0).astype(np.float32)
@@ -258,9 +257,8 @@ def _read_channels(fixed_channels, moving_channels, names, fixed, moving, seen):
             word = str(source) if isinstance(source, str | Path) else f"channel {number} of {name}"
             source = source if isinstance(source, str | Path) else (source, affine)
             channel, own_affine = _volume(source, word, array.ndim)
-            if not same_grid(array.shape, affine, channel.shape, own_affine):
-                raise InputError(f"{word}: the channel is on another grid than its volume {name} (shapes "
-                                 f"{channel.shape} and {array.shape}); resample it to the volume.")
+            require_same_grid(f"{word}: the channel", channel.shape, own_affine, f"its volume {name}", array.shape,
+                              affine, "resample it to the volume")
             read[side].append(channel)
     return read
 

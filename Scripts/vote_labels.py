@@ -4,9 +4,10 @@
     python Scripts/vote_labels.py --labels Results/atlases/*/warped_label.nii.gz --out Results/label.nii.gz
 
 pairs.json pairs each labelled volume, as "moving" with its "moving_label", with the new one, as "fixed". All label
-maps are on the grid of the new volume. In each voxel the label that most of them have wins; where as many say one thing
-as another, the surroundings decide. --agreement writes the share of the maps that have the winner: low where a person
-should look. --truth scores the result, and each map by itself. Exit codes: 0 done, 43 bad input.
+maps are on the grid of the new volume. In each voxel the label that most of them have wins; votes are smoothed by half
+a voxel, so that the surroundings decide where as many say one thing as another, and single voxels give way.
+--agreement writes the share of the maps that have the winner: low where a person should look. --truth scores the
+result, and each map by itself. Exit codes: 0 done, 43 bad input.
 """
 import argparse
 import sys
@@ -19,7 +20,7 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 # isort: split
 import numpy as np  # noqa: E402
 
-from Dataloader.grids import same_grid  # noqa: E402
+from Dataloader.grids import require_same_grid  # noqa: E402
 from Dataloader.nifti import read_label, read_raw_header, write_volume  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
 from Inference.labels import vote  # noqa: E402
@@ -45,15 +46,14 @@ def read_on_one_grid(paths, dims):
     maps = [first]
     for path in paths[1:]:
         label, other = read_label(path, dims)
-        if not same_grid(label.shape, other, first.shape, affine):
-            raise InputError(f"{path}: the label map is on another grid than {paths[0]} (shapes {label.shape} and "
-                             f"{first.shape}); bring all of them to the same fixed volume.")
+        require_same_grid(f"{path}: the label map", label.shape, other, paths[0], first.shape, affine,
+                          "bring all of them to the same fixed volume")
         maps.append(label)
     return maps, affine
 
 
 def scores(named, truth):
-    """Dice of each label of the truth, and their mean, for each (name, map): header and rows of a table."""
+    """Dice of each label of the truth, and their mean, for each (name, map): titles and rows of a table."""
     values = [int(value) for value in np.unique(truth) if value]
     rows = []
     for name, label in named:
@@ -78,8 +78,8 @@ def main(argv=None):
         print(f"error: {error}", file=sys.stderr)
         return STOP
     if truth is not None:
-        header, rows = scores([("the vote", winner), *zip(args.labels, maps)], truth)
-        print(text_table(header, rows, [None, *[".3f"] * (len(header) - 1)]))
+        titles, rows = scores([("the vote", winner), *zip(args.labels, maps)], truth)
+        print(text_table(titles, rows, [None, *[".3f"] * (len(titles) - 1)]))
     share = f", and {100 * agreement[winner != 0].mean():.0f} % of the maps agree there" if winner.any() else ""
     print(f"{args.out}: {np.count_nonzero(winner)} voxels have a label by the vote of {len(maps)} maps{share}")
     return DONE
