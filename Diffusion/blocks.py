@@ -8,7 +8,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from Diffusion.device_ops import NormModulateActivate, accelerated
+from Diffusion import device_ops
+from Diffusion.device_ops import accelerated, kernels_for, product_over_channels
 from Diffusion.fields import compose, interpolate, side_lengths, warp
 
 SLOPE = 0.2  # of the activation, LeakyReLU, for negative values
@@ -69,6 +70,34 @@ def convolve_in_slabs(x, weight, bias, stride, padding, dilation):
     return torch.cat([x[:1], x[1:, :, :out_planes - half]], dim=2)                      # (1, K, out_planes, ...)
 
 
+def on_device_in_bfloat16(x):
+    """Whether a convolution of x is computed by an accelerator in bfloat16."""
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    return accelerated(x) and dtype == torch.bfloat16
+
+
+def convolve_in_eights(convolve, x, weight, bias):
+    """A convolution in bfloat16 of x with channels of zeros added up to a multiple of 8, with which cuDNN is faster.
+
+    On an H200 at 128^3 by a tenth from 2 channels and by 40 % from 3; channels added to the result gain nothing.
+    x: (B, C, *spatial). Returns: (B, K, *spatial), what convolve(x, weight, bias) returns up to rounding.
+    """
+    few = -weight.shape[1] % 8
+    if few:
+        spatial = [0, 0] * (x.dim() - 2)
+        x = F.pad(x.to(torch.bfloat16), [*spatial, 0, few])                             # (B, C + few, *spatial)
+        weight = F.pad(weight, [*spatial, 0, few])                                      # (K, C + few, 3, 3, 3)
+    return convolve(x, weight, bias)
+
+
+def convolve_on_device(layer, convolve, x, weight, bias):
+    """What `layer` returns for x by its `convolve`, for what an accelerator computes in bfloat16."""
+    if set(layer.kernel_size + layer.stride) == {1}:
+        return product_over_channels(x, weight, bias).movedim(-1, 1)                    # (B, K, *spatial)
+    return convolve_in_eights(convolve, x, weight, bias)
+
+
 class Conv3d(nn.Conv3d):
     """nn.Conv3d that on a CPU stays with oneDNN in float32, and is right in bfloat16.
 
@@ -79,6 +108,8 @@ class Conv3d(nn.Conv3d):
     def _conv_forward(self, x, weight, bias):
         if must_be_float32(x, self):
             return in_float32(self._conv_forward, x, weight, bias)
+        if on_device_in_bfloat16(x):
+            return convolve_on_device(self, super()._conv_forward, x, weight, bias)
         if dtype_on_cpu(x) == torch.float32:
             if set(self.kernel_size + self.stride) == {1}:
                 return pointwise_convolution(x, weight, bias)
@@ -93,6 +124,8 @@ class Conv2d(nn.Conv2d):
     def _conv_forward(self, x, weight, bias):
         if must_be_float32(x, self):
             return in_float32(super()._conv_forward, x, weight, bias)
+        if on_device_in_bfloat16(x):
+            return convolve_on_device(self, super()._conv_forward, x, weight, bias)
         return super()._conv_forward(x, weight, bias)
 
 
@@ -197,8 +230,10 @@ class ConvBlock(nn.Module):
             return F.leaky_relu_(self.norm(x), SLOPE)                                       # (B, 16, 128^3)
         if accelerated(x):
             scale, shift = self.by_time(time).chunk(2, dim=1)                               # (B, 16) each
-            return NormModulateActivate.apply(x, self.norm.num_groups, self.norm.eps, self.norm.weight, self.norm.bias,
-                                              scale, shift, SLOPE)
+            kernels = kernels_for(x)
+            way = kernels if kernels and kernels.fits(x, self.norm.num_groups) else device_ops
+            return way.NormModulateActivate.apply(x, self.norm.num_groups, self.norm.eps, self.norm.weight,
+                                                  self.norm.bias, scale, shift, SLOPE)
         x = self.norm(x)                                                                    # (B, 16, 128^3)
         shape = (len(x), -1, *[1] * (x.dim() - 2))
         scale, shift = self.by_time(time).to(x.dtype).view(shape).chunk(2, dim=1)           # (B, 16, 1^3) each

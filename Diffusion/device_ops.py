@@ -4,13 +4,18 @@ The plain way stands where each is used, is what a CPU does, and is the tests' r
 accelerator. It has a hundred processors, which a norm of two groups leaves idle; and its autocast computes norms and
 upsampling in float32, so that every block would write and keep its activations twice as large.
 """
+import functools
+import importlib
+import subprocess
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-# None: as the device of a tensor is. True: where a CPU counts what a device would do (Diffusion/fake_device.py). False:
-# to measure what it gains.
-SETTINGS = {"as on a device": None}
+# "as on a device": None: as the device of a tensor is. True: where a CPU counts what a device would do
+# (Diffusion/fake_device.py). False: to measure what it gains. "kernels": whether Triton's are used where they work.
+SETTINGS = {"as on a device": None, "kernels": True}
 
 
 def accelerated(x):
@@ -19,12 +24,58 @@ def accelerated(x):
     return (x.device.type != "cpu" if wanted is None else wanted) and not torch.compiler.is_compiling()
 
 
+def kernels_for(x):
+    """Diffusion/kernels.py where an operation on x can take its kernels, else None."""
+    if not (accelerated(x) and SETTINGS["kernels"]) or x.device.type not in ("cuda", "xpu") or x.dtype == torch.float64:
+        return None
+    return working_kernels(x.device.type)
+
+
+@functools.cache
+def working_kernels(device_type):
+    """Diffusion/kernels.py if it works on such a device, else None, after a sentence that says why.
+
+    Triton comes with torch for CUDA, ROCm and XPU; it needs a C compiler where it runs.
+    """
+    try:
+        kernels = importlib.import_module("Diffusion.kernels")
+        kernels.try_out(device_type)
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # training goes on, more slowly
+        print(f"kernels: torch's own operations are used instead of Triton's, which do not work here "
+              f"({type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0][:200]})",
+              file=sys.stderr)
+        return None
+    return kernels
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products over channels
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def product_over_channels(x, weight, bias=None):
+    """A 1x1x1 convolution with a weight gradient that all processors of a device take part in.
+
+    That gradient is a sum over all voxels. A convolution or one long product takes it on a few processors (27 ms at
+    2 x 128^3 x 16 in float32 on an H200); here each plane has a product of its own, and their results are added.
+
+    x: (B, C, *spatial), which may have more channels than weight: zeros, that make C a multiple of 8. weight:
+    (K, C, ...). bias: (K,) or None. Returns: (B, *spatial, K), channels last.
+    """
+    x = x.movedim(1, -1)                                                                # (B, *spatial, C)
+    planes = x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])                        # (B D, H W, C)
+    weight = F.pad(weight.flatten(1), [0, x.shape[-1] - weight.shape[1]])               # (K, C)
+    weight = weight.T.expand(len(planes), -1, -1)                                       # (B D, C, K)
+    product = torch.bmm(planes, weight) if bias is None else torch.baddbmm(bias, planes, weight)    # (B D, H W, K)
+    return product.view(*x.shape[:-1], -1)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Linear interpolation
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def interpolation_matrix(old, new, align_corners, device):
+def interpolation_matrix(old, new, align_corners, device, dtype=torch.float32):
     """(new, old) matrix M such that M x is x, of `old` values, interpolated linearly at `new` places.
 
     Each row has the values at its place of the hat functions max(1 - |place - k|, 0) of k = 0 .. old - 1. The places
@@ -35,7 +86,10 @@ def interpolation_matrix(old, new, align_corners, device):
         places = places * ((old - 1) / max(new - 1, 1))
     else:
         places = ((places + 0.5) * (old / new) - 0.5).clamp(0, old - 1)
-    return (1 - (places[:, None] - torch.arange(old, device=device)).abs()).clamp(min=0)
+    return (1 - (places[:, None] - torch.arange(old, device=device)).abs()).clamp(min=0).to(dtype)
+
+
+kept_matrix = functools.lru_cache(maxsize=256)(interpolation_matrix)  # a step needs the same few a hundred times
 
 
 def interpolate_by_products(x, size, align_corners):
@@ -48,9 +102,12 @@ def interpolate_by_products(x, size, align_corners):
     """
     b, c = x.shape[:2]
     channels_last = x.movedim(1, -1).is_contiguous()
+    # Tensors without values and those of inference must not be met again in a training.
+    real = x.device.type in ("cuda", "xpu") and type(x) is torch.Tensor and not torch.is_inference_mode_enabled()
+    matrix_of = kept_matrix if real else interpolation_matrix
     x = x.movedim(1, -1) if channels_last else x.flatten(0, 1).unsqueeze(-1)    # (B, *spatial, C) or (B C, *spatial, 1)
     for axis, new in enumerate(size, 1):
-        matrix = interpolation_matrix(x.shape[axis], new, align_corners, x.device).to(x.dtype)
+        matrix = matrix_of(x.shape[axis], new, align_corners, x.device, x.dtype)
         after = x.shape[axis + 1:]
         if after.numel() == 1:
             product = x.reshape(-1, x.shape[axis]) @ matrix.T                   # (all before, new)

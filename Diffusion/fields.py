@@ -252,7 +252,12 @@ def affine_field(matrix, size):
     """
     dims = len(size)
     axes = [torch.arange(int(n), dtype=torch.float32, device=matrix.device) - (n - 1) / 2 for n in size]
-    centred = torch.stack(torch.meshgrid(*axes, indexing="ij"))[None].flatten(2)
     change = matrix[:, :, :dims].float() - torch.eye(dims, device=matrix.device)
+    if accelerated(matrix):
+        # Axis by axis: the gradient of one product over all voxels would be a sum on a few processors (17 ms at 128^3).
+        parts = [change[:, :, i].view(-1, dims, *[1] * dims) * axis.view([-1 if k == i else 1 for k in range(dims)])
+                 for i, axis in enumerate(axes)]
+        return sum(parts, matrix[:, :, dims].float().view(-1, dims, *[1] * dims))
+    centred = torch.stack(torch.meshgrid(*axes, indexing="ij"))[None].flatten(2)
     with torch.autocast(matrix.device.type, enabled=False):
         return (change @ centred).add_(matrix[:, :, dims:].float()).view(len(matrix), dims, *size)

@@ -22,6 +22,7 @@ from Diffusion.blocks import (
     UpsampleConv,
     conv,
     crop,
+    on_device_in_bfloat16,
     pad_to_multiple,
     recurse,
     sinusoids,
@@ -29,6 +30,7 @@ from Diffusion.blocks import (
     unit_embedding,
 )
 from Diffusion.descent import FINE_WIDTH, WIDTH, LearnedDescent, target_of
+from Diffusion.device_ops import accelerated, kernels_for, product_over_channels
 from Diffusion.diffuser import image_count, label_count
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
 from Diffusion.losses import structure_shares
@@ -89,6 +91,9 @@ class Join(nn.Module):
 
     def forward(self, parts, time):
         """parts: features of equal size. Shapes are those of the last level, with skip, condition and correlation."""
+        few = -self.mix.in_channels % 8 if on_device_in_bfloat16(parts[0]) else 0
+        if few:  # the tensor cores take channels by eights
+            parts = [*parts, parts[0].new_zeros(()).expand(len(parts[0]), few, *parts[0].shape[2:])]
         x = torch.cat(parts, dim=1)                                                         # (B, 3 * 16 + 27, 128^3)
         x = self.mix(x)                                                                     # (B, 32, 128^3)
         return self.block(x, time)                                                          # (B, 16, 128^3)
@@ -366,6 +371,8 @@ class CorrelationLayer(nn.Module):
 
     def features(self, x):
         """Unit vectors to compare, channels last."""
+        if accelerated(x):
+            return F.normalize(product_over_channels(x, self.project.weight), dim=-1, eps=1e-3)     # (B, 64^3, 16)
         return F.normalize(self.project(x), dim=1, eps=1e-3).movedim(1, -1)                 # (B, 64^3, 16)
 
     def forward(self, image, condition):
@@ -374,6 +381,9 @@ class CorrelationLayer(nn.Module):
         with torch.autocast(image.device.type, enabled=False):  # bf16 rounds away how neighbours' cosines differ
             image = self.features(image.float())                                            # (B, 64^3, 16)
             condition = self.features(condition.float())                                    # (B, 64^3, 16)
+            kernels = kernels_for(image)
+            if kernels:
+                return kernels.NeighbourContrast.apply(image, condition, self.sharpness, dtype)     # (B, 27, 64^3)
             condition = F.pad(condition, [0, 0] + [1, 1] * len(size))                       # (B, 66^3, 16)
             cosines = NeighbourProducts.apply(image, condition)                             # (B, 27, 64^3)
             cosines = cosines - cosines.mean(1, keepdim=True)                               # (B, 27, 64^3)

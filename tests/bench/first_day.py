@@ -40,6 +40,7 @@ from Diffusion.fake_device import DeviceAutocast  # noqa: E402
 from Diffusion.fields import integrate_velocity, resize_field, warp  # noqa: E402
 from Diffusion.gradients import new_gradients  # noqa: E402
 from Diffusion.losses import mslncc, recovery_terms, regularity  # noqa: E402
+from Diffusion.om_net import CorrelationLayer  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import computes_bf16, describe, pick_device, prepare_device, synchronize  # noqa: E402
 from Runtime.errors import InputError  # noqa: E402
@@ -66,9 +67,7 @@ def side_of(args):
 def configuration(args, folder, name="config_om", **changes):
     """A shipped config on synthetic volumes, mode 3 in every step."""
     side = side_of(args)
-    if not (Path(folder) / "data").exists():
-        write_dataset(Path(folder) / "data", range(8), side)
-    words = {"data.root": f"{folder}/data", "data.img_size": side, "data.cache": "", "data.train_ids": "0-7",
+    words = {"data.root": args.data, "data.img_size": side, "data.cache": "", "data.train_ids": "0-7",
              "data.val_ids": "", "data.val_fraction": 0, "data.expect_samples": 0, "data.in_memory": True,
              "registration.gate": 2, "data.repeats": 1000, "run.models": f"{folder}/Models",
              "run.logs": f"{folder}/Logs", "run.device": args.device}
@@ -203,7 +202,8 @@ def tests(args, folder):
     """The tests that need an accelerator."""
     if args.where.type == "cpu":
         return {"left_out": NO_DEVICE + "these tests need an accelerator."}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
+    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     failed = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]
     return {"exit_code": ended.returncode, "summary": ended.stdout.strip().splitlines()[-1], "failed": failed}
@@ -291,7 +291,7 @@ def syncs(args, folder):
 
     def note(message, category, filename, lineno, file=None, line=None):
         if "synchronizing" in str(message):
-            where = line_of_repository()
+            where = line_of_repository(__file__)
             lines[where] = lines.get(where, 0) + 1
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -330,14 +330,15 @@ def choices(args, folder):
     cases = {"as it is": {}, "channels_last off": {"run__channels_last": False},
              "checkpointing off": {"model__use_checkpoint": False}, "batch 4": {"data__batchsize": 4},
              "batch 8": {"data__batchsize": 8}, "local_match off": {"model__local_match": False},
-             "plain norm and upsampling": {}, "exact_sums off": {"run__exact_sums": False}, "cudnn.benchmark": {},
-             "compile": {}}
+             "kernels off": {}, "plain norm and upsampling": {}, "exact_sums off": {"run__exact_sums": False},
+             "cudnn.benchmark": {}, "compile": {}}
     if device.type == "cpu":  # compiling takes minutes there
         cases = {name: cases[name] for name in ("as it is", "channels_last off", "checkpointing off")}
     found = {}
     for name, changes in cases.items():
         forget_peak(device)
         torch.backends.cudnn.benchmark = name == "cudnn.benchmark"
+        device_ops.SETTINGS["kernels"] = name != "kernels off"
         device_ops.SETTINGS["as on a device"] = False if name == "plain norm and upsampling" else None
         try:
             cfg = configuration(args, folder, **changes)
@@ -368,6 +369,8 @@ def operations_of(args):
     velocity = draw_velocity([(0, 0, 0), (0, 0, 1)], "velocity", 3, [8, 16, 32, 64], 4e-5).to(device)
     region = middle(64, 3)
     weight, *zeros = torch.ones(16, device=device), *torch.zeros(3, 2, 16, device=device)
+    last = features.detach().to(memory_format=torch.channels_last_3d).requires_grad_()
+    by_kernels, correlate = device_ops.kernels_for(last) or device_ops, CorrelationLayer(3, 16).to(device)
     modulation = weight, zeros[0][0], *zeros[1:]  # weight and bias of the norm, scale and shift of each sample
 
     def both(function, *inputs):
@@ -381,7 +384,10 @@ def operations_of(args):
     return {
         "group_norm 16": both(lambda x: F.group_norm(x.float(), 2), features),
         "norm, modulation, activation at once": both(
-            lambda x: device_ops.NormModulateActivate.apply(x, 2, 1e-5, *modulation, 0.2), features),
+            lambda x: device_ops.NormModulateActivate.apply(x, 2, 1e-5, *modulation, 0.2), last),
+        "the same by kernels where they work": both(
+            lambda x: by_kernels.NormModulateActivate.apply(x, 2, 1e-5, *modulation, 0.2), last),
+        "correlation of neighbours": both(lambda x: correlate(x, x), last),
         "upsample trilinear 2x": both(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), coarse),
         "upsample 1/16 to full": both(lambda x: F.interpolate(x[..., ::8, ::8, ::8], size=size, mode="trilinear"),
                                       coarse),
@@ -488,7 +494,7 @@ def memory(args, folder):
         return {"left_out": NO_DEVICE + "it would take the host's memory; the kernel's killer is in the fault matrix."}
     cfg = configuration(args, folder)
     words = ["--config", str(ROOT / "Config/config_om.yaml")]
-    changes = {"data.root": cfg["data.root"], "data.img_size": side_of(args), "data.batchsize": 512, "data.cache": "",
+    changes = {"data.root": cfg["data.root"], "data.img_size": side_of(args), "data.batchsize": 32, "data.cache": "",
                "data.val_fraction": 0, "data.repeats": 1000, "run.models": f"{folder}/Models",
                "run.logs": f"{folder}/Logs", "run.device": args.device, "model.use_checkpoint": False,
                "run.round_seconds": 60}
@@ -549,7 +555,7 @@ def run_here(args):
 def run_apart(section, args):
     """One section in a process of its own: its figures, or what went wrong, and the seconds that it took."""
     command = [sys.executable, __file__, "--inside", "--section", section.__name__, "--device", args.device, "--scale",
-               str(args.scale)]
+               str(args.scale), "--data", str(args.data)]
     began = time.time()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
@@ -570,6 +576,9 @@ def parse_arguments():
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or xpu (%(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the volumes' sides, 1 = 128^3 (%(default)s)")
     parser.add_argument("--section", nargs="+", choices=names, default=names, metavar="NAME", help="only these")
+    parser.add_argument("--data", type=Path, metavar="FOLDER",
+                        help="where the synthetic volumes are kept, and made if they are not there (default: made anew "
+                             "for this call)")
     parser.add_argument("--out", type=Path, default=Path("Logs/first_day.json"), help="(%(default)s)")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -584,6 +593,15 @@ def main():
             print(f"error: {error}", file=sys.stderr)
             return 1
         return 0
+    with tempfile.TemporaryDirectory() as folder:
+        args.data = args.data or Path(folder) / "data"
+        if not (args.data / "dataset.json").exists():
+            write_dataset(args.data, range(8), side_of(args))
+        return run_sections(args)
+
+
+def run_sections(args):
+    """All sections asked for, one after the other. Returns how many could not be shown."""
     found = []
     for section in SECTIONS:
         if section.__name__ in args.section:
