@@ -7,7 +7,10 @@ each time.
 
 Volumes are channels last in memory: rows of C values, one for each voxel. Sums are taken in float32.
 """
+import math
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.errors import TritonError
@@ -183,17 +186,6 @@ def sums(x):
     return _summed(_sums, x)
 
 
-def try_out(device_type):
-    """Compile and run one kernel. Raises RuntimeError, OSError or SubprocessError where that does not work."""
-    x = torch.arange(64.0, device=device_type).view(1, 8, 2, 2, 2).to(memory_format=torch.channels_last_3d)
-    try:
-        total = sums(x)[:, 0]                                                               # (1, 8)
-    except TritonError as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-    if not torch.equal(total, x.sum((2, 3, 4))):
-        raise RuntimeError(f"sums of {x.sum((2, 3, 4)).tolist()} come out as {total.tolist()}")
-
-
 class NormModulateActivate(torch.autograd.Function):
     """`NormModulateActivate` of Diffusion/device_ops.py, which has the formulas, for what `fits`. Keeps x alone."""
 
@@ -328,3 +320,72 @@ def _sides(size):
 
 def _constants(f):
     return {"CHANNELS": f.shape[-1], "REACH": f.dim() - 4, "COUNT": 3 ** (f.dim() - 2), "BLOCK": VOXELS}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A trial
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Context:
+    """What autograd hands to forward and backward, without autograd."""
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+def try_out(device_type):
+    """Compile each kernel and run it once, on values that are the same each time.
+
+    It is called within a forward, maybe one that is computed again for its backward pass and counts what it saves. So
+    autograd has no part in this; gradients are checked by what is linear: y in each factor a has sum a dL/da = sum y
+    dL/dy.
+    Raises RuntimeError, OSError or SubprocessError where a kernel does not work.
+    """
+    try:
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            failed = [*_norm_fails(device_type), *_contrast_fails(device_type)]
+    except TritonError as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    if failed:
+        raise RuntimeError("wrong values: " + ", ".join(failed))
+
+
+def _waves(*shape, device):
+    """Values in -1 .. 1 that look random."""
+    return torch.arange(math.prod(shape), device=device).mul(0.7).sin().view(shape)
+
+
+def _differ(what, ours, plain):
+    """[what] where values differ by more than bfloat16 rounds, else []."""
+    return [] if (ours - plain).abs().max() <= 0.02 * plain.abs().max() else [what]
+
+
+def _norm_fails(device):
+    context, channels = _Context(), 16
+    x, grad = (_waves(2, 4, 4, 4, channels, device=device).roll(i, 1).bfloat16().movedim(-1, 1) for i in (0, 1))
+    weight, bias, *by_time = _waves(6, channels, device=device).split([1, 1, 2, 2])
+    given = weight[0], bias[0], *by_time                                                    # (C,) and (B, C)
+    y = NormModulateActivate.forward(context, x, 2, 1e-5, *given, 0.2)
+    per_voxel = [values.view(2, channels, 1, 1, 1) for values in by_time]
+    plain = F.leaky_relu(F.group_norm(x.float(), 2, *given[:2]) * (1 + per_voxel[0]) + per_voxel[1], 0.2)
+    grad_x, _, _, by_weight, by_bias, _, by_shift, _ = NormModulateActivate.backward(context, grad)
+    linear = (by_weight * weight).sum() + (by_bias * bias).sum() + (by_shift * by_time[1]).sum()
+    balance = grad_x.float().flatten(2).sum(2).view(2, 2, -1).sum(2)                        # 0 in each group
+    return (_differ("norm", y.float(), plain) + _differ("gradient of the norm", linear, (grad.float() * plain).sum())
+            + _differ("gradient through the norm", 1 + balance / grad_x.float().abs().sum(), torch.ones_like(balance)))
+
+
+def _contrast_fails(device):
+    context, size = _Context(), (4, 4, 4)
+    f, g = _waves(2, 1, *size, 16, device=device)                                           # (1, *size, 16) each
+    sharpness, grad = torch.full((1,), 3.0, device=device), _waves(1, 27, *size, device=device).bfloat16()
+    y = NeighbourContrast.forward(context, f, g, sharpness, torch.bfloat16).float()
+    around = F.pad(g, [0, 0, 1, 1, 1, 1, 1, 1]).unfold(1, 3, 1).unfold(2, 3, 1).unfold(3, 3, 1)
+    products = torch.einsum("bzyxc,bzyxcijk->bijkzyx", f, around).flatten(1, 3)             # (1, 27, *size)
+    plain = sharpness * (products - products.mean(1, keepdim=True))
+    found, linear = _differ("neighbours", y, plain), (plain * grad.float()).sum()
+    by_f, by_g, by_sharpness, _ = NeighbourContrast.backward(context, grad)
+    for factor, by_factor in ((f, by_f), (g, by_g), (sharpness, by_sharpness)):
+        found += _differ("gradient of the neighbours", (factor * by_factor).sum(), linear)
+    return found

@@ -139,6 +139,15 @@ def test_channels_of_zeros_change_nothing(channels_in, channels_out, bias):
     assert found[0][0].shape == found[1][0].shape
 
 
+def test_the_trial_passes_and_finds_a_wrong_gradient(monkeypatch):
+    kernels.try_out(DEVICE.type)
+    backward = kernels.NeighbourContrast.backward
+    monkeypatch.setattr(kernels.NeighbourContrast, "backward",
+                        staticmethod(lambda *a: (1.1 * backward(*a)[0], *backward(*a)[1:])))
+    with pytest.raises(RuntimeError, match="wrong values: gradient of the neighbours$"):
+        kernels.try_out(DEVICE.type)
+
+
 @pytest.mark.skipif(ACCELERATOR is not None, reason="kernels work on this machine's accelerator")
 def test_where_kernels_do_not_work_one_sentence_says_so_and_the_plain_way_is_taken():
     """A CPU has no driver for Triton."""
