@@ -200,18 +200,23 @@ def real_pair_scores(paths):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["affine", "rigid"])
-def test_a_known_map_of_a_real_brain_is_recovered(kind):
+def test_known_maps_of_a_real_brain_are_recovered(kind):
+    """Six maps, to a sixth of a voxel, the hardest to half of one: its error is 0.18 to 0.41 mm, as rounding has it."""
     paths = sorted((REAL / "mouse/imagesTr").glob("*.nii.gz"))
     if not paths:
         pytest.skip(f"{REAL / 'mouse'} is not there")
-    numbers, (fixed, fixed_affine) = np.random.default_rng(9), read_volume(paths[0])
+    fixed, fixed_affine = read_volume(paths[0])
     fixed = rescale(fixed, *intensity_range(fixed))
     fixed_affine[:3, :3] *= 1.25 / 0.15  # voxels of 1.25 mm, as those of random_grid
-    true = random_map(numbers, fixed, fixed_affine, kind)
-    affine, size = random_grid(numbers, (true @ [*middle_mm(fixed.shape, fixed_affine), 1])[:3],
-                               1.25 * np.array(fixed.shape))
-    moving = moved(fixed, fixed_affine, true, affine, size, numbers)
-    assert error(align_affine(fixed, fixed_affine, moving, affine, kind), true, fixed, fixed_affine) < 0.4
+    errors = []
+    for seed in (9, 1, 2, 3, 4, 5):
+        numbers = np.random.default_rng(seed)
+        true = random_map(numbers, fixed, fixed_affine, kind)
+        affine, size = random_grid(numbers, (true @ [*middle_mm(fixed.shape, fixed_affine), 1])[:3],
+                                   1.25 * np.array(fixed.shape))
+        moving = moved(fixed, fixed_affine, true, affine, size, numbers)
+        errors.append(error(align_affine(fixed, fixed_affine, moving, affine, kind), true, fixed, fixed_affine))
+    assert np.median(errors) < 0.2 and max(errors) < 0.625
 
 
 @pytest.mark.slow
