@@ -91,9 +91,14 @@ def convolve_in_eights(convolve, x, weight, bias):
     return convolve(x, weight, bias)
 
 
+def is_pointwise(layer):
+    """Whether a convolution only mixes the channels of each voxel: a kernel of one voxel, at every voxel."""
+    return set(layer.kernel_size + layer.stride) == {1}
+
+
 def convolve_on_device(layer, convolve, x, weight, bias):
     """What `layer` returns for x by its `convolve`, for what an accelerator computes in bfloat16."""
-    if set(layer.kernel_size + layer.stride) == {1}:
+    if is_pointwise(layer):
         return product_over_channels(x, weight, bias).movedim(-1, 1)                    # (B, K, *spatial)
     return convolve_in_eights(convolve, x, weight, bias)
 
@@ -111,7 +116,7 @@ class Conv3d(nn.Conv3d):
         if on_device_in_bfloat16(x):
             return convolve_on_device(self, super()._conv_forward, x, weight, bias)
         if dtype_on_cpu(x) == torch.float32:
-            if set(self.kernel_size + self.stride) == {1}:
+            if is_pointwise(self):
                 return pointwise_convolution(x, weight, bias)
             if len(x) == 1 and x.shape[1:4].numel() <= 20480:  # torch's limit for a small sample
                 return convolve_in_slabs(x, weight, bias, self.stride, self.padding, self.dilation)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from Diffusion.blocks import SLOPE, conv, start_at_zero
 from Diffusion.fields import interpolate, warp
-from Diffusion.losses import box_mean, weighted_moments
+from Diffusion.losses import box_mean, weighted_variance
 
 WIDTH, FINE_WIDTH = 16, 8  # channels of the steps on the field's grid, and at full resolution, where voxels are many
 WINDOW = 5  # voxels, side of the cubes by whose mean and deviation intensities are normalised
@@ -24,8 +24,8 @@ def locally_normalised(image, mask, shown):
 
     image: (B, C, *spatial). mask: (B, 1, *spatial), 0 .. 1. shown: `shown_share` of it. Returns: as image.
     """
-    mean, variance = weighted_moments(image, mask, shown, WINDOW)
-    return (image - mean) / (variance + FLAT).sqrt()
+    mean = box_mean(mask * image, WINDOW) / shown
+    return (image - mean) / (weighted_variance(image, mean, mask, shown, WINDOW) + FLAT).sqrt()
 
 
 def shown_share(mask):

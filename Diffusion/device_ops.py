@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from Runtime.errors import first_line
+
 # "as on a device": None: as the device of a tensor is. True: where a CPU counts what a device would do
 # (Diffusion/fake_device.py). False: to measure what it gains. "kernels": whether Triton's are used where they work.
 SETTINGS = {"as on a device": None, "kernels": True}
@@ -42,8 +44,7 @@ def working_kernels(device_type):
         kernels.try_out(device_type)
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # training goes on, more slowly
         print(f"kernels: torch's own operations are used instead of Triton's, which do not work here "
-              f"({type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[0][:200]})",
-              file=sys.stderr)
+              f"({type(error).__name__}: {first_line(error)[:200]})", file=sys.stderr)
         return None
     return kernels
 

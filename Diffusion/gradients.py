@@ -11,7 +11,7 @@ mean over the ranks after each batch.
 import torch
 import torch.distributed as dist
 
-from Runtime.errors import InputError
+from Runtime.errors import InputError, first_line
 
 
 def new_gradients(cfg, device="cpu"):
@@ -30,7 +30,7 @@ def new_gradients(cfg, device="cpu"):
         try:
             torch.ones(2, dtype=torch.float64, device=device).sum().item()
         except RuntimeError as error:  # some Intel GPUs
-            raise InputError(f"run.exact_sums: {device} has no float64 ({str(error).splitlines()[0]}); set it to "
+            raise InputError(f"run.exact_sums: {device} has no float64 ({first_line(error)}); set it to "
                              "false, and sums depend a little on the number of ranks.") from error
     dtype = torch.float64 if exact else torch.float32
     return {"dtype": dtype, "wire": torch.bfloat16 if bf16 else dtype, "totals": {}, "parts": 1}

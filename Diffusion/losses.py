@@ -149,22 +149,23 @@ def local_correlation(image, target, window=9, squared=True, eps=1e-5, weight=No
 def _weighted_correlation(image, target, weight, window, squared, eps):
     """`local_correlation` with a weight, in float32."""
     count = box_mean(weight, window).clamp(min=1e-4)
-    image_mean, image_variance = weighted_moments(image, weight, count, window)
-    target_mean, target_variance = weighted_moments(target, weight, count, window)
+    image_mean = box_mean(weight * image, window) / count
+    target_mean = box_mean(weight * target, window) / count
+    image_variance = weighted_variance(image, image_mean, weight, count, window)
+    target_variance = weighted_variance(target, target_mean, weight, count, window)
     covariance = box_mean(weight * image * target, window) / count - image_mean * target_mean
     variances = image_variance * target_variance + eps ** 2
     correlation = covariance.square() / variances if squared else covariance * variances.rsqrt()
     return weighted_mean(correlation, weight)
 
 
-def weighted_moments(image, weight, count, window):
-    """Mean and variance of an image in the cube of `window` voxels around each voxel, under a weight.
+def weighted_variance(image, mean, weight, count, window):
+    """Variance of an image in the cube of `window` voxels around each voxel, under a weight.
 
-    image: (B, C, *spatial). weight: (B, 1, *spatial). count: the same, the mean of the weight in each cube, above 0.
-    Returns: two of the image's shape.
+    image: (B, C, *spatial). mean: the same, box_mean(weight * image, window) / count. weight: (B, 1, *spatial). count:
+    the same, the mean of the weight in each cube, above 0. Returns: of the image's shape.
     """
-    mean = box_mean(weight * image, window) / count
-    return mean, (box_mean(weight * image * image, window) / count - mean * mean).clamp(min=0.0)
+    return (box_mean(weight * image * image, window) / count - mean * mean).clamp(min=0.0)
 
 
 def weighted_mean(values, weight):

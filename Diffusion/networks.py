@@ -21,7 +21,7 @@ import torch
 from Diffusion.diffuser import typical_displacement
 from Diffusion.networks_older import RecMulModMutAttnNet, RecResACNet
 from Diffusion.om_net import OM_net
-from Runtime.errors import InputError
+from Runtime.errors import InputError, first_line
 
 NETWORKS = {
     "om_net": OM_net,
@@ -99,7 +99,7 @@ def compile_network(network, device):
     try:
         torch.compile(lambda x: x.sin() + 1.0)(torch.ones(4, device=device))
     except (RuntimeError, ImportError, OSError) as error:  # no compiler, no Triton, nowhere to write
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise InputError(f"run.compile: torch cannot compile for {device} on this machine ({reason}); set it to "
                          "off.") from error
     # Each function is compiled for every size that it gets: once for each level, mode and kind of batch.
