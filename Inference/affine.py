@@ -19,7 +19,7 @@ from Runtime.errors import InputError
 SIDES = {2: (24, 48, 96, 192), 3: (16, 32, 64, 96)}  # voxels along the longest side, never finer than the volume
 # By registration.similarity: (level, similarity, how many maps go on at most, iterations for each of them).
 STAGES = {"correlation": [(0, "global", 7, 10), (0, "local", 4, 10), (1, "local", 3, 15), (2, "local", 1, 10),
-                          (3, "local", 1, 10)]}
+                          (3, "local", 1, 20)]}
 # Of what compares volumes of different modalities, mutual information alone does not mind how a volume is turned.
 STAGES["mapped"] = STAGES["mind"] = [(0, "mutual", 7, 20), (1, "mutual", 4, 20), (2, "mutual", 2, 20),
                                      (3, "mutual", 1, 10)]

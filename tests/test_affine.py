@@ -201,7 +201,7 @@ def real_pair_scores(paths):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["affine", "rigid"])
 def test_known_maps_of_a_real_brain_are_recovered(kind):
-    """Six maps; the first is the hardest, whose error is 0.18 to 0.41 mm as rounding has it."""
+    """Six maps; the first is the hardest, whose error was 0.18 to 0.41 voxels with too few iterations at the end."""
     paths = sorted((REAL / "mouse/imagesTr").glob("*.nii.gz"))
     if not paths:
         pytest.skip(f"{REAL / 'mouse'} is not there")
@@ -216,7 +216,7 @@ def test_known_maps_of_a_real_brain_are_recovered(kind):
                                    1.25 * np.array(fixed.shape))
         moving = moved(fixed, fixed_affine, true, affine, size, numbers)
         errors.append(error(align_affine(fixed, fixed_affine, moving, affine, kind), true, fixed, fixed_affine))
-    assert np.median(errors) < 0.2 and max(errors) < 0.4
+    assert np.median(errors) < 0.1 and max(errors) < 0.2
 
 
 @pytest.mark.slow
