@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from scipy import ndimage
 
+from Dataloader.datalist import read_ranges
 from Dataloader.grids import (
     SMOOTH_ABOVE,
     SMOOTH_SIGMA,
@@ -77,7 +78,7 @@ def register(fixed, moving, model=None, affine=False, refine=0, start="auto", de
       warped (*fixed) float32, intensities of the moving file, and warped_channels, a list of such; fixed, moving:
       (array, affine) as they were read;
       with a network that has model.structures segmented_fixed (*fixed) and segmented_moving (*moving), uint16: what it
-      segments in each volume, numbered from 1 in the order of the training's labels;
+      segments in each volume, by the labels of its training's maps, see `segmented_labels`;
       start: what was taken; matrix: T, 4x4; overlap_percent: of the fixed field of view, covered by the moving one;
       similarity_before (as the headers place the volumes), similarity: on the working grid, 1 is perfect;
       folding_percent, sdlogj: of the field; inverse_error_mm, inverse_error_max_mm: how far, on average and at most, a
@@ -115,7 +116,7 @@ def _find(net, cfg, names, fixed, moving, masks, channels, affine, refine, start
     if inverse:
         result.update(_inverse(work_field, placed, moving, names[1], sentences))
     if structures is not None:
-        result.update(_segmentations(structures, placed, fixed, moving))
+        result.update(_segmentations(structures, placed, fixed, moving, segmented_labels(cfg)))
     seconds["total"] = time.perf_counter() - began
     before = pair_similarity(_on_device(placed["by_header"], device), None, cfg)
     return {**result, "fixed": fixed, "moving": moving, "start": placed["start"], "matrix": placed["matrix"],
@@ -585,17 +586,30 @@ def _inverse(work_field, placed, moving, name, sentences):
     return {"inverse": field, "inverse_error_mm": float(rest_mm.mean()), "inverse_error_max_mm": float(rest_mm.max())}
 
 
-def _segmentations(structures, placed, fixed, moving):
+def segmented_labels(cfg):
+    """The labels of what a network with model.structures segments, in its order: a list of K ints.
+
+    They are those of the training's label maps, which it writes down as registration.labels; 1 .. K where a checkpoint
+    is of an earlier version.
+    """
+    count, wanted = cfg["model.structures"], cfg["registration.labels"].strip()
+    labels = [value for span in read_ranges(wanted, "registration.labels") for value in span] if wanted else []
+    return labels if len(labels) == count else list(range(1, count + 1))
+
+
+def _segmentations(structures, placed, fixed, moving, labels):
     """segmented_fixed and segmented_moving of `register`.
 
     structures: shares in moving and fixed, (2, K, *work). placed: from `_place`. fixed, moving: (array, affine).
+    labels: of the structures, K ints.
     """
     found, shares = {}, structures.float().cpu()
     sides = (("moving", moving, placed["matrix"] @ placed["work_affine"]), ("fixed", fixed, placed["work_affine"]))
     for (side, (image, affine), to_world), volume in zip(sides, shares.split(1)):
         carried = resample(volume, np.linalg.inv(to_world) @ affine, image.shape)[0]
         background = 1 - carried.sum(0, keepdim=True)
-        found[f"segmented_{side}"] = torch.cat([background, carried]).argmax(0).numpy().astype(np.uint16)
+        number = torch.cat([background, carried]).argmax(0).numpy()
+        found[f"segmented_{side}"] = np.array([0, *labels], np.uint16)[number]
     return found
 
 

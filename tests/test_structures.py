@@ -22,7 +22,7 @@ from Diffusion.validation import align, best_field, segmented
 from Inference.labels import apply_label
 from Inference.load_model import load_model
 from Inference.refine import refine
-from Inference.registration import register
+from Inference.registration import register, segmented_labels
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests import warm
@@ -242,6 +242,7 @@ def trained(data, tmp_path_factory):
 def test_a_training_learns_to_segment(trained):
     epochs = log_lines(trained, "epoch")
     assert epochs[-1]["segment"] < 0.75 * epochs[0]["segment"] and epochs[-1]["segmented"] == 1.0
+    assert segmented_labels(load_model(trained / "Models/demo_om_net")[1]) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("grid", ["trained", "own"])
@@ -278,16 +279,19 @@ def turned_pair():
     return (first, np.diag([0.8, 0.9, 0.75, 1.0])), (np.ascontiguousarray(second[::-1].swapaxes(1, 2)), turned)
 
 
-@pytest.mark.parametrize("grid", ["trained", "own"])
-def test_what_is_segmented_lies_on_the_grid_of_each_volume(grid):
-    net, cfg = tiny(refine__grid=grid, data__img_size=[32, 32, 32], data__crop_above=0, data__spacing_mm=0.7)
+@pytest.mark.parametrize("grid, labels, named", [("trained", "", (0, 1, 2)), ("own", "5-6,17", (0, 1, 2)),
+                                                 ("own", "4,1201", (0, 4, 1201))])
+def test_what_is_segmented_lies_on_the_grid_of_each_volume_by_its_label(grid, labels, named):
+    net, cfg = tiny(registration__labels=labels, refine__grid=grid, data__img_size=[32, 32, 32], data__crop_above=0,
+                    data__spacing_mm=0.7)
     net.segmenter = Bands()
     fixed, moving = turned_pair()
     found = register(fixed, moving, model=(net, cfg), start="centre", refine=2)
     for side, (image, _) in (("fixed", fixed), ("moving", moving)):
         expected = Bands()(torch.from_numpy(rescale(image, *intensity_limits(image, cfg)))[None, None])[0].argmax(0)
         there = torch.from_numpy(found[f"segmented_{side}"].astype(np.int64))
-        assert there.shape == image.shape and min(dice(there, expected, [1, 2])) > 0.85, side
+        assert there.shape == image.shape and tuple(there.unique().tolist()) == named, side
+        assert min(dice(there, torch.tensor(named)[expected], named[1:])) > 0.85, side
 
 
 def test_it_is_written_where_the_network_segments_and_goes_where_another_does_not(trained, tmp_path):
