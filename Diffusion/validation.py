@@ -5,11 +5,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from Dataloader.datalist import read_ranges
 from Dataloader.sampler import epoch_pairs
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import compose, flow, warp
 from Diffusion.losses import image_similarity, recovery_terms, structure_shares
-from Diffusion.metrics import average, dice_before_after, folding_percent
+from Diffusion.metrics import average, dice, dice_before_after, folding_percent
 from Runtime import agree
 from Runtime.device import autocast, send
 
@@ -42,6 +43,26 @@ def segmented(net, moving, fixed, cfg):
     with autocast(volumes.device, cfg["run.amp"]):
         logits = net(volumes, t, segment="alone")
     return torch.cat([volumes, structure_shares(logits)], dim=1).chunk(2)
+
+
+def segmented_labels(cfg):
+    """The labels of what a network with model.structures segments, in its order: a list of K ints.
+
+    They are those of the training's label maps, which it writes down as registration.labels; 1 .. K where a checkpoint
+    is of an earlier version.
+    """
+    count, wanted = cfg["model.structures"], cfg["registration.labels"].strip()
+    labels = [value for span in read_ranges(wanted, "registration.labels") for value in span] if wanted else []
+    return labels if len(labels) == count else list(range(1, count + 1))
+
+
+def label_map(shares, labels):
+    """The label that has the largest share in each voxel, (B, *spatial) int64 on the CPU; 0 is background.
+
+    shares: (B, K, *spatial), 0 .. 1, of the structures; the rest is background. labels: of the structures, K ints.
+    """
+    shares = shares.float().cpu()
+    return torch.tensor([0, *labels])[torch.cat([1 - shares.sum(1, keepdim=True), shares], dim=1).argmax(1)]
 
 
 def best_field(net, moving, fixed, cfg):
@@ -96,8 +117,9 @@ def validate(state, dataset, cfg):
     state: the training's net, ddpm, device, ranks and progress. Every rank calls this.
     Returns: scores, a dict of val_ang (mean over times, -1 is perfect), val_retrieval (fraction of volumes, see
     `retrieval`, at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean of
-    `image_similarity` as VAL_IMGSIM sets it, 1 is perfect) and val_folding (percent of voxels); and moving, fixed,
-    warped and field of pair 0, without batch axis, None on other ranks than 0.
+    `image_similarity` as VAL_IMGSIM sets it, 1 is perfect), val_folding (percent of voxels) and, with model.structures,
+    val_segment (Dice of what is segmented, None without labels); and moving, fixed, warped and field of pair 0, without
+    batch axis, None on other ranks than 0.
     """
     ranks = state["ranks"]
     state["net"].eval()
@@ -152,7 +174,8 @@ def validate_registration(state, dataset, cfg):
     for number, counts in cases_of_rank(len(pairs), state["ranks"]):
         pair = pairs[number]
         moving, fixed = (send(dataset.image(index)[None], device) for index in pair)
-        field = best_field(net, moving, fixed, cfg)
+        seen = segmented(net, moving, fixed, cfg)
+        field = best_field(net, *seen, cfg)
         warped = warp(moving, field)
         if not counts:
             continue
@@ -163,7 +186,23 @@ def validate_registration(state, dataset, cfg):
         if all(label is not None for label in labels):
             before_after = dice_before_after(*[label[None] for label in labels], field.cpu())
             score["val_dice_before"], score["val_dice"], _ = before_after
+        if cfg["model.structures"]:
+            score["val_segment"] = segmentation_dice(seen, labels, cfg)
         scores.append((number, score))
         if number == 0:
             picture = [volume[0, 0].cpu() for volume in (moving, fixed, warped)] + [field[0].cpu()]
     return scores, picture
+
+
+def segmentation_dice(volumes, truths, cfg):
+    """Mean Dice of what a network segments, over the volumes that have label maps and the labels that occur there.
+
+    volumes: from `segmented`, (1, C + K, *spatial) each. truths: the label map (1, *spatial) of each, or None.
+    Returns: 0 .. 1, None without a label.
+    """
+    labels, scores = segmented_labels(cfg), []
+    for volume, truth in zip(volumes, truths):
+        if truth is not None:
+            found = label_map(volume[:, cfg["data.channels"]:], labels)
+            scores += dice(found, truth, [label for label in labels if (truth == label).any()])
+    return average(scores)

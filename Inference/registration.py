@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from scipy import ndimage
 
-from Dataloader.datalist import read_ranges
 from Dataloader.grids import (
     SMOOTH_ABOVE,
     SMOOTH_SIGMA,
@@ -36,7 +35,7 @@ from Dataloader.prepare import intensity_limits
 from Diffusion.fields import across, resample, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.metrics import folding_percent, sdlogj
-from Diffusion.validation import best_field, segmented
+from Diffusion.validation import best_field, label_map, segmented, segmented_labels
 from Inference.affine import WINDOW, align_affine
 from Inference.load_model import default_config, load_model
 from Inference.refine import STEPS
@@ -586,17 +585,6 @@ def _inverse(work_field, placed, moving, name, sentences):
     return {"inverse": field, "inverse_error_mm": float(rest_mm.mean()), "inverse_error_max_mm": float(rest_mm.max())}
 
 
-def segmented_labels(cfg):
-    """The labels of what a network with model.structures segments, in its order: a list of K ints.
-
-    They are those of the training's label maps, which it writes down as registration.labels; 1 .. K where a checkpoint
-    is of an earlier version.
-    """
-    count, wanted = cfg["model.structures"], cfg["registration.labels"].strip()
-    labels = [value for span in read_ranges(wanted, "registration.labels") for value in span] if wanted else []
-    return labels if len(labels) == count else list(range(1, count + 1))
-
-
 def _segmentations(structures, placed, fixed, moving, labels):
     """segmented_fixed and segmented_moving of `register`.
 
@@ -606,10 +594,8 @@ def _segmentations(structures, placed, fixed, moving, labels):
     found, shares = {}, structures.float().cpu()
     sides = (("moving", moving, placed["matrix"] @ placed["work_affine"]), ("fixed", fixed, placed["work_affine"]))
     for (side, (image, affine), to_world), volume in zip(sides, shares.split(1)):
-        carried = resample(volume, np.linalg.inv(to_world) @ affine, image.shape)[0]
-        background = 1 - carried.sum(0, keepdim=True)
-        number = torch.cat([background, carried]).argmax(0).numpy()
-        found[f"segmented_{side}"] = np.array([0, *labels], np.uint16)[number]
+        carried = resample(volume, np.linalg.inv(to_world) @ affine, image.shape)
+        found[f"segmented_{side}"] = label_map(carried, labels)[0].numpy().astype(np.uint16)
     return found
 
 

@@ -18,11 +18,11 @@ from Diffusion.fields import warp
 from Diffusion.losses import segmentation_terms
 from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
-from Diffusion.validation import align, best_field, segmented
+from Diffusion.validation import align, best_field, label_map, segmentation_dice, segmented, segmented_labels
 from Inference.labels import apply_label
 from Inference.load_model import load_model
 from Inference.refine import refine
-from Inference.registration import register, segmented_labels
+from Inference.registration import register
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests import warm
@@ -235,14 +235,26 @@ def options(data, folder, *more, **changes):
 def trained(data, tmp_path_factory):
     """A network whose training was registration and segmentation alone."""
     folder = tmp_path_factory.mktemp("trained")
-    assert om.main(options(data, folder, **REGISTRATION_ALONE, run__epochs=8, optim__lr=5e-3, optim__average=0)) == 0
+    assert om.main(options(data, folder, **REGISTRATION_ALONE, run__epochs=12, optim__lr=2e-2, optim__average=0)) == 0
     return folder
 
 
 def test_a_training_learns_to_segment(trained):
     epochs = log_lines(trained, "epoch")
     assert epochs[-1]["segment"] < 0.75 * epochs[0]["segment"] and epochs[-1]["segmented"] == 1.0
+    assert epochs[0]["val_segment"] < 0.05 and epochs[-1]["val_segment"] > 0.15
     assert segmented_labels(load_model(trained / "Models/demo_om_net")[1]) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_dice_of_what_is_segmented_is_over_the_labels_there_are():
+    cfg = config(model__structures=2, registration__labels="3,7")
+    truth = torch.tensor([[0, 3, 3, 7, 7, 7]])
+    shares = torch.tensor([[[0.2, 0.9, 0.1, 0.0, 0.0, 0.1], [0.3, 0.1, 0.2, 1.0, 0.8, 0.4]]])  # (1, 2, 6)
+    assert label_map(shares, segmented_labels(cfg)).tolist() == [[0, 3, 0, 7, 7, 0]]
+    volume = torch.cat([torch.zeros(1, 1, 6), shares], dim=1)
+    assert segmentation_dice([volume, volume], [truth, None], cfg) == pytest.approx((2 / 3 + 4 / 5) / 2)
+    assert segmentation_dice([volume], [truth.clamp(max=3)], cfg) == pytest.approx(2 / 6)
+    assert segmentation_dice([volume], [0 * truth], cfg) is segmentation_dice([volume], [None], cfg) is None
 
 
 @pytest.mark.parametrize("grid", ["trained", "own"])
@@ -324,7 +336,7 @@ def test_all_modes_resume_exactly_and_two_ranks_train_as_one(data, tmp_path):
     sharded.mkdir()
     warm.train(2, sharded / "log", options(data, sharded, **quick, run__strategy="fsdp"))
     (other,) = log_lines(sharded, "epoch")
-    for name in ("dice", "segment", "imgsim", "val_dice", "val_ang"):
+    for name in ("dice", "segment", "imgsim", "val_dice", "val_ang", "val_segment"):
         assert other[name] == pytest.approx(epoch[name], rel=1e-3, abs=1e-5), name
 
 
