@@ -186,6 +186,12 @@ def read_affine(path, image, dims):
     return affine
 
 
+def require_volume_name(path):
+    """Raises InputError for a path whose suffix is not that of a volume that can be written: before long work."""
+    if not Path(path).name.endswith(WRITTEN):
+        raise InputError(f"{path}: a volume file ends in {', '.join(WRITTEN)}; rename the output.")
+
+
 def write_volume(path, array, affine, header=None):
     """Write a volume, completely and durably (Runtime/files.py). The same input gives the same bytes.
 
@@ -198,8 +204,7 @@ def write_volume(path, array, affine, header=None):
     Raises InputError for another suffix.
     """
     path = Path(path)
-    if not path.name.endswith(WRITTEN):
-        raise InputError(f"{path}: a volume file ends in {', '.join(WRITTEN)}; rename the output.")
+    require_volume_name(path)
     array = np.asarray(array)
     array = array[..., None] if array.ndim == 2 else array
     array = array.astype({"bool": np.uint8, "float16": np.float32}.get(array.dtype.name, array.dtype), copy=False)

@@ -21,7 +21,7 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 import numpy as np  # noqa: E402
 
 from Dataloader.grids import require_same_grid  # noqa: E402
-from Dataloader.nifti import read_label, read_raw_header, write_volume  # noqa: E402
+from Dataloader.nifti import read_label, read_raw_header, require_volume_name, write_volume  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
 from Inference.labels import vote  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
@@ -67,6 +67,8 @@ def main(argv=None):
     try:
         if len(args.labels) < 2:
             raise InputError(f"--labels: {args.labels[0]} alone has nobody to vote with; name two label maps or more.")
+        for path in filter(None, (args.out, args.agreement)):
+            require_volume_name(path)
         maps, affine = read_on_one_grid([*args.labels, *([args.truth] if args.truth else [])], args.dims)
         truth = maps.pop() if args.truth else None
         winner, agreement = vote(maps)

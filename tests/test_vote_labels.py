@@ -86,3 +86,5 @@ def test_what_cannot_vote_is_refused(files, capsys):
         assert not (files / "vote.nii.gz").exists()
     assert run(files, "--labels", "one.nii.gz", "two.nii.gz", "--out", str(files / "vote.txt")) == 43
     assert "a volume file ends in" in capsys.readouterr().err
+    assert run(files, "--labels", "one.nii.gz", "two.nii.gz", "--out", "vote.nii.gz", "--agreement", "share.png") == 43
+    assert "share.png: a volume file ends in" in capsys.readouterr().err and not (files / "vote.nii.gz").exists()
