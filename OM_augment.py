@@ -4,12 +4,14 @@
     python OM_augment.py --image I.nii.gz --label L.nii.gz --model Models/hippocampus_om_net --out A --draws 32
     python OM_augment.py --image I.nii.gz --model CKPT --target F.nii.gz --slices 3 --out A
     python OM_augment.py --data Labelled --model CKPT --target Data/hippocampus --out A
+    python OM_augment.py --data Labelled --model none --target Data/hippocampus --register --out A
 
 --model none takes the random deformations alone; a network then undoes what it can of them, which leaves a shape that
 it finds likely, or with --target draws the image towards that one; of a whole data set without labels, towards another
-volume in every draw. A draw depends on the seed, the id of the volume, its own number and the targets, and on nothing
-else. The folder can be used for training as it is: dataset.json lists the draws. Run the same command again after a
-kill, and it goes on. Exit codes: 0 done, 43 bad input (the other volumes are done).
+volume in every draw. With --register nothing is random: each copy is the volume registered to one of the targets. A
+draw depends on the seed, the id of the volume, its own number and the targets, and on nothing else. The folder can be
+used for training as it is: dataset.json lists the draws. Run the same command again after a kill, and it goes on. Exit
+codes: 0 done, 43 bad input (the other volumes are done).
 """
 import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
 
@@ -38,6 +40,7 @@ from Inference.augmentation import (
     show,
     shown_kind,
     subject_number,
+    without_map,
 )
 from Inference.draws import (
     append_records,
@@ -50,16 +53,20 @@ from Inference.draws import (
     source_digests,
     write_lists,
 )
-from Inference.labels import LABELS
+from Inference.labels import LABELS, apply_label
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
 from Inference.nnunet import cases_of, check_name, require_one_grid, write_dataset
 from Inference.outputs import write_moved
+from Inference.refine import STEPS
+from Inference.registration import apply_field, register
 from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError, attempt
+from Runtime.keyed_random import generator
 from Runtime.workers import run_tasks
 
+DRAWS = 32  # copies of each volume, where nobody says how many
 CHUNK = 4  # draws that a worker makes of a volume at a time: it reads the volume once for all of them
 STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process
 WORKER = {}  # of each process, from `prepare_worker`: job, cfg, net, device, targets
@@ -80,11 +87,15 @@ def parse_arguments(argv=None):
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the copies go")
     parser.add_argument("--nnunet", metavar="NAME", help="write originals and copies as a data set of nnU-Net v2 too, "
                         "such as Dataset501_Brains; X_0000, X_0001 are deformed alike then, as channels of X")
-    parser.add_argument("--draws", type=int, default=32, help="copies of each volume (%(default)s)")
+    parser.add_argument("--draws", type=int, help=f"copies of each volume ({DRAWS}; with --register as many as there "
+                        "are other volumes to register to)")
     parser.add_argument("--start", metavar="T", help="time of the random deformation, or a range of times such as "
                         "40-79: the larger the stronger (default: diffusion.timesteps - 1, the largest)")
     parser.add_argument("--target", help="volume towards which the network deforms; or a folder or list of volumes, as "
                         "for --data: every draw towards one of them, drawn at random, never itself")
+    parser.add_argument("--register", type=int, nargs="?", const=STEPS, metavar="STEPS", help="with --target: each "
+                        "copy is the volume registered to another one of these, with its shape, on its grid: affine "
+                        f"stage, the network if there is one, and so many steps of refinement ({STEPS})")
     parser.add_argument("--condition", choices=("slice", "volume", "none"), help="what the network is shown of the "
                         "target (default: what it was trained with)")
     parser.add_argument("--slices", type=int, default=0, help="planes of the target that are shown (default: a random "
@@ -111,13 +122,19 @@ def check_arguments(args):
         (bool(args.image) == bool(args.data), "give either --image or --data."),
         (args.label and not args.image, "--label belongs to --image; with --data the list names the labels."),
         (args.ids and not args.data, "--ids belongs to --data; one --image is taken as it is."),
-        (args.draws < 1, f"--draws {args.draws}: ask for at least 1 copy."),
+        (args.draws is not None and args.draws < 1, f"--draws {args.draws}: ask for at least 1 copy."),
         (args.workers < 1, f"--workers {args.workers}: at least 1 process is needed."),
         (args.stride < 1, f"--stride {args.stride}: the recovery goes at least 1 time on in each step."),
         (args.slices < 0, f"--slices {args.slices}: give a number of planes, or 0 for a random one."),
         (args.model != "none" and args.config, "--config is for --model none; a model has a config of its own, of "
          "which --set changes keys."),
-        (args.model == "none" and args.target, "--target: only a network can deform towards it; give a --model."),
+        (args.register is not None and not args.target, "--register: name the volumes to register to by --target."),
+        (args.register is not None and args.register < 0, f"--register {args.register}: a number of steps is 0 or "
+         "more."),
+        (args.register is not None and (args.start or args.condition or args.slices), "--register makes no random "
+         "deformation and shows all of the target: leave out --start, --condition and --slices."),
+        (args.model == "none" and args.target and args.register is None, "--target: only a network can deform towards "
+         "it; give a --model, or --register."),
         (not args.target and args.condition not in (None, "none"), f"--condition {args.condition} is about a --target; "
          "give one."),
         (args.target and args.condition == "none", "--target: with --condition none it would not be looked at; leave "
@@ -146,25 +163,31 @@ def make_job(args):
     model = None if args.model == "none" else str(find_checkpoint(args.model))
     job = {"seed": args.seed, "start": read_start(args.start), "model": model, "stride": args.stride,
            "config": str(args.config or DEFAULTS), "overrides": args.overrides, "target": args.target,
-           "condition": args.condition, "slices": args.slices, "labels": args.labels, "out": args.out,
-           "device": args.device}
+           "register": args.register, "condition": args.condition, "slices": args.slices, "labels": args.labels,
+           "out": args.out, "device": args.device}
     prepare_worker(job)
     cfg = WORKER["cfg"]
     draw_start(job["start"], (0, 0, 0), cfg)  # refuses a time that the config does not have
-    if args.target:
+    for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
+        placed_target(number)  # one that cannot be used is named before anything is drawn
+    if args.target and args.register is None:
         job["condition"] = shown_kind(args.condition, args.slices, cfg)
-        check_targets(job, cfg)
+        show(placed_target(0), job["condition"], job["slices"], (0, 0, 0), cfg)
         if cfg["model.condition_type"] == "volume" and job["condition"] == "slice":
             print(f"warning: {args.model} was trained with whole volumes (model.condition_type volume) and has not "
                   "learned to use a few planes; look at the draws before you use them.", file=sys.stderr)
     return job
 
 
-def check_targets(job, cfg):
-    """Read all targets once: one that cannot be used is named before anything is drawn."""
-    for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
-        placed_target(number)
-    show(placed_target(0), job["condition"], job["slices"], (0, 0, 0), cfg)
+def copies_of_each(args, items):
+    """How many copies are made of each volume. Raises InputError for more than there are targets to register to."""
+    if args.register is None:
+        return args.draws or DRAWS
+    fewest, identity = min((len(targets_of(item)), item["id"]) for item in items)
+    if max(args.draws or 1, 1) > fewest:
+        raise InputError(f"--target: it holds {fewest} volume{'s' * (fewest != 1)} that {identity} can be registered "
+                         f"to, each for one copy; name others, or ask for fewer --draws.")
+    return args.draws or fewest
 
 
 def read_items(args, cfg):
@@ -224,10 +247,18 @@ def placed_target(number):
     return placed.view(1, cfg["data.channels"], *placed.shape[-cfg["model.dims"]:])
 
 
+def targets_of(item):
+    """The numbers of the targets that a volume can be drawn towards: not itself."""
+    own = item["image"].resolve()
+    return [number for number, target in enumerate(WORKER["targets"]) if target["file"] != own]
+
+
 def target_of(item, rng_key):
     """The number of the target of a draw: any, but of several not the volume itself. None without targets."""
-    targets, own = WORKER["targets"], item["image"].resolve()
-    others = [number for number, target in enumerate(targets) if len(targets) == 1 or target["file"] != own]
+    others = targets_of(item) or [*range(len(WORKER["targets"]))]
+    if WORKER["job"]["register"] is not None:  # each of them once
+        seed, subject, draw = rng_key
+        return others[int(torch.randperm(len(others), generator=generator(seed, "order of targets", subject))[draw])]
     return pick_target(others, rng_key) if others else None
 
 
@@ -248,42 +279,73 @@ def try_draws(item, draws):
 
 def make_draws(item, draws):
     """Write some draws of one volume. draws: their numbers. Returns: their records."""
-    job, cfg = WORKER["job"], WORKER["cfg"]
-    image, affine, label_maps = read_item(item, cfg["model.dims"])
-    mask = label_maps["mask"][0] if "mask" in label_maps else None
-    channels = [read_volume(path, image.ndim)[0] for path in item.get("channels", [])] if WORKER["net"] else []
+    job, volume = WORKER["job"], read_item(item, WORKER["cfg"]["model.dims"])
     digests, records = source_digests(item), []
     for draw in draws:
         rng_key = (job["seed"], subject_number(item["id"]), draw)
         target = target_of(item, rng_key)
-        condition = None
-        if target is not None:
-            condition = show(placed_target(target), job["condition"], job["slices"], rng_key, cfg).to(WORKER["device"])
-        field = draw_field(image, affine, cfg, rng_key, job["start"], WORKER["net"], condition, job["stride"], mask,
-                           WORKER["device"], channels[:cfg["data.channels"] - 1])
-        sizes = write_draw(Path(job["out"]), item, draw, image, affine, label_maps, field, job["labels"])
-        measures = {name: round(value, 5) for name, value in measure(field, affine).items()}
+        made = random_copy(item, volume, target, rng_key) if job["register"] is None else registered_copy(item, target)
+        sizes = write_draw(Path(job["out"]), item, draw, volume, made)
+        measures = {name: round(value, 5) for name, value in measure(made["shape"], made["affine"]).items()}
         target_id = "" if target is None else WORKER["targets"][target]["id"]
         records.append({"name": draw_name(item, draw), "id": item["id"], "draw": draw, "target": target_id,
                         "source": digests, "bytes": sizes, **measures})
     return records
 
 
-def write_draw(out, item, draw, image, affine, label_maps, field, labels):
-    """Write the files of one draw with the headers and number types of its volume. Returns: their sizes.
+def random_copy(item, volume, target, rng_key):
+    """How a copy is made on the volume's own grid. volume: from `read_item`. target: its number, or None.
 
-    label_maps: {kind: (array, affine)}. field: (N, *spatial) in voxels. labels: how they are carried.
+    Returns: dict of field (N, *spatial) in voxels, shape, the part of it that changes the shape, affine, 4x4 of their
+    grid, its file, None for each file's own, and carry, a function of (array, its affine, mode as in `deform`).
     """
-    paths = draw_paths(item, draw)
-    header = read_raw_header(item["image"])
-    write_moved(out / paths["image"], deform(image, field), item["image"], affine, header)
+    job, cfg, device = WORKER["job"], WORKER["cfg"], WORKER["device"]
+    image, affine, label_maps = volume
+    mask = label_maps["mask"][0] if "mask" in label_maps else None
+    paths = item.get("channels", [])[:cfg["data.channels"] - 1] if WORKER["net"] else []
+    channels, condition = [read_volume(path, image.ndim)[0] for path in paths], None
+    if target is not None:
+        condition = show(placed_target(target), job["condition"], job["slices"], rng_key, cfg).to(device)
+    field = draw_field(image, affine, cfg, rng_key, job["start"], WORKER["net"], condition, job["stride"], mask, device,
+                       channels)
+    return {"field": field, "shape": field, "affine": affine, "file": None,
+            "carry": lambda array, own_affine, mode="bilinear": deform(array, field, mode)}
+
+
+def registered_copy(item, target):
+    """How a copy is made that has the shape and lies on the grid of a target: a dict as `random_copy` returns it."""
+    job, cfg, net = WORKER["job"], WORKER["cfg"], WORKER["net"]
+    fixed, seen = WORKER["targets"][target], cfg["data.channels"] - 1
+    found = register(fixed["image"], item["image"], affine=True, refine=job["register"], device=WORKER["device"],
+                     **({"config": cfg} if net is None else {"model": (net, cfg)}),
+                     fixed_mask=fixed["mask"], moving_mask=item["mask"],
+                     fixed_channels=fixed.get("channels", [])[:seen], moving_channels=item.get("channels", [])[:seen])
+    field, affine = found["field"], found["fixed"][1]
+
+    def carry(array, own_affine, mode="bilinear"):
+        if mode != "bilinear":
+            return apply_label(array, own_affine, field, affine, mode)
+        return apply_field(array, own_affine, field, affine)
+
+    return {"field": field, "shape": without_map(field, found["matrix"], affine), "affine": affine,
+            "file": fixed["image"], "carry": carry}
+
+
+def write_draw(out, item, draw, volume, made):
+    """Write the files of one draw with the number types of its volume, and the headers of its grid. Returns: sizes.
+
+    volume: from `read_item`. made: from `random_copy`.
+    """
+    paths, (image, affine, label_maps) = draw_paths(item, draw), volume
+    files = [("image", item["image"], image, affine, "bilinear")]
     for channel, path in enumerate(item.get("channels", []), 1):
-        array, own_affine = read_volume(path, image.ndim)
-        write_moved(out / paths[f"channel{channel}"], deform(array, field), path, own_affine, read_raw_header(path))
-    for kind, (array, own_affine) in label_maps.items():
-        deformed = deform(array, field, labels)
-        write_moved(out / paths[kind], deformed, item[kind], own_affine, read_raw_header(item[kind]))
-    write_field(out / paths["field"], field, affine, header)
+        files.append((f"channel{channel}", path, *read_volume(path, image.ndim), "bilinear"))
+    files += [(kind, item[kind], *label_map, WORKER["job"]["labels"]) for kind, label_map in label_maps.items()]
+    for kind, path, array, own_affine, mode in files:
+        affine = own_affine if made["file"] is None else made["affine"]
+        write_moved(out / paths[kind], made["carry"](array, own_affine, mode), path, affine,
+                    read_raw_header(made["file"] or path))
+    write_field(out / paths["field"], made["field"], made["affine"], read_raw_header(made["file"] or item["image"]))
     return file_sizes(paths, out)
 
 
@@ -328,18 +390,20 @@ def run(args):
     job, out = make_job(args), Path(args.out)
     cfg = WORKER["cfg"]
     items = read_items(args, cfg)
+    draws = copies_of_each(args, items)
     out.mkdir(parents=True, exist_ok=True)
     token = run_lock.lock(out, STALE_S, instead="name another --out")
     try:
         records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]))
-        records, refused = make_all(job, items, args.draws, args.workers, records)
+        records, refused = make_all(job, items, draws, args.workers, records)
         items = [item for item in items if item["id"] not in refused]
         if items:
-            kept = write_lists(out, items, args.draws, records)
+            kept = write_lists(out, items, draws, records)
             if args.nnunet:
-                folder = write_dataset(out, args.nnunet, items, args.draws, cfg["model.dims"], args.data)
+                folder = write_dataset(out, args.nnunet, items, draws, cfg["model.dims"], args.data)
                 print(f"nnU-Net: {folder.resolve()}", file=sys.stderr)
-            summary = write_report(out, describe(job, cfg), items, kept, refused, cfg["model.dims"])
+            shown = {target["id"]: target for target in WORKER["targets"]} if args.register is not None else {}
+            summary = write_report(out, describe(job, cfg), items, kept, refused, cfg["model.dims"], shown)
             print(json.dumps(summary))
     finally:
         run_lock.unlock(out, token)

@@ -525,8 +525,6 @@ def set_up(cfg, args, ranks, run):
     data = describe_data(cfg, train, val)
     require_same_everywhere(ranks, data)
     labels = agree_on_labels(ranks, train.found_labels, cfg) if cfg["loss.dice"] else []
-    if cfg["loss.segment"]:  # whoever uses the network learns from its checkpoint what it segments
-        cfg["registration.labels"] = ",".join(map(str, labels))
     # With fsdp no device ever holds the whole network.
     net = build_network(cfg, "cpu" if cfg["run.strategy"] == "fsdp" else device)
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "data": data,

@@ -52,7 +52,8 @@ def require_same_everywhere(ranks, described):
 def agree_on_labels(ranks, own, cfg):
     """The labels that loss.dice compares: the same list on all ranks, so that the tensors of a step have one shape.
 
-    own: sorted list of those that this rank has found, see `dataset.find_labels`. Every rank calls this.
+    own: sorted list of those that this rank has found, see `dataset.find_labels`. With loss.segment they become
+    registration.labels of cfg. Every rank calls this.
     Returns: sorted list of ints. Raises InputError, on every rank, for none, for more than MOST_LABELS, and where the
     network would learn to segment another number of them.
     """
@@ -70,6 +71,8 @@ def agree_on_labels(ranks, own, cfg):
         raise InputError(f"model.structures is {cfg['model.structures']}, but the label maps of the training volumes "
                          f"hold {len(labels)} labels ({shown}): set it to that number, or name those that count by "
                          "registration.labels.")
+    if cfg["loss.segment"]:  # whoever uses the network learns from its checkpoint what it segments
+        cfg["registration.labels"] = ",".join(map(str, labels))
     return labels
 
 

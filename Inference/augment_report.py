@@ -15,11 +15,12 @@ ACROSS = 5  # draws of each of them
 ROWS = 400  # of the table of draws
 
 
-def write_report(out, lead, items, kept, refused, dims):
+def write_report(out, lead, items, kept, refused, dims, targets):
     """Write report.html and print its table.
 
     out: folder of the draws. lead: how they were made. items: the volumes. kept: the records of their draws.
-    refused: {id: why} of volumes that could not be used. Returns: the `summary`.
+    refused: {id: why} of volumes that could not be used. targets: {id: item} of those on whose grids the copies lie;
+    empty where these lie on that of their volume. Returns: the `summary`.
     """
     headline = summary(kept, items, refused)
     records = {item["id"]: [] for item in items}
@@ -30,7 +31,7 @@ def write_report(out, lead, items, kept, refused, dims):
              ("folded voxels", f"{headline['folding_percent_mean']:.3g} %",
               f"largest of a draw {headline['folding_percent_max']:.3g} %")]
     volumes = volume_table(records)
-    pictures = [picture(item, out, records[item["id"]], dims) for item in items[:PICTURED]]
+    pictures = [picture(item, out, records[item["id"]], dims, targets) for item in items[:PICTURED]]
     note = ("Length of the displacement in percent of the image's longest side: mean, 95th percentile and maximum over "
             "the voxels, then mean over the draws. Folded: voxels whose Jacobian determinant is <= 0.")
     sections = [("", cards_html(cards)), ("Some of them", "".join(pictures)),
@@ -48,6 +49,10 @@ def describe(job, cfg):
     """How the copies were made, for the top of the page. job: dict of OM_augment.py."""
     start = job["start"] or cfg["diffusion.timesteps"] - 1
     start = f"time {start}" if isinstance(start, int) else f"times {start[0]} to {start[1]}"
+    if job["register"] is not None:
+        by = f", the network {Path(job['model']).name}" if job["model"] else ""
+        return (f"Registered to volumes of {Path(job['target']).name}: affine stage{by} and {job['register']} steps of "
+                f"refinement, order by seed {job['seed']}. Displacements are those beside the affine map.")
     lead = f"Random deformations of {start}, seed {job['seed']}"
     if job["model"]:
         lead += f", from which {Path(job['model']).name} recovered in steps of {job['stride']}"
@@ -68,26 +73,30 @@ def summary(kept, items, refused):
             "deformation_percent_mean": round(float(np.mean(mean)), 4)}
 
 
-def picture(item, out, records, dims):
+def picture(item, out, records, dims, targets):
     """One volume and some of its draws, read from their files, as HTML; the first can be looked through.
 
-    records: of its draws.
+    records: of its draws. targets: as in `write_report`; with them that first copy lies beside its target.
     """
     image, affine = read_volume(item["image"], dims)
     low, high = intensity_range(image)
 
-    def read_own_label(path):
-        return read_label(path, dims)[0] if item["label"] else np.zeros(image.shape, np.int16)
+    def read_own_label(path, shape):
+        return read_label(path, dims)[0] if item["label"] else np.zeros(shape, np.int16)
 
-    copies = [("original", rescale(image, low, high), read_own_label(item["label"]), None)]
+    copies = [("original", rescale(image, low, high), read_own_label(item["label"], image.shape), None)]
     for record in records[:ACROSS]:
         paths = {kind: out / path for kind, path in draw_paths(item, record["draw"]).items()}
         copy, _ = read_volume(paths["image"], dims)
         field, _ = read_field(paths["field"], dims)
         title = f"draw {record['draw']}: {record['mean']:.1f} %"
-        copies.append((title, rescale(copy, low, high), read_own_label(paths.get("label")), field))
+        copies.append((title, rescale(copy, low, high), read_own_label(paths.get("label"), copy.shape), field))
     _, images, labels, fields = zip(*copies[:2])
     names = ("original", f"draw {records[0]['draw']}")
+    if targets:
+        target, affine = read_volume(targets[records[0]["target"]]["image"], dims)
+        images, labels = ((rescale(target, *intensity_range(target)), images[1]), (0 * labels[1], labels[1]))
+        names = (records[0]["target"], names[1])
     viewer = viewer_html(f"{item['id']} and its first copy", dict(zip(names, images)), fields[1], affine,
                          dict(zip(names, labels)) if item["label"] else None, PAGE_BYTES // PICTURED)
     where = "Slice through the middle of the last axis, with" if dims == 3 else "With"

@@ -14,6 +14,8 @@ from Runtime.files import sha256, write_file
 FOLDERS = {"image": "imagesTr", "label": "labelsTr", "mask": "masksTr", "field": "fieldsTr"}
 MEASURES = {"mean": "deformation_percent_mean", "p95": "deformation_percent_p95", "max": "deformation_percent_max",
             "folding": "folding_percent"}  # of a record: its column in draws.csv
+# Keys of the config that matter, for random copies and for registered ones.
+FAMILIES = (("model", "diffusion"), ("model", "diffusion", "registration", "refine"))
 DATA_KEYS = ("data.img_size", "data.spacing_mm", "data.crop_above", "data.percentiles", "data.window", "run.amp")
 
 
@@ -39,11 +41,11 @@ def draw_settings(job, cfg, targets):
     digest = "".join(sha256(item["image"]) for item in targets)
     if len(targets) > 1:
         digest = hashlib.sha256(digest.encode()).hexdigest()
-    settings = {key: job[key] for key in ("seed", "start", "stride", "condition", "slices", "labels")}
+    settings = {key: job[key] for key in ("seed", "start", "stride", "register", "condition", "slices", "labels")}
     settings["model"] = job["model"] and sha256(job["model"])
     settings["target"] = digest or None
     settings.update({key: value for key, value in cfg.items()
-                     if key.split(".")[0] in ("model", "diffusion") or key in DATA_KEYS})
+                     if key.split(".")[0] in FAMILIES[job["register"] is not None] or key in DATA_KEYS})
     return json.loads(json.dumps(settings))
 
 

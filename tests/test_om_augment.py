@@ -17,13 +17,16 @@ import torch
 
 import OM_augment
 from Dataloader.datalist import read_datalist
-from Dataloader.nifti import read_field, read_volume, write_volume
+from Dataloader.nifti import read_field, read_label, read_volume, write_volume
 from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject
+from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
-from Inference.augmentation import augment, deform, measure, place, to_native, training_grid
+from Inference.augmentation import augment, deform, measure, place, to_native, training_grid, without_map
+from Inference.labels import apply_label
 from Inference.load_model import load_model
 from Inference.monai_transforms import RandDeformationd
+from Inference.registration import register
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.errors import InputError
@@ -424,6 +427,82 @@ def test_every_draw_goes_towards_another_volume_of_a_data_set(data, model, capsy
     assert "spoilt.nii.gz" in capsys.readouterr().err and not (data / "none").exists()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Registered copies
+# ---------------------------------------------------------------------------------------------------------------------
+
+def table_of(folder):
+    with open(folder / "draws.csv", newline="", encoding="utf-8") as table:
+        return list(csv.DictReader(table))
+
+
+def test_a_registered_copy_has_the_shape_and_the_grid_of_its_target(data, capsys):
+    sources, labels = data / "data/imagesTr", data / "data/labelsTr"
+    for number, stretch, shape in ((2, [1.1, 0.9, 1.2, 1], (28, 26, 30)), (3, [0.8, 1, 0.9, 1], (26, 30, 28))):
+        affine = OBLIQUE @ np.diag(stretch)  # the same way round as the first one, elsewhere
+        affine[:3, 3] += 20 * number
+        write_subject(data / "data", number, affine, shape)
+    image, label = sources / "s_001.nii.gz", labels / "s_001.nii.gz"
+    words = ["--image", image, "--label", label, *WORDS, "--target", sources, "--set", "refine.weight=0.3"]
+    assert run(*words, "--register", 30, "--nnunet", "Dataset501_Moved", "--out", data / "moved") == 0
+    assert last_line(capsys)["draws"] == 2 and "affine stage and 30 steps" in (data / "moved/report.html").read_text()
+    lines, (own, own_affine) = table_of(data / "moved"), read_label(label)
+    assert {line["target"] for line in lines} == {"s_002", "s_003"}, "each target once, never the volume itself"
+    for line in lines:
+        copy, moved = (nibabel.load(data / f"moved/{kind}/{line['name']}.nii.gz") for kind in ("imagesTr", "labelsTr"))
+        target, (there, affine) = nibabel.load(sources / f"{line['target']}.nii.gz"), read_label(
+            labels / f"{line['target']}.nii.gz")
+        assert (copy.shape, copy.get_data_dtype(), moved.get_data_dtype()) == (target.shape, np.int16, np.uint8)
+        for found in (copy, moved, nibabel.load(data / f"moved/Dataset501_Moved/labelsTr/{line['name']}.nii.gz")):
+            np.testing.assert_allclose(found.affine, target.affine, atol=1e-4)
+        still = apply_label(own, own_affine, np.zeros((3, *there.shape), np.float32), affine)
+        before, after = (average(dice(torch.from_numpy(one), torch.from_numpy(there), range(1, 7)))
+                         for one in (still, np.asarray(moved.dataobj, np.int16)))
+        assert after > max(0.65, before + 0.1), (line["target"], before, after)
+        field = read_field(data / f"moved/fieldsTr/{line['name']}.nii.gz")[0]
+        wanted = register(sources / f"{line['target']}.nii.gz", image, affine=True, refine=30,
+                          config={**CFG, "refine.weight": 0.3})
+        np.testing.assert_allclose(field, wanted["field"], atol=1e-3)
+        assert float(line["deformation_percent_mean"]) < measure(field, affine)["mean"], "the affine map does not count"
+
+
+def test_registered_copies_are_the_same_for_any_workers_and_do_not_mix_with_others(data, capsys):
+    sources = data / "data/imagesTr"
+    write_subject(data / "data", 3)
+    words = ["--data", data / "data", "--ids", "1-2", *WORDS, "--target", sources, "--register", 3]
+    assert run(*words, "--out", data / "one") == run(*words, "--workers", 2, "--out", data / "two") == 0
+    assert contents(data / "one") == contents(data / "two") and len(table_of(data / "one")) == 4
+    capsys.readouterr()
+    assert run(*words[:-1], 4, "--out", data / "one") == 43
+    assert "holds draws with register 3, not 4" in capsys.readouterr().err
+    assert run(*words, "--draws", 3, "--out", data / "more") == 43
+    said = capsys.readouterr().err
+    assert "it holds 2 volumes that s_001 can be registered to, each for one copy" in said
+    assert not (data / "more").exists()
+
+
+def test_a_network_registers_copies_too(data, model):
+    words = ["--image", data / "data/imagesTr/s_001.nii.gz", "--target", data / "data/imagesTr/s_002.nii.gz"]
+    fields = []
+    for name, more in (("with", ["--model", model]), ("without", WORDS)):
+        assert run(*words, *more, "--register", 0, "--out", data / name) == 0
+        fields.append(read_field(data / name / "fieldsTr/s_001_draw00.nii.gz")[0])
+    assert fields[0].shape == fields[1].shape and np.abs(fields[0] - fields[1]).max() > 1e-2
+
+
+def test_a_field_beside_an_affine_map():
+    numbers, affine = np.random.default_rng(3), FLIPPED
+    matrix = np.eye(4)
+    matrix[:3] += 0.1 * numbers.normal(size=(3, 4))
+    shape = (4, 5, 6)
+    places = np.indices(shape).reshape(3, -1)
+    inner = numbers.normal(size=(3, places.shape[1]))
+    change = np.linalg.inv(affine) @ matrix @ affine
+    field = change[:3, :3] @ (places + inner) + change[:3, 3:] - places
+    found = without_map(field.reshape(3, *shape), matrix, affine)
+    np.testing.assert_allclose(found.reshape(3, -1), inner, atol=1e-4)
+
+
 def test_without_a_word_a_target_is_shown_as_in_training(data, model, capsys):
     net, cfg = load_model(model)
     array, target = (read_volume(data / f"data/imagesTr/s_00{number}.nii.gz")[0] for number in (1, 2))
@@ -586,6 +665,10 @@ def test_what_the_transform_refuses(changes, entries, message):
     ([], "give either --image or --data"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz"], "--target: only a network"),
     (["--image", "good.nii.gz", "--condition", "slice"], "--condition slice is about a --target"),
+    (["--image", "good.nii.gz", "--register"], "--register: name the volumes to register to by --target"),
+    (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register"], "it holds 0 volumes that good can be"),
+    (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register", "-1"], "--register -1: a number of steps"),
+    (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register", "--start", "20"], "leave out --start"),
     (["--image", "good.nii.gz", "--set", "diffusion.size=3"], "unknown key diffusion.size"),
 ])
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, capsys, words, message):
