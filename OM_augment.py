@@ -21,6 +21,7 @@ import functools
 import json
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -184,9 +185,9 @@ def copies_of_each(args, items):
     if args.register is None:
         return args.draws or DRAWS
     fewest, identity = min((len(targets_of(item)), item["id"]) for item in items)
-    if max(args.draws or 1, 1) > fewest:
+    if (args.draws or 1) > fewest:
         raise InputError(f"--target: it holds {fewest} volume{'s' * (fewest != 1)} that {identity} can be registered "
-                         f"to, each for one copy; name others, or ask for fewer --draws.")
+                         "to, each for one copy; name others, or ask for fewer --draws.")
     return args.draws or fewest
 
 
@@ -286,18 +287,20 @@ def make_draws(item, draws):
         target = target_of(item, rng_key)
         made = random_copy(item, volume, target, rng_key) if job["register"] is None else registered_copy(item, target)
         sizes = write_draw(Path(job["out"]), item, draw, volume, made)
-        measures = {name: round(value, 5) for name, value in measure(made["shape"], made["affine"]).items()}
+        shape = without_map(made["field"], made["affine"], made["matrix"])
+        measures = {name: round(value, 5) for name, value in measure(shape, made["affine"]).items()}
         target_id = "" if target is None else WORKER["targets"][target]["id"]
         records.append({"name": draw_name(item, draw), "id": item["id"], "draw": draw, "target": target_id,
-                        "source": digests, "bytes": sizes, **measures})
+                        "matrix": made["matrix"], "source": digests, "bytes": sizes, **measures})
     return records
 
 
 def random_copy(item, volume, target, rng_key):
     """How a copy is made on the volume's own grid. volume: from `read_item`. target: its number, or None.
 
-    Returns: dict of field (N, *spatial) in voxels, shape, the part of it that changes the shape, affine, 4x4 of their
-    grid, its file, None for each file's own, and carry, a function of (array, its affine, mode as in `deform`).
+    Returns: dict of field (N, *spatial) in voxels, affine, 4x4 of its grid, file, the one whose grid that is, None for
+    each file's own, matrix, the affine map within the field, 4x4 as a list, or None, and carry, a function of (array,
+    its affine, mode as in `deform`).
     """
     job, cfg, device = WORKER["job"], WORKER["cfg"], WORKER["device"]
     image, affine, label_maps = volume
@@ -308,7 +311,7 @@ def random_copy(item, volume, target, rng_key):
         condition = show(placed_target(target), job["condition"], job["slices"], rng_key, cfg).to(device)
     field = draw_field(image, affine, cfg, rng_key, job["start"], WORKER["net"], condition, job["stride"], mask, device,
                        channels)
-    return {"field": field, "shape": field, "affine": affine, "file": None,
+    return {"field": field, "affine": affine, "file": None, "matrix": None,
             "carry": lambda array, own_affine, mode="bilinear": deform(array, field, mode)}
 
 
@@ -316,10 +319,15 @@ def registered_copy(item, target):
     """How a copy is made that has the shape and lies on the grid of a target: a dict as `random_copy` returns it."""
     job, cfg, net = WORKER["job"], WORKER["cfg"], WORKER["net"]
     fixed, seen = WORKER["targets"][target], cfg["data.channels"] - 1
-    found = register(fixed["image"], item["image"], affine=True, refine=job["register"], device=WORKER["device"],
-                     **({"config": cfg} if net is None else {"model": (net, cfg)}),
-                     fixed_mask=fixed["mask"], moving_mask=item["mask"],
-                     fixed_channels=fixed.get("channels", [])[:seen], moving_channels=item.get("channels", [])[:seen])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # they are among the results, and printed from there
+        found = register(fixed["image"], item["image"], affine=True, refine=job["register"], device=WORKER["device"],
+                         **({"config": cfg} if net is None else {"model": (net, cfg)}),
+                         fixed_mask=fixed["mask"], moving_mask=item["mask"],
+                         fixed_channels=fixed.get("channels", [])[:seen],
+                         moving_channels=item.get("channels", [])[:seen])
+    for sentence in found["warnings"]:
+        tqdm.write(f"warning: {sentence}", file=sys.stderr)
     field, affine = found["field"], found["fixed"][1]
 
     def carry(array, own_affine, mode="bilinear"):
@@ -327,8 +335,8 @@ def registered_copy(item, target):
             return apply_label(array, own_affine, field, affine, mode)
         return apply_field(array, own_affine, field, affine)
 
-    return {"field": field, "shape": without_map(field, found["matrix"], affine), "affine": affine,
-            "file": fixed["image"], "carry": carry}
+    return {"field": field, "affine": affine, "file": fixed["image"], "matrix": found["matrix"].tolist(),
+            "carry": carry}
 
 
 def write_draw(out, item, draw, volume, made):

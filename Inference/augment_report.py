@@ -6,6 +6,7 @@ import numpy as np
 from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import SUFFIXES, read_field, read_label, read_volume
 from Diffusion.figures import gallery_figure
+from Inference.augmentation import without_map
 from Inference.draws import MEASURES, draw_paths
 from Inference.viewer import PAGE_BYTES, viewer_html
 from Runtime.page import cards_html, figure_html, table_html, text_table, write_page
@@ -88,7 +89,7 @@ def picture(item, out, records, dims, targets):
     for record in records[:ACROSS]:
         paths = {kind: out / path for kind, path in draw_paths(item, record["draw"]).items()}
         copy, _ = read_volume(paths["image"], dims)
-        field, _ = read_field(paths["field"], dims)
+        field = without_map(*read_field(paths["field"], dims), record.get("matrix"))
         title = f"draw {record['draw']}: {record['mean']:.1f} %"
         copies.append((title, rescale(copy, low, high), read_own_label(paths.get("label"), copy.shape), field))
     _, images, labels, fields = zip(*copies[:2])

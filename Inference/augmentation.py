@@ -121,11 +121,14 @@ def measure(field, affine):
             "folding": 100 * float((determinant <= 0).double().mean())}
 
 
-def without_map(field, matrix, affine):
+def without_map(field, affine, matrix):
     """What is left of a field when a map of the world is taken back: u'(x) = M (x + u(x)) - x, both in voxels.
 
-    field: (N, *spatial). matrix: T, 4x4, from the field's volume to the other one, in mm. affine: 4x4 of the grid.
+    field: (N, *spatial). affine: 4x4 of its grid. matrix: T, 4x4, from the field's volume to the other one, in mm; None
+    leaves the field as it is.
     """
+    if matrix is None:
+        return field
     back = np.linalg.inv(np.linalg.inv(affine) @ matrix @ affine)
     places, dims = np.indices(field.shape[1:], np.float32), len(field)
     moved = np.tensordot(back[:dims, :dims], places + field, 1) + back[:dims, 3].reshape(-1, *[1] * dims)

@@ -499,7 +499,7 @@ def test_a_field_beside_an_affine_map():
     inner = numbers.normal(size=(3, places.shape[1]))
     change = np.linalg.inv(affine) @ matrix @ affine
     field = change[:3, :3] @ (places + inner) + change[:3, 3:] - places
-    found = without_map(field.reshape(3, *shape), matrix, affine)
+    found = without_map(field.reshape(3, *shape), affine, matrix)
     np.testing.assert_allclose(found.reshape(3, -1), inner, atol=1e-4)
 
 
