@@ -216,7 +216,12 @@ def last_event(record, kind):
 
 
 def native_crash(record):
-    """A crash below Python: faulthandler's message, else the name of the signal, else ""."""
+    """A crash below Python: faulthandler's message, else the name of the signal, else "".
+
+    Not of a rank that has logged an exception: it was dying already, and a backend may crash when Python leaves it.
+    """
+    if last_event(record, "died"):
+        return ""
     message = record["stack"].partition("Fatal Python error: ")[2].partition("\n")[0]
     if message:
         return message

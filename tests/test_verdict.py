@@ -150,6 +150,14 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_told_apart(tmp_path):
     assert (verdict["cause"], verdict["rank"]) == ("out of host memory", 1) and "num_workers" in verdict["detail"]
 
 
+@pytest.mark.parametrize("words", ["", "crash"], ids=["silent", "with its last words"])
+@pytest.mark.parametrize("phase, cause, rank", [("forward", "hang", 0), ("backward", "out of step", 1)])
+def test_a_crash_on_the_way_out_is_not_the_cause(tmp_path, stacks, phase, cause, rank, words):
+    write_rank(tmp_path, 0, phase=phase, number=50, exit={"code": 1}, stack=stacks["hang"])
+    write_rank(tmp_path, 1, died(ECHO, 3), phase="agree", number=51, exit=SEGFAULT, stack=stacks.get(words, ""))
+    assert (verdict_of(tmp_path, 2)["cause"], verdict_of(tmp_path, 2)["rank"]) == (cause, rank)
+
+
 @pytest.mark.parametrize("code, name", [(139, "SIGSEGV"), (134, "SIGABRT"), (135, "SIGBUS")])
 def test_a_native_crash_without_a_stack_is_known_by_its_signal(tmp_path, code, name):
     write_rank(tmp_path, 0, exit={"code": code})
