@@ -264,13 +264,15 @@ def target_of(item, rng_key):
 
 
 def read_item(item, dims):
-    """Read a volume: image (D, H, W) or (H, W) float32, affine 4x4, {kind: int16 array} of its label and mask."""
+    """Read a volume: image (D, H, W) or (H, W) float32, affine 4x4, then, each an (array, affine), its label and mask,
+    by kind, and a list of its further channels.
+    """
     image, affine = read_volume(item["image"], dims)
     label_maps = {}
     for kind in ("label", "mask"):
         if item[kind]:
             label_maps[kind] = read_beside(item, kind, image.shape, affine)
-    return image, affine, label_maps
+    return image, affine, label_maps, [read_volume(path, dims) for path in item.get("channels", [])]
 
 
 def try_draws(item, draws):
@@ -285,7 +287,7 @@ def make_draws(item, draws):
     for draw in draws:
         rng_key = (job["seed"], subject_number(item["id"]), draw)
         target = target_of(item, rng_key)
-        made = random_copy(item, volume, target, rng_key) if job["register"] is None else registered_copy(item, target)
+        made = random_copy(volume, target, rng_key) if job["register"] is None else registered_copy(item, target)
         sizes = write_draw(Path(job["out"]), item, draw, volume, made)
         shape = without_map(made["field"], made["affine"], made["matrix"])
         measures = {name: round(value, 5) for name, value in measure(shape, made["affine"]).items()}
@@ -295,7 +297,7 @@ def make_draws(item, draws):
     return records
 
 
-def random_copy(item, volume, target, rng_key):
+def random_copy(volume, target, rng_key):
     """How a copy is made on the volume's own grid. volume: from `read_item`. target: its number, or None.
 
     Returns: dict of field (N, *spatial) in voxels, affine, 4x4 of its grid, file, the one whose grid that is, None for
@@ -303,14 +305,13 @@ def random_copy(item, volume, target, rng_key):
     its affine, mode as in `deform`).
     """
     job, cfg, device = WORKER["job"], WORKER["cfg"], WORKER["device"]
-    image, affine, label_maps = volume
+    image, affine, label_maps, channels = volume
     mask = label_maps["mask"][0] if "mask" in label_maps else None
-    paths = item.get("channels", [])[:cfg["data.channels"] - 1] if WORKER["net"] else []
-    channels, condition = [read_volume(path, image.ndim)[0] for path in paths], None
+    seen, condition = [array for array, _ in channels[:cfg["data.channels"] - 1]] if WORKER["net"] else [], None
     if target is not None:
         condition = show(placed_target(target), job["condition"], job["slices"], rng_key, cfg).to(device)
     field = draw_field(image, affine, cfg, rng_key, job["start"], WORKER["net"], condition, job["stride"], mask, device,
-                       channels)
+                       seen)
     return {"field": field, "affine": affine, "file": None, "matrix": None,
             "carry": lambda array, own_affine, mode="bilinear": deform(array, field, mode)}
 
@@ -322,8 +323,8 @@ def registered_copy(item, target):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they are among the results, and printed from there
         found = register(fixed["image"], item["image"], affine=True, refine=job["register"], device=WORKER["device"],
-                         **({"config": cfg} if net is None else {"model": (net, cfg)}),
-                         fixed_mask=fixed["mask"], moving_mask=item["mask"],
+                         model=None if net is None else (net, cfg), config=cfg, fixed_mask=fixed["mask"],
+                         moving_mask=item["mask"],
                          fixed_channels=fixed.get("channels", [])[:seen],
                          moving_channels=item.get("channels", [])[:seen])
     for sentence in found["warnings"]:
@@ -344,14 +345,14 @@ def write_draw(out, item, draw, volume, made):
 
     volume: from `read_item`. made: from `random_copy`.
     """
-    paths, (image, affine, label_maps) = draw_paths(item, draw), volume
+    paths, (image, affine, label_maps, channels) = draw_paths(item, draw), volume
     files = [("image", item["image"], image, affine, "bilinear")]
-    for channel, path in enumerate(item.get("channels", []), 1):
-        files.append((f"channel{channel}", path, *read_volume(path, image.ndim), "bilinear"))
+    for number, (path, channel) in enumerate(zip(item.get("channels", []), channels), 1):
+        files.append((f"channel{number}", path, *channel, "bilinear"))
     files += [(kind, item[kind], *label_map, WORKER["job"]["labels"]) for kind, label_map in label_maps.items()]
     for kind, path, array, own_affine, mode in files:
-        affine = own_affine if made["file"] is None else made["affine"]
-        write_moved(out / paths[kind], made["carry"](array, own_affine, mode), path, affine,
+        grid = own_affine if made["file"] is None else made["affine"]
+        write_moved(out / paths[kind], made["carry"](array, own_affine, mode), path, grid,
                     read_raw_header(made["file"] or path))
     write_field(out / paths["field"], made["field"], made["affine"], read_raw_header(made["file"] or item["image"]))
     return file_sizes(paths, out)

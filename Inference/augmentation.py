@@ -9,7 +9,7 @@ import torch
 from Dataloader.grids import foreground_box, grid_transform, rescale, to_canonical, to_grid
 from Dataloader.prepare import intensity_limits
 from Diffusion.diffuser import DeformDDPM, make_condition
-from Diffusion.fields import jacobian_determinant, warp
+from Diffusion.fields import across, jacobian_determinant, warp
 from Inference.labels import label_at
 from Inference.load_model import default_config
 from Inference.registration import total_field
@@ -130,9 +130,7 @@ def without_map(field, affine, matrix):
     if matrix is None:
         return field
     back = np.linalg.inv(np.linalg.inv(affine) @ matrix @ affine)
-    places, dims = np.indices(field.shape[1:], np.float32), len(field)
-    moved = np.tensordot(back[:dims, :dims], places + field, 1) + back[:dims, 3].reshape(-1, *[1] * dims)
-    return (moved - places).astype(np.float32)
+    return across(torch.from_numpy(field)[None], back)[0].numpy()
 
 
 def subject_number(subject):

@@ -14,8 +14,6 @@ from Runtime.files import sha256, write_file
 FOLDERS = {"image": "imagesTr", "label": "labelsTr", "mask": "masksTr", "field": "fieldsTr"}
 MEASURES = {"mean": "deformation_percent_mean", "p95": "deformation_percent_p95", "max": "deformation_percent_max",
             "folding": "folding_percent"}  # of a record: its column in draws.csv
-# Keys of the config that matter, for random copies and for registered ones.
-FAMILIES = (("model", "diffusion"), ("model", "diffusion", "registration", "refine"))
 DATA_KEYS = ("data.img_size", "data.spacing_mm", "data.crop_above", "data.percentiles", "data.window", "run.amp")
 
 
@@ -44,8 +42,9 @@ def draw_settings(job, cfg, targets):
     settings = {key: job[key] for key in ("seed", "start", "stride", "register", "condition", "slices", "labels")}
     settings["model"] = job["model"] and sha256(job["model"])
     settings["target"] = digest or None
+    families = ("model", "diffusion", *(("registration", "refine") if job["register"] is not None else ()))
     settings.update({key: value for key, value in cfg.items()
-                     if key.split(".")[0] in FAMILIES[job["register"] is not None] or key in DATA_KEYS})
+                     if key.split(".")[0] in families or key in DATA_KEYS})
     return json.loads(json.dumps(settings))
 
 

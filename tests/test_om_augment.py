@@ -68,6 +68,11 @@ def last_line(capsys):
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
+def table_of(folder):
+    with open(folder / "draws.csv", newline="", encoding="utf-8") as table:
+        return list(csv.DictReader(table))
+
+
 def contents(folder):
     """All files of a result but the page, which has the time on it."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
@@ -404,8 +409,7 @@ def test_every_draw_goes_towards_another_volume_of_a_data_set(data, model, capsy
     words = ["--image", image, "--model", model, "--draws", 6]
     assert run(*words, "--target", others, "--out", data / "all") == 0
     assert "towards others of imagesTr" in (data / "all/report.html").read_text()
-    with open(data / "all/draws.csv", newline="", encoding="utf-8") as table:
-        targets = [line["target"] for line in csv.DictReader(table)]
+    targets = [line["target"] for line in table_of(data / "all")]
     assert set(targets) == {"s_002", "s_003"}, "never the volume itself"
     fields = [read_field(data / f"all/fieldsTr/s_001_draw0{draw}.nii.gz")[0] for draw in range(6)]
     draw = targets.index("s_003")
@@ -430,11 +434,6 @@ def test_every_draw_goes_towards_another_volume_of_a_data_set(data, model, capsy
 # ---------------------------------------------------------------------------------------------------------------------
 # Registered copies
 # ---------------------------------------------------------------------------------------------------------------------
-
-def table_of(folder):
-    with open(folder / "draws.csv", newline="", encoding="utf-8") as table:
-        return list(csv.DictReader(table))
-
 
 def test_a_registered_copy_has_the_shape_and_the_grid_of_its_target(data, capsys):
     sources, labels = data / "data/imagesTr", data / "data/labelsTr"
