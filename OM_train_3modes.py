@@ -701,6 +701,7 @@ def finish_epoch(state, held_out, cfg, started):
     scores, picture = {}, None
     if len(held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last):
         watchdog.phase("evaluate")
+        memory.trim()  # what the C library keeps of the steps would come on top of what the validation takes
         with ema_weights(state["net"], state["ema"]):
             scores, picture = validate(state, held_out, cfg)
         watchdog.phase("evaluate")

@@ -23,7 +23,7 @@ from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import durable_step
 from Runtime.rules import tell_end
 from Runtime.run_lock import hold, lock, run_folder, touch, unlock
-from Runtime.verdict import judge, sentence
+from Runtime.verdict import judge, read_rank, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # after so many without a new durable step the loop stops
 PATIENCE_S = 600.0  # for a file system that does not answer, before the config with run.patience_s is read
@@ -70,10 +70,22 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
         path = run / "verdict.json"
         content = json.dumps({**line["verdict"], "next": line["next"], "sentence": line["sentence"]}, indent=1)
         patiently(lambda: write_file(path, content + "\n"), patience_s, path)
+        patiently(lambda: keep_stacks(run, attempt, line["verdict"]["rank"] or 0), patience_s, run / "stacks")
     if not quiet:
         print(line["sentence"], file=sys.stderr, flush=True)
     tell_end(run, line)
     return line["decision"]
+
+
+def keep_stacks(run, attempt, rank):
+    """Keep what a rank has left of the stacks of all its threads, which its next attempt overwrites.
+
+    The verdict has the innermost frames of one thread only, and a crash may have been in another one.
+    """
+    text = read_rank(run, rank, attempt)["stack"]
+    if text:
+        (run / "stacks").mkdir(exist_ok=True)
+        write_file(run / f"stacks/attempt{attempt}_rank{rank}.txt", text)
 
 
 def judged(run, attempt, code):

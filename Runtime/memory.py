@@ -1,6 +1,7 @@
 """Memory: empty caches, find leaks, and tell when memory runs out."""
 import collections
 import contextlib
+import ctypes
 import gc
 import os
 import re
@@ -25,6 +26,13 @@ def empty_cache(cfg, device):
         gc.collect()
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
+
+
+def trim():
+    """Return to the system what the C library keeps of freed memory, where it is glibc."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def new_watch(device, limit_gb):

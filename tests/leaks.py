@@ -1,6 +1,5 @@
 """What the leak diagnostics share: do something twenty times, and say whether memory stays where it was."""
 import argparse
-import ctypes
 import gc
 import json
 import re
@@ -10,7 +9,7 @@ from tqdm import tqdm
 
 from Runtime.device import describe, pick_device, prepare_device, synchronize
 from Runtime.errors import DONE, InputError
-from Runtime.memory import WINDOW, find_leak, measure
+from Runtime.memory import WINDOW, find_leak, measure, trim
 from Runtime.page import text_table
 
 GIB = 2 ** 30
@@ -78,9 +77,7 @@ def in_use(device):
     That changes from iteration to iteration, and for some dozens of them it may grow in a straight line: 2.8 MiB with
     each forward of a small network in emulated bfloat16, of which nothing was in use.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc
-        libc.malloc_trim(0)
+    trim()
     return measure(device)
 
 

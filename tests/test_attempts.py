@@ -51,6 +51,15 @@ def test_the_same_death_goes_on_then_back_then_stops(tmp_path):
     assert verdict["attempt"] == 2 and verdict["cause"] == "exception" and verdict["sentence"] == said[2]
 
 
+def test_the_stacks_of_each_death_are_kept(tmp_path):
+    """The next attempt of a rank begins with an empty file; an exception leaves no stacks of threads."""
+    for attempt, stack in enumerate(("Fatal Python error: Segmentation fault\n", "", "Timeout (0:00:02)!\n")):
+        die(tmp_path, step=attempt, stack=stack)
+    kept = {path.name: path.read_text() for path in (tmp_path / "stacks").iterdir()}
+    assert kept == {"attempt0_rank0.txt": "Fatal Python error: Segmentation fault\n",
+                    "attempt2_rank0.txt": "Timeout (0:00:02)!\n"}
+
+
 def test_a_new_durable_step_counts_anew(tmp_path):
     decisions = []
     for step in (4, 4, 8, 8, 12, 12, 12):

@@ -1,6 +1,7 @@
 """Leaks, made and real: who takes the memory, and when it runs out."""
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from Runtime.memory import WINDOW, _host_used, _room_in_groups, children, find_leak, measure, runs_out_soon
+from Runtime.memory import WINDOW, _host_used, _room_in_groups, children, find_leak, measure, runs_out_soon, trim
 from tests import launching
 from tests.tiny import ROOT
 
@@ -209,6 +210,17 @@ def test_room_in_control_groups_is_that_of_the_group_and_of_those_above(tmp_path
     membership.write_text(f"3:cpu,cpuacct:/else\n{'4:hugetlb,memory' if v1 else '0:'}:/job_1/step_0\n")
     assert _room_in_groups(tmp_path, membership) == [255, 1012]
     assert _room_in_groups(tmp_path, tmp_path / "none") == []
+
+
+@linux
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep other amounts")
+def test_what_the_c_library_keeps_is_given_back():
+    """Blocks below its threshold for mappings, freed below one that stays: the heap cannot shrink by itself."""
+    blocks = [bytearray(b"x") * 2 ** 16 for _ in range(4000)]
+    del blocks[:-1]
+    kept = _host_used()
+    trim()
+    assert kept - _host_used() > 150 * MIB and blocks
 
 
 def test_processes_that_end_while_they_are_counted():

@@ -44,24 +44,30 @@ def finish(run, rank, *events, **more):
 
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory):
-    """What faulthandler really leaves: at a deadline and at a segmentation fault, with a second thread and numpy."""
+    """What faulthandler really leaves, with a second thread and numpy.
+
+    At a deadline, and at a segmentation fault of the main thread or of one that a library has started, in strlen(NULL).
+    """
     folder = tmp_path_factory.mktemp("stacks")
     body = """
-import faulthandler, sys, threading, time
+import ctypes, faulthandler, sys, threading, time
 import numpy
-file = open(sys.argv[1], "w")
+file, libc = open(sys.argv[1], "w"), ctypes.CDLL(None)
 faulthandler.enable(file=file)
 threading.Thread(target=time.sleep, args=(20,), daemon=True).start()
 def culprit():
     if sys.argv[1].endswith("crash"):
         faulthandler._sigsegv()
+    if sys.argv[1].endswith("outside"):
+        libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.strlen, None)
     faulthandler.dump_traceback_later(0.2, exit=True, file=file)
     time.sleep(20)
 culprit()
 """
-    for name in ("crash", "hang"):
+    names = ("crash", "outside", "hang")
+    for name in names:
         launching.run([sys.executable, "-c", body, str(folder / name)], timeout=20, stderr=subprocess.DEVNULL)
-    return {name: (folder / name).read_text() for name in ("crash", "hang")}
+    return {name: (folder / name).read_text() for name in names}
 
 
 def verdict_of(run, world_size, code=1):
@@ -135,6 +141,14 @@ def test_a_segmentation_fault_names_the_function(tmp_path, stacks):
     verdict = verdict_of(tmp_path, 2, 139)
     assert (verdict["cause"], verdict["rank"], verdict["detail"]) == ("crash in native code", 1, "Segmentation fault")
     assert "in culprit" in "".join(verdict["stack"]), verdict["stack"]
+
+
+def test_a_segmentation_fault_of_a_librarys_thread_is_told_apart(tmp_path, stacks):
+    write_rank(tmp_path, 0, died(ECHO), exit={"code": 1})
+    write_rank(tmp_path, 1, exit=SEGFAULT, stack=stacks["outside"])
+    verdict = verdict_of(tmp_path, 2, 139)
+    assert (verdict["cause"], verdict["rank"]) == ("crash in native code", 1)
+    assert verdict["detail"] == "Segmentation fault in a thread outside Python"
 
 
 def test_an_abort_after_the_death_of_another_rank_is_not_the_cause(tmp_path):
