@@ -70,7 +70,7 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
         path = run / "verdict.json"
         content = json.dumps({**line["verdict"], "next": line["next"], "sentence": line["sentence"]}, indent=1)
         patiently(lambda: write_file(path, content + "\n"), patience_s, path)
-        patiently(lambda: keep_stacks(run, attempt, line["verdict"]["rank"] or 0), patience_s, run / "stacks")
+        keep_stacks(run, attempt, line["verdict"]["rank"] or 0)
     if not quiet:
         print(line["sentence"], file=sys.stderr, flush=True)
     tell_end(run, line)
@@ -80,12 +80,17 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
 def keep_stacks(run, attempt, rank):
     """Keep what a rank has left of the stacks of all its threads, which its next attempt overwrites.
 
-    The verdict has the innermost frames of one thread only, and a crash may have been in another one.
+    The verdict has the innermost frames of one thread only, and a crash may have been in another one. Not worth waiting
+    for a disk that is full: then a sentence says that they are lost.
     """
-    text = read_rank(run, rank, attempt)["stack"]
-    if text:
-        (run / "stacks").mkdir(exist_ok=True)
-        write_file(run / f"stacks/attempt{attempt}_rank{rank}.txt", text)
+    try:
+        text = read_rank(run, rank, attempt)["stack"]
+        if text:
+            (run / "stacks").mkdir(exist_ok=True)
+            write_file(run / f"stacks/attempt{attempt}_rank{rank}.txt", text)
+    except OSError as error:
+        print(f"{run / 'stacks'}: the stacks of attempt {attempt} are lost ({error.strerror or error})",
+              file=sys.stderr, flush=True)
 
 
 def judged(run, attempt, code):

@@ -60,6 +60,12 @@ def test_the_stacks_of_each_death_are_kept(tmp_path):
                     "attempt2_rank0.txt": "Timeout (0:00:02)!\n"}
 
 
+def test_stacks_that_cannot_be_kept_stop_nothing(tmp_path, capsys):
+    (tmp_path / "stacks").write_text("a file where the folder would be")
+    assert die(tmp_path, stack="Timeout (0:00:02)!\n") == "continue"
+    assert "the stacks of attempt 0 are lost (" in capsys.readouterr().err
+
+
 def test_a_new_durable_step_counts_anew(tmp_path):
     decisions = []
     for step in (4, 4, 8, 8, 12, 12, 12):
