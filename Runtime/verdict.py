@@ -122,8 +122,8 @@ def what_killed_ranks(records):
     """(cause, rank, detail) of a native crash, of an exception that is no echo, or of a signal; None without these."""
     crashes = [(record["rank"], crash) for record in records if (crash := native_crash(record))]
     for rank, crash in crashes:
-        if crash not in ("Aborted", "SIGABRT"):  # some backends abort when another rank dies
-            return "crash in native code", rank, crash + outside_python(records[rank])
+        if not crash.startswith(("Aborted", "SIGABRT")):  # some backends abort when another rank dies
+            return "crash in native code", rank, crash
     for _, rank, error in exceptions(records):
         if not any(echo in error.lower() for echo in ECHOES):
             return name_error(error), rank, error.splitlines()[0]
@@ -138,10 +138,7 @@ def what_killed_ranks(records):
         return "killed", None, f"all ranks ended by {ended_by(killed[0])}"
     if killed:
         return "killed", killed[0]["rank"], f"ended by {ended_by(killed[0])}"
-    if crashes:
-        rank, crash = crashes[0]
-        return "crash in native code", rank, crash + outside_python(records[rank])
-    return None
+    return ("crash in native code", *crashes[0]) if crashes else None
 
 
 def what_is_missing(records, code):
@@ -222,22 +219,15 @@ def native_crash(record):
     """A crash below Python: faulthandler's message, else the name of the signal, else "".
 
     Not of a rank that has logged an exception: it was dying already, and a backend may crash when Python leaves it.
+    faulthandler marks the thread that crashed as the current one, but for a thread that a library has started: then no
+    line of Python did it, the main thread's that is shown neither.
     """
     if last_event(record, "died"):
         return ""
     message = record["stack"].partition("Fatal Python error: ")[2].partition("\n")[0]
     if message:
-        return message
+        return message if "Current thread" in record["stack"] else f"{message} in a thread outside Python"
     return ended_by(record) if ended_by(record) in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGABRT") else ""
-
-
-def outside_python(record):
-    """Words for a crash in a thread that a library has started: then no line of Python, here the main thread's, did it.
-
-    faulthandler marks the thread that crashed as the current one, where Python knows it.
-    """
-    dumped = "Fatal Python error" in record["stack"] and "Current thread" not in record["stack"]
-    return " in a thread outside Python" if dumped else ""
 
 
 def is_ended(record):

@@ -151,8 +151,9 @@ def test_a_segmentation_fault_of_a_librarys_thread_is_told_apart(tmp_path, stack
     assert verdict["detail"] == "Segmentation fault in a thread outside Python"
 
 
-def test_an_abort_after_the_death_of_another_rank_is_not_the_cause(tmp_path):
-    write_rank(tmp_path, 0, exit={"code": 134}, stack="Fatal Python error: Aborted\n\nCurrent thread 0x1:\n")
+@pytest.mark.parametrize("thread", ["Current thread", "Thread"])
+def test_an_abort_after_the_death_of_another_rank_is_not_the_cause(tmp_path, thread):
+    write_rank(tmp_path, 0, exit={"code": 134}, stack=f"Fatal Python error: Aborted\n\n{thread} 0x1:\n")
     write_rank(tmp_path, 1, exit=KILLED)
     assert (verdict_of(tmp_path, 2, 134)["cause"], verdict_of(tmp_path, 2, 134)["rank"]) == ("killed", 1)
 
