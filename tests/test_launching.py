@@ -4,11 +4,13 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
 
 from tests import launching
+from tests.faults.common import end_all
 from tests.tiny import ROOT
 
 # A launcher whose rank ignores TERM and INT, and whose other rank has left for a session of its own as well.
@@ -113,6 +115,15 @@ def test_marks_nest_and_do_not_overlap(tmp_path):
         assert one.pid in launching.marked(marks[0]) and other.pid not in launching.marked(marks[0])
         launching.end(one)
         assert not launching.marked(marks[0]) and other.pid in launching.marked(os.environ[launching.MARK])
+
+
+def test_the_end_of_all_launches_leaves_what_multiprocessing_runs_for_later(tmp_path):
+    resource_tracker.ensure_running()
+    tracker = resource_tracker._resource_tracker._pid
+    process = launching.start(["bash", "-c", STAYS, "deaf", tmp_path])
+    numbers = pids(tmp_path)
+    end_all()
+    assert not alive(numbers) and process.returncode == -signal.SIGKILL and alive([tracker])
 
 
 @pytest.fixture(scope="module")
