@@ -47,13 +47,35 @@ def newest_pids(folder, ranks):
     return newest, {rank: pid for rank, (attempt, pid) in starts.items() if attempt == newest}
 
 
-def disturb(process, folder, ranks, kills, draws):
-    """Kill one random rank after another, each at a random time after its attempt began. Returns {attempt: rank}."""
-    killed, last = {}, -1
+def start_seconds(folder):
+    """What the first attempt of a run took from the start of rank 0 to its first step."""
+    lines = read_lines(run_of(folder) / "rank0.jsonl")
+    began, stepped = (next(line["time"] for line in lines if line["event"] == event) for event in ("start", "step"))
+    return stepped - began
+
+
+def listed(folder):
+    """What the manifest of a run lists, as written; nothing before the first checkpoint."""
+    path = run_of(folder) / "manifest.json"
+    return path.read_bytes() if path.exists() else b""
+
+
+def disturb(process, folder, ranks, kills, draws, start_s):
+    """Kill one random rank after another, each at a random moment of its attempt. Returns {attempt: rank}.
+
+    start_s: seconds of a start. At most every second attempt dies within one and a half of these, in its start or first
+    steps, the others in the two seconds after a checkpoint of their own: the launcher is right to stop a run that dies
+    three times at one place without a new one, and kills by the clock alone do just that on a busy machine.
+    """
+    killed, last, early = {}, -1, False
     bar = tqdm(total=kills, desc="kills", unit="kill", file=sys.stderr, mininterval=10)
     while len(killed) < kills and process.poll() is None:
         until(lambda last=last: newest_pids(folder, ranks)[0] > last or process.poll() is not None)
-        time.sleep(draws.uniform(0.2, 7.0))
+        before = listed(folder)
+        early = not early and draws.random() < 0.6
+        if not early:
+            until(lambda before=before: listed(folder) != before or process.poll() is not None)
+        time.sleep(draws.uniform(0.2, 1.5 * start_s) if early else draws.uniform(0, 2))
         attempt, pids = newest_pids(folder, ranks)
         rank = draws.randrange(ranks)
         if rank in pids and pids[rank] in family(process.pid):
@@ -91,13 +113,15 @@ def main(argv=None):
     if code := wait(launch(undisturbed, args.ranks, **changes), 900):
         sys.exit(f"the undisturbed run ended with {code}: {undisturbed}/log.txt")
     process = launch(chaos, args.ranks, **changes)
-    killed = disturb(process, chaos, args.ranks, args.kills, random.Random(args.seed))
+    killed = disturb(process, chaos, args.ranks, args.kills, random.Random(args.seed), start_seconds(undisturbed))
     code = wait(process, 900)
     equal = code == 0 and final_weights(chaos, epochs) == final_weights(undisturbed, epochs)
     found = ends(chaos)
     wrong = misnamed(killed, found)
     for attempt, sentence in wrong.items():
         print(f"rank {killed[attempt]} was killed, and the verdict was: {sentence}", file=sys.stderr)
+    if code:
+        print(f"the disturbed run ended with {code}: {found[max(found)]['sentence']}", file=sys.stderr)
     print(table(run_of(chaos)))
     print(f"{len(killed)} ranks killed, {len(killed) - len(wrong)} of them named, {len(found)} attempts; weights "
           f"{'bitwise equal' if equal else 'DIFFERENT'} to those of the undisturbed run")
