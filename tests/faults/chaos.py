@@ -22,6 +22,7 @@ from tqdm import tqdm  # noqa: E402
 
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.goodput import account, goodput, table  # noqa: E402
+from Runtime.manifest import durable_step  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     STEPS_PER_EPOCH,
     ends,
@@ -54,12 +55,6 @@ def start_seconds(folder):
     return stepped - began
 
 
-def listed(folder):
-    """What the manifest of a run lists, as written; nothing before the first checkpoint."""
-    path = run_of(folder) / "manifest.json"
-    return path.read_bytes() if path.exists() else b""
-
-
 def disturb(process, folder, ranks, kills, draws, start_s):
     """Kill one random rank after another, each at a random moment of its attempt. Returns {attempt: rank}.
 
@@ -71,10 +66,10 @@ def disturb(process, folder, ranks, kills, draws, start_s):
     bar = tqdm(total=kills, desc="kills", unit="kill", file=sys.stderr, mininterval=10)
     while len(killed) < kills and process.poll() is None:
         until(lambda last=last: newest_pids(folder, ranks)[0] > last or process.poll() is not None)
-        before = listed(folder)
+        before = durable_step(run_of(folder))
         early = not early and draws.random() < 0.6
         if not early:
-            until(lambda before=before: listed(folder) != before or process.poll() is not None)
+            until(lambda before=before: durable_step(run_of(folder)) > before or process.poll() is not None)
         time.sleep(draws.uniform(0.2, 1.5 * start_s) if early else draws.uniform(0, 2))
         attempt, pids = newest_pids(folder, ranks)
         rank = draws.randrange(ranks)
@@ -121,7 +116,8 @@ def main(argv=None):
     for attempt, sentence in wrong.items():
         print(f"rank {killed[attempt]} was killed, and the verdict was: {sentence}", file=sys.stderr)
     if code:
-        print(f"the disturbed run ended with {code}: {found[max(found)]['sentence']}", file=sys.stderr)
+        said = [end["sentence"] for end in found.values()] or ["no attempt has an end"]
+        print(f"the disturbed run ended with {code}: {said[-1]}", file=sys.stderr)
     print(table(run_of(chaos)))
     print(f"{len(killed)} ranks killed, {len(killed) - len(wrong)} of them named, {len(found)} attempts; weights "
           f"{'bitwise equal' if equal else 'DIFFERENT'} to those of the undisturbed run")
