@@ -229,7 +229,8 @@ def check_compatible(state, cfg, path, model_keys):
     """
     config = state.get("config")
     if not isinstance(config, dict):
-        raise InputError(f"{path} holds no config: start a new run with --fresh, or take its weights by --init-from.")
+        raise InputError(f"{path} holds no config, so nothing says which network its weights are of: name another "
+                         "checkpoint, or start a new run with --fresh and without it.")
     # Through JSON, since a saved tuple and the list of a YAML file are the same setting.
     new = json.loads(json.dumps(dict(cfg)))
     old = {**{key: value for key, value in BEFORE.items() if key in new}, **json.loads(json.dumps(config))}
@@ -240,7 +241,8 @@ def check_compatible(state, cfg, path, model_keys):
         if key in changed:
             problem = "is a checkpoint of another network" if key == "model.name" else "does not match the config"
             raise InputError(f"{path} {problem} ({key} is {changed[key][0]} in the checkpoint and {changed[key][1]} in "
-                             "the config): start a new run with --fresh, or use the config it was trained with.")
+                             "the config): use the config it was trained with, or start a new run with --fresh and "
+                             "without it.")
     return [f"{key}: {before} -> {after}" for key, (before, after) in changed.items() if key not in model_keys]
 
 
