@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from Runtime.errors import InputError
+from Runtime.errors import STOP, InputError
 from tests.bench import bench_augment as bench
 
 VOLUMES = [(f"v{number:02d}",) for number in range(12)]
@@ -38,6 +38,14 @@ def test_ours_is_compared_with_the_best_of_the_others_alone(capsys):
     assert last["shots"]["1"] == {"none": 0.55, "elastic": 0.4, "random": 0.9, "transferred": 0.7}
     assert last["gain"]["1"]["best_other"] == "none" and last["gain"]["1"]["mean"] == pytest.approx(0.15)
     assert last["ci_low"] == last["gain"]["1"]["ci_low"] < 0.15 < last["ci_high"]
+
+
+def test_a_method_that_needs_a_network_is_never_left_out_in_silence(capsys):
+    assert bench.main(["--methods", "none", "towards"]) == STOP
+    assert capsys.readouterr().err == "error: --methods towards needs a network: name one with --checkpoint.\n"
+    assert "towards" in bench.methods_of(bench.parse_arguments(["--checkpoint", "universal", "--methods", "towards"]))
+    assert "towards" not in bench.methods_of(bench.parse_arguments([]))
+    assert "recovered, towards, network are left out" in capsys.readouterr().out
 
 
 def test_what_was_drawn_with_other_settings_is_drawn_anew(tmp_path):

@@ -86,8 +86,8 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Segmentation learned from a few volumes, by how they were augmented.")
     parser.add_argument("--data", default=str(DATA), help="volumes with labels 1 and 2 (%(default)s)")
     parser.add_argument("--checkpoint", help="model of the methods recovered, towards and network")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
-                        help=f"some of {', '.join(METHODS)} (all)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME",
+                        help=f"some of {', '.join(METHODS)} (all that there is a network for)")
     parser.add_argument("--shots", nargs="+", type=int, default=[1, 2, 5, 10], metavar="K",
                         help="how many volumes have labels (1 2 5 10)")
     parser.add_argument("--subsets", type=int, default=8, metavar="N", help="of the volumes (%(default)s)")
@@ -374,6 +374,16 @@ def orders_of(volumes, subsets):
         orders.setdefault(order[0][0], order)
 
 
+def methods_of(args):
+    """The methods to score, in the order of the tables. Raises InputError for one named that lacks its network."""
+    lacking = [method for method in args.methods or METHODS if method in BY_NETWORK and not args.checkpoint]
+    if lacking and args.methods:
+        raise InputError(f"--methods {lacking[0]} needs a network: name one with --checkpoint.")
+    if lacking:
+        print(f"without --checkpoint {', '.join(lacking)} are left out")
+    return [method for method in METHODS if method in (args.methods or METHODS) and method not in lacking]
+
+
 def run_method(method, volumes, tests, held_out, model, args, cfg):
     """{"shots": {"subset": [Dice of each seed]}}, written after each training."""
     path = args.out / f"{method}.json"
@@ -440,8 +450,7 @@ def main(argv=None):
     args = parse_arguments(argv)
     torch.set_num_threads(args.threads)
     try:
-        methods = [method for method in METHODS if method in args.methods
-                   and (args.checkpoint or method not in BY_NETWORK)]
+        methods = methods_of(args)
         model = load_model(args.checkpoint) if args.checkpoint else None
         cfg = load_config(CONFIG, [*OURS, *args.overrides])
         volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
