@@ -376,12 +376,13 @@ def orders_of(volumes, subsets):
 
 def methods_of(args):
     """The methods to score, in the order of the tables. Raises InputError for one named that lacks its network."""
-    lacking = [method for method in args.methods or METHODS if method in BY_NETWORK and not args.checkpoint]
+    asked = args.methods or METHODS
+    lacking = [method for method in asked if method in BY_NETWORK and not args.checkpoint]
     if lacking and args.methods:
         raise InputError(f"--methods {lacking[0]} needs a network: name one with --checkpoint.")
     if lacking:
         print(f"without --checkpoint {', '.join(lacking)} are left out")
-    return [method for method in METHODS if method in (args.methods or METHODS) and method not in lacking]
+    return [method for method in METHODS if method in asked and method not in lacking]
 
 
 def run_method(method, volumes, tests, held_out, model, args, cfg):
