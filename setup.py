@@ -13,7 +13,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 FOLDERS = ("Runtime", "Dataloader", "Diffusion", "Inference")
-DATA = ("Runtime/*.css", "Runtime/*.js", "Config/*.yaml", "Inference/*.safetensors")
+DATA = ("Runtime/*.css", "Runtime/*.js", "Config/*.yaml", "Inference/*.safetensors", "docs/messages.md")
 IMPORT = re.compile(rf"^( *)(from|import) (?=({'|'.join(FOLDERS)}|OM_\w+)\b)", re.M)
 
 

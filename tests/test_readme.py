@@ -25,7 +25,7 @@ from tests.tiny import ROOT, launcher_environment
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
     "install", "data", "training", "report", "trouble", "registration", "augmentation", "evaluation", "clusters",
     "site_dawn", "site_lumi", "site_gilbreth", "site_torch-hpc", "site_local", "configuration", "benchmarks",
-    "features", "faults", "code", "new_loss", "index"))]
+    "features", "faults", "messages", "code", "new_loss", "index"))]
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 HIPPOCAMPUS = ROOT.parent / "shared/data/hippocampus"
 VOLUMES = 60  # in Data/brains; those after them are the files of the examples
@@ -43,6 +43,8 @@ ELSEWHERE = {
     "make test": ".ci/run",
     "make bench": "progress.md",  # by hand, for minutes
     "make docs": "tests/test_repository.py",
+    **dict.fromkeys(['.venv/bin/python -m omnimorph.explain "UR_RESULT_ERROR_DEVICE_LOST"',
+                     ".venv/bin/python -m omnimorph.explain < Logs/train_multi_1234.out"], "tests/test_explain.py"),
     **dict.fromkeys([
         "pip install .",
         "omnimorph register --fixed F.nii.gz --moving M.nii.gz --model none --affine --refine --out Results/first",

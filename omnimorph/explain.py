@@ -1,0 +1,134 @@
+"""Explain a message: python -m omnimorph.explain "pasted text", or python -m omnimorph.explain < a log.
+
+Prints the rows of docs/messages.md that fit, the closest first, and the sentences of OmniMorph's own that the text
+contains, with the file that says them. Exit code 0 if something fits, 1 if nothing does, 43 if there is no text.
+"""
+import ast
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# In a checkout the code lies beside this package, after `pip install` in it.
+ROOT = HERE if (HERE / "Runtime").is_dir() else HERE.parent
+FOLDERS = ("Runtime", "Dataloader", "Diffusion", "Inference", "Supervisor", "Scripts")
+LEAST_LITERAL = 12  # letters of a refusal that have to be in a text: fewer would fit anything
+
+
+def read_rows(text):
+    """[(list of fragments, meaning, cure)] of the tables of docs/messages.md.
+
+    A fragment is what stands between backticks in the first cell.
+    """
+    rows = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+        fragments = re.findall(r"`([^`]+)`", cells[0]) if line.startswith("|") and len(cells) == 3 else []
+        if fragments:
+            rows.append((fragments, cells[1], cells[2]))
+    return rows
+
+
+def pattern_of(fragment):
+    """A regular expression of a fragment: `...` and `{}` stand for any text, spaces for any space."""
+    parts = [re.escape(part).replace(r"\ ", r"\s+") for part in re.split(r"\.\.\.|\{\}", fragment)]
+    return re.compile(".*?".join(parts), re.IGNORECASE)
+
+
+def matching_rows(text, rows):
+    """The rows that fit a text, those of the longest fragments first."""
+    found = []
+    for row in rows:
+        lengths = [len(fragment) for fragment in row[0] if pattern_of(fragment).search(text)]
+        if lengths:
+            found.append((max(lengths), row))
+    return [row for _, row in sorted(found, key=lambda entry: -entry[0])]
+
+
+def _template(node):
+    """The text of a string expression, with {} for what differs; None if it is no string."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(value.value if isinstance(value, ast.Constant) else "{}" for value in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        parts = _template(node.left), _template(node.right)
+        return None if None in parts else "".join(parts)
+    return None
+
+
+def read_refusals(root=ROOT):
+    """[(template, file)] of every InputError in the code, sorted by file: what OmniMorph refuses, and where."""
+    paths = [*root.glob("OM_*.py"), *(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))]
+    found = set()
+    for path in sorted(paths):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "InputError" and node.args:
+                template = _template(node.args[0])
+                if template and len(template.replace("{}", "")) >= LEAST_LITERAL:
+                    found.add((path.relative_to(root).as_posix(), template))
+    return [(template, name) for name, template in sorted(found)]
+
+
+def matching_refusals(text, refusals):
+    """The refusals that a text contains, the most literal first; a long log is read line by line.
+
+    The literal pieces between what differs are sought in order, which needs no regular expression: one with many
+    wildcards takes minutes on a log of megabytes.
+    """
+    lines = [line.lower() for line in text.splitlines()]
+    found = []
+    for template, name in refusals:
+        pieces = [piece.lower() for piece in template.split("{}") if piece]
+        longest = max(pieces, key=len)
+        if any(longest in line and _in_order(pieces, line) for line in lines):
+            found.append((len("".join(pieces)), template, name))
+    return [(template, name) for _, template, name in sorted(found, reverse=True)]
+
+
+def _in_order(pieces, line):
+    start = 0
+    for piece in pieces:
+        start = line.find(piece, start)
+        if start < 0:
+            return False
+        start += len(piece)
+    return True
+
+
+def page():
+    """The text of docs/messages.md, which the package carries too."""
+    for folder in (ROOT, ROOT.parent):
+        path = folder / "docs/messages.md"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise FileNotFoundError("docs/messages.md is not beside the package; install OmniMorph again.")
+
+
+def main():
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
+    if not arguments and sys.stdin.isatty():
+        print("error: no text: paste it in quotes, or redirect a log (< FILE).", file=sys.stderr)
+        return 43
+    text = " ".join(arguments) or sys.stdin.buffer.read().decode(errors="replace")
+    if not text.strip():
+        print("error: the text is empty: paste what the program printed, or redirect a log (< FILE).", file=sys.stderr)
+        return 43
+    rows, refusals = matching_rows(text, read_rows(page())), matching_refusals(text, read_refusals())
+    for fragments, meaning, cure in rows:
+        print(f"{' or '.join(fragments)}\n  what it means: {meaning}\n  what to do:    {cure}\n")
+    for template, name in refusals:
+        print(f"{template.replace('{}', '...')}\n  OmniMorph's own sentence ({name}): it names the input and says what to "
+              "do.\n")
+    if not rows and not refusals:
+        print("No row of docs/messages.md fits. Search the page for a shorter piece of the text; the verdict of a run "
+              "stands in verdict.json of its folder.")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
