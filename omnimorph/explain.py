@@ -121,8 +121,7 @@ def main():
     for fragments, meaning, cure in rows:
         print(f"{' or '.join(fragments)}\n  what it means: {meaning}\n  what to do:    {cure}\n")
     for template, name in refusals:
-        print(f"{template.replace('{}', '...')}\n  OmniMorph's own sentence ({name}): it names the input and says what to "
-              "do.\n")
+        print(f"{template.replace('{}', '...')}\n  OmniMorph refuses an input ({name}): the sentence says why.\n")
     if not rows and not refusals:
         print("No row of docs/messages.md fits. Search the page for a shorter piece of the text; the verdict of a run "
               "stands in verdict.json of its folder.")
