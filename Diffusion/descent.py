@@ -30,7 +30,7 @@ def locally_normalised(image, mask, shown):
 
 def shown_share(mask):
     """How much of the cube around each voxel, as far as it is in the volume, a mask shows: its shape, above 0."""
-    return (box_mean(mask, WINDOW) / box_mean(torch.ones_like(mask), WINDOW)).clamp(min=1e-3)
+    return box_mean(mask, WINDOW).clamp(min=1e-3)
 
 
 def demons_force(warped, target, mask):

@@ -68,23 +68,36 @@ def regularity(field, waiver=0.0, folding_weight=1.0):
 
 
 def _band(n, window, device):
-    """(n, n) matrix M such that M x is the mean of x over `window` neighbours, zeros outside."""
-    return torch.full((n, n), 1.0 / window, device=device).triu(-(window // 2)).tril(window // 2)
+    """(n, n) matrix M such that M x is the mean of x over the `window` neighbours, as many of them as there are."""
+    band = torch.ones(n, n, device=device).triu(-(window // 2)).tril(window // 2)
+    return band / band.sum(1, keepdim=True)
 
 
-def box_mean(x, window):
-    """Mean over the cube of `window` voxels around each voxel, zeros outside. x: (B, C, *spatial) float32.
+def box_mean(x, window, transposed=False):
+    """Mean over the cube of `window` voxels around each voxel, of those that lie in the image.
 
     One banded matrix product along each axis. At sides of some hundred voxels that is faster than running sums, pooling
-    or convolutions, and it has no long sums that lose digits. The operator is its own transpose, as its gradient needs.
+    or convolutions, and it has no long sums that lose digits. How many voxels of a cube lie in the image is a product
+    of one number for each axis, so the matrices hold that, too.
+    x: (B, C, *spatial) float32. transposed: the transposed operator, as gradients need it.
     """
     for axis in range(2, x.dim()):
         band = _band(x.shape[axis], window, x.device)
+        if transposed:
+            band = band.T
         if axis == x.dim() - 1:
-            x = x @ band
+            x = x @ band.T
         else:
             x = (band @ x.flatten(axis + 1).flatten(0, axis - 1)).view(x.shape)
     return x
+
+
+def _counted_mean(values, counted):
+    """The mean over the samples of each one's mean of values (B, C, *spatial) under `counted`, of the same shape.
+
+    A sample of which nothing counts adds 0.
+    """
+    return ((values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1.0)).mean()
 
 
 class _LocalCorrelation(torch.autograd.Function):
@@ -99,20 +112,22 @@ class _LocalCorrelation(torch.autograd.Function):
         var_b = box_mean(b * b, window).addcmul_(mean_b, mean_b, value=-1.0).clamp_(min=0.0)
         covariance = box_mean(a * b, window).addcmul_(mean_a, mean_b, value=-1.0)
         variances = (var_a * var_b).add_(eps ** 2)
-        ctx.save_for_backward(a, b, mean_a, mean_b, var_a, var_b, covariance, variances)
+        counted = (var_b > eps).float()
+        ctx.save_for_backward(a, b, mean_a, mean_b, var_a, var_b, covariance, variances, counted)
         ctx.window = window
         ctx.squared = squared
-        return (covariance.square() / variances if squared else covariance * variances.rsqrt()).mean()
+        return _counted_mean(covariance.square() / variances if squared else covariance * variances.rsqrt(), counted)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        a, b, mean_a, mean_b, var_a, var_b, covariance, variances = ctx.saved_tensors
+        a, b, mean_a, mean_b, var_a, var_b, covariance, variances, counted = ctx.saved_tensors
+        number = counted.flatten(1).sum(1).clamp(min=1.0).view(-1, *[1] * (a.dim() - 1))
         by_covariance = (covariance / variances).mul_(2.0) if ctx.squared else variances.rsqrt()
-        by_covariance = by_covariance.mul_(grad / a.numel())
+        by_covariance = by_covariance.mul_(counted).mul_(grad / (len(a) * number))
         # The derivative by one variance, without the factor of the other variance.
         by_variance = (by_covariance * covariance).div_(variances).mul_(-0.5)
-        spread = box_mean(by_covariance, ctx.window)
+        spread = box_mean(by_covariance, ctx.window, transposed=True)
         results = []
         for needed, own, other, mean, other_mean, var, other_var in (
                 (ctx.needs_input_grad[0], a, b, mean_a, mean_b, var_a, var_b),
@@ -122,19 +137,21 @@ class _LocalCorrelation(torch.autograd.Function):
                 continue
             by_own = (by_variance * other_var).mul_(var > 0).mul_(2.0)
             by_mean = (by_covariance * other_mean).addcmul_(by_own, mean)
-            results.append((spread * other).addcmul_(own, box_mean(by_own, ctx.window))
-                           .sub_(box_mean(by_mean, ctx.window)))
+            results.append((spread * other).addcmul_(own, box_mean(by_own, ctx.window, transposed=True))
+                           .sub_(box_mean(by_mean, ctx.window, transposed=True)))
         return (*results, None, None, None)
 
 
 def local_correlation(image, target, window=9, squared=True, eps=1e-5, weight=None):
     """Mean local normalised cross-correlation of two images.
 
-    With means <.> over the cube of `window` voxels around each voxel (zeros outside the image),
+    With means <.> over the cube of `window` voxels around each voxel, of those that lie in the image,
       cov = <I T> - <I><T>,  var_I = <I I> - <I>^2,  var_T = <T T> - <T>^2,
       squared:  mean of cov^2 / (var_I var_T + eps^2), 0 .. 1 (Avants et al., Med Image Anal 2008)
       else:     mean of cov / sqrt(var_I var_T + eps^2), -1 .. 1 (Cachier et al., CVIU 2003, by Gaussian windows)
-    and 1 is perfect: as a loss it enters with a minus.
+    and 1 is perfect: as a loss it enters with a minus. The mean is taken where var_T > eps: where the target is flat
+    nothing can be compared, and how large that part is must not matter. It does not depend on the image, which
+    otherwise could hide what is not alike. Each sample counts alike.
 
     image, target: (B, C, *spatial), intensities of order one. window: odd, in voxels. eps: a variance that counts as
     zero. weight: (B, 1, *spatial), 0 .. 1, how much each voxel counts, in the means of a window and in the mean of all;
@@ -156,7 +173,7 @@ def _weighted_correlation(image, target, weight, window, squared, eps):
     covariance = box_mean(weight * image * target, window) / count - image_mean * target_mean
     variances = image_variance * target_variance + eps ** 2
     correlation = covariance.square() / variances if squared else covariance * variances.rsqrt()
-    return weighted_mean(correlation, weight)
+    return _counted_mean(correlation, weight * (target_variance > eps))
 
 
 def weighted_variance(image, mean, weight, count, window):

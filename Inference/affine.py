@@ -320,7 +320,7 @@ def _loss(start, parameters, level, similarity):
     if similarity == "global":
         alike = global_correlation(fixed, warped, weight)
     elif similarity == "local":
-        alike = local_correlation(fixed, warped, WINDOW, weight=weight)
+        alike = local_correlation(warped, fixed, WINDOW, weight=weight)
     else:
         alike = mutual_information(warped, fixed, weight, bins=min(MOST_BINS, round(fixed.numel() ** (1 / 3))))
     overlap = (weight * fixed).sum() / seen.sum().clamp(min=1e-6)
