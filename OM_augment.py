@@ -54,12 +54,12 @@ from Inference.draws import (
     source_digests,
     write_lists,
 )
-from Inference.labels import LABELS, apply_label
+from Inference.labels import LABELS, apply_field, apply_label
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
 from Inference.nnunet import cases_of, check_name, require_one_grid, write_dataset
 from Inference.outputs import write_moved
 from Inference.refine import STEPS
-from Inference.registration import apply_field, register
+from Inference.registration import register
 from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.device import pick_device
@@ -327,16 +327,16 @@ def registered_copy(item, target):
                          moving_mask=item["mask"],
                          fixed_channels=fixed.get("channels", [])[:seen],
                          moving_channels=item.get("channels", [])[:seen])
-    for sentence in found["warnings"]:
+    for sentence in found.warnings:
         tqdm.write(f"warning: {sentence}", file=sys.stderr)
-    field, affine = found["field"], found["fixed"][1]
+    field, affine = found.field, found.fixed.affine
 
     def carry(array, own_affine, mode="bilinear"):
         if mode != "bilinear":
             return apply_label(array, own_affine, field, affine, mode)
         return apply_field(array, own_affine, field, affine)
 
-    return {"field": field, "affine": affine, "file": fixed["image"], "matrix": found["matrix"].tolist(),
+    return {"field": field, "affine": affine, "file": fixed["image"], "matrix": found.matrix.tolist(),
             "carry": carry}
 
 

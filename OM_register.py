@@ -34,20 +34,13 @@ from Dataloader.nifti import read_header, read_label, read_points, read_raw_head
 from Dataloader.transforms import read_any_field
 from Diffusion.metrics import average, dice
 from Inference.initial import register_from
-from Inference.labels import LABELS, apply_label
+from Inference.labels import LABELS, apply_field, apply_label
 from Inference.load_model import DEFAULTS, UNIVERSAL, load_model
 from Inference.outputs import ALSO, disp_name, write_pair, write_points, write_warped
 from Inference.pair_figures import COLUMNS, means, pair_figure, read_pair, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, read_pairs_to_register
 from Inference.refine import STEPS
-from Inference.registration import (  # noqa: F401  register: for others
-    AFFINES,
-    SIMILARITIES,
-    STARTS,
-    apply_field,
-    overlap_percent,
-    register,
-)
+from Inference.registration import AFFINES, SIMILARITIES, STARTS, overlap_percent
 from Inference.results import (
     file_digests,
     kept_rows,
@@ -275,10 +268,9 @@ def register_pair(pair, model, cfg, args, folder, earlier=None):
                                progress=True, similarity=args.similarity, fixed_mask=pair.get("fixed_mask"),
                                moving_mask=pair.get("moving_mask"), fixed_channels=channels_of(pair, "fixed"),
                                moving_channels=channels_of(pair, "moving"))
-    warped_label = warp_label(moving_label, result, result["field"], args.labels)
+    warped_label = warp_label(moving_label, result, result.field, args.labels)
     row = {"name": pair["name"], **{key: os.path.abspath(pair[key]) for key in TO_REGISTER if key in pair},
-           "folder": str(folder), **{key: result[key] for key in (*COLUMNS, *ROW) if key in result},
-           "seconds": result["seconds"]["total"], "seconds_of": result["seconds"], "matrix": result["matrix"].tolist(),
+           "folder": str(folder), **scores_of(result), "matrix": result.matrix.tolist(),
            **label_scores(moving_label, warped_label, fixed_label, result, args.labels)}
     if moving_label is not None and moving_label.any() and not warped_label.any():
         row["warnings"] = [*row["warnings"], f"no voxel of {pair['moving_label']} came to lie in the fixed volume."]
@@ -307,6 +299,13 @@ def read_own_label(pair, side, dims):
     return label
 
 
+def scores_of(result):
+    """The part of the row that the registration itself gives."""
+    found = {key: getattr(result, key, None) for key in (*COLUMNS, *ROW)}
+    return {**{key: value for key, value in found.items() if value is not None}, "seconds": result.seconds["total"],
+            "seconds_of": result.seconds}
+
+
 def warp_label(moving_label, result, field, labels):
     """The moving label map as a field shows it, (*fixed), or None where there is none.
 
@@ -314,7 +313,7 @@ def warp_label(moving_label, result, field, labels):
     """
     if moving_label is None:
         return None
-    return apply_label(moving_label, result["moving"][1], field, result["fixed"][1], labels)
+    return apply_label(moving_label, result.moving.affine, field, result.fixed.affine, labels)
 
 
 def label_scores(moving_label, warped_label, fixed_label, result, carried):
@@ -325,7 +324,7 @@ def label_scores(moving_label, warped_label, fixed_label, result, carried):
     if moving_label is None or fixed_label is None or not fixed_label.any():
         return {"labels": {}}
     labels = sorted(set(np.unique(fixed_label).tolist()) - {0})
-    by_header = warp_label(moving_label, result, np.zeros_like(result["field"]), carried)
+    by_header = warp_label(moving_label, result, np.zeros_like(result.field), carried)
     before, after = dice(by_header, fixed_label, labels), dice(warped_label, fixed_label, labels)
     return {"labels": {str(label): {"dice_before": first, "dice": second}
                        for label, first, second in zip(labels, before, after)},

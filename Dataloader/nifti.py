@@ -51,7 +51,7 @@ def read_volume(path, dims=3):
     axes, NaN or infinite voxels, one constant value, or a singular affine.
     """
     array, affine = _read(path, dims)
-    return _image(path, array), affine
+    return checked_image(path, array), affine
 
 
 def read_channels(path, dims=3, count=1):
@@ -66,7 +66,7 @@ def read_channels(path, dims=3, count=1):
         arrays = [array]
     else:
         arrays = np.moveaxis(read_voxels(path, image).reshape(_channel_shape(path, image.shape, dims)), -1, 0)
-        arrays, affine = [_image(path, array) for array in arrays], read_affine(path, image, dims)
+        arrays, affine = [checked_image(path, array) for array in arrays], read_affine(path, image, dims)
     if len(arrays) != count:
         raise InputError(f"{path}: {len(arrays)} of {count} channels (data.channels); name the files of all channels "
                          "together in the data list, or correct the key.")
@@ -85,8 +85,15 @@ def _channel_shape(path, shape, dims):
     return (*spatial, *rest)
 
 
-def _image(path, array):
-    """An image as float32, C-contiguous. Raises InputError for one that `read_volume` refuses."""
+def checked_image(path, array):
+    """An image as float32, C-contiguous. path: what errors call it.
+
+    Raises InputError for one that `read_volume` refuses.
+    """
+    if array.dtype.kind not in "buif":
+        raise InputError(f"{path}: voxels of type {array.dtype} are not one real number each; convert it.")
+    if array.size == 0:
+        raise InputError(f"{path}: shape {array.shape} holds no voxel; give a volume.")
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(array, dtype=np.float32)
     _require_finite(path, array)
@@ -142,13 +149,20 @@ def open_nifti(path):
         kind = "FreeSurfer" if path.suffix in FREESURFER else "NIfTI"
         raise InputError(f"{path}: not a readable {kind} file ({error}); export it again as .nii.gz.") from error
     if isinstance(image, nibabel.MGHImage):
-        image = nibabel.Nifti1Image(image.dataobj, image.affine, dtype=image.get_data_dtype())
-        image.header.set_xyzt_units("mm")
-        return image
+        return as_nifti(image)
     if not isinstance(image, nibabel.Nifti1Image):
         raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it to .nii.gz.")
     if path.suffix != ".gz":
         _require_bytes(path, image, path.stat().st_size)
+    return image
+
+
+def as_nifti(image):
+    """A nibabel image of any format as a NIfTI image, with the same voxels, not read yet, and its place in mm."""
+    if isinstance(image, nibabel.Nifti1Image):
+        return image
+    image = nibabel.Nifti1Image(image.dataobj, image.affine, dtype=image.get_data_dtype())
+    image.header.set_xyzt_units("mm")
     return image
 
 

@@ -1,15 +1,29 @@
-"""Carry label maps through deformations, from their own voxels to points between them, and let several of them vote."""
+"""Carry images and label maps through deformations, and let several label maps vote."""
 import numpy as np
 import torch
 from scipy import ndimage
 
-from Diffusion.fields import across
-from Inference.registration import apply_field
+from Diffusion.fields import across, warp
 
 LABELS = ("smooth", "nearest")  # ways to carry label maps
 SIGMA = 0.8  # voxels by which labels are smoothed; chosen on pairs of hippocampi that no training and no test has seen
 VOTE_SIGMA = 0.5  # voxels by which the votes are smoothed; decides where as many say one thing as another
 REACH = 5  # voxels around a label in which its smoothed share may be above zero, and one more
+
+
+def apply_field(image, affine, field, fixed_affine, order=1):
+    """A moving image or label map as a field shows it, on the fixed grid, with one interpolation.
+
+    image: (D, H, W) or (H, W) on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed grid.
+    fixed_affine: 4x4. order: 1 for images (float32 out), 0 for labels (dtype kept).
+    Returns: (*fixed); outside the image its least intensity, for labels 0.
+    """
+    change = np.linalg.inv(affine) @ fixed_affine
+    moving_field = across(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)
+    lowest = np.float32(image.min()) if order else 0  # `warp` gives 0 outside
+    above = torch.from_numpy(np.asarray(image, np.float32) - lowest)[None, None]
+    warped = warp(above, moving_field, mode="bilinear" if order else "nearest")[0, 0].numpy() + lowest
+    return warped if order else warped.astype(image.dtype)
 
 
 def apply_label(label, affine, field, fixed_affine, labels="smooth"):

@@ -7,9 +7,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 from Inference.augmentation import MODES, STRIDE, deform, draw_field, draw_start
-from Inference.labels import apply_label
+from Inference.labels import apply_field, apply_label
 from Inference.load_model import default_config
-from Inference.registration import apply_field, register
+from Inference.registration import register
 from Runtime.errors import InputError
 
 try:
@@ -116,8 +116,8 @@ class Registerd:
     whatever `register` refuses.
     """
 
-    def __init__(self, fixed_key, moving_key, keys=None, mode="bilinear", model=None, affine=False, refine=0,
-                 start="auto", device="cpu", config=None, field_key=None, allow_missing_keys=False):
+    def __init__(self, fixed_key, moving_key, keys=None, mode="bilinear", model=None, affine=True, refine=True,
+                 start="auto", device="auto", config=None, field_key=None, allow_missing_keys=False):
         self.fixed_key, self.moving_key, self.field_key = fixed_key, moving_key, field_key
         keys = moving_key if keys is None else keys
         self.keys = (keys,) if isinstance(keys, str) else tuple(keys)
@@ -145,11 +145,11 @@ class Registerd:
             if tuple(data[key].shape[1:]) != moving.shape[1:]:
                 raise InputError(f"{key}: shape {tuple(data[key].shape[1:])} is not that of {self.moving_key}, "
                                  f"{moving.shape[1:]}; bring both to one grid.")
-            channels = [warp_channel(channel, moving_affine, found["field"], fixed_affine, mode)
+            channels = [warp_channel(channel, moving_affine, found.field, fixed_affine, mode)
                         for channel in plain(data[key])]
             place(result, key, np.stack(channels), self.fixed_key, fixed_affine)
         if self.field_key:
-            result[self.field_key] = found["field"]
+            result[self.field_key] = found.field
         return result
 
 

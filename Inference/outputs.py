@@ -31,26 +31,27 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
     folder: where warped.nii.gz, field.nii.gz, jacobian.nii.gz and, where there are such, warped_label.nii.gz,
     warped_channel_2.nii.gz and so on, inverse_field.nii.gz, segmented_fixed.nii.gz, segmented_moving.nii.gz and
     points.csv go. pair: paths of the files that were read, fixed, moving, moving_label and further channels.
-    result: of `register`. warped_label: (*fixed) or None. points_mm: (P, 3) landmarks of the fixed volume or None.
-    disp: path of the field for Learn2Reg, or None. also: some of ALSO: the fields as .h5, the alignment as affine.mat,
-    the warped image and label in another format.
+    result: Result of `register`. warped_label: (*fixed) or None. points_mm: (P, 3) landmarks of the fixed volume or
+    None. disp: path of the field for Learn2Reg, or None. also: some of ALSO: the fields as .h5, the alignment as
+    affine.mat, the warped image and label in another format.
     """
     header = read_raw_header(pair["fixed"])
-    field, affine = result["field"], result["fixed"][1]
+    field, affine = result.field, result.fixed.affine
     if warped_label is not None:
         write_warped(folder / "warped_label.nii.gz", warped_label, pair["moving_label"], affine, header)
-    write_warped(folder / "warped.nii.gz", result["warped"], pair["moving"], affine, header)
-    for number, (warped, path) in enumerate(zip(result["warped_channels"], channels_of(pair, "moving")), 2):
+    write_warped(folder / "warped.nii.gz", result.warped, pair["moving"], affine, header)
+    for number, (warped, path) in enumerate(zip(result.warped_channels, channels_of(pair, "moving")), 2):
         write_warped(folder / f"warped_channel_{number}.nii.gz", warped, path, affine, header)
     write_field(folder / "field.nii.gz", field, affine, header)
     determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
     write_volume(folder / "jacobian.nii.gz", determinant, affine, grid_header(header))
-    if "inverse" in result:
-        write_field(folder / "inverse_field.nii.gz", result["inverse"], result["moving"][1],
+    if result.inverse is not None:
+        write_field(folder / "inverse_field.nii.gz", result.inverse, result.moving.affine,
                     read_raw_header(pair["moving"]))
     for side in ("fixed", "moving"):
-        if f"segmented_{side}" in result:
-            write_volume(folder / f"segmented_{side}.nii.gz", result[f"segmented_{side}"], result[side][1],
+        found = getattr(result, f"segmented_{side}")
+        if found is not None:
+            write_volume(folder / f"segmented_{side}.nii.gz", found, getattr(result, side).affine,
                          grid_header(read_raw_header(pair[side])))
     if disp:
         write_field_learn2reg(disp, field, affine)
@@ -61,15 +62,15 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
 
 def write_also(folder, pair, result, warped_label, also):
     """Write what other programs want, as `write_pair` says."""
-    header, affine = read_raw_header(pair["fixed"]), result["fixed"][1]
+    header, affine = read_raw_header(pair["fixed"]), result.fixed.affine
     if "h5" in also:
-        write_field_h5(folder / "field.h5", result["field"], affine)
-        if "inverse" in result:
-            write_field_h5(folder / "inverse_field.h5", result["inverse"], result["moving"][1])
+        write_field_h5(folder / "field.h5", result.field, affine)
+        if result.inverse is not None:
+            write_field_h5(folder / "inverse_field.h5", result.inverse, result.moving.affine)
     if "mat" in also:
-        write_matrix(folder / "affine.mat", result["matrix"])
+        write_matrix(folder / "affine.mat", result.matrix)
     for suffix in set(also) & {"nrrd", "mha", "mgz"}:
-        write_warped(folder / f"warped.{suffix}", result["warped"], pair["moving"], affine, header)
+        write_warped(folder / f"warped.{suffix}", result.warped, pair["moving"], affine, header)
         if warped_label is not None:
             write_warped(folder / f"warped_label.{suffix}", warped_label, pair["moving_label"], affine, header)
 

@@ -8,7 +8,7 @@ from matplotlib.patches import Patch
 from Dataloader.nifti import read_field, read_label, read_volume
 from Diffusion.figures import CELL, FIXED_LINE, MOVING_LINE, middle_slices, registration_figure
 from Diffusion.metrics import spread
-from Inference.registration import apply_field
+from Inference.labels import apply_field
 from Inference.viewer import PAGE_BYTES, viewer_html
 from Runtime.page import cards_html, figure_html, table_html, text_table, write_page
 

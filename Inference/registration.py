@@ -13,9 +13,9 @@ by which the moving file is interpolated once: warped(x) = moving(A_moving^-1 A_
 With a network the working grid is that of its training; with refine.grid "own" its answer is refined on another one,
 with voxels as large as those of the fixed volume, which is the only working grid without a network.
 """
+import dataclasses
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,23 +25,23 @@ from Dataloader.grids import (
     SMOOTH_ABOVE,
     SMOOTH_SIGMA,
     foreground_box,
-    require_same_grid,
     rescale,
     to_canonical,
     to_grid,
 )
-from Dataloader.nifti import open_nifti, read_label, read_volume
 from Dataloader.prepare import intensity_limits
+from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source
 from Diffusion.fields import across, resample, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.metrics import folding_percent, sdlogj
 from Diffusion.validation import best_field, label_map, segmented, segmented_labels
 from Inference.affine import WINDOW, align_affine
+from Inference.labels import apply_field
 from Inference.load_model import default_config, load_model
 from Inference.refine import STEPS
 from Inference.refine import refine as optimise
 from Inference.refine import similarity as pair_similarity
-from Runtime.device import synchronize
+from Runtime.device import pick_device, synchronize
 from Runtime.errors import InputError
 
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
@@ -54,213 +54,141 @@ NOT_INVERTED = 0.1  # voxels of the working grid that a point there and back may
 FAR_APART = 50.0  # percent of the fixed field of view; where the moving one covers less, a warning says so
 
 
-def register(fixed, moving, model=None, affine=False, refine=0, start="auto", device="cpu", inverse=False,
-             config=None, progress=False, similarity=None, fixed_mask=None, moving_mask=None,
-             fixed_channels=(), moving_channels=()):
+@dataclasses.dataclass
+class Result:
+    """What `register` finds. In a comment: what it is None or empty without."""
+
+    fixed: Volume
+    moving: Volume
+    field: np.ndarray  # (N, *fixed) float32, displacement in voxels of the fixed grid
+    warped: np.ndarray  # (*fixed) float32, intensities of the moving volume
+    warped_channels: list[np.ndarray]  # of the further channels of the moving volume
+    start: str  # header, centre, matrix or field: where the moving volume began
+    matrix: np.ndarray  # T, 4x4, fixed to moving world in mm: start and affine alignment
+    overlap_percent: float  # of the fixed field of view, covered by the moving one under T
+    similarity_before: float  # as the headers place the volumes, on the working grid; 1 is perfect
+    similarity: float
+    folding_percent: float
+    sdlogj: float | None  # fewer than 5 voxels along an axis
+    seconds: dict[str, float]  # affine, network, refine, total, without reading, loading the model and scoring
+    warnings: list[str]  # sentences about what may be wrong, such as little overlap; given as warnings too
+    inverse: np.ndarray | None = None  # (N, *moving) in voxels of the moving grid
+    inverse_error_mm: float | None = None  # mean distance of a point of the moving volume from where it was, there
+    inverse_error_max_mm: float | None = None  # and back again; and the largest
+    segmented_fixed: np.ndarray | None = None  # (*fixed) uint16, a network with model.structures: what it segments
+    segmented_moving: np.ndarray | None = None  # (*moving), by the labels of its training's maps
+
+
+@dataclasses.dataclass
+class Placed:
+    """Two volumes on the working grid before the deformation."""
+
+    start: str
+    matrix: np.ndarray  # T, 4x4
+    overlap_percent: float
+    work_affine: np.ndarray  # 4x4, of the working grid
+    pair: dict  # moving (under T) and fixed, (C, *work), 0 to 1; moving_mask, fixed_mask, (1, *work) or None; float32
+    by_header: dict  # the same, the moving volume as the headers place it
+    seconds: float  # of the affine alignment
+
+
+@dataclasses.dataclass
+class Solution:
+    """The field of the working grid."""
+
+    placed: Placed  # on the grid of the field
+    field: torch.Tensor  # u, (1, N, *work) float32 on the CPU, in voxels
+    structures: torch.Tensor | None  # shares of what a network segments in moving and fixed, (2, K, *work)
+    seconds: dict[str, float]  # affine, network, refine
+    warnings: list[str]
+
+
+def register(fixed, moving, model=None, affine: bool | str = True, refine: bool | int = True, start="auto",
+             device="auto", inverse: bool = False, config: dict | None = None, progress: bool = False,
+             similarity: str | None = None, fixed_mask=None, moving_mask=None, fixed_channels=(),
+             moving_channels=()) -> Result:
     """Find the field that brings `moving` onto `fixed`.
 
-    fixed, moving: path of a file, or (array, affine 4x4), array (D, H, W) or (H, W) with any intensities.
-    model: path for `load_model`, what it returned (net, config), or None. config: flat dict of config keys where there
-    is no model; default Config/config_om.yaml.
-    affine: False, "rigid", or True or "affine": align by that first.
-    refine: steps of optimisation for this pair, True for the recommended number, 0 for none. progress: show a bar.
+    fixed, moving: path of a file, nibabel or SimpleITK image, (array, affine 4x4), or an array (D, H, W) or (H, W)
+    alone, with any intensities.
+    model: None, path for `load_model` ("universal" is the bundled network), or what it returned (net, config).
+    config: flat dict of config keys where there is no model; default Config/config_om.yaml.
+    affine: True or "affine", "rigid", or False: align by that first.
+    refine: steps of optimisation for this pair, True for the recommended number, False for none. progress: show a bar.
     start: "header" (as the headers place the volumes), "centre" (of the fields of view on each other), "auto" (the more
     similar one of the two; an affine alignment has starts of its own), or a 4x4 matrix, fixed to moving world in mm.
-    inverse: find the inverse too.
+    device: auto, cpu, cuda, xpu, or a torch.device. inverse: find the inverse too.
     similarity: of SIMILARITIES, as `image_similarity` explains them; None for the config's registration.similarity.
     fixed_mask, moving_mask: file or array; what is not above 0 counts neither for alignment nor refinement nor
     similarity. fixed_channels, moving_channels: lists of files or arrays, further channels, in the same order, which
     refinement and similarity compare too. All on the grids of their volumes. A network sees as many channels as it was
     trained with (data.channels), mostly the volumes alone.
-    Returns: dict of
-      field (N, *fixed) float32, displacement in voxels of the fixed grid, and inverse (N, *moving) of the moving grid;
-      warped (*fixed) float32, intensities of the moving file, and warped_channels, a list of such; fixed, moving:
-      (array, affine) as they were read;
-      with a network that has model.structures segmented_fixed (*fixed) and segmented_moving (*moving), uint16: what it
-      segments in each volume, by the labels of its training's maps, see `segmented_labels`;
-      start: what was taken; matrix: T, 4x4; overlap_percent: of the fixed field of view, covered by the moving one;
-      similarity_before (as the headers place the volumes), similarity: on the working grid, 1 is perfect;
-      folding_percent, sdlogj: of the field; inverse_error_mm, inverse_error_max_mm: how far, on average and at most, a
-      point of the moving volume that went there and back is from where it was;
-      seconds: dict of affine, network, refine and total, without reading files, loading the model and scoring;
-      warnings: sentences about what may be wrong, such as little overlap; also given as warnings.
     Raises InputError for what cannot be read, is not a volume, or does not fit together.
     """
-    affine, refine = _options(affine, refine)
-    net, cfg, names, fixed, moving = _read_pair(fixed, moving, model, config, device)
-    cfg = _compared_by(similarity, cfg)
-    masks = {"fixed_mask": read_mask(fixed_mask, names[0], fixed),
-             "moving_mask": read_mask(moving_mask, names[1], moving)}
-    seen = 1 if net is None else cfg["data.channels"]
-    channels = _read_channels(fixed_channels, moving_channels, names, fixed, moving, seen)
-    return _find(net, cfg, names, fixed, moving, masks, channels, affine, refine, start, device, inverse, progress)
-
-
-def _find(net, cfg, names, fixed, moving, masks, channels, affine, refine, start, device, inverse, progress):
-    """What `register` returns, from what it has read. masks, channels: as for `_place`."""
-    began, seconds = time.perf_counter(), dict.fromkeys(("affine", "network", "refine"), 0.0)
-    placed = _place(fixed, moving, masks, channels, affine, start, net is not None, cfg, seconds)
-    pair = _on_device(placed["pair"], device)
-    work_field, structures = (None, None) if net is None else _ask(net, pair, cfg, seconds)
-    own_grid = net is None or bool(refine and cfg["refine.grid"] == "own")
-    if own_grid and net is not None:
-        placed, work_field, structures = _on_own_grid(work_field, structures, placed, fixed, moving, masks, channels,
-                                                      cfg)
-        pair = _on_device(placed["pair"], device)
-    sentences = _warnings(names, placed, fixed[1] if own_grid else None, cfg["model.dims"])
-    work_field = _refined(pair, work_field, structures, refine, cfg, seconds, progress)
-    result = _on_fixed_grid(work_field, placed, fixed, moving)
-    result["warped_channels"] = [apply_field(channel, moving[1], result["field"], fixed[1])
-                                 for channel in channels["moving"]]
-    if inverse:
-        result.update(_inverse(work_field, placed, moving, names[1], sentences))
-    if structures is not None:
-        result.update(_segmentations(structures, placed, fixed, moving, segmented_labels(cfg)))
-    seconds["total"] = time.perf_counter() - began
-    before = pair_similarity(_on_device(placed["by_header"], device), None, cfg)
-    return {**result, "fixed": fixed, "moving": moving, "start": placed["start"], "matrix": placed["matrix"],
-            "overlap_percent": placed["overlap_percent"], "similarity_before": before,
-            "similarity": pair_similarity(pair, work_field.to(device), cfg, padding="zeros"),
-            **regularity_scores(result["field"]), "seconds": seconds, "warnings": sentences}
-
-
-def apply_field(image, affine, field, fixed_affine, order=1):
-    """A moving image or label map as a field shows it, on the fixed grid, with one interpolation.
-
-    image: (D, H, W) or (H, W) on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed grid.
-    fixed_affine: 4x4. order: 1 for images (float32 out), 0 for labels (dtype kept).
-    Returns: (*fixed); outside the image its least intensity, for labels 0.
-    """
-    change = np.linalg.inv(affine) @ fixed_affine
-    moving_field = across(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)
-    lowest = np.float32(image.min()) if order else 0  # `warp` gives 0 outside
-    above = _tensor(np.asarray(image, np.float32) - lowest)
-    warped = warp(above, moving_field, mode="bilinear" if order else "nearest")[0, 0].numpy() + lowest
-    return warped if order else warped.astype(image.dtype)
+    affine, refine, device = _options(affine, refine, device)
+    fixed = read_side(fixed, "fixed", fixed_mask, fixed_channels)
+    moving = read_side(moving, "moving", moving_mask, moving_channels)
+    net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
+    began = time.perf_counter()
+    placed = align(fixed, moving, affine, start, cfg, as_trained=net is not None)
+    solution = solve(net, placed, fixed, moving, refine, cfg, device, progress)
+    return bring_back(solution, fixed, moving, inverse, cfg, device, began)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The volumes
+# Read: the volumes, the network and what is asked for
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _options(affine, refine):
-    """affine and refine of `register`, with the kind and the number that True stands for."""
+def read_side(source, side, mask=None, channels=()):
+    """One volume of a pair with its mask and further channels. side: "fixed" or "moving". Others as for `register`."""
+    volume = read_source(source, side)
+    if min(volume.array.shape) < LEAST_SIDE:
+        raise InputError(f"{volume.name}: shape {volume.array.shape} has fewer than {LEAST_SIDE} voxels along an axis; "
+                         "too few to deform, register the slices in 2D.")
+    return dataclasses.replace(volume, mask=read_mask(mask, volume), channels=read_further(channels, volume))
+
+
+def _options(affine, refine, device):
+    """affine, refine and device of `register`: the kind, the number and the torch.device that the words stand for."""
     affine = "affine" if affine is True else affine
-    refine = STEPS if refine is True else refine
+    refine = STEPS if refine is True else int(refine)
     if affine and affine not in AFFINES:
         raise InputError(f"affine is {' or '.join(AFFINES)}, not {affine!r}.")
-    return affine, refine
+    return affine, refine, device if isinstance(device, torch.device) else pick_device(device)
 
 
-def _read_pair(fixed, moving, model, config, device):
-    """net or None, cfg, the names of both volumes, and each as (array, affine): the inputs of `register`, checked."""
-    names = [str(source) if isinstance(source, str | Path) else word
-             for source, word in ((fixed, "fixed"), (moving, "moving"))]
-    dims = _dims(fixed, names[0])
-    moving_dims = _dims(moving, names[1])
-    if dims != moving_dims:
-        raise InputError(f"{names[0]} is {dims}D and {names[1]} is {moving_dims}D; fixed and moving need the same "
-                         "number of axes.")
-    net, cfg = _net_and_config(model, config, dims, device)
+def _net_and_config(model, config, similarity, fixed, moving, device):
+    """(net or None, config) of whatever `register` was given as its model, for these two Volumes."""
+    dims = fixed.array.ndim
+    if dims != moving.array.ndim:
+        raise InputError(f"{fixed.name} is {dims}D and {moving.name} is {moving.array.ndim}D; fixed and moving need "
+                         "the same number of axes.")
+    if is_path(model):
+        net, cfg = load_model(model, device)
+    elif model is not None:
+        net, cfg = model[0].to(device), model[1]
+    else:
+        net, cfg = None, default_config(dims) if config is None else config
     if cfg["model.dims"] != dims:
-        raise InputError(f"{names[0]} and {names[1]} are {dims}D, but the model, or --dims, is {cfg['model.dims']}D; "
-                         "give what fits.")
-    return net, cfg, names, _volume(fixed, names[0], dims), _volume(moving, names[1], dims)
-
-
-def _dims(source, name):
-    """The number of axes of a path or (array, affine): 2 or 3. Trailing axes of length 1 in a file do not count."""
-    if isinstance(source, str | Path):
-        shape = open_nifti(source).shape
-        while len(shape) > 2 and shape[-1] == 1:
-            shape = shape[:-1]
-    else:
-        shape = np.shape(source[0])
-    if len(shape) not in (2, 3):
-        raise InputError(f"{name}: shape {tuple(shape)} is neither 2D nor 3D; split it into one file per volume.")
-    return len(shape)
-
-
-def _net_and_config(model, config, dims, device):
-    """(net or None, config) of whatever `register` was given as its model."""
-    if isinstance(model, str | Path):
-        return load_model(model, device)
-    if model is not None:
-        net, cfg = model
-        return net.to(device), cfg
-    return None, default_config(dims) if config is None else config
-
-
-def _volume(source, name, dims):
-    """(array float32, affine 4x4) of a path or of (array, affine), checked alike."""
-    if isinstance(source, str | Path):
-        array, affine = read_volume(source, dims)
-    else:
-        array, affine = np.ascontiguousarray(source[0], dtype=np.float32), np.array(source[1], np.float64)
-        if not np.isfinite(array).all() or array.size == 0 or array.min() == array.max():
-            raise InputError(f"{name}: the array is empty, constant or has NaN or infinite voxels; give a volume.")
-        if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine)) < 1e-12:
-            raise InputError(f"{name}: the affine {affine.tolist()} is no invertible 4x4 matrix; give the volume's.")
-    if min(array.shape) < LEAST_SIDE:
-        raise InputError(f"{name}: shape {array.shape} has fewer than {LEAST_SIDE} voxels along an axis; too few to "
-                         "deform, register the slices in 2D.")
-    return array, affine
-
-
-def _compared_by(similarity, cfg):
-    """The config with another registration.similarity, or as it is for None."""
+        raise InputError(f"{fixed.name} and {moving.name} are {dims}D, but the model, or --dims, is "
+                         f"{cfg['model.dims']}D; give what fits.")
+    _require_channels(fixed, moving, 1 if net is None else cfg["data.channels"])
     if similarity is None:
-        return cfg
+        return net, cfg
     if similarity not in SIMILARITIES:
         raise InputError(f"similarity is {', '.join(SIMILARITIES)}, not {similarity!r}.")
-    return {**cfg, "registration.similarity": similarity}
+    return net, {**cfg, "registration.similarity": similarity}
 
 
-def read_mask(source, name, volume):
-    """A mask on the grid of its volume, 0 or 1, float32, or None where there is none.
-
-    source: path of a file, array, or None. name: of the volume. volume: (array, affine).
-    Raises InputError where the mask is on another grid, or nowhere above 0.
-    """
-    if source is None:
-        return None
-    array, affine = volume
-    if isinstance(source, str | Path):
-        mask, mask_affine = read_label(source, array.ndim)
-        word = str(source)
-    else:
-        mask, mask_affine, word = np.asarray(source), affine, f"the mask of {name}"
-    require_same_grid(f"{word}: the mask", mask.shape, mask_affine, f"its volume {name}", array.shape, affine,
-                      "resample it to the volume")
-    if not (mask > 0).any():
-        raise InputError(f"{word}: the mask is nowhere above 0, so nothing of {name} would count; mark what shall.")
-    return (mask > 0).astype(np.float32)
-
-
-def _read_channels(fixed_channels, moving_channels, names, fixed, moving, seen):
-    """The further channels of both volumes: {"fixed": [array, ...], "moving": [array, ...]}, float32.
-
-    names, fixed, moving: of `_read_pair`. seen: how many channels the network needs, the first included.
-    Raises InputError for unequal numbers of them, for too few, and for another grid.
-    """
-    if len(fixed_channels) != len(moving_channels):
-        raise InputError(f"{names[0]} has {len(fixed_channels)} further channels, {names[1]} {len(moving_channels)}; "
-                         "give equally many, in the same order.")
-    if 1 + len(fixed_channels) < seen:
-        raise InputError(f"{names[0]}: the model was trained on volumes of {seen} channels (data.channels), and "
-                         f"{1 + len(fixed_channels)} is given; add the others of both volumes, --fixed-channels and "
+def _require_channels(fixed, moving, seen):
+    """Raise InputError for unequal numbers of channels, and for too few. seen: how many the network needs."""
+    if len(fixed.channels) != len(moving.channels):
+        raise InputError(f"{fixed.name} has {len(fixed.channels)} further channels, {moving.name} "
+                         f"{len(moving.channels)}; give equally many, in the same order.")
+    if 1 + len(fixed.channels) < seen:
+        raise InputError(f"{fixed.name}: the model was trained on volumes of {seen} channels (data.channels), and "
+                         f"{1 + len(fixed.channels)} is given; add the others of both volumes, --fixed-channels and "
                          "--moving-channels, in the same order.")
-    read = {"fixed": [], "moving": []}
-    for side, name, sources, (array, affine) in (("fixed", names[0], fixed_channels, fixed),
-                                                 ("moving", names[1], moving_channels, moving)):
-        for number, source in enumerate(sources, 2):
-            word = str(source) if isinstance(source, str | Path) else f"channel {number} of {name}"
-            source = source if isinstance(source, str | Path) else (source, affine)
-            channel, own_affine = _volume(source, word, array.ndim)
-            require_same_grid(f"{word}: the channel", channel.shape, own_affine, f"its volume {name}", array.shape,
-                              affine, "resample it to the volume")
-            read[side].append(channel)
-    return read
 
 
 def _on_device(pair, device):
@@ -274,49 +202,48 @@ def _tensor(array):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# From the files to the working grid
+# Align: from the files to the working grid
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _place(fixed, moving, masks, channels, affine, start, has_net, cfg, seconds):
-    """Where the moving volume lies before the deformation, and both volumes on the working grid.
+def align(fixed, moving, affine, start, cfg, as_trained=False):
+    """Where the moving volume lies before the deformation, and both volumes on the working grid: Placed.
 
-    fixed, moving: (array, affine). masks: dict of fixed_mask, moving_mask, each on its volume's grid, or None.
-    channels: of `_read_channels`. affine, start: of `register`. seconds: gets what the affine alignment took.
-    Returns: dict of start (a word), matrix (T, 4x4), overlap_percent, work_affine; pair (the moving volume under T) and
-    by_header (as the headers place it), each a dict of moving and fixed, (C, *work), intensities 0 to 1, and
-    moving_mask and fixed_mask, (1, *work) or None, all float32.
+    fixed, moving: Volumes. affine: "rigid", "affine" or False. start: as for `register`. as_trained: on the grid of a
+    network's training, see `working_grid`.
     """
     began = time.perf_counter()
-    (fixed, fixed_affine), (moving, moving_affine) = fixed, moving
-    fixed01 = rescale(fixed, *intensity_limits(fixed, cfg))
-    moving01 = rescale(moving, *intensity_limits(moving, cfg))
-    fixed_rest, moving_rest = ([rescale(channel, *intensity_limits(channel, cfg)) for channel in channels[side]]
-                               for side in ("fixed", "moving"))
+    fixed01, *fixed_rest = (rescale(array, *intensity_limits(array, cfg)) for array in arrays(fixed))
+    moving01, *moving_rest = (rescale(array, *intensity_limits(array, cfg)) for array in arrays(moving))
     brightest = np.max([fixed01, *fixed_rest[:cfg["data.channels"] - 1]], axis=0)
-    work_fixed, work_affine = working_grid(fixed01, fixed_affine, cfg, has_net, brightest)
+    work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained, brightest)
     if isinstance(start, str) and start == "auto":
-        start = "header" if affine else better_start(fixed, fixed_affine, moving01, moving_affine, work_fixed,
+        start = "header" if affine else better_start(fixed.array, fixed.affine, moving01, moving.affine, work_fixed,
                                                      work_affine, cfg["registration.similarity"])
-    matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
+    matrix = start_matrix(start, fixed.array.shape, fixed.affine, moving.array.shape, moving.affine)
     if affine:
-        started_affine = np.linalg.inv(matrix) @ moving_affine
-        finest = max(cfg["data.img_size"]) if has_net else None  # a network sees no more, and mends the rest
-        matrix = matrix @ align_affine(fixed01, fixed_affine, moving01, started_affine, affine,
-                                       cfg["registration.similarity"], **masks, finest=finest)
-        seconds["affine"] = time.perf_counter() - began
+        started_affine = np.linalg.inv(matrix) @ moving.affine
+        finest = max(cfg["data.img_size"]) if as_trained else None  # a network sees no more, and mends the rest
+        matrix = matrix @ align_affine(fixed01, fixed.affine, moving01, started_affine, affine,
+                                       cfg["registration.similarity"], fixed_mask=fixed.mask, moving_mask=moving.mask,
+                                       finest=finest)
+    seconds = time.perf_counter() - began if affine else 0.0
 
     size = work_fixed.shape
-    of_fixed = {"fixed": np.stack([work_fixed, *(_on_working_grid(channel, fixed_affine, work_affine, size)
+    of_fixed = {"fixed": np.stack([work_fixed, *(_on_working_grid(channel, fixed.affine, work_affine, size)
                                                  for channel in fixed_rest)]),
-                "fixed_mask": _mask_on_working_grid(masks["fixed_mask"], fixed_affine, work_affine, size)}
+                "fixed_mask": _mask_on_working_grid(fixed.mask, fixed.affine, work_affine, size)}
     pair, by_header = ({
-        "moving": np.stack([_on_working_grid(channel, moving_affine, to_world, size)
+        "moving": np.stack([_on_working_grid(channel, moving.affine, to_world, size)
                             for channel in (moving01, *moving_rest)]),
-        "moving_mask": _mask_on_working_grid(masks["moving_mask"], moving_affine, to_world, size),
+        "moving_mask": _mask_on_working_grid(moving.mask, moving.affine, to_world, size),
         **of_fixed} for to_world in (matrix @ work_affine, work_affine))
-    return {"start": start if isinstance(start, str) else "matrix", "matrix": matrix,
-            "overlap_percent": overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix),
-            "work_affine": work_affine, "pair": pair, "by_header": by_header}
+    overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
+    return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, by_header, seconds)
+
+
+def arrays(volume):
+    """The images of a Volume, the first one and its further channels, (*spatial) each."""
+    return [volume.array, *(channel.array for channel in volume.channels)]
 
 
 def working_grid(image, affine, cfg, as_trained, brightest=None):
@@ -438,94 +365,115 @@ def rows(matrix, dims):
     return np.hstack([matrix[:dims, :dims], matrix[:dims, 3:]])
 
 
-def _warnings(names, placed, fixed_affine, dims):
+def _warnings(placed, fixed, moving, own_grid):
     """What the user should know before believing the result, a list of sentences; each is given as a warning too.
 
-    placed: from `_place`. fixed_affine: 4x4, None where a model sets the grid on which the field ends up.
+    own_grid: whether the voxels of the working grid are as large as those of the fixed volume, unless memory forbids.
     """
-    sentences = []
-    if placed["overlap_percent"] < FAR_APART:
-        sentences.append(f"{names[1]} covers {placed['overlap_percent']:.0f} % of the field of view of {names[0]}: "
+    sentences, dims = [], fixed.array.ndim
+    if placed.overlap_percent < FAR_APART:
+        sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % of the field of view of {fixed.name}: "
                          "bring them together by --affine or --start centre.")
-    if fixed_affine is not None:
+    if own_grid:
         own, used = (abs(np.linalg.det(affine[:dims, :dims])) ** (1 / dims)
-                     for affine in (fixed_affine, placed["work_affine"]))
+                     for affine in (fixed.affine, placed.work_affine))
         if used > 1.001 * own:
-            sentences.append(f"{names[0]} has more voxels than memory allows for: its field is looked for on a grid of "
-                             f"{used:.3g} mm.")
+            sentences.append(f"{fixed.name} has more voxels than memory allows for: its field is looked for on a grid "
+                             f"of {used:.3g} mm.")
     for sentence in sentences:
-        warnings.warn(sentence, stacklevel=3)
+        warnings.warn(sentence, stacklevel=4)
     return sentences
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The field, and its way back to the files' grids
+# Solve: the field of the working grid
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _ask(net, pair, cfg, seconds):
+def solve(net, placed, fixed, moving, refine, cfg, device, progress=False):
+    """The field by which the network, refinement or both deform a placed pair: Solution.
+
+    net: or None. placed: of `align`. fixed, moving: Volumes. refine: steps, 0 for none.
+    """
+    seconds = {"affine": placed.seconds, "network": 0.0, "refine": 0.0}
+    pair, field, structures = _on_device(placed.pair, device), None, None
+    if net is not None:
+        began = time.perf_counter()
+        field, structures = _ask(net, pair, cfg)
+        synchronize(device)
+        seconds["network"] = time.perf_counter() - began
+    own_grid = net is None or bool(refine and cfg["refine.grid"] == "own")
+    if own_grid and net is not None:
+        placed, field, structures = _on_own_grid(field, structures, placed, fixed, moving, cfg)
+        pair = _on_device(placed.pair, device)
+    sentences = _warnings(placed, fixed, moving, own_grid)
+    if refine:
+        began = time.perf_counter()
+        field = optimise(pair["moving"], pair["fixed"], field, refine, cfg, progress, pair["moving_mask"],
+                         pair["fixed_mask"], structures)
+        synchronize(device)
+        seconds["refine"] = time.perf_counter() - began
+    if field is None:
+        field = torch.zeros(1, fixed.array.ndim, *pair["fixed"].shape[2:])
+    if not bool(torch.isfinite(field).all()):
+        raise InputError("The field has NaN or infinite numbers; take another checkpoint, or try --set run.amp=off.")
+    return Solution(placed, field.cpu(), structures, seconds, sentences)
+
+
+def _ask(net, pair, cfg):
     """u, (1, N, *work) in voxels, as the network finds it, and the structures that it segments.
 
-    pair: dict of moving, fixed, (1, C, *work), of which it sees the channels that it was trained with. seconds: gets
-    what it took.
+    pair: dict of moving, fixed, (1, C, *work), of which it sees the channels that it was trained with.
     Returns: u; shares of the structures in moving and fixed, (2, K, *work), None without model.structures.
     """
-    began, seen = time.perf_counter(), cfg["data.channels"]
+    seen = cfg["data.channels"]
     with torch.no_grad():
         moving, fixed = segmented(net, pair["moving"][:, :seen], pair["fixed"][:, :seen], cfg)
         field = best_field(net, moving, fixed, cfg)
-    synchronize(field.device)
-    seconds["network"] = time.perf_counter() - began
     return field, torch.cat([moving, fixed])[:, seen:] if cfg["model.structures"] else None
 
 
-def _on_own_grid(work_field, structures, placed, fixed, moving, masks, channels, cfg):
+def _on_own_grid(work_field, structures, placed, fixed, moving, cfg):
     """The network's answer and the pair on the working grid that they have without a network.
 
     So refinement sees voxels as small as those of the files, whatever grid the network was trained on.
-    work_field: (1, N, *work) in voxels of the network's grid. structures: (2, K, *work) or None. placed: from `_place`,
-    for that grid. Others: as there.
-    Returns: what `_place` does for the other grid, with the same T; the field there, in its voxels, and the structures,
+    work_field: (1, N, *work) in voxels of the network's grid. structures: (2, K, *work) or None. placed: of `align`,
+    for that grid.
+    Returns: what `align` does for the other grid, with the same T; the field there, in its voxels, and the structures,
     on their device.
     """
-    own = _place(fixed, moving, masks, channels, False, placed["matrix"], False, cfg, {})
-    change = np.linalg.inv(placed["work_affine"]) @ own["work_affine"]
-    size = own["pair"]["fixed"].shape[1:]
+    own = align(fixed, moving, False, placed.matrix, cfg)
+    change = np.linalg.inv(placed.work_affine) @ own.work_affine
+    size = own.pair["fixed"].shape[1:]
     field = total_field(work_field.float().cpu(), change, np.linalg.inv(change), size)
     if structures is not None:
         structures = resample(structures, change, size)
-    return {**own, "start": placed["start"]}, torch.from_numpy(field)[None].to(work_field.device), structures
+    own = dataclasses.replace(own, start=placed.start, seconds=placed.seconds)
+    return own, torch.from_numpy(field)[None].to(work_field.device), structures
 
 
-def _refined(pair, field, structures, steps, cfg, seconds, progress):
-    """u, (1, N, *work) float32 on the CPU, refined where steps are asked for.
+# ---------------------------------------------------------------------------------------------------------------------
+# Bring back: the field on the files' grids, and its scores
+# ---------------------------------------------------------------------------------------------------------------------
 
-    pair: dict of moving, fixed, (1, C, *work), and moving_mask, fixed_mask, (1, 1, *work) or None. field: (1, N, *work)
-    in voxels to begin from, or None. structures: (2, K, *work) or None. seconds: gets what it took.
-    """
-    moving, fixed = pair["moving"], pair["fixed"]
-    if steps:
-        began = time.perf_counter()
-        field = optimise(moving, fixed, field, steps, cfg, progress, pair["moving_mask"], pair["fixed_mask"],
-                         structures)
-        synchronize(fixed.device)
-        seconds["refine"] = time.perf_counter() - began
-    if field is None:
-        field = torch.zeros(1, fixed.dim() - 2, *fixed.shape[2:], device=fixed.device)
-    if not bool(torch.isfinite(field).all()):
-        raise InputError("The field has NaN or infinite numbers; take another checkpoint, or try --set run.amp=off.")
-    return field.cpu()
-
-
-def _on_fixed_grid(work_field, placed, fixed, moving):
-    """The whole way from the fixed to the moving volume as "field", and the moving volume as it shows it, "warped".
-
-    placed: from `_place`. fixed, moving: (array, affine).
-    """
-    fixed, fixed_affine = fixed
-    work_affine = placed["work_affine"]
-    field = total_field(work_field, np.linalg.inv(work_affine) @ fixed_affine,
-                        np.linalg.inv(fixed_affine) @ placed["matrix"] @ work_affine, fixed.shape)
-    return {"field": field, "warped": apply_field(*moving, field, fixed_affine)}
+def bring_back(solution, fixed, moving, inverse, cfg, device, began):
+    """The solution on the grids of the files, with its scores: Result. began: the clock when the alignment began."""
+    placed, work_affine = solution.placed, solution.placed.work_affine
+    field = total_field(solution.field, np.linalg.inv(work_affine) @ fixed.affine,
+                        np.linalg.inv(fixed.affine) @ placed.matrix @ work_affine, fixed.array.shape)
+    warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
+    sentences, more = list(solution.warnings), {}
+    if inverse:
+        more, sentence = _inverse(solution, moving)
+        sentences += sentence
+    if solution.structures is not None:
+        more.update(_segmentations(solution, fixed, moving, segmented_labels(cfg)))
+    seconds = {**solution.seconds, "total": time.perf_counter() - began}
+    before = pair_similarity(_on_device(placed.by_header, device), None, cfg)
+    after = pair_similarity(_on_device(placed.pair, device), solution.field.to(device), cfg, padding="zeros")
+    return Result(fixed=fixed, moving=moving, field=field, warped=warped, warped_channels=warped_channels,
+                  start=placed.start, matrix=placed.matrix, overlap_percent=placed.overlap_percent,
+                  similarity_before=before, similarity=after, **regularity_scores(field), seconds=seconds,
+                  warnings=sentences, **more)
 
 
 def total_field(work_field, before, after, shape):
@@ -567,34 +515,28 @@ def _joined(sampled, before, after):
     return (across(torch.zeros_like(sampled), np.round(after @ before, 12)) + turned)[0].numpy()
 
 
-def _inverse(work_field, placed, moving, name, sentences):
-    """`inverse` of `register` and its errors. Adds to the sentences where it is not an inverse everywhere.
-
-    placed: from `_place`. moving: (array, affine). name: of the moving volume.
-    """
-    (moving, moving_affine), work_affine = moving, placed["work_affine"]
-    field, rest = inverse_field(work_field, np.linalg.inv(placed["matrix"] @ work_affine) @ moving_affine,
-                                np.linalg.inv(moving_affine) @ work_affine, moving.shape)
+def _inverse(solution, moving):
+    """inverse of Result and its errors, a dict; and a sentence, in a list, where it is not an inverse everywhere."""
+    matrix, work_affine = solution.placed.matrix, solution.placed.work_affine
+    field, rest = inverse_field(solution.field, np.linalg.inv(matrix @ work_affine) @ moving.affine,
+                                np.linalg.inv(moving.affine) @ work_affine, moving.array.shape)
     rest_mm = rest * np.linalg.norm(work_affine[:3, 0])
-    missed_percent = 100.0 * float((rest > NOT_INVERTED).mean())
+    missed_percent, sentences = 100.0 * float((rest > NOT_INVERTED).mean()), []
     if missed_percent:
-        sentences.append(f"the inverse field did not converge: {missed_percent:.2g} % of the points of {name} that go "
-                         f"there and back miss by up to {rest_mm.max():.2g} mm, mostly where the field folds; do not "
-                         "use it there.")
-        warnings.warn(sentences[-1], stacklevel=3)
-    return {"inverse": field, "inverse_error_mm": float(rest_mm.mean()), "inverse_error_max_mm": float(rest_mm.max())}
+        sentences = [f"the inverse field did not converge: {missed_percent:.2g} % of the points of {moving.name} that "
+                     f"go there and back miss by up to {rest_mm.max():.2g} mm, mostly where the field folds; do not "
+                     "use it there."]
+        warnings.warn(sentences[0], stacklevel=4)
+    return {"inverse": field, "inverse_error_mm": float(rest_mm.mean()),
+            "inverse_error_max_mm": float(rest_mm.max())}, sentences
 
 
-def _segmentations(structures, placed, fixed, moving, labels):
-    """segmented_fixed and segmented_moving of `register`.
-
-    structures: shares in moving and fixed, (2, K, *work). placed: from `_place`. fixed, moving: (array, affine).
-    labels: of the structures, K ints.
-    """
-    found, shares = {}, structures.float().cpu()
-    sides = (("moving", moving, placed["matrix"] @ placed["work_affine"]), ("fixed", fixed, placed["work_affine"]))
-    for (side, (image, affine), to_world), volume in zip(sides, shares.split(1)):
-        carried = resample(volume, np.linalg.inv(to_world) @ affine, image.shape)
+def _segmentations(solution, fixed, moving, labels):
+    """segmented_fixed and segmented_moving of Result. labels: of the structures, K ints."""
+    found, shares, to_world = {}, solution.structures.float().cpu(), solution.placed.work_affine
+    sides = (("moving", moving, solution.placed.matrix @ to_world), ("fixed", fixed, to_world))
+    for (side, volume, placed), share in zip(sides, shares.split(1)):
+        carried = resample(share, np.linalg.inv(placed) @ volume.affine, volume.array.shape)
         found[f"segmented_{side}"] = label_map(carried, labels)[0].numpy().astype(np.uint16)
     return found
 

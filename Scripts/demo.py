@@ -58,18 +58,18 @@ def register_held_out(model, device):
     cases = []
     for number, moving in enumerate(tqdm(items, "registering", unit="pair", leave=False)):
         fixed = items[(number + 1) % len(items)]
-        result = register(fixed["image"], moving["image"], model, device=device)
-        refined = register(fixed["image"], moving["image"], model, refine=True, device=device)
+        result = register(fixed["image"], moving["image"], model, affine=False, refine=False, device=device)
+        refined = register(fixed["image"], moving["image"], model, affine=False, device=device)
         moving_label, moving_affine = read_label(moving["label"], dims)
         fixed_label, fixed_affine = read_label(fixed["label"], dims)
         labels = sorted(set(np.unique(fixed_label).tolist()) - {0})
-        fields = {"before": 0 * result["field"], "after": result["field"], "refined": refined["field"]}
+        fields = {"before": 0 * result.field, "after": result.field, "refined": refined.field}
         warped = {word: apply_label(moving_label, moving_affine, field, fixed_affine)
                   for word, field in fields.items()}
         scores = {word: average(dice(label, fixed_label, labels)) for word, label in warped.items()}
-        cases.append({"pair": f"{moving['id']} to {fixed['id']}", "folding": result["folding_percent"], **scores,
-                      "seconds": result["seconds"]["total"], "item": moving,
-                      "volumes": [result["moving"][0], result["fixed"][0], result["warped"], result["field"]],
+        cases.append({"pair": f"{moving['id']} to {fixed['id']}", "folding": result.folding_percent, **scores,
+                      "seconds": result.seconds["total"], "item": moving,
+                      "volumes": [result.moving.array, result.fixed.array, result.warped, result.field],
                       "labels": [moving_label, fixed_label, warped["after"]], "affine": fixed_affine})
     return cases
 

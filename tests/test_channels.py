@@ -300,9 +300,9 @@ def test_a_network_registers_what_it_was_trained_with(data, trained, tmp_path, c
     assert OM_register.main([*command, *both, "--out", str(tmp_path / "two")]) == 0
     assert (tmp_path / "two/warped_channel_2.nii.gz").is_file()
     model = load_model(trained / "Models/demo_om_net")
-    found = register(fixed, moving, model, fixed_channels=[fixed_2], moving_channels=[moving_2])
-    other = register(fixed, moving, model, fixed_channels=[fixed_2], moving_channels=[moving])
-    assert np.isfinite(found["field"]).all() and not np.array_equal(found["field"], other["field"])
+    found = register(fixed, moving, model, False, False, fixed_channels=[fixed_2], moving_channels=[moving_2])
+    other = register(fixed, moving, model, False, False, fixed_channels=[fixed_2], moving_channels=[moving])
+    assert np.isfinite(found.field).all() and not np.array_equal(found.field, other.field)
 
 
 def test_a_network_draws_copies_of_all_channels(data, trained, tmp_path, capsys):

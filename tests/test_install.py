@@ -29,7 +29,7 @@ image = np.random.default_rng(0).random((12, 14, 16))
 copy, label, field = omnimorph.augment(image, image > 0.5, start=40, draw=1)
 assert copy.shape == image.shape and label.dtype == bool and field.shape == (3, 12, 14, 16) and np.abs(field).max() > 0
 found = omnimorph.register(("F.nii.gz"), (image, np.eye(4)), refine=2)
-assert found["field"].shape == (3, 14, 16, 18)
+assert found.field.shape == (3, 14, 16, 18)
 try:
     omnimorph.register("none.nii.gz", "F.nii.gz", refine=1)
 except omnimorph.InputError as error:

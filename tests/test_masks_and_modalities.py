@@ -174,8 +174,8 @@ def test_masked_lesions_do_not_pull_on_each_other():
         image, fixed_mask = lesioned(fixed["image"])
         other, moving_mask = lesioned(moving["image"], centre=(14, 19, 12))
         masked, pulled, clean = (
-            register((volume, SPACING_MM), (another, SPACING_MM), refine=40, **masks,
-                     config=config(refine__levels=2, refine__weight=0.5))["field"]
+            register((volume, SPACING_MM), (another, SPACING_MM), affine=False, refine=40, **masks,
+                     config=config(refine__levels=2, refine__weight=0.5)).field
             for volume, another, masks in ((image, other, {"fixed_mask": fixed_mask, "moving_mask": moving_mask}),
                                            (image, other, {"fixed_mask": everywhere}),
                                            (fixed["image"], moving["image"], {"fixed_mask": everywhere})))
@@ -196,9 +196,9 @@ def test_intensities_that_a_mask_leaves_out_change_nothing():
         (image, fixed_mask), (other, moving_mask) = lesioned(fixed, value=value), lesioned(moving, value=value)
         results.append(register((image, SPACING_MM), (other, SPACING_MM), affine="rigid", refine=8,
                                 fixed_mask=fixed_mask, moving_mask=moving_mask, config=config(data__window=[0, 1])))
-    np.testing.assert_allclose(results[0]["matrix"], results[1]["matrix"], atol=1e-4)
-    np.testing.assert_allclose(results[0]["field"], results[1]["field"], atol=2e-3)
-    assert results[0]["similarity"] == pytest.approx(results[1]["similarity"], abs=1e-4)
+    np.testing.assert_allclose(results[0].matrix, results[1].matrix, atol=1e-4)
+    np.testing.assert_allclose(results[0].field, results[1].field, atol=2e-3)
+    assert results[0].similarity == pytest.approx(results[1].similarity, abs=1e-4)
 
 
 def test_masks_that_do_not_fit_are_one_sentence():
@@ -275,9 +275,9 @@ def test_the_program_takes_channels_and_warps_them(tmp_path):
     np.testing.assert_allclose(warped, apply_field(*read_volume(path["m2"]), field, affine), atol=1e-4)
     row, = json.loads((tmp_path / "out/results.json").read_text())["pairs"]
     assert "warped_channel_2.nii.gz" in row["files"] and row["moving_channel_2"] == path["m2"]
-    alone = register(path["f"], path["m"], refine=4)
-    assert not np.array_equal(alone["field"], register(path["f"], path["m"], refine=4, fixed_channels=[path["f2"]],
-                                                       moving_channels=[path["m2"]])["field"])
+    alone = register(path["f"], path["m"], affine=False, refine=4)
+    assert not np.array_equal(alone.field, register(path["f"], path["m"], refine=4, fixed_channels=[path["f2"]],
+                                                       moving_channels=[path["m2"]], affine=False).field)
     assert om_register(options) == 43 and om_register([*options, "--moving-channels", path["small"]]) == 43
     again, = json.loads((tmp_path / "out/results.json").read_text())["failed"]
     assert "on another grid" in again["reason"]

@@ -25,12 +25,12 @@ def sample():
         for key in (name, f"{name}_label"):
             data[f"{key}_meta_dict"] = {"affine": affine, "patient": seed}
     found = register((data["fixed"][0], data["fixed_meta_dict"]["affine"]),
-                     (data["moving"][0], data["moving_meta_dict"]["affine"]), refine=3)
+                     (data["moving"][0], data["moving_meta_dict"]["affine"]), affine=False, refine=3)
     return data, found
 
 
 def transform(**options):
-    return Registerd("fixed", "moving", ["moving", "moving_label"], ["bilinear", "nearest"], refine=3,
+    return Registerd("fixed", "moving", ["moving", "moving_label"], ["bilinear", "nearest"], affine=False, refine=3,
                      field_key="field", **options)
 
 
@@ -39,12 +39,12 @@ def test_all_entries_come_onto_the_fixed_grid(sample):
     before = {key: value.copy() for key, value in data.items() if isinstance(value, np.ndarray)}
     result = transform()(data)
     affines = [data[f"{name}_meta_dict"]["affine"] for name in ("moving", "fixed")]
-    np.testing.assert_array_equal(result["field"], found["field"])
+    np.testing.assert_array_equal(result["field"], found.field)
     assert result["moving"].shape == (2, *FIXED[0]) and result["moving"].dtype == np.float32
     for channel in range(2):
-        expected = apply_field(data["moving"][channel], affines[0], found["field"], affines[1])
+        expected = apply_field(data["moving"][channel], affines[0], found.field, affines[1])
         np.testing.assert_array_equal(result["moving"][channel], expected)
-    label = apply_field(data["moving_label"][0], affines[0], found["field"], affines[1], order=0)
+    label = apply_field(data["moving_label"][0], affines[0], found.field, affines[1], order=0)
     assert np.array_equal(result["moving_label"][0], label) and result["moving_label"].dtype == np.uint8 and label.any()
     meta = result["moving_label_meta_dict"]
     assert np.array_equal(meta["affine"], affines[1]) and meta["patient"] == 1
@@ -58,13 +58,13 @@ def test_tensors_stay_tensors_of_their_type(sample):
     tensors = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in data.items()}
     result = transform()(tensors)
     assert result["moving"].dtype == torch.float32 and result["moving_label"].dtype == torch.uint8
-    np.testing.assert_array_equal(result["moving"][0].numpy(), found["warped"])
+    np.testing.assert_array_equal(result["moving"][0].numpy(), found.warped)
 
 
 def test_the_moving_volume_alone(sample):
     data, found = sample
-    result = Registerd("fixed", "moving", refine=3)(data)
-    np.testing.assert_array_equal(result["moving"][0], found["warped"])
+    result = Registerd("fixed", "moving", affine=False, refine=3)(data)
+    np.testing.assert_array_equal(result["moving"][0], found.warped)
     assert result["moving_label"] is data["moving_label"] and set(result) == set(data)
 
 
@@ -72,7 +72,7 @@ def test_the_moving_volume_alone(sample):
     ({"keys": ["moving", "other"]}, {}, "other: no such entry"),
     ({"mode": "cubic"}, {}, "give bilinear, smooth, nearest"),
     ({"keys": ["moving", "moving_label"]}, {"moving_label": np.zeros((1, 3, 4, 5))}, "is not that of moving"),
-    ({}, {"fixed": np.zeros((1, 8, 8, 8))}, "fixed: the array is empty, constant")])
+    ({}, {"fixed": np.zeros((1, 8, 8, 8))}, "fixed: every voxel is 0")])
 def test_what_cannot_be_used_is_one_sentence(sample, words, changes, sentence):
     with pytest.raises(InputError, match=sentence):
         Registerd("fixed", "moving", refine=1, **words)({**sample[0], **changes})
@@ -93,6 +93,6 @@ def test_inside_monai(sample):
         if isinstance(value, np.ndarray)}
     result = Compose([EnsureTyped(list(metas)), transform()])(metas)
     assert isinstance(result["moving"], monai.data.MetaTensor) and result["moving"].meta["patient"] == 1
-    np.testing.assert_array_equal(result["moving"][0].numpy(), found["warped"])
+    np.testing.assert_array_equal(result["moving"][0].numpy(), found.warped)
     np.testing.assert_allclose(result["moving_label"].affine.numpy(), data["fixed_meta_dict"]["affine"])
     assert result["moving_label"].meta["affine"] is not None and result["moving_label"].dtype == torch.uint8

@@ -461,7 +461,7 @@ def test_a_registered_copy_has_the_shape_and_the_grid_of_its_target(data, capsys
         field = read_field(data / f"moved/fieldsTr/{line['name']}.nii.gz")[0]
         wanted = register(sources / f"{line['target']}.nii.gz", image, affine=True, refine=30,
                           config={**CFG, "refine.weight": 0.3})
-        np.testing.assert_allclose(field, wanted["field"], atol=1e-3)
+        np.testing.assert_allclose(field, wanted.field, atol=1e-3)
         assert float(line["deformation_percent_mean"]) < measure(field, affine)["mean"], "the affine map does not count"
 
 

@@ -111,19 +111,19 @@ def test_one_pair(place, pair):
 
 def test_the_files_are_what_the_function_returns(place, pair):
     model = load_model(place / "run", overrides=["run.amp=off"])
-    ours = register(image(place, "a_0001"), image(place, "b_0002"), model, inverse=True)
+    ours = register(image(place, "a_0001"), image(place, "b_0002"), model, False, False, inverse=True)
     for name, key, which in (("field", "field", "fixed"), ("inverse_field", "inverse", "moving")):
         field, affine = read_field(place / f"pair/{name}.nii.gz")
-        np.testing.assert_allclose(field, ours[key], atol=2e-3)  # numbers of threads differ
-        np.testing.assert_allclose(affine, ours[which][1], atol=1e-5)
-    assert np.abs(ours["field"]).max() > 0.1, "the network does something"
+        np.testing.assert_allclose(field, getattr(ours, key), atol=2e-3)  # numbers of threads differ
+        np.testing.assert_allclose(affine, getattr(ours, which).affine, atol=1e-5)
+    assert np.abs(ours.field).max() > 0.1, "the network does something"
     warped = nibabel.load(place / "pair/warped.nii.gz")
     assert warped.get_data_dtype() == np.int16 and warped.header["descrip"].item() == b"a_0001"
-    np.testing.assert_allclose(np.asarray(warped.dataobj), ours["warped"], atol=3)
+    np.testing.assert_allclose(np.asarray(warped.dataobj), ours.warped, atol=3)
     determinant = nibabel.load(place / "pair/jacobian.nii.gz").get_fdata()
     row = json.loads((place / "pair/results.json").read_text())["pairs"][0]
     assert 100 * (determinant <= 0).mean() == pytest.approx(row["folding_percent"], abs=1e-4)
-    assert row["similarity"] == pytest.approx(ours["similarity"], abs=1e-4)
+    assert row["similarity"] == pytest.approx(ours.similarity, abs=1e-4)
 
 
 def test_simpleitk_and_the_scores_agree_with_the_files(place, pair):

@@ -263,7 +263,7 @@ def test_registration_refines_by_what_it_segments_on_either_grid(trained, data, 
     pair = [make_subject(number, (20, 18, 22)) for number in (6, 7)]
     (fixed, moving), affine = [volume["image"] for volume in pair], np.diag([0.8, 0.9, 0.75, 1.0])
     fields = {weight: register((fixed, affine), (moving, affine), model=(net, {**cfg, "refine.structures": weight}),
-                               refine=30, start="header")["field"] for weight in (0.0, 3.0)}
+                               refine=30, affine=False, start="header").field for weight in (0.0, 3.0)}
 
     def overlap(field):
         moved = apply_label(pair[1]["label"], affine, field, affine, "nearest")
@@ -271,7 +271,7 @@ def test_registration_refines_by_what_it_segments_on_either_grid(trained, data, 
 
     assert not np.allclose(fields[0.0], fields[3.0], atol=1e-2)
     assert overlap(fields[3.0]) > overlap(fields[0.0]) - 0.02
-    alone = register((fixed, affine), (moving, affine), model=(net, cfg), start="header")["field"]
+    alone = register((fixed, affine), (moving, affine), (net, cfg), False, False, start="header").field
     assert alone.shape == (3, *fixed.shape)
 
 
@@ -298,10 +298,10 @@ def test_what_is_segmented_lies_on_the_grid_of_each_volume_by_its_label(grid, la
                     data__spacing_mm=0.7)
     net.segmenter = Bands()
     fixed, moving = turned_pair()
-    found = register(fixed, moving, model=(net, cfg), start="centre", refine=2)
+    found = register(fixed, moving, model=(net, cfg), affine=False, start="centre", refine=2)
     for side, (image, _) in (("fixed", fixed), ("moving", moving)):
         expected = Bands()(torch.from_numpy(rescale(image, *intensity_limits(image, cfg)))[None, None])[0].argmax(0)
-        there = torch.from_numpy(found[f"segmented_{side}"].astype(np.int64))
+        there = torch.from_numpy(getattr(found, f"segmented_{side}").astype(np.int64))
         assert there.shape == image.shape and tuple(there.unique().tolist()) == named, side
         assert min(dice(there, torch.tensor(named)[expected], named[1:])) > 0.85, side
 

@@ -249,15 +249,15 @@ def far_apart(tmp_path_factory):
 @pytest.mark.parametrize("initial", ["turn.mat", "way.nii.gz", "way.h5"])
 def test_a_registration_goes_on_from_another_programs_transform(far_apart, initial):
     paths = far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz"
-    result = register_from(far_apart / initial, *paths, refine=5)
-    assert result["start"] == ("matrix" if initial == "turn.mat" else "field")
-    assert result["similarity"] > result["similarity_before"]
+    result = register_from(far_apart / initial, *paths, affine=False, refine=5)
+    assert result.start == ("matrix" if initial == "turn.mat" else "field")
+    assert result.similarity > result.similarity_before
     fixed, affine = read_volume(paths[0])
-    warped = apply_field(*result["moving"], result["field"], affine)
-    np.testing.assert_array_equal(warped, result["warped"])
+    warped = apply_field(*result.moving, result.field, affine)
+    np.testing.assert_array_equal(warped, result.warped)
     inside = (slice(3, -3),) * 3
     assert np.corrcoef(warped[inside].ravel(), fixed[inside].ravel())[0, 1] > 0.95
-    lost = register(*paths, refine=1)["warped"]
+    lost = register(*paths, affine=False, refine=1).warped
     assert np.corrcoef(lost[inside].ravel(), fixed[inside].ravel())[0, 1] < 0.9
 
 
@@ -266,9 +266,10 @@ def test_a_field_on_another_grid_is_brought_to_the_fixed_one(far_apart, tmp_path
     shifted = affine.copy()
     shifted[:3, 3] += affine[:3, :3] @ (2, 1, 3)
     write_field(tmp_path / "part.nii.gz", field[:, 2:-2, 1:-3, 3:-1], shifted)
-    result = register_from(tmp_path / "part.nii.gz", far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz", refine=1)
+    result = register_from(tmp_path / "part.nii.gz", far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz",
+                           affine=False, refine=1)
     inside = (slice(None), slice(4, -4), slice(4, -4), slice(4, -4))
-    assert np.abs(result["field"] - field)[inside].max() < 1.5
+    assert np.abs(result.field - field)[inside].max() < 1.5
 
 
 def call(capsys, *words):
@@ -340,5 +341,6 @@ def test_ants_takes_our_files_as_they_are(far_apart, tmp_path, capsys):
     inside = (slice(4, -4),) * 3
     for name in ("field.h5", "field.nii.gz"):
         assert np.abs(np.load(tmp_path / f"{name}.npy") - warped)[inside].max() < 1e-3 * np.ptp(warped)
-    turned = register_from(far_apart / "turn.mat", far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz")["warped"]
+    turned = register_from(far_apart / "turn.mat", far_apart / "fixed.nii.gz", far_apart / "moving.nii.gz",
+                           affine=False, refine=False).warped
     assert np.abs(np.load(tmp_path / "affine.mat.npy") - turned)[inside].max() < 1e-3 * np.ptp(warped)

@@ -189,10 +189,10 @@ def bring(volume, others, model, cfg, shown):
     model: (net, config), or None for affine stage and refinement by `cfg`.
     """
     _, image, label, affine = volume
-    how = {"model": model, "start": "centre"} if model else {"affine": True, "config": cfg}
+    how = {"model": model, "affine": False, "start": "centre"} if model else {"affine": True, "config": cfg}
     for _, target, _, target_affine in tqdm(others, f"{shown} {volume[0]}", unit="vol", leave=False):
         found = register((target, target_affine), (image, affine), refine=REFINE, **how)
-        yield found["warped"], apply_label(label, affine, found["field"], target_affine)
+        yield found.warped, apply_label(label, affine, found.field, target_affine)
 
 
 def brought_copies(volume, unlabelled, args, cfg):

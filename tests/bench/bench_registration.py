@@ -166,7 +166,7 @@ def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True, **more
                          **more)
         seconds = spent(started)
         if number or not warm_up:
-            yield found["field"], None, seconds
+            yield found.field, None, seconds
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,166 @@
+"""A volume with its grid, mask and further channels, from a file, an image of another library, or an array."""
+import dataclasses
+import os
+import warnings
+from pathlib import Path
+
+import nibabel
+import numpy as np
+
+from Dataloader import formats
+from Dataloader.grids import require_same_grid
+from Dataloader.nifti import (
+    READ_ERRORS,
+    as_nifti,
+    checked_image,
+    open_nifti,
+    read_affine,
+    read_label,
+    read_volume,
+    stored_type,
+)
+from Runtime.errors import InputError
+
+KINDS = "give a path, a nibabel or SimpleITK image, an array, or (array, affine 4x4)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Volume:
+    """One image and what lies on its grid.
+
+    array: (D, H, W) or (H, W) float32, intensities as stored. affine: 4x4 float64, voxel to world in mm, RAS.
+    name: its path as given, or what errors call it. path: of the file, None for what was handed over in memory.
+    header: of the file or image; an empty one for an array. dtype: of the numbers as stored, None if scaled.
+    mask: (*spatial) float32, 1 where the image counts, else 0; None: everywhere. channels: more images.
+    """
+
+    array: np.ndarray
+    affine: np.ndarray
+    name: str
+    header: nibabel.Nifti1Header = dataclasses.field(default_factory=nibabel.Nifti1Header)
+    dtype: np.dtype | None = None
+    path: Path | None = None
+    mask: np.ndarray | None = None
+    channels: tuple["Volume", ...] = ()
+
+    def __iter__(self):
+        """array, affine: so that `apply_field(*volume, ...)` reads."""
+        return iter((self.array, self.affine))
+
+
+def is_path(source):
+    return isinstance(source, str | os.PathLike)
+
+
+def read_source(source, name):
+    """A Volume of 2 or 3 axes from whatever holds it. Trailing axes of length 1 in a file or image do not count.
+
+    source: path; nibabel image; SimpleITK image; (array, affine 4x4); or an array or tensor alone, whose voxels are
+    then cubes of 1 mm, with a warning. name: what errors call a source without a path, such as "fixed".
+    Raises InputError for a source that is no volume, or that is empty, constant, not finite or on a singular grid.
+    """
+    if is_path(source):
+        image = open_nifti(source)
+        array, affine = read_volume(source, axes(source, image.shape))
+        return Volume(array, affine, str(source), image.header, stored_type(source), Path(source))
+    if isinstance(source, nibabel.spatialimages.SpatialImage):
+        return _of_nibabel(source, name)
+    if type(source).__module__.split(".")[0] == "SimpleITK":
+        return _of_sitk(source, name)
+    if isinstance(source, tuple | list):
+        if len(source) != 2:
+            raise InputError(f"{name}: {len(source)} things instead of an array and its affine; {KINDS}.")
+        return _of_array(source[0], _affine(source[1], name), name)
+    volume = _of_array(source, np.eye(4), name)
+    warnings.warn(f"{name}: an array alone does not say its spacing, and voxels of 1 mm are assumed; give (array, "
+                  "affine) where that is wrong.", stacklevel=4)
+    return volume
+
+
+def axes(name, shape):
+    """The number of axes of a file's shape, 2 or 3, without trailing axes of length 1. Raises InputError for others."""
+    kept = tuple(shape)
+    while len(kept) > 2 and kept[-1] == 1:
+        kept = kept[:-1]
+    if len(kept) not in (2, 3):
+        raise InputError(f"{name}: shape {tuple(shape)} is neither 2D nor 3D; split it into one file per volume.")
+    return len(kept)
+
+
+def _of_nibabel(image, name):
+    name = str(image.get_filename() or name)
+    dims = axes(name, image.shape)
+    own = as_nifti(image)
+    affine = read_affine(name, own, dims)
+    try:
+        array = np.asanyarray(image.dataobj)
+    except READ_ERRORS as error:
+        raise InputError(f"{name}: truncated or corrupt ({error}); copy or download it again.") from error
+    return Volume(checked_image(name, array.reshape(image.shape[:dims])), affine, name, own.header, array.dtype)
+
+
+def _of_sitk(image, name):
+    import SimpleITK
+
+    if image.GetNumberOfComponentsPerPixel() != 1:
+        raise InputError(f"{name}: {image.GetNumberOfComponentsPerPixel()} numbers in a voxel; give an image of one.")
+    array = SimpleITK.GetArrayFromImage(image).T
+    dims = axes(name, array.shape)
+    affine = formats.affine_of(image.GetDirection(), image.GetSpacing(), image.GetOrigin())
+    return Volume(checked_image(name, array.reshape(array.shape[:dims])), affine, name, dtype=array.dtype)
+
+
+def _of_array(array, affine, name):
+    array = array.detach().cpu() if hasattr(array, "detach") else array  # a tensor, also one with a gradient
+    if not hasattr(array, "__array__"):
+        raise InputError(f"{name}: {type(array).__name__} is no volume; {KINDS}.")
+    array = np.asarray(array)
+    if array.ndim not in (2, 3):
+        raise InputError(f"{name}: shape {array.shape} is neither 2D nor 3D; split it into one file per volume.")
+    return Volume(checked_image(name, array), affine, name, dtype=array.dtype)
+
+
+def _affine(affine, name):
+    try:
+        affine = np.array(affine, np.float64)
+    except (TypeError, ValueError):
+        raise InputError(f"{name}: a {type(affine).__name__} stands where its affine belongs; {KINDS}.") from None
+    if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine)) < 1e-12:
+        shown = affine.tolist() if affine.size <= 16 else f"of shape {affine.shape}"
+        raise InputError(f"{name}: the affine {shown} is no invertible 4x4 matrix; give the volume's.")
+    return affine
+
+
+def read_mask(source, volume):
+    """A mask on the grid of its volume, 0 or 1, float32, or None where there is none.
+
+    source: path of a file, array, or None. volume: a Volume.
+    Raises InputError where the mask is on another grid, or nowhere above 0.
+    """
+    if source is None:
+        return None
+    if is_path(source):
+        (mask, affine), word = read_label(source, volume.array.ndim), str(source)
+    else:
+        mask, affine, word = np.asarray(source), volume.affine, f"the mask of {volume.name}"
+    require_same_grid(f"{word}: the mask", mask.shape, affine, f"its volume {volume.name}", volume.array.shape,
+                      volume.affine, "resample it to the volume")
+    if not (mask > 0).any():
+        raise InputError(f"{word}: the mask is nowhere above 0, so nothing of {volume.name} would count; mark what "
+                         "shall.")
+    return (mask > 0).astype(np.float32)
+
+
+def read_further(sources, volume):
+    """The further channels of a volume, a tuple of Volumes on its grid.
+
+    sources: paths or arrays, in their order. Raises InputError for another grid.
+    """
+    read = []
+    for number, source in enumerate(sources, 2):
+        word = f"channel {number} of {volume.name}"
+        channel = read_source(source if is_path(source) else (source, volume.affine), word)
+        require_same_grid(f"{channel.name}: the channel", channel.array.shape, channel.affine,
+                          f"its volume {volume.name}", volume.array.shape, volume.affine, "resample it to the volume")
+        read.append(channel)
+    return tuple(read)
