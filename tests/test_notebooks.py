@@ -11,7 +11,7 @@ from tests.tiny import ROOT
 NOTEBOOKS = sorted((ROOT / "Notebooks").glob("*.ipynb"))
 # What has to be true after the last cell.
 AFTER = {
-    "register": "assert min(dice_after) > 0.75 and max(dice_before) < 0.2 and found['folding_percent'] < 0.1",
+    "register": "assert min(dice_after) > 0.75 and max(dice_before) < 0.2 and found.folding_percent < 0.1",
     "augment": "assert all(np.array_equal(one, other) for one, other in zip(again, copies[3]))\n"
                "assert all(np.abs(field).max() > 1 for _, _, field in copies)\n"
                "assert all(set(np.unique(moved)) == {0, 1, 2} for _, moved, _ in copies)",
