@@ -211,12 +211,13 @@ def greedy_method(pair, options):
 def dipy_method(pair, options):
     """DIPY: its affine pipeline (centre of mass, translation, rigid, affine), then SyN with its local correlation.
 
-    It refuses a resolution at which a side is shorter than its correlation's window (9 voxels); those are left out.
+    options: arguments of syn_registration; "iterations" of its three resolutions, coarse first (10, 10, 5). It refuses a resolution at which a side is shorter than its correlation's window (9 voxels); those are left out.
     """
     from dipy.align import affine_registration, syn_registration
     (fixed, fixed_affine), (moving, affine), (label, _) = (read(pair[key]) for key in FILES)
-    shortest = min(*fixed.shape, *moving.shape)
-    iterations = [count for level, count in zip((2, 1, 0), (10, 10, 5)) if shortest / 2 ** level >= 8.5] or [5]
+    options, shortest = dict(options), min(*fixed.shape, *moving.shape)
+    asked = options.pop("iterations", (10, 10, 5))
+    iterations = [count for level, count in zip((2, 1, 0), asked) if shortest / 2 ** level >= 8.5] or [asked[-1]]
     started = clocks()
     _, matrix = affine_registration(moving, fixed, moving_affine=affine, static_affine=fixed_affine)
     _, mapping = syn_registration(moving, fixed, moving_affine=affine, static_affine=fixed_affine, prealign=matrix,
