@@ -211,7 +211,8 @@ def greedy_method(pair, options):
 def dipy_method(pair, options):
     """DIPY: its affine pipeline (centre of mass, translation, rigid, affine), then SyN with its local correlation.
 
-    options: arguments of syn_registration; "iterations" of its three resolutions, coarse first (10, 10, 5). It refuses a resolution at which a side is shorter than its correlation's window (9 voxels); those are left out.
+    options: arguments of syn_registration, and "iterations" of its three resolutions, coarse first (10, 10, 5). DIPY
+    refuses a resolution at which a side is shorter than its correlation's window (9 voxels); those are left out.
     """
     from dipy.align import affine_registration, syn_registration
     (fixed, fixed_affine), (moving, affine), (label, _) = (read(pair[key]) for key in FILES)
