@@ -122,9 +122,9 @@ SETTINGS = {  # the four of each peer, by name
 }
 TWO_MODALITIES = {  # in place of those above where the volumes are of two modalities
     "greedy": {  # its affine stage by NMI lost all four pairs with twelve degrees of freedom, and three with six
-        "centres": greedy("-m NMI -n 100x50x10", "-dof 6 -m NMI -n 0"),
-        "smooth": greedy("-m NMI -n 100x50x10 -s 3vox 1vox", "-dof 6 -m NMI -n 0"),
-        "ncc": greedy("-m NCC 4x4x4 -n 100x50x10 -s 3vox 1vox", "-dof 6 -m NMI -n 0"),
+        "centres": greedy("-m NMI -n 100x50x10"),
+        "smooth": greedy("-m NMI -n 100x50x10 -s 3vox 1vox"),
+        "ncc": greedy("-m NCC 4x4x4 -n 100x50x10 -s 3vox 1vox"),
         "ncc_rigid": greedy("-m NCC 4x4x4 -n 100x50x10", "-dof 6 -m NCC 4x4x4 -n 100x50x10")},
     "ants": {
         "mattes": {"type_of_transform": "SyN", "reg_iterations": [100, 70, 50, 20]},
@@ -398,8 +398,8 @@ def write_json(path, content):
 def log_line(path, **entry):
     """Add a line to the log of what was scored on test pairs."""
     entry = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-             "commit": git("rev-parse", "--short", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno")),
-             **entry}
+             "commit": git("rev-parse", "--short", "HEAD"),
+             "changed": bool(git("diff", "HEAD", "--name-only", "--", ".", f":!{SCORED.relative_to(ROOT)}")), **entry}
     with open(path, "a") as file:
         file.write(json.dumps(entry) + "\n")
 
@@ -528,11 +528,11 @@ def score_test(args):
     """Score each method on the test pairs. Returns: {set: {method: rows}}; sentences about what failed."""
     results, failed = {name: {} for name in args.sets}, []
     for name, method in itertools.product(args.sets, args.methods):
-        if method in PEERS and method not in settings_of(name):
-            continue
+        if method in PEERS and method not in CHOSEN.get(name, {}):
+            continue  # it has not been tuned for this set
         try:
             pairs = prepare(name, "test", args.data, args.out / "volumes" / name, args.limit)
-            setting = CHOSEN.get(name, {}).get(method, "default") if method in PEERS else None
+            setting = CHOSEN[name][method] if method in PEERS else None
             generate, settings = method_of(name, method, setting, args)
             rows = run_method(name, method, pairs, args.out / "test" / name / method, generate, settings, args,
                               {"set": name, "method": method, "setting": setting} if method != "identity" else None)

@@ -181,7 +181,10 @@ def ants_method(pair, options):
 
 
 def greedy_method(pair, options):
-    """Greedy: its affine stage, then its deformation. options: of the command lines of its stages, affine a list."""
+    """Greedy: its affine stage, then its deformation. options: of the command lines of its stages, affine a list.
+
+    Without any affine stage it begins from the pair's start.
+    """
     import SimpleITK
     from picsl_greedy import Greedy3D
     fixed, moving, label = (SimpleITK.ReadImage(str(pair[key])) for key in FILES)
@@ -194,6 +197,8 @@ def greedy_method(pair, options):
             greedy.execute(f"-threads {threads} -a -i fixed moving {start} {stage} -o {affine}", fixed=fixed,
                            moving=moving)
             start = f"-ia {affine}"
+        if not options["affine"]:
+            np.savetxt(affine, pair["start"])
         greedy.execute(f"-threads {threads} -i fixed moving -it {affine} {options['deformable']} -o field", field=None)
         seconds = spent(started)
         greedy.execute(f"-rf fixed -ri NN -rm label warped -r field {affine}", label=label, warped=None)
