@@ -276,7 +276,7 @@ def ours(pairs, weight=None):
         fixed, moving = read_volume(pair["fixed"]), read_volume(pair["moving"])
         started = clocks()
         found = omnimorph.register(fixed, moving, **more)
-        yield found["field"], spent(started)
+        yield found.field, spent(started)
 
 
 def of_peer(pairs, kind, options, folder, python, threads):

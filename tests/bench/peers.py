@@ -199,7 +199,8 @@ def greedy_method(pair, options):
             start = f"-ia {affine}"
         if not options["affine"]:
             np.savetxt(affine, pair["start"])
-        greedy.execute(f"-threads {threads} -i fixed moving -it {affine} {options['deformable']} -o field", field=None)
+        greedy.execute(f"-threads {threads} -i fixed moving -it {affine} {options['deformable']} -o field", fixed=fixed,
+                       moving=moving, field=None)
         seconds = spent(started)
         greedy.execute(f"-rf fixed -ri NN -rm label warped -r field {affine}", label=label, warped=None)
         matrix = np.loadtxt(affine)
