@@ -93,6 +93,20 @@ def test_every_site_has_a_page_with_its_job_interfaces_storage_and_monitoring():
         assert all(word in text for word in ("--account=", "--partition=", "QOS", "bash_train_multi_nodes.sh"))
 
 
+def test_the_job_of_every_site_survives_its_time_limit():
+    """Slurm's signal reaches the job's own shell only; what keeps a job alive is in the launcher's own header."""
+    def header(text):
+        return {line.split("#")[1].split()[1] for line in text.splitlines() if line.startswith("#SBATCH")}
+
+    wanted = {line for line in header((ROOT / "bash_train_multi_nodes.sh").read_text())
+              if line.startswith(("--signal", "--requeue", "--no-kill", "--open-mode", "--output"))}
+    assert len(wanted) == 5
+    for page in (ROOT / "docs").glob("site_*.md"):
+        script = page.read_text().partition("```sh\n")[2].partition("```")[0]
+        assert not wanted - header(script), page.name
+        assert script.splitlines()[-1].startswith("exec bash bash_train_multi_nodes.sh "), page.name
+
+
 def test_the_site_lists_every_key():
     rows = runpy.run_path(str(ROOT / "docs/extra/list_keys.py"))["read_keys"]()
     config = yaml.safe_load((ROOT / "Config/config_om.yaml").read_text())

@@ -1,6 +1,8 @@
 """sbatch bash_train_multi_nodes.sh on a real Slurm: to the end, through every fault, walltime and scancel."""
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -135,6 +137,39 @@ def test_sbatch_trains_the_demo(slurm, checkout, tmp_path):
     starts = [read_lines(tmp_path / f"Models/demo_om_net/rank{rank}.jsonl")[0] for rank in range(RANKS)]
     assert [line["node"] for line in starts] == ["n1", "n1", "n2", "n2"]
     assert until(lambda: not strays(tmp_path), 30)
+
+
+def page_script(site, words):
+    """The job script of a site's page as somebody fills it in here: no account or QOS, this Slurm's partition."""
+    text = (ROOT / f"docs/site_{site}.md").read_text().partition("```sh\n")[2].partition("```")[0]
+    lines = [line for line in text.splitlines() if not re.match(r"#SBATCH --(account|qos)=", line)]
+    lines = [re.sub("(--partition=)[^ ]+", r"\1main", line).replace(f"CLUSTER={site}", "CLUSTER=local") for line in lines]
+    command = lines[-1].partition(" --config")[0]
+    return "\n".join([*lines[:-1], f"{command} {shlex.join(map(str, words))}"]) + "\n"
+
+
+def test_the_script_of_a_site_page_goes_on_after_its_time_limit(slurm, checkout, place):
+    """Its own --signal, eight minutes before the limit: of ten minutes the training has two."""
+    folder = prepared(place, "page")
+    script = checkout / "job.sh"
+    script.write_text(page_script("dawn", options(folder, run__epochs=400, run__val_every=400)))
+    done = subprocess.run(["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1",
+                           "--gres=gpu:2", "--time=10", script.name], cwd=checkout, env=submitting(slurm),
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    until(lambda: state(slurm, job)[1] == 1 or is_over(slurm, job), 240)
+    text = printed(checkout, job)
+    assert state(slurm, job)[1] == 1 and f"the time limit of job {job} is near: back into the queue" in text, text
+    assert [end["cause"] for end in ends(folder).values()] == ["planned restart"] and until(lambda: not strays(folder), 60)
+    before = steps_done(folder, 0)
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm)
+    until(lambda: steps_done(folder, 1) >= 0, 200)
+    subprocess.run(["scancel", job], env=slurm, check=True)
+    until(lambda: is_over(slurm, job) and not strays(folder), 60)
+    text = printed(checkout, job)
+    assert resumed(folder, 1) == before + 1, "not a step is lost"
+    assert "back into the queue" in text and f"start 2 of job {job}" in text, "both starts write the same log"
 
 
 def newest_attempt(folder):
