@@ -212,9 +212,10 @@ def read_ahead(loader, ahead, prepare=lambda number, batch: batch):
 def leave_signals_to_the_rank(worker):
     """Ignore signals in a worker.
 
-    A scheduler signals every process of a job. The rank then saves and leaves, and needs its workers until that.
+    A scheduler signals every process of a job, a terminal every one of a command. The rank then saves and leaves, and
+    needs its workers until that.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # torch notes the parent only later. A worker whose rank is dead by then would wait for work for ever.
     if os.getppid() != multiprocessing.parent_process().pid:
@@ -397,7 +398,7 @@ def labels_in(dataset, numbers, cfg):
     found, wanted = set(), cfg["registration.labels"].strip()
     spans = read_ranges(wanted, "registration.labels") if wanted else [range(1, 2 ** 15)]
     for number in numbers:
-        watchdog.phase("data set")
+        watchdog.goes_on()
         found.update(np.unique(dataset.labels[number]).tolist())
     return [label for label in sorted(found) if any(label in span for span in spans)]
 
@@ -419,7 +420,10 @@ def make_dataset(items, rule, what, kinds, cache, cfg, in_memory, show):
     if in_memory:
         # Reading all at once also finds every bad file before the training starts.
         bar = tqdm(items, f"reading {what}", unit="vol", leave=False, disable=not show)
-        volumes = [on_grid(item, cfg, kinds) for item in bar]
+        volumes = []
+        for item in bar:
+            watchdog.goes_on()
+            volumes.append(on_grid(item, cfg, kinds))
         images, labels, masks = ([volume[kind] for volume in volumes] for kind in KINDS)
     else:
         images, labels, masks = (Files(items, kind, cfg) for kind in KINDS)

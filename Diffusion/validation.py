@@ -11,7 +11,7 @@ from Diffusion.diffuser import make_condition
 from Diffusion.fields import compose, flow, warp
 from Diffusion.losses import image_similarity, recovery_terms, structure_shares
 from Diffusion.metrics import average, dice, dice_before_after, folding_percent
-from Runtime import agree
+from Runtime import agree, launch, watchdog
 from Runtime.device import autocast, send
 
 # How val_imgsim is measured, whatever mode 3 raises, so that trainings with other settings can be compared.
@@ -126,6 +126,8 @@ def validate(state, dataset, cfg):
     cosines, embeddings = validate_recovery(state, dataset, cfg)
     scores, picture = validate_registration(state, dataset, cfg)
     state["net"].train()
+    watchdog.phase("agree", "evaluate")
+    launch.arrive(ranks, f"the end of the validation after step {state['progress']['step']}")
     agree.agree(ranks, state["progress"]["step"], "evaluate")
     parts = zip(*agree.gather_objects(ranks, (cosines, embeddings, scores)))
     cosines, embeddings, scores = (in_order(rows) for rows in parts)
@@ -150,6 +152,7 @@ def validate_recovery(state, dataset, cfg):
     cosines, embeddings = [], []
     times = sorted({max(cfg["diffusion.timesteps"] * quarter // 4, 1) for quarter in (1, 2, 3)})
     for index, counts in cases_of_rank(min(len(dataset), cfg["run.val_pairs"]), state["ranks"]):
+        watchdog.goes_on()
         x0 = send(dataset.image(index)[None], device)
         for t in times:
             rng_keys = [(cfg["run.seed"], -1, t * len(dataset) + index)]
@@ -172,6 +175,7 @@ def validate_registration(state, dataset, cfg):
     scores, picture, as_measured = [], None, {**cfg, **VAL_IMGSIM}
     pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"], rule=dataset.rule)
     for number, counts in cases_of_rank(len(pairs), state["ranks"]):
+        watchdog.goes_on()
         pair = pairs[number]
         moving, fixed = (send(dataset.image(index)[None], device) for index in pair)
         seen = segmented(net, moving, fixed, cfg)

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from Runtime import watchdog
 from Runtime.device import synchronize
 from Runtime.errors import InputError
 from Runtime.files import is_passing, partial_path, patiently, replace, sha256, write_file, write_flushed
@@ -171,6 +172,7 @@ def _first_sound(run, entries, order, warn, patience_s):
     """(first name that verifies or None, {name that was read: what is wrong or None}, the last OSError or None)."""
     problems, read_error = {}, None
     for name in order:
+        watchdog.goes_on()
         try:
             problems[name] = patiently(lambda name=name: _mismatch(run / name, entries[name]), patience_s, run / name)
         except OSError as error:
@@ -460,6 +462,7 @@ def _manifest(run, warn):
         return manifest
     warn(f"{run / 'manifest.json'} {reason}; it is rebuilt from the files that load, without their metrics")
     for relative in files:
+        watchdog.goes_on()
         try:
             with zipfile.ZipFile(run / relative) as archive:  # torch.load does not check the CRCs
                 damaged = archive.testzip()

@@ -32,7 +32,7 @@ HEAR_S = 10.0  # time for all ranks to read the result of rank 0's roll call
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 LOCK_S = 60.0  # rank 0 tries for so long to write the lock, while the others wait for it
 LAST_WORDS_S = 10.0  # rank 0 judges the attempt when all ranks have closed their logs, or after this time
-POLL_S = 0.05
+POLL_S, LONGEST_POLL_S = 0.05, 1.0
 
 
 def environment():
@@ -143,6 +143,41 @@ def listeners(missing, ranks):
     return ranks["world_size"] - 1 - len(missing.split(", ") if missing else [])
 
 
+def show_moves(ranks):
+    """Have each part of a phase that this rank has done counted where other ranks see it, see `arrive`."""
+    def beat():
+        with contextlib.suppress(dist.DistError):  # rank 0 is gone: the next thing done together says so
+            ranks["store"].add("beats", 1)
+
+    if ranks["world_size"] > 1:
+        watchdog.STATE["beat"] = beat
+
+
+def arrive(ranks, where):
+    """Wait until all ranks have come to this place, as long as those that have not are at work.
+
+    Called before what waits at most for a time of its own: a rank that stages or verifies may take much longer. It
+    shows each part that it has done (watchdog.phase), and for each the ranks that wait begin their deadline anew.
+    """
+    if ranks["world_size"] > 1 and ranks["store"].add(f"at {where}", 1) == ranks["world_size"]:
+        ranks["store"].set(f"all at {where}", "1")
+    wait_while_others_work(ranks, f"all at {where}")
+
+
+def wait_while_others_work(ranks, key):
+    """Wait for a key of the store, under the deadline of this phase; it begins anew when another rank has moved."""
+    if ranks["world_size"] == 1:
+        return
+    store, seen, pause = ranks["store"], None, POLL_S
+    while not store.check([key]):
+        if (beats := store.add("beats", 0)) != seen:
+            if seen is not None:
+                watchdog.wait_on()
+            seen = beats
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_POLL_S)
+
+
 def wait_for_keys(store, keys, until):
     """Wait until a store has all keys, or until a time.time. Returns: whether it has them."""
     while not (complete := store.check(keys)) and time.time() < until:
@@ -151,11 +186,15 @@ def wait_for_keys(store, keys, until):
 
 
 def tell(ranks, key, value=None):
-    """Rank 0's `value` (a str) on every rank, through the store: there is no process group yet."""
+    """Rank 0's `value` (a str) on every rank, through the store: there is no process group yet.
+
+    The others wait for as long as rank 0 works at it, see `arrive`.
+    """
     if ranks["world_size"] == 1:
         return value
     if ranks["rank"] == 0:
         ranks["store"].set(key, value)
+    wait_while_others_work(ranks, key)
     return ranks["store"].get(key).decode()
 
 
@@ -179,6 +218,7 @@ def open_run(ranks, cfg, fresh):
     ranks["step"] = json.loads(tell(ranks, "step", json.dumps(ranks["step"])))
     hold(run, tell(ranks, "token", ranks.get("token")))
     watchdog.start(run, ranks["rank"], ranks["attempt"], cfg, launcher=False)
+    show_moves(ranks)
     return run
 
 
@@ -193,6 +233,7 @@ def open_launched_run(ranks, cfg):
         lock_patiently(run, cfg, token)
     watchdog.phase("meet")
     meet(ranks, cfg["run.join_s"])
+    show_moves(ranks)
     watchdog.event("met")
     return run
 
@@ -238,7 +279,8 @@ def join(ranks, device, cfg):
     if ranks["world_size"] == 1:
         return
     if ranks["generation"] == 0:
-        refuse_shared_devices(ranks, device)
+        arrive(ranks, "join")
+        refuse_unfit_devices(ranks, device)
     kind = backend(device)
     if kind == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         # DETAIL wraps each group, and DDP of torch 2.13 mistakes the wrapper for gloo itself: a segmentation fault.
@@ -250,38 +292,53 @@ def join(ranks, device, cfg):
     ranks["cpu"] = dist.new_group(backend="gloo", timeout=agreement_timeout)
 
 
-def refuse_shared_devices(ranks, device):
-    """Raise InputError on every rank if two ranks have the same device, naming the first two. A CPU may be shared.
+def refuse_unfit_devices(ranks, device):
+    """Raise InputError on every rank if two ranks have the same device, which a CPU may be, or devices of two kinds.
 
-    The backend would fail too, but with an obscure error.
+    The backend would fail too, but with an obscure error or a hang.
     """
-    if device.type == "cpu":
-        return
     store = ranks["store"]
     keys = [f"device/{rank}" for rank in range(ranks["world_size"])]
     store.set(keys[ranks["rank"]], json.dumps(identity(device)))
     if ranks["rank"] == 0:
         identities = [json.loads(text) for text in store.multi_get(keys)]
-        store.set("shared device", shared_device(identities))
-    sentence = store.get("shared device").decode()
+        store.set("unfit devices", other_device(identities) or shared_device(identities))
+    sentence = store.get("unfit devices").decode()
     if sentence:
         raise InputError(sentence)
 
 
 def identity(device):
-    """What identifies a device: [node, name for a person, index, UUID, visibility variables]."""
-    properties = torch.get_device_module(device).get_device_properties(device)
+    """What identifies a device: [node, name for a person, kind, index, UUID, visibility variables]."""
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if device.type == "cpu":
+        return [node, "the CPU", "cpu", None, "", []]
+    properties = torch.get_device_module(device).get_device_properties(device)
     visible = [os.environ.get(name, "") for name in VISIBLE]  # parts of one device may have the same UUID
-    return [node, f"{device} ({properties.name})", device.index, str(getattr(properties, "uuid", "")), visible]
+    return [node, f"{device} ({properties.name})", device.type, device.index, str(getattr(properties, "uuid", "")),
+            visible]
+
+
+def other_device(identities):
+    """The error sentence for the first rank whose device is of another kind than most, or "". identities: as below."""
+    kinds = [kind for _, _, kind, *_ in identities]
+    usual = max(kinds, key=kinds.count)
+    if kinds.count(usual) == len(kinds):
+        return ""
+    if usual == "cpu":  # a CPU is what is left where a device is gone
+        usual = next(kind for kind in kinds if kind != "cpu")
+    rank = next(rank for rank, kind in enumerate(kinds) if kind != usual)
+    node, name = identities[rank][:2]
+    return (f"rank {rank} on {node} has {name} and other ranks have {usual}: torch does not see the devices of {node}; "
+            "look at that node or leave it out, or set run.device.")
 
 
 def shared_device(identities):
     """The error sentence for the first two ranks with the same device, or "". identities: of `identity`, by rank."""
     first = {}
-    for rank, (node, name, index, uuid, visible) in enumerate(identities):
+    for rank, (node, name, kind, index, uuid, visible) in enumerate(identities):
         other = first.setdefault(json.dumps([node, index, uuid, visible]), rank)
-        if other != rank:
+        if other != rank and kind != "cpu":
             return (f"ranks {other} and {rank} share {name} of {node}: start one rank for each device "
                     "(--ntasks-per-node, RANKS), or bind one to each (--gpus-per-task=1).")
     return ""

@@ -18,6 +18,7 @@ import signal
 import socket
 import statistics
 import sys
+import threading
 import time
 import traceback
 
@@ -30,17 +31,18 @@ MOST_PENDING = 2 ** 20  # bytes of log that wait for space on a full disk; beyon
 # Phases that are not part of every step: each has its own time.
 ONE_OFF = ("start", "meet", "data set", "stage", "join", "restore", "epoch", "evaluate", "checkpoint", "refresh",
            "profile", "leave", "exit")
-STATE = {"file": None, "stop": None}
+STATE = {"file": None, "stop": None, "beat": lambda: None}  # beat: tells other ranks that this one moves
 
 
 def start(run, rank, attempt, cfg, launcher):
-    """Begin the log, arm the first deadline, and note TERM and USR1 instead of dying of them.
+    """Begin the log, arm the first deadline, and note TERM, USR1, Ctrl-C and HUP instead of dying of them.
 
     run: Path of the run folder. cfg: config with the keys run.deadline_*. launcher: whether there is one, which will
     read the stacks.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: STATE.update(stop=signal.Signals(number).name))
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # nohup
+            signal.signal(number, _note_signal)
     stack = sys.__stderr__
     if launcher:  # a new file, so that a process of an earlier attempt that wakes up late writes into the old one
         (run / f"rank{rank}.stack").unlink(missing_ok=True)
@@ -48,7 +50,7 @@ def start(run, rank, attempt, cfg, launcher):
     now = time.time()
     # Who this is, and the log: its descriptor, the offset of the breadcrumb, bytes that a full disk has not taken yet.
     STATE.update(run=run, rank=rank, attempt=attempt, host=socket.gethostname(), stack=stack, looked=now)
-    STATE.update(pending=b"", **open_log(run, rank))
+    STATE.update(pending=b"", beat=lambda: None, **open_log(run, rank))
     # Where it is: number of phases so far, step, the phase and when it was entered (since: or last repeated), and with
     # --debug the module of the network.
     STATE.update(number=0, step=0, name="start", mode="", entered=now, since=now, module="")
@@ -61,6 +63,15 @@ def start(run, rank, attempt, cfg, launcher):
     sys.excepthook = _log_exception
     _introduce()
     phase("start")
+
+
+def _note_signal(number, frame):
+    """Ask this rank to leave after its step. Who presses Ctrl-C a second time does not want to wait for that."""
+    if number == signal.SIGINT:
+        if STATE["stop"] == "SIGINT":
+            raise KeyboardInterrupt
+        os.write(2, b"\nCtrl-C: saves and leaves after this step; once more ends at once\n")
+    STATE["stop"] = signal.Signals(number).name
 
 
 def open_log(run, rank):
@@ -85,16 +96,41 @@ def _introduce():
 
 
 def phase(name, mode=""):
-    """Enter a phase: write the breadcrumb and arm the deadline. All ranks enter the same phases in the same order."""
+    """Enter a phase: write the breadcrumb and arm the deadline. All ranks enter the same phases in the same order.
+
+    A phase of many parts is entered again for each of them: the ranks that wait for this one learn that it moves.
+    """
     if STATE["file"] is None:
         return
+    repeated = (STATE["name"], STATE["mode"]) == (name, mode) and STATE["number"] > 0
+    _enter(name, mode, repeated)
+    if repeated:
+        STATE["beat"]()
+
+
+def goes_on():
+    """Enter this phase again, whichever it is: a part of it is done. No effect in a thread: the phase is not its own.
+    """
+    if STATE["file"] is not None and threading.current_thread() is threading.main_thread():
+        phase(STATE["name"], STATE["mode"])
+
+
+def wait_on():
+    """Arm the deadline of this phase anew, because a rank that is waited for has moved; this one has not."""
+    if STATE["file"] is not None:
+        _enter(STATE["name"], STATE["mode"], repeated=True)
+
+
+def _enter(name, mode, repeated):
+    """repeated: this phase goes on. It is not counted anew: a rank with more parts is no further on than others."""
     now = time.time()
     last = STATE["name"], STATE["mode"]
     STATE["spent"][STATE["name"]] += now - STATE["since"]
-    if last != (name, mode):  # a phase that is entered again goes on: its time is not known yet
+    if last != (name, mode):  # else its time is not known yet
         STATE["took"][last] = max(now - STATE["entered"], STATE["took"].get(last, 0))
-        STATE["entered"] = now
-    STATE.update(name=name, mode=mode, since=now, number=STATE["number"] + 1, module="")
+    if not repeated:
+        STATE.update(entered=now, number=STATE["number"] + 1)
+    STATE.update(name=name, mode=mode, since=now, module="")
     STATE["deadline"] = deadline(name, mode)
     _write(b"")
     faulthandler.dump_traceback_later(STATE["deadline"], exit=True, file=STATE["stack"])
@@ -260,8 +296,8 @@ def _log_exception(kind, error, trace):
               for frame in traceback.extract_tb(trace)]
     STATE["looked"] = 0.0  # check the folder now: the error may follow from another rank that saw it taken over
     try:
-        event("died", error=f"{kind.__name__}: {error}"[:2000], phase=STATE["name"], mode=STATE["mode"],
-              stack=frames[-12:])
+        event("died", error=f"{kind.__name__}: {error}"[:2000], errno=getattr(error, "errno", None),
+              phase=STATE["name"], mode=STATE["mode"], stack=frames[-12:])
     except TakenOver as taken:
         print(f"error: {taken}", file=sys.stderr, flush=True)
     sys.__excepthook__(kind, error, trace)

@@ -1,5 +1,6 @@
 """The watchdog in real processes: what is left of them however they end."""
 import json
+import os
 import re
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from Runtime.attempts import free_port
 from tests import launching
 from tests.tiny import ROOT, arguments, log_lines, make_data
 
@@ -197,7 +199,7 @@ print(json.dumps(seen))
     assert seen == dict.fromkeys(names, 33.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_asks_and_does_not_end(tmp_path, number):
     body = ("print(watchdog.stop_requested(), flush=True)\nwhile not watchdog.stop_requested():\n    time.sleep(0.01)\n"
             "print(watchdog.stop_requested())\nwatchdog.finish()")
@@ -206,6 +208,79 @@ def test_a_signal_asks_and_does_not_end(tmp_path, number):
     process.send_signal(number)
     assert process.communicate(timeout=10)[0].strip() == number.name and process.returncode == 0
     assert events(tmp_path, "end")[0]["spent"]["start"] > 0
+
+
+def test_who_presses_ctrl_c_twice_does_not_wait(tmp_path):
+    body = "print('there', flush=True)\nwhile True:\n    time.sleep(0.01)"
+    process = launching.start(command(tmp_path, body), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True)
+    assert process.stdout.readline() == "there\n"
+    process.send_signal(signal.SIGINT)
+    assert [process.stderr.readline() for _ in range(2)] == [
+        "\n", "Ctrl-C: saves and leaves after this step; once more ends at once\n"]
+    process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=10)[1] and process.returncode
+
+
+def test_nohup_keeps_its_meaning(tmp_path):
+    body = "os.kill(os.getpid(), signal.SIGHUP)\nprint(watchdog.stop_requested())"
+    ignoring = ["bash", "-c", "trap '' HUP; exec \"$@\"", "nohup", *command(tmp_path, body)]
+    assert launching.run(ignoring, cwd=ROOT, timeout=20).stdout == "None\n"
+
+
+def test_a_phase_in_parts_is_one_phase_whose_deadline_begins_anew_and_others_learn_that_it_moves(tmp_path):
+    """Six parts of 0.3 s, with a deadline of one second; a thread, whose phase it is not, changes nothing."""
+    body = """
+import threading
+told = []
+watchdog.phase("data set")
+watchdog.STATE["beat"] = lambda: told.append(watchdog.STATE["number"])
+for _ in range(6):
+    time.sleep(0.3)
+    watchdog.goes_on()
+thread = threading.Thread(target=watchdog.goes_on)
+thread.start()
+thread.join()
+watchdog.wait_on()
+print(told, watchdog.STATE["number"])
+"""
+    assert run_process(tmp_path, body, floor_s=1.0, first_s=1.0).stdout == "[2, 2, 2, 2, 2, 2] 2\n"
+
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from Runtime import launch, watchdog
+ranks = launch.environment()
+launch.meet(ranks, 200)
+watchdog.start(Path(sys.argv[1]), ranks["rank"], 0, {"run.deadline_floor_s": 6.0, "run.deadline_factor": 1.0,
+                                                     "run.deadline_first_s": 6.0}, True)
+launch.show_moves(ranks)
+watchdog.phase("restore")
+if WORKER == ranks["rank"]:
+    for _ in range(int(os.environ["PARTS"])):
+        time.sleep(2)
+        watchdog.goes_on()
+    time.sleep(float(os.environ["HANGS"]))
+{launch}
+print("here", flush=True)
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("call, worker", [("launch.arrive(ranks, 'join')", 1),
+                                          ("assert launch.tell(ranks, 'file', 'x.pth') == 'x.pth'", 0)])
+def test_a_rank_waits_as_long_as_the_slowest_one_moves(tmp_path, call, worker):
+    """Twice the deadline of the rank that waits; and where the slowest one hangs, both end at its deadline."""
+    body = RANK.replace("{launch}", call).replace("WORKER", str(worker))
+    for hangs, codes in (("0", [0, 0]), ("60", [1, 1])):
+        environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+                       "PARTS": "5", "HANGS": hangs, "OMP_NUM_THREADS": "1"}
+        ranks = [launching.start([sys.executable, "-c", body, tmp_path], cwd=ROOT, stdout=subprocess.DEVNULL,
+                                 stderr=subprocess.DEVNULL, env={**environment, "RANK": str(rank)}) for rank in (0, 1)]
+        assert [process.wait(250) for process in ranks] == codes
+        hung = ["Timeout" in (tmp_path / f"rank{rank}.stack").read_text() for rank in (0, 1)]
+        assert hung[worker] == (hangs != "0") and any(hung) == (hangs != "0")
 
 
 def test_an_exception_leaves_its_last_words(tmp_path):
