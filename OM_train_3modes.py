@@ -66,7 +66,7 @@ from Runtime import agree, checkpoint, launch, memory, trail, watchdog, writer
 from Runtime.config import MODEL_KEYS, load_config, modes_of
 from Runtime.device import autocast, describe, pick_device, precision, prepare_device, send
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
-from Runtime.files import patiently, remove_leftovers, write_file
+from Runtime.files import passing_fault, patiently, remove_leftovers, write_file
 from Runtime.global_batch import split_step
 from Runtime.keyed_random import uniform
 from Runtime.pace import keep_pace, new_pace
@@ -737,6 +737,8 @@ def main(argv=None):
     except InputError as error:
         # From a loader's worker it comes with the worker's traceback in front of the sentence.
         sentence = str(error).strip().splitlines()[-1].split("InputError: ")[-1]
+        if number := passing_fault(error):  # no input is wrong: a death, after which the launcher tries again
+            raise OSError(number, sentence) from error
         watchdog.event("refused", error=sentence, phase=watchdog.STATE.get("name", "start"))
         print(f"error: {sentence}", file=sys.stderr)
         code = STOP

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import shlex
 import socket
 import sys
 import time
@@ -20,13 +19,14 @@ from Runtime.config import load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import append_line, is_passing, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
-from Runtime.manifest import durable_step
+from Runtime.manifest import durable_step, durable_steps, newest_write, trust_again
 from Runtime.rules import tell_end
-from Runtime.run_lock import hold, lock, run_folder, touch, unlock
+from Runtime.run_lock import TakenOver, hold, lock, run_folder, slurm_job, touch, unlock
 from Runtime.verdict import judge, read_rank, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # after so many without a new durable step the loop stops
 PATIENCE_S = 600.0  # for a file system that does not answer, before the config with run.patience_s is read
+SILENT = ("vanished", "frozen", "never started", "a rank did not arrive")  # causes that may be those of a node
 # Phases before the first step: a refusal there would recur in every round.
 STARTING = ("launch", "start", "meet", "data set", "stage", "join", "restore")
 
@@ -53,7 +53,7 @@ def begin(run, loop, world_size):
         end(run, begins[-1]["attempt"], None)
     attempt = begins[-1]["attempt"] + 1 if begins else 0
     append(run, {"event": "begin", "attempt": attempt, "loop": loop, "time": time.time(), "ranks": world_size,
-                 "host": socket.gethostname(), "job": os.environ.get("SLURM_JOB_ID", ""), "durable": durable_step(run)})
+                 "host": socket.gethostname(), "job": slurm_job(), "durable": durable_step(run)})
     return attempt
 
 
@@ -64,11 +64,15 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
     patience_s: how long to wait for a file system that is full or does not answer.
     Returns: "done", "continue", "restart" (planned), "step back" (one checkpoint) or "stop".
     """
-    line = patiently(lambda: judged(run, attempt, code), patience_s, run)
+    line = patiently(lambda: judged(run, attempt, code, patience_s), patience_s, run)
+    back = went_back(history(run), line) if line["decision"] == "stop" else None
+    if back:  # before the line: if this dies in between, the attempt is judged again
+        patiently(lambda: trust_again(run, back["sentence"]), patience_s, run / "manifest.json")
     patiently(lambda: append(run, line), patience_s, run / "attempts.jsonl")
     if line["verdict"]["dead"]:
         path = run / "verdict.json"
-        content = json.dumps({**line["verdict"], "next": line["next"], "sentence": line["sentence"]}, indent=1)
+        content = json.dumps({**line["verdict"], "next": line["next"], "sentence": line["sentence"],
+                              "check_nodes": is_suspect(history(run), line["verdict"])}, indent=1)
         patiently(lambda: write_file(path, content + "\n"), patience_s, path)
         keep_stacks(run, attempt, line["verdict"]["rank"] or 0)
     if not quiet:
@@ -93,46 +97,86 @@ def keep_stacks(run, attempt, rank):
               file=sys.stderr, flush=True)
 
 
-def judged(run, attempt, code):
-    """The "end" line of an attempt for attempts.jsonl. code: as in `end`."""
+def judged(run, attempt, code, patience_s):
+    """The "end" line of an attempt for attempts.jsonl. code, patience_s: as in `end`."""
     lines = history(run)
     begun = next(line for line in lines if line["event"] == "begin" and line["attempt"] == attempt)
     verdict = judge(run, attempt, begun["ranks"], code)
+    steps = durable_steps(run)
     line = {"event": "end", "attempt": attempt, "loop": begun["loop"], "code": code,
             "time": time.time() if code is not None else verdict["ended"] or begun["time"],
-            "durable": durable_step(run), "cause": verdict["cause"],
+            "durable": steps[0] if steps else 0, "before": steps[1] if len(steps) > 1 else None,
+            "cause": verdict["cause"], "host": verdict["host"] if verdict["rank"] is not None else "",
             "signature": [verdict[key] for key in ("cause", "mode", "phase", "step")]}
-    decision, reason = decide([*lines, line], verdict)
+    decision, reason = decide([*lines, line], verdict, patience_s)
     return {**line, "decision": decision, "verdict": verdict, "next": reason,
             "sentence": f"{sentence(verdict).rstrip('.')}. {reason}"}
 
 
-def decide(lines, verdict):
+def decide(lines, verdict, patience_s=0.0):
     """(decision of `end`, one sentence on what happens next).
 
-    lines: of attempts.jsonl; the last is the end that `verdict` judges. Only ends of the same loop count.
+    lines: of attempts.jsonl; the last is the end that `verdict` judges. Only ends of the same loop count. patience_s:
+    how long starts that are refused go on, in a loop that has begun to train before.
     """
     last = lines[-1]
     if verdict["cause"] == "done":
         return "done", "The training is complete."
-    if verdict["cause"] == "refused" and verdict["phase"] in STARTING:
-        return "stop", "This needs a person: correct it and start again."
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == last["loop"]]
+    has_trained = any(line["signature"][2] not in STARTING for line in ends)
+    if is_refusal(last) and has_trained:  # somebody is changing something, or a node has lost something
+        row = list(itertools.takewhile(is_refusal, reversed(ends)))
+        if len(row) >= SAME_DEATHS and last["time"] - row[-1]["time"] >= patience_s:
+            return "stop", f"Stopped: nothing has begun for {patience_s:.0f} s. This needs a person."
+        return "continue", f"The run has trained before, so this may pass: tried again for up to {patience_s:.0f} s."
+    if is_refusal(last) and last["cause"] == "refused":
+        return "stop", "This needs a person: correct it and start again."
     if not verdict["dead"]:
         repeats = len(list(itertools.takewhile(lambda line: is_same(line, last), reversed(ends))))
         if repeats >= SAME_DEATHS:  # a round that had saved a step would have another durable step
             return "stop", f"Stopped: {repeats} planned restarts in a row at step {last['durable']}."
         return "restart", f"Continues from step {last['durable']}."
-    deaths = [line for line in ends if line["durable"] == last["durable"] and line["cause"] != "planned restart"]
+    back = went_back(lines, last)
+    if back and back["signature"][:3] == last["signature"][:3]:  # of another step, as it began at another one
+        return "stop", (f"Stopped: the same death from step {last['durable']} too, so the newest checkpoint (step "
+                        f"{back['durable']}) is not to blame: it counts again.")
+    deaths = [line for line in ends if line["durable"] == last["durable"] and line["cause"] != "planned restart"
+              and (is_refusal(last) or not is_refusal(line))]
     repeats = sum(is_same(line, last) for line in deaths)
     if verdict["cause"] == "disk":
         repeats = 0  # no checkpoint is to blame, and the file system gets more time to come back
     if repeats >= SAME_DEATHS or len(deaths) >= ANY_DEATHS:
         count = f"the same end {repeats} times" if repeats >= SAME_DEATHS else f"{len(deaths)} ends"
         return "stop", f"Stopped: {count} without a new durable step after step {last['durable']}."
-    if repeats == SAME_DEATHS - 1:
+    if repeats == SAME_DEATHS - 1 and not back:
         return "step back", "The same death twice without a new durable step: goes one checkpoint back."
     return "continue", f"Continues from the newest checkpoint that verifies (step {last['durable']})."
+
+
+def went_back(lines, last):
+    """The end in the same loop after which the run went one checkpoint back, if no newer step is durable since.
+
+    lines: of attempts.jsonl. last: an end. Returns: None if the run did not go back, or has saved a step since.
+    """
+    backs = [line for line in lines if line["event"] == "end" and line["loop"] == last["loop"]
+             and line.get("decision") == "step back" and line.get("before") is not None]
+    return backs[-1] if backs and last["durable"] <= backs[-1]["before"] else None
+
+
+def is_refusal(line):
+    """Whether an attempt ended before its first step because it was refused, or because its code did not even load."""
+    cause, _, phase, _ = line["signature"]
+    return cause == "refused" and phase in STARTING or cause == "never started"
+
+
+def is_suspect(lines, verdict):
+    """Whether the nodes are to be checked again after this death: a rank fell silent, or a host has died before.
+
+    lines: of attempts.jsonl, with the end that `verdict` judges.
+    """
+    hosts = [line.get("host") for line in lines if line["event"] == "end" and line["loop"] == lines[-1]["loop"]
+             and line["cause"] not in ("done", "planned restart")]
+    return verdict["cause"] in SILENT or verdict["host"] != "" and hosts.count(verdict["host"]) > 1
 
 
 def is_same(line, other):
@@ -145,7 +189,7 @@ def is_same(line, other):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def launcher_begin(argv):
-    """Before a round: check the config, take the lock, number the attempt; print shell variables for the launcher.
+    """Before a round: check the config, take the lock, number the attempt; print NAME=value lines for the launcher.
 
     argv: the arguments of the training and of the parser here. Raises InputError for a bad config or a folder in use.
     """
@@ -164,13 +208,15 @@ def launcher_begin(argv):
                  "OMNIMORPH_STEP": json.dumps(step), "NODE_COUNT": nodes, "TASKS_PER_NODE": tasks,
                  "RANKS": nodes * tasks, "OMNIMORPH_ATTEMPT": attempt,
                  "OMNIMORPH_ROUND": len(ends) + requeued, "FREE_PORT": free_port(),
-                 "ROUND_SECONDS": f"{cfg['run.round_seconds']:g}", "MAX_ROUNDS": cfg["run.max_rounds"],
+                 "ROUND_SECONDS": f"{cfg['run.round_seconds']:.10g}", "MAX_ROUNDS": cfg["run.max_rounds"],
+                 # A healthy round saves and leaves before its time limit, which ends only those that hang.
+                 "LEAVE_AFTER": f"{max(0.9 * cfg['run.round_seconds'], cfg['run.round_seconds'] - 300):.10g}",
                  "PAUSE_PLANNED": cfg["run.pause_planned_s"], "PAUSE_CRASH": cfg["run.pause_crash_s"],
                  "OMNIMORPH_PATIENCE_S": cfg["run.patience_s"],
                  "GRACE": math.ceil(cfg["run.grace_s"]), "START_SECONDS": math.ceil(cfg["run.deadline_first_s"]),
                  "LINGER": math.ceil(max(floor, 10)), "LEAVE_SECONDS": math.ceil(max(3 * floor, 10))}
     for name, value in variables.items():
-        print(f"{name}={shlex.quote(str(value))}")
+        print(f"{name}={' '.join(str(value).splitlines())}")
 
 
 def parse_begin_arguments(argv):
@@ -228,7 +274,7 @@ def run_of_job(cfg):
     """The folder in which this Slurm job trained before it was requeued; None if it did not begin to train."""
     folders = Path(cfg["run.models"]).glob(f"{cfg['data.name']}_{cfg['model.name']}*")
     jobs = {line["job"]: folder for folder in folders for line in history(folder) if line["event"] == "begin"}
-    return jobs.get(os.environ["SLURM_JOB_ID"])
+    return jobs.get(slurm_job())
 
 
 def launcher_end(argv):
@@ -242,6 +288,13 @@ def launcher_end(argv):
     decision = end(run, int(os.environ["OMNIMORPH_ATTEMPT"]), int(argv[0]),
                    patience_s=float(os.environ.get("OMNIMORPH_PATIENCE_S", PATIENCE_S)))
     return {"done": DONE, "restart": PLANNED_RESTART, "stop": STOP}.get(decision, 1)
+
+
+def launcher_gained(argv):
+    """Whether this launcher's rounds have made a step durable: exit code 0 if so, else 1."""
+    run, token = Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"]
+    began = min(line["time"] for line in history(run) if line["event"] == "begin" and line["loop"] == token)
+    return 0 if newest_write(run) >= math.floor(began) else 1
 
 
 def stale_after_s(cfg):
@@ -258,7 +311,8 @@ def free_port():
 
 def main(argv):
     try:
-        commands = {"begin": launcher_begin, "end": launcher_end, "port": lambda _: print(free_port()),
+        commands = {"begin": launcher_begin, "end": launcher_end, "gained": launcher_gained,
+                    "port": lambda _: print(free_port()),
                     "unlock": lambda _: unlock(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])}
         if not argv or argv[0] not in commands:
             known = ", ".join(commands)
@@ -267,7 +321,9 @@ def main(argv):
         return commands[argv[0]](argv[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
-        return STOP
+        # In a run that has trained before, somebody may be half way through an edit: the launcher tries again.
+        passes = argv[:1] == ["begin"] and "OMNIMORPH_TOKEN" in os.environ and not isinstance(error, TakenOver)
+        return 1 if passes else STOP
     except OSError as error:
         if not is_passing(error):
             raise

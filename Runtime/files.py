@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -16,8 +17,8 @@ A_DAY_S = 86400.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # between two tries of `patiently`
 # Errors of a file system that is full or does not answer. They may be over in a minute, and no input is wrong.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY,
-           errno.ENOLCK, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
-           errno.ENETUNREACH, errno.EREMOTEIO}
+           errno.ENOLCK, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.EHOSTDOWN,
+           errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO}
 
 
 def write_file(path, content):
@@ -88,6 +89,17 @@ def remove_leftovers(folder):
 def is_passing(error):
     """Whether an exception is a fault of the file system that passes by itself, or once someone frees space."""
     return isinstance(error, OSError) and error.errno in PASSING
+
+
+def passing_fault(error):
+    """The errno of a fault that passes by itself and that an exception tells of, None if it tells of none.
+
+    The exception may have been raised from the fault, or quote it, as that of a loader's worker does. A full disk is
+    none: it needs a person to make room.
+    """
+    quoted = [int(number) for number in re.findall(r"\[Errno (\d+)\]", str(error))]
+    numbers = [getattr(error.__cause__, "errno", None), *quoted]
+    return next((number for number in numbers if number in PASSING - {errno.ENOSPC, errno.EDQUOT}), None)
 
 
 def patiently(action, seconds, subject):

@@ -4,10 +4,11 @@ An entry is written once the file has been read back: {"epoch", "step", "sha256"
 "metrics"}. Two marks may follow: "damaged", the fault that the last reading of the file found, and "doubtful", the
 reason why a run went one checkpoint back. `standing` decides what is kept, where a run continues and how far it is.
 """
+import datetime
 import json
 from pathlib import Path
 
-from Runtime.files import sha256
+from Runtime.files import sha256, write_file
 
 # What `read_manifest` raises where the manifest is missing or damaged. Another OSError says nothing about the manifest.
 LOST = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError)
@@ -47,13 +48,41 @@ def standing(run, entries):
             and wrong_size(Path(run) / name, entries[name]) is None]
 
 
-def durable_step(run):
-    """Step of the newest checkpoint that counts; 0 if there is none. Raises OSError as `read_manifest` does."""
+def durable_steps(run):
+    """Steps of the checkpoints that count, that of the newest first. Raises OSError as `read_manifest` does."""
     try:
         entries = read_manifest(Path(run))["checkpoints"]
     except LOST:
-        return 0
-    return next((entries[name]["step"] for name in standing(run, entries)), 0)
+        return []
+    return [entries[name]["step"] for name in standing(run, entries)]
+
+
+def durable_step(run):
+    """Step of the newest checkpoint that counts; 0 if there is none. Raises OSError as `read_manifest` does."""
+    return next(iter(durable_steps(run)), 0)
+
+
+def newest_write(run):
+    """When the last checkpoint that counts was written, in seconds since 1970; 0 if there is none."""
+    try:
+        entries = read_manifest(Path(run))["checkpoints"]
+    except LOST:
+        return 0.0
+    times = [datetime.datetime.fromisoformat(entries[name]["written"]) for name in standing(run, entries)]
+    return max((time.timestamp() for time in times), default=0.0)
+
+
+def trust_again(run, reason):
+    """Take back the marks "doubtful" with this reason. Only for a process that has the lock of the folder."""
+    try:
+        manifest = read_manifest(Path(run))
+    except LOST:
+        return
+    marked = [entry for entry in manifest["checkpoints"].values() if entry.get("doubtful") == reason]
+    for entry in marked:
+        del entry["doubtful"]
+    if marked:
+        write_file(Path(run) / "manifest.json", json.dumps(manifest, indent=2, allow_nan=False))
 
 
 def wrong_size(path, entry):

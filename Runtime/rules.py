@@ -312,7 +312,9 @@ def tell(run, command, subject, sentence):
     """
     environment = {**os.environ, "OMNIMORPH_RUN": str(run), "OMNIMORPH_SUBJECT": subject, "OMNIMORPH_MESSAGE": sentence}
     try:
-        done = subprocess.run(command, shell=True, env=environment, stdin=subprocess.DEVNULL, timeout=COMMAND_S)
+        # What it prints is for the log: standard output belongs to who called us.
+        done = subprocess.run(command, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=2,
+                              timeout=COMMAND_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         print(f"run.notify: {command}: {error}", file=sys.stderr, flush=True)
         return

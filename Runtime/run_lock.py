@@ -65,8 +65,9 @@ def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with
         is_ours = seen is not None and seen["token"] == token
         holder = _living_holder(seen, run) if seen and not is_ours else None
         if holder:
-            raise InputError(f"{run} is in use by {_describe(seen, holder)}: let it finish or stop it, or "
-                             f"{instead}; if you know that it is dead, remove {path}.")
+            raise (TakenOver if token else InputError)(
+                f"{run} is in use by {_describe(seen, holder)}: let it finish or stop it, or "
+                f"{instead}; if you know that it is dead, remove {path}.")
         with _one_at_a_time(run):
             current = _read(path)
             if current and (seen is None or current["token"] != seen["token"]):
@@ -81,10 +82,18 @@ def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with
         return content["token"]
 
 
+def slurm_job():
+    """Slurm's number of this job, "" outside of one. Of a task of an array only that task's: the first one's plain
+    number means the whole array to squeue and scontrol."""
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
 def _new_lock(me):
     """The content of a lock that the process `me` takes."""
     return {"token": secrets.token_hex(8), "since": time.strftime("%Y-%m-%d %H:%M:%S"), "holders": [me],
-            "job": os.environ.get("SLURM_JOB_ID", ""), "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
+            "job": slurm_job(), "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
             "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
 
 
@@ -207,7 +216,7 @@ def _living_holder(content, run):
 
 def _is_former_start(content):
     """Whether a lock belongs to this Slurm job, before the job was requeued and started again."""
-    return (content.get("job") and content["job"] == os.environ.get("SLURM_JOB_ID")
+    return (content.get("job") and content["job"] == slurm_job()
             and content.get("cluster", "") in ("", os.environ.get("SLURM_CLUSTER_NAME", ""))
             and content.get("start", "0") != os.environ.get("SLURM_RESTART_COUNT", "0"))
 
@@ -220,7 +229,7 @@ def _job_state(content):
     job, cluster = content.get("job"), content.get("cluster", "")
     if not job or (cluster and cluster != (_own_cluster() or cluster)):
         return None  # another cluster numbers its own jobs
-    if job == os.environ.get("SLURM_JOB_ID"):
+    if job == slurm_job():
         return "over" if _is_former_start(content) else None
     if not shutil.which("squeue"):
         return None

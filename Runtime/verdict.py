@@ -6,13 +6,34 @@ Below, a record is what `read_rank` returns; `records` has one for each rank, in
 import signal
 
 from Runtime.errors import PLANNED_RESTART
-from Runtime.files import read_lines
+from Runtime.files import PASSING, read_lines
 
 # Errors of a backend when another rank is gone: a consequence, never the cause.
 ECHOES = ("closed by peer", "connection reset", "broken pipe", "timed out waiting", "connection refused", "heartbeat",
           "remote process", "connection was likely closed", "dist store", "diststore", "socket timeout",
           "did not arrive", "cannot be reached")
+# Causes of death by what an exception says, in lower case; the first that fits counts.
+KINDS = {
+    "out of device memory": ("outofmemoryerror", "cuda out of memory", "xpu out of memory", "hip out of memory",
+                             "cuda error: out of memory", "hip error: out of memory", "out_of_device_memory",
+                             "ur_result_error_out_of_resources", "cublas_status_alloc_failed"),
+    "out of host memory": ("memoryerror", "out of memory", "out_of_host_memory", "cannot allocate", "can't allocate"),
+    "device lost": ("ur_result_error_device_lost", "device_lost", "no xpu devices are available",
+                    "no cuda gpus are available", "no hip gpus are available", "no cuda-capable device",
+                    "unspecified launch failure", "uncorrectable ecc error", "has fallen off the bus"),
+    "kernel cache": ("miopen error", "miopenstatus"),
+    "out of step": ("expected to have finished reduction in the prior iteration",),
+    "too many open files": ("too many open files",),
+    "communication set-up": ("no socket interface found", "pmi_init", "ccl backend not found", "xccl not built in",
+                             "ofi transport", "ccl worker thread"),
+    "a loader worker died": ("dataloader worker", "worker process"),
+    "disk": ("no space left", "disk quota", "could not be written", "read-only file system", "input/output error",
+             "stale file handle", "transport endpoint"),
+    "weights not finite": ("not finite",),
+    "a checkpoint that does not load": ("weights only load failed", "weights_only"),
+    "a rank did not arrive": ("did not arrive", "cannot be reached")}
 SYNCHRONISED = ("agree", "backward", "refresh")  # phases that no rank can leave before all ranks have arrived
+BAD_USAGE = 2  # exit code of Python's argparse
 TAIL = 2 ** 20  # bytes of a rank's log that are read
 OVERSLEPT_S = 1.5  # the watchdog of a rank that outlives its deadline by so much more than others did not run
 
@@ -110,11 +131,11 @@ def what_ranks_said(records, code):
 
 
 def exceptions(records):
-    """(time, rank, error) of each rank that died with an exception, the earliest first."""
+    """(time, rank, error, cause) of each rank that died with an exception, the earliest first."""
     died = []
     for record in records:
         if line := last_event(record, "died"):
-            died.append((line["time"], record["rank"], line["error"]))
+            died.append((line["time"], record["rank"], line["error"], name_error(line["error"], line.get("errno"))))
     return sorted(died)
 
 
@@ -124,9 +145,9 @@ def what_killed_ranks(records):
     for rank, crash in crashes:
         if not crash.startswith(("Aborted", "SIGABRT")):  # some backends abort when another rank dies
             return "crash in native code", rank, crash
-    for _, rank, error in exceptions(records):
+    for _, rank, error, cause in exceptions(records):
         if not any(echo in error.lower() for echo in ECHOES):
-            return name_error(error), rank, error.splitlines()[0]
+            return cause, rank, error.splitlines()[0]
     # A rank that logged an exception was dying already when the signal came.
     killed = [record for record in records if is_ended(record) and ended_by(record) and not native_crash(record)
               and not last_event(record, "died")]
@@ -145,6 +166,9 @@ def what_is_missing(records, code):
     """(cause, rank, detail) of ranks that never came, hang, or vanished; None without these."""
     died = exceptions(records)
     absent = [record["rank"] for record in records if not record["now"]]
+    usage = [rank for rank in absent if records[rank]["exit"] and records[rank]["exit"]["code"] == BAD_USAGE]
+    if usage:
+        return "refused", usage[0], "Python did not understand the command line: its words are above"
     if absent and (died or code not in (None, 0) or len(absent) < len(records)):
         return "never started", absent[0], f"rank {ranges(absent)} left no sign of life"
     if any(map(has_timed_out, records)):
@@ -156,8 +180,8 @@ def what_is_missing(records, code):
     if code in (124, 137):
         return "time limit of the round", min(records, key=position)["rank"], "the launch outlived its time limit"
     if died:
-        _, rank, error = died[0]
-        return name_error(error), rank, error.splitlines()[0]
+        _, rank, error, cause = died[0]
+        return cause, rank, error.splitlines()[0]
     return None
 
 
@@ -244,21 +268,12 @@ def ended_by(record):
         return ""
 
 
-def name_error(error):
-    """The cause of an attempt's end for the text of an exception."""
+def name_error(error, number=None):
+    """The cause of an attempt's end for the text of an exception. number: its errno, where it has one."""
     text = error.lower()
-    kinds = {"out of device memory": ("outofmemoryerror", "cuda out of memory", "xpu out of memory",
-                                      "hip out of memory", "out_of_device_memory"),
-             "out of host memory": ("memoryerror", "out of memory", "cannot allocate", "can't allocate"),
-             "a loader worker died": ("dataloader worker", "worker process"),
-             "disk": ("no space left", "disk quota", "could not be written", "read-only file system",
-                      "input/output error", "stale file handle"),
-             "weights not finite": ("not finite",),
-             "a rank did not arrive": ("did not arrive", "cannot be reached")}
-    for kind, signs in kinds.items():
-        if any(sign in text for sign in signs):
-            return kind
-    return "exception"
+    if number in PASSING:
+        return "disk"
+    return next((kind for kind, signs in KINDS.items() if any(sign in text for sign in signs)), "exception")
 
 
 def stack_lines(record):

@@ -1,10 +1,12 @@
 """Attempts: what is decided after each end, what the launcher is told, and where the wall time went."""
+import datetime
 import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -49,6 +51,41 @@ def test_the_same_death_goes_on_then_back_then_stops(tmp_path):
     assert said[2].endswith("Stopped: the same end 3 times without a new durable step after step 4.")
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict["attempt"] == 2 and verdict["cause"] == "exception" and verdict["sentence"] == said[2]
+
+
+def mark(run, step, reason):
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["checkpoints"][f"{step:06d}_all_net.pth"]["doubtful"] = reason
+    (run / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_goes_back_once_until_it_has_saved_a_new_step(tmp_path):
+    """Each attempt dies in its first step, wherever it begins: then no checkpoint is to blame."""
+    durable(tmp_path, 4, 8, 12, 16)
+    assert [die(tmp_path, step=16), die(tmp_path, step=16)] == ["continue", "step back"]
+    mark(tmp_path, 16, history(tmp_path)[-1]["sentence"])  # as the next attempt does
+    assert die(tmp_path, step=12) == "stop"
+    assert history(tmp_path)[-1]["sentence"].endswith(
+        "Stopped: the same death from step 12 too, so the newest checkpoint (step 16) is not to blame: it counts "
+        "again.")
+    assert durable_step(tmp_path) == 16
+    assert die(tmp_path, step=16, loop="cured, but not quite") == "continue"
+
+
+def test_other_deaths_after_the_step_back_do_not_lead_further_back(tmp_path):
+    durable(tmp_path, 4, 8, 12, 16)
+    for _ in range(2):
+        die(tmp_path, step=16)
+    mark(tmp_path, 16, history(tmp_path)[-1]["sentence"])
+    assert [die(tmp_path, step=13, phase="agree") for _ in range(3)] == ["continue", "continue", "stop"]
+    assert durable_step(tmp_path) == 16
+
+
+def test_after_a_new_durable_step_a_run_may_go_back_again(tmp_path):
+    durable(tmp_path, 4, 8)
+    assert [die(tmp_path), die(tmp_path)] == ["continue", "step back"]
+    durable(tmp_path, 4, 8, 12)
+    assert [die(tmp_path), die(tmp_path)] == ["continue", "step back"]
 
 
 def test_the_stacks_of_each_death_are_kept(tmp_path):
@@ -160,6 +197,58 @@ def test_a_refusal_at_the_start_needs_a_person(tmp_path, phase):
     assert one_round(tmp_path, refused, END, code=43, phase="exit", mode="")[1] == "stop"
 
 
+def refuse(run, patience_s, phase="data set", **more):
+    attempt = begin(run, "loop", 1)
+    refused = {"event": "refused", "error": "the cache is in use by OM_prepare", "phase": phase}
+    write_rank(run, 0, refused, END, attempt=attempt, exit={"code": 43}, phase="exit", mode="", **more)
+    return end(run, attempt, 43, quiet=True, patience_s=patience_s)
+
+
+def age(run, seconds):
+    """Let all ends of a run be older."""
+    lines = [{**line, "time": line["time"] - seconds} for line in history(run)]
+    (run / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_refusal_after_the_run_has_trained_has_patience(tmp_path):
+    assert die(tmp_path) == "continue"
+    assert [refuse(tmp_path, 600) for _ in range(12)] == ["continue"] * 12
+    assert "may pass: tried again for up to 600 s" in history(tmp_path)[-1]["sentence"]
+    assert die(tmp_path, step=8) == "continue", "what has passed counts no more"
+    assert refuse(tmp_path, 600) == "continue"
+    age(tmp_path, 601)
+    assert [refuse(tmp_path, 600) for _ in range(2)] == ["continue", "stop"], "at least three tries"
+    assert "nothing has begun for 600 s" in history(tmp_path)[-1]["sentence"]
+
+
+def test_half_a_line_saved_before_a_planned_restart_has_patience_too(tmp_path):
+    def never_started():
+        attempt = begin(tmp_path, "loop", 1)
+        return end(tmp_path, attempt, 1, quiet=True, patience_s=600)
+
+    leave = [{"event": "leave", "reason": "asked by a signal"}, END]
+    assert one_round(tmp_path, *leave, code=42, phase="exit", mode="")[1] == "restart"
+    assert [never_started() for _ in range(5)] == ["continue"] * 5
+    assert history(tmp_path)[-1]["cause"] == "never started"
+
+
+def test_what_never_starts_in_a_new_loop_stops_after_three(tmp_path):
+    decisions = [end(tmp_path, begin(tmp_path, "loop", 1), 1, quiet=True, patience_s=600) for _ in range(3)]
+    assert decisions == ["continue", "step back", "stop"]
+
+
+@pytest.mark.parametrize("deaths, checked", [
+    ([("ValueError: x", "n1")], [False]), ([("ValueError: x", "n1"), ("KeyError: y", "n1")], [False, True]),
+    ([("ValueError: x", "n1"), ("ValueError: x", "n2"), ("OSError: z", "n1")], [False, False, True]),
+    ([("rank 3 did not arrive within 20 s", "n1")], [True])])
+def test_nodes_are_checked_again_after_the_second_death_on_one_of_them(tmp_path, deaths, checked):
+    found = []
+    for number, (error, host) in enumerate(deaths):
+        die(tmp_path, step=number, error=error, host=host)
+        found.append(json.loads((tmp_path / "verdict.json").read_text())["check_nodes"])
+    assert found == checked
+
+
 def test_an_attempt_that_nobody_closed_is_closed_by_the_next(tmp_path, capsys):
     assert begin(tmp_path, "a", 1) == 0
     write_rank(tmp_path, 0)
@@ -186,19 +275,15 @@ def test_a_line_cut_short_costs_only_itself(tmp_path, cut):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def call(*words, **variables):
-    """`python -m Runtime.attempts ...`: code, what bash makes of its output, and its errors."""
+    """`python -m Runtime.attempts ...`: code, output and errors."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIMORPH_")}
     return launching.run([sys.executable, "-m", "Runtime.attempts", *words], cwd=ROOT, timeout=30,
                          env={**kept, **variables, "OMP_NUM_THREADS": "1"})
 
 
-def evaluated(output):
-    """The variables as bash gets them from `eval`."""
-    names = [line.partition("=")[0] for line in output.splitlines()]
-    show = "".join(f'printf "%s\\0" "${name}"; ' for name in names)
-    shown = launching.run(["bash", "-euc", f'eval "$0"; {show}', output], timeout=10)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    return dict(zip(names, shown.stdout.split("\0")))
+def taken(output):
+    """The variables as the launcher takes them: a line each, of which nothing is run."""
+    return dict(line.split("=", 1) for line in output.splitlines())
 
 
 def begin_words(folder, *more, **changes):
@@ -209,12 +294,12 @@ def test_rounds_through_the_command_line(tmp_path):
     folder = tmp_path / "a folder's $HOME; echo"
     first = call(*begin_words(folder, "--max-steps-before-restart", "3"))
     assert first.returncode == 0, first.stderr
-    found = evaluated(first.stdout)
+    found = taken(first.stdout)
     run = folder / "Models/demo_om_net"
     assert found["OMNIMORPH_RUN"] == str(run) and (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == ("0", "0")
     assert found["OMNIMORPH_STEP_BACK"] == "" and 1024 <= int(found["FREE_PORT"]) < 65536
-    names = ("ROUND_SECONDS", "MAX_ROUNDS", "PAUSE_CRASH", "GRACE")
-    assert [found[name] for name in names] == ["5400", "500", "10.0", "5"]
+    names = ("ROUND_SECONDS", "LEAVE_AFTER", "MAX_ROUNDS", "PAUSE_CRASH", "GRACE")
+    assert [found[name] for name in names] == ["5400", "5100", "500", "10.0", "5"]
     mine = {name: found[name] for name in ("OMNIMORPH_RUN", "OMNIMORPH_TOKEN", "OMNIMORPH_ATTEMPT")}
     other = call(*begin_words(folder))
     assert other.returncode == 43 and f"error: {run} is in use by process {os.getpid()}" in other.stderr
@@ -223,7 +308,7 @@ def test_rounds_through_the_command_line(tmp_path):
         write_rank(run, 0, died("ValueError: it's $1"), attempt=attempt, exit={"code": 1})
         ended = call("end", 1, **{**mine, "OMNIMORPH_ATTEMPT": str(attempt)})
         assert ended.returncode == 1 and "exception: rank 0 on node0" in ended.stderr
-        found = evaluated(call(*begin_words(folder), **mine).stdout)
+        found = taken(call(*begin_words(folder), **mine).stdout)
         assert (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == (str(attempt + 1),) * 2
         assert found["OMNIMORPH_TOKEN"] == mine["OMNIMORPH_TOKEN"]
     assert found["OMNIMORPH_STEP_BACK"].startswith("attempt 1: exception") and "it's $1" in found["OMNIMORPH_STEP_BACK"]
@@ -232,8 +317,36 @@ def test_rounds_through_the_command_line(tmp_path):
     assert call("unlock", **mine).returncode == 0 and not (run / "lock.json").exists()
 
 
+def test_a_start_of_a_job_has_gained_something_once_it_has_saved_a_step(tmp_path):
+    """What an earlier start has saved does not count: else a job with too little time is put back for ever."""
+    mine = taken(call(*begin_words(tmp_path)).stdout)
+    run = tmp_path / "Models/demo_om_net"
+
+    def gained(written):
+        durable(run, 4, 8)
+        manifest = json.loads((run / "manifest.json").read_text())
+        for entry in manifest["checkpoints"].values():
+            stamp = datetime.datetime.fromtimestamp(time.time() + written, datetime.timezone.utc)
+            entry["written"] = stamp.isoformat(timespec="seconds")
+        (run / "manifest.json").write_text(json.dumps(manifest))
+        return call("gained", **{name: mine[name] for name in ("OMNIMORPH_RUN", "OMNIMORPH_TOKEN")}).returncode
+
+    assert call("gained", **{name: mine[name] for name in ("OMNIMORPH_RUN", "OMNIMORPH_TOKEN")}).returncode == 1
+    assert (gained(-300), gained(0)) == (1, 0)
+
+
+def test_a_config_that_is_half_written_stops_a_new_run_but_not_one_that_has_begun(tmp_path):
+    mine = taken(call(*begin_words(tmp_path)).stdout)
+    half = tmp_path / "half.yaml"
+    half.write_text("base: config_demo.yaml\nrun:\n  epochs: [1,\n")
+    words = ["begin", "--config", half, "--launcher-pid", os.getpid(), "--tasks", 1]
+    assert call(*words).returncode == 43
+    again = call(*words, **{name: mine[name] for name in ("OMNIMORPH_RUN", "OMNIMORPH_TOKEN")})
+    assert again.returncode == 1 and "error: " in again.stderr and "half.yaml" in again.stderr
+
+
 def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path):
-    found = evaluated(call(*begin_words(tmp_path)).stdout)
+    found = taken(call(*begin_words(tmp_path)).stdout)
     mine = {name: value for name, value in found.items() if name.startswith("OMNIMORPH_")}
     script = launching.run([sys.executable, ROOT / "OM_train_3modes.py", *arguments(tmp_path)], timeout=60,
                            env={**os.environ, **mine, "OMP_NUM_THREADS": "1"})
@@ -263,7 +376,7 @@ def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, 
 
 
 def test_the_launcher_is_told_the_step_and_who_does_it(tmp_path):
-    found = evaluated(call(*begin_words(tmp_path), "--tasks", 2, "--nodes", 2, "--of", 8).stdout)
+    found = taken(call(*begin_words(tmp_path), "--tasks", 2, "--nodes", 2, "--of", 8).stdout)
     assert (found["NODE_COUNT"], found["TASKS_PER_NODE"], found["RANKS"]) == ("2", "2", "4")
     assert json.loads(found["OMNIMORPH_STEP"]) == {"samples": 16, "pairs": 8, "ranks": 8}
     assert history(tmp_path / "Models/demo_om_net")[0]["ranks"] == 4
@@ -277,22 +390,22 @@ def test_a_first_launch_with_ranks_that_cannot_share_its_batch_is_refused(tmp_pa
 def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_path):
     gone = launching.start([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     words = [gone.pid if word == os.getpid() else word for word in begin_words(tmp_path)]
-    first = evaluated(call(*words, SLURM_JOB_ID="7").stdout)
+    first = taken(call(*words, SLURM_JOB_ID="7").stdout)
     early = call(*begin_words(tmp_path, run__patience_s=0), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
     assert early.returncode == 43
     assert f"process {gone.pid} of the former start of this job is still there" in early.stderr
     gone.communicate(timeout=20)
-    other = evaluated(call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="8").stdout)
+    other = taken(call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="8").stdout)
     assert other["OMNIMORPH_RUN"] != first["OMNIMORPH_RUN"] and first["OMNIMORPH_ROUND"] == "0"
     again = call(*begin_words(tmp_path, "--fresh"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
-    found = evaluated(again.stdout)
+    found = taken(again.stdout)
     assert found["OMNIMORPH_RUN"] == first["OMNIMORPH_RUN"], "--fresh counts for its first start only"
     assert (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == ("1", "1")
 
 
 # The launcher's calls on a small disk of their own (the mount goes with the process) that is full at first.
 ON_A_FULL_DISK = """
-import contextlib, io, json, os, shlex, subprocess, sys, threading
+import contextlib, io, json, os, subprocess, sys, threading
 from pathlib import Path
 folder, freed_after, words = Path(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
@@ -316,7 +429,7 @@ def call(words):
     with contextlib.redirect_stdout(said):
         code = main(words)
     timer.join()
-    os.environ.update(word.split("=", 1) for word in shlex.split(said.getvalue()))
+    os.environ.update(line.split("=", 1) for line in said.getvalue().splitlines())
     return code
 codes = [call(words)]
 if codes[0] != 43:

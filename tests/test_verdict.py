@@ -1,5 +1,6 @@
 """Verdicts from what ranks leave behind: the lines of the real log, and stacks of processes that really died."""
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 
 import pytest
 
+from Runtime.files import PASSING
 from Runtime.verdict import judge, read_rank, sentence
 from tests import launching
 from tests.tiny import ROOT
@@ -18,12 +20,12 @@ ECHO = "RuntimeError: [pair.cc:537] Read error [10.0.0.2]:52608: Connection rese
 
 
 def write_rank(run, rank, *events, phase="forward", mode="diffusion", number=50, step=7, exit=None, stack="", attempt=0,
-               deadline=DEADLINE):
+               deadline=DEADLINE, host=""):
     """The log of a rank as Runtime/watchdog.py and the launcher write it. phase None: it never came so far."""
     same = {"attempt": attempt, "rank": rank, "step": step, "time": NOW}
     lines = []
     if phase:
-        lines = [{**same, "event": "start", "host": f"node{rank}", "pid": 1, "node": ""}]
+        lines = [{**same, "event": "start", "host": host or f"node{rank}", "pid": 1, "node": ""}]
         lines += [{**same, **event} for event in events]
         lines += [{**same, "event": "now", "mode": mode, "phase": phase, "number": number, "deadline": deadline}]
     if exit:
@@ -185,13 +187,37 @@ def test_a_native_crash_without_a_stack_is_known_by_its_signal(tmp_path, code, n
     ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", "out of host memory"),
     ("RuntimeError: DataLoader worker (pid 3) was killed", "a loader worker died"),
     ("OSError: [Errno 28] No space left on device", "disk"), ("KeyError: 'x'", "exception"),
-    ("RuntimeError: the weights are not finite after step 3: head.bias", "weights not finite")])
+    ("RuntimeError: the weights are not finite after step 3: head.bias", "weights not finite"),
+    # As programs print them.
+    ("RuntimeError: level_zero backend failed with error: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)",
+     "out of device memory"),
+    ("RuntimeError: level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", "device lost"),
+    ("RuntimeError: No XPU devices are available.", "device lost"),
+    ("RuntimeError: No CUDA GPUs are available", "device lost"),
+    ("AcceleratorError: CUDA error: out of memory", "out of device memory"),
+    ("RuntimeError: HIP error: out of memory", "out of device memory"),
+    ("RuntimeError: MIOpen Error: No suitable algorithm was found to execute the required convolution", "kernel cache"),
+    ("RuntimeError: miopenStatusUnknownError", "kernel cache"),
+    ("RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.",
+     "out of step"),
+    ("OSError: [Errno 24] Too many open files", "too many open files"),
+    ("DistBackendError: Bootstrap : no socket interface found", "communication set-up"),
+    ("RuntimeError: ccl backend not found", "communication set-up"),
+    ("UnpicklingError: Weights only load failed. This file can still be loaded", "a checkpoint that does not load"),
+    ("OSError: [Errno 108] Cannot send after transport endpoint shutdown", "disk")])
 def test_the_first_own_exception_is_the_cause(tmp_path, error, cause):
     write_rank(tmp_path, 0, died(ECHO, -9), exit={"code": 1})
     write_rank(tmp_path, 1, died("IndexError: later", 2.0), exit={"code": 1})
     write_rank(tmp_path, 2, died(error, 1.0), exit={"code": 1})
     verdict = verdict_of(tmp_path, 3)
     assert (verdict["cause"], verdict["rank"], verdict["detail"]) == (cause, 2, error)
+
+
+@pytest.mark.parametrize("number", sorted(PASSING))
+def test_every_fault_of_a_file_system_that_passes_is_a_disk(tmp_path, number):
+    write_rank(tmp_path, 0, died(f"OSError: [Errno {number}] {os.strerror(number)}: 'x.pth'", errno=number),
+               exit={"code": 1})
+    assert verdict_of(tmp_path, 1)["cause"] == "disk"
 
 
 def test_an_echo_alone_is_better_than_nothing(tmp_path):
