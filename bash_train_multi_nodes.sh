@@ -16,9 +16,10 @@
 #   sbatch [--nodes=N --ntasks-per-node=T --account=A ...] bash_train_multi_nodes.sh --config Config/config_om.yaml [...]
 #   bash bash_train_multi_nodes.sh --config Config/config_om.yaml [--set key=value ...] [--fresh]
 #
-# Inside an allocation (sbatch, salloc) the ranks are srun tasks on all of its nodes, elsewhere processes of this host;
-# so in a job of PBS, which is of one node.
+# Inside an allocation (sbatch, salloc) the ranks are srun tasks on all of its nodes, elsewhere processes of this host.
 # All arguments go to OM_train_3modes.py, except
+#   --help             print this text
+#   --dry-run          build everything, print sizes and costs, and exit
 #   --preflight        only check whether the allocation works (0 = yes, 43 = no); under Slurm a start begins with it
 #   --no-preflight     do not check it
 #   --allow-tmp        several nodes may write below /tmp, for sites where that is a shared folder
@@ -33,9 +34,10 @@
 #
 # A round ends with 0 (done), 42 (planned restart), 43 (stop: a person is needed) or anything else (a death: the next
 # round continues from the newest checkpoint that verifies). Pauses, rounds and time limits are keys of the config
-# (run.round_seconds, run.max_rounds, run.pause_*). TERM or Ctrl-C: save, leave, and do not start again. USR1, which
-# Slurm sends 480 s before the time limit: the same, and the job is requeued and continues from there; ranks that hang
-# are killed in time for that. On fewer nodes than at first, a step keeps its samples (Runtime/global_batch.py).
+# (run.round_seconds, run.max_rounds, run.pause_*). TERM, Ctrl-C or a terminal that is closed: save, leave, and do not
+# start again. USR1, which Slurm sends 480 s before the time limit: the same, and the job is requeued and continues from
+# there, if it has made a step durable; ranks that hang are killed in time for that. On fewer nodes than at first, a
+# step keeps its samples (Runtime/global_batch.py).
 #
 # Paths are relative to the repository's folder; --config and --init-from may also be relative to the current one.
 set -u
@@ -111,7 +113,7 @@ run_task() {  # one task of srun: set the rank's variables, load the settings (a
     [[ $1 == Scripts/preflight/preflight.py ]] && exec "${INTERPRETER[@]}" "$@"
     local child code oom_kills status awake=9
     oom_kills=$(count_oom_kills)
-    trap ':' TERM USR1 INT  # Slurm sends them to the rank too, which saves and leaves; wait for it
+    trap ':' TERM USR1 INT HUP  # Slurm sends them to the rank too, which saves and leaves; wait for it
     # Before Python handles USR1 it would die of it; USR1 is sent repeatedly.
     (trap '' USR1; exec "${INTERPRETER[@]}" "$@") &
     child=$!
@@ -168,7 +170,7 @@ has_spoken() {  # whether a rank has begun its log; before that, only the launch
 run_step() {  # run the ranks as srun tasks; srun ends the others if one fails, or LINGER seconds after a good end
     local srun asked="" next=0 spoken="" began=$SECONDS
     local -a srun_options=(--kill-on-bad-exit=1 --wait="$LINGER")
-    trap 'asked=1' TERM USR1 INT
+    trap 'asked=1' TERM USR1 INT HUP
     mark_launch || spoken=1
     step OM_train_3modes.py "$@" &
     srun=$!
@@ -194,11 +196,11 @@ run_ranks() {  # run the ranks as processes of this host
     local -a pids=()
     local rank code patience oom_kills asked="" next=0 first="" until="" spoken="" left=$RANKS began=$SECONDS
     oom_kills=$(count_oom_kills)
-    trap 'asked=1' TERM USR1 INT
+    trap 'asked=1' TERM USR1 INT HUP
     mark_launch || spoken=1
     for ((rank = 0; rank < RANKS; rank++)); do
         # Before Python handles a signal it would die of it; USR1 is sent repeatedly.
-        (trap '' TERM USR1 INT
+        (trap '' TERM USR1 INT HUP
             RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$RANKS exec "${INTERPRETER[@]}" OM_train_3modes.py "$@") &
         pids[rank]=$!
     done
@@ -280,13 +282,19 @@ esac
 
 unset RANK LOCAL_RANK WORLD_SIZE OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_ATTEMPT OMNIMORPH_ROUND OMNIMORPH_STEP_BACK
 unset OMNIMORPH_STEP OMNIMORPH_PATIENCE_S
-typed=("$@")
-only_preflight="" arguments=() preflight_options=() want_preflight="" before=""
+only_preflight="" dry_run="" arguments=() preflight_options=() want_preflight="" before=""
 for word in "$@"; do
     # A path that exists in the folder where the command was typed is relative to that folder.
     [[ $before == --config || $before == --init-from ]] && [[ -e $typed_in/$word ]] && word=$typed_in/$word
+    [[ $word == --config=* || $word == --init-from=* ]] && [[ -e $typed_in/${word#*=} ]] \
+        && word=${word%%=*}=$typed_in/${word#*=}
     before=$word
     case $word in
+        -h | --help)
+            sed -n '/^# Train until/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "$script"
+            exit 0
+            ;;
+        --dry-run) dry_run=1 ;;
         --preflight) only_preflight=1 ;;
         --no-preflight) want_preflight=no ;;
         --allow-tmp) preflight_options+=(--allow-tmp) ;;
@@ -296,9 +304,9 @@ done
 ((${#arguments[@]})) || arguments=(--config Config/config_om.yaml)
 
 UNDER_SLURM="" STEP_NAME=omnimorph-$$-$RANDOM
-# shellcheck source=/dev/null
-source Scripts/scheduler.sh
-[[ $SCHEDULER == slurm ]] && UNDER_SLURM=1
+[[ -n ${SLURM_JOB_ID:-} && -z ${RANKS:-} ]] && command -v srun > /dev/null && UNDER_SLURM=1
+# A task of a job array: the first one's number means all of them to `scontrol requeue`.
+JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID} JOB=${JOB:-${SLURM_JOB_ID:-}}
 export UNDER_SLURM STEP_NAME
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -315,8 +323,7 @@ split() {  # pass standard input on and to the log; `tee` gives up a file on a f
     tee >(drain >> "$log") | drain
 }
 
-job=${SLURM_JOB_ID:-$JOB}
-log=Logs/train_multi_${job:-local-$(date +%Y%m%d-%H%M%S)-$$}.out
+log=Logs/train_multi_${SLURM_JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}.out
 if ! mkdir -p Logs || ! touch "$log"; then exec > >(drain)
 elif [[ /dev/stdout -ef $log ]]; then exec > >(drain)  # under sbatch
 else exec > >(split)
@@ -346,10 +353,10 @@ leave() {  # signal: remember the first one, since Slurm's TERM at the time limi
     leaving=${leaving:-$1}
     [[ -n $child ]] && kill -TERM "$child" 2> /dev/null
 }
-ALARM_SECONDS=480  # before the time limit of a job of PBS; for Slurm it is in the header
 trap 'leave TERM' TERM
 trap 'leave USR1' USR1
 trap 'leave INT' INT
+trap 'leave HUP' HUP
 
 ask() {  # seconds, command: set `answer` to its output and `code` to its exit code. stoppable=1: a signal ends it
     local output
@@ -362,38 +369,44 @@ ask() {  # seconds, command: set `answer` to its output and `code` to its exit c
     exec {output}<&-
 }
 
+take() {  # names: export each with its value in `answer`, lines of NAME=value. Nothing in them is run
+    local line
+    while IFS= read -r line; do
+        [[ " $* " == *" ${line%%=*} "* ]] && printf -v "${line%%=*}" %s "${line#*=}" && export "${line%%=*}"
+    done <<< "$answer"
+}
+
 say() { echo "$(date '+%F %T') $*"; }
 
-set_alarm() {  # have USR1 sent to this shell as long before the time limit as Slurm does
-    local ends launcher=$$
-    ends=$(job_ends)
-    if [[ -z $ends ]]; then
-        say "the time limit of job $JOB is not known: the same command that submitted it continues the run after that"
-        return
-    fi
-    (trap - TERM USR1 INT
-        sleep $((ends - $(date +%s) > ALARM_SECONDS ? ends - $(date +%s) - ALARM_SECONDS : 0)) &
-        trap 'kill $! 2> /dev/null' EXIT
-        while kill -0 $! 2> /dev/null; do
-            kill -0 "$launcher" 2> /dev/null || exit
-            sleep 1
-        done
-        kill -USR1 "$launcher" 2> /dev/null) > /dev/null 2>&1 < /dev/null &
+job_word() {  # name: print that field of what Slurm says of this job
+    timeout --kill-after=5 20 scontrol show job -o "$JOB" | grep -oE " $1=[^ ]+" | head -n 1 | cut -d= -f2
+}
+
+seconds_left() {  # print the seconds to the job's time limit; nothing if it is not known
+    local ends
+    ends=$(date -d "$(job_word EndTime)" +%s 2> /dev/null) && echo $((ends - $(date +%s)))
 }
 
 seconds_to_leave() {  # print how long a round may go on before the time limit; a third or 90 s is left for the rest
-    local ends left=240
-    ends=$(job_ends)
-    [[ -n $ends ]] && left=$((ends - $(date +%s)))
+    local left
+    left=$(seconds_left) left=${left:-240}
     echo $((left > 270 ? left - 90 : left * 2 / 3))
 }
 
-requeue() {
-    local tries
-    job_cancelled && return  # by a person, meanwhile
+requeue() {  # put the job back into the queue; false if that would only repeat this start of it
+    local tries left
+    [[ $(job_word JobState) == CANCELLED* ]] && return  # by a person, meanwhile
+    if [[ -z ${OMNIMORPH_TOKEN:-} ]] || ! ask 60 "${INTERPRETER[@]}" -m Runtime.attempts gained || ((code)); then
+        left=$(seconds_left)
+        if ((${left:-0} < 1200)); then  # else it was preempted, and has had no chance
+            say "job $JOB is not put back into the queue: it has reached its time limit without saving a single new" \
+                "step. Give it a longer --time: 480 s before the limit it already saves and leaves"
+            return 1
+        fi
+    fi
     say "the time limit of job $JOB is near: back into the queue, to continue from there"
     for ((tries = 0; tries < 3; tries++)); do
-        job_again "$script" "${typed[@]}" && return
+        timeout --kill-after=5 20 scontrol requeue "$JOB" && return
         nap 2
     done
     echo "it could not be put back into the queue: the same command that submitted it continues the run"
@@ -403,7 +416,7 @@ finish() {  # exit code, message: unlock the folder, print the message, requeue 
     [[ -n $UNDER_SLURM ]] && end_steps
     [[ -n ${OMNIMORPH_TOKEN:-} ]] && ask 60 "${INTERPRETER[@]}" -m Runtime.attempts unlock
     say "$2"
-    [[ $leaving == USR1 && $1 == 42 && -n $SCHEDULER ]] && requeue
+    if [[ $leaving == USR1 && $1 == 42 && -n $UNDER_SLURM ]]; then requeue || exit 43; fi
     exit "$1"
 }
 
@@ -444,7 +457,7 @@ probe() {  # nodes: add those on which a task can be started to `good`, set `los
 choose_nodes() {  # set NODES to the allocation's nodes that can start a task and that preflight has not excluded
     local node tries ends=$((SECONDS + patience))
     local -a hosts=() wanted=() good=() lost=()
-    mapfile -t hosts < <(job_hosts)
+    mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     RANKS_ASKED=$((${#hosts[@]} * TASKS))
     for node in "${hosts[@]}"; do
         [[ " $excluded " == *" $node "* ]] || wanted+=("$node")
@@ -471,7 +484,7 @@ choose_nodes() {  # set NODES to the allocation's nodes that can start a task an
     fi
 }
 
-fixed_address=${MASTER_ADDR:-} fixed_port=${MASTER_PORT:-} excluded="" patience=600
+fixed_address=${MASTER_ADDR:-} fixed_port=${MASTER_PORT:-} excluded="" patience=600 round=0
 export CLUSTER NODES NODE_COUNT TASKS_PER_NODE MASTER_ADDR MASTER_PORT
 if [[ -n $UNDER_SLURM ]]; then
     if [[ $SLURM_TASKS_PER_NODE == *,* ]]; then
@@ -483,13 +496,14 @@ if [[ -n $UNDER_SLURM ]]; then
     cores=${SLURM_CPUS_PER_TASK:-1}
 else
     NODES=$(hostname) NODE_COUNT=1
-    if [[ $SCHEDULER == pbs ]]; then
-        if (($(job_hosts | wc -l) > 1)); then
-            echo "error: job $JOB has $(job_hosts | wc -l) nodes; in a job of PBS it can be one: submit with select=1"
-            exit 43
-        fi
-        set_alarm
+    if [[ -n ${RANKS:-} && ${SLURM_NNODES:-1} != 1 ]]; then
+        echo "error: RANKS=$RANKS starts processes on this host only, and job $JOB has $SLURM_NNODES nodes: unset RANKS"
+        exit 43
     fi
+fi
+if [[ -n ${RANKS:-} && ! $RANKS =~ ^[1-9][0-9]*$ ]]; then
+    echo "error: RANKS=$RANKS: give the number of processes on this host, at least 1"
+    exit 43
 fi
 SITE_OPTIONS=()
 load_settings
@@ -511,7 +525,11 @@ if [[ -z $UNDER_SLURM ]]; then
 fi
 export RANKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
 
-times=$(job_times) life=""
+if [[ -n $dry_run ]]; then
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=$RANKS exec "${INTERPRETER[@]}" OM_train_3modes.py --dry-run "${arguments[@]}"
+fi
+
+times=${SLURM_RESTART_COUNT:-0} life=""
 ((times > 0)) && life=", start $((times + 1)) of job $JOB"
 say "$RANKS ranks on $NODES, $OMP_NUM_THREADS threads each, log $log$life"
 echo "settings (Config/cluster/$CLUSTER.env and what was set before):"
@@ -537,7 +555,7 @@ look() {  # options: run one preflight, set `code` and `answer`. A signal ends i
 }
 
 preflight() {  # options: keep in NODES those that work; end the script if too few do
-    local EXCLUDED=""
+    local EXCLUDED="" ends=$((SECONDS + patience))
     local -a repeat=(--may-repeat)
     while :; do
         ask 60 "${INTERPRETER[@]}" -m Runtime.attempts port
@@ -547,15 +565,18 @@ preflight() {  # options: keep in NODES those that work; end the script if too f
         case $code in
             0) return ;;
             75)
-                eval "$answer"
+                take EXCLUDED
                 excluded+=" $EXCLUDED"
                 choose_nodes
                 ;;
-            43) finish 43 "stopped: the preflight failed, see the table above" ;;
+            43)  # of a run that has trained before, this may pass as well
+                ((round > 0 && SECONDS < ends)) || finish 43 "stopped: the preflight failed, see the table above"
+                say "the preflight failed: once more in 20 s, for up to $patience s in all"
+                nap 20
+                ;;
             *)  # 76: the fault may pass, such as a file system that hangs for a moment
-                ((${#repeat[@]})) || finish 43 "stopped: the preflight failed twice (code $code), see above"
-                repeat=()
-                say "the preflight failed: once more in 20 s"
+                ((SECONDS < ends)) || repeat=()
+                say "the preflight failed: once more in 20 s, for up to $patience s in all"
                 nap 20
                 ;;
         esac
@@ -579,14 +600,14 @@ begin_round() {  # lock the folder and number the attempt; retry while the fault
             --nodes "$nodes" --tasks "$TASKS" --of "$RANKS_ASKED"
         [[ $code == 0 ]] && break
         [[ -n $leaving ]] && finish 42 "left by $leaving before round $round; the same command continues the run"
-        [[ $code == 2 || $code == 43 ]] && finish 43 "stopped before round $round: see the error above"
+        [[ $code == 43 || ($code == 2 && $round == 0) ]] && finish 43 "stopped before round $round: see the error above"
         ((SECONDS < ends)) || finish 43 "stopped before round $round, after $patience s of the error above"
         say "round $round cannot begin yet (code $code): tried again"
         nap 5
     done
-    set -a  # export all variables that the answer sets
-    eval "$answer"
-    set +a
+    take OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_STEP_BACK OMNIMORPH_STEP OMNIMORPH_ATTEMPT OMNIMORPH_ROUND \
+        OMNIMORPH_PATIENCE_S NODE_COUNT TASKS_PER_NODE RANKS FREE_PORT ROUND_SECONDS LEAVE_AFTER MAX_ROUNDS \
+        PAUSE_PLANNED PAUSE_CRASH GRACE START_SECONDS LINGER LEAVE_SECONDS
     NODES=$(cut -d ' ' -f "1-$NODE_COUNT" <<< "$HOSTS")  # the nodes that can divide a step evenly
 }
 
@@ -598,39 +619,39 @@ end_round() {  # exit code of the round: have it judged, set `decision`
 }
 
 run_round() {  # arguments: run a round, set `code`. Near Slurm's time limit, ranks that have not left are killed
-    local told="" ends=""
+    local told="" ends="" began=$SECONDS
     timeout --kill-after="$LEAVE_SECONDS" "$ROUND_SECONDS" bash "$script" --round "$@" &
     child=$!
     while kill -0 "$child" 2> /dev/null; do
         if [[ -n $leaving && -z $told ]]; then
             told=1
             kill -TERM "$child" 2> /dev/null  # the signal may have come before the child existed
-            [[ $leaving == USR1 && -n $SCHEDULER ]] && ends=$((SECONDS + $(seconds_to_leave)))
+            [[ $leaving == USR1 && -n $UNDER_SLURM ]] && ends=$((SECONDS + $(seconds_to_leave)))
         fi
         if [[ -n $ends ]] && ((SECONDS >= ends)); then
             say "the ranks have not left in time before the time limit: they are ended"
             kill -KILL -- "-$child"
-            ends=""
+            ends="" began=-1000000000
         fi
         nap 0.5
     done
     await "$child"
+    kill -KILL -- "-$child" 2> /dev/null  # ranks whose shell was killed would train on beside those of the next round
     child=""
     [[ -n $UNDER_SLURM ]] && end_steps
+    # Before the time limit of the round: somebody has killed its shell.
+    [[ $code == 137 ]] && ((SECONDS - began < ${ROUND_SECONDS%.*})) && code=1
     # 143: TERM ended the shell of the round before it set its trap.
     [[ -n $leaving && $code == 143 ]] && code=42
 }
 
-SILENT="vanished|frozen|never started|a rank did not arrive"  # causes after which the nodes are checked again
 HOSTS=$NODES
 for ((round = 0; ; round++)); do
     begin_round
     choose_port "$FREE_PORT"
     patience=${OMNIMORPH_PATIENCE_S:-$patience} patience=${patience%.*}
-    # A healthy round saves and leaves before its time limit; the limit ends only those that hang.
-    reserve=$(awk -v s="$ROUND_SECONDS" 'BEGIN { r = s / 10; print (r > 300 ? s - 300 : s - r) }')
     code=42
-    [[ -n $leaving ]] || run_round "${arguments[@]}" --max-seconds-before-restart "$reserve"
+    [[ -n $leaving ]] || run_round "${arguments[@]}" --max-seconds-before-restart "$LEAVE_AFTER"
     end_round "$code"
     case $decision in
         0) finish 0 "done after $((round + 1)) rounds" ;;
@@ -642,9 +663,9 @@ for ((round = 0; ; round++)); do
     ((round + 1 >= MAX_ROUNDS)) && finish 43 "stopped after $MAX_ROUNDS rounds (run.max_rounds)"
     nap "$seconds"
     [[ -n $leaving ]] && finish 42 "left by $leaving; the same command continues the run"
-    # The node of a rank that fell silent may be lost.
+    # The node of a rank that fell silent may be lost, that of a second death may be ill.
     if [[ -n $UNDER_SLURM && -z $want_preflight && $decision == 1 ]] \
-        && grep -qE "\"cause\": \"($SILENT)\"" "$OMNIMORPH_RUN/verdict.json"; then
+        && grep -q '"check_nodes": true' "$OMNIMORPH_RUN/verdict.json"; then
         choose_nodes
         preflight "${arguments[@]}" "${preflight_options[@]}"
         HOSTS=$NODES

@@ -6,6 +6,7 @@ before, between and after them. Everything else, the attempts and the lock too, 
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -167,3 +168,91 @@ def test_a_rank_that_cannot_be_killed_keeps_nobody_waiting(tmp_path, freezer):
     text = (tmp_path / "log.txt").read_text()
     assert f"rank 0 (process {held}) was killed and does not end: a driver or a file system holds it" in text
     assert json.loads((run_of(tmp_path) / "verdict.json").read_text())["attempt"] == 0
+
+
+def test_a_terminal_that_is_closed_makes_it_save_and_leave(tmp_path):
+    # The shell of a rank cannot trap what was ignored when it began, so Python listens in its place.
+    listens = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(42)); signal.pause()"
+    last_words = HERE + """speak '"event": "leave", "reason": "asked by a signal"'; speak '"event": "end"'; """
+    with launched(tmp_path, rank=f"{last_words}exec {sys.executable} -c '{listens}'", ranks=2) as process:
+        until(lambda: spoken(tmp_path, 0, 0) and spoken(tmp_path, 0, 1), 60)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(30) == 42
+    assert ended(tmp_path) == ["restart"] and not (run_of(tmp_path) / "lock.json").exists()
+    assert "left by HUP" in (tmp_path / "log.txt").read_text()
+
+
+def test_ranks_do_not_outlive_the_shell_of_their_round(tmp_path):
+    """The shell between launcher and ranks is killed: two trainings in one folder would be worse than none."""
+    rank = """echo $BASHPID > "$FOLDER/rank$OMNIMORPH_ATTEMPT"
+    ((OMNIMORPH_ATTEMPT == 0)) || { """ + DONE + "; }\n" + STAYS
+    with launched(tmp_path, rank=rank) as process:
+        until(lambda: spoken(tmp_path, 0), 60)
+        first = int((tmp_path / "rank0").read_text())
+        os.kill(int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{first}").exists(), 20)
+        assert process.wait(60) == 0
+    causes = [line["cause"] for line in history(run_of(tmp_path)) if line["event"] == "end"]
+    assert causes == ["vanished", "done"] and ended(tmp_path) == ["continue", "done"]
+
+
+def test_nothing_that_a_program_prints_is_run(tmp_path):
+    """The output of run.notify, the name of a volume in a verdict: `begin` prints them beside its variables."""
+    call = """if [[ $3 == begin ]]; then
+        echo 'touch "$FOLDER/owned"'; echo 'OMNIMORPH_STEP_BACK=$(touch "$FOLDER/owned")'; echo 'PATH=/nowhere'
+    fi"""
+    with launched(tmp_path, rank=DONE, call=call) as process:
+        assert process.wait(60) == 0
+    assert not (tmp_path / "owned").exists() and ended(tmp_path) == ["done"]
+    assert "not found" not in (tmp_path / "log.txt").read_text()
+
+
+def test_help_is_a_text_and_starts_nothing(tmp_path):
+    done = launching.run(["bash", LAUNCHER, "--help"], cwd=tmp_path, timeout=20)
+    assert done.returncode == 0 and not done.stderr
+    assert done.stdout.startswith("Train until it is done") and "PREFLIGHT_SECONDS" in done.stdout
+    assert not list(tmp_path.iterdir()), "no log"
+
+
+def test_an_option_that_does_not_exist_stops_at_once(tmp_path):
+    """Whatever Python's argparse refuses it would refuse in every round."""
+    rank = "echo 'error: unrecognized arguments: --fersh' >&2; exit 2"
+    with launched(tmp_path, rank=rank, more=["--fersh"]) as process:
+        assert process.wait(60) == 43
+    assert ended(tmp_path) == ["stop"] and "--fersh" in (tmp_path / "log.txt").read_text()
+    assert history(run_of(tmp_path))[-1]["cause"] == "refused"
+
+
+def test_a_dry_run_is_passed_on(tmp_path):
+    rank = 'echo "$RANK of $WORLD_SIZE: $*" > "$FOLDER/told"'
+    with launched(tmp_path, rank=rank, ranks=3, more=["--dry-run"]) as process:
+        assert process.wait(60) == 0
+    assert (tmp_path / "told").read_text().startswith("0 of 3: OM_train_3modes.py --dry-run --config ")
+    assert not run_of(tmp_path).exists()
+
+
+@pytest.mark.parametrize("ranks", ["0", "two", "2.5", "-1"])
+def test_a_wrong_number_of_ranks_is_one_sentence(tmp_path, ranks):
+    with launched(tmp_path, ranks=ranks) as process:
+        assert process.wait(60) == 43
+    assert f"error: RANKS={ranks}: give the number of processes" in (tmp_path / "log.txt").read_text()
+
+
+def test_ranks_of_one_host_in_a_job_of_several_are_refused(tmp_path):
+    with launched(tmp_path, ranks=2, SLURM_JOB_ID=f"many-{os.getpid()}", SLURM_NNODES="2") as process:
+        assert process.wait(60) == 43
+    assert "has 2 nodes: unset RANKS" in (tmp_path / "log.txt").read_text()
+    (ROOT / f"Logs/train_multi_many-{os.getpid()}.out").unlink()
+
+
+def test_the_preflight_waits_for_what_may_pass(tmp_path):
+    """It fails three times with a fault that may pass, then all is well: more than the one repetition of before."""
+    call = """if [[ $1 == Scripts/preflight/preflight.py && " $* " == *" --collect "* ]]; then
+        count=$(($(cat "$FOLDER/looks" 2> /dev/null) + 1)); echo $count > "$FOLDER/looks"
+        cat > /dev/null; ((count > 3)) || exit 76; echo EXCLUDED=; exit 0
+    fi
+    [[ $1 == Scripts/preflight/preflight.py ]] && exit 0"""
+    with launched(tmp_path, call=call, more=["--preflight"]) as process:
+        assert process.wait(120) == 0
+    assert (tmp_path / "looks").read_text() == "4\n"
+    assert "once more in 20 s, for up to 600 s in all" in (tmp_path / "log.txt").read_text()

@@ -75,12 +75,6 @@ ELSEWHERE = {
         "nnUNetv2_plan_and_preprocess -d 504 --verify_dataset_integrity",
         "cp nnUNet_raw/Dataset504_Deformed/splits_final.json nnUNet_preprocessed/Dataset504_Deformed/",
     ], "tests/test_nnunet.py"),
-    **dict.fromkeys([
-        "qsub -q gpuq -l select=1:ncpus=48:ngpus=4 -l walltime=36:00:00 -j oe -- /bin/bash "
-        "$PWD/bash_train_multi_nodes.sh --config Config/config_om.yaml --set data.root=$PWD/Data/brains",
-        "qsub -q cpuq -l select=1:ncpus=32 -l walltime=12:00:00 -j oe -- /bin/bash $PWD/Scripts/bash_infer.sh prepare "
-        "--config $PWD/Config/config_om.yaml --set data.root=$PWD/Data/brains",
-    ], "tests/test_scheduler.py"),
     "antsApplyTransforms -d 3 -r F.nii.gz -i OTHER.nii.gz -t Results/further/field.h5 -o OTHER_warped.nii.gz":
         "tests/test_transforms.py",
     "sbatch --account=A --partition=P bash_train_multi_nodes.sh --config Config/config_om.yaml "

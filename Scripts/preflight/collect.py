@@ -6,7 +6,6 @@ if the check could not run), said (the result), do (advice), and facts.
 import collections
 import json
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -51,7 +50,7 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
     write_report(cfg, {"time": time.time(), "seconds": round(time.monotonic() - began, 1), "nodes": nodes,
                        "tasks_per_node": tasks, "code": code, "excluded": excluded, "sentence": sentence,
                        "findings": [finding for checks in findings.values() for finding in checks.values()]})
-    print(f"EXCLUDED={shlex.quote(' '.join(excluded))}", flush=True)
+    print(f"EXCLUDED={' '.join(excluded)}", flush=True)
     return code
 
 

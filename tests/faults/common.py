@@ -25,10 +25,10 @@ SCALED = {"run.deadline_floor_s": 3, "run.deadline_factor": 5, "run.deadline_fir
 STEPS_PER_EPOCH = 12
 
 
-def launch(folder, ranks, faults=(), more=(), cwd=None, **changes):
+def launch(folder, ranks, faults=(), more=(), cwd=None, root=ROOT, **changes):
     """Start bash_train_multi_nodes.sh on a tiny training in `folder`. Returns the process; its output is in log.txt.
 
-    cwd: another folder to start it from, by the script's relative path.
+    cwd: another folder to start it from, by the script's relative path. root: of the code.
     Whatever ends this script ends the launch too, with all that it has started (tests/launching.py).
     """
     own = json.loads((folder / "settings.json").read_text()) if (folder / "settings.json").exists() else {}
@@ -37,10 +37,10 @@ def launch(folder, ranks, faults=(), more=(), cwd=None, **changes):
     if faults:
         environment.update(FAULTS=json.dumps([{"id": "fault", **fault} for fault in faults]),
                            PYTHONPATH=str(Path(__file__).parent / "inject"))
-    script = ROOT / "bash_train_multi_nodes.sh"
+    script = root / "bash_train_multi_nodes.sh"
     command = ["bash", os.path.relpath(script, cwd) if cwd else script, *arguments(folder, *more, **settings)]
     with open(folder / "log.txt", "a") as log:
-        return launching.start(command, cwd=cwd or ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        return launching.start(command, cwd=cwd or root, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
 def wait(process, seconds=600):

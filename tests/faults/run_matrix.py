@@ -237,6 +237,69 @@ def two_damaged_checkpoints(folder, ranks, reference):
     return result(folder, reference, since, found, named, launch_number=3), sentence
 
 
+def slow_but_well(folder, ranks, reference, fault, longer_than, changes):
+    """A phase takes longer than a deadline, each of its parts does not: nobody is ended, here and on other ranks."""
+    code = wait(launch(folder, ranks, [fault], **changes))
+    since = struck(folder)
+    log = read_lines(run_of(folder) / f"rank{fault['rank']}.jsonl")
+    took = next(line["time"] for line in log
+                if line["time"] > since and line["event"] in ("step", "memory", "end")) - since
+    named = code == DONE and len(ends(folder)) == 1 and took > longer_than
+    row = result(folder, reference, since, since, named, 0)
+    return {**row, "steps_lost": 0}, f"{fault['phase']} took {took:.0f} s, and nobody was ended"
+
+
+def data_away(folder, ranks, reference):
+    """The data are moved away between two rounds, as while somebody copies them anew, and come back."""
+    (folder / "data").unlink()
+    shutil.copytree(folder.parent / "data", folder / "data")
+    process = launch(folder, ranks, [{"do": "move_away", "path": str(folder / "data"), **FORWARD}])
+    since = struck(folder)
+    until(lambda: len(ends(folder)) >= 3)
+    (folder / "data.away").rename(folder / "data")
+    code, last = wait(process), ends(folder)[2]
+    named = (code == DONE and [end["cause"] for end in ends(folder).values()][:2] == ["killed", "refused"]
+             and "this may pass" in last["sentence"])
+    launches = len(list((run_of(folder) / "launches").iterdir()))
+    row = result(folder, reference, since, ends(folder)[1]["time"], named, launches - 1)
+    return {**row, "steps_lost": 1}, last["sentence"]
+
+
+def stale_handles(folder, ranks, reference):
+    """The first two restarts cannot copy the cache: that is the file system, and it passes."""
+    settings = prepare(folder.parent)
+    faults = [{"do": "kill", **FORWARD}, *({"id": f"stale{n}", "do": "stale_copies", "rank": 0, "phase": "data set",
+                                            "attempt": n, "last_attempt": n} for n in (1, 2))]
+    (folder / "memory").mkdir()
+    code = wait(launch(folder, ranks, faults, **settings, data__stage=str(folder / "memory"), run__patience_s=90))
+    since, causes = struck(folder), [end["cause"] for end in ends(folder).values()]
+    named = code == DONE and causes == ["killed", "disk", "disk", "done"]
+    return result(folder, reference, since, ends(folder)[1]["time"], named, 1), ends(folder)[1]["sentence"]
+
+
+def half_a_line_saved(folder, ranks, reference):
+    """Somebody edits the code while the run trains from it, and it does not parse when a round begins."""
+    code_folder = folder / "checkout"
+    for name in ("Config", "Dataloader", "Diffusion", "Inference", "Runtime", "Scripts"):
+        shutil.copytree(ROOT / name, code_folder / name)
+    for name in ("OM_train_3modes.py", "bash_train_multi_nodes.sh"):
+        shutil.copy(ROOT / name, code_folder)
+    edited = code_folder / "Diffusion/losses.py"
+    good = edited.read_text()
+    process = launch(folder, ranks, root=code_folder, more=["--max-steps-before-restart", "10"])
+    until(lambda: steps_done(folder) >= 3)
+    since = time.time()
+    edited.write_text(good + "\ndef half(")
+    until(lambda: len(ends(folder)) >= 5)
+    found = ends(folder)[1]
+    edited.write_text(good)
+    result_code = wait(process)
+    named = result_code == DONE and found["cause"] == "never started"
+    launches = len(list((run_of(folder) / "launches").iterdir()))
+    row = result(folder, reference, since, found["time"], named, launches - 1)
+    return {**row, "steps_lost": 0, "detected_s": 0.0}, found["sentence"]
+
+
 def late_mode_3(folder, ranks, reference):
     """Mode 3 first runs in the seventh step, and its first forward takes longer than a step's deadline: no hang."""
     closed = [{"id": f"gate{rank}", "do": "other_branch", "rank": rank, "phase": "forward", "mode": "diffusion",
@@ -325,7 +388,7 @@ def poisoned_volume(folder, ranks, reference):
     path = sorted((folder / "data/imagesTr").glob("*.nii.gz"))[2]
     faults = [{"do": "kill", **FORWARD},
               {"id": "poison", "do": "poison_volume", "path": str(path), "rank": 0, "phase": "start", "attempt": 1}]
-    code, since = wait(launch(folder, ranks, faults)), struck(folder, "poison")
+    code, since = wait(launch(folder, ranks, faults, run__patience_s=1)), struck(folder, "poison")
     end = ends(folder)[1]
     verdict = end["verdict"]
     named = (code == REFUSED and verdict["cause"] == "refused" and path.name in verdict["detail"]
@@ -361,6 +424,20 @@ def same_crash_every_time(folder, ranks, reference):
              and last["verdict"]["rank"] == 1 and last["verdict"]["phase"] == "forward" and len(ends(folder)) == 3
              and "the same crash every time" in last["sentence"])
     return result(folder, reference, since, ends(folder)[0]["time"], named, equal=False), last["sentence"]
+
+
+def crash_in_the_first_step(folder, ranks, reference):
+    """Each attempt after the first dies in its first step. Once that is cured, the run goes on from its newest file."""
+    faults = [{"do": "kill", **FORWARD, "step": 21},
+              {"id": "again", "do": "raise_error", "always": True, **FORWARD, "step": 0, "attempt": 1}]
+    code, since = wait(launch(folder, ranks, faults)), struck(folder)
+    last = ends(folder)[max(ends(folder))]
+    decisions = [end["decision"] for end in ends(folder).values()]
+    again, launches = wait(launch(folder, ranks)), len(list((run_of(folder) / "launches").iterdir()))
+    named = ((code, again, decisions) == (REFUSED, DONE, ["continue", "continue", "step back", "stop"])
+             and resumed_at(folder, launches) == 20 and "is not to blame" in last["sentence"])
+    row = result(folder, reference, since, ends(folder)[0]["time"], named, launches - 1)
+    return {**row, "steps_lost": 1}, last["sentence"]
 
 
 def second_run(folder, ranks, reference):
@@ -492,8 +569,21 @@ def matrix():
             ("relative path of the script", relative_path, (), "now"),
             ("SIGKILL of the launcher", launcher_killed, (), "now"),
             ("the same crash every time", same_crash_every_time, (), "now"),
+            ("a crash in the first step of every attempt", crash_in_the_first_step, (), "now"),
             ("a second run on the folder", second_run, (), "now"),
             ("a stopped holder of the lock wakes", stopped_holder_wakes, (), "now"),
+            ("validation longer than its deadline", slow_but_well, (
+                {"do": "slow_calls", "module": "Diffusion.validation", "function": "best_field", "seconds": 14,
+                 "rank": 1, "phase": "evaluate"}, 25, {"run__val_pairs": 4, "run__val_every": 3}), "now"),
+            ("reading longer than every deadline", slow_but_well, (
+                {"do": "slow_calls", "module": "Dataloader.dataset", "function": "on_grid", "seconds": 5,
+                 "rank": 1, "phase": "data set"}, 25, {}), "now"),
+            ("restore longer than the join", slow_but_well, (
+                {"do": "nap", "seconds": 22, "rank": 0, "phase": "restore"}, 20, {"run__deadline_first_s": 60}),
+             "now"),
+            ("the data away at a restart", data_away, (), "now"),
+            ("stale file handles at two restarts", stale_handles, (), "now"),
+            ("half a line of code saved during the run", half_a_line_saved, (), "now"),
             ("mode 3 opens late and slowly", late_mode_3, (), "first"),
             ("a process that never exits", would_not_exit, (), "exit"),
             ("a launch that never starts", never_starts, (120,), "first"),

@@ -58,8 +58,8 @@ def preflight(slurm, words, tasks=2, devices=None, **variables):
          "--gres=gpu:2", "bash", "-c", DRIVER, "driver", *words], cwd=ROOT, env={**environment, **variables},
         stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert time.time() - began < 60, ended.stderr
-    excluded = subprocess.run(["bash", "-c", f'{ended.stdout}\nprintf %s "$EXCLUDED"'], capture_output=True, text=True)
-    return ended.returncode, excluded.stdout, ended.stderr
+    excluded = ended.stdout.strip().removeprefix("EXCLUDED=")
+    return ended.returncode, excluded, ended.stderr
 
 
 def row(printed, check, state):

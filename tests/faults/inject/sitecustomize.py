@@ -7,6 +7,7 @@ leaves <FAULT_DIR>/<id> with the time, or every time with "always".
 """
 import collections
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -196,6 +197,11 @@ def poison_volume(fault, frame):
     nibabel.save(nibabel.Nifti1Image(array.astype("float32"), image.affine), path)
 
 
+def move_away(fault, frame):
+    os.rename(fault["path"], fault["path"] + ".away")
+    kill(fault, frame)
+
+
 def fill_disk(fault, frame):
     with open(Path(fault.get("path") or os.environ["OMNIMORPH_RUN"]) / "ballast", "wb", buffering=0) as file:
         try:
@@ -227,6 +233,24 @@ def unlimit_files(fault, frame):
 def nap(fault, frame):
     """Slow, but well."""
     time.sleep(fault.get("seconds", 2))
+
+
+def slow_calls(fault, frame):
+    """Each call of a function takes so many seconds longer: parts of a phase that are slow, but well."""
+    module = sys.modules[fault["module"]]
+    real = getattr(module, fault["function"])
+
+    def slow(*args, **kwargs):
+        time.sleep(fault["seconds"])
+        return real(*args, **kwargs)
+    setattr(module, fault["function"], slow)
+
+
+def stale_copies(fault, frame):
+    """The file handles of what is copied have become stale, as on NFS after its server has started anew."""
+    def stale(path, target, checksum=None):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+    sys.modules["Dataloader.staging"].copy_file = stale
 
 
 def sleep_long(fault, frame):
