@@ -93,7 +93,9 @@ def largest_share(shares, points, dtype):
     background = np.ones(points.shape[1], np.float32)
     for value, (corner, share) in shares.items():
         end = corner + np.reshape(share.shape, (-1, 1))
-        near = np.flatnonzero(((points > corner - 1) & (points < end)).all(0))
+        near = np.flatnonzero((points[0] > corner[0] - 1) & (points[0] < end[0]))
+        for axis, first, last in zip(points[1:], corner[1:] - 1, end[1:]):  # of the few that are left
+            near = near[(axis[near] > first) & (axis[near] < last)]
         here = ndimage.map_coordinates(share, points[:, near] - corner, order=1, mode="nearest")
         background[near] -= here
         better = here > largest[near]
@@ -108,12 +110,21 @@ def lost_voxels(label, shares):
 
     A voxel is lost where its label has the largest share neither in it nor in any of the voxels around it.
     """
-    voxels = np.indices(label.shape).reshape(label.ndim, -1)
-    winner = largest_share(shares, voxels, label.dtype).reshape(label.shape)
-    lost = winner != label
-    around = np.ones((3,) * label.ndim, bool)
+    boxes = {value: tuple(slice(start, start + side) for start, side in zip(corner[:, 0], share.shape))
+             for value, (corner, share) in shares.items()}
+    winner, largest = np.zeros(label.shape, label.dtype), np.zeros(label.shape, np.float32)
+    background = np.ones(label.shape, np.float32)
+    for value, box in boxes.items():
+        share = shares[value][1]
+        background[box] -= share
+        better = share > largest[box]
+        winner[box][better] = value
+        largest[box][better] = share[better]
+    winner[background >= largest] = 0
+    lost, around = winner != label, np.ones((3,) * label.ndim, bool)
     for value in np.unique(label[lost]):
-        lost &= ~((label == value) & ndimage.binary_dilation(winner == value, around))
+        box = boxes.get(value, ...)  # the background is everywhere
+        lost[box] &= ~((label[box] == value) & ndimage.binary_dilation(winner[box] == value, around))
     return lost
 
 
