@@ -137,6 +137,7 @@ PEERS = tuple(SETTINGS)
 CHOSEN = {  # {set: {peer: setting}}, by --tune; docs/benchmarks.md has the scores
     "hippocampus": {"greedy": "rigid"},
     "brains": {"greedy": "fine"},
+    "prostate": {"greedy": "centres", "ants": "mattes_header"},
 }
 CHOSEN |= {name: CHOSEN["brains"] for name in ("mouse", "liver", "fetal", "cardiac")}
 WEIGHTS = ("0.1", "0.2", "0.5", "1", "2")
