@@ -30,6 +30,7 @@ from Dataloader.identity import (
 )
 from Dataloader.sampler import steps_left
 from Dataloader.staging import release
+from Diffusion import graphs
 from Diffusion.batch_augment import augment, augment_maps, remap
 from Diffusion.cost import dry_run
 from Diffusion.diffuser import DeformDDPM, make_condition
@@ -330,7 +331,9 @@ def go_on_with_data(content, state, cfg, path):
 def forward(state, name, batch, results, cfg):
     """The loss of one batch in one mode. It, its terms and what the mode keeps are added to the results."""
     watchdog.phase("forward", name)
-    loss, terms, *kept = MODES[name].step(state["model"], batch, cfg)
+    model, step = state["model"], MODES[name].step
+    loss, terms, *kept = graphs.run(state.get("graphs"), name, lambda given: step(model, given, cfg), batch,
+                                    state["net"].parameters())
     results["losses"].append(loss.detach())
     results["terms"].append({term: value.detach() for term, value in terms.items()})
     results["kept"] += kept
@@ -404,10 +407,11 @@ def train_mode(state, name, batches, cfg, **raised):
 def volume_batches(state, volumes, cfg):
     """The batches of modes 1 and 2: deformed volumes, their subjects, and the queue. volumes: of `epoch_batches`."""
     batches, device, epoch = [], state["device"], state["progress"]["epoch"]
+    queue = {name: value for name, value in state["queue"].items() if name != "next"}
     for images, positions, subjects, drawn in volumes:
         rng_keys = [(cfg["run.seed"], epoch, position) for position in positions.tolist()]
         batches.append({**deform_batch(send(images, device), rng_keys, state["ddpm"], cfg, drawn),
-                        "subjects": send(subjects, device), "queue": state["queue"], "targets": None})
+                        "subjects": send(subjects, device), "queue": queue, "targets": None})
     return batches
 
 
@@ -468,7 +472,8 @@ def train_step(state, volumes, pairs, cfg, **raised):
     memory.empty_cache(cfg, device)
 
     if "contrastive" in wanted:
-        for batch, targets in zip(batches, target_embeddings(state["net"], state["ema"], batches, cfg)):
+        for batch, targets in zip(batches, target_embeddings(state["net"], state["ema"], batches, cfg,
+                                                             state.get("graphs"))):
             batch["targets"] = targets
         modes["contrastive"] = train_mode(state, "contrastive", batches, cfg, **({} if modes else raised))
         if modes["contrastive"]["moved"]:
@@ -530,6 +535,7 @@ def set_up(cfg, args, ranks, run):
     state = {"run": run, "ranks": ranks, "device": device, "net": net, "ddpm": DeformDDPM(cfg), "data": data,
              "labels": send(torch.tensor(labels), device), "queue": new_queue(cfg, device),
              "progress": new_progress(), "auto_amp": auto_amp, "gradients": new_gradients(cfg, device), "writer": None,
+             "graphs": None if args.debug else graphs.new_graphs(cfg, device, ranks),
              "watch": memory.new_watch(device, cfg["run.memory_limit_gb"]),
              "saving": None, "failed_saves": 0, "write_s": 0.0, "saved": launched, "launched": launched,
              "steps_here": 0, "pace": new_pace()}

@@ -17,7 +17,8 @@ from Runtime.errors import first_line
 
 # "as on a device": None: as the device of a tensor is. True: where a CPU counts what a device would do
 # (Diffusion/fake_device.py). False: to measure what it gains. "kernels": whether Triton's are used where they work.
-SETTINGS = {"as on a device": None, "kernels": True}
+# "held": a list while a graph is recorded, see `constant`.
+SETTINGS = {"as on a device": None, "kernels": True, "held": None}
 
 
 def accelerated(x):
@@ -50,6 +51,65 @@ def working_kernels(device_type):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Constants and small systems, without waiting for the device
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=512)
+def _computed_once(function, *arguments):
+    return function(*arguments)
+
+
+def constant(function, *arguments, device):
+    """function(*arguments, device), a small tensor that depends on nothing else: an accelerator computes it once.
+
+    A step needs the same few a hundred times. A graph that is recorded (Diffusion/graphs.py) reads them at the same
+    place in each replay, so it holds them: those that it meets are added to SETTINGS["held"]. It computes none for
+    others, since what is recorded has not run yet. Tensors of inference must not be met again in a training.
+    """
+    device = torch.device(device or "cpu")
+    if device.type not in ("cuda", "xpu") or torch.is_inference_mode_enabled():
+        return function(*arguments, device)
+    held = SETTINGS["held"]
+    if held is None:
+        return _computed_once(function, *arguments, device)
+    before = _computed_once.cache_info().misses
+    value = _computed_once(function, *arguments, device)
+    if _computed_once.cache_info().misses > before:
+        _computed_once.cache_clear()  # a miss: the value exists only once the graph is replayed
+    held.append(value)
+    return value
+
+
+class SolvePositive(torch.autograd.Function):
+    """X = A^-1 B for symmetric positive definite A (B, n, n), n of a few, and right sides B (B, n, m).
+
+    torch.linalg.solve asks the device whether A was singular, and the host waits for the answer. Gauss-Jordan
+    elimination needs no pivots where A is positive definite. dL/dB = A^-1 dL/dX, dL/dA = -dL/dB X^T.
+    """
+
+    @staticmethod
+    def forward(ctx, matrix, right):
+        n = matrix.shape[-1]
+        rows = torch.cat([matrix, torch.eye(n, dtype=matrix.dtype, device=matrix.device).expand_as(matrix)], dim=-1)
+        for k in range(n):
+            pivot = rows[:, k:k + 1] / rows[:, k:k + 1, k:k + 1]                            # (B, 1, 2 n)
+            rows = torch.baddbmm(rows, rows[:, :, k:k + 1], pivot, alpha=-1)                # (B, n, 2 n)
+            rows[:, k:k + 1] = pivot
+        inverse = rows[:, :, n:]                                                            # (B, n, n)
+        solution = inverse @ right                                                          # (B, n, m)
+        ctx.save_for_backward(inverse, solution)
+        return solution
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        inverse, solution = ctx.saved_tensors
+        by_right = inverse.transpose(1, 2) @ grad                                           # (B, n, m)
+        return -by_right @ solution.transpose(1, 2), by_right
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Products over channels
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -76,7 +136,7 @@ def product_over_channels(x, weight, bias=None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def interpolation_matrix(old, new, align_corners, device, dtype=torch.float32):
+def interpolation_matrix(old, new, align_corners, dtype, device):
     """(new, old) matrix M such that M x is x, of `old` values, interpolated linearly at `new` places.
 
     Each row has the values at its place of the hat functions max(1 - |place - k|, 0) of k = 0 .. old - 1. The places
@@ -90,9 +150,6 @@ def interpolation_matrix(old, new, align_corners, device, dtype=torch.float32):
     return (1 - (places[:, None] - torch.arange(old, device=device)).abs()).clamp(min=0).to(dtype)
 
 
-kept_matrix = functools.lru_cache(maxsize=256)(interpolation_matrix)  # a step needs the same few a hundred times
-
-
 def interpolate_by_products(x, size, align_corners):
     """F.interpolate(x, size, mode="trilinear" or "bilinear"), as one product with a banded matrix along each axis.
 
@@ -103,12 +160,9 @@ def interpolate_by_products(x, size, align_corners):
     """
     b, c = x.shape[:2]
     channels_last = x.movedim(1, -1).is_contiguous()
-    # Tensors without values and those of inference must not be met again in a training.
-    real = x.device.type in ("cuda", "xpu") and type(x) is torch.Tensor and not torch.is_inference_mode_enabled()
-    matrix_of = kept_matrix if real else interpolation_matrix
     x = x.movedim(1, -1) if channels_last else x.flatten(0, 1).unsqueeze(-1)    # (B, *spatial, C) or (B C, *spatial, 1)
     for axis, new in enumerate(size, 1):
-        matrix = matrix_of(x.shape[axis], new, align_corners, x.device, x.dtype)
+        matrix = constant(interpolation_matrix, x.shape[axis], new, align_corners, x.dtype, device=x.device)
         after = x.shape[axis + 1:]
         if after.numel() == 1:
             product = x.reshape(-1, x.shape[axis]) @ matrix.T                   # (all before, new)

@@ -5,6 +5,7 @@ The queue of negatives and the slowly moving second encoder are those of He et a
 import torch
 
 from Dataloader.datalist import subject_key
+from Diffusion import graphs
 from Diffusion.schedule import ema_weights
 from Runtime import watchdog
 from Runtime.device import autocast
@@ -57,7 +58,7 @@ def embed(net, batch, cfg):
 
 
 @torch.no_grad()
-def target_embeddings(net, ema, batches, cfg):
+def target_embeddings(net, ema, batches, cfg, recorded=None):
     """Embeddings by the averaged weights: what mode 2 has to match, and what goes into the queue.
 
     The queue keeps embeddings of earlier weights. At a high learning rate the weights move so far that a new sample
@@ -65,11 +66,11 @@ def target_embeddings(net, ema, batches, cfg):
     moves while an embedding is in the queue. (The key encoder of Momentum Contrast.)
 
     ema: of `new_ema`, or None. batches: list of dicts, as for `embed`. Every rank calls this: with fsdp the forward
-    gathers the weights.
+    gathers the weights. recorded: of `new_graphs`.
     Returns: for each batch (image, condition), (B, E) each; without ema None for each.
     """
     if not ema:
         return [None] * len(batches)
     watchdog.phase("embeddings", "contrastive")
     with ema_weights(net, ema):
-        return [embed(net, batch, cfg) for batch in batches]
+        return [graphs.run(recorded, "embeddings", lambda given: embed(net, given, cfg), batch) for batch in batches]

@@ -12,7 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from Diffusion.device_ops import accelerated, interpolate_by_products
+from Diffusion.device_ops import accelerated, constant, interpolate_by_products
 from Runtime.device import send
 
 SLABS = 4  # pieces of one sample in `warp`: on a CPU grid_sample runs in parallel over the batch only
@@ -21,7 +21,12 @@ LINEAR = {2: "bilinear", 3: "trilinear"}  # F.interpolate's names of linear inte
 
 def side_lengths(size, device=None):
     """Image sides in voxels, (1, N, 1, ..., 1) float32: a field divided by them is in fractions of the image side."""
-    return send(torch.tensor(size, dtype=torch.float32), device).view(1, -1, *[1] * len(size))
+    return constant(_side_lengths, *map(float, size), device=device)
+
+
+def _side_lengths(*sides_and_device):
+    *sides, device = sides_and_device
+    return send(torch.tensor(sides, dtype=torch.float32), device).view(1, -1, *[1] * len(sides))
 
 
 def identity(size, device="cpu"):

@@ -40,7 +40,7 @@ def set_aside(sums, parameters):
     """Add the gradients of one batch to the totals, and clear the gradients."""
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = parameter.grad.to(sums["dtype"])
+            gradient = parameter.grad.to(sums["dtype"], copy=True)  # a graph overwrites its own
             before = sums["totals"].get(parameter)
             sums["totals"][parameter] = gradient if before is None else before.add_(gradient)
             parameter.grad = None

@@ -30,7 +30,7 @@ from Diffusion.blocks import (
     unit_embedding,
 )
 from Diffusion.descent import FINE_WIDTH, WIDTH, LearnedDescent, target_of
-from Diffusion.device_ops import accelerated, kernels_for, product_over_channels
+from Diffusion.device_ops import SolvePositive, accelerated, kernels_for, product_over_channels
 from Diffusion.diffuser import image_count, label_count
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
 from Diffusion.losses import structure_shares
@@ -46,7 +46,8 @@ def checkpointed(use_checkpoint, function, *inputs):
     The backward pass then computes the activations once more, so that they need not be kept.
     """
     if use_checkpoint and torch.is_grad_enabled():
-        return checkpoint(function, *inputs, use_reentrant=False)
+        # Nothing here draws random numbers, whose state would be asked of the device.
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return function(*inputs)
 
 
@@ -274,7 +275,8 @@ class AffineMatch(nn.Module):
         x = F.pad(places_norm, (0, 1), value=1.0)                                           # (512, 4)
         weighted = (x * trust / trust.sum(1, keepdim=True)).transpose(1, 2)                 # (B, 4, 512)
         gram = weighted @ x + self.RIDGE * torch.eye(x.shape[1], device=x.device)           # (B, 4, 4)
-        return torch.linalg.solve(gram, weighted @ displacement)                            # (B, 4, 3)
+        solve = SolvePositive.apply if accelerated(gram) else torch.linalg.solve
+        return solve(gram, weighted @ displacement)                                         # (B, 4, 3)
 
     def limited(self, field, shown_fraction, t):
         """The field, limited by t and weighted by what the condition shows (step 4)."""

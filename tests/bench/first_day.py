@@ -10,6 +10,7 @@ section cannot show on this device it says in a sentence. Sizes are those of con
 """
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import math
@@ -33,7 +34,7 @@ import torch.nn.functional as F  # noqa: E402
 import OM_train_3modes as om  # noqa: E402
 from Dataloader.dataset import epoch_batches, read_datasets  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
-from Diffusion import device_ops  # noqa: E402
+from Diffusion import device_ops, graphs  # noqa: E402
 from Diffusion.cost import mode_costs, step_memory  # noqa: E402
 from Diffusion.diffuser import draw_velocity, middle  # noqa: E402
 from Diffusion.fake_device import DeviceAutocast  # noqa: E402
@@ -53,6 +54,7 @@ SIDE = 128
 LEAST_CUDNN = 91500  # below, bf16 convolutions in 3D were wrong or bypassed on some devices
 SECTION_S = 240  # after so long a section is ended: one that hangs must not take the day
 NO_DEVICE = "not on a CPU: "
+RANGE = "part: "  # before the names of the parts of the network in a profile
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,21 +92,40 @@ def new_state(cfg, device):
              "optimizers": om.make_optimizers(net, ranks, om.MODES, cfg), "queue": om.new_queue(cfg, device),
              "progress": om.new_progress(), "ema": om.new_ema(net, cfg), "data": [], "auto_amp": False,
              "gradients": new_gradients(cfg, device), "run": Path(cfg["run.models"]),
-             "saving": None, "failed_saves": 0, "write_s": 0.0}
+             "graphs": graphs.new_graphs(cfg, device, ranks), "saving": None, "failed_saves": 0, "write_s": 0.0}
     batches = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks,
                                  draw=state["ddpm"].draw))
     return state, batches
 
 
 def steps(state, batches, cfg, count):
-    """Seconds of each of so many steps, data included."""
+    """Seconds of each of so many steps, data included, as a training makes them."""
     seconds = []
     for _ in range(count):
         began = time.perf_counter()
         om.train_step(state, *next(batches), cfg)
+        om.advance(state["progress"], split_step(cfg, 1))
         synchronize(state["device"])
         seconds.append(time.perf_counter() - began)
     return seconds
+
+
+def on_device(profile):
+    """Rows of a profile that are kernels and copies of the device, those that take longest first."""
+    rows = [row for row in profile.key_averages() if "cuda" in str(row.device_type).lower()
+            and row.self_device_time_total and not row.key.startswith(RANGE)]
+    return sorted(rows, key=lambda row: row.self_device_time_total, reverse=True)
+
+
+def busy(function, device):
+    """Milliseconds for which a CUDA device works on a function, and how many kernels and copies that are."""
+    synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        synchronize(device)
+    rows = on_device(profile)
+    return {"busy_ms": sum(row.self_device_time_total for row in rows) / 1e3,
+            "launches": sum(row.count for row in rows)}
 
 
 def timed(function, device, repeats=5):
@@ -285,9 +306,16 @@ def syncs(args, folder):
             raise RuntimeError(ended.stderr[-2000:])
         return {"by": "the simulated device", **json.loads(ended.stdout.splitlines()[-1])}
     line_of_repository = importlib.import_module("tests.simulated_device").line_of_repository
-    cfg, counted, lines = configuration(args, folder), 5, {}
+    return {"by": "torch.cuda.set_sync_debug_mode", "wrong_device": 0,
+            **{way: waits(args, folder, graphs_key, line_of_repository)
+               for way, graphs_key in (("plain", "off"), ("graphs", "auto"))}}
+
+
+def waits(args, folder, graphs_key, line_of_repository):
+    """The waits of a step by line. graphs_key: value of run.graphs."""
+    cfg, counted, lines = configuration(args, folder, run__graphs=graphs_key), 4, {}
     state, batches = new_state(cfg, args.where)
-    steps(state, batches, cfg, 2)
+    steps(state, batches, cfg, 4)
 
     def note(message, category, filename, lineno, file=None, line=None):
         if "synchronizing" in str(message):
@@ -300,28 +328,146 @@ def syncs(args, folder):
         try:
             for _ in range(counted):
                 om.train_step(state, *next(batches), cfg)
+                om.advance(state["progress"], split_step(cfg, 1))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return {"by": "torch.cuda.set_sync_debug_mode", "lines": {line: n / counted for line, n in lines.items()},
-            "host_syncs": sum(lines.values()) / counted, "wrong_device": 0}
+    return {"lines": {line: n / counted for line, n in lines.items()}, "host_syncs": sum(lines.values()) / counted}
+
+
+def named_parts(net):
+    """{module: name} of the parts of a network whose time is told apart."""
+    parts = {}
+    for name, module in net.named_children():
+        children = dict(module.named_children())
+        listed = isinstance(module, torch.nn.ModuleList)
+        for child, part in children.items() if listed or name == "encoder" else [("", module)]:
+            if isinstance(part, torch.nn.ModuleList):
+                parts.update({each: f"{name}.{child}.{place}" for place, each in enumerate(part)})
+            else:
+                parts[part] = f"{name}.{child}".strip(".")
+    return parts
+
+
+@contextlib.contextmanager
+def ranges(net):
+    """Within this context a profile shows the parts of a network, its functions and the losses as ranges."""
+    open_ranges, undo = [], []
+
+    def enter(name):
+        open_ranges.append(torch.profiler.record_function(RANGE + name))
+        open_ranges[-1].__enter__()
+
+    def leave(*_):
+        open_ranges.pop().__exit__(None, None, None)
+    for module, name in named_parts(net).items():
+        undo += [module.register_forward_pre_hook(lambda *_, name=name: enter(name)).remove,
+                 module.register_forward_hook(leave).remove]
+
+    def as_range(name, plain):
+        def within(*given, **more):
+            with torch.profiler.record_function(RANGE + name):
+                return plain(*given, **more)
+        return within
+    for place, name in ((type(net), "align"), (om, "recovery_terms"), (om, "regularity"), (om, "image_similarity"),
+                        (om, "warp"), (om, "deform_batch"), (om, "clip_gradient"), (om, "update_ema")):
+        undo.append(functools.partial(setattr, place, name, getattr(place, name)))
+        setattr(place, name, as_range(name, getattr(place, name)))
+    try:
+        yield
+    finally:
+        for function in undo:
+            function()
+
+
+def parts_ms(profile):
+    """{part: [ms in forward passes, ms in backward passes]} of a profile within `ranges`.
+
+    A kernel belongs to the innermost range around the operation that launched it. In a backward pass that is the range
+    of the forward operation with the same number; what is computed again there has a range of its own.
+    """
+    found, forward_parts = {}, {}
+
+    def part_of(event):
+        backward = None
+        while event is not None:
+            if event.name.startswith(RANGE):
+                return event.name[len(RANGE):]
+            if event.name.startswith("autograd::engine::evaluate_function"):
+                backward = event.sequence_nr
+            event = event.cpu_parent
+        return backward
+    events = [event for event in profile.events() if "cpu" in str(event.device_type).lower()]
+    for event in events:
+        part = part_of(event)
+        if isinstance(part, str) and event.sequence_nr >= 0:
+            forward_parts[event.sequence_nr] = part
+    for event in events:
+        took = sum(kernel.duration for kernel in event.kernels) / 1e3
+        if took:
+            part = part_of(event)
+            behind = not isinstance(part, str)
+            name = forward_parts.get(part, "other") if behind else part
+            found.setdefault(name, [0.0, 0.0])[behind] += took
+    return dict(sorted(found.items(), key=lambda item: -sum(item[1])))
 
 
 def kernels(args, folder):
-    """What the time of a step goes to, and how much of it the device does nothing."""
-    cfg, device, counted = configuration(args, folder), args.where, 3
+    """What the time of a plain step goes to, by kernel and by part of the network, and how long the device is idle."""
+    cfg, device, counted = configuration(args, folder, run__graphs="off"), args.where, 2
     state, batches = new_state(cfg, device)
     steps(state, batches, cfg, 3)
-    with torch.profiler.profile() as profile:
-        seconds = sum(steps(state, batches, cfg, counted))
-    rows, on_device = profile.key_averages(), device.type != "cpu"
+    if device.type == "cpu":
+        with torch.profiler.profile() as profile:
+            seconds = sum(steps(state, batches, cfg, counted))
+        rows = sorted(profile.key_averages(), key=lambda row: row.self_cpu_time_total, reverse=True)
+        top = [{"name": row.key[:100], "ms": row.self_cpu_time_total / counted / 1e3, "calls": row.count / counted}
+               for row in rows[:25]]
+        return {"step_s": seconds / counted, "top": top}
+    seconds = statistics.median(steps(state, batches, cfg, 5))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        steps(state, batches, cfg, counted)
+    rows = on_device(profile)
+    total = sum(row.self_device_time_total for row in rows) / counted / 1e3
+    found = {"step_s": seconds, "busy_ms": total, "launches": sum(row.count for row in rows) / counted,
+             "idle_share": max(1 - total / 1e3 / seconds, 0.0),
+             "top": [{"name": row.key[:100], "ms": row.self_device_time_total / counted / 1e3,
+                      "calls": row.count / counted} for row in rows[:40]]}
+    print(json.dumps(rounded(found)), flush=True)
+    with ranges(state["net"]), torch.profiler.profile() as profile:
+        steps(state, batches, cfg, 1)
+    return {**found, "parts_ms": parts_ms(profile)}
 
-    def busy(row):
-        return row.self_device_time_total if on_device else row.self_cpu_time_total
-    rows = [row for row in rows if busy(row) and (not on_device or "cpu" not in str(row.device_type).lower())]
-    total = sum(map(busy, rows)) / 1e6
-    rows.sort(key=busy, reverse=True)
-    top = [{"name": row.key[:100], "ms": busy(row) / counted / 1e3, "calls": row.count / counted} for row in rows[:25]]
-    return {"step_s": seconds / counted, "idle_share": max(1 - total / seconds, 0.0) if on_device else None, "top": top}
+
+def graph_steps(args, folder):
+    """The step as graphs beside the plain one, and with what makes it cheaper: seconds, busy ms, launches, memory."""
+    device, found = args.where, {}
+    if device.type != "cuda":
+        return {"left_out": NO_DEVICE + "graphs are those of CUDA."}
+    cases = {"plain": {"run__graphs": "off"}, "graphs": {}, "no checkpointing": {"model__use_checkpoint": False},
+             "field_stride 2, no checkpointing": {"model__use_checkpoint": False, "model__field_stride": 2},
+             "graphs again": {}, "plain again": {"run__graphs": "off"}}
+    for name, changes in cases.items():
+        forget_peak(device)
+        began, state, batches = time.perf_counter(), None, None
+        try:
+            cfg = configuration(args, folder, **changes)
+            state, batches = new_state(cfg, device)
+            first = steps(state, batches, cfg, 4)
+            seconds = steps(state, batches, cfg, 6)
+            peak = peak_bytes(device)
+            recorded = {key: value is not None for key, value in (state["graphs"] or {}).get("recorded", {}).items()}
+            with parts_of_a_step(device) as spent:
+                steps(state, batches, cfg, 3)
+            found[name] = {"step_s": statistics.median(seconds), "slowest_s": max(seconds), "first_s": first,
+                           **busy(functools.partial(steps, state, batches, cfg, 1), device), "recorded": recorded,
+                           "allocated_bytes": peak[0], "reserved_bytes": peak[1],
+                           "losses": om.averages(state["progress"]["sums"]),
+                           "parts_ms": {key: 1e3 * statistics.median(values) for key, values in spent.items()}}
+        except Exception as error:  # the others still count
+            found[name] = {"left_out": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
+        found[name]["seconds"] = time.perf_counter() - began
+        print(json.dumps(rounded({name: found[name]})), flush=True)
+    return found
 
 
 def choices(args, folder):
@@ -524,8 +670,8 @@ def checkpoints(args, folder):
             "bytes": sum(path.stat().st_size for path in state["run"].rglob("*.pth")) // 3}
 
 
-SECTIONS = (versions, peaks, tests, agreement, step, syncs, kernels, choices, operations, determinism, ddp, hang, kill,
-            memory, checkpoints)
+SECTIONS = (versions, graph_steps, kernels, peaks, syncs, operations, determinism, checkpoints, tests, agreement, step,
+            choices, ddp, hang, kill, memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -560,12 +706,19 @@ def run_apart(section, args):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
     try:
-        out, err = process.communicate(timeout=SECTION_S)
-        lines = (err if process.returncode else out).strip().splitlines() or ["no output"]
-        found = {"error": lines[-1]} if process.returncode else json.loads(lines[-1])
+        out, err = process.communicate(timeout=args.limit)
+        found = {"error": (err.strip().splitlines() or ["no output"])[-1]} if process.returncode else {}
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        found = {"error": f"not done within {SECTION_S} s, and ended"}
+        out, err = process.communicate()
+        found = {"error": f"not done within {args.limit} s, and ended"}
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    said = [line for line in err.splitlines() if line.startswith(("graphs:", "kernels:"))]
+    found = found or lines.pop()
+    if "error" in found and lines:
+        found["so_far"] = lines
+    if said:
+        found["said"] = said
     return {"section": section.__name__, "seconds": round(time.time() - began, 1), **found}
 
 
@@ -580,6 +733,8 @@ def parse_arguments():
                         help="where the synthetic volumes are kept, and made if they are not there (default: made anew "
                              "for this call)")
     parser.add_argument("--out", type=Path, default=Path("Logs/first_day.json"), help="(%(default)s)")
+    parser.add_argument("--limit", type=float, default=SECTION_S, metavar="S",
+                        help="a section is ended after so many seconds (%(default)s)")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,0 +1,122 @@
+"""Graphs of a mode, on a CPU: operations are recorded as a CUDA graph records kernels, and replayed in place."""
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import OM_train_3modes as om
+from Diffusion import graphs
+from tests.tiny import arguments, log_lines, make_data
+
+
+class OperationGraph(TorchDispatchMode):
+    """As torch.cuda.CUDAGraph: what is recorded is done again with the same tensors, into the same results."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, result))
+        return result
+
+    def replay(self):
+        with torch.no_grad():
+            for function, args, kwargs, result in self.operations:
+                again = function(*args, **kwargs)
+                for old, new in zip(tree_leaves(result), tree_leaves(again)):
+                    if isinstance(old, torch.Tensor) and old is not new:
+                        old.copy_(new)
+
+    def pool(self):
+        return None
+
+
+@contextlib.contextmanager
+def recording(graph, **_):
+    with graph:
+        yield
+
+
+@pytest.fixture
+def graphs_of_operations(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", OperationGraph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    made = []
+
+    def new_graphs(*_):
+        made.append({"calls": {}, "recorded": {}, "pool": None})
+        return made[-1]
+    monkeypatch.setattr(graphs, "new_graphs", new_graphs)
+    return made
+
+
+@pytest.mark.parametrize("changes", [{}, {"data__global_batchsize": 4}], ids=["one batch", "two batches"])
+def test_a_training_by_graphs_has_the_losses_of_the_plain_one(tmp_path, graphs_of_operations, changes):
+    """All modes, embeddings by averaged weights among them, one batch in a step and several."""
+    make_data(tmp_path)
+    words = {"run__epochs": 1, "run__amp": "off", "optim__average": 0.9, "run__exact_sums": False, **changes}
+    steps = {}
+    for way in ("plain", "graphs"):
+        if way == "plain":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(graphs, "new_graphs", lambda *_: None)
+                assert om.main(arguments(tmp_path, **words)) == 0
+        else:
+            assert om.main(arguments(tmp_path, "--fresh", **words)) == 0
+        steps[way] = [line["terms"] for line in log_lines(tmp_path, "step")][-6:]
+    recorded, = graphs_of_operations
+    assert set(recorded["recorded"]) == {"diffusion", "embeddings", "contrastive", "registration"}
+    assert all(recorded["recorded"].values())
+    for one, other in zip(*steps.values()):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def weighted_sum(batch, weight):
+    loss = (batch["x"] * weight).square().sum()
+    return loss, {"loss": loss}, batch["x"] + 1
+
+
+def test_results_are_not_overwritten_and_another_shape_goes_the_plain_way(graphs_of_operations):
+    weight, state = torch.ones(3, requires_grad=True), graphs.new_graphs()
+    for number in range(1, 8):
+        x = torch.full((3,), float(number))
+        loss, terms, kept = graphs.run(state, "f", lambda batch: weighted_sum(batch, weight), {"x": x}, [weight])
+        loss.backward()
+        assert loss.item() == terms["loss"].item() == 3 * number ** 2 and torch.equal(kept, x + 1)
+        assert torch.equal(weight.grad, 2 * x.square())
+        weight.grad = None
+        if number == 6:
+            first = loss, kept
+            assert type(loss.grad_fn).__name__ == "ReplayedBackward"
+    assert first[0].item() == 108 and torch.equal(first[1], torch.full((3,), 7.0))
+    longer = {"x": torch.ones(1, 3)}
+    loss, *_ = graphs.run(state, "f", lambda batch: weighted_sum(batch, weight), longer, [weight])
+    assert type(loss.grad_fn).__name__ != "ReplayedBackward"
+
+
+def test_one_sentence_where_recording_fails_and_where_a_graph_is_wrong(graphs_of_operations, monkeypatch, capsys):
+    weight, calls = torch.ones(3, requires_grad=True), []
+
+    def fails(batch):
+        calls.append(0)
+        if len(calls) == 4:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return weighted_sum(batch, weight)
+
+    def is_wrong(batch):
+        calls.append(0)
+        return weighted_sum({"x": batch["x"] * (1 + (len(calls) == 4))}, weight)
+    for function, words in ((fails, "recording it failed (RuntimeError: operation not permitted"),
+                            (is_wrong, "its graphs differ from it by")):
+        state = graphs.new_graphs()
+        calls.clear()
+        for _ in range(5):
+            loss, *_ = graphs.run(state, "mode 1", function, {"x": torch.ones(3)}, [weight])
+            assert loss.item() == 3
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "graphs: mode 1 runs operation by operation" in said and words in said
