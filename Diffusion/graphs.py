@@ -50,8 +50,8 @@ def run(graphs, name, function, batch, parameters=()):
 
 def recorded_or_none(graphs, name, function, batch, parameters):
     """The graphs of a function, or None after a sentence that says why there are none."""
-    plain = loss_and_gradient(function(batch), parameters)
     try:
+        plain = loss_and_gradient(function(batch), parameters)
         recorded = Recorded(function, batch, parameters, graphs["pool"])
         difference = recorded.difference(batch, *plain)
     except RuntimeError as error:  # what a graph cannot hold, or memory
@@ -64,6 +64,8 @@ def recorded_or_none(graphs, name, function, batch, parameters):
               file=sys.stderr)
         return None
     graphs["pool"] = graphs["pool"] or recorded.forward.pool()
+    del plain
+    torch.cuda.empty_cache()  # of the plain way, which no step takes any more
     return recorded
 
 

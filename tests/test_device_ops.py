@@ -42,7 +42,7 @@ def test_interpolation_by_products_is_that_of_torch(old, new, align_corners, cha
 def test_interpolation_keeps_bfloat16_whose_weights_are_exact_where_sides_double():
     x = torch.randn(1, 4, 6, 8, 4).bfloat16()
     assert interpolate_by_products(x, (12, 16, 8), False).dtype == torch.bfloat16
-    matrix = device_ops.interpolation_matrix(8, 128, False, "cpu")
+    matrix = device_ops.interpolation_matrix(8, 128, False, torch.float32, "cpu")
     assert torch.equal(matrix.bfloat16().float(), matrix) and torch.equal(matrix.sum(1), torch.ones(128))
 
 
@@ -115,3 +115,34 @@ def test_a_flat_volume_has_no_negative_variance():
     y = NormModulateActivate.apply(x, 1, 1e-5, torch.ones(8), torch.zeros(8), torch.zeros(1, 8), torch.zeros(1, 8), 0.2)
     y.sum().backward()
     assert y.isfinite().all() and x.grad.isfinite().all() and y.abs().max() < 0.5
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_small_positive_systems_are_solved_without_a_pivot(n):
+    torch.manual_seed(0)
+    half, right = torch.randn(2, n, n, dtype=torch.float64), torch.randn(2, n, 3, dtype=torch.float64)
+
+    def solve(half, right):
+        return device_ops.SolvePositive.apply(half @ half.mT + 0.01 * torch.eye(n), right)
+    torch.testing.assert_close(solve(half, right), torch.linalg.solve(half @ half.mT + 0.01 * torch.eye(n), right))
+    assert torch.autograd.gradcheck(solve, (half.requires_grad_(), right.requires_grad_()))
+
+
+def test_constants_are_computed_once_on_a_device_and_held_by_a_graph(monkeypatch):
+    """The device's kind decides; the values lie on the CPU."""
+    calls, accelerator = [], torch.device("cuda", 0)
+
+    def value(n, device):
+        calls.append(device)
+        return torch.full((n,), 1.0)
+    first = device_ops.constant(value, 3, device=accelerator)
+    assert device_ops.constant(value, 3, device=accelerator) is first and calls == [accelerator]
+    assert device_ops.constant(value, 3, device="cpu") is not device_ops.constant(value, 3, device="cpu")
+    monkeypatch.setitem(device_ops.SETTINGS, "held", [])
+    device_ops.constant(value, 3, device=accelerator)
+    assert device_ops.SETTINGS["held"] == [first]
+    device_ops.constant(value, 4, device=accelerator)  # while recording: not kept, as it has no values yet
+    calls.clear()
+    device_ops.SETTINGS["held"] = None
+    device_ops.constant(value, 4, device=accelerator)
+    assert calls == [accelerator]

@@ -43,9 +43,11 @@ def recording(graph, **_):
 
 @pytest.fixture
 def graphs_of_operations(monkeypatch):
+    """Has torch.cuda record operations. Returns: the graphs of each training, in the order in which they are made."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", OperationGraph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     made = []
 
     def new_graphs(*_):
