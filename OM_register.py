@@ -1,11 +1,12 @@
 """Register one pair of volumes or a list of pairs, or apply a saved field to further images and landmarks.
 
+    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --out Results/pair
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model Models/RUN --out Results/pair
-    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --affine --refine --out Results/pair
-    python OM_register.py --pairs pairs.json --model Models/RUN --refine --out Results/run
-    python OM_register.py --fixed F.nrrd --moving M.mgz --model none --refine --initial A.mat --also h5 --out Results/b
+    python OM_register.py --pairs pairs.json --out Results/run
+    python OM_register.py --fixed F.nrrd --moving M.mgz --initial A.mat --also h5 --out Results/b
     python OM_register.py --apply Results/pair/field.nii.gz --moving OTHER.nii.gz --out Results/other
 
+Without options a pair is aligned by an affine map and then refined, without a network, as `omnimorph.register` does it.
 Volumes may have any size, spacing and orientation, the two of a pair different ones; they are NIfTI files, .mgz, .nrrd
 or .mha (Dataloader/nifti.py). Written are, for each pair:
 warped.nii.gz and warped_label.nii.gz (on the fixed grid), field.nii.gz (mm, for ITK, ANTs, Slicer and --apply),
@@ -30,12 +31,13 @@ from tqdm import tqdm
 
 from Dataloader.datalist import MOST_CHANNELS, volume_id
 from Dataloader.grids import require_same_grid
-from Dataloader.nifti import read_header, read_label, read_points, read_raw_header, read_volume
+from Dataloader.nifti import open_nifti, read_header, read_label, read_points, read_raw_header, read_volume
 from Dataloader.transforms import read_any_field
+from Dataloader.volume import axes
 from Diffusion.metrics import average, dice
 from Inference.initial import register_from
 from Inference.labels import LABELS, apply_field, apply_label
-from Inference.load_model import DEFAULTS, UNIVERSAL, load_model
+from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import ALSO, disp_name, write_pair, write_points, write_warped
 from Inference.pair_figures import COLUMNS, means, pair_figure, read_pair, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, read_pairs_to_register
@@ -87,12 +89,13 @@ def parse_arguments(argv=None):
                         "paths are relative to it")
     parser.add_argument("--list", metavar="KEY", help="which list of that file, such as registration_val")
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of looking for one")
-    parser.add_argument("--model", metavar="FILE", help="checkpoint, .safetensors file or run folder; "
-                        "universal, the network for any volumes that comes along; or none (universal, with --dims "
-                        "or --config none, with --affine and --refine either way)")
-    parser.add_argument("--affine", nargs="?", const="affine", choices=AFFINES, help="align by this first")
+    parser.add_argument("--model", default="none", metavar="FILE", help="begin with a network's answer: "
+                        "checkpoint, .safetensors file or run folder; universal, the bundled network for any volumes "
+                        "(%(default)s)")
+    parser.add_argument("--affine", nargs="?", const="affine", choices=(*AFFINES, "none"),
+                        help="align by this first (affine; with --initial none)")
     parser.add_argument("--refine", type=int, nargs="?", const=STEPS, metavar="N",
-                        help=f"optimise the field for each pair, in N steps ({STEPS} where no number is given)")
+                        help=f"optimise the field for each pair, in N steps ({STEPS}; 0 for none)")
     parser.add_argument("--similarity", choices=SIMILARITIES, help="by what alignment and refinement compare: "
                         "correlation; for two modalities, such as T1 and T2, mapped or mind (as in the config: "
                         "correlation, where the model was not trained with another)")
@@ -109,7 +112,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--inverse", action="store_true", help="write inverse_field.nii.gz too, on the moving grid")
     parser.add_argument("--learn2reg", action="store_true", help="write disp_<fixed>_<moving>.nii.gz too")
     parser.add_argument("--no-picture", action="store_true", help="no picture.png for each pair")
-    parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes where there is no model (3)")
+    parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes where there is no model (those "
+                        "of the first fixed volume)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
     parser.add_argument("--config", help="config file of refine.* and data.* where there is no model "
                         "(Config/config_om.yaml)")
@@ -123,7 +127,8 @@ def check_arguments(args):
     also_seen = args.fixed_mask or args.moving_mask or args.fixed_channels or args.moving_channels
     one = bool(args.fixed or args.moving or args.fixed_label or args.moving_label or args.points or also_seen)
     if args.apply:
-        if any((args.pairs, args.model, args.affine, args.refine, args.initial, args.also, args.similarity, also_seen)):
+        if any((args.pairs, args.model != "none", args.affine, args.refine, args.initial, args.also, args.similarity,
+                also_seen)):
             raise InputError("--apply takes a field that is there: leave out --pairs, --model, --affine, --refine, "
                              "--initial, --also, --similarity, masks and channels.")
         if not (args.moving or args.moving_label or args.points):
@@ -137,15 +142,11 @@ def check_arguments(args):
         raise InputError(f"a volume has at most {MOST_CHANNELS} channels, the first one included; leave some out.")
     if args.initial and (args.pairs or args.start != "auto"):
         raise InputError("--initial says where one pair begins: leave out --pairs and --start.")
-    if not args.model:
-        args.model = "none" if args.config or args.dims else "universal"
-        if args.model == "universal" and not UNIVERSAL.is_file():
-            raise InputError("--model is missing: give a checkpoint, a run's folder, universal, or none.")
-        args.affine = args.affine or "affine"
-        args.refine = STEPS if args.refine is None else args.refine
-    args.refine = args.refine or 0
+    args.affine = args.affine or ("none" if args.initial else "affine")
+    args.affine = None if args.affine == "none" else args.affine
+    args.refine = STEPS if args.refine is None else args.refine
     if args.model == "none" and not (args.refine or args.affine):
-        raise InputError("--model none needs --refine, --affine or both: otherwise nothing is registered.")
+        raise InputError("--affine none and --refine 0 without a --model: nothing would be registered; leave one out.")
     if args.model != "none" and (args.config or args.dims):
         raise InputError("--config and --dims are for --model none: a model brings its own config.")
     if args.refine < 0:
@@ -164,10 +165,11 @@ def asked_pairs(args):
     return [{"name": name, **{key: Path(path) for key, path in files.items() if path}}]
 
 
-def asked_model(args):
+def asked_model(args, pairs):
     """The model or None, the config, and all settings on which the results depend, as plain JSON."""
     if args.model == "none":
-        model, cfg = None, load_config(args.config or DEFAULTS, [*args.set, f"model.dims={args.dims or 3}"])
+        dims = args.dims or dims_of(pairs)
+        model, cfg = None, load_config(args.config or DEFAULTS, [*args.set, f"model.dims={dims}"])
         weights = None
     else:
         model = load_model(args.model, args.device, args.set)
@@ -178,6 +180,15 @@ def asked_model(args):
     initial = sha256(args.initial) if args.initial and Path(args.initial).is_file() else None
     settings = {"weights": weights, "initial": initial, **asked, "config": cfg}
     return model, cfg, json.loads(json.dumps(settings))
+
+
+def dims_of(pairs):
+    """The number of axes of the first fixed volume that can be opened, else 3."""
+    for pair in pairs:
+        found = attempt(pair["fixed"], lambda path: axes(path, open_nifti(path).shape), pair["fixed"])
+        if not isinstance(found, str):
+            return found
+    return 3
 
 
 def how_registered(args):
@@ -200,8 +211,8 @@ def register_all(args):
     """Register one pair or a list; returns the exit code. A pair of a list that cannot be done does not end it."""
     out, args.device = Path(args.out), pick_device(args.device)
     prepare_device(args.device, 0)
-    model, cfg, settings = asked_model(args)
     pairs = asked_pairs(args)
+    model, cfg, settings = asked_model(args, pairs)
     make_folder(out)
     token = run_lock.lock(out, STALE_S, instead="name another --out")
     try:

@@ -70,8 +70,8 @@ drawing deformed copies of labelled images for the training of other networks.
 - Folding is discouraged in the training, not impossible: every tool reports it for each field.
 
 ## Use
+    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --affine none --refine 0 --out Results/fast
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --out Results/pair
-    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --refine --out Results/pair
     python OM_augment.py --image I.nii.gz --label L.nii.gz --model {name} --out Results/augmented
     python -c "from Inference.load_model import load_model; net, cfg = load_model('{name}')"
 

@@ -293,7 +293,8 @@ def pair_of(data):
 
 def test_a_network_registers_what_it_was_trained_with(data, trained, tmp_path, capsys):
     (fixed, fixed_2), (moving, moving_2) = pair_of(data)
-    command = ["--fixed", fixed, "--moving", moving, "--model", str(trained / "Models/demo_om_net"), "--device", "cpu"]
+    command = ["--fixed", fixed, "--moving", moving, "--model", str(trained / "Models/demo_om_net"), "--affine", "none",
+               "--refine", "0", "--device", "cpu"]
     assert OM_register.main([*command, "--out", str(tmp_path / "one")]) == 43
     assert "trained on volumes of 2 channels (data.channels), and 1 is given" in capsys.readouterr().err
     both = ["--fixed-channels", fixed_2, "--moving-channels", moving_2]

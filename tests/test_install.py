@@ -161,7 +161,7 @@ def test_the_five_commands_explain_themselves(installed, elsewhere):
 @pytest.mark.slow
 def test_registration_scores_and_copies_away_from_the_repository(installed, elsewhere):
     done = call(installed, elsewhere, "register", "--fixed", "F.nii.gz", "--moving", "M.nii.gz", "--moving-label",
-                "M_label.nii.gz", "--model", "none", "--refine", "5", "--out", "pair")
+                "M_label.nii.gz", "--affine", "none", "--refine", "5", "--out", "pair")
     assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["pairs"] == 1, done.stderr
     assert read_field(elsewhere / "pair/field.nii.gz")[0].any()
     done = call(installed, elsewhere, "evaluate", "--fixed-label", "F_label.nii.gz", "--warped-label",

@@ -219,7 +219,7 @@ def test_the_program_takes_masks_and_modalities(tmp_path):
     (tmp_path / "pairs.json").write_text(json.dumps([
         {"name": "a", "fixed": "fixed.nii.gz", "moving": "moving.nii.gz", "fixed_mask": "mask.nii.gz"},
         {"name": "b", "fixed": "fixed.nii.gz", "moving": "moving.nii.gz", "moving_mask": "small.nii.gz"}]))
-    options = ["--model", "none", "--refine", "2", "--similarity", "mapped", "--no-picture", "--device", "cpu"]
+    options = ["--affine", "none", "--refine", "2", "--similarity", "mapped", "--no-picture", "--device", "cpu"]
     assert om_register(["--pairs", str(tmp_path / "pairs.json"), "--out", str(tmp_path / "out"), *options]) == 43
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     row, = results["pairs"]
@@ -267,7 +267,7 @@ def test_the_program_takes_channels_and_warps_them(tmp_path):
                         ("small", moving[2:])):
         write_volume(tmp_path / f"{name}.nii.gz", array.astype(np.float32), SPACING_MM)
     path = {name: str(tmp_path / f"{name}.nii.gz") for name in ("f", "m", "f2", "m2", "small")}
-    options = ["--fixed", path["f"], "--moving", path["m"], "--fixed-channels", path["f2"], "--model", "none",
+    options = ["--fixed", path["f"], "--moving", path["m"], "--fixed-channels", path["f2"], "--affine", "none",
                "--refine", "4", "--no-picture", "--device", "cpu", "--out", str(tmp_path / "out")]
     assert om_register([*options, "--moving-channels", path["m2"]]) == 0
     field, affine = read_field(tmp_path / "out/field.nii.gz")

@@ -47,7 +47,7 @@ ELSEWHERE = {
                      ".venv/bin/python -m omnimorph.explain < Logs/train_multi_1234.out"], "tests/test_explain.py"),
     **dict.fromkeys([
         "pip install .",
-        "omnimorph register --fixed F.nii.gz --moving M.nii.gz --model none --affine --refine --out Results/first",
+        "omnimorph register --fixed F.nii.gz --moving M.nii.gz --out Results/first",
         "omnimorph augment --image I.nii.gz --label L.nii.gz --model none --out Data/copies",
         "omnimorph prepare --config config_om.yaml --set data.root=Data/brains",
         "omnimorph train --config config_om.yaml --set data.root=Data/brains",
@@ -58,7 +58,7 @@ ELSEWHERE = {
         "bash_train_multi_nodes.sh --config Config/config_om.yaml --set data.root=Data/brains",
         "docker build --build-arg DEVICE=cuda -f Scripts/containers/Dockerfile -t omnimorph:cuda .",
         'docker run --rm --gpus all -v "$PWD:/data" omnimorph:cuda omnimorph register --fixed F.nii.gz '
-        "--moving M.nii.gz --model none --affine --refine --device auto --out Results/first",
+        "--moving M.nii.gz --out Results/first",
     ], "tests/test_containers.py"),
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
@@ -66,7 +66,7 @@ ELSEWHERE = {
     **dict.fromkeys(["bash Scripts/bash_train_universal.sh", ".venv/bin/python tests/bench/bench_universal.py",
                      ".venv/bin/python OM_train_3modes.py --config Config/config_tune.yaml --set data.root=Data/brains "
                      "--init-from universal"], "tests/test_universal.py"),  # half an hour and more
-    ".venv/bin/python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model none --refine --initial "
+    ".venv/bin/python OM_register.py --fixed F.nii.gz --moving M.nii.gz --initial "
     "Results/theirs/0GenericAffine.mat --also h5 mat nrrd --out Results/further": "tests/test_transforms.py",
     **dict.fromkeys([
         ".venv/bin/python OM_augment.py --data nnUNet_raw/Dataset004_Hippocampus --model none --draws 4 --workers 2 "

@@ -70,6 +70,11 @@ def image(place, name, kind="images"):
     return place / f"{kind}Tr/{name}.nii.gz"
 
 
+def network(place):
+    """The words for the answer of the network alone."""
+    return ["--model", place / "run", "--affine", "none", "--refine", 0]
+
+
 def pair_words(place, fixed="a_0001", moving="b_0002"):
     return ["--fixed", image(place, fixed), "--moving", image(place, moving), "--fixed-label",
             image(place, fixed, "labels"), "--moving-label", image(place, moving, "labels")]
@@ -87,7 +92,7 @@ def refused(capsys, words, *arguments):
 @pytest.fixture(scope="module")
 def pair(place):
     """One pair, registered by a process of its own, in float32: in bf16 the number of threads shows."""
-    found = process(place, *pair_words(place), "--model", place / "run", "--inverse", "--points", place / "points.csv",
+    found = process(place, *pair_words(place), *network(place), "--inverse", "--points", place / "points.csv",
                     "--out", place / "pair", "--device", "cpu", "--set", "run.amp=off")
     assert found.returncode == 0, found.stderr
     return found
@@ -193,7 +198,7 @@ def test_a_list_goes_on_after_a_bad_pair(place):
     (place / "pairs.json").write_text(json.dumps({"name": "Learn2Reg", "registration_val": entries}))
     data = image(place, "c_0003").read_bytes()
     image(place, "cut_0009").write_bytes(data[:len(data) // 2])
-    words = ["--pairs", place / "pairs.json", "--model", place / "run", "--learn2reg", "--out", place / "list",
+    words = ["--pairs", place / "pairs.json", *network(place), "--learn2reg", "--out", place / "list",
              "--device", "cpu", "--no-picture"]
     found = process(place, *words)
     assert found.returncode == 43 and found.stderr.count("error: ") == 1 and "Traceback" not in found.stderr
@@ -219,7 +224,7 @@ def listed(place, folder, *more):
     pairs = [("b_0002", "a_0001"), ("c_0003", "a_0001")]
     entries = [{"moving": str(image(place, moving)), "fixed": str(image(place, fixed))} for moving, fixed in pairs]
     (folder / "pairs.json").write_text(json.dumps([*entries, *more]))
-    words = ("--pairs", folder / "pairs.json", "--model", place / "run", "--device", "cpu", "--no-picture", "--inverse",
+    words = ("--pairs", folder / "pairs.json", *network(place), "--device", "cpu", "--no-picture", "--inverse",
              "--out", folder / "out")
     return [str(word) for word in words]
 
@@ -355,7 +360,7 @@ def test_labels_of_a_learn2reg_list(place):
 
 
 def test_without_a_model_by_refinement(place):
-    words = [*pair_words(place), "--model", "none", "--refine", 6, "--out", place / "refined", "--set",
+    words = [*pair_words(place), "--affine", "none", "--refine", 6, "--out", place / "refined", "--set",
              "refine.levels=2", "--device", "cpu", "--no-picture"]
     assert OM_register.main([str(word) for word in words]) == 0
     row = json.loads((place / "refined/results.json").read_text())["pairs"][0]
@@ -384,7 +389,7 @@ def test_volumes_apart_are_said_on_the_terminal_and_on_the_page(place, tmp_path,
     array, affine = read_volume(image(place, "c_0003"))
     affine[:3, 3] += [25, 0, 0]
     write_volume(tmp_path / "away.nii.gz", array, affine)
-    words = ["--fixed", image(place, "a_0001"), "--moving", tmp_path / "away.nii.gz", "--model", place / "run",
+    words = ["--fixed", image(place, "a_0001"), "--moving", tmp_path / "away.nii.gz", *network(place),
              "--device", "cpu", "--no-picture"]
     assert OM_register.main([str(word) for word in [*words, "--start", "header", "--out", tmp_path / "out"]]) == 0
     assert re.search(r"warning: .*away.nii.gz covers \d+ % .*--affine or --start centre", capsys.readouterr().err)
@@ -417,7 +422,7 @@ def test_bad_volumes(place, tmp_path, capsys, kind, words):
     good, bad = image(place, "a_0001"), broken(place, tmp_path, kind)
     for fixed, moving in ((good, bad), (bad, good)):
         if kind != "slice" or fixed == good:
-            refused(capsys, words, "--fixed", fixed, "--moving", moving, "--model", place / "run", "--out",
+            refused(capsys, words, "--fixed", fixed, "--moving", moving, *network(place), "--out",
                     tmp_path / "out", "--device", "cpu")
     assert not list((tmp_path / "out").glob("*.nii.gz"))
 
@@ -430,7 +435,7 @@ def test_a_process_prints_no_traceback(place, tmp_path):
 
 
 def test_labels_that_do_not_belong_to_their_image(place, tmp_path, capsys):
-    words = ["--fixed", image(place, "a_0001"), "--moving", image(place, "b_0002"), "--model", place / "run", "--out",
+    words = ["--fixed", image(place, "a_0001"), "--moving", image(place, "b_0002"), *network(place), "--out",
              tmp_path / "out", "--device", "cpu", "--moving-label"]
     refused(capsys, "a_0001.nii.gz: the label is on another grid than its image .*b_0002.nii.gz", *words,
             image(place, "a_0001", "labels"))
@@ -454,14 +459,13 @@ def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("more, words", [
-    (["--model", "nowhere.pth"], "nowhere.pth: no such model"), ([], "--model is missing"),
-    (["--model", "none"], "--model none needs --refine,"), (["--model", "none", "--refine", "-3"], "--refine -3"),
+    (["--model", "nowhere.pth"], "nowhere.pth: no such model"), (["--refine", "-3"], "--refine -3"),
+    (["--affine", "none", "--refine", "0"], "nothing would be registered"),
     (["--model", "RUN", "--dims", "2"], "--config and --dims are for --model none"),
     (["--model", "RUN", "--set", "refine.speed=3"], "unknown key refine.speed"),
     (["--model", "RUN", "--pairs", "list.json"], "give either --pairs or the files of one pair"),
     (["--model", "none", "--refine", "2", "--config", "no.yaml"], "no.yaml: there is no such config")])
-def test_bad_options(place, tmp_path, capsys, monkeypatch, more, words):
-    monkeypatch.setattr(OM_register, "UNIVERSAL", tmp_path / "nobody has made it")
+def test_bad_options(place, tmp_path, capsys, more, words):
     more = [place / "run" if word == "RUN" else word for word in more]
     refused(capsys, words, "--fixed", image(place, "a_0001"), "--moving", image(place, "b_0002"), "--device", "cpu",
             "--out", tmp_path / "out", *more)
@@ -469,7 +473,7 @@ def test_bad_options(place, tmp_path, capsys, monkeypatch, more, words):
 
 def test_the_output_cannot_be_a_file(place, tmp_path, capsys):
     (tmp_path / "out").write_text("here I am")
-    refused(capsys, "out: no folder can be made there", *pair_words(place), "--model", place / "run", "--device",
+    refused(capsys, "out: no folder can be made there", *pair_words(place), *network(place), "--device",
             "cpu", "--out", tmp_path / "out")
     assert (tmp_path / "out").read_text() == "here I am"
 
@@ -477,7 +481,7 @@ def test_the_output_cannot_be_a_file(place, tmp_path, capsys):
 def test_results_never_take_the_place_of_what_is_read(place, tmp_path, capsys):
     shutil.copy(place / "points.csv", tmp_path / "points.csv")
     shutil.copy(image(place, "b_0002"), tmp_path / "warped.nii.gz")
-    words = ["--fixed", image(place, "a_0001"), "--model", place / "run", "--out", tmp_path, "--device", "cpu"]
+    words = ["--fixed", image(place, "a_0001"), *network(place), "--out", tmp_path, "--device", "cpu"]
     refused(capsys, "points.csv: the result of that name would take its place", *words, "--moving",
             image(place, "b_0002"), "--points", tmp_path / "points.csv")
     refused(capsys, "warped.nii.gz: the result", *words, "--moving", tmp_path / "warped.nii.gz")
@@ -495,7 +499,7 @@ def test_a_full_disk_is_one_sentence(place, pair, tmp_path, capsys):
 
 def test_learn2reg_names_need_numbers_and_one_grid(place, tmp_path, capsys):
     shutil.copy(image(place, "a_0001"), tmp_path / "nameless.nii.gz")
-    words = ["--model", place / "run", "--out", tmp_path / "out", "--learn2reg", "--device", "cpu"]
+    words = [*network(place), "--out", tmp_path / "out", "--learn2reg", "--device", "cpu"]
     refused(capsys, "names fields by the numbers", "--fixed", image(place, "c_0003"), "--moving",
             tmp_path / "nameless.nii.gz", *words)
     refused(capsys, "--learn2reg needs both on one grid", "--fixed", image(place, "a_0001"), "--moving",
@@ -513,6 +517,6 @@ def test_learn2reg_names_need_numbers_and_one_grid(place, tmp_path, capsys):
 def test_bad_lists(place, tmp_path, capsys, content, words):
     (tmp_path / "pairs.json").write_text(content)
     refused(capsys, f"pairs.json: .*{re.escape(words) if '../' in words else words}", "--pairs",
-            tmp_path / "pairs.json", "--model", place / "run", "--out", tmp_path / "out", "--device", "cpu")
-    refused(capsys, "nowhere.json: no such list", "--pairs", tmp_path / "nowhere.json", "--model", place / "run",
+            tmp_path / "pairs.json", *network(place), "--out", tmp_path / "out", "--device", "cpu")
+    refused(capsys, "nowhere.json: no such list", "--pairs", tmp_path / "nowhere.json", *network(place),
             "--out", tmp_path / "out", "--device", "cpu")

@@ -312,11 +312,12 @@ def test_it_is_written_where_the_network_segments_and_goes_where_another_does_no
         write_volume(tmp_path / f"{side}.nii.gz", image.astype(np.float32), affine)
     words = ["--fixed", tmp_path / "fixed.nii.gz", "--moving", tmp_path / "moving.nii.gz", "--start", "centre",
              "--device", "cpu", "--no-picture", "--out", tmp_path / "out"]
-    assert OM_register.main([str(word) for word in [*words, "--model", trained / "Models/demo_om_net"]]) == 0
+    assert OM_register.main([str(word) for word in [*words, "--model", trained / "Models/demo_om_net", "--affine",
+                                                         "none", "--refine", "0"]]) == 0
     for side, (image, affine) in sides.items():
         found, placed = read_label(tmp_path / f"out/segmented_{side}.nii.gz", 3)
         assert found.shape == image.shape and np.allclose(placed, affine, atol=1e-5) and found.max() <= 6
-    assert OM_register.main([str(word) for word in [*words, "--model", "none", "--refine", "2"]]) == 0
+    assert OM_register.main([str(word) for word in [*words, "--affine", "none", "--refine", "2"]]) == 0
     assert not list(tmp_path.glob("out/segmented*")), "they belong to another registration"
 
 

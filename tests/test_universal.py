@@ -122,7 +122,7 @@ def test_a_training_begins_with_its_weights(tmp_path, shipped):
 
 
 def test_it_registers_and_refines_volumes_of_other_sizes(volumes, shipped):
-    assert asked(volumes, "--refine", "10") == 0
+    assert asked(volumes, "--affine", "none", "--refine", "10") == 0
     field, _ = read_field(volumes / "out/field.nii.gz")
     assert field.shape == (3, 22, 26, 20) and np.abs(field).max() > 0.3
     settings = json.loads((volumes / "out/results.json").read_text())["settings"]
@@ -132,12 +132,13 @@ def test_it_registers_and_refines_volumes_of_other_sizes(volumes, shipped):
     np.testing.assert_allclose(named.field, field, atol=2e-3)
 
 
-@pytest.mark.parametrize("words, affine, refine", [((), "affine", 100), (("--refine", "3"), "affine", 3),
-                                                   (("--affine", "rigid", "--refine", "0"), "rigid", 0)])
-def test_it_is_taken_with_alignment_and_refinement_where_no_model_is_named(volumes, shipped, words, affine, refine):
-    assert asked(volumes, *words, model=()) == 0
-    settings = json.loads((volumes / "out/results.json").read_text())["settings"]
-    assert (settings["affine"], settings["refine"], settings["config"]["data.name"]) == (affine, refine, "universal")
+def test_it_is_an_option_and_not_the_default(volumes, shipped):
+    for model, name in (((), None), (("--model", "universal"), "universal")):
+        assert asked(volumes, "--affine", "rigid", "--refine", "1", model=model) == 0
+        settings = json.loads((volumes / "out/results.json").read_text())["settings"]
+        assert (settings["weights"] is None) == (name is None), "without the option no network is loaded"
+        assert (settings["affine"], settings["refine"]) == ("rigid", 1)
+        assert name in (None, settings["config"]["data.name"])
 
 
 def test_a_folder_of_that_name_is_named_by_its_path(shipped, tmp_path, monkeypatch):

@@ -198,7 +198,7 @@ def report(tmp_path_factory):
         write_volume(folder / f"{name}.nii.gz", subject["image"], affine)
         write_volume(folder / f"{name}_label.nii.gz", subject["label"].astype(np.uint8), affine)
     words = ["--fixed", "F.nii.gz", "--moving", "M.nii.gz", "--fixed-label", "F_label.nii.gz", "--moving-label",
-             "M_label.nii.gz", "--model", "none", "--refine", "5", "--out", "out", "--device", "cpu"]
+             "M_label.nii.gz", "--affine", "none", "--refine", "5", "--out", "out", "--device", "cpu"]
     words = [str(folder / word) if word.endswith(".gz") or word == "out" else word for word in words]
     assert OM_register.main(words) == 0
     return folder / "out/report.html"

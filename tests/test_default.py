@@ -1,0 +1,98 @@
+"""One default: the command without options and `omnimorph.register` of whatever holds the two volumes are one call."""
+import hashlib
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+import OM_register
+import omnimorph
+from Dataloader.nifti import read_field, write_field, write_volume
+from Dataloader.synthetic import make_subject
+from Dataloader.volume import read_source
+from tests.test_nifti import OBLIQUE
+
+SHAPES = {"F": (14, 16, 12), "M": (15, 13, 14)}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two volumes on two grids, and what the function makes of them by their paths."""
+    folder = tmp_path_factory.mktemp("default")
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        affine = OBLIQUE.copy()
+        affine[:3, 3] = -affine[:3, :3] @ (np.subtract(shape, 1) / 2) + seed
+        image = np.rint(1000 * make_subject(seed, shape)["image"]).astype(np.int16)
+        write_volume(folder / f"{name}.nii.gz", image, affine)
+    return folder, omnimorph.register(folder / "F.nii.gz", folder / "M.nii.gz")
+
+
+def digest(array):
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def test_the_command_without_options_gives_the_same_field(place, tmp_path):
+    folder, found = place
+    assert np.abs(found.field).max() > 0.5 and found.seconds["affine"] > 0 and found.seconds["refine"] > 0
+    assert OM_register.main(["--fixed", str(folder / "F.nii.gz"), "--moving", str(folder / "M.nii.gz"), "--no-picture",
+                             "--out", str(tmp_path / "out")]) == 0
+    write_field(tmp_path / "ours.nii.gz", found.field, found.fixed.affine, found.fixed.header)
+    for name in ("ours", "out/field"):
+        assert read_field(tmp_path / f"{name}.nii.gz")[0].shape == (3, *SHAPES["F"])
+    assert (tmp_path / "ours.nii.gz").read_bytes() == (tmp_path / "out/field.nii.gz").read_bytes()
+
+
+def test_an_image_in_memory_gives_the_same_field(place):
+    folder, found = place
+    again = omnimorph.register(*(nibabel.load(folder / f"{name}.nii.gz") for name in SHAPES))
+    assert digest(again.field) == digest(found.field) and again.warnings == found.warnings == []
+
+
+@pytest.mark.parametrize("kind", ["text", "nibabel", "SimpleITK", "array and affine", "tensor with a gradient"])
+def test_whatever_holds_a_volume(place, kind):
+    path = place[0] / "F.nii.gz"
+    image, source = nibabel.load(path), str(path)
+    if kind == "nibabel":
+        source = image
+    elif kind == "SimpleITK":
+        source = pytest.importorskip("SimpleITK").ReadImage(source)
+    elif kind == "array and affine":
+        source = image.get_fdata(), image.affine
+    elif kind == "tensor with a gradient":
+        source = torch.tensor(image.get_fdata(), requires_grad=True), image.affine.tolist()
+    volume = read_source(source, "fixed")
+    assert digest(volume.array) == digest(place[1].fixed.array)
+    np.testing.assert_allclose(volume.affine, image.affine, atol=0 if kind != "SimpleITK" else 1e-4)
+
+
+def test_an_array_alone_says_that_its_spacing_is_unknown(place):
+    volumes = [make_subject(seed, SHAPES["F"])["image"] for seed in (0, 1)]
+    with pytest.warns(UserWarning, match="moving: an array alone does not say its spacing, and voxels of 1 mm"):
+        found = omnimorph.register(*volumes, affine=False, refine=1)
+    assert np.array_equal(found.fixed.affine, np.eye(4)) and found.field.shape == (3, *SHAPES["F"])
+
+
+GOOD = np.random.default_rng(0).random((8, 9, 10))
+
+
+@pytest.mark.parametrize("source, words", [
+    (None, "moving: NoneType is no volume; give a path, a nibabel or SimpleITK image, an array"),
+    ((GOOD, nibabel.Nifti1Header()), "moving: a Nifti1Header stands where its affine belongs"),
+    ((GOOD, GOOD), "moving: the affine of shape .8, 9, 10. is no invertible 4x4 matrix"),
+    ((GOOD, np.eye(4), 1), "moving: 3 things instead of an array and its affine"),
+    ((GOOD.astype(complex), np.eye(4)), "moving: voxels of type complex128"),
+    ("nowhere.nii.gz", "nowhere.nii.gz: no such file"),
+    (nibabel.Nifti1Image(GOOD[..., None, None] * np.ones(2), np.eye(4)), "moving: shape .8, 9, 10, 1, 2. is neither")])
+def test_what_holds_no_volume_is_one_sentence(source, words):
+    with pytest.raises(omnimorph.InputError, match=words) as error:
+        omnimorph.register((GOOD, np.eye(4)), source)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@pytest.mark.parametrize("device", ["cuda", "gpu"])
+def test_a_device_that_is_not_there_is_one_sentence(device):
+    with pytest.raises(omnimorph.InputError, match=f"{device} is asked for, but torch .* sees no such device") as error:
+        omnimorph.register((GOOD, np.eye(4)), (GOOD, np.eye(4)), device=device)
+    assert "\n" not in str(error.value)
