@@ -22,7 +22,7 @@ TO_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])  # its own inverse
 
 def is_itk(path):
     """Whether a path is one of a file that is read by SimpleITK."""
-    return Path(path).suffix in READ
+    return Path(path).suffix.lower() in READ
 
 
 def import_sitk(path):

@@ -12,6 +12,7 @@ another unit of length, ITK converts the grid but not the vectors: they are mill
 """
 import gzip
 import math
+import re
 import zlib
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from scipy import ndimage
 
 from Dataloader import formats
 from Runtime.errors import InputError
-from Runtime.files import write_file
+from Runtime.files import require_file, write_file
 
 NIFTI = (".nii.gz", ".nii")
 FREESURFER = (".mgz", ".mgh")
@@ -34,8 +35,15 @@ MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes of metre and micrometre; ITK
 MOST_BYTES = 16 * 2 ** 30  # of a compressed file's voxels, so that a damaged header cannot ask for all memory
 CHUNK = 8 * 2 ** 20  # bytes decompressed at a time
 MOST_AFTER = 64 * 2 ** 20  # bytes after the last voxel: they are read up to the checksum, but not kept
+ROUNDED = 1e-3  # of a label: what a scale factor such as 1.000015 may add
 VECTOR = 1007  # NIfTI's intent of a vector per voxel, which ITK and ANTs write for displacement fields
+FSL_INTENTS = range(2006, 2020)  # displacements and coefficients of FNIRT and TOPUP
 LPS = np.array([-1.0, -1.0, 1.0])  # signs from RAS to ITK's world, whose first two axes point the other way
+
+
+def ends_in(path, suffixes):
+    """Whether a path has one of these suffixes (a word or a tuple), in capitals or not: some scanners write .NII.GZ."""
+    return Path(path).name.lower().endswith(suffixes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,18 +113,32 @@ def checked_image(path, array):
 def read_label(path, dims=3):
     """Read one label map.
 
-    Returns: array (D, H, W) or (H, W), int16, C-contiguous; affine 4x4 float64.
+    Returns: array (D, H, W) or (H, W), C-contiguous, int16, or int32 where the labels need it, as those of atlases of
+    the mouse brain do; affine 4x4 float64.
     Raises InputError as `read_volume` does, except that a constant map is allowed, and for values that are not
-    whole numbers or do not fit int16.
+    whole numbers (within ROUNDED, which a scale factor in the header may cost) or do not fit int32.
     """
     array, affine = _read(path, dims)
     _require_finite(path, array)
-    broken = np.count_nonzero(array != np.round(array))
-    if broken:
-        raise InputError(f"{path}: {broken} label voxels are not whole numbers; resample labels by nearest neighbour.")
-    if array.min() < -32768 or array.max() > 32767:
-        raise InputError(f"{path}: labels from {array.min():g} to {array.max():g} do not fit int16; renumber them.")
-    return np.ascontiguousarray(array, dtype=np.int16), affine
+    if array.dtype.kind == "f":
+        whole = np.round(array)
+        broken = np.count_nonzero(np.abs(array - whole) > ROUNDED * np.maximum(1, np.abs(whole)))
+        if broken:
+            raise InputError(f"{path}: {broken} label voxels are not whole numbers; resample labels by nearest "
+                             "neighbour.")
+        array = whole
+    dtype = next((kind for kind in (np.int16, np.int32)
+                  if array.min() >= np.iinfo(kind).min and array.max() <= np.iinfo(kind).max), None)
+    if dtype is None:
+        raise InputError(f"{path}: labels from {array.min():g} to {array.max():g} do not fit int32; renumber them.")
+    return np.ascontiguousarray(array, dtype=dtype), affine
+
+
+def read_numbers(path, dims=3):
+    """Read one image of any finite numbers, also a constant or a soft mask: as `read_volume` otherwise."""
+    array, affine = _read(path, dims)
+    _require_finite(path, array)
+    return np.ascontiguousarray(array, dtype=np.float32), affine
 
 
 def read_header(path, dims=3, channels=1):
@@ -139,20 +161,21 @@ def open_nifti(path):
     Of a file that is no NIfTI file it has shape, affine and number type; its voxels come from `read_voxels`.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; check the path.")
+    require_file(path)
+    if path.suffix.lower() in (".zst", ".bz2", ".xz"):
+        raise InputError(f"{path}: compressed as {path.suffix}; unpack it, or store it as .nii.gz.")
     if formats.is_itk(path):
         return formats.open_itk(path)
     try:
         image = nibabel.load(path)
     except READ_ERRORS as error:
-        kind = "FreeSurfer" if path.suffix in FREESURFER else "NIfTI"
+        kind = "FreeSurfer" if ends_in(path, FREESURFER) else "NIfTI"
         raise InputError(f"{path}: not a readable {kind} file ({error}); export it again as .nii.gz.") from error
     if isinstance(image, nibabel.MGHImage):
         return as_nifti(image)
     if not isinstance(image, nibabel.Nifti1Image):
         raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it to .nii.gz.")
-    if path.suffix != ".gz":
+    if not ends_in(path, ".gz"):
         _require_bytes(path, image, path.stat().st_size)
     return image
 
@@ -202,7 +225,7 @@ def read_affine(path, image, dims):
 
 def require_volume_name(path):
     """Raises InputError for a path whose suffix is not that of a volume that can be written: before long work."""
-    if not Path(path).name.endswith(WRITTEN):
+    if not ends_in(path, WRITTEN):
         raise InputError(f"{path}: a volume file ends in {', '.join(WRITTEN)}; rename the output.")
 
 
@@ -226,9 +249,9 @@ def write_volume(path, array, affine, header=None):
     if formats.is_itk(path):
         formats.write_itk(path, array, affine)
         return
-    if path.name.endswith(FREESURFER):
+    if ends_in(path, FREESURFER):
         image = nibabel.MGHImage(_for_freesurfer(path, array), affine)
-        write_file(path, lambda file: _write_nifti(file, image, path.suffix == ".mgz"))
+        write_file(path, lambda file: _write_nifti(file, image, ends_in(path, ".mgz")))
         return
     if header is not None:
         affine[:3] /= mm_of_unit(header)
@@ -238,7 +261,7 @@ def write_volume(path, array, affine, header=None):
     image.set_sform(affine, 1 if header is None else int(header["sform_code"]) or 1)
     if not int(image.header["xyzt_units"]) & 7:
         image.header["xyzt_units"] |= 2  # millimetres; the unit of time stays
-    write_file(path, lambda file: _write_nifti(file, image, path.suffix == ".gz"))
+    write_file(path, lambda file: _write_nifti(file, image, ends_in(path, ".gz")))
 
 
 def _write_nifti(file, image, compressed):
@@ -276,9 +299,9 @@ def read_voxels(path, image):
     """All voxels of an open file in its own (scaled) dtype. Raises InputError for a damaged file."""
     if formats.is_itk(path):
         return formats.read_itk(path)
-    kind = nibabel.MGHImage if Path(path).suffix in FREESURFER else type(image)
+    kind = nibabel.MGHImage if ends_in(path, FREESURFER) else type(image)
     try:
-        if Path(path).suffix in (".gz", ".mgz"):
+        if ends_in(path, (".gz", ".mgz")):
             # Decompress the whole file, which verifies the checksum at its end; nibabel would stop before it.
             content = _decompressed(path, image)
             image = kind.from_bytes(content)
@@ -329,11 +352,19 @@ def _require_finite(path, array):
         raise InputError(f"{path}: {bad} of {array.size} voxels are NaN or infinite; repair or remove the volume.")
 
 
+def one_plane(shape):
+    """What to say of a volume that is one plane along another axis than the last."""
+    return (f"shape {tuple(shape)} is one plane along axis {shape.index(1)}, and a 2D volume has it along the last; "
+            "reorder the axes, as numpy.moveaxis or fslswapdim does.")
+
+
 def _squeezed_shape(path, shape, dims):
     """Shape without trailing axes of length 1, which must leave `dims` axes."""
     kept = tuple(shape)
     while kept and kept[-1] == 1:
         kept = kept[:-1]
+    if dims == 2 and len(kept) == 3 and 1 in kept:
+        raise InputError(f"{path}: {one_plane(kept)}")
     if len(kept) > dims:
         raise InputError(f"{path}: shape {shape} is not {dims}D; split it into one {dims}D file per volume.")
     if len(kept) < dims or min(kept) < 1:
@@ -388,11 +419,13 @@ def read_field(path, dims=3):
     """Read a field written by `write_field` or `write_field_learn2reg`, or by ITK, ANTs or a Learn2Reg participant.
 
     Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4.
-    Raises InputError, naming the file, where it is missing, damaged, not finite or of another shape.
+    Raises InputError, naming the file, where it is missing, damaged, not finite, of another shape, or of a program
+    whose fields mean something else.
     """
     image = open_nifti(path)
+    _require_ours(path, image.header)
     shape = image.shape
-    in_mm = len(shape) == 5 and shape[3:] == (1, 3)
+    in_mm = is_in_mm(shape)
     if not in_mm and not (len(shape) == 4 and shape[3] == 3):
         raise InputError(f"{path}: shape {shape} is no displacement field; it has to be (X, Y, Z, 1, 3) in millimetres "
                          "(ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
@@ -410,6 +443,28 @@ def read_field(path, dims=3):
     return to_voxels(vectors * LPS.reshape(3, *[1] * dims), affine), affine
 
 
+def is_in_mm(shape):
+    """Whether the shape of a file is that of a field in millimetres (ITK, ANTs), not in voxels (Learn2Reg)."""
+    return len(shape) == 5 and tuple(shape[3:]) == (1, 3)
+
+
+def _require_ours(path, header):
+    """Raise InputError for a field of a program that writes other numbers into the same shape."""
+    code, name = int(header["intent_code"]), header["intent_name"].item().decode("latin-1").strip("\0 ")
+    theirs = None
+    if ends_in(path, FREESURFER):
+        theirs = "a warp of FreeSurfer"
+    elif code in FSL_INTENTS:
+        theirs = f"a field of FSL (intent {code}), in millimetres along its own axes"
+    elif name == "NREG_TRANS":
+        theirs = "a transformation of NiftyReg, which stores positions"
+    elif name == "Mapping" or Path(path).name.startswith(("y_", "iy_")):
+        theirs = "a deformation of SPM, which stores positions"
+    if theirs:
+        raise InputError(f"{path}: {theirs}, not displacements as ITK, ANTs or Learn2Reg have them; convert it to "
+                         "ITK's, for example by wb_command -convert-warpfield ... -to-itk.")
+
+
 def move_points(points_mm, field, affine):
     """Where points of the fixed volume are in the moving one: x_mm + A u(A^-1 x_mm), in millimetres, RAS.
 
@@ -424,23 +479,63 @@ def move_points(points_mm, field, affine):
 
 
 def read_points(path):
-    """Read landmarks from a .csv file: x, y, z in millimetres, RAS, in each row; a header row is allowed.
+    """Read landmarks from a table: x, y, z in millimetres, RAS, in each row.
 
-    Returns: (P, 3) float64. Raises InputError where it is missing or a row has no three numbers.
+    A header row names the columns x, y and z in any order, beside others such as an id; without one there are three
+    columns. They are separated by commas, semicolons, tabs or blanks; but for commas, decimal commas are numbers too.
+    The text is UTF-8, UTF-16 or Latin-1.
+    Returns: (P, 3) float64. Raises InputError where it is missing or a row does not have these numbers.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: no such file of landmarks; check the path.")
-    lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    rows = [line.replace(";", ",").split(",") for line in lines]
+    require_file(path)
+    rows = [_cells(line) for line in _text(path.read_bytes()).splitlines() if line.strip()]
+    columns, first = (0, 1, 2), 0
+    if rows and not all(_is_number(cell) for cell in rows[0]):
+        names = [re.sub(r"[\W_]*mm\W*$", "", cell.strip("\"' ").lower()) for cell in rows[0]]
+        if sorted(name for name in names if name in ("x", "y", "z")) != ["x", "y", "z"]:
+            raise InputError(f"{path}: its header {', '.join(rows[0])} does not name the columns x, y and z; correct "
+                             "it, or leave it out.")
+        columns, first = tuple(names.index(axis) for axis in "xyz"), 1
     points_mm = []
-    for number, row in enumerate(rows, 1):
-        try:
-            points_mm.append([float(cell) for cell in row[:3]])
-        except ValueError:
-            if number > 1:
-                raise InputError(f"{path} row {number}: {','.join(row)} are not three numbers; write x,y,z in "
-                                 "millimetres in each row.") from None
-    if not points_mm or any(len(point) != 3 for point in points_mm):
-        raise InputError(f"{path}: no landmarks of three numbers; write x,y,z in millimetres in each row.")
+    for number, row in enumerate(rows[first:], first + 1):
+        wanted = len(rows[0]) if first else 3
+        if len(row) != wanted or not all(_is_number(row[column]) for column in columns):
+            advice = "" if first or len(row) < 4 else "; a header row has to say which columns are x, y and z"
+            raise InputError(f"{path} row {number}: {', '.join(row)} is not x, y, z in millimetres{advice}.")
+        points_mm.append([_number(row[column]) for column in columns])
+    if not points_mm:
+        raise InputError(f"{path}: no landmarks; write x,y,z in millimetres in each row.")
     return np.array(points_mm)
+
+
+def _text(content):
+    """The text of a file in UTF-8, UTF-16 (with a mark of its byte order, or mostly ASCII) or Latin-1."""
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return content.decode("utf-16", errors="replace")
+    if b"\0" in content[:4]:
+        return content.decode("utf-16-be" if content[:1] == b"\0" else "utf-16-le", errors="replace")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
+def _cells(line):
+    """The cells of a row, separated by what stands in it: tabs, semicolons, commas or blanks."""
+    line = line.strip()
+    if "\t" in line or ";" in line:
+        return [cell.strip() for cell in line.split("\t" if "\t" in line else ";")]
+    if "," in line and (" " not in line or ", " in line):
+        return [cell.strip() for cell in line.split(",")]
+    return line.split()
+
+
+def _number(cell):
+    return float(cell.replace(",", "."))
+
+
+def _is_number(cell):
+    try:
+        return math.isfinite(_number(cell))
+    except ValueError:
+        return False

@@ -45,6 +45,9 @@ def on_grid(item, cfg, kinds=KINDS):
     placed = [to_grid(image, affine, size, spacing_mm, box=box) for image in images]
     for kind, other in others.items():
         if kind in kinds:
+            if other.dtype != np.int16:
+                raise InputError(f"{item[kind]}: labels from {other.min()} to {other.max()} do not fit int16, as a "
+                                 "training stores them; renumber them.")
             arrays[kind] = np.ascontiguousarray(to_grid(other, affine, size, spacing_mm, 0, box)[0])
     image, (low, high) = placed[0][0], limits[0]
     if len(placed) > 1:

@@ -15,7 +15,7 @@ from Dataloader.nifti import (
     checked_image,
     open_nifti,
     read_affine,
-    read_label,
+    read_numbers,
     read_volume,
     stored_type,
 )
@@ -140,7 +140,7 @@ def read_mask(source, volume):
     if source is None:
         return None
     if is_path(source):
-        (mask, affine), word = read_label(source, volume.array.ndim), str(source)
+        (mask, affine), word = read_numbers(source, volume.array.ndim), str(source)
     else:
         mask, affine, word = np.asarray(source), volume.affine, f"the mask of {volume.name}"
     require_same_grid(f"{word}: the mask", mask.shape, affine, f"its volume {volume.name}", volume.array.shape,

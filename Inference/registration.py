@@ -29,6 +29,7 @@ from Dataloader.grids import (
     to_canonical,
     to_grid,
 )
+from Dataloader.nifti import one_plane
 from Dataloader.prepare import intensity_limits
 from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source
 from Diffusion.fields import across, resample, warp
@@ -142,6 +143,8 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
 def read_side(source, side, mask=None, channels=()):
     """One volume of a pair with its mask and further channels. side: "fixed" or "moving". Others as for `register`."""
     volume = read_source(source, side)
+    if 1 in volume.array.shape:
+        raise InputError(f"{volume.name}: {one_plane(volume.array.shape)}")
     if min(volume.array.shape) < LEAST_SIDE:
         raise InputError(f"{volume.name}: shape {volume.array.shape} has fewer than {LEAST_SIDE} voxels along an axis; "
                          "too few to deform, register the slices in 2D.")

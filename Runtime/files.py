@@ -13,12 +13,26 @@ import sys
 import time
 from pathlib import Path
 
+from Runtime.errors import InputError
+
 A_DAY_S = 86400.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # between two tries of `patiently`
 # Errors of a file system that is full or does not answer. They may be over in a minute, and no input is wrong.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY,
            errno.ENOLCK, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.EHOSTDOWN,
            errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO}
+
+
+def require_file(path):
+    """Raise InputError where there is no such file; for a link to nowhere it says where that leads."""
+    path = Path(path)
+    if path.is_file():
+        return
+    if path.is_symlink():
+        raise InputError(f"{path}: a link to {os.readlink(path)}, which is not there; fetch its content, such as by "
+                         "`datalad get` or `git annex get`.")
+    what = "a folder, not a file" if path.is_dir() else "no such file"
+    raise InputError(f"{path}: {what}; check the path.")
 
 
 def write_file(path, content):

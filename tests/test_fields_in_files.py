@@ -1,5 +1,6 @@
 """Fields as files: what is written moves other people's images as it moves ours."""
 import itertools
+import re
 
 import nibabel
 import numpy as np
@@ -130,13 +131,52 @@ def test_landmarks_are_read(tmp_path):
     path = tmp_path / "points.csv"
     path.write_text("\ufeffx,y,z\n1,2,3.5\n\n-4;5;6\n", encoding="utf-8")
     assert read_points(path).tolist() == [[1, 2, 3.5], [-4, 5, 6]]
-    for text, words in (("x,y,z\n", "no landmarks"), ("1,2\n", "no landmarks of three"),
-                        ("1,2,3\n4,a,6\n", "row 2: 4,a,6")):
+    for text, words in (("x,y,z\n", "no landmarks"), ("1,2\n", "row 1: 1, 2 is not x, y, z"),
+                        ("1,2,3\n4,a,6\n", "row 2: 4, a, 6 is not")):
         path.write_text(text)
         with pytest.raises(InputError, match=f"points.csv.*{words}"):
             read_points(path)
     with pytest.raises(InputError, match="nowhere.csv: no such file"):
         read_points(tmp_path / "nowhere.csv")
+
+
+@pytest.mark.parametrize("text, encoding", [
+    ("x;y;z\n10,5;12,25;-3,5\n1;2;3\n", "utf-8"), ("10.5,12.25,-3.5\n1,2,3\n", "utf-8"),
+    ("id,x,y,z\n7,10.5,12.25,-3.5\n8,1,2,3\n", "utf-8"), ("z,y,x\n-3.5,12.25,10.5\n3,2,1\n", "utf-8"),
+    ("label;X (mm);Y_mm;z\nnose;10,5;12,25;-3,5\nbrücke;1;2;3\n", "latin-1"), ("10,5 12,25 -3,5\n1 2 3\n", "utf-8"),
+    ("x\ty\tz\n10,5\t12,25\t-3,5\n1\t2\t3\n", "utf-16"), ("10.5, 12.25, -3.5\n1, 2, 3\n", "utf-16-le")])
+def test_landmarks_as_people_have_them(tmp_path, text, encoding):
+    path = tmp_path / "points.csv"
+    path.write_bytes(text.encode(encoding))
+    assert read_points(path).tolist() == [[10.5, 12.25, -3.5], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("text, words", [
+    ("1,10.5,12.25,-3.5\n", "row 1: 1, 10.5, 12.25, -3.5 is not x, y, z in millimetres; a header row has to say which"),
+    ("a,b,c\n1,2,3\n", "header a, b, c does not name the columns x, y and z"),
+    ("x,y,z\n1,2,3\n1,2\n", "row 3: 1, 2 is not x, y, z"), ("10,5,12,25,-3,5\n", "row 1: 10, 5, 12, 25, -3, 5"),
+    ("x,y,z\n1,nan,3\n", "row 2"), ("", "no landmarks")])
+def test_landmarks_that_can_be_read_in_two_ways_are_refused(tmp_path, text, words):
+    path = tmp_path / "points.csv"
+    path.write_text(text)
+    with pytest.raises(InputError, match=re.escape(words)):
+        read_points(path)
+
+
+@pytest.mark.parametrize("kind, words", [
+    ("fnirt", "a field of FSL .intent 2006."), ("y_", "a deformation of SPM, which stores positions"),
+    ("Mapping", "a deformation of SPM"), ("NREG_TRANS", "a transformation of NiftyReg"),
+    ("mgz", "a warp of FreeSurfer")])
+def test_fields_of_other_programs_are_not_taken_for_ours(tmp_path, kind, words):
+    """An identity of each, by intent code and name as those programs write them."""
+    shape = (6, 7, 8, 3) if kind in ("fnirt", "mgz") else (6, 7, 8, 1, 3)
+    header = nibabel.Nifti1Header()
+    header.set_intent({"fnirt": 2006}.get(kind, 1007), name=kind if kind in ("Mapping", "NREG_TRANS") else "",
+                      allow_unknown=True)
+    path = tmp_path / {"y_": "y_T1.nii", "mgz": "warp.mgz"}.get(kind, "field.nii.gz")
+    write_volume(path, np.zeros(shape, np.float32), np.eye(4), header)
+    with pytest.raises(InputError, match=f"{path.name}: {words}.*convert it to ITK's"):
+        read_field(path)
 
 
 @pytest.mark.parametrize("array, words", [

@@ -12,8 +12,11 @@ import SimpleITK as sitk
 from Dataloader import nifti
 from Dataloader.grids import grid_transform, intensity_range, rescale, to_canonical, to_grid
 from Dataloader.nifti import read_header, read_label, read_volume, write_volume
+from Dataloader.prepare import on_grid
+from Dataloader.volume import read_mask, read_source
 from Runtime.errors import InputError
 from Runtime.files import partial_path
+from tests.tiny import config
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 LPS = np.diag([-1.0, -1.0, 1.0])
@@ -360,8 +363,59 @@ def test_labels(tmp_path):
     array[0, 0, :2] += 0.5
     with refused("v.nii.gz", "2 label voxels are not whole numbers"):
         read_label(save(tmp_path / "v.nii.gz", array))
-    with refused("v.nii.gz", "do not fit int16"):
-        read_label(save(tmp_path / "v.nii.gz", array.round() + 40000))
+    label, _ = read_label(save(tmp_path / "v.nii.gz", np.where(array.round() > 50, 581e6, 3)))  # an atlas of mice
+    assert label.dtype == np.int32 and set(np.unique(label)) == {3, 581_000_000}
+    with refused("v.nii.gz", "do not fit int32"):
+        read_label(save(tmp_path / "v.nii.gz", array.round() + 3e9))
+    with refused("v.nii.gz", "labels from 3 to 40000 do not fit int16, as a training stores them"):
+        path = save(tmp_path / "v.nii.gz", np.where(array.round() > 50, 40000.0, 3))
+        image = save(tmp_path / "i.nii.gz", noise())
+        on_grid({"image": image, "label": path, "mask": None}, config(data__img_size=8))
+
+
+def test_labels_with_a_scale_factor_are_rounded(tmp_path):
+    """nibabel writes a factor such as 1.000015 where floating labels are stored as whole numbers."""
+    array = np.arange(336).reshape(6, 7, 8)
+    label, _ = read_label(save(tmp_path / "v.nii.gz", array * 1.000015))
+    assert label.dtype == np.int16 and np.array_equal(label, array)
+
+
+@pytest.mark.parametrize("name", ["V.NII.GZ", "V.NII"])
+def test_suffixes_in_capitals(tmp_path, name):
+    array = noise().astype(np.float32)
+    save(tmp_path / "v.nii.gz", array)
+    content = (tmp_path / "v.nii.gz").read_bytes()
+    (tmp_path / name).write_bytes(content if name.lower().endswith("gz") else gzip.decompress(content))
+    np.testing.assert_array_equal(read_volume(tmp_path / name)[0], array)
+    write_volume(tmp_path / f"W{name}", array, np.eye(4))
+    np.testing.assert_array_equal(read_volume(tmp_path / f"W{name}")[0], array)
+
+
+def test_files_that_are_not_there_or_packed_otherwise_say_so(tmp_path):
+    (tmp_path / "annexed.nii.gz").symlink_to("../.git/annex/objects/x.nii.gz")
+    with refused("annexed.nii.gz", "a link to ../.git/annex/objects/x.nii.gz, which is not there; fetch its content"):
+        read_volume(tmp_path / "annexed.nii.gz")
+    with refused("folder", "a folder, not a file"):
+        (tmp_path / "folder").mkdir()
+        read_volume(tmp_path / "folder")
+    (tmp_path / "v.nii.zst").write_bytes(b"(\xb5/\xfd")
+    with refused("v.nii.zst", "compressed as .zst; unpack it, or store it as .nii.gz"):
+        read_volume(tmp_path / "v.nii.zst")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_one_plane_along_another_axis_says_so(tmp_path, axis):
+    path = save(tmp_path / "v.nii.gz", np.expand_dims(noise((12, 9)), axis))
+    with refused("v.nii.gz", f"is one plane along axis {axis}, and a 2D volume has it along the last; reorder"):
+        read_volume(path, 2)
+
+
+def test_soft_and_full_masks(tmp_path):
+    image = save(tmp_path / "i.nii.gz", noise())
+    volume = read_source(image, "fixed")
+    soft = np.clip(noise(), 0, 1)
+    assert np.array_equal(read_mask(save(tmp_path / "m.nii.gz", soft), volume), soft > 0)
+    assert read_mask(save(tmp_path / "m.nii.gz", np.ones((6, 7, 8))), volume).all()
 
 
 @pytest.mark.parametrize("scale, shift", [(1, 0), (1e6, -3e5), (1e-4, 5)])
