@@ -63,7 +63,7 @@ from Inference.registration import register
 from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.device import pick_device
-from Runtime.errors import DONE, STOP, InputError, attempt
+from Runtime.errors import DONE, STOP, InputError, attempt, parse_options
 from Runtime.keyed_random import generator
 from Runtime.workers import run_tasks
 
@@ -114,7 +114,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, e.g. --set diffusion.v_scale=6e-5; may be repeated")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, xpu or auto, for the network (%(default)s)")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv)
 
 
 def check_arguments(args):

@@ -27,7 +27,7 @@ from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spre
 from Inference.labels import LABELS, apply_label
 from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.results import damage, scores_csv
-from Runtime.errors import DONE, STOP, InputError, attempt
+from Runtime.errors import DONE, STOP, InputError, attempt, parse_options
 from Runtime.files import write_file
 from Runtime.page import cards_html, table_html, text_table, write_page
 
@@ -53,7 +53,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--moving-points", help="the same landmarks in the moving volume")
     parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes (what results.json says, else 3)")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the scores go")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv)
 
 
 def asked_pairs(args):

@@ -34,7 +34,7 @@ from Dataloader.nifti import write_volume
 from Dataloader.prepare import original_header, to_original
 from Runtime import run_lock
 from Runtime.config import load_config
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE, STOP, InputError, parse_options
 from Runtime.workers import run_tasks
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -58,7 +58,7 @@ def parse_arguments(argv=None):
     action.add_argument("--fresh", action="store_true", help="remove the cache and make it anew")
     action.add_argument("--export", nargs=2, metavar=("ID", "FOLDER"), help="write one prepared volume as NIfTI files: "
                         "as the training sees it, and mapped back to the grid of its own file")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

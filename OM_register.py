@@ -14,7 +14,7 @@ jacobian.nii.gz (determinant; <= 0 where it folds) and picture.png; for all of t
 results.json. The last line on the terminal is one line of JSON with the means. Exit codes: 0 done, 43 bad input, also
 where only some pairs of a list are bad: the others are done.
 """
-import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+from Runtime import __version__  # first of all: a Python that is too old ends here, in one sentence
 
 # isort: split
 import argparse
@@ -56,7 +56,7 @@ from Inference.results import (
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
-from Runtime.errors import DONE, STOP, InputError, attempt
+from Runtime.errors import DONE, STOP, InputError, attempt, parse_options
 from Runtime.files import sha256, write_file
 from Runtime.page import figure_png
 
@@ -71,6 +71,7 @@ STALE_S = 3600.0  # a lock of another machine that nobody has touched for so lon
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Register volumes of any size, spacing and orientation, or apply a "
                                      "field to further images, labels and landmarks.")
+    parser.add_argument("--version", action="version", version=f"omnimorph {__version__}")
     parser.add_argument("--fixed", help="volume that stays; with --apply: whose grid the field has to be on")
     parser.add_argument("--moving", nargs="+", default=[], help="volume that is deformed; with --apply several may be")
     parser.add_argument("--fixed-label", help="its label image, to score the registration")
@@ -119,7 +120,7 @@ def parse_arguments(argv=None):
                         "(Config/config_om.yaml)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the results go")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv)
 
 
 def check_arguments(args):

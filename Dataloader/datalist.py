@@ -4,6 +4,7 @@ Read are Decathlon and Learn2Reg JSON files, CSV lists, and folders of NIfTI fil
 """
 import collections
 import csv
+import glob
 import hashlib
 import io
 import itertools
@@ -12,11 +13,15 @@ import os
 import re
 from pathlib import Path
 
-from Dataloader.nifti import NIFTI, SUFFIXES, read_header
+from Dataloader.nifti import NIFTI, SUFFIXES, ends_in, read_header
 from Runtime.errors import InputError
 
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first there is
 SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}  # of a folder without a list: no images
+NO_DATA = {"derivatives", "sourcedata"}  # of BIDS: results and raw data beside the images
+# The name of a segmentation: that of its image, or of its subject and session in BIDS, and one of these words.
+SEGMENTATION = re.compile(r"(.+?)[_-](d?seg|aseg|segmentation|labels?|labelmap|(?:brain)?mask)", re.I)
+ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # of BIDS, which an image does not share
 CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the number of the subject
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an image of nnU-Net: its case, and its channel
 MOST_CHANNELS = 5
@@ -40,7 +45,10 @@ def read_datalist(root, dims=3, ids="", pattern="", held_out=False, channels=1):
       mask, id, subject, modality, split; comma or semicolon, UTF-8; an empty cell is absent, other columns are ignored;
     - another folder: all NIfTI files in its imagesTr, else anywhere under it; where there is none, all volumes of the
       other formats (.mgz, .nrrd, .mha and so on). A labelsTr beside them must hold the label of every image, a masksTr
-      the mask of at least one: an image without a mask is used as a whole.
+      the mask of at least one: an image without a mask is used as a whole. Without a labelsTr a file whose name ends in
+      _seg, _dseg, _label or _mask is the label of the image that it is named after. Folders whose names begin with a
+      dot, and derivatives and sourcedata of BIDS, are left out;
+    - a pattern such as Data/**/*_T1w.nii.gz: the files of a folder that match it, with their labels as above.
     A dataset.json of nnU-Net v2 lists nothing: its images and labels are found by their names.
     Paths in a list are absolute or relative to the folder of the list.
     dims: 2 or 3, checked on the first volume. ids: as in `select`. pattern: as in `name_subjects`. held_out: also list
@@ -63,7 +71,7 @@ def read_datalist(root, dims=3, ids="", pattern="", held_out=False, channels=1):
 def list_volumes(root, pattern="", channels=1):
     """All volumes of a data set, as `read_datalist` describes them, without opening any of them."""
     root = Path(root)
-    if not root.exists():
+    if not root.exists() and not glob.has_magic(str(root)):
         raise InputError(f"{root}: no such data folder or list; check the path.")
     items = _read_items(root, channels)
     if not items:
@@ -139,7 +147,7 @@ def name_subjects(root, items, pattern=""):
     root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" where the list names none.
     Raises InputError for a pattern that cannot be used, or that does not match in the path of an image.
     """
-    base = root if root.is_dir() else root.parent
+    base = root if root.is_dir() else _above_pattern(root)
     channels = [CHANNEL.search(_stem(item["image"])) for item in items]
     expression = _compiled(pattern) if pattern else None
     for item, channel in zip(items, channels):
@@ -321,7 +329,7 @@ def volume_id(path):
 
 def _stem(path):
     name = os.path.basename(path)
-    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+    suffix = next((suffix for suffix in SUFFIXES if ends_in(name, suffix)), "")
     return name[:len(name) - len(suffix)]
 
 
@@ -375,6 +383,9 @@ def _read_items(root, channels):
             raise InputError(f"{root}: which list, {lists[0].name} or {lists[1].name}? Give the file instead of the "
                              "folder.")
         return _from_json(lists[0]) if lists else _from_folder(root, channels)
+    if not root.exists():  # a pattern
+        paths = [Path(path) for path in sorted(glob.glob(str(root), recursive=True)) if ends_in(path, SUFFIXES)]
+        return _from_paths(_above_pattern(root), [path for path in paths if path.is_file()], channels)
     if root.suffix.lower() not in (".json", ".csv"):
         raise InputError(f"{root}: a file, not a data folder, .json or .csv list; give the folder that holds it.")
     return _from_json(root) if root.suffix.lower() == ".json" else _from_csv(root)
@@ -519,9 +530,17 @@ def _listed_item(where, folder, entry, listings, modalities):
 
 def _from_folder(root, channels):
     base = root / "imagesTr" if (root / "imagesTr").is_dir() else root
-    items, listings = [], {}
-    for image in _volumes_under(base):
-        label = _sibling(root, image, "labelsTr", listings, channels)
+    return _from_paths(root, _volumes_under(base), channels)
+
+
+def _from_paths(root, paths, channels):
+    """The items of some volumes with their labels and masks; what is a segmentation by its name is no image."""
+    images, items, listings = [path for path in paths if not is_named_segmentation(path)], [], {}
+    if paths and not images:
+        raise InputError(f"{root}: all {len(paths)} volumes are segmentations by their names, such as {paths[0].name}; "
+                         "give the folder of the images.")
+    for image in images:
+        label = _sibling(root, image, "labelsTr", listings, channels) or label_beside(image, listings)
         mask = _sibling(root, image, "masksTr", listings, channels)
         items.append(_item(image, label, mask))
     masks = [folder for folder, names in listings.items() if names is not None and Path(folder).name == "masksTr"]
@@ -532,14 +551,52 @@ def _from_folder(root, channels):
 
 
 def _volumes_under(base):
-    """Paths of the NIfTI files anywhere in a folder; of volumes in other formats where there is none."""
-    paths = []
-    for folder, inner, _ in os.walk(base):
-        inner[:] = sorted(set(inner) - SIDE_FOLDERS)
-        # Names with a leading dot are unfinished writes and macOS resource forks.
-        paths += [Path(folder, name) for name in sorted(_file_names(folder))
-                  if name.endswith(SUFFIXES) and not name.startswith(".")]
-    return [path for path in paths if path.name.endswith(NIFTI)] or paths
+    """Paths of the NIfTI files anywhere in a folder; of volumes in other formats where there is none.
+
+    Raises InputError for links to files that are not there.
+    """
+    paths, lost = [], []
+    for folder, inner, names in os.walk(base):
+        # Names with a leading dot are unfinished writes, macOS resource forks, and the .git/annex of a DataLad set.
+        inner[:] = sorted(name for name in set(inner) - SIDE_FOLDERS - NO_DATA if not name.startswith("."))
+        there = _file_names(folder)
+        volumes = [name for name in sorted(names) if ends_in(name, SUFFIXES) and not name.startswith(".")]
+        paths += [Path(folder, name) for name in volumes if name in there]
+        lost += [Path(folder, name) for name in volumes if name not in there and os.path.islink(Path(folder, name))]
+    if lost:
+        raise InputError(f"{lost[0]}: a link to {os.readlink(lost[0])}, which is not there ({len(lost)} such links in "
+                         f"{base}); fetch the content, such as by `datalad get` or `git annex get`, or remove them.")
+    return [path for path in paths if ends_in(path, NIFTI)] or paths
+
+
+def is_named_segmentation(path):
+    """Whether a file is a segmentation by its name, such as sub-01_dseg.nii.gz."""
+    return bool(SEGMENTATION.fullmatch(_stem(path)))
+
+
+def label_beside(image, listings=None):
+    """The segmentation that lies beside an image and is named after it, or None. listings: of folders, by `_listing`.
+
+    sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg, case_0000 has case_seg. Of several no mask
+    where there is another, the one with most of the image's name, the first in the alphabet.
+    """
+    image, listings = Path(image), {} if listings is None else listings
+    stem = _stem(image)
+    wanted = (stem, volume_id(image), stem.rpartition("_")[0] if bids_subject(stem) else stem)
+    found = []
+    for name in sorted(_listing(str(image.parent), listings) or ()):
+        match = SEGMENTATION.fullmatch(_stem(name)) if ends_in(name, SUFFIXES) and not name.startswith(".") else None
+        if match and ENTITIES.sub("", match[1]) in wanted:
+            found.append((match[2].lower().endswith("mask"), wanted.index(ENTITIES.sub("", match[1])), name))
+    return image.parent / min(found)[2] if found else None
+
+
+def _above_pattern(root):
+    """The folder of a list, or the last one before the first wildcard of a pattern."""
+    above = root.parent
+    while glob.has_magic(str(above)):
+        above = above.parent
+    return above
 
 
 def _sibling(root, image, kind, listings, channels):

@@ -70,8 +70,29 @@ def require_same_grid(what, shape, affine, other, other_shape, other_affine, adv
     what: file and what it is, such as "F.nii.gz: the mask". other: of what volume. advice: what to do.
     """
     if not same_grid(shape, affine, other_shape, other_affine):
-        raise InputError(f"{what} is on another grid than {other} (shapes {tuple(shape)} and {tuple(other_shape)}); "
-                         f"{advice}.")
+        differs = grid_difference(shape, affine, other_shape, other_affine)
+        raise InputError(f"{what} is on another grid than {other} ({differs}); {advice}.")
+
+
+def grid_difference(shape, affine, other_shape, other_affine):
+    """What differs between two grids, in numbers, as a phrase: shape, spacing in mm, directions, origin in mm."""
+    dims, phrases = len(shape), []
+    if tuple(shape) != tuple(other_shape):
+        phrases.append(f"shapes {tuple(shape)} and {tuple(other_shape)}")
+    voxels = [np.asarray(one, np.float64)[:3, :dims] for one in (affine, other_affine)]
+    spacings = [np.linalg.norm(one, axis=0) for one in voxels]
+    if len(spacings[0]) == len(spacings[1]) and np.abs(spacings[0] / spacings[1] - 1).max() > 1e-3:
+        phrases.append("spacings " + " and ".join(" x ".join(f"{mm:.4g}" for mm in one) for one in spacings) + " mm")
+    cosines = [one / spacing for one, spacing in zip(voxels, spacings)]
+    degrees = np.rad2deg(np.arccos(np.clip((cosines[0] * cosines[1]).sum(0), -1, 1))).max()
+    if degrees > 0.1:
+        phrases.append(f"axes up to {degrees:.3g} degrees apart")
+    origins = [np.asarray(one, np.float64)[:3, 3] for one in (affine, other_affine)]
+    apart_mm = np.linalg.norm(origins[0] - origins[1])
+    if apart_mm > 1e-3 * min(spacings[0].min(), spacings[1].min()) or not phrases:
+        phrases.append("origins " + " and ".join(f"({', '.join(f'{mm:.4g}' for mm in one)})" for one in origins)
+                       + f", {apart_mm:.3g} mm apart")
+    return ", ".join(phrases)
 
 
 def foreground_box(inside):

@@ -5,13 +5,11 @@ import nibabel
 import numpy as np
 
 from Dataloader.grids import (
-    corners_apart,
     foreground_box,
     from_grid,
     intensity_range,
     require_same_grid,
     rescale,
-    same_grid,
     to_canonical,
     to_grid,
 )
@@ -19,6 +17,7 @@ from Dataloader.nifti import read_channels, read_label, read_raw_header, read_vo
 from Runtime.errors import InputError
 
 KINDS = ("image", "label", "mask")
+RESAMPLE = "resample it, such as by nibabel.processing.resample_from_to(label, image, order=0)"
 
 
 def on_grid(item, cfg, kinds=KINDS):
@@ -117,9 +116,6 @@ def read_beside(item, kind, shape, affine):
     kind: "label" or "mask". shape, affine: of the image. Raises InputError for one on another grid, see `same_grid`.
     """
     array, own_affine = read_label(item[kind], len(shape))
-    if not same_grid(shape, affine, array.shape, own_affine):
-        apart = corners_apart(shape, affine, own_affine)
-        raise InputError(f"{item[kind]}: the {kind} of {item['image']} is on another grid than the image (shapes "
-                         f"{array.shape} and {shape}, corners up to {apart:.2g} voxels apart); resample it to the "
-                         "image.")
+    require_same_grid(f"{item[kind]}: the {kind} of {item['image']}", array.shape, own_affine, "the image", shape,
+                      affine, RESAMPLE)
     return array, own_affine

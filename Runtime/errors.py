@@ -1,4 +1,5 @@
 """The one exception for bad input, the test for exhausted memory, and the exit codes of all programs."""
+import sys
 
 # Any other exit code is a crash, after which the launcher tries again.
 DONE = 0
@@ -12,6 +13,19 @@ class InputError(ValueError):
     The message is one sentence that names the input and says what to do. Programs print it without a traceback and
     exit with STOP, which the restart loop does not retry.
     """
+
+
+def parse_options(parser, argv=None):
+    """The options of a command line; what argparse does not understand ends like all bad input, not with its code 2.
+
+    parser: an ArgumentParser. argv: words, None for those of the process.
+    """
+    def refuse(message):
+        print(f"error: {message}; see {parser.prog} --help.", file=sys.stderr)
+        sys.exit(STOP)
+
+    parser.error = refuse
+    return parser.parse_args(argv)
 
 
 def is_out_of_memory(error):

@@ -24,7 +24,7 @@ from Dataloader.grids import require_same_grid  # noqa: E402
 from Dataloader.nifti import read_label, read_raw_header, require_volume_name, write_volume  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
 from Inference.labels import vote  # noqa: E402
-from Runtime.errors import DONE, STOP, InputError  # noqa: E402
+from Runtime.errors import DONE, STOP, InputError, parse_options  # noqa: E402
 from Runtime.page import text_table  # noqa: E402
 
 
@@ -37,7 +37,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--agreement", metavar="FILE", help="the share of the maps that have it, an image of 0 to 1")
     parser.add_argument("--truth", metavar="FILE", help="label map of the volume, on the same grid, to score by")
     parser.add_argument("--dims", type=int, choices=(2, 3), default=3, help="axes of the maps (%(default)s)")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv)
 
 
 def read_on_one_grid(paths, dims):

@@ -2,14 +2,35 @@
 
     import omnimorph
     found = omnimorph.register("F.nii.gz", "M.nii.gz")
+    found.save("Results/pair")
     copy, moved_label, field = omnimorph.augment(image, label, affine, draw=3)
 
 Each function explains itself by help(). What a caller can mend is raised as omnimorph.InputError, in one sentence.
 """
-from Inference.augmentation import augment
-from Inference.labels import apply_field, apply_label
-from Inference.load_model import load_model
-from Inference.registration import register
+import importlib
+from typing import TYPE_CHECKING
+
+from Runtime import __version__
 from Runtime.errors import InputError
 
-__all__ = ["InputError", "apply_field", "apply_label", "augment", "load_model", "register"]
+if TYPE_CHECKING:
+    from Inference.augmentation import augment
+    from Inference.labels import apply_field, apply_label
+    from Inference.load_model import load_model
+    from Inference.registration import Result, register
+
+HOMES = {"apply_field": "labels", "apply_label": "labels", "augment": "augmentation", "load_model": "load_model",
+         "register": "registration", "Result": "registration"}
+__all__ = ["InputError", "Result", "__version__", "apply_field", "apply_label", "augment", "load_model", "register"]
+
+
+def __getattr__(name):
+    """A function, imported at its first use: that takes torch and seconds, and `omnimorph --help` needs neither."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    house = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." where it is installed
+    return getattr(importlib.import_module(f"{house}Inference.{HOMES[name]}"), name)
+
+
+def __dir__():
+    return sorted([*globals(), *HOMES])

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import sys
 
+from Runtime import __version__
+
 PROGRAMS = {"register": "OM_register", "augment": "OM_augment", "train": "OM_train_3modes", "prepare": "OM_prepare",
             "evaluate": "OM_evaluate"}
 USAGE = """usage: omnimorph TASK [options]
@@ -16,7 +18,7 @@ USAGE = """usage: omnimorph TASK [options]
   prepare    bring a data set onto the training grid, once before the training
   evaluate   score registrations
 
-omnimorph TASK --help explains the options of each."""
+omnimorph TASK --help explains the options of each, and omnimorph --version tells the version."""
 
 
 def main():
@@ -24,6 +26,9 @@ def main():
     task = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if task in ("-h", "--help"):
         print(USAGE)
+        return 0
+    if task == "--version":
+        print(f"omnimorph {__version__}")
         return 0
     if task not in PROGRAMS:
         print(f"error: {task} is no task: it is one of {', '.join(PROGRAMS)}.", file=sys.stderr)

@@ -640,3 +640,53 @@ def test_real_mouse_brains():
     items = read_datalist(REAL / "mouse")
     assert told(items, "subject") == [(f"FVB_NCrl_in_vivo_{number}",) for number in (1, 2, 3)]
     assert all(item["label"].is_file() and item["mask"] is None for item in items)
+
+
+def test_segmentations_beside_their_images_are_labels_and_no_images(tmp_path):
+    """A flat folder, as people have it: the label maps once made half of the images."""
+    for number in ("01", "02"):
+        for name in ("T1w", "T1w_mask", "dseg"):
+            write(tmp_path / f"sub-{number}_{name}.nii.gz")
+    (tmp_path / "sub-02_dseg.nii.gz").unlink()
+    write(tmp_path / "sub-03_ses-1_T1w.nii.gz")
+    write(tmp_path / "sub-03_ses-1_space-T1w_desc-hand_dseg.nii.gz")
+    for name in ("case_7.nii.gz", "case_7_Label.nii.gz", "brain_0000.nii.gz", "brain_seg.nii.gz", "alone_9.nii.gz"):
+        write(tmp_path / name)
+    found = {item["image"].name: item["label"] and item["label"].name for item in read_datalist(tmp_path)}
+    assert found == {"sub-01_T1w.nii.gz": "sub-01_dseg.nii.gz", "sub-02_T1w.nii.gz": "sub-02_T1w_mask.nii.gz",
+                     "sub-03_ses-1_T1w.nii.gz": "sub-03_ses-1_space-T1w_desc-hand_dseg.nii.gz",
+                     "case_7.nii.gz": "case_7_Label.nii.gz", "brain_0000.nii.gz": None, "alone_9.nii.gz": None}
+
+
+def test_a_folder_of_segmentations_alone_is_refused(tmp_path):
+    write(tmp_path / "a_1_seg.nii.gz")
+    with refused(r"all 1 volumes are segmentations by their names, such as a_1_seg\.nii\.gz; give the folder"):
+        read_datalist(tmp_path)
+
+
+def test_a_bids_root_from_datalad_has_each_image_once(tmp_path):
+    for folder in ("sub-01/anat", "derivatives/fs/sub-01/anat", "sourcedata/sub-01", ".git/annex/objects/x"):
+        write(tmp_path / folder / "sub-01_T1w.nii.gz")
+    assert [item["image"] for item in read_datalist(tmp_path)] == [tmp_path / "sub-01/anat/sub-01_T1w.nii.gz"]
+    assert len(read_datalist(tmp_path / "derivatives")) == 1, "named itself it is read"
+    (tmp_path / "sub-02_T1w.nii.gz").symlink_to(".git/annex/objects/y/gone.nii.gz")
+    with refused(r"sub-02_T1w\.nii\.gz: a link to \.git/annex/.*, which is not there \(1 such .*datalad get"):
+        read_datalist(tmp_path)
+
+
+def test_a_pattern_chooses_the_images(tmp_path):
+    for name in ("sub-01_T1w", "sub-01_T2w", "sub-01_dseg", "sub-02_T1w"):
+        write(tmp_path / name[:6] / f"{name}.nii.gz")
+    items = read_datalist(f"{tmp_path}/**/*_T1w.nii.gz")
+    assert [(item["id"], item["subject"], item["label"] and item["label"].name) for item in items] == [
+        ("sub-01_T1w", "sub-01", "sub-01_dseg.nii.gz"), ("sub-02_T1w", "sub-02", None)]
+    items = list_volumes(f"{tmp_path}/*/*_T2w.nii.gz", pattern="^([^/]+)/")
+    assert [(item["id"], item["subject"]) for item in items] == [("sub-01_T2w", "sub-01")]
+    with refused(r"\*_FLAIR\.nii\.gz: no \.nii or \.nii\.gz volume found"):
+        read_datalist(f"{tmp_path}/*_FLAIR.nii.gz")
+
+
+def test_capitals_in_suffixes(tmp_path):
+    write(tmp_path / "a_1.nii.gz")
+    (tmp_path / "B_2.NII.GZ").write_bytes((tmp_path / "a_1.nii.gz").read_bytes())
+    assert [item["id"] for item in read_datalist(tmp_path)] == ["B_2", "a_1"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+import omnimorph
 from Dataloader.nifti import read_field, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from omnimorph.__main__ import PROGRAMS, USAGE, main
@@ -28,7 +29,7 @@ assert Runtime.__file__ == Config.__file__.replace("Config", "Runtime"), Runtime
 image = np.random.default_rng(0).random((12, 14, 16))
 copy, label, field = omnimorph.augment(image, image > 0.5, start=40, draw=1)
 assert copy.shape == image.shape and label.dtype == bool and field.shape == (3, 12, 14, 16) and np.abs(field).max() > 0
-found = omnimorph.register(("F.nii.gz"), (image, np.eye(4)), refine=2)
+found = omnimorph.register("F.nii.gz", (image, np.eye(4)), refine=2)
 assert found.field.shape == (3, 14, 16, 18)
 try:
     omnimorph.register("none.nii.gz", "F.nii.gz", refine=1)
@@ -82,7 +83,8 @@ def test_all_of_the_package_is_under_one_name(tmp_path):
 
 def test_the_package_says_what_the_repository_says():
     version = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
-    assert PROJECT["version"] == version and f"## {version} " in (ROOT / "CHANGELOG.md").read_text()
+    assert PROJECT["version"] == version == omnimorph.__version__
+    assert f"## {version} " in (ROOT / "CHANGELOG.md").read_text()
     pinned = (ROOT / "requirements.txt").read_text().split()
     names = [requirement.split(">=")[0] for requirement in PROJECT["dependencies"]]
     assert names == [line.split("==")[0] for line in pinned if "==" in line]
