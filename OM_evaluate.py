@@ -18,21 +18,23 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from Dataloader.grids import require_same_grid
-from Dataloader.nifti import move_points, read_field, read_label, read_points
-from Diffusion.metrics import average, dice, folding_percent, hd95, sdlogj, spread
+from Dataloader.nifti import read_field, read_label, read_points
+from Diffusion.metrics import spread
 from Inference.labels import LABELS, apply_label
 from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.results import damage, scores_csv
+<<<<<<< HEAD
 from Runtime.errors import DONE, STOP, InputError, attempt, parse_options
+=======
+from Inference.scores import COLUMNS, field_scores, heading, label_scores, point_scores, said_of_labels
+from Runtime.errors import DONE, STOP, InputError, attempt
+>>>>>>> a56048a (Scores on the fixed grid, and a verdict for each pair)
 from Runtime.files import write_file
 from Runtime.page import cards_html, table_html, text_table, write_page
 
-COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_mm": ".2f", "tre_before_mm": ".2f",
-           "tre_mm": ".2f", "folding_percent": ".4f", "sdlogj": ".4f"}
 ADVICE = "give the one of this pair"  # where a file is on another grid than the fixed label
 
 
@@ -97,29 +99,10 @@ def score_labels(pair, field, grid, dims, carried, scores):
         require_same_grid(f"{pair['warped_label']}: it", warped.shape, affine, pair["fixed_label"], fixed.shape,
                           fixed_affine, ADVICE)
         label_maps[""] = warped
-    labels = sorted(set(np.unique(fixed).tolist()) - {0})
-    if not labels:
+    if not fixed.any():
         raise InputError(f"{pair['fixed_label']}: no label but 0; give a label image.")
     spacing_mm = np.linalg.norm(fixed_affine[:3, :dims], axis=0)
-    scores["labels"] = {label: {} for label in labels}
-    for suffix, label_map in label_maps.items():
-        columns = {f"dice{suffix}": dice(label_map, fixed, labels),
-                   f"hd95{suffix}_mm": hd95(label_map, fixed, labels, spacing_mm)}
-        for name, values in columns.items():
-            scores[name] = average(values)
-            for label, value in zip(labels, values):
-                scores["labels"][label][name] = value
-
-
-def score_points(pair, field, affine, scores):
-    """Mean distance of landmarks in mm, before and after, into `scores`. field: (N, *fixed) in voxels or None."""
-    fixed, moving = read_points(pair["fixed_points"]), read_points(pair["moving_points"])
-    if len(fixed) != len(moving):
-        raise InputError(f"{pair['fixed_points']}: {len(fixed)} landmarks, {pair['moving_points']} has {len(moving)}; "
-                         "they have to be the same points.")
-    scores["tre_before_mm"] = float(np.linalg.norm(fixed - moving, axis=1).mean())
-    if field is not None:
-        scores["tre_mm"] = float(np.linalg.norm(move_points(fixed, field, affine) - moving, axis=1).mean())
+    scores.update(label_scores(label_maps, fixed, spacing_mm))
 
 
 def score_pair(pair, dims=3, carried="smooth"):
@@ -134,13 +117,14 @@ def score_pair(pair, dims=3, carried="smooth"):
     if "field" in pair:
         field, affine = read_field(pair["field"], dims)
         grid = (field.shape[1:], affine)
-        tensor = torch.from_numpy(field)[None]
-        scores.update(folding_percent=folding_percent(tensor), sdlogj=sdlogj(tensor))
+        scores.update((key, value) for key, value in field_scores(field).items() if key in COLUMNS)
     if "fixed_label" in pair:
         score_labels(pair, field, grid, dims, carried, scores)
     if "fixed_points" in pair and "moving_points" in pair:
-        score_points(pair, field, affine, scores)
-    if len(scores) == 2:
+        fixed_mm, moving_mm = read_points(pair["fixed_points"]), read_points(pair["moving_points"])
+        scores.update(point_scores(fixed_mm, moving_mm, pair, field, affine))
+    scores["warnings"] = said_of_labels(scores)
+    if len(scores) == 3:
         raise InputError(f"{scores['name']}: nothing to score; give a field, label images or landmarks.")
     return scores
 
@@ -161,11 +145,11 @@ def write_scores(folder, scores, failed):
 
 def write_tables(path, scores, failed, columns):
     """Write the page, worst pairs first, and print the same table. columns: of `spread`."""
-    header, formats = ["pair", *columns], [None, *[COLUMNS[column] for column in columns]]
+    header, formats = ["pair", *map(heading, columns)], [None, *[COLUMNS[column] for column in columns]]
     rows = table_rows(scores, columns)
     worst_first = table_rows(sorted(scores, key=lambda score: score.get("dice") or 0.0), columns)
     ends = [["mean", *[mean for mean, _, _ in columns.values()]], ["sd", *[sd for _, sd, _ in columns.values()]]]
-    cards = cards_html([(column, f"{mean:{COLUMNS[column]}}", f"sd {sd:{COLUMNS[column]}}, {count} pairs")
+    cards = cards_html([(heading(column), f"{mean:{COLUMNS[column]}}", f"sd {sd:{COLUMNS[column]}}, {count} pairs")
                         for column, (mean, sd, count) in columns.items()])
     sections = [("", cards), ("Pairs", table_html(header, [*worst_first, *ends], "Worst Dice first.", formats))]
     if failed:
@@ -192,6 +176,8 @@ def score_all(args):
                 failed.append({"name": pair["name"], "reason": score})
             else:
                 scores.append(score)
+                for sentence in score["warnings"]:
+                    tqdm.write(f"warning: {score['name']}: {sentence}", file=sys.stderr)
     if scores:
         write_scores(Path(args.out), scores, failed)
     return failed

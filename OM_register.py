@@ -34,12 +34,11 @@ from Dataloader.grids import require_same_grid
 from Dataloader.nifti import open_nifti, read_header, read_label, read_points, read_raw_header, read_volume
 from Dataloader.transforms import read_any_field
 from Dataloader.volume import axes
-from Diffusion.metrics import average, dice
 from Inference.initial import register_from
 from Inference.labels import LABELS, apply_field, apply_label
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import ALSO, disp_name, write_pair, write_points, write_warped
-from Inference.pair_figures import COLUMNS, means, pair_figure, read_pair, write_report
+from Inference.pair_figures import means, pair_figure, read_pair, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, read_pairs_to_register
 from Inference.refine import STEPS
 from Inference.registration import AFFINES, SIMILARITIES, STARTS, overlap_percent
@@ -53,6 +52,8 @@ from Inference.results import (
     source_digests,
     write_results,
 )
+from Inference.scores import COLUMNS, label_scores, point_scores, said_of_labels
+from Inference.verdict import judge, judge_list
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
@@ -60,7 +61,10 @@ from Runtime.errors import DONE, STOP, InputError, attempt, parse_options
 from Runtime.files import sha256, write_file
 from Runtime.page import figure_png
 
-ROW = ("overlap_percent", "inverse_error_mm", "inverse_error_max_mm", "warnings", "start")  # beside COLUMNS
+# Beside COLUMNS; what `judge` looks at is among them.
+ROW = ("overlap_percent", "covered_percent", "body_overlap", "folding_body_percent", "inverse_error_max_mm",
+       "scale_least", "scale_most", "turn_degrees", "shear_degrees", "mirrors", "segmentations", "compared_by",
+       "warnings", "start")
 STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process
 
 
@@ -85,6 +89,7 @@ def parse_arguments(argv=None):
                         "in the same order; they are warped along")
     parser.add_argument("--points", help="CSV of landmarks of the fixed volume: x,y,z in mm, RAS; they are moved into "
                         "the moving volume")
+    parser.add_argument("--moving-points", help="the same landmarks in the moving volume, to score the registration")
     parser.add_argument("--pairs", metavar="JSON", help="list of objects with fixed, moving, fixed_label, "
                         "moving_label, fixed_mask, moving_mask, fixed_channel_2, ..., points, name, or Learn2Reg's; "
                         "paths are relative to it")
@@ -112,6 +117,7 @@ def parse_arguments(argv=None):
                         "nearest voxel (%(default)s)")
     parser.add_argument("--inverse", action="store_true", help="write inverse_field.nii.gz too, on the moving grid")
     parser.add_argument("--learn2reg", action="store_true", help="write disp_<fixed>_<moving>.nii.gz too")
+    parser.add_argument("--strict", action="store_true", help="exit with 43 where the verdict on a pair is failed")
     parser.add_argument("--no-picture", action="store_true", help="no picture.png for each pair")
     parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes where there is no model (those "
                         "of the first fixed volume)")
@@ -160,7 +166,7 @@ def asked_pairs(args):
         return read_pairs_to_register(args.pairs, args.list)
     files = {"fixed": args.fixed, "moving": args.moving[0], "fixed_label": args.fixed_label,
              "moving_label": args.moving_label[0] if args.moving_label else None, "fixed_mask": args.fixed_mask,
-             "moving_mask": args.moving_mask, "points": args.points,
+             "moving_mask": args.moving_mask, "points": args.points, "moving_points": args.moving_points,
              **dict(zip(CHANNELS["fixed"], args.fixed_channels)), **dict(zip(CHANNELS["moving"], args.moving_channels))}
     name = f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}"
     return [{"name": name, **{key: Path(path) for key, path in files.items() if path}}]
@@ -218,6 +224,7 @@ def register_all(args):
     token = run_lock.lock(out, STALE_S, instead="name another --out")
     try:
         rows, failed = register_each(pairs, model, cfg, settings, args, out)
+        rows = judge_list(rows)
         if rows:
             page = write_report(out, rows, failed, how_registered(args), cfg["model.dims"])
             print(f"\nreport: {page.resolve()}")
@@ -228,7 +235,12 @@ def register_all(args):
     for entry in failed:
         print(f"error: {entry['name']}: {entry['reason']}" if args.pairs else f"error: {entry['reason']}",
               file=sys.stderr)
-    return STOP if failed else DONE
+    for row in rows:
+        if row["verdict"] != "ok":
+            kind = "error" if args.strict and row["verdict"] == "failed" else "warning"
+            print(f"{kind}: {row['name']}: {row['verdict']}, {row['reason']}", file=sys.stderr)
+    hopeless = args.strict and any(row["verdict"] == "failed" for row in rows)
+    return STOP if failed or hopeless else DONE
 
 
 def register_each(pairs, model, cfg, settings, args, out):
@@ -283,7 +295,11 @@ def register_pair(pair, model, cfg, args, folder, earlier=None):
     warped_label = warp_label(moving_label, result, result.field, args.labels)
     row = {"name": pair["name"], **{key: os.path.abspath(pair[key]) for key in TO_REGISTER if key in pair},
            "folder": str(folder), **scores_of(result), "matrix": result.matrix.tolist(),
-           **label_scores(moving_label, warped_label, fixed_label, result, args.labels)}
+           **carried_scores(moving_label, warped_label, fixed_label, result, args.labels)}
+    if points_mm is not None and "moving_points" in pair:
+        row.update(point_scores(points_mm, read_points(pair["moving_points"]), pair, result.field, result.fixed.affine))
+    row["verdict"], row["reason"] = judge(row)
+    row["warnings"] = [*row["warnings"], *said_of_labels(row)]
     if moving_label is not None and moving_label.any() and not warped_label.any():
         row["warnings"] = [*row["warnings"], f"no voxel of {pair['moving_label']} came to lie in the fixed volume."]
     make_folder(folder)
@@ -328,19 +344,15 @@ def warp_label(moving_label, result, field, labels):
     return apply_label(moving_label, result.moving.affine, field, result.fixed.affine, labels)
 
 
-def label_scores(moving_label, warped_label, fixed_label, result, carried):
+def carried_scores(moving_label, warped_label, fixed_label, result, carried):
     """Dice of each label as the headers place the volumes and after the registration: this part of the row.
 
     moving_label, warped_label, fixed_label: label maps or None. result: of `register`. carried: a word of --labels.
     """
     if moving_label is None or fixed_label is None or not fixed_label.any():
         return {"labels": {}}
-    labels = sorted(set(np.unique(fixed_label).tolist()) - {0})
     by_header = warp_label(moving_label, result, np.zeros_like(result.field), carried)
-    before, after = dice(by_header, fixed_label, labels), dice(warped_label, fixed_label, labels)
-    return {"labels": {str(label): {"dice_before": first, "dice": second}
-                       for label, first, second in zip(labels, before, after)},
-            "dice_before": average(before), "dice": average(after)}
+    return label_scores({"_before": by_header, "": warped_label}, fixed_label)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import torch
 from Dataloader.transforms import is_field, read_any_field, read_matrix
 from Diffusion.fields import compose
 from Inference.labels import apply_field
-from Inference.registration import arrays, read_side, register, regularity_scores, total_field
+from Inference.registration import arrays, read_side, register, total_field
+from Inference.scores import pair_scores
 from Runtime.errors import InputError
 
 
@@ -16,8 +17,8 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
 
     initial: path of a matrix or a field, see Dataloader/transforms.py; None: from `start`, as `register` does it.
     fixed, moving: paths. dims: axes of the volumes. options: those of `register`.
-    Returns: what `register` does. After a field, the field is the whole way, overlap_percent, similarity_before and
-    matrix are those between the fixed volume and the moving one as the first field shows it.
+    Returns: what `register` does. After a field, the field is the whole way, overlap_percent and matrix are those
+    between the fixed volume and the moving one as the first field shows it.
     Raises InputError as `register` does, and for an inverse after a field, which there is none of.
     """
     if initial is None:
@@ -41,7 +42,8 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     field = compose(torch.from_numpy(first)[None], torch.from_numpy(result.field)[None])[0].numpy()
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
     return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped,
-                               warped_channels=warped_channels, start="field", **regularity_scores(field))
+                               warped_channels=warped_channels, start="field",
+                               **pair_scores(fixed, moving, field, warped, result.matrix, None, result.compared_by))
 
 
 def on_grid_of(placed_field, volume):

@@ -9,11 +9,10 @@ from Dataloader.nifti import read_field, read_label, read_volume
 from Diffusion.figures import CELL, FIXED_LINE, MOVING_LINE, middle_slices, registration_figure
 from Diffusion.metrics import spread
 from Inference.labels import apply_field
+from Inference.scores import COLUMNS, heading
+from Inference.verdict import VERDICTS
 from Inference.viewer import PAGE_BYTES, viewer_html
-from Runtime.page import cards_html, figure_html, table_html, text_table, write_page
-
-COLUMNS = {"dice_before": ".3f", "dice": ".3f", "similarity_before": ".3f", "similarity": ".3f",
-           "folding_percent": ".4f", "sdlogj": ".4f", "seconds": ".2f"}
+from Runtime.page import cards_html, figure_html, findings_html, table_html, text_table, write_page
 
 WIDTH = 11.2  # inches
 SQUARES = 7  # along the longer side of a slice
@@ -139,9 +138,13 @@ def pair_figure(pair):
 
 
 def means(rows, failed):
-    """The means of all columns, and how many pairs are done and failed: one flat dict. rows, failed: of the results."""
+    """The means of all columns, how many pairs are done and could not be, and how many got each verdict: a flat dict.
+
+    rows, failed: of the results.
+    """
     columns = {column: round(mean, 5) for column, (mean, _, _) in spread(rows, COLUMNS).items()}
-    return {**columns, "pairs": len(rows), "failed": len(failed)}
+    verdicts = {f"verdict_{word}": sum(row.get("verdict") == word for row in rows) for word in VERDICTS}
+    return {**columns, "pairs": len(rows), "failed": len(failed), **verdicts}
 
 
 def worst_first(rows):
@@ -158,16 +161,17 @@ def write_report(folder, rows, failed, lead, dims):
     pairs were registered. Returns: the page's path.
     """
     columns = spread(rows, COLUMNS)
-    words = {column: column.replace("_percent", " %").replace("_", " ") for column in columns}
+    words = {column: heading(column) for column in columns}
     ordered, order_word = worst_first(rows)
-    header, formats = ["pair", *words.values()], [None, *[COLUMNS[column] for column in columns]]
-    lines = [[row["name"].replace("_to_", " to "), *[row.get(column) for column in columns]] for row in ordered]
+    header, formats = ["pair", "verdict", *words.values()], [None, None, *[COLUMNS[column] for column in columns]]
+    lines = [[row["name"].replace("_to_", " to "), row["verdict"], *[row.get(column) for column in columns]]
+             for row in ordered]
     if len(rows) > 1:
-        lines.append(["mean", *[mean for mean, _, _ in columns.values()]])
-        lines.append(["sd", *[deviation for _, deviation, _ in columns.values()]])
+        lines.append(["mean", "", *[mean for mean, _, _ in columns.values()]])
+        lines.append(["sd", "", *[deviation for _, deviation, _ in columns.values()]])
     cards = [(words[column], f"{mean:{COLUMNS[column]}}", f"sd {deviation:{COLUMNS[column]}}" if len(rows) > 1 else "")
              for column, (mean, deviation, _) in columns.items()]
-    sections = [("", cards_html(cards))]
+    sections = [("", verdicts_html(ordered) + cards_html(cards))]
     notes = [[entry["name"], "failed", entry["reason"]] for entry in failed]
     notes += [[row["name"], "warning", sentence] for row in ordered for sentence in row["warnings"]]
     if notes:
@@ -180,6 +184,17 @@ def write_report(folder, rows, failed, lead, dims):
     print(text_table(header, lines, formats))
     return write_page(folder / "report.html", "Registrations", f"{len(rows)} pair{'s' * (len(rows) > 1)}; {lead}.",
                       sections, viewer=True)
+
+
+def verdicts_html(rows):
+    """The verdict on each pair that is not ok, with its reason, in its colour; of pairs that are all ok one line."""
+    bad = sorted((row for row in rows if row["verdict"] != "ok"), key=lambda row: -VERDICTS.index(row["verdict"]))
+    lines = [(row["verdict"], row["verdict"], f"{row['name']}: {row['reason']}") for row in bad]
+    if len(bad) < len(rows):
+        count = len(rows) - len(bad)
+        lines.append(("ok", "ok", f"{count} pair{'s' * (count > 1)} of {len(rows)}." if len(rows) > 1 else
+                      f"{rows[0]['name']}: nothing speaks against this registration."))
+    return findings_html(lines)
 
 
 def _pictures(ordered, dims):

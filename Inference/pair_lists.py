@@ -13,7 +13,7 @@ from Runtime.errors import InputError
 CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_CHANNELS + 1))
             for side in ("fixed", "moving")}
 TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "fixed_mask", "moving_mask", "points",
-               *CHANNELS["fixed"], *CHANNELS["moving"])
+               "moving_points", *CHANNELS["fixed"], *CHANNELS["moving"])
 TO_SCORE = ("fixed_label", "moving_label", "field", "warped_label", "fixed_points", "moving_points")
 LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # of a JSON file, the first that is not empty
 

@@ -34,14 +34,13 @@ from Dataloader.prepare import intensity_limits
 from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source
 from Diffusion.fields import across, resample, warp
 from Diffusion.losses import local_correlation, mapped_correlation
-from Diffusion.metrics import folding_percent, sdlogj
 from Diffusion.validation import best_field, label_map, segmented, segmented_labels
 from Inference.affine import WINDOW, align_affine
 from Inference.labels import apply_field
 from Inference.load_model import default_config, load_model
 from Inference.refine import STEPS
 from Inference.refine import refine as optimise
-from Inference.refine import similarity as pair_similarity
+from Inference.scores import pair_scores
 from Runtime.device import pick_device, synchronize
 from Runtime.errors import InputError
 
@@ -67,15 +66,30 @@ class Result:
     start: str  # header, centre, matrix or field: where the moving volume began
     matrix: np.ndarray  # T, 4x4, fixed to moving world in mm: start and affine alignment
     overlap_percent: float  # of the fixed field of view, covered by the moving one under T
-    similarity_before: float  # as the headers place the volumes, on the working grid; 1 is perfect
+    verdict: str  # ok, doubtful or failed, see Inference/verdict.py
+    reason: str  # for the verdict, in one sentence; "" where it is ok
+    similarity_before: float  # as the headers place the volumes; on the fixed grid, 1 is perfect, see `image_scores`
     similarity: float
+    covered_percent: float  # of the body of the fixed volume, covered by that of the moving one
+    body_overlap: float  # Dice of both bodies
     folding_percent: float
+    folding_any_percent: float  # by one-sided determinants, see `folding_scores`; and within the fixed body
+    folding_body_percent: float
+    ndv_percent: float
     sdlogj: float | None  # fewer than 5 voxels along an axis
+    scale_least: float  # of the matrix, see `affine_scores`
+    scale_most: float
+    turn_degrees: float
+    shear_degrees: float
+    mirrors: bool
+    segmentations: list[str]  # which of "fixed" and "moving" look like label maps
+    compared_by: str  # registration.similarity
     seconds: dict[str, float]  # affine, network, refine, total, without reading, loading the model and scoring
     warnings: list[str]  # sentences about what may be wrong, such as little overlap; given as warnings too
     inverse: np.ndarray | None = None  # (N, *moving) in voxels of the moving grid
     inverse_error_mm: float | None = None  # mean distance of a point of the moving volume from where it was, there
-    inverse_error_max_mm: float | None = None  # and back again; and the largest
+    inverse_error_max_mm: float | None = None  # and back again, by both fields as they are written; and the largest
+    inverse_consistency_mm: float | None = None  # the same of the points of the fixed body
     segmented_fixed: np.ndarray | None = None  # (*fixed) uint16, a network with model.structures: what it segments
     segmented_moving: np.ndarray | None = None  # (*moving), by the labels of its training's maps
 
@@ -89,8 +103,8 @@ class Placed:
     overlap_percent: float
     work_affine: np.ndarray  # 4x4, of the working grid
     pair: dict  # moving (under T) and fixed, (C, *work), 0 to 1; moving_mask, fixed_mask, (1, *work) or None; float32
-    by_header: dict  # the same, the moving volume as the headers place it
-    seconds: float  # of the affine alignment
+    aligned: bool  # by an affine alignment
+    seconds: float  # of that
 
 
 @dataclasses.dataclass
@@ -133,7 +147,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     began = time.perf_counter()
     placed = align(fixed, moving, affine, start, cfg, as_trained=net is not None)
     solution = solve(net, placed, fixed, moving, refine, cfg, device, progress)
-    return bring_back(solution, fixed, moving, inverse, cfg, device, began)
+    return bring_back(solution, fixed, moving, inverse, cfg, began)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,13 +249,13 @@ def align(fixed, moving, affine, start, cfg, as_trained=False):
     of_fixed = {"fixed": np.stack([work_fixed, *(_on_working_grid(channel, fixed.affine, work_affine, size)
                                                  for channel in fixed_rest)]),
                 "fixed_mask": _mask_on_working_grid(fixed.mask, fixed.affine, work_affine, size)}
-    pair, by_header = ({
-        "moving": np.stack([_on_working_grid(channel, moving.affine, to_world, size)
-                            for channel in (moving01, *moving_rest)]),
-        "moving_mask": _mask_on_working_grid(moving.mask, moving.affine, to_world, size),
-        **of_fixed} for to_world in (matrix @ work_affine, work_affine))
+    to_world = matrix @ work_affine
+    pair = {"moving": np.stack([_on_working_grid(channel, moving.affine, to_world, size)
+                                for channel in (moving01, *moving_rest)]),
+            "moving_mask": _mask_on_working_grid(moving.mask, moving.affine, to_world, size), **of_fixed}
     overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
-    return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, by_header, seconds)
+    return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair,
+                  bool(affine), seconds)
 
 
 def arrays(volume):
@@ -375,8 +389,10 @@ def _warnings(placed, fixed, moving, own_grid):
     """
     sentences, dims = [], fixed.array.ndim
     if placed.overlap_percent < FAR_APART:
+        advice = "check that both show the same part of the body" if placed.aligned else (
+            "bring them together by --affine" + " or --start centre" * (placed.start == "header"))
         sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % of the field of view of {fixed.name}: "
-                         "bring them together by --affine or --start centre.")
+                         f"{advice}.")
     if own_grid:
         own, used = (abs(np.linalg.det(affine[:dims, :dims])) ** (1 / dims)
                      for affine in (fixed.affine, placed.work_affine))
@@ -450,7 +466,7 @@ def _on_own_grid(work_field, structures, placed, fixed, moving, cfg):
     field = total_field(work_field.float().cpu(), change, np.linalg.inv(change), size)
     if structures is not None:
         structures = resample(structures, change, size)
-    own = dataclasses.replace(own, start=placed.start, seconds=placed.seconds)
+    own = dataclasses.replace(own, start=placed.start, aligned=placed.aligned, seconds=placed.seconds)
     return own, torch.from_numpy(field)[None].to(work_field.device), structures
 
 
@@ -458,7 +474,7 @@ def _on_own_grid(work_field, structures, placed, fixed, moving, cfg):
 # Bring back: the field on the files' grids, and its scores
 # ---------------------------------------------------------------------------------------------------------------------
 
-def bring_back(solution, fixed, moving, inverse, cfg, device, began):
+def bring_back(solution, fixed, moving, inverse, cfg, began):
     """The solution on the grids of the files, with its scores: Result. began: the clock when the alignment began."""
     placed, work_affine = solution.placed, solution.placed.work_affine
     field = total_field(solution.field, np.linalg.inv(work_affine) @ fixed.affine,
@@ -471,12 +487,11 @@ def bring_back(solution, fixed, moving, inverse, cfg, device, began):
     if solution.structures is not None:
         more.update(_segmentations(solution, fixed, moving, segmented_labels(cfg)))
     seconds = {**solution.seconds, "total": time.perf_counter() - began}
-    before = pair_similarity(_on_device(placed.by_header, device), None, cfg)
-    after = pair_similarity(_on_device(placed.pair, device), solution.field.to(device), cfg, padding="zeros")
+    scores = pair_scores(fixed, moving, field, warped, placed.matrix, more.get("inverse"),
+                         cfg["registration.similarity"])
     return Result(fixed=fixed, moving=moving, field=field, warped=warped, warped_channels=warped_channels,
                   start=placed.start, matrix=placed.matrix, overlap_percent=placed.overlap_percent,
-                  similarity_before=before, similarity=after, **regularity_scores(field), seconds=seconds,
-                  warnings=sentences, **more)
+                  seconds=seconds, warnings=sentences, **scores, **more)
 
 
 def total_field(work_field, before, after, shape):
@@ -519,7 +534,7 @@ def _joined(sampled, before, after):
 
 
 def _inverse(solution, moving):
-    """inverse of Result and its errors, a dict; and a sentence, in a list, where it is not an inverse everywhere."""
+    """inverse of Result, in a dict; and a sentence, in a list, where it is not an inverse everywhere."""
     matrix, work_affine = solution.placed.matrix, solution.placed.work_affine
     field, rest = inverse_field(solution.field, np.linalg.inv(matrix @ work_affine) @ moving.affine,
                                 np.linalg.inv(moving.affine) @ work_affine, moving.array.shape)
@@ -530,8 +545,7 @@ def _inverse(solution, moving):
                      f"go there and back miss by up to {rest_mm.max():.2g} mm, mostly where the field folds; do not "
                      "use it there."]
         warnings.warn(sentences[0], stacklevel=4)
-    return {"inverse": field, "inverse_error_mm": float(rest_mm.mean()),
-            "inverse_error_max_mm": float(rest_mm.max())}, sentences
+    return {"inverse": field}, sentences
 
 
 def _segmentations(solution, fixed, moving, labels):
@@ -542,9 +556,3 @@ def _segmentations(solution, fixed, moving, labels):
         carried = resample(share, np.linalg.inv(placed) @ volume.affine, volume.array.shape)
         found[f"segmented_{side}"] = label_map(carried, labels)[0].numpy().astype(np.uint16)
     return found
-
-
-def regularity_scores(field):
-    """folding_percent and sdlogj of a field (N, *spatial) in voxels; sdlogj is None where an axis has fewer than 5."""
-    tensor = torch.from_numpy(field)[None]
-    return {"folding_percent": folding_percent(tensor), "sdlogj": sdlogj(tensor) if min(field.shape[1:]) > 4 else None}

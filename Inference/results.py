@@ -12,7 +12,8 @@ import re
 from pathlib import Path
 
 from Dataloader.datalist import MOST_CHANNELS
-from Inference.pair_figures import COLUMNS, means
+from Inference.pair_figures import means
+from Inference.scores import COLUMNS
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 
@@ -44,7 +45,7 @@ def write_results(out, rows, failed, settings, complete):
     stored = [{**row, "folder": os.path.relpath(row["folder"], out)} for row in rows]
     content = {"complete": complete, "pairs": stored, "failed": failed, "mean": means(rows, failed),
                "settings": settings}
-    write_file(out / "results.csv", scores_csv(rows, COLUMNS).encode(errors="replace"))
+    write_file(out / "results.csv", scores_csv(rows, [*COLUMNS, "verdict", "reason"]).encode(errors="replace"))
     write_file(out / "results.json", (json.dumps(content, indent=1) + "\n").encode(errors="replace"))
 
 

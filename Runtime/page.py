@@ -70,6 +70,12 @@ def cards_html(cards):
     return f'<div class="cards">\n{"".join(parts)}</div>\n'
 
 
+def findings_html(findings):
+    """HTML list of findings, each with a bar in its colour. findings: list of (class of page.css, word, text)."""
+    lines = [f'<li class="{kind}"><b>{escape(word)}</b> {escape(text)}</li>\n' for kind, word, text in findings]
+    return f'<ul class="findings">\n{"".join(lines)}</ul>\n'
+
+
 def write_page(path, title, lead, sections, refresh_s=None, viewer=False):
     """Write a complete page, atomically, that needs no other file and no network.
 

@@ -1,4 +1,5 @@
 """Scores on shapes whose answer is known."""
+import itertools
 import math
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from Diffusion.fields import affine_field
-from Diffusion.metrics import dice, folding_percent, hd95, sdlogj
+from Diffusion.metrics import dice, folding_percent, folding_scores, hd95, sdlogj
 
 SIZE = (15, 18, 21)
 
@@ -77,9 +78,13 @@ def test_hd95_sees_a_surface_at_the_border_and_works_in_2d():
     assert hd95(first, second, [1], (1.0, 0.5)) == pytest.approx([1.0])
 
 
-def test_hd95_of_absent_labels_is_nan():
+def test_a_structure_that_one_image_lacks_is_as_far_off_as_the_image_is_long():
     first, second = cube((4, 4, 4), 6), cube((4, 4, 4), 6, label=2)
-    assert all(math.isnan(score) for score in hd95(first, second, [1, 2, 3], (1, 1, 1)))
+    only_first, only_second, neither = hd95(first, second, [1, 2, 3], (1, 2, 0.5))
+    assert only_first == only_second == pytest.approx(math.hypot(15, 36, 10.5)) and math.isnan(neither)
+    worst = np.zeros(SIZE, dtype=int)
+    worst[-1, -1, -1] = 1
+    assert hd95(first, worst, [1], (1, 2, 0.5))[0] < only_first, "losing a structure is no better than misplacing it"
 
 
 @pytest.mark.parametrize("size", [(18, 21), SIZE])
@@ -106,6 +111,53 @@ def test_folding_percent_counts_voxels_and_a_determinant_of_zero():
     field[:, 0, 5:15] = -2.0 * torch.arange(10.0).view(10, 1)
     field[:, 0, 15:] = -18.0
     assert folding_percent(field) == pytest.approx(100 * 10 / 20)
+
+
+@pytest.mark.parametrize("size", [(18, 21), SIZE])
+def test_one_sided_determinants_see_what_central_differences_step_over(size):
+    field = torch.zeros(1, len(size), *size)
+    field[0, 0, ::2] = 1.5  # back and forth along the first axis; two voxels apart nothing changes
+    field[0, 0, 0] = field[0, 0, -1] = field[0, 0, -2] = 0
+    assert folding_percent(field) == 0.0
+    scores = folding_scores(field[0])
+    # Steps along the axis: 1 up to the first 1.5, then down by 0.5 and up by 2.5 in turn, until the last three zeros.
+    column = torch.arange(size[0]) + field[0, 0].flatten(1)[:, 0]
+    steps = column.diff()
+    touching = torch.cat([steps[:1] <= 0, (steps[:-1] <= 0) | (steps[1:] <= 0), steps[-1:] <= 0])
+    assert 0.5 < touching.float().mean() < 1
+    assert scores["folding_any_percent"] == pytest.approx(100 * float(touching.float().mean()))
+    assert scores["ndv_percent"] == pytest.approx(-100 * float(steps.clamp(max=0).mean()), rel=1e-5)
+    assert scores["folding_body_percent"] is None
+    body = torch.zeros(size, dtype=torch.bool)
+    body[0] = True  # the first plane has one side only, and it does not fold
+    assert folding_scores(field[0], body)["folding_body_percent"] == 0.0
+
+
+@pytest.mark.parametrize("size", [(18, 21), SIZE])
+def test_of_an_affine_map_all_volumes_are_the_determinant(size):
+    assert folding_scores(linear_field([1.3, *[0.8] * (len(size) - 1)], size)[0]) == {
+        "folding_any_percent": 0.0, "folding_body_percent": None, "ndv_percent": 0.0}
+    scores = folding_scores(linear_field([-0.5, *[1.0] * (len(size) - 1)], size)[0])
+    assert scores["folding_any_percent"] == 100.0 and scores["ndv_percent"] == pytest.approx(50.0, rel=1e-4)
+
+
+def test_ndv_is_the_volume_of_the_inverted_tetrahedra_of_both_ways_to_cut():
+    rng = np.random.default_rng(0)
+    field = rng.normal(scale=0.6, size=(3, 4, 5, 3))
+    places = np.indices(field.shape[1:]) + field
+    cuts = [[((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)), ((1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)),
+             ((1, 0, 1), (0, 0, 1), (1, 1, 1), (1, 0, 0)), ((0, 1, 1), (1, 1, 1), (0, 0, 1), (0, 1, 0)),
+             ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))]]
+    cuts.append([tuple((1 - i, j, k) for i, j, k in cut) for cut in cuts[0]])
+    inverted, count = 0.0, 0
+    for cell in itertools.product(*(range(n - 1) for n in field.shape[1:])):
+        for cut in itertools.chain(*cuts):
+            whole, moved = ([array[(slice(None), *np.add(cell, vertex))] for vertex in cut]
+                            for array in (np.indices(field.shape[1:]).astype(float), places))
+            before, after = (np.linalg.det(np.stack(corners[1:]) - corners[0]) / 6 for corners in (whole, moved))
+            inverted += max(-after * np.sign(before), 0) / 2
+        count += 1
+    assert folding_scores(field)["ndv_percent"] == pytest.approx(100 * inverted / count, rel=1e-4) and inverted > 0
 
 
 def test_sdlogj_is_analytic_and_crops_two_voxels():

@@ -140,12 +140,16 @@ def test_the_inverse_leads_back(fixed, moving):
     found = register(fixed, moving, (Known(), settings()), start=known_transform(fixed[1], fixed[0].shape),
                      inverse=True)
     shape, affine = moving[0].shape, moving[1]
-    assert found.inverse.shape == (3, *shape) and found.inverse_error_mm < 0.01
-    assert found.inverse_error_max_mm < 0.1 and not [said for said in found.warnings if "inverse" in said]
+    assert found.inverse.shape == (3, *shape) and not [said for said in found.warnings if "inverse" in said]
     world = (affine[:3, :3] @ np.indices(shape).reshape(3, -1) + affine[:3, 3:]).T
     there = move_points(world, found.inverse, affine)
     back = move_points(there, found.field, fixed[1])
     voxels = np.linalg.inv(fixed[1])[:3, :3] @ there.T + np.linalg.inv(fixed[1])[:3, 3:]
+    within = ((voxels >= 0) & (voxels <= np.reshape(fixed[0].shape, (3, 1)) - 1)).all(0)
+    missed_mm = np.linalg.norm(back - world, axis=1)[within]
+    assert found.inverse_error_mm == pytest.approx(missed_mm.mean(), rel=1e-2), "of the fields as they are written"
+    assert found.inverse_error_max_mm == pytest.approx(missed_mm.max(), rel=1e-2)
+    assert 0 < found.inverse_consistency_mm < 0.2
     within = ((voxels > 1) & (voxels < np.reshape(fixed[0].shape, (3, 1)) - 2)).all(0)
     lengths = np.linalg.norm(np.linalg.inv(affine)[:3, :3] @ (back - world).T, axis=0)[within]
     assert within.mean() > 0.2 and lengths.max() < 0.4 and lengths.mean() < 0.08
@@ -157,8 +161,8 @@ def test_nothing_to_do_is_exactly_nothing():
     found = register(fixed, moving)
     assert not found.field.any() and found.folding_percent == 0 and found.sdlogj < 1e-6
     np.testing.assert_allclose(found.warped, moving[0], atol=1e-6)
-    assert found.similarity == pytest.approx(found.similarity_before, abs=1e-5)
-    assert found.overlap_percent == 100
+    assert found.similarity == pytest.approx(1, abs=1e-4) and found.similarity_before == found.similarity
+    assert found.overlap_percent == 100 and (found.verdict, found.reason) == ("ok", "")
     assert set(found.seconds) == {"affine", "network", "refine", "total"}
 
 
@@ -294,7 +298,7 @@ def test_slices():
     there = np.linalg.inv(other) @ found.matrix @ work_affine @ [*y, 0, 1]
     expected = ndimage.map_coordinates(moving[0], there[:2, None], order=1)[0]
     assert found.warped[tuple(place)] == pytest.approx(expected, abs=1e-4) and expected > 0.01
-    assert found.inverse_error_mm < 0.01
+    assert 0 < found.inverse_error_mm < 0.1
 
 
 class Folded(torch.nn.Module):

@@ -1,0 +1,257 @@
+"""Scores of a registered pair on the fixed grid: the same numbers whatever found the field, in every program."""
+import numpy as np
+import torch
+from scipy import ndimage
+
+from Dataloader.nifti import move_points
+from Diffusion.fields import across, warp
+from Diffusion.metrics import average, dice, folding_percent, folding_scores, hd95, sdlogj
+from Inference.labels import apply_field
+from Inference.verdict import judge
+from Runtime.errors import InputError
+
+# Of tables, CSV and JSON, in this order, and how each is shown.
+COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_mm": ".2f", "tre_before_mm": ".2f",
+           "tre_mm": ".2f", "similarity_before": ".3f", "similarity": ".3f", "folding_percent": ".4f",
+           "folding_any_percent": ".4f", "ndv_percent": ".4f", "sdlogj": ".4f", "inverse_error_mm": ".3f",
+           "inverse_consistency_mm": ".3f", "seconds": ".2f"}
+WINDOW = 9  # voxels of the fixed grid, side of the cubes of `local_similarity`
+CONTRAST = 0.03  # standard deviation in a cube, of the range of the volume, above which a volume shows something there
+MOST_LABELS = 500  # different whole numbers of a label map
+EQUAL_NEIGHBOURS = 0.7  # of the voxels of a label map that show something, those like the next one
+
+
+def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by):
+    """All scores of a registered pair but those of labels and landmarks, and the verdict: this part of its Result.
+
+    Both similarities, and the body of the fixed volume, are of the first channel.
+    fixed, moving: Volumes. field: (N, *fixed). warped: (*fixed). matrix: 4x4, fixed to moving world. inverse:
+    (N, *moving) or None. compared_by: registration.similarity. Returns: dict.
+    """
+    by_header = np.zeros_like(field)
+    before = apply_field(moving.array, moving.affine, by_header, fixed.affine)
+    known = np.ones(moving.array.shape, np.uint8) if moving.mask is None else (moving.mask > 0).astype(np.uint8)
+    seen_before, seen = (apply_field(known, moving.affine, each, fixed.affine, order=0) > 0
+                         for each in (by_header, field))
+    scores, body = image_scores(fixed.array, moving.array, before, warped, seen_before, seen, fixed.mask)
+    scores.update(field_scores(field, body), **affine_scores(matrix, len(field)), compared_by=compared_by,
+                  segmentations=[side for side, volume in (("fixed", fixed), ("moving", moving))
+                                 if is_segmentation(volume.array)])
+    if inverse is not None:
+        scores.update(inverse_scores(field, fixed.affine, inverse, moving.affine, body))
+    scores["verdict"], scores["reason"] = judge(scores)
+    return scores
+
+
+def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_mask=None):
+    """How alike a pair is as the headers place it and after the registration, and how its bodies cover each other.
+
+    The body of a volume is where it shows something, see `body_of`. The similarity is the mean over
+    the body of the fixed volume of the squared local correlation, 0 .. 1; it is 0 where the moving volume shows
+    nothing, so that a part that is not covered counts against it, before and after alike.
+
+    fixed, before, after: (*fixed), the fixed volume and the moving one on its grid. moving: (*moving), for its range of
+    intensities. seen_before, seen_after: booleans (*fixed), where the moving volume, and its mask, cover the grid.
+    fixed_mask: (*fixed) or None.
+    Returns: dict of similarity_before, similarity, covered_percent (of the fixed body by the moving one), body_overlap
+    (Dice of both bodies); and the fixed body, booleans (*fixed).
+    """
+    fixed01, before01, after01 = in_range(fixed, fixed), in_range(before, moving), in_range(after, moving)
+    body, counts = body_of(contrast(fixed01)[1]), np.ones(fixed.shape, bool) if fixed_mask is None else fixed_mask > 0
+    body = body & counts if (body & counts).any() else counts
+    scores = {"similarity_before": local_similarity(fixed01, before01, body, seen_before)[0]}
+    scores["similarity"], shown = local_similarity(fixed01, after01, body, seen_after)
+    covered = float((shown & body).sum())
+    scores["covered_percent"] = 100.0 * covered / float(body.sum())
+    scores["body_overlap"] = 2.0 * covered / float(body.sum() + shown.sum())
+    return scores, body
+
+
+def body_of(variance):
+    """Where a volume shows something: booleans of the shape of its local variance, see `contrast`.
+
+    There is contrast in the cube around a voxel, and around each voxel of that cube: without the second, the body would
+    reach half a cube into empty space, where cubes hold the outline alone.
+    """
+    return ndimage.minimum_filter(variance > CONTRAST ** 2, WINDOW, mode="constant", cval=True)
+
+
+def in_range(volume, source):
+    """A volume in units of the range of a source, its percentiles 0.5 to 99.5; float32."""
+    low, high = np.percentile(source, (0.5, 99.5))
+    if high <= low:
+        low, high = float(source.min()), float(source.max())
+    return ((np.asarray(volume, np.float32) - np.float32(low)) / np.float32(high - low)).clip(-1, 2)
+
+
+def contrast(volume, weight=None):
+    """Mean and variance in the cube around each voxel, over its voxels that are in the grid, under a weight 0 .. 1."""
+    count = cube_mean(np.ones_like(volume) if weight is None else weight)
+    count = np.maximum(count, 1e-6)
+    weighted = volume if weight is None else weight * volume
+    mean = cube_mean(weighted) / count
+    return mean, np.maximum(cube_mean(weighted * volume) / count - mean * mean, 0)
+
+
+def cube_mean(volume):
+    return ndimage.uniform_filter(volume, WINDOW, mode="constant")
+
+
+def local_similarity(fixed, moved, body, seen):
+    """Mean squared local correlation over a body, and where the moved volume shows something. Arguments: image_scores.
+
+    cov^2 / (var_F var_M) in the cube around each voxel (Avants et al., Med Image Anal 2008).
+    Returns: a float, 0 .. 1; booleans (*fixed).
+    """
+    weight = None if seen.all() else seen.astype(np.float32)
+    fixed_mean, fixed_variance = contrast(fixed, weight)
+    moved_mean, moved_variance = contrast(moved, weight)
+    weight = np.ones_like(fixed) if weight is None else weight
+    covariance = cube_mean(weight * fixed * moved) / np.maximum(cube_mean(weight), 1e-6) - fixed_mean * moved_mean
+    correlation = covariance ** 2 / (np.maximum(fixed_variance, 1e-6) * np.maximum(moved_variance, 1e-6))
+    shown = seen & body_of(moved_variance)
+    return float(np.where(seen, np.minimum(correlation, 1), 0)[body].mean()), shown
+
+
+def field_scores(field, body=None):
+    """How regular a field is: folding_percent, those of `folding_scores`, and sdlogj.
+
+    field: (N, *spatial) in voxels. body: booleans (*spatial) or None. sdlogj is None where an axis has fewer than 5.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(field, np.float32))
+    return {"folding_percent": folding_percent(tensor[None]), **folding_scores(tensor, body),
+            "sdlogj": sdlogj(tensor[None]) if min(field.shape[1:]) > 4 else None}
+
+
+def there_and_back_mm(field, affine, back, back_affine):
+    """How far points are from where they were after one field and the other, in mm; NaN where they leave the grid.
+
+    Both fields are taken as they are written: between their voxels other programs interpolate linearly, too.
+    field: (N, *size) in voxels of its own grid, by which its points go. back: (N, *other), the field that brings them
+    back, in voxels of its own grid. affine, back_affine: 4x4 of the two grids. Returns: (*size) float32.
+    """
+    dims = len(field)
+    tensor, back = (torch.from_numpy(np.ascontiguousarray(each, np.float32))[None] for each in (field, back))
+    change = np.linalg.inv(back_affine) @ affine
+    there = across(tensor, change)  # of the voxels of `field`, in voxels of the other grid, less their own number
+    step = warp(back, there, padding="border")
+    rows = torch.from_numpy(change[:dims, :dims].astype(np.float32))
+    came_to = (rows @ tensor.flatten(2)).view_as(tensor) + step  # as a vector in voxels of the other grid
+    to_mm = torch.from_numpy(back_affine[:dims, :dims].astype(np.float32))
+    missed_mm = (to_mm @ came_to.flatten(2)).view_as(came_to)[0].square().sum(0).sqrt().numpy()
+    places = there[0].numpy() + np.indices(field.shape[1:], np.float32)
+    last = np.reshape(back.shape[2:], (-1, *[1] * dims)) - 1
+    return np.where(((places >= 0) & (places <= last)).all(0), missed_mm, np.float32("nan"))
+
+
+def inverse_scores(field, affine, inverse, moving_affine, body=None):
+    """How well two fields undo each other: there and back from the moving volume, and from the fixed one, in mm.
+
+    field: (N, *fixed) and inverse: (N, *moving), each in voxels of its grid. affine, moving_affine: 4x4. body: booleans
+    (*fixed) or None. Returns: dict of inverse_error_mm and inverse_error_max_mm (over the moving grid), and
+    inverse_consistency_mm (mean over the fixed body); None where all points leave the other grid.
+    """
+    missed_mm = there_and_back_mm(inverse, moving_affine, field, affine)
+    consistent_mm = there_and_back_mm(field, affine, inverse, moving_affine)
+    missed_mm, consistent_mm = (each[np.isfinite(each)] for each in
+                                (missed_mm, consistent_mm if body is None else consistent_mm[body]))
+    return {"inverse_error_mm": float(missed_mm.mean()) if missed_mm.size else None,
+            "inverse_error_max_mm": float(missed_mm.max()) if missed_mm.size else None,
+            "inverse_consistency_mm": float(consistent_mm.mean()) if consistent_mm.size else None}
+
+
+def label_scores(label_maps, fixed, spacing_mm=None):
+    """Dice, and HD95 where it is wanted, of each label of the fixed image: this part of a row.
+
+    label_maps: {suffix of the columns: (*fixed)}: "_before", as the headers place the moving labels, and "", after the
+    registration; either may be missing. fixed: label map (*fixed). spacing_mm: of the fixed grid, for HD95; None for
+    Dice alone.
+    Returns: dict of "labels" ({str(label): scores}), their means (labels that are in neither map do not count), and
+    "labels_lost", those of the fixed image that the registered map lacks, and "labels_extra", those it has besides.
+    """
+    labels = sorted(set(np.unique(fixed).tolist()) - {0})
+    scores = {"labels": {str(label): {} for label in labels}}
+    for suffix, label_map in label_maps.items():
+        columns = {f"dice{suffix}": dice(label_map, fixed, labels)}
+        if spacing_mm is not None:
+            columns[f"hd95{suffix}_mm"] = hd95(label_map, fixed, labels, spacing_mm)
+        for name, values in columns.items():
+            scores[name] = average(values)
+            for label, value in zip(labels, values):
+                scores["labels"][str(label)][name] = value
+        there = set(np.unique(label_map).tolist()) - {0}
+        scores["labels_lost"] = sorted(set(labels) - there)
+        scores["labels_extra"] = sorted(there - set(labels))
+    return scores
+
+
+def said_of_labels(scores):
+    """Sentences about structures that only one of two label maps has. scores: of `label_scores`."""
+    sentences = []
+    for key, whose, missing in (("labels_lost", "fixed volume", "registered"),
+                                ("labels_extra", "moving volume", "fixed")):
+        if scores.get(key):
+            sentences.append(f"of the labels of the {whose} the {missing} one lacks {few_words(scores[key])}.")
+    return sentences
+
+
+def few_words(labels, most=5):
+    """Some labels as words: "1, 2, 3, 4, 5 and 7 more"."""
+    more = len(labels) - most
+    return ", ".join(map(str, labels[:most])) + (f" and {more} more" if more > 0 else "")
+
+
+def point_scores(fixed_mm, moving_mm, pair, field, affine):
+    """Mean distance of landmarks in mm, as the headers place them and after the registration: this part of a row.
+
+    fixed_mm, moving_mm: (P, 3) mm, RAS, the same points of both volumes. pair: dict with the paths that they were read
+    from, for a sentence. field: (N, *fixed) in voxels or None. affine: 4x4 of the fixed volume.
+    Raises InputError for unequal numbers of points.
+    """
+    if len(fixed_mm) != len(moving_mm):
+        raise InputError(f"{pair.get('fixed_points') or pair.get('points')}: {len(fixed_mm)} landmarks, "
+                         f"{pair['moving_points']} has {len(moving_mm)}; they have to be the same points.")
+    scores = {"tre_before_mm": float(np.linalg.norm(fixed_mm - moving_mm, axis=1).mean())}
+    if field is not None:
+        if len(field) == 2:  # one plane of a 3D field
+            field = np.concatenate([field, np.zeros_like(field[:1])])[..., None]
+        scores["tre_mm"] = float(np.linalg.norm(move_points(fixed_mm, field, affine) - moving_mm, axis=1).mean())
+    return scores
+
+
+def heading(column):
+    """A column as tables on a page and a terminal name it."""
+    return column.replace("_percent", " %").replace("_mm", ", mm").replace("_", " ")
+
+
+def affine_scores(matrix, dims):
+    """What an affine part does: scale_least and scale_most, turn_degrees, shear_degrees and mirrors.
+
+    matrix: 4x4, fixed to moving world in mm. The scales are its singular values, the turn is that of the rotation
+    closest to it, the shear how far the most oblique two axes of the fixed world are from a right angle in the moving
+    one. dims: 2 or 3, the axes of the volumes; in 2D the third axis is left out.
+    """
+    linear = np.asarray(matrix, np.float64)[:dims, :dims]
+    left, scales, right = np.linalg.svd(linear)
+    turn, mirrors = left @ right, bool(np.linalg.det(linear) < 0)
+    axes = linear / np.linalg.norm(linear, axis=0)
+    oblique = np.degrees(np.arcsin(np.clip(np.abs(axes.T @ axes - np.eye(dims)).max(), 0, 1)))
+    cosine = (np.trace(turn) - 1) / 2 if dims == 3 else turn[0, 0]
+    return {"scale_least": float(scales.min()), "scale_most": float(scales.max()),
+            "turn_degrees": float(np.degrees(np.arccos(np.clip(cosine, -1, 1)))), "shear_degrees": float(oblique),
+            "mirrors": mirrors}
+
+
+def is_segmentation(volume):
+    """Whether a volume looks like a label map: few whole numbers, and nearly all neighbours are equal.
+
+    volume: (D, H, W) or (H, W). In an image of few grey levels neighbours differ wherever it shows something.
+    """
+    if not (volume[::4] == np.rint(volume[::4])).all() or not (volume == np.rint(volume)).all():
+        return False
+    values = np.unique(volume)
+    if len(values) > MOST_LABELS:
+        return False
+    here, there = volume[:-1], volume[1:]
+    shows = (here != values[0]) & (there != values[0])
+    return bool(shows.any() and (here == there)[shows].mean() > EQUAL_NEIGHBOURS)

@@ -1,0 +1,144 @@
+"""The verdict on a registered pair: ok, doubtful or failed, and why, in one sentence.
+
+It needs no labels: it looks at what the registration did (the affine part, the folding, the inverse) and at what came
+out (how alike the volumes are, how the bodies cover each other). Labels and landmarks count where there are some. The
+limits are those between good pairs and hopeless ones, see tests/bench/bench_verdict.py, which says on which subjects
+they were chosen and what they are worth on others.
+"""
+import statistics
+
+VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
+# (doubtful, failed): beyond the first number a pair is doubtful, beyond the second it has failed.
+ALIKE = {"correlation": (0.35, 0.25)}  # least similarity, by registration.similarity
+COVERED_PERCENT = (80.0, 60.0)  # least part of the fixed body that the moving one covers
+SCALES = (1.5, 3.0)  # most by which an axis is stretched or shrunk
+SHEAR_DEGREES = (25.0, 45.0)
+TURN_DEGREES = 75.0  # against the headers; beyond, a volume may lie mirrored and still look alike
+FOLDED_PERCENT = (1.0, 10.0)  # of the voxels of the body, by one-sided determinants
+INVERSE_ERROR_MM = (1.0, 5.0)
+DICE_LOST, TRE_GAINED = 0.02, 1.05  # by how much Dice may fall, and to what the landmarks' error may rise
+LEAST_DICE = 0.1
+OUTLIER = 5.0  # robust standard deviations from the median of the list, on the bad side
+LEAST_SPREAD = 0.03  # of the median: pairs that are nearly equal make no outlier of another one
+LEAST_LIST = 8  # pairs, below which a list says nothing about one of them
+
+
+def judge(scores):
+    """The verdict on one pair: ("ok", "doubtful" or "failed"; the reason in one sentence, "" for ok).
+
+    scores: the result of Inference/registration.py's `register`, or the row of a pair; what is missing or None is not
+    judged. The reason is that of the worst finding.
+    """
+    found = [finding for check in CHECKS if (finding := check(scores))]
+    if not found:
+        return "ok", ""
+    return max(found, key=lambda finding: VERDICTS.index(finding[0]))
+
+
+def _level(value, limits, larger_is_worse=True):
+    """The verdict for one number, "ok" where it is None. limits: (doubtful, failed)."""
+    if value is None:
+        return "ok"
+    beyond = [value > limit if larger_is_worse else value < limit for limit in limits]
+    return VERDICTS[2 if beyond[1] else int(beyond[0])]
+
+
+def _segmentation(scores):
+    sides = scores.get("segmentations") or []
+    if len(sides) == 1:
+        return "failed", f"the {sides[0]} volume is a segmentation and the other one an image: give its image."
+    if sides:
+        return "doubtful", ("both volumes are segmentations, and intensities were compared: give the images, and these "
+                            "as labels.")
+    return None
+
+
+def _affine(scores):
+    if scores.get("mirrors"):
+        return "failed", "the affine part mirrors the volume: correct the matrix it began with, or the header."
+    least, most = scores.get("scale_least"), scores.get("scale_most")
+    if most is not None:
+        factor = most if most * least > 1 else 1 / least
+        level = _level(factor, SCALES)
+        if level != "ok":
+            word = "enlarges" if most * least > 1 else "shrinks"
+            return level, (f"the affine part {word} an axis {factor:.2g} times: check the voxel sizes in both headers, "
+                           "and that both show the same.")
+    level = _level(scores.get("shear_degrees"), SHEAR_DEGREES)
+    if level != "ok":
+        return level, f"the affine part shears by {scores['shear_degrees']:.0f} degrees: look at the picture."
+    if (scores.get("turn_degrees") or 0) > TURN_DEGREES:
+        return "doubtful", (f"the affine part turns by {scores['turn_degrees']:.0f} degrees against the headers: check "
+                            "both orientations, and left and right.")
+    return None
+
+
+def _alike(scores):
+    before, after = scores.get("similarity_before"), scores.get("similarity")
+    if after is None:
+        return None
+    level = _level(after, ALIKE.get(scores.get("compared_by"), ALIKE["correlation"]), larger_is_worse=False)
+    if level != "ok":
+        return level, (f"the volumes are hardly alike after the registration (similarity {after:.2f}): check that both "
+                       "show the same organ.")
+    if after < before:
+        return "doubtful", f"the volumes are less alike than before (similarity {before:.2f}, after it {after:.2f})."
+    return None
+
+
+def _covered(scores):
+    level = _level(scores.get("covered_percent"), COVERED_PERCENT, larger_is_worse=False)
+    if level != "ok":
+        return level, (f"the moving volume covers {scores['covered_percent']:.0f} % of what the fixed one shows: check "
+                       "that both show the same part of the body, and all of it.")
+    return None
+
+
+def _regular(scores):
+    level = _level(scores.get("folding_body_percent"), FOLDED_PERCENT)
+    if level != "ok":
+        return level, f"the field folds in {scores['folding_body_percent']:.2g} % of the body: raise refine.weight."
+    level = _level(scores.get("inverse_error_mm"), INVERSE_ERROR_MM)
+    if level != "ok":
+        return level, f"there and back misses by {scores['inverse_error_mm']:.2g} mm on average: leave the inverse."
+    return None
+
+
+def _labels(scores):
+    before, after = scores.get("dice_before"), scores.get("dice")
+    if after is not None:
+        if after < before - DICE_LOST:
+            return "failed", f"the labels overlap less than before (Dice {before:.3f} before, {after:.3f} after)."
+        if after < LEAST_DICE:
+            return "failed", f"the labels hardly overlap (Dice {after:.3f}): check that they belong to these volumes."
+    before, after = scores.get("tre_before_mm"), scores.get("tre_mm")
+    if after is not None and after > TRE_GAINED * before:
+        return "failed", f"the landmarks are further apart than before ({before:.2f} mm before, {after:.2f} mm after)."
+    if scores.get("labels_lost"):
+        return "doubtful", f"the warped labels lack structures of the fixed volume: {scores['labels_lost'][:5]}."
+    return None
+
+
+# In the order in which their reasons are told where several are equally bad.
+CHECKS = (_segmentation, _affine, _alike, _covered, _labels, _regular)
+
+
+def judge_list(rows):
+    """Each row of a list with its verdict and reason; of those that are ok the outliers of the list become doubtful.
+
+    Robust: further than OUTLIER times 1.48 median absolute deviations from the median, towards the bad side.
+    rows: dicts as for `judge`. Returns: new dicts, in the same order.
+    """
+    rows = [{**row, **dict(zip(("verdict", "reason"), judge(row)))} for row in rows]
+    for key, word, bad in (("similarity", "similarity", -1), ("dice", "Dice", -1), ("tre_mm", "landmark error", 1)):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if len(values) < LEAST_LIST:
+            continue
+        middle = statistics.median(values)
+        spread = max(1.48 * statistics.median(abs(value - middle) for value in values), LEAST_SPREAD * abs(middle))
+        for row in rows:
+            if row["verdict"] == "ok" and row.get(key) is not None and bad * (row[key] - middle) > OUTLIER * spread:
+                row["verdict"] = "doubtful"
+                row["reason"] = (f"its {word} of {row[key]:.3g} stands out among {len(values)} pairs, of which half "
+                                 f"are {'below' if bad > 0 else 'above'} {middle:.3g}.")
+    return rows

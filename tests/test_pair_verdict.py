@@ -1,0 +1,111 @@
+"""Inference/verdict.py: what is ok, doubtful or failed, each limit, and pairs that say so themselves."""
+import warnings
+
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from Dataloader.synthetic import make_subject
+from Inference.registration import register
+from Inference.verdict import (
+    ALIKE,
+    COVERED_PERCENT,
+    FOLDED_PERCENT,
+    INVERSE_ERROR_MM,
+    LEAST_LIST,
+    SCALES,
+    SHEAR_DEGREES,
+    TURN_DEGREES,
+    judge,
+    judge_list,
+)
+
+GOOD = {"similarity_before": 0.2, "similarity": 0.8, "covered_percent": 97.0, "scale_least": 0.95, "scale_most": 1.1,
+        "turn_degrees": 8.0, "shear_degrees": 3.0, "mirrors": False, "segmentations": [], "folding_body_percent": 0.1,
+        "inverse_error_mm": 0.05, "compared_by": "correlation", "dice_before": 0.5, "dice": 0.8, "tre_before_mm": 6.0,
+        "tre_mm": 1.2, "labels_lost": []}
+
+
+def test_a_good_pair_is_ok_without_a_reason():
+    assert judge(GOOD) == ("ok", "") == judge({})
+
+
+@pytest.mark.parametrize("changes, verdict, words", [
+    ({"similarity": ALIKE["correlation"][0] - 0.01}, "doubtful", "hardly alike"),
+    ({"similarity": ALIKE["correlation"][1] - 0.01}, "failed", "hardly alike"),
+    ({"similarity_before": 0.9}, "doubtful", "less alike than before"),
+    ({"covered_percent": COVERED_PERCENT[0] - 1}, "doubtful", "covers 79 %"),
+    ({"covered_percent": COVERED_PERCENT[1] - 1}, "failed", "covers 59 %"),
+    ({"scale_most": SCALES[0] + 0.1}, "doubtful", "enlarges an axis 1.6 times"),
+    ({"scale_least": 1 / (SCALES[1] + 0.1), "scale_most": 0.9}, "failed", "shrinks an axis 3.1 times"),
+    ({"mirrors": True}, "failed", "mirrors"),
+    ({"shear_degrees": SHEAR_DEGREES[0] + 1}, "doubtful", "shears"),
+    ({"turn_degrees": TURN_DEGREES + 1}, "doubtful", "turns by 76 degrees"),
+    ({"segmentations": ["moving"]}, "failed", "the moving volume is a segmentation"),
+    ({"segmentations": ["fixed", "moving"]}, "doubtful", "both volumes are segmentations"),
+    ({"folding_body_percent": FOLDED_PERCENT[0] + 0.5}, "doubtful", "folds in 1.5 %"),
+    ({"folding_body_percent": FOLDED_PERCENT[1] + 5}, "failed", "folds in 15 %"),
+    ({"inverse_error_mm": INVERSE_ERROR_MM[0] + 0.5}, "doubtful", "misses by 1.5 mm"),
+    ({"dice": 0.45}, "failed", "overlap less than before"),
+    ({"dice_before": 0.0, "dice": 0.05}, "failed", "hardly overlap"),
+    ({"tre_mm": 7.0}, "failed", "further apart"),
+    ({"labels_lost": [4]}, "doubtful", "lack structures of the fixed volume: [4]")])
+def test_each_finding_has_its_verdict_and_its_sentence(changes, verdict, words):
+    found, reason = judge({**GOOD, **changes})
+    assert found == verdict and words in reason and reason.endswith(".") and "\n" not in reason
+
+
+def test_the_worst_finding_is_told():
+    assert judge({**GOOD, "turn_degrees": 170.0, "similarity": 0.1})[0] == "failed"
+    assert "hardly alike" in judge({**GOOD, "turn_degrees": 170.0, "similarity": 0.1})[1]
+
+
+def test_one_pair_of_a_list_that_stands_out_is_doubtful():
+    rng = np.random.default_rng(0)
+    rows = [{**GOOD, "name": str(n), "similarity": 0.8 + 0.01 * rng.normal()} for n in range(LEAST_LIST + 2)]
+    assert all(row["verdict"] == "ok" for row in judge_list(rows))
+    rows[3]["similarity"] = 0.6
+    judged = judge_list(rows)
+    assert [row["name"] for row in judged if row["verdict"] != "ok"] == ["3"]
+    assert "stands out among 10 pairs" in judged[3]["reason"] and "verdict" not in rows[3]
+    assert judge_list(judged) == judged, "judging twice changes nothing"
+    rows[3]["similarity"] = 0.97
+    assert all(row["verdict"] == "ok" for row in judge_list(rows)), "better than the others is no fault"
+    assert all(row["verdict"] == "ok" for row in judge_list([*rows[:2], {**GOOD, "similarity": 0.5}])), "too few to say"
+
+
+def brain(seed, shape=(30, 34, 28)):
+    """A made-up subject with texture, float32."""
+    return make_subject(seed, shape)["image"].astype(np.float32)
+
+
+def found_by(fixed, moving, moving_affine=None, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        placed = moving, np.eye(4) if moving_affine is None else moving_affine
+        return register((fixed, np.eye(4)), placed, **{"affine": False, "refine": False, **options})
+
+
+def test_registered_pairs_know_their_own_verdict():
+    fixed, moving = brain(0), brain(1)
+    good = found_by(fixed, moving, affine=True, refine=20)
+    assert (good.verdict, good.reason) == ("ok", "")
+    noise = ndimage.gaussian_filter(np.random.default_rng(0).normal(size=fixed.shape), 1).astype(np.float32)
+    assert found_by(fixed, noise, affine=True, refine=20).verdict == "failed"
+    label = make_subject(1, fixed.shape)["label"].astype(np.float32)
+    given = found_by(fixed, label, affine="rigid")
+    assert given.verdict == "failed" and "the moving volume is a segmentation" in given.reason
+    mirror = np.diag([-1.0, 1, 1, 1])
+    mirror[0, 3] = fixed.shape[0] - 1
+    mirrored = found_by(fixed, moving[::-1], start=mirror)
+    assert mirrored.verdict == "failed" and "mirrors" in mirrored.reason
+
+
+def test_no_warning_advises_what_has_run():
+    fixed, moving = brain(0), brain(1)[:, :, :8]
+    apart = np.eye(4)
+    apart[2, 3] = 24
+    for options, advised, not_advised in (({"start": "header"}, "--affine or --start centre", "check"),
+                                          ({"affine": "rigid"}, "check that both show the same part", "--affine")):
+        sentence, = found_by(fixed, moving, apart, **options).warnings
+        assert advised in sentence and not_advised not in sentence

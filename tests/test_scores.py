@@ -1,0 +1,131 @@
+"""Inference/scores.py: scores on the fixed grid, against known answers."""
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from Dataloader.synthetic import make_subject
+from Inference.labels import apply_field
+from Inference.registration import register
+from Inference.scores import affine_scores, image_scores, inverse_scores, is_segmentation, label_scores, said_of_labels
+from tests import tiny
+from tests.test_nifti import make_affine, rotation
+
+SHAPE = (24, 28, 22)
+
+
+@pytest.fixture(scope="module")
+def textured():
+    rng = np.random.default_rng(0)
+    return ndimage.gaussian_filter(rng.normal(size=SHAPE), 1.5).astype(np.float32)
+
+
+def everywhere(shape=SHAPE):
+    return np.ones(shape, bool)
+
+
+def test_similarity_is_one_for_itself_in_any_contrast_and_near_zero_for_noise(textured):
+    noise = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
+    scores, body = image_scores(textured, textured, noise, textured, everywhere(), everywhere())
+    assert scores["similarity"] == pytest.approx(1, abs=1e-4) and scores["similarity_before"] < 0.05
+    assert scores["covered_percent"] == 100 and scores["body_overlap"] == 1 and body.all()
+    inverted = 500 - 30 * textured
+    scores, _ = image_scores(textured, inverted, inverted, inverted, everywhere(), everywhere())
+    assert scores["similarity"] == pytest.approx(1, abs=1e-4)
+
+
+def test_what_the_moving_volume_does_not_cover_counts_against_it(textured):
+    seen = everywhere()
+    seen[:12] = False
+    scores, _ = image_scores(textured, textured, textured, np.where(seen, textured, 0), everywhere(), seen)
+    assert scores["similarity"] == pytest.approx(0.5, abs=0.01) and scores["similarity_before"] > 0.999
+    assert scores["covered_percent"] == pytest.approx(50)
+
+
+def test_empty_space_around_the_fixed_volume_changes_nothing(textured):
+    moved = np.roll(textured, 1, 0)
+    plain, body = image_scores(textured, moved, moved, moved, everywhere(), everywhere())
+    wide, moved_wide, seen = (np.pad(each, 12) for each in (textured - textured.min(), moved - moved.min(),
+                                                           everywhere()))
+    padded, wide_body = image_scores(wide, moved, moved_wide, moved_wide, seen, seen)
+    inner = wide_body[12:-12, 12:-12, 12:-12]
+    assert inner.mean() > 0.9 and wide_body.sum() - inner.sum() < 0.05 * inner.sum(), "no more of it than is shown"
+    assert padded["similarity"] == pytest.approx(plain["similarity"], abs=0.1)
+    wider = [np.pad(each, 8) for each in (wide, moved_wide, seen)]
+    more, _ = image_scores(wider[0], moved, wider[1], wider[1], wider[2], wider[2])
+    assert more["similarity"] == pytest.approx(padded["similarity"], abs=0.02)
+
+
+def test_a_mask_says_what_counts(textured):
+    broken = textured.copy()
+    broken[12:] = np.random.default_rng(1).normal(size=(12, *SHAPE[1:]))
+    mask = np.zeros(SHAPE, np.float32)
+    mask[:8] = 1
+    scores, body = image_scores(textured, textured, broken, broken, everywhere(), everywhere(), mask)
+    assert scores["similarity"] > 0.999 and body.sum() == 8 * 28 * 22
+
+
+def test_similarity_before_does_not_depend_on_model_or_config():
+    fixed, moving = ((make_subject(seed, (20, 20, 20))["image"], np.eye(4)) for seed in (0, 1))
+    configs = [tiny.config(data__img_size=size, registration__scales=scales, registration__squared=squared)
+               for size, scales, squared in ((16, 1, True), (24, 2, False))]
+    found = [register(fixed, moving, config=cfg, start="header", affine="rigid", refine=False) for cfg in configs]
+    assert found[0].similarity_before == found[1].similarity_before > 0
+
+
+def test_inverse_errors_are_those_of_the_two_fields_composed():
+    affine, moving_affine = make_affine(), make_affine((1, 2, 0), (-1, 1, 1), (1.5, 1.0, 2.0), (4, 1, -6))
+    # Both fields take every point of the one grid to the same world point plus a shift, and back with 0.3 mm missing.
+    shift_mm, missing_mm = np.array([1.0, -2.0, 0.5]), np.array([0.3, 0.0, 0.0])
+    field, inverse = (np.zeros((3, *shape), np.float32) for shape in ((20, 22, 18), (24, 16, 20)))
+    field += np.linalg.solve(affine[:3, :3], shift_mm).reshape(3, 1, 1, 1).astype(np.float32)
+    inverse += np.linalg.solve(moving_affine[:3, :3], missing_mm - shift_mm).reshape(3, 1, 1, 1).astype(np.float32)
+    middles = [a[:3, :3] @ (np.array(s) / 2) + a[:3, 3] for a, s in ((affine, (20, 22, 18)),
+                                                                     (moving_affine, (24, 16, 20)))]
+    moving_affine[:3, 3] += middles[0] - middles[1]
+    scores = inverse_scores(field, affine, inverse, moving_affine)
+    for name in ("inverse_error_mm", "inverse_error_max_mm", "inverse_consistency_mm"):
+        assert scores[name] == pytest.approx(0.3, abs=1e-4)
+    moving_affine[:3, 3] += 1000
+    assert inverse_scores(field, affine, inverse, moving_affine)["inverse_error_mm"] is None, "nothing meets"
+
+
+def test_an_affine_part_in_numbers():
+    matrix = np.eye(4)
+    matrix[:3, :3] = rotation((0, 0, 40)) @ np.diag([2.0, 0.5, 1.0])
+    scores = affine_scores(matrix, 3)
+    assert scores["scale_most"] == pytest.approx(2) and scores["scale_least"] == pytest.approx(0.5)
+    assert scores["turn_degrees"] == pytest.approx(40) and scores["shear_degrees"] == pytest.approx(0, abs=1e-6)
+    assert not scores["mirrors"] and affine_scores(np.diag([-1, 1, 1, 1]), 3)["mirrors"]
+    sheared = np.eye(4)
+    sheared[0, 1] = np.tan(np.deg2rad(30))
+    assert affine_scores(sheared, 3)["shear_degrees"] == pytest.approx(30)
+    assert affine_scores(matrix, 2)["turn_degrees"] == pytest.approx(40)
+
+
+def test_label_maps_are_told_from_images_of_few_grey_levels():
+    subject = make_subject(0, (20, 20, 20))
+    assert is_segmentation(subject["label"].astype(np.float32))
+    assert is_segmentation((subject["label"] > 0).astype(np.float32)), "a mask"
+    noisy = subject["image"] + np.random.default_rng(0).normal(scale=0.02, size=(20, 20, 20))
+    assert not is_segmentation(np.rint(100 * noisy).astype(np.float32)), "an image of a hundred grey levels"
+    assert not is_segmentation(subject["image"])
+
+
+def test_structures_that_one_map_lacks_are_named():
+    fixed, moved = np.zeros((2, 12, 12, 12), int)
+    fixed[2:5], moved[2:5] = 1, 1
+    fixed[7:9], moved[10:] = 2, 9
+    scores = label_scores({"": moved}, fixed, (1, 1, 1))
+    assert scores["labels"]["1"] == {"dice": 1.0, "hd95_mm": 0.0} and scores["dice"] == 0.5
+    assert scores["hd95_mm"] == pytest.approx(0.5 * np.sqrt(3) * 12), "a lost structure makes it worse, not better"
+    assert scores["labels_lost"] == [2] and scores["labels_extra"] == [9]
+    lost, extra = said_of_labels(scores)
+    assert "2" in lost and "9" in extra
+
+
+def test_what_is_seen_is_where_the_field_leads_into_the_moving_volume():
+    image = np.random.default_rng(0).random((12, 12, 12)).astype(np.float32)
+    field = np.zeros((3, 12, 12, 12), np.float32)
+    field[0] = 6
+    seen = apply_field(np.ones_like(image), np.eye(4), field, np.eye(4), order=0)
+    assert seen[:6].all() and not seen[6:].any()
