@@ -124,12 +124,14 @@ def test_a_bad_pair_of_a_list_is_named_and_the_others_are_scored(pair, capsys):
     assert found["failed"][0]["name"] == "NaN lost" and "Not scored" in (pair / "out/scores.html").read_text()
 
 
-def test_a_label_that_is_nowhere_in_the_moving_image(pair):
+def test_a_label_that_is_nowhere_in_the_moving_image(pair, capsys):
     write_volume(pair / "moving.nii.gz", np.where(boxes() == 5, 0, boxes()), OBLIQUE)
     assert run(pair, "--fixed-label", pair / "fixed.nii.gz", "--moving-label", pair / "moving.nii.gz",
                "--field", pair / "field.nii.gz") == 0
     found = scores(pair)[0]["labels"]["5"]
-    assert found["dice"] == 0 and found["hd95_mm"] is None, "NaN in JSON is null"
+    far_mm = np.linalg.norm(np.linalg.norm(OBLIQUE[:3, :3], axis=0) * boxes().shape)
+    assert found["dice"] == 0 and found["hd95_mm"] == pytest.approx(far_mm), "losing a structure makes it worse"
+    assert "of the labels of the fixed volume the registered one lacks 5." in capsys.readouterr().err
 
 
 def test_slices(tmp_path):

@@ -395,7 +395,29 @@ def test_volumes_apart_are_said_on_the_terminal_and_on_the_page(place, tmp_path,
     assert re.search(r"warning: .*away.nii.gz covers \d+ % .*--affine or --start centre", capsys.readouterr().err)
     assert "--start centre" in (tmp_path / "out/report.html").read_text()
     assert OM_register.main([str(word) for word in [*words, "--start", "centre", "--out", tmp_path / "out"]]) == 0
-    assert "warning" not in capsys.readouterr().err
+    assert "field of view" not in capsys.readouterr().err
+
+
+def test_a_failed_pair_is_told_everywhere_and_ends_a_strict_run(place, tmp_path, capsys):
+    array, affine = read_volume(image(place, "a_0001"))
+    noise = np.random.default_rng(0).normal(size=array.shape).astype(np.float32)
+    write_volume(tmp_path / "noise.nii.gz", noise, affine)
+    (tmp_path / "points.csv").write_text("x,y,z\n1,2,3\n")
+    words = ["--fixed", image(place, "a_0001"), "--moving", tmp_path / "noise.nii.gz", "--model", "none", "--affine",
+             "rigid", "--points", tmp_path / "points.csv", "--moving-points", tmp_path / "points.csv", "--no-picture",
+             "--device", "cpu", "--out", tmp_path / "out"]
+    assert OM_register.main([str(word) for word in words]) == 0
+    assert re.search("warning: noise to .*: failed, .*hardly alike", capsys.readouterr().err)
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    row, = results["pairs"]
+    assert row["verdict"] == "failed" and "hardly alike" in row["reason"] and row["tre_before_mm"] == 0
+    assert results["mean"]["verdict_failed"] == 1 and row["tre_mm"] > 0
+    header, line = csv.reader((tmp_path / "out/results.csv").read_text().splitlines())
+    assert dict(zip(header, line))["verdict"] == "failed"
+    page = (tmp_path / "out/report.html").read_text()
+    assert '<li class="failed"><b>failed</b> noise to' in page
+    assert OM_register.main([str(word) for word in [*words, "--strict"]]) == 43
+    assert re.search("error: noise to .*: failed, .*hardly alike", capsys.readouterr().err)
 
 
 def broken(place, folder, kind):
