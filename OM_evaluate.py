@@ -26,12 +26,8 @@ from Diffusion.metrics import spread
 from Inference.labels import LABELS, apply_label
 from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.results import damage, scores_csv
-<<<<<<< HEAD
-from Runtime.errors import DONE, STOP, InputError, attempt, parse_options
-=======
 from Inference.scores import COLUMNS, field_scores, heading, label_scores, point_scores, said_of_labels
-from Runtime.errors import DONE, STOP, InputError, attempt
->>>>>>> a56048a (Scores on the fixed grid, and a verdict for each pair)
+from Runtime.errors import DONE, STOP, InputError, attempt, parse_options
 from Runtime.files import write_file
 from Runtime.page import cards_html, table_html, text_table, write_page
 
