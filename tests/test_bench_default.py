@@ -1,5 +1,6 @@
 """tests/bench/bench_default.py: whose pairs, what a difference is worth, and that a run is logged, kept and scored."""
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -111,6 +112,20 @@ def test_a_run_is_written_logged_resumed_and_scored_anew(mice, tmp_path, capsys)
                for method in ("identity", "ours")}
     assert rows_of["ours"][0]["dice"] == rows_of["identity"][0]["dice"]
     assert rows_of["ours"][1]["dice"] == kept[1]["dice"] and len(log.read_text().splitlines()) == 2
+    capsys.readouterr()
+    shutil.rmtree(out / "volumes")  # a report reads no volume
+    assert bench.main([*words, "--report"]) == DONE
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])["mouse"]
+    mean = np.mean([row["dice"] for row in rows_of["ours"]])
+    assert last["pairs"] == 2 and last["ours"] == pytest.approx(mean, abs=1e-5)
+    assert not (out / "volumes").exists()
+
+
+def test_one_weight_for_all_is_a_method(mice, tmp_path):
+    pair = bench.prepare("mouse", "test", mice, tmp_path, 1)[0]
+    fields = [next(bench.ours([pair], weight))[0] for weight in ("0.1", "10")]
+    assert all(field.shape == (3, 20, 24, 18) for field in fields)
+    assert np.abs(fields[0] - fields[1]).max() > 0.05, "the weight changes nothing"
 
 
 def test_what_is_missing_is_named_and_the_other_sets_are_scored(mice, tmp_path, capsys):

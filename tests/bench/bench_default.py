@@ -14,7 +14,8 @@ The protocol, written before the first score:
    those of the hippocampus in hippocampus_pairs.json.
 2. Every peer has the same budget: four settings (SETTINGS), scored by --tune on the tuning pairs of a set. The one with
    the best score there is taken for that set (CHOSEN). That is done on the hippocampus, the brains and the prostate;
-   the other sets, whole organs too, take the setting of the brains. Ours has one default for all sets.
+   the other sets, whole organs too, take the setting of the brains. A peer is run on no set for which it has not been
+   tuned. Ours has one default for all sets.
 3. All methods get the same files: intensities 0 to 1, headers kept. Each begins as it does by itself.
 4. One scoring for all: labels are carried by the field of each method, smoothed (`dice`) and nearest (`dice_nearest`),
    and averaged over the labels that both volumes have. Points give the mean distance in mm (TRE). Folding is that of
@@ -28,7 +29,8 @@ The protocol, written before the first score:
    by Holm's method.
 
 Fields and scores are written after each pair, and --resume continues; --rescore computes the scores of all fields that
-are there anew. The last line of --json is one line of JSON, over the pairs that ours and Greedy both have.
+are there anew, and --report computes nothing. The last line of --json is one line of JSON, over the pairs that ours and
+Greedy both have.
 """
 import argparse
 import datetime
@@ -135,7 +137,7 @@ TWO_MODALITIES = {  # in place of those above where the volumes are of two modal
 }
 PEERS = tuple(SETTINGS)
 CHOSEN = {  # {set: {peer: setting}}, by --tune; docs/benchmarks.md has the scores
-    "hippocampus": {"greedy": "rigid"},
+    "hippocampus": {"greedy": "rigid", "ants": "long"},
     "brains": {"greedy": "fine"},
     "prostate": {"greedy": "centres", "ants": "mattes_header"},
 }
@@ -199,16 +201,21 @@ def read_pairs(name, part):
     return json.loads(PAIRS.read_text())[name][part]
 
 
+def named_pairs(name, part, limit=None):
+    """The pairs of `read_pairs` as dicts with their name and volumes."""
+    return [{"name": f"{moving} to {fixed}", "volumes": [fixed, moving]}
+            for fixed, moving in read_pairs(name, part)[:limit]]
+
+
 def prepare(name, part, data, folder, limit=None):
     """The pairs of a set as every method gets them: dicts of paths, in the order of `read_pairs`.
 
     Volumes are copied with intensities 0 to 1. Brains for tuning have voxels of 2 mm. start: 4x4, the centres of the
     fields of view on each other, for methods that have no start of their own; by the headers where grids are the same.
     """
-    kind, prepared, step = SETS[name], [], 2 if (name, part) == ("brains", "tuning") else 1
-    for fixed, moving in read_pairs(name, part)[:limit]:
-        pair = {"name": f"{moving} to {fixed}", "volumes": [fixed, moving]}
-        for side, volume in (("fixed", fixed), ("moving", moving)):
+    kind, prepared, step = SETS[name], named_pairs(name, part, limit), 2 if (name, part) == ("brains", "tuning") else 1
+    for pair in prepared:
+        for side, volume in zip(("fixed", "moving"), pair["volumes"]):
             array, affine = read_volume(find(data / name / "imagesTr", volume))
             pair[side] = copied(folder / part / f"{volume}.nii.gz", rescale(array, *intensity_range(array)), affine,
                                 step)
@@ -222,7 +229,6 @@ def prepare(name, part, data, folder, limit=None):
                 blank = np.zeros(array.shape, np.int16)  # what a peer warps where there are no labels
                 pair[f"{side}_label"] = copied(folder / part / f"{volume}_label.nii.gz", blank, affine, step)
         pair["start"] = centres(pair).tolist()
-        prepared.append(pair)
     return prepared
 
 
@@ -364,17 +370,19 @@ def run_method(name, method, pairs, folder, generate, settings, args, log=None):
     Fields and rows.json lie in the folder; --resume keeps them where `settings` are the same. log: what the log says of
     this run, or None: one line before the first pair is scored.
     """
-    path, kept = folder / "rows.json", {}
-    if (args.resume or args.rescore) and path.exists():
-        earlier = json.loads(path.read_text())
-        if earlier["settings"] == json.loads(json.dumps(settings)):
-            kept = {row["name"]: row for row in earlier["rows"]}
-    by_name = {pair["name"]: pair for pair in pairs}
+    path, settings = folder / "rows.json", json.loads(json.dumps(settings))
+    earlier = json.loads(path.read_text()) if path.exists() else {"settings": settings, "rows": []}
+    if not (args.rescore or args.report) and not (args.resume and earlier["settings"] == settings):
+        earlier = {"settings": settings, "rows": []}
+    kept = {row["name"]: row for row in earlier["rows"]}
     if args.rescore:
-        kept = {key: {**row, **scores_of(name, by_name[key], np.load(folder / row["field"]))}
-                for key, row in kept.items() if key in by_name}
-        write_json(path, {"settings": settings, "rows": list(kept.values())})
-        return list(kept.values())
+        for pair in pairs:
+            if pair["name"] in kept:
+                row = kept[pair["name"]]
+                row.update(scores_of(name, pair, np.load(folder / row["field"])))
+        write_json(path, {**earlier, "rows": list(kept.values())})
+    if args.rescore or args.report:
+        return [kept[pair["name"]] for pair in pairs if pair["name"] in kept]
     rest = [pair for pair in pairs if pair["name"] not in kept]
     if rest and log:
         log_line(args.log, **log, pairs=len(rest))
@@ -532,7 +540,8 @@ def score_test(args):
         if method in PEERS and method not in CHOSEN.get(name, {}):
             continue  # it has not been tuned for this set
         try:
-            pairs = prepare(name, "test", args.data, args.out / "volumes" / name, args.limit)
+            pairs = (named_pairs(name, "test", args.limit) if args.report else
+                     prepare(name, "test", args.data, args.out / "volumes" / name, args.limit))
             setting = CHOSEN[name][method] if method in PEERS else None
             generate, settings = method_of(name, method, setting, args)
             rows = run_method(name, method, pairs, args.out / "test" / name / method, generate, settings, args,
@@ -556,6 +565,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--json", action="store_true", help="one line of JSON at the end")
     parser.add_argument("--resume", action="store_true", help="continue what the output folder holds")
     parser.add_argument("--rescore", action="store_true", help="only compute the scores of the fields there anew")
+    parser.add_argument("--report", action="store_true", help="only the tables of what the output folder holds")
     parser.add_argument("--fields-only", action="store_true", help="leave the scores to a later --rescore")
     parser.add_argument("--threads", type=int, default=1, help="of every method (%(default)s)")
     parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="of all sets (%(default)s)")
@@ -570,7 +580,8 @@ def main(argv=None):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
     torch.set_num_threads(args.threads)
     try:
-        args.python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) and not args.rescore else None
+        left = args.rescore or args.report  # to no method
+        args.python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) and not left else None
         if args.tune:
             found = tune(args)
             write_json(args.out / "tuning.json", found)
