@@ -23,9 +23,26 @@ MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
     "model.detach_recovery", "model.condition_dropout", "model.use_checkpoint")] + [
     "diffusion.timesteps", "contrastive.embedding", "data.channels"]
 
+PATHS = ("data.root", "data.cache", "data.pair_list", "run.models", "run.logs")  # with ~ and $VARIABLES in them
+WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
 # The modes of a step, in order, and the keys of `loss` that weigh their terms: without any a mode is not computed.
 WEIGHTS = {"diffusion": ("dist", "ang", "regul"), "contrastive": ("contrastive",),
            "registration": ("imgsim", "imgmse", "ddf", "dice")}
+
+
+class TextLoader(yaml.BaseLoader):
+    """YAML whose values are texts and lists of texts, which `convert` makes numbers of. YAML by itself makes 15 of the
+    id 017, 90 of 1:30, 1.1 of 1.10 and False of `no`, and keeps the last of two sections of one name."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {name} stands there a second time; join the two")
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def load_config(path, overrides=()):
@@ -65,7 +82,7 @@ def read_config(path, above=()):
 def read_yaml(path):
     """The content of a YAML file. Raises InputError if it is missing, unreadable or not valid YAML."""
     try:
-        return yaml.safe_load(Path(path).read_text())
+        return yaml.load(Path(path).read_text(), TextLoader)
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such config file; see Config/ for those of the project.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -83,11 +100,11 @@ def overridden(overrides):
         key, equals, text = override.partition("=")
         if not equals:
             raise InputError(f"--set {override}: write it as key=value, for example --set data.batchsize=1.")
-        try:
-            value = yaml.safe_load(text) if text.strip() else ""
-        except yaml.YAMLError:
-            value = text
-        flat[key.strip()] = text if isinstance(value, dict) else value  # a text with ": " in it, as no key is a mapping
+        value = text.strip()
+        if value[:1] in ("[", "'", '"'):  # else it is a plain text, with whatever in it means something to YAML
+            with contextlib.suppress(yaml.YAMLError):
+                value = yaml.load(value, TextLoader)
+        flat[key.strip()] = value
     return flat
 
 
@@ -118,6 +135,14 @@ def check_config(flat, path):
             raise InputError(f"{path}: the key {key} is missing; add it{beside}, or begin the file with "
                              "`base: config_om.yaml`, which has every key.")
         cfg[key] = convert(key, flat[key], rule, path)
+    for key in PATHS:
+        cfg[key] = os.path.expanduser(os.path.expandvars(cfg[key]))
+        if unknown := re.search(r"\$\w+|\$\{\w+\}", cfg[key]):
+            raise InputError(f"{path}: {key} is {cfg[key]}, and there is no variable {unknown[0]} here; name the "
+                             "folder itself, or export the variable.")
+    if not cfg["data.root"]:
+        raise InputError(f"{path}: data.root is empty; name the folder or the list of the volumes, "
+                         "--set data.root=FOLDER.")
     name_data(cfg, path)
     check_together(cfg, path)
     return cfg
@@ -155,15 +180,14 @@ def convert(key, value, rule, path):
                              f"{value!r}.")
         return [convert(key, item, (kind[:-1], *limits), path) for item in value]
     if kind in ("bool", "auto or bool"):
+        value = WORDS.get(str(value).lower(), value)
         if not isinstance(value, bool) and (kind, value) != ("auto or bool", "auto"):
             raise InputError(f"{path}: {key} is {'auto, ' * (kind != 'bool')}true or false, not {value!r}.")
         return value
     if kind == "str":
         if isinstance(value, (dict, list)):
             raise InputError(f"{path}: {key} is a text, not {value!r}; put it into quotes.")
-        if value is False and limits and "off" in limits[0]:
-            value = "off"  # YAML reads the bare word `off` as false
-        value = "" if value is None else str(value)
+        value = "" if value in (None, "null", "~") else str(value)
         if limits and value not in limits[0]:
             raise InputError(f"{path}: {key} is one of {', '.join(limits[0])}, not {value!r}.")
         return value

@@ -125,7 +125,7 @@ def test_overrides_are_converted(override, value):
     ("optim.lr=.inf", ["optim.lr", "inf"]),
     ("run.epochs=.inf", ["run.epochs", "whole number", "inf"]),
     ("optim.lr=0", ["optim.lr", "at least"]),
-    ("optim.lr=true", ["optim.lr", "True"]),
+    ("optim.lr=true", ["optim.lr", "'true'"]),
     ("data.batchsize=2.5", ["data.batchsize", "whole number", "2.5"]),
     ("data.batchsize=0", ["data.batchsize", "at least 1"]),
     ("model.dims=4", ["model.dims", "between 2 and 3"]),
@@ -190,7 +190,10 @@ def test_the_table_of_keys_says_type_and_limits():
     ("- 3", ["mapping"]),
     ("", ["mapping"]),
     ("model: 3", ["unknown key model", "did you mean"]),
-    ("a: !!python/object/apply:os.getcwd []", ["not valid YAML"]),
+    ("a: !!python/object/apply:os.getcwd []", ["unknown key a"]),
+    ("base: config_om.yaml\noptim:\n  lr: 1e-3\nrun:\n  epochs: 3\noptim:\n  average: 0.9\n",
+     ["not valid YAML", "line 6: optim stands there a second time"]),
+    ("base: config_om.yaml\nrun:\n  epochs: 3\n  epochs: 4\n", ["line 4: epochs stands there a second time"]),
 ])
 def test_bad_files_are_one_sentence(tmp_path, content, words):
     path = tmp_path / "bad.yaml"
@@ -253,3 +256,41 @@ def test_a_config_of_the_project_is_found_by_its_name_from_anywhere(tmp_path, mo
     assert load_config("config_demo.yaml")["model.rec_num"] == 3
     with pytest.raises(InputError, match="none.yaml: there is no such config file"):
         load_config("none.yaml")
+
+
+@pytest.mark.parametrize("key, text", [
+    ("data.val_ids", "017"), ("data.val_ids", "010"), ("data.val_ids", "1:30"), ("data.name", "2024_01_05"),
+    ("data.name", "1.10"), ("data.name", "no"), ("data.name", "1e3"), ("data.train_ids", "0x10"),
+    ("data.root", "/data/a #b"), ("run.notify", "mail -s 'a: b' me")])
+def test_a_text_stays_as_it_is_typed(tmp_path, key, text):
+    """YAML 1.1 makes 15, 8, 90, 20240105, 1.1, False, 1000 and 16 of the first eight, and cuts the ninth."""
+    assert load_config(OM, [f"{key}={text}"])[key] == text
+    section, name = key.split(".")
+    quoted = text.replace("'", "''")
+    (tmp_path / "own.yaml").write_text(f"base: config_om.yaml\n{section}:\n  {name}: '{quoted}'\n")
+    assert load_config(tmp_path / "own.yaml")[key] == text
+    save_config(load_config(OM, [f"{key}={text}"]), tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml")[key] == text
+
+
+def test_numbers_are_decimal_and_truth_has_its_words():
+    cfg = load_config(OM, ["run.epochs=0100", "optim.lr=1e-5", "run.amp=off", "data.in_memory=no",
+                           "data.img_size=[96, 112, 96]"])
+    assert (cfg["run.epochs"], cfg["optim.lr"], cfg["run.amp"], cfg["data.in_memory"]) == (100, 1e-5, "off", False)
+    assert cfg["data.img_size"] == [96, 112, 96]
+    for wrong in ("run.epochs=1:30", "run.epochs=0x10", "data.in_memory=perhaps"):
+        with pytest.raises(InputError, match=wrong.split("=")[0]):
+            load_config(OM, [wrong])
+
+
+def test_home_and_variables_in_paths_are_those_of_a_shell(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    cfg = load_config(OM, ["run.models=~/runs", "data.root=$SCRATCH/brains", "run.logs=${SCRATCH}/logs"])
+    assert cfg["run.models"] == "/home/me/runs" and cfg["data.root"] == "/scratch/me/brains"
+    assert cfg["run.logs"] == "/scratch/me/logs" and cfg["data.cache"] == "Cache/brains"
+    with pytest.raises(InputError, match=r"run.models is \$NOWHERE/x, and there is no variable \$NOWHERE here"):
+        load_config(OM, ["run.models=$NOWHERE/x"])
+    with pytest.raises(InputError, match="data.root is empty; name the folder"):
+        load_config(OM, ["data.root="])
