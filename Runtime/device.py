@@ -1,6 +1,7 @@
 """Devices by one set of names: CPU, CUDA (also ROCm), XPU; their communication backends and precision."""
 import contextlib
 import importlib
+import importlib.metadata
 import socket
 import sys
 
@@ -21,10 +22,7 @@ def pick_device(name, local_rank=0):
     Returns: torch.device. Raises InputError if the named device is missing or unfit, or if two ranks would share one.
     """
     if name in ("auto", "xpu") and not dist.is_backend_available("xccl"):
-        # Older Intel stacks have torch.xpu and the backend ccl from packages that register themselves, in this order.
-        for package in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(package)
+        load_intel_packages(name == "xpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name in UNFIT:
         raise InputError(f"run.device: {name} lacks what this code needs of a device, such as float64; set it to cpu.")
@@ -46,6 +44,29 @@ def pick_device(name, local_rank=0):
                          f"local rank {shared}, since torch sees {count} devices: start {count} ranks on a node "
                          f"(--ntasks-per-node={count}, or RANKS={count}).")
     return torch.device(accelerator.type, local_rank % count)
+
+
+def load_intel_packages(is_asked_for):
+    """Import what brings torch.xpu and the backend ccl to older Intel stacks: packages that register themselves.
+
+    One that was built for another torch ends the process, or raises anything, while it is imported. So it is imported
+    only where its version is that of torch, and without being asked for an Intel GPU only if it is a build for one.
+    """
+    release = torch.__version__.split(".")[:2]
+    for package in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):  # in this order
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.split(".")[:2] != release or not (is_asked_for or "+xpu" in version):
+            if is_asked_for:
+                print(f"device: {package} {version} is not for torch {torch.__version__} and is left alone",
+                      file=sys.stderr)
+            continue
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # noqa: BLE001  whatever it is, torch itself works
+            print(f"device: {package} {version} does not load ({type(error).__name__}: {error})", file=sys.stderr)
 
 
 def backend(device):

@@ -37,10 +37,21 @@ except InputError as error:
 """
 
 
+OURS = ".".join(torch.__version__.split(".")[:2])
+
+
+def install(folder, name, content, version):
+    """A package that is one file, with the metadata by which its version is known."""
+    (folder / f"{name}.py").write_text(content)
+    metadata = folder / f"{name}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
 def ask(name, folder):
     """What a fresh process that finds packages in `folder` says about an Intel GPU."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    ended = launching.run([sys.executable, "-c", ASK.replace("NAME", repr(name))], env=environment, timeout=60,
+    ended = launching.run([sys.executable, "-c", ASK.replace("NAME", repr(name))], env=environment, timeout=240,
                           check=True)
     return ended.stdout.strip().splitlines()
 
@@ -131,10 +142,24 @@ def test_intel_gpus_without_a_backend_are_refused_in_one_sentence():
 @pytest.mark.skipif(dist.is_backend_available("xccl"), reason="this torch has xccl")
 def test_older_intel_stacks_are_loaded_where_an_intel_gpu_may_be_meant(tmp_path):
     for name, content in PACKAGES.items():
-        (tmp_path / f"{name}.py").write_text(content)
+        install(tmp_path, name, content, OURS)
     assert ask("xpu", tmp_path)[-2:] == ["['extension', 'ccl']", "ccl"]
     seen, refused = ask("cpu", tmp_path)[-2:]
     assert seen == "None" and "oneccl_bindings_for_pytorch" in refused
+
+
+@pytest.mark.skipif(dist.is_backend_available("xccl"), reason="this torch has xccl")
+@pytest.mark.parametrize("version, device", [("1.13.10+xpu", "auto"), ("1.13.10+xpu", "xpu"), (f"{OURS}+cpu", "auto")])
+def test_an_intel_package_for_another_torch_is_not_imported(tmp_path, version, device):
+    """It may end the process: with os._exit, which nothing catches."""
+    install(tmp_path, "intel_extension_for_pytorch", "import os\nos._exit(127)\n", version)
+    assert ask(device, tmp_path)[-2] == "None"
+
+
+@pytest.mark.skipif(dist.is_backend_available("xccl"), reason="this torch has xccl")
+def test_an_intel_package_that_raises_is_survived(tmp_path):
+    install(tmp_path, "intel_extension_for_pytorch", "raise AttributeError('no xpu')\n", f"{OURS}.10+xpu")
+    assert ask("auto", tmp_path)[-2] == "None"
 
 
 def test_a_device_without_float64_is_named_with_the_key_to_change():
