@@ -566,6 +566,9 @@ def announce(state, volumes, cfg):
     print(f"{run}: {len(volumes['train'])} training and {len(volumes['val'])} validation volumes, {split['samples']} "
           f"samples and {split['pairs']} pairs a step, on {ranks['world_size']} x {describe(state['device'])}, "
           f"{PRECISIONS[cfg['run.amp']]}")
+    if len(volumes["val"]) == 1:
+        print("one validation volume makes no pair, so registration is not validated and no checkpoint is the best: "
+              "hold out two volumes (data.val_ids, data.val_fraction)")
     start_notifying(run, cfg["run.notify"])
     state["writer"] = writer.new_writer(f"{cfg['run.logs']}/{run.name}", step, run / "pictures")
 
@@ -724,7 +727,12 @@ def finish_epoch(state, held_out, cfg, started):
     metric = "val_dice" if scores.get("val_dice") is not None else "val_imgsim"
     progress.update(epoch=epoch + 1, step_in_epoch=0, samples=0, pairs=0, sums=new_sums())
     save_state(state, checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"]), cfg,
-               metrics=scores or None, best=(metric, scores[metric]) if scores else None)
+               metrics=scores or None, best=(metric, scores[metric]) if is_number(scores.get(metric)) else None)
+
+
+def is_number(value):
+    """Whether a score can be compared: validation may have found none, or one that is not finite."""
+    return value is not None and math.isfinite(value)
 
 
 def main(argv=None):

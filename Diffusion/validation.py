@@ -132,6 +132,7 @@ def validate(state, dataset, cfg):
     parts = zip(*agree.gather_objects(ranks, (cosines, embeddings, scores)))
     cosines, embeddings, scores = (in_order(rows) for rows in parts)
     images, conditions = torch.from_numpy(np.stack(embeddings, axis=1))        # (n, E) each
+    scores = scores or [dict.fromkeys(("val_dice", "val_dice_before", "val_imgsim", "val_folding"))]
     return {"val_ang": average(cosines),
             "val_retrieval": retrieval(images, conditions, dataset.subjects[:len(embeddings)]),
             **{name: average([score[name] for score in scores]) for name in scores[0]}}, picture
@@ -170,7 +171,12 @@ def validate_recovery(state, dataset, cfg):
 
 
 def validate_registration(state, dataset, cfg):
-    """Mode 3 on this rank's pairs. Returns: [(pair, scores by name)], and the volumes and field of pair 0 or None."""
+    """Mode 3 on this rank's pairs. Returns: [(pair, scores by name)], and the volumes and field of pair 0 or None.
+
+    A single volume would be paired with itself, and every network would be perfect at that: it has no pair.
+    """
+    if len(dataset) < 2:
+        return [], None
     net, device = state["net"], state["device"]
     scores, picture, as_measured = [], None, {**cfg, **VAL_IMGSIM}
     pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"], rule=dataset.rule)

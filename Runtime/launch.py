@@ -30,6 +30,7 @@ NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_L
 NOBODY = "nobody"  # is missing; not empty, which is what a key of the store is compared with that does not exist
 HEAR_S = 10.0  # time for all ranks to read the result of rank 0's roll call
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+OF_A_NODE = ("data.stage", "run.threads")  # keys in which ranks may differ
 LOCK_S = 60.0  # rank 0 tries for so long to write the lock, while the others wait for it
 LAST_WORDS_S = 10.0  # rank 0 judges the attempt when all ranks have closed their logs, or after this time
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
@@ -67,9 +68,10 @@ def debug():
     dist.set_debug_level_from_env()
 
 
-def meet(ranks, seconds):
+def meet(ranks, seconds, name=""):
     """Meet the other ranks at MASTER_ADDR:MASTER_PORT within `seconds`; sets ranks["store"].
 
+    name: of the run. Ranks of another run that come to the same port, as after a mistyped one, stay among themselves.
     Nobody asks again and again who is there: each rank counts itself, the last one says so, and the store wakes the
     others. Every rank sends the store a handful of requests, however many there are.
     Raises RuntimeError naming the ranks that did not come, InputError for a bad address or port.
@@ -85,12 +87,15 @@ def meet(ranks, seconds):
     try:
         store = dist.TCPStore(address, int(port), ranks["world_size"], serves, wait_for_workers=False,
                               timeout=datetime.timedelta(seconds=seconds))
-        store = dist.PrefixStore(f"launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(f"{name}/launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         store.set(f"here/{ranks['rank']}", "1")
         if store.add("arrivals", 1) == ranks["world_size"]:
             store.compare_set("missing", "", NOBODY)
         missing = roll_call(store, ranks, until) if ranks["rank"] == 0 else hear(store, ranks, until)
     except dist.DistError as error:  # rank 0 never came, or it has left after waiting in vain for another rank
+        if serves and "address already in use" in str(error).lower():
+            raise RuntimeError(f"port {port} of this host is taken by another program: set MASTER_PORT to a free "
+                               "one") from error
         raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
     if missing:
         raise RuntimeError(f"rank {ranges(map(int, missing.split(', ')))} of {ranks['world_size']} did not arrive "
@@ -207,7 +212,8 @@ def open_run(ranks, cfg, fresh):
     """
     if "OMNIMORPH_RUN" in os.environ:
         return open_launched_run(ranks, cfg)
-    meet(ranks, cfg["run.join_s"])
+    meet(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
+    require_one_config(ranks, cfg)
     if ranks["rank"] == 0:
         run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh)
         ranks["token"] = lock_patiently(run, cfg)
@@ -232,10 +238,28 @@ def open_launched_run(ranks, cfg):
     if ranks["rank"] == 0:
         lock_patiently(run, cfg, token)
     watchdog.phase("meet")
-    meet(ranks, cfg["run.join_s"])
+    meet(ranks, cfg["run.join_s"], token)
     show_moves(ranks)
+    require_one_config(ranks, cfg)
     watchdog.event("met")
     return run
+
+
+def require_one_config(ranks, cfg):
+    """Raise InputError on every rank if the configs of two ranks differ, naming the first that does, and the key."""
+    if ranks["world_size"] == 1:
+        return
+    store = ranks["store"]
+    keys = [f"config/{rank}" for rank in range(ranks["world_size"])]
+    store.set(keys[ranks["rank"]], json.dumps(cfg))
+    if ranks["rank"] == 0:
+        configs = [json.loads(text) for text in store.multi_get(keys)]
+        rank, key = next(((rank, key) for rank, other in enumerate(configs) for key in other
+                          if other[key] != configs[0].get(key) and key not in OF_A_NODE), (0, ""))
+        store.set("other config", key and f"rank {rank} has {key} {configs[rank][key]!r} and rank 0 has "
+                  f"{configs[0].get(key)!r}: start all ranks with the same config and --set.")
+    if sentence := store.get("other config").decode():
+        raise InputError(sentence)
 
 
 def lock_patiently(run, cfg, token=None):

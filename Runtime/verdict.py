@@ -5,7 +5,7 @@ Below, a record is what `read_rank` returns; `records` has one for each rank, in
 """
 import signal
 
-from Runtime.errors import PLANNED_RESTART
+from Runtime.errors import PLANNED_RESTART, STOP
 from Runtime.files import PASSING, read_lines
 
 # Errors of a backend when another rank is gone: a consequence, never the cause.
@@ -33,7 +33,7 @@ KINDS = {
     "a checkpoint that does not load": ("weights only load failed", "weights_only"),
     "a rank did not arrive": ("did not arrive", "cannot be reached")}
 SYNCHRONISED = ("agree", "backward", "refresh")  # phases that no rank can leave before all ranks have arrived
-BAD_USAGE = 2  # exit code of Python's argparse
+BAD_USAGE = (2, STOP)  # exit codes of a rank that refuses its command line, before it has a log
 TAIL = 2 ** 20  # bytes of a rank's log that are read
 OVERSLEPT_S = 1.5  # the watchdog of a rank that outlives its deadline by so much more than others did not run
 
@@ -166,9 +166,9 @@ def what_is_missing(records, code):
     """(cause, rank, detail) of ranks that never came, hang, or vanished; None without these."""
     died = exceptions(records)
     absent = [record["rank"] for record in records if not record["now"]]
-    usage = [rank for rank in absent if records[rank]["exit"] and records[rank]["exit"]["code"] == BAD_USAGE]
+    usage = [rank for rank in absent if records[rank]["exit"] and records[rank]["exit"]["code"] in BAD_USAGE]
     if usage:
-        return "refused", usage[0], "Python did not understand the command line: its words are above"
+        return "refused", usage[0], "the rank did not accept its command line or its config: its words are above"
     if absent and (died or code not in (None, 0) or len(absent) < len(records)):
         return "never started", absent[0], f"rank {ranges(absent)} left no sign of life"
     if any(map(has_timed_out, records)):

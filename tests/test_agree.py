@@ -1,6 +1,8 @@
 """Agreements of three real ranks over gloo, in one launch; and who a process takes itself for."""
+import concurrent.futures
 import json
 import os
+import socket
 
 import pytest
 import torch
@@ -219,3 +221,42 @@ def test_several_ranks_need_a_place_to_meet(environment, variables):
     environment(**variables)
     with pytest.raises(InputError, match=r"MASTER_ADDR is .* and MASTER_PORT .*: with 2 ranks both are needed"):
         launch.meet({"rank": 0, "world_size": 2}, 1)
+
+
+def meet_in_threads(people, port, monkeypatch, seconds=10):
+    """What each of several ranks says once it has met the others: `error_of`. people: (ranks, name of run, config)."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+
+    def come(ranks, name, cfg):
+        launch.meet(ranks, seconds, name)
+        launch.require_one_config(ranks, cfg)
+
+    with concurrent.futures.ThreadPoolExecutor(len(people)) as pool:
+        return list(pool.map(lambda person: error_of(come, *person), people))
+
+
+def test_ranks_with_different_configs_are_all_refused(monkeypatch):
+    """Else one model would be trained on two learning rates, with no word."""
+    same = {"optim.lr": 1e-3, "data.stage": "", "run.threads": 0}
+    for other, said in (({**same, "optim.lr": 1e-4}, "rank 1 has optim.lr 0.0001 and rank 0 has 0.001"),
+                        ({**same, "data.stage": "/tmp", "run.threads": 2}, None)):
+        people = [({"rank": rank, "world_size": 2}, "run", cfg) for rank, cfg in enumerate((same, other))]
+        found = meet_in_threads(people, free_port(), monkeypatch)
+        assert [text and text.split(":")[1].strip() for text in found] == [said] * 2
+
+
+def test_ranks_of_two_trainings_at_one_port_do_not_become_one_model(monkeypatch):
+    """Rank 1 of another run comes first; the own one later. Both runs are called launch0 of two ranks."""
+    people = [({"rank": rank, "world_size": 2}, f"Models/{name}_om_net", {}) for rank, name in ((1, "b"), (0, "a"),
+                                                                                               (1, "a"))]
+    stranger, *own = meet_in_threads(people, free_port(), monkeypatch, seconds=15)
+    assert own == [None, None] and ("did not arrive" in stranger or "cannot be reached" in stranger)
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        said = meet_in_threads([({"rank": 0, "world_size": 2}, "run", {})], taken.getsockname()[1], monkeypatch, 5)
+    assert "of this host is taken by another program: set MASTER_PORT" in said[0]
