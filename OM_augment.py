@@ -24,6 +24,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -36,6 +37,7 @@ from Inference.augmentation import (
     deform,
     draw_field,
     draw_start,
+    draw_turn,
     measure,
     pick_target,
     show,
@@ -90,8 +92,9 @@ def parse_arguments(argv=None):
                         "such as Dataset501_Brains; X_0000, X_0001 are deformed alike then, as channels of X")
     parser.add_argument("--draws", type=int, help=f"copies of each volume ({DRAWS}; with --register as many as there "
                         "are other volumes to register to)")
-    parser.add_argument("--start", metavar="T", help="time of the random deformation, or a range of times such as "
-                        "40-79: the larger the stronger (default: diffusion.timesteps - 1, the largest)")
+    parser.add_argument("--start", metavar="T", help="time of the random deformation, the larger the stronger, or a "
+                        "range such as 40-79, or 48+2: 48, and 2 more every other copy (default: copies.start of the "
+                        "config, mostly the largest)")
     parser.add_argument("--target", help="volume towards which the network deforms; or a folder or list of volumes, as "
                         "for --data: every draw towards one of them, drawn at random, never itself")
     parser.add_argument("--register", type=int, nargs="?", const=STEPS, metavar="STEPS", help="with --target: each "
@@ -101,16 +104,16 @@ def parse_arguments(argv=None):
                         "target (default: what it was trained with)")
     parser.add_argument("--slices", type=int, default=0, help="planes of the target that are shown (default: a random "
                         "number, as in training)")
-    parser.add_argument("--stride", type=int, default=STRIDE, help="times per step of the recovery; 1 is finest and "
-                        "slowest (%(default)s)")
+    parser.add_argument("--stride", type=int, help="times per step of the recovery; 1 is finest and slowest "
+                        f"({STRIDE}; copies.recover published takes every time)")
     parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels and masks are carried: smooth "
                         "(each one smoothed slightly and sampled linearly, the largest wins) or nearest, the label of "
                         "the nearest voxel (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="another one gives other draws (%(default)s)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes on a CPU, each with one thread "
                         "(%(default)s)")
-    parser.add_argument("--config", help=f"with --model none: whose diffusion.* and data.* keys are taken (default: "
-                        f"Config/{DEFAULTS.name})")
+    parser.add_argument("--config", help=f"with --model none: whose diffusion.*, copies.* and data.* keys are "
+                        f"taken (default: Config/{DEFAULTS.name})")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, e.g. --set diffusion.v_scale=6e-5; may be repeated")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, xpu or auto, for the network (%(default)s)")
@@ -125,7 +128,8 @@ def check_arguments(args):
         (args.ids and not args.data, "--ids belongs to --data; one --image is taken as it is."),
         (args.draws is not None and args.draws < 1, f"--draws {args.draws}: ask for at least 1 copy."),
         (args.workers < 1, f"--workers {args.workers}: at least 1 process is needed."),
-        (args.stride < 1, f"--stride {args.stride}: the recovery goes at least 1 time on in each step."),
+        (args.stride is not None and args.stride < 1, f"--stride {args.stride}: the recovery goes at least 1 "
+         "time on in each step."),
         (args.slices < 0, f"--slices {args.slices}: give a number of planes, or 0 for a random one."),
         (args.model != "none" and args.config, "--config is for --model none; a model has a config of its own, of "
          "which --set changes keys."),
@@ -146,28 +150,21 @@ def check_arguments(args):
             raise InputError(sentence)
 
 
-def read_start(text):
-    """The words of --start as `draw_start` takes them: None, an int, or a pair of ints."""
-    if not text:
-        return None
-    times = text.split("-")
-    if len(times) > 2 or not all(time.strip().isdecimal() for time in times):
-        raise InputError(f"--start {text}: give one time such as 79, or a range such as 40-79.")
-    return int(times[0]) if len(times) == 1 else (int(times[0]), int(times[1]))
-
-
 def make_job(args):
     """All that the draws depend on, and how they are made: a plain dict, which goes to the workers.
 
     Also makes this process ready to draw. Raises InputError for whatever of it cannot be used.
     """
     model = None if args.model == "none" else str(find_checkpoint(args.model))
-    job = {"seed": args.seed, "start": read_start(args.start), "model": model, "stride": args.stride,
+    job = {"seed": args.seed, "start": args.start, "model": model, "stride": args.stride or STRIDE,
            "config": str(args.config or DEFAULTS), "overrides": args.overrides, "target": args.target,
            "register": args.register, "condition": args.condition, "slices": args.slices, "labels": args.labels,
            "out": args.out, "device": args.device}
     prepare_worker(job)
     cfg = WORKER["cfg"]
+    if args.stride and cfg["copies.recover"] == "published":
+        raise InputError("--stride: copies.recover published takes every time; leave it out, or set copies.recover to "
+                         "scaled.")
     draw_start(job["start"], (0, 0, 0), cfg)  # refuses a time that the config does not have
     for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
         placed_target(number)  # one that cannot be used is named before anything is drawn
@@ -312,7 +309,9 @@ def random_copy(volume, target, rng_key):
         condition = show(placed_target(target), job["condition"], job["slices"], rng_key, cfg).to(device)
     field = draw_field(image, affine, cfg, rng_key, job["start"], WORKER["net"], condition, job["stride"], mask, device,
                        seen)
-    return {"field": field, "affine": affine, "file": None, "matrix": None,
+    turn = draw_turn(image.shape, affine, rng_key, cfg) if target is None else None
+    matrix = None if turn is None else (affine @ turn @ np.linalg.inv(affine)).tolist()
+    return {"field": field, "affine": affine, "file": None, "matrix": matrix,
             "carry": lambda array, own_affine, mode="bilinear": deform(array, field, mode)}
 
 

@@ -725,9 +725,12 @@ def finish_epoch(state, held_out, cfg, started):
             writer.add_figure(state["writer"], "registration", figure, progress["step"])
         writer.flush(state["writer"])
     metric = "val_dice" if scores.get("val_dice") is not None else "val_imgsim"
+    value = scores.get(metric)
+    if scores and "registration" not in modes_of(cfg):  # judged by its recovery; the best is what is highest
+        metric, value = "-val_ang", -scores["val_ang"]
     progress.update(epoch=epoch + 1, step_in_epoch=0, samples=0, pairs=0, sums=new_sums())
     save_state(state, checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"]), cfg,
-               metrics=scores or None, best=(metric, scores[metric]) if is_number(scores.get(metric)) else None)
+               metrics=scores or None, best=(metric, value) if is_number(value) else None)
 
 
 def is_number(value):

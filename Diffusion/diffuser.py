@@ -1,4 +1,9 @@
-"""DeformDDPM: the random deformations that mode 1 learns to undo, and the conditions that the network is shown."""
+"""DeformDDPM: the random deformations that mode 1 learns to undo, and the conditions that the network is shown.
+
+The method: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Papież, "Deformation-recovery diffusion model (DRDM): instance
+deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987. docs/paper.md says what
+differs here.
+"""
 import math
 
 import torch
@@ -141,17 +146,20 @@ class DeformDDPM:
 
         At time t the image is deformed by image_count(t) compositions, and a perfect prediction p undoes label_count(t)
         of them, about four times as many as lie between t and t - 1. Each p is therefore scaled by the fraction that
-        leads to the next time, so that all steps together undo exactly what was done. p is defined on the voxels of the
-        deformed image and is applied last: warp(warp(x0, field), p) == warp(x0, compose(field, p)). Always x0 itself is
-        warped, by the composed field, so that it is interpolated only once.
+        leads to the next time, so that the steps together undo as many compositions as were made. p is defined on the
+        voxels of the deformed image and is applied last: warp(warp(x0, field), p) == warp(x0, compose(field, p)).
+        Always x0 itself is warped, by the composed field, so that it is interpolated only once. With copies.recover
+        "published" the predictions are taken as `recover_as_published` says.
 
         net: called as net(image, t, condition), like a network of `build_network`. x0: (B, C, *spatial). start: 1 ..
         timesteps - 1. rng_keys: B tuples (seed, epoch, sample). condition: from `make_condition`: of x0 to come back to
         it, of another image to be drawn towards that one, None for any image that the network finds likely. stride:
-        times per step; up to 4 no prediction is stretched, except by little near the end.
+        times per step of the scaled recovery; up to 4 no prediction is stretched, except by little near the end.
         Returns: field (B, N, *spatial) in voxels, by which x0 is to be warped.
         """
         field = self.draw_image_field(x0.shape[2:], [start] * len(x0), rng_keys, x0.device)
+        if cfg["copies.recover"] == "published":
+            return self.recover_as_published(net, x0, field, cfg, condition)
         for t in range(start, 0, -stride):
             left = image_count(t - stride) if t > stride else 0
             fraction = (image_count(t) - left) / label_count(t)
@@ -159,6 +167,24 @@ class DeformDDPM:
                 with autocast(x0.device, cfg["run.amp"]):
                     pred = net(warp(x0, field), torch.full((len(x0),), t, device=x0.device), condition)
                 field = compose(field, fraction * pred.float())
+        return field
+
+    @torch.no_grad()
+    def recover_as_published(self, net, x0, field, cfg, condition=None, until=0):
+        """Recover a deformed image as Zheng et al. (2026) do: every prediction from the last time on, none scaled.
+
+        Whatever the strength of the deformation, the network answers for t = timesteps - 1, ..., `until`, and each
+        answer p is composed whole: field <- p + warp(field, p). All of them together could undo several times what was
+        done; the network stops at what it finds likely. As in the published settings, 2D images are interpolated
+        bicubically and fields are zero outside, 3D images linearly and fields go on as at the border.
+
+        field: (B, N, *spatial) in voxels, by which x0 is deformed. Others, and what is returned: as for `recover`.
+        """
+        mode, outside = {2: ("bicubic", "zeros"), 3: ("bilinear", "border")}[self.dims]
+        for t in range(self.timesteps - 1, until - 1, -1):
+            with autocast(x0.device, cfg["run.amp"]):
+                pred = net(warp(x0, field, mode), torch.full((len(x0),), t, device=x0.device), condition).float()
+            field = pred + warp(field, pred, padding=outside)
         return field
 
 

@@ -54,7 +54,7 @@ def warp(image, field, mode="bilinear", padding="zeros", origin=None):
     The only place that knows the layout of grid_sample: last axis first (x, y, z), coordinates in -1 .. 1.
 
     image: (B, C, *spatial_image). field: (B, N, *spatial) in voxels; the grids share their spacing, sizes may differ.
-    mode: "bilinear" (linear along each axis) for images and fields, "nearest" for labels.
+    mode: "bilinear" (linear along each axis) for images and fields, "nearest" for labels; in 2D "bicubic" too.
     padding: value outside the image, "zeros" or "border" (that of the nearest voxel).
     origin: N integers, the voxel of the image where the field's grid starts; default the first.
     Returns: (B, C, *spatial) float32.

@@ -19,8 +19,10 @@ NEGLIGIBLE = 1e-7
 def recovery_terms(pred_field, target_field):
     """How well a predicted field p undoes the target field u: the terms `dist` and `ang` of each sample.
 
+    The losses of Zheng et al., "Deformation-recovery diffusion model (DRDM)", Medical Image Analysis 110 (2026) 103987.
     With r(x) = p(x + u(x)), compose(p, u) = r + u is zero for a perfect prediction.
-    dist = mean over voxels of |r + u|^2 / (|u|^2 + 1e-7): >= 0, 0 is perfect, about 1 is a prediction of zero.
+    dist = mean over voxels of |r + u|^2 / (|u|^2 + 1e-7): >= 0, 0 is perfect. A prediction of zero gets 1 only where
+    the target is large: about 0.5 at t = 1 and 0.98 at t = 79 with the keys of config_om, 0.92 on average.
     ang = mean of cos(r, u) over voxels with |u|^2 > 1e-7: -1 is perfect, 0 unrelated, +1 opposite.
     Lengths are fractions of the image side, axis by axis, as the noise is drawn.
 

@@ -1,12 +1,17 @@
-"""Two older networks, kept for comparison. Shape comments give 128^3."""
+"""Two older networks: that of the published method, and one kept for comparison. Shape comments give 128^3.
+
+The published method: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Papież, "Deformation-recovery diffusion model (DRDM):
+instance deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987.
+"""
+import itertools
+
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from Diffusion.blocks import (
-    ConvBlock,
-    FieldScale,
-    TimeEmbedding,
-    UpsampleConv,
+    Conv2d,
+    Conv3d,
     conv,
     crop,
     pad_to_multiple,
@@ -14,7 +19,10 @@ from Diffusion.blocks import (
     start_at_zero,
     unit_embedding,
 )
+from Diffusion.fields import side_lengths
 from Diffusion.om_net import OM_net
+
+NEARLY_RELU = 1e-6  # slope of the published network's activation for negative values
 
 
 class TransposedConv(nn.Module):
@@ -42,63 +50,131 @@ class RecMulModMutAttnNet(OM_net):
         return head
 
 
-class AtrousBlock(nn.Module):
-    """Two convolutions with a residual connection, the first one dilated: y = x + g(f(x)).
+class InstanceNorm(nn.Module):
+    """Instance normalisation (Ulyanov et al., 2016): each channel of each sample by itself, with learned scale, shift.
 
-    Atrous convolutions see further without losing resolution (Chen et al., "DeepLab", TPAMI 2018).
+    Unlike torch's own module it takes a bottleneck of a single voxel too. Group norm with one channel a group would be
+    the same, but on a CPU torch sums it less exactly in channels_last: answers differed by 1e-4 of the image side.
     """
 
-    def __init__(self, dims, channels, time_width, dilation):
+    def __init__(self, channels):
         super().__init__()
-        self.first = ConvBlock(dims, channels, channels, time_width, dilation=dilation)
-        self.second = ConvBlock(dims, channels, channels, time_width, dilation=1)
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x, time):
-        """x: (B, channels, *spatial). Shapes are those of the first level."""
-        return x + self.second(self.first(x, time), time)                            # (B, 10, 128^3)
+    def forward(self, x):
+        """x: (B, channels, *spatial)."""
+        x = x.contiguous()
+        return torch.instance_norm(x, self.weight, self.bias, None, None, True, 0.0, 1e-5, True)  # as x
+
+
+class AtrousBlock(nn.Module):
+    """A convolution, then two more beside a residual connection, the second one dilated: y = f(u + g(f(u))), u = h(x).
+
+    f is the activation, g holds the convolutions of dilation 1 and 3, which see further without losing resolution (Chen
+    et al., "DeepLab", TPAMI 2018), h the first convolution and, on the way down, an instance norm.
+    """
+
+    def __init__(self, dims, in_channels, out_channels, norm):
+        super().__init__()
+        self.conv0 = conv(dims, in_channels, out_channels)
+        self.ln = InstanceNorm(out_channels) if norm else nn.Identity()
+        self.convs = nn.ModuleList(conv(dims, out_channels, out_channels, dilation=dilation) for dilation in (1, 3))
+
+    def forward(self, x):
+        """x: (B, in_channels, *spatial)."""
+        x = branch = self.ln(self.conv0(x))                                          # (B, out_channels, *spatial)
+        for layer in self.convs:
+            branch = layer(F.leaky_relu(branch, NEARLY_RELU))                        # (B, out_channels, *spatial)
+        return F.leaky_relu(x + branch, NEARLY_RELU)                                 # (B, out_channels, *spatial)
+
+
+class TimeTable(nn.Module):
+    """Fixed sinusoids of the times, (T, 100): sin in even and cos in odd columns, of t x 10000^(-2 c / 100), c even."""
+
+    def __init__(self, timesteps, width=100):
+        super().__init__()
+        rates = 10000.0 ** (-2.0 / width * torch.arange(0, width, 2))
+        angles = torch.arange(timesteps)[:, None] * rates
+        self.register_buffer("weight", torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1))
+
+
+def halving(dims, channels):
+    """A strided convolution that halves the sides, which are even."""
+    return (Conv3d if dims == 3 else Conv2d)(channels, channels, kernel_size=4, stride=2, padding=1)
+
+
+def doubling(dims, channels):
+    """A transposed convolution that doubles the sides."""
+    layer = nn.ConvTranspose3d if dims == 3 else nn.ConvTranspose2d
+    return layer(channels, channels, kernel_size=4, stride=2, padding=1)
 
 
 class RecResACNet(nn.Module):
-    """The recursive atrous network of the earlier method: no attention, and the condition is two more channels."""
+    """The recursive residual atrous network of the published method (Zheng et al., Medical Image Analysis 110, 2026).
 
-    def __init__(self, *, dims, image_channels, timesteps, typical_norm, conditioned, rec_num, detach,
-                 embedding_width):
+    Modules have the names of the published weights, 443,435 numbers in 2D, which therefore load as they are
+    (Inference/load_model.py). That network is shown nothing but the image: it recovers, and cannot register. With a
+    condition, which is two more channels here, there are a vector that stands for registration instead of a time, and
+    mode 2's embedding. Without one, t = timesteps counts as the last time, and embeddings are the pooled features.
+    """
+
+    def __init__(self, *, dims, image_channels, timesteps, conditioned, rec_num, detach, embedding_width):
         super().__init__()
-        channels, time_width = (10, 20, 40), 64
         self.dims, self.conditioned, self.rec_num, self.detach = dims, conditioned, rec_num, detach
-        self.multiple = 4  # two levels halve the sides
-        self.time = TimeEmbedding(timesteps, time_width)
-        self.field_scale = FieldScale(typical_norm)
+        self.multiple = 8  # three levels halve the sides
         self.shown_channels = image_channels + 1  # of the condition: values and mask
-        in_channels = image_channels + (self.shown_channels if conditioned else 0)
-        self.down = nn.ModuleList(ConvBlock(dims, a, b, time_width, stride=stride)
-                                  for a, b, stride in zip((in_channels, *channels), channels, (1, 2, 2)))
-        self.atrous = nn.ModuleList(AtrousBlock(dims, c, time_width, dilation)
-                                    for c in channels for dilation in (2, 4))
-        self.up = nn.ModuleList(UpsampleConv(dims, a, b) for a, b in ((40, 20), (20, 10)))
-        self.join = nn.ModuleList(ConvBlock(dims, 2 * c, c, time_width) for c in (20, 10))
-        self.out = start_at_zero(conv(dims, 10, dims))
-        self.embedding = nn.Linear(channels[-1], embedding_width)
+        a, b, c = 10, 20, 40  # channels of the levels
+        first = image_channels + (self.shown_channels if conditioned else 0)
+
+        def by_time(channels):
+            return nn.Sequential(nn.Linear(100, channels), nn.LeakyReLU(NEARLY_RELU), nn.Linear(channels, channels))
+
+        def level(*channels, norm=True):
+            return nn.Sequential(*[AtrousBlock(dims, *pair, norm) for pair in itertools.pairwise(channels)])
+
+        self.time_embed = TimeTable(timesteps)
+        self.te1, self.b1, self.down1 = by_time(first), level(first, a, a, a), halving(dims, a)
+        self.te2, self.b2, self.down2 = by_time(a), level(a, b, b, b), halving(dims, b)
+        self.te3, self.b3, self.down3 = by_time(b), level(b, c, c, c), halving(dims, c)
+        self.te_mid, self.b_mid, self.up1 = by_time(c), level(c, b, b, c), doubling(dims, c)
+        self.te4, self.b4, self.up2 = by_time(2 * c), level(2 * c, c, b, b, norm=False), doubling(dims, b)
+        self.te5, self.b5, self.up3 = by_time(2 * b), level(2 * b, b, a, a, norm=False), doubling(dims, a)
+        self.te_out, self.b_out = by_time(2 * a), level(2 * a, a, a, a, norm=False)
+        self.conv_out = start_at_zero(conv(dims, a, dims))
+        if conditioned:
+            self.registration = nn.Parameter(0.5 * torch.randn(100))
+            self.embedding = nn.Linear(c, embedding_width)
+
+    def time_vectors(self, t):
+        """What stands for the times t, (B,): (B, 100)."""
+        last = len(self.time_embed.weight) - 1
+        vectors = self.time_embed.weight[t.clamp(max=last)]                          # (B, 100)
+        if self.conditioned:
+            vectors = torch.where((t > last)[:, None], self.registration, vectors)   # (B, 100)
+        return vectors
+
+    def at_time(self, layer, time):
+        """What a level adds to its channels, or multiplies them by, at each sample's time: (B, C, 1^3)."""
+        return layer(time).view(len(time), -1, *[1] * self.dims)
 
     def features(self, image, condition, time):
-        """Features at full, half and quarter resolution."""
+        """Features of four levels, finest first: three on the way down and the bottleneck."""
         x = image if condition is None else torch.cat([image, condition], dim=1)     # (B, 3, 128^3)
-        features = []
-        for level, down in enumerate(self.down):
-            x = down(x, time)                                                        # (B, 10, 128^3) at level 0
-            for block in self.atrous[2 * level:2 * level + 2]:
-                x = block(x, time)                                                   # (B, 10, 128^3) at level 0
-            features.append(x)                                # (B, 10, 128^3), (B, 20, 64^3), (B, 40, 32^3)
-        return features
+        fine = self.b1(x + self.at_time(self.te1, time))                             # (B, 10, 128^3)
+        half = self.b2(self.down1(fine) + self.at_time(self.te2, time))              # (B, 20, 64^3)
+        quarter = self.b3(self.down2(half) + self.at_time(self.te3, time))           # (B, 40, 32^3)
+        eighth = self.b_mid(self.down3(quarter) * self.at_time(self.te_mid, time))   # (B, 40, 16^3)
+        return fine, half, quarter, eighth
 
-    def one_pass(self, image, condition, t, time):
+    def one_pass(self, image, condition, time):
         """The field of one pass, in voxels. condition: padded as the features need it."""
-        *skips, x = self.features(pad_to_multiple(image, self.multiple), condition, time)  # x: (B, 40, 32^3)
-        for up, join, skip in zip(self.up, self.join, reversed(skips)):
-            x = torch.cat([up(x, skip.shape[2:]), skip], dim=1)                      # (B, 40, 64^3), (B, 20, 128^3)
-            x = join(x, time)                                                        # (B, 20, 64^3), (B, 10, 128^3)
-        field_norm = crop(self.out(x).float(), image.shape[2:])                      # (B, 3, 128^3)
-        return self.field_scale(field_norm, t, image.shape[2:])                      # (B, 3, 128^3)
+        fine, half, quarter, x = self.features(pad_to_multiple(image, self.multiple), condition, time)
+        for skip, up, by_time, level in ((quarter, self.up1, self.te4, self.b4),     # (B, 20, 32^3)
+                                         (half, self.up2, self.te5, self.b5),        # (B, 10, 64^3)
+                                         (fine, self.up3, self.te_out, self.b_out)):  # (B, 10, 128^3)
+            x = level(torch.cat([skip, up(x)], dim=1) + self.at_time(by_time, time))
+        size = image.shape[2:]
+        return crop(self.conv_out(x).float(), size) * side_lengths(size, x.device)   # (B, 3, 128^3)
 
     def masked(self, image, condition, keep):
         """The condition, padded; zeros where there is none or it is dropped. None for a network without one."""
@@ -115,21 +191,25 @@ class RecResACNet(nn.Module):
         """Unit vectors of the image and of the condition, each encoded with zeros in the other's channels."""
         image = pad_to_multiple(image, self.multiple)                                # (B, 1, 128^3)
         if not self.conditioned:
-            of_image = of_condition = self.features(image, None, time)[-1]           # (B, 40, 32^3)
-        else:
-            of_image = self.features(image, torch.zeros_like(condition), time)[-1]   # (B, 40, 32^3)
-            of_condition = self.features(torch.zeros_like(image), condition, time)[-1]  # (B, 40, 32^3)
+            return [F.normalize(self.features(image, None, time)[-1].float().flatten(2).mean(2), dim=1)] * 2
+        of_image = self.features(image, torch.zeros_like(condition), time)[-1]       # (B, 40, 16^3)
+        of_condition = self.features(torch.zeros_like(image), condition, time)[-1]   # (B, 40, 16^3)
         return [unit_embedding(self.embedding, features.flatten(2).mean(2)) for features in (of_image, of_condition)]
 
     def forward(self, image, t, condition=None, keep=None, embed=False):
-        """As every network, see Diffusion/networks.py."""
+        """As every network, see Diffusion/networks.py. In float32 throughout: in bfloat16 a recovery strays."""
+        with torch.autocast(image.device.type, enabled=False):
+            return self.answer(image, t, condition, keep, embed)
+
+    def answer(self, image, t, condition, keep, embed):
+        """What `forward` returns."""
         # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
-        time = self.time(torch.zeros_like(t) if embed else t)                        # (B, 64)
+        time = self.time_vectors(torch.zeros_like(t) if embed else t)                # (B, 100)
         condition = self.masked(image, condition, keep)                              # (B, 2, 128^3)
         if embed:
             return self.embeddings(image, condition, time)                           # (B, 128) each
 
         def one_pass(warped):
-            return self.one_pass(warped, condition, t, time)                         # (B, 3, 128^3)
+            return self.one_pass(warped, condition, time)                            # (B, 3, 128^3)
 
         return recurse(one_pass, image, self.rec_num, self.detach)                   # (B, 3, 128^3)

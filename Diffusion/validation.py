@@ -119,18 +119,22 @@ def validate(state, dataset, cfg):
     `retrieval`, at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean of
     `image_similarity` as VAL_IMGSIM sets it, 1 is perfect), val_folding (percent of voxels) and, with model.structures,
     val_segment (Dice of what is segmented, None without labels); and moving, fixed, warped and field of pair 0, without
-    batch axis, None on other ranks than 0.
+    batch axis, None on other ranks than 0. A network that takes no condition cannot register: it has no picture, and of
+    the scores val_ang alone.
     """
     ranks = state["ranks"]
     state["net"].eval()
     cosines, embeddings = validate_recovery(state, dataset, cfg)
-    scores, picture = validate_registration(state, dataset, cfg)
+    alone = cfg["model.condition_type"] == "none"
+    scores, picture = ([], None) if alone else validate_registration(state, dataset, cfg)
     state["net"].train()
     watchdog.phase("agree", "evaluate")
     launch.arrive(ranks, f"the end of the validation after step {state['progress']['step']}")
     agree.agree(ranks, state["progress"]["step"], "evaluate")
     parts = zip(*agree.gather_objects(ranks, (cosines, embeddings, scores)))
     cosines, embeddings, scores = (in_order(rows) for rows in parts)
+    if alone:
+        return {"val_ang": average(cosines)}, None
     images, conditions = torch.from_numpy(np.stack(embeddings, axis=1))        # (n, E) each
     scores = scores or [dict.fromkeys(("val_dice", "val_dice_before", "val_imgsim", "val_folding"))]
     return {"val_ang": average(cosines),

@@ -48,15 +48,19 @@ def write_report(out, lead, items, kept, refused, dims, targets):
 
 def describe(job, cfg):
     """How the copies were made, for the top of the page. job: dict of OM_augment.py."""
-    start = job["start"] or cfg["diffusion.timesteps"] - 1
-    start = f"time {start}" if isinstance(start, int) else f"times {start[0]} to {start[1]}"
+    start = job["start"] or cfg["copies.start"] or str(cfg["diffusion.timesteps"] - 1)
+    if "+" in start:
+        start = "times from {} on, {} more every other copy".format(*start.split("+"))
+    else:
+        start = f"times {start.replace('-', ' to ')}" if "-" in start else f"time {start}"
     if job["register"] is not None:
         by = f", the network {Path(job['model']).name}" if job["model"] else ""
         return (f"Registered to volumes of {Path(job['target']).name}: affine stage{by} and {job['register']} steps of "
                 f"refinement, order by seed {job['seed']}. Displacements are those beside the affine map.")
     lead = f"Random deformations of {start}, seed {job['seed']}"
     if job["model"]:
-        lead += f", from which {Path(job['model']).name} recovered in steps of {job['stride']}"
+        steps = "by every prediction" if cfg["copies.recover"] == "published" else f"in steps of {job['stride']}"
+        lead += f", from which {Path(job['model']).name} recovered {steps}"
     if job["target"]:
         shown = f"{job['slices'] or 'a random number of'} planes" if job["condition"] == "slice" else "all of it"
         others = "" if job["target"].endswith(SUFFIXES) else "others of "

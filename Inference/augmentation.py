@@ -3,6 +3,8 @@
 Fields are drawn on the training grid (isotropic, canonical, see Dataloader/prepare.py) and brought to the grid of the
 volume, which is then interpolated once. Every draw is a function of (seed, subject, draw) and of nothing else.
 """
+import re
+
 import numpy as np
 import torch
 
@@ -29,14 +31,14 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     affine: 4x4, voxel to world in millimetres; default the identity.
     model: (network, config) from `load_model`; None: the random deformation alone.
     start: time of the random deformation, 1 .. diffusion.timesteps - 1: the larger the stronger; or (low, high),
-    between which it is drawn; default the largest.
+    between which it is drawn, or a text as copies.start of the config explains it, which is the default.
     seed, subject, draw: the key of the draw. OM_augment.py takes the id of the volume as subject.
     target: volume (same number of axes) towards which the network deforms, on a grid of its own (target_affine).
     condition: what the network is shown of it, "slice": as many planes as `slices` says (0: a random number, as in
     training), "volume": all, None: what it was trained with, or planes if `slices` is given.
-    stride: times per step of the recovery, see `DeformDDPM.recover`. mask: (*spatial), where data.crop_above centres
-    the training grid. cfg: without a model, the config whose diffusion.* and data.* keys are taken; default
-    Config/config_om.yaml. device: where the network is. labels: how the label is carried, "smooth" or "nearest".
+    stride: times per step of the scaled recovery, see `DeformDDPM.recover`. mask: (*spatial), where data.crop_above
+    centres the training grid. cfg: without a model, the config whose diffusion.*, copies.* and data.* keys are taken;
+    default Config/config_om.yaml. device: where the network is. labels: how the label is carried: smooth or nearest.
     channels, target_channels: further channels of image and target, for a network that was trained with several; they
     are not deformed, but `deform` does so with the field.
     Returns: image, of its dtype, whole numbers rounded; label or None; field (N, *spatial) float32
@@ -73,7 +75,17 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
         raise InputError(f"image: shape {image.shape} is not {dims}D, as model.dims says; give a {dims}D volume, or "
                          "another model or config.")
     affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
-    ddpm, t = DeformDDPM(cfg), draw_start(start, rng_key, cfg)
+    turn = None if condition is not None else draw_turn(image.shape, affine, rng_key, cfg)
+    if turn is not None:
+        image, mask, *channels = (None if one is None else turned(one, turn) for one in (image, mask, *channels))
+        field = _draw_unturned(image, affine, cfg, rng_key, start, net, None, stride, mask, device, channels)
+        return across(torch.from_numpy(field)[None], turn)[0].numpy()
+    return _draw_unturned(image, affine, cfg, rng_key, start, net, condition, stride, mask, device, channels)
+
+
+def _draw_unturned(image, affine, cfg, rng_key, start, net, condition, stride, mask, device, channels):
+    """What `draw_field` returns with copies.permute false."""
+    dims, ddpm, t = image.ndim, DeformDDPM(cfg), draw_start(start, rng_key, cfg)
     if net is not None:
         placed, grid_affine = place(image, affine, cfg, mask, channels)
         field = ddpm.recover(net, placed.to(device), t, [rng_key], cfg, condition, stride).cpu()
@@ -139,18 +151,59 @@ def subject_number(subject):
 
 
 def draw_start(start, rng_key, cfg):
-    """The time of the random deformation, an int. start: int, (low, high) or None, the largest."""
-    last = cfg["diffusion.timesteps"] - 1
-    if start is None:
-        low, high = last, last
-    elif np.ndim(start) == 0:
-        low, high = start, start
-    else:
-        low, high = start
+    """The time of the random deformation, an int.
+
+    start: int, (low, high), a text as copies.start of the config explains it, or None for that key. rng_key: (seed,
+    subject, draw). Raises InputError for a time that the config does not have.
+    """
+    last, draw = cfg["diffusion.timesteps"] - 1, rng_key[-1]
+    said = start = cfg["copies.start"] if start is None else start
+    if isinstance(start, str):
+        words = re.fullmatch(r"\s*(?:(\d+)\s*(?:([-+])\s*(\d+)\s*)?)?", start)
+        if not words:
+            raise InputError(f"start {start}: give one time such as 79, a range such as 40-79, or 48+2 for 48 and 2 "
+                             "more every other copy.")
+        low, sign, number = words.groups()
+        low, number = int(low or last), int(number or 0)
+        rising = min(low + number * ((draw + 1) // 2), max(low, last))
+        start = (low, number) if sign == "-" else rising
+    low, high = (start, start) if np.ndim(start) == 0 else start
     if not 1 <= low <= high <= last:
-        raise InputError(f"start {start}: the random deformation has a time from 1 to {last} (diffusion.timesteps - "
+        raise InputError(f"start {said}: the random deformation has a time from 1 to {last} (diffusion.timesteps - "
                          "1), or a range of such times, the smaller first.")
     return int(low) + int(float(uniform([rng_key], "start")) * (int(high) - int(low) + 1))
+
+
+def draw_turn(shape, affine, rng_key, cfg):
+    """How copies.permute turns a copy: the grid's voxel that is seen at each of its voxels, a 4x4 matrix, or None.
+
+    Each axis is mirrored with probability 1/2, and axes with equally many voxels of equal size change places at random,
+    so the grid stays as it is, and each voxel is that of another place without interpolation.
+    shape: of the volume. affine: its 4x4. rng_key: (seed, subject, draw).
+    """
+    if not cfg["copies.permute"]:
+        return None
+    draws, dims = generator(rng_key[0], "turn", *rng_key[1:]), len(shape)
+    size_mm = np.linalg.norm(np.asarray(affine, np.float64)[:3, :dims], axis=0)
+    source, turn = list(range(dims)), np.eye(4)
+    for axis in torch.randperm(dims, generator=draws).tolist():
+        alike = [other for other in range(dims) if shape[other] == shape[axis]
+                 and abs(size_mm[other] - size_mm[axis]) < 1e-3 * size_mm[axis]]
+        other = alike[int(torch.randint(len(alike), (), generator=draws))]
+        source[axis], source[other] = source[other], source[axis]
+    for axis, mirrored in enumerate((torch.rand(dims, generator=draws) < 0.5).tolist()):
+        turn[axis, :dims] = 0.0
+        turn[axis, source[axis]] = -1.0 if mirrored else 1.0
+        turn[axis, 3] = shape[axis] - 1 if mirrored else 0.0
+    return turn
+
+
+def turned(array, turn):
+    """The array as `draw_turn` shows it, without interpolation: at x what was at turn(x). array: (*spatial)."""
+    dims = np.ndim(array)
+    source = np.abs(turn[:dims, :dims]).argmax(1)
+    mirrored = [axis for axis in range(dims) if turn[axis, source[axis]] < 0]
+    return np.transpose(np.flip(array, mirrored), np.argsort(source))
 
 
 def require_volume(array, name, dims=None):

@@ -42,7 +42,7 @@ def draw_settings(job, cfg, targets):
     settings = {key: job[key] for key in ("seed", "start", "stride", "register", "condition", "slices", "labels")}
     settings["model"] = job["model"] and sha256(job["model"])
     settings["target"] = digest or None
-    families = ("model", "diffusion", *(("registration", "refine") if job["register"] is not None else ()))
+    families = ("model", "diffusion", "copies", *(("registration", "refine") if job["register"] is not None else ()))
     settings.update({key: value for key, value in cfg.items()
                      if key.split(".")[0] in families or key in DATA_KEYS})
     return json.loads(json.dumps(settings))

@@ -17,6 +17,9 @@ from Runtime.weights_file import read_weights
 
 # Gives the keys that were introduced after a checkpoint was written, and the config where there is no model.
 DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
+# Keys by which the weights of the published method are known: the network's first table and last layer.
+PUBLISHED = ("time_embed.weight", "conv_out.weight")
+PUBLISHED_CONFIGS = {2: DEFAULTS.with_name("config_cmr.yaml"), 3: DEFAULTS.with_name("config_lung_ct.yaml")}
 # What "universal" stands for: a network for volumes of any kind, trained on synthetic anatomies alone.
 UNIVERSAL = Path(__file__).parent / "universal.safetensors"
 
@@ -127,9 +130,23 @@ def load_state(path, device="cpu"):
     """What a file holds, of `find_checkpoint` or of a run: a dict with at least "model", the weights, and "config".
 
     Of a .safetensors file the weights are the averaged ones where the training kept them; a checkpoint has these as
-    "ema". Raises InputError for a file that cannot be used, OSError for a fault that may pass.
+    "ema". The weights of the published method, such as 000000_cmr_recresacnet.pth of github.com/jianqingzheng/
+    def_diff_rec, have the config of PUBLISHED_CONFIGS. Raises InputError for a file that cannot be used, OSError for a
+    fault that may pass.
     """
-    return _read_safetensors(path, device) if path.suffix == ".safetensors" else checkpoint.load(path, device)
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path, device)
+    state = checkpoint.read(path, device)
+    if isinstance(state, dict) and all(isinstance(state.get(key), torch.Tensor) for key in PUBLISHED):
+        return _published(state)
+    return checkpoint.require_own(state, path)
+
+
+def _published(weights):
+    """The state of the published method's bare weights: {"model": weights, "config": flat dict, "published": True}."""
+    times, last = (weights[key] for key in PUBLISHED)
+    config = load_config(PUBLISHED_CONFIGS.get(last.dim() - 2, DEFAULTS), [f"diffusion.timesteps={len(times)}"])
+    return {"model": dict(weights), "config": config, "published": True}
 
 
 def _read_safetensors(path, device):

@@ -186,6 +186,11 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
         net, cfg = model[0].to(device), model[1]
     else:
         net, cfg = None, default_config(dims) if config is None else config
+    if net is not None and cfg["model.condition_type"] == "none":
+        raise InputError(f"the network {cfg['model.name']} of this model only recovers deformed volumes and cannot "
+                         "register, since it never sees a second one (model.condition_type none): register with "
+                         "--model none, --model universal or a network trained with a condition, and use this one with "
+                         "OM_augment.py.")
     if cfg["model.dims"] != dims:
         raise InputError(f"{fixed.name} and {moving.name} are {dims}D, but the model, or --dims, is "
                          f"{cfg['model.dims']}D; give what fits.")

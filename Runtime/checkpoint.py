@@ -203,17 +203,29 @@ def step_back(run, reason, warn=_stderr):
     return before
 
 
+def read(path, map_location="cpu"):
+    """What torch has saved at `path`, its tensors on map_location.
+
+    Raises InputError naming a file that is damaged, and OSError for a fault that may pass.
+    """
+    try:
+        return torch.load(path, weights_only=True, map_location=map_location)
+    except UNREADABLE as error:
+        if is_passing(error):
+            raise
+        raise InputError(f"{path} {_reason(error)}: restore the file or take another checkpoint.") from error
+
+
 def load(path, map_location="cpu"):
     """State of the checkpoint at `path`, its tensors on map_location.
 
     Raises InputError naming a file that is damaged, foreign or too new, and OSError for a fault that may pass.
     """
-    try:
-        state = torch.load(path, weights_only=True, map_location=map_location)
-    except UNREADABLE as error:
-        if is_passing(error):
-            raise
-        raise InputError(f"{path} {_reason(error)}: restore the file or take another checkpoint.") from error
+    return require_own(read(path, map_location), path)
+
+
+def require_own(state, path):
+    """The state that `read` has found. Raises InputError for one that is foreign or too new."""
     format_number = state.get("format") if isinstance(state, dict) else None
     if not isinstance(format_number, int) or not isinstance(state.get("model"), dict):
         raise InputError(f"{path} is not a checkpoint of this project: it has no format number or no model.")

@@ -257,10 +257,17 @@ def check_together(cfg, path):
 
 
 def modes_of(cfg):
-    """Names of the modes that a training has: those with a weight above 0. Raises InputError if there is none."""
+    """Names of the modes that a training has: those with a weight above 0.
+
+    Raises InputError if there is none, and for modes 2 and 3 of a network that is shown one volume alone.
+    """
     modes = [name for name, weights in WEIGHTS.items() if any(cfg[f"loss.{weight}"] for weight in weights)]
     if not modes:
         raise InputError("every weight of `loss` is 0, so nothing would be learned: give at least one mode a weight.")
+    if cfg["model.condition_type"] == "none" and modes != ["diffusion"]:
+        weights = [f"loss.{weight}" for name in modes if name != "diffusion" for weight in WEIGHTS[name]]
+        raise InputError("model.condition_type none shows the network one volume alone, and modes 2 and 3 need a "
+                         f"second one: set {', '.join(weights)} to 0, or the condition to slice or volume.")
     return modes
 
 

@@ -22,13 +22,20 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 # isort: split
 from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.identity import volumes_of  # noqa: E402
-from Inference.load_model import find_checkpoint, load_model  # noqa: E402
+from Inference.load_model import find_checkpoint, load_model, load_state  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.config import modes_of, overridden  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
 from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E402
 
 UNSTATED = "not stated; name it by --licence, the terms of the training data may decide it"
+PUBLISHED_LICENCE = "Apache-2.0"  # of the published method's repository, its weights included
+PUBLISHED = """Trained by its authors: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Papież, "Deformation-recovery diffusion
+model (DRDM): instance deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987;
+weights from github.com/jianqingzheng/def_diff_rec. The file does not record how long and on which data."""
+REGISTER = """    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --affine none --refine 0 --out Results/fast
+    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --out Results/pair
+"""
 PLACES = ("data.root", "data.cache", "run.models", "run.logs", "run.notify")  # the last one may hold a secret address
 # What the card says about each mode of a training.
 MODES = {"diffusion": "Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing "
@@ -70,9 +77,7 @@ drawing deformed copies of labelled images for the training of other networks.
 - Folding is discouraged in the training, not impossible: every tool reports it for each field.
 
 ## Use
-    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --affine none --refine 0 --out Results/fast
-    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {name} --out Results/pair
-    python OM_augment.py --image I.nii.gz --label L.nii.gz --model {name} --out Results/augmented
+{register}    python OM_augment.py --image I.nii.gz --label L.nii.gz --model {name} --out Results/augmented
     python -c "from Inference.load_model import load_model; net, cfg = load_model('{name}')"
 
 ## File
@@ -84,7 +89,7 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Write a trained network as .safetensors, with a model card.")
     parser.add_argument("--model", required=True, metavar="F", help="a checkpoint (.pth) or the folder of a run")
     parser.add_argument("--out", metavar="FOLDER", help="where the two files go (default: beside the checkpoint)")
-    parser.add_argument("--licence", default=UNSTATED, metavar="TEXT", help="licence of the weights, for the card")
+    parser.add_argument("--licence", metavar="TEXT", help="licence of the weights, for the card")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="a key of "
                         "the config that the file brings along, such as one of refine.*, tuned after the training; "
                         "may be repeated")
@@ -203,24 +208,29 @@ def card(name, net, state, cfg, about, digest, licence):
     """The text of MODEL_CARD.md.
 
     name: of the .safetensors file. state: content of the checkpoint. about: from `about_run`. digest: SHA-256 of the
-    file. licence: of the weights.
+    file. licence: of the weights, or None.
     """
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
     modes = [MODES[mode].format(condition=shown, labels=labels) for mode in modes_of(cfg)]
+    published = state.get("published", False)
+    licence = licence or (PUBLISHED_LICENCE if published else UNSTATED)
     figures = table((key, "-" if value is None else f"{value:.4g}") for key, value in about["metrics"].items())
     return CARD.format(
         licence_json=json.dumps(licence), data=cfg["data.name"], name=name, architecture=architecture(net, cfg),
-        modes="\n".join(f"- {sentence}" for sentence in modes), training=training(state, cfg, about),
+        modes="\n".join(f"- {sentence}" for sentence in modes),
+        training=PUBLISHED if published else training(state, cfg, about),
+        register="" if cfg["model.condition_type"] == "none" else REGISTER.format(name=name),
         figures=figures if about["metrics"] else "No figures were recorded for this checkpoint.",
         file=table([("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)]))
 
 
-def export(model, out=None, licence=UNSTATED, overrides=()):
+def export(model, out=None, licence=None, overrides=()):
     """Write <checkpoint>.safetensors and MODEL_CARD.md.
 
-    model: checkpoint or run folder. out: folder, default that of the checkpoint. licence: of the weights, for the card.
+    model: checkpoint, run folder or the published method's weights. out: folder, default that of the checkpoint.
+    licence: of the weights, for the card.
     overrides: list of "key=value" that change the config which the file brings along.
     Returns: the paths of the two files.
     Raises InputError for what is no checkpoint of this project or does not fit it, and where safetensors is not
@@ -231,14 +241,14 @@ def export(model, out=None, licence=UNSTATED, overrides=()):
     source = find_checkpoint(model)
     if source.suffix == ".safetensors":
         raise InputError(f"{source} is exported already; give the checkpoint (.pth) or the run's folder.")
-    state = checkpoint.load(source)
+    state = load_state(source)
     net, cfg = load_model(source, overrides=overrides)  # refuses weights that do not fit the config
     config = {**state["config"], **{key: cfg[key] for key in overridden(overrides)}}
     config = {key: value for key, value in config.items() if key not in PLACES}
     folder = Path(out or source.parent)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{source.stem}.safetensors"
-    about = about_run(source, state)
+    about = {"metrics": {}, "commit": None} if state.get("published") else about_run(source, state)
     weights = state.get("ema") or state["model"]
     digest = write_weights(target, weights, config, about["commit"])
     page = folder / "MODEL_CARD.md"

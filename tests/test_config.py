@@ -16,7 +16,7 @@ OM = ROOT / "Config/config_om.yaml"
 
 @pytest.mark.parametrize("name", ["config_om", "config_campaign", "config_medium", "config_hippocampus", "config_demo",
                                   "config_hippocampus_registration", "config_hippocampus_labels", "config_universal",
-                                  "config_tune"])
+                                  "config_tune", "config_cmr", "config_lung_ct"])
 def test_shipped_configs_load(name):
     cfg = load_config(ROOT / f"Config/{name}.yaml")
     assert list(cfg) == list(KEYS)
@@ -48,12 +48,34 @@ def test_the_production_config_has_the_recipe_of_the_small_ones():
     assert om["data.expect_samples"] == 0
 
 
-@pytest.mark.parametrize("name", ["config_medium", "config_hippocampus", "config_demo", "config_universal"])
-def test_configs_list_only_what_differs(name):
+@pytest.mark.parametrize("name, base", [
+    *[(name, "config_om.yaml") for name in ("config_medium", "config_hippocampus", "config_demo", "config_universal",
+                                            "config_cmr")], ("config_lung_ct", "config_cmr.yaml")])
+def test_configs_list_only_what_differs(name, base):
     own = flatten(yaml.safe_load((ROOT / f"Config/{name}.yaml").read_text()), name)
-    assert own.pop("base") == "config_om.yaml"
-    om, cfg = load_config(OM), load_config(ROOT / f"Config/{name}.yaml")
-    assert [key for key in own if om[key] == cfg[key]] == []
+    assert own.pop("base") == base
+    below, cfg = load_config(ROOT / "Config" / base), load_config(ROOT / f"Config/{name}.yaml")
+    assert [key for key in own if below[key] == cfg[key]] == []
+
+
+@pytest.mark.parametrize("name, dims, side, start", [("config_cmr", 2, 256, "48+2"),
+                                                     ("config_lung_ct", 3, 128, "64+1")])
+def test_the_configs_of_the_published_method_have_its_settings(name, dims, side, start):
+    cfg = load_config(ROOT / f"Config/{name}.yaml")
+    expected = {"model.name": "recresacnet", "model.dims": dims, "model.rec_num": 2, "model.condition_type": "none",
+                "data.img_size": [side] * dims, "data.batchsize": 1, "diffusion.timesteps": 80,
+                "diffusion.v_scale": 4e-5, "diffusion.grids": [8, 16, 32, 64], "diffusion.noise_ratio": 0.08,
+                "loss.dist": 1.0, "loss.ang": 1.0, "loss.regul": 10.0, "optim.lr": 1e-4, "copies.start": start,
+                "copies.recover": "published", "copies.permute": True}
+    assert {key: cfg[key] for key in expected} == expected
+    assert modes_of(cfg) == ["diffusion"]
+
+
+def test_a_network_that_is_shown_one_volume_trains_mode_1_alone():
+    cfg = load_config(OM, ["model.condition_type=none"])
+    with pytest.raises(InputError, match="condition_type none shows .* one volume alone.* set loss.contrastive, "
+                       "loss.imgsim, .* to 0"):
+        modes_of(cfg)
 
 
 @pytest.mark.parametrize("name", ["config_hippocampus_registration", "config_hippocampus_labels"])

@@ -656,7 +656,7 @@ def test_what_the_transform_refuses(changes, entries, message):
     (["--image", "good.nii.gz", "--start", "80"], "start 80: .* a time from 1 to 79"),
     (["--image", "good.nii.gz", "--start", "0"], "start 0: .* a time from 1 to 79"),
     (["--image", "good.nii.gz", "--start", "60-20"], "a range of such times, the smaller first"),
-    (["--image", "good.nii.gz", "--start", "much"], "--start much: give one time such as 79"),
+    (["--image", "good.nii.gz", "--start", "much"], "start much: give one time such as 79"),
     (["--image", "good.nii.gz", "--draws", "0"], "--draws 0: ask for at least 1"),
     (["--image", "good.nii.gz", "--workers", "0"], "--workers 0"),
     (["--image", "good.nii.gz", "--stride", "0"], "--stride 0"),

@@ -16,7 +16,7 @@ def size(request):
 
 def config(size, **changes):
     return {"model.dims": len(size), "diffusion.timesteps": 80, "diffusion.grids": GRIDS[len(size)], "run.amp": "off",
-            "diffusion.v_scale": 4e-5, "diffusion.noise_ratio": 0.0,
+            "copies.recover": "scaled", "diffusion.v_scale": 4e-5, "diffusion.noise_ratio": 0.0,
             **{f"diffusion.{name}": value for name, value in changes.items()}}
 
 
@@ -75,8 +75,9 @@ def test_taking_all_of_each_prediction_would_overshoot():
     assert sum(map(label_count, range(1, 80))) > 3 * image_count(79)
 
 
-def test_a_silent_network_leaves_the_random_deformation(size):
-    cfg = config(size)
+@pytest.mark.parametrize("kind", ["scaled", "published"])
+def test_a_silent_network_leaves_the_random_deformation(size, kind):
+    cfg = {**config(size), "copies.recover": kind}
     field = DeformDDPM(cfg).recover(silent, smooth(size), 79, KEYS, cfg)
     before, _ = DeformDDPM(cfg).draw_fields(size, [79, 79], KEYS, "cpu")
     assert torch.allclose(field, before, rtol=0, atol=1e-3)
@@ -117,6 +118,24 @@ def test_always_the_original_is_warped_by_all_so_far(size):
         time = int(t[0])
         done = image_count(time) - (image_count(time - 5) if time > 5 else 0)
         so_far = compose(so_far, done / label_count(time) * oracle(image, t))
+    assert torch.equal(field, so_far)
+
+
+def test_the_published_recovery_takes_every_prediction_from_the_last_time_on_whole(size):
+    cfg, x0, calls = {**config(size, timesteps=5), "copies.recover": "published"}, smooth(size), []
+
+    def net(image, t, condition=None):
+        calls.append((image, t.tolist()))
+        return 0.2 * image.repeat(1, len(size), *[1] * len(size))
+
+    field = DeformDDPM(cfg).recover(net, x0, 2, KEYS, cfg, stride=4)
+    assert [t for _, t in calls] == [[t, t] for t in (4, 3, 2, 1, 0)]
+    mode, outside = ("bicubic", "zeros") if len(size) == 2 else ("bilinear", "border")
+    so_far = DeformDDPM(cfg).draw_image_field(size, [2, 2], KEYS, "cpu")
+    for image, _ in calls:
+        assert torch.equal(image, warp(x0, so_far, mode))
+        pred = 0.2 * image.repeat(1, len(size), *[1] * len(size))
+        so_far = pred + warp(so_far, pred, padding=outside)
     assert torch.equal(field, so_far)
 
 

@@ -553,9 +553,19 @@ def test_pair_list_is_followed(data, tmp_path):
 @pytest.mark.parametrize("name", ["recresacnet", "recmulmodmutattnnet"])
 @pytest.mark.parametrize("condition", ["none", "volume"])
 def test_other_networks_train(data, tmp_path, name, condition):
+    alone = {f"loss__{weight}": 0 for weight in ("contrastive", "imgsim", "imgmse", "ddf")}  # mode 1, for want of two
     assert run_here(data, tmp_path, "--max-steps-before-restart", "2", model__name=name,
-                    model__condition_type=condition) == 42
+                    model__condition_type=condition, **(alone if condition == "none" else {})) == 42
     assert checkpoint.newest(tmp_path / f"Models/demo_{name}")
+
+
+def test_a_network_that_sees_one_volume_is_judged_by_its_recovery(data, tmp_path):
+    alone = {f"loss__{weight}": 0 for weight in ("contrastive", "imgsim", "imgmse", "ddf")}
+    assert run_here(data, tmp_path, model__condition_type="none", run__epochs=1, **alone) == 0
+    manifest = json.loads((tmp_path / "Models/demo_om_net/manifest.json").read_text())
+    entry = manifest["checkpoints"][manifest["best"]["checkpoint"]]
+    assert manifest["best"]["metric"] == "-val_ang" and list(entry["metrics"]) == ["val_ang"]
+    assert manifest["best"]["value"] == -entry["metrics"]["val_ang"]
 
 
 def test_two_dimensions(tmp_path):
