@@ -7,7 +7,7 @@ and it goes on; after adding volumes, and it prepares those. A volume that canno
 the reason (refused.csv in the cache, and a page in run.logs). What a training reads is not taken from under it. Exit
 codes: 0 done, 43 bad input or damage found.
 """
-import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+import Runtime.unix  # noqa: F401  first of all: a Python that is too old, or Windows, ends here, in one sentence
 
 # isort: split
 import argparse

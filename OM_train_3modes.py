@@ -5,7 +5,7 @@
 The same command continues an interrupted run from its newest checkpoint; bash_train_multi_nodes.sh starts many ranks.
 Three step functions, one step, one loop. Exit codes: 0 done, 42 planned restart, 43 stop (bad input), others a crash.
 """
-import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+import Runtime.unix  # noqa: F401  first of all: a Python that is too old, or Windows, ends here, in one sentence
 
 # isort: split
 import argparse

@@ -51,15 +51,41 @@ def require_one_grid(item, dims):
             raise InputError(f"{path}: the channel is on another grid than {item['image']}; resample it.")
 
 
+def list_of(data):
+    """The list of a data set, a dict; empty where it has none. data: folder or list as for `read_datalist`, or None."""
+    if not data:
+        return {}
+    path = Path(data, "dataset.json") if Path(data).is_dir() else Path(data)
+    return read_json(path) if path.suffix == ".json" and path.is_file() else {}
+
+
+def regions_in(data, numbers):
+    """Labels and regions_class_order of an nnU-Net list that segments regions, several labels each, renumbered.
+
+    data: as for `list_of`. numbers: of all labels, which become 0, 1, 2 ... A region of which no label is left goes.
+    Returns: {"labels", "regions_class_order"}, entries of dataset.json; empty where the list has no regions.
+    """
+    content = list_of(data)
+    labels, order = content.get("labels", {}), list(content.get("regions_class_order", []))
+    if not isinstance(labels, dict) or not any(isinstance(value, list) for value in labels.values()):
+        return {}
+    new, kept, new_order = {int(number): place for place, number in enumerate(numbers)}, {}, []
+    for name, value in labels.items():
+        left = [new[int(number)] for number in (value if isinstance(value, list) else [value]) if int(number) in new]
+        is_region = name != "ignore" and left != [0] and value not in (0, [0])
+        paints = new.get(int(order.pop(0)), left[-1] if left else 0) if is_region and order else None
+        if left:
+            kept[name] = left if isinstance(value, list) else left[0]
+            new_order += [] if paints is None else [paints]
+    return {"labels": kept, "regions_class_order": new_order}
+
+
 def names_in(data):
     """What a data set's list calls its labels and channels: {number: name} twice, empty where it does not say.
 
     data: folder or list as for `read_datalist`, or None. Decathlon has {"1": "name"}, nnU-Net has labels {"name": 1}.
     """
-    if not data:
-        return {}, {}
-    path = Path(data, "dataset.json") if Path(data).is_dir() else Path(data)
-    content = read_json(path) if path.suffix == ".json" and path.is_file() else {}
+    content = list_of(data)
     labels = content.get("labels", {})
     channels = content.get("channel_names", content.get("modality", {}))
     if not isinstance(labels, dict) or not isinstance(channels, dict):
@@ -89,7 +115,7 @@ def write_dataset(out, name, items, draws, dims, data=None):
     content = {"channel_names": {str(number): channel_names.get(number, f"channel_{number}")
                                  for number in range(1 + len(items[0]["channels"]))},
                "labels": {label: number for number, label in enumerate(labels)},
-               "numTraining": len(items) * (1 + draws), "file_ending": ".nii.gz"}
+               "numTraining": len(items) * (1 + draws), "file_ending": ".nii.gz", **regions_in(data, numbers)}
     write_file(folder / "dataset.json", json.dumps(content, indent=1) + "\n")
     write_file(folder / "splits_final.json", json.dumps(splits(items, draws), indent=1) + "\n")
     return folder

@@ -11,7 +11,7 @@ from Dataloader.datalist import read_datalist
 from Dataloader.nifti import read_field, read_header, read_label, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Inference.augmentation import deform
-from Inference.nnunet import names_in, splits
+from Inference.nnunet import names_in, regions_in, splits
 from tests.test_nifti import OBLIQUE, make_affine, refused
 from tests.test_om_augment import WORDS
 
@@ -172,6 +172,30 @@ def test_one_image_and_names_of_a_decathlon_list(tmp_path, capsys, monkeypatch):
     assert names_in(tmp_path) == ({0: "background", 1: "Anterior"}, {0: "MRI"})
     monkeypatch.chdir(tmp_path)
     assert names_in(None) == ({}, {}) == names_in(tmp_path / "data")
+
+
+def test_regions_stay_regions(tmp_path):
+    """Labels 1 and 5 become 1 and 2; a region of labels that no case has goes, with its place in the order."""
+    labels = {"background": 0, "whole": [1, 5], "lost": [3], "core": [5], "ignore": 7}
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": labels, "regions_class_order": [1, 3, 5]}))
+    assert regions_in(tmp_path, [0, 1, 5]) == {"labels": {"background": 0, "whole": [1, 2], "core": [2]},
+                                               "regions_class_order": [1, 2]}
+    assert regions_in(tmp_path, [0, 1, 3, 5, 7]) == {
+        "labels": {"background": 0, "whole": [1, 3], "lost": [2], "core": [3], "ignore": 4},
+        "regions_class_order": [1, 2, 3]}
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"background": 0, "shell": 1}}))
+    assert regions_in(tmp_path, [0, 1]) == {} == regions_in(None, [0, 1])
+
+
+def test_the_written_data_set_has_the_regions(tmp_path, capsys):
+    write_case(tmp_path / "data", 1, channels=1)
+    content = {"channel_names": {"0": "T1"}, "labels": {"background": 0, "whole": [1, 5], "core": 5},
+               "regions_class_order": [1, 5], "numTraining": 1, "file_ending": ".nii.gz"}
+    (tmp_path / "data/dataset.json").write_text(json.dumps(content))
+    assert call(capsys, "--data", tmp_path / "data", "--nnunet", NAME, "--draws", 1, "--out", tmp_path / "out")[0] == 0
+    written = json.loads((tmp_path / "out" / NAME / "dataset.json").read_text())
+    assert written["labels"] == {"background": 0, "whole": [1, 2], "core": 2}
+    assert written["regions_class_order"] == [1, 2]
 
 
 def test_an_nnunet_list_that_is_broken_is_one_sentence(tmp_path):

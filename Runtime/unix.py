@@ -1,0 +1,8 @@
+"""Imported first by the programs that train: a system without file locks ends here, in one sentence."""
+import importlib.util
+import sys
+
+if importlib.util.find_spec("fcntl") is None:  # Windows, where the other programs run
+    sys.stderr.write("error: preparing and training need the file locks of Linux or macOS: on Windows use WSL 2; "
+                     "OM_register.py, OM_augment.py and OM_evaluate.py run as they are.\n")
+    sys.exit(43)
