@@ -754,7 +754,8 @@ def main(argv=None):
     except InputError as error:
         # From a loader's worker it comes with the worker's traceback in front of the sentence.
         sentence = str(error).strip().splitlines()[-1].split("InputError: ")[-1]
-        if number := passing_fault(error):  # no input is wrong: a death, after which the launcher tries again
+        number = passing_fault(error)
+        if number:  # no input is wrong: a death, after which the launcher tries again
             raise OSError(number, sentence) from error
         watchdog.event("refused", error=sentence, phase=watchdog.STATE.get("name", "start"))
         print(f"error: {sentence}", file=sys.stderr)
