@@ -33,8 +33,9 @@ PUBLISHED_LICENCE = "Apache-2.0"  # of the published method's repository, its we
 PUBLISHED = """Trained by its authors: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Papież, "Deformation-recovery diffusion
 model (DRDM): instance deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987;
 weights from github.com/jianqingzheng/def_diff_rec. The file does not record how long and on which data."""
-REGISTER = "".join(f"    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {{name}} {words}\n" for words in (
-    "--affine none --refine 0 --out Results/fast", "--out Results/pair"))
+REGISTER = "".join(
+    f"    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {{name}} {words}\n"
+    for words in ("--affine none --refine 0 --out Results/fast", "--out Results/pair"))
 PLACES = ("data.root", "data.cache", "run.models", "run.logs", "run.notify")  # the last one may hold a secret address
 # What the card says about each mode of a training.
 MODES = {"diffusion": "Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing "
