@@ -8,6 +8,7 @@ from Diffusion.fields import across, warp
 LABELS = ("smooth", "nearest")  # ways to carry label maps
 SIGMA = 0.8  # voxels by which labels are smoothed; chosen on pairs of hippocampi that no training and no test has seen
 VOTE_SIGMA = 0.5  # voxels by which the votes are smoothed; decides where as many say one thing as another
+AT_VOXEL = 0.1  # voxels along each axis by which a point that lies at a voxel may miss its centre
 REACH = 5  # voxels around a label in which its smoothed share may be above zero, and one more
 
 
@@ -46,7 +47,8 @@ def label_at(label, points, sigma=SIGMA):
     Each label is an image of its own: 1 in its voxels, 0 elsewhere, smoothed and sampled linearly, its share. At each
     point the label with the largest share wins; what the others leave of 1 is the background's.
     Smoothing takes away what is thinner than about two voxels. Where nothing is left of a part of a structure, or of a
-    gap, points have the label of the nearest voxel.
+    gap, points have the label of the nearest voxel. So do points that lie at a voxel: nothing is between voxels there,
+    and a map that goes nowhere stays as it is.
     label: (D, H, W) or (H, W) integers. points: (N, *out) in voxels of it. sigma: of the Gaussian, in voxels.
     Returns: (*out) of the label's dtype; 0 outside the volume. A label that is not in the volume never appears.
     """
@@ -54,11 +56,13 @@ def label_at(label, points, sigma=SIGMA):
     points, shape = points.reshape(len(points), -1), points.shape[1:]
     inside = np.flatnonzero(((points > -0.5) & (points < last + 0.5)).all(0))
     points = np.clip(points[:, inside], 0, last)  # half a voxel around the volume the border's value holds
-    shares = label_shares(label, sigma)
-    found = largest_share(shares, points, label.dtype)
-    nearest = tuple(np.rint(points).astype(np.int64))
-    thin = lost_voxels(label, shares)[nearest]
-    found[thin] = label[nearest][thin]
+    nearest = np.rint(points).astype(np.int64)
+    found = label[tuple(nearest)]
+    between = np.flatnonzero((np.abs(points - nearest) > AT_VOXEL).any(0))
+    if between.size:
+        shares = label_shares(label, sigma)
+        thin = lost_voxels(label, shares)[tuple(nearest[:, between])]
+        found[between] = np.where(thin, found[between], largest_share(shares, points[:, between], label.dtype))
     out = np.zeros(np.prod(shape), label.dtype)
     out[inside] = found
     return out.reshape(shape)
