@@ -38,7 +38,7 @@ from Inference.initial import register_from
 from Inference.labels import LABELS, apply_field, apply_label
 from Inference.load_model import DEFAULTS, load_model
 from Inference.outputs import ALSO, disp_name, write_pair, write_points, write_warped
-from Inference.pair_figures import means, pair_figure, read_pair, write_report
+from Inference.pair_figures import means, pair_figure, read_pair, write_pair_page, write_report
 from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of, read_pairs_to_register
 from Inference.refine import STEPS
 from Inference.registration import AFFINES, SIMILARITIES, STARTS, overlap_percent
@@ -118,7 +118,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--inverse", action="store_true", help="write inverse_field.nii.gz too, on the moving grid")
     parser.add_argument("--learn2reg", action="store_true", help="write disp_<fixed>_<moving>.nii.gz too")
     parser.add_argument("--strict", action="store_true", help="exit with 43 where the verdict on a pair is failed")
-    parser.add_argument("--no-picture", action="store_true", help="no picture.png for each pair")
+    parser.add_argument("--no-picture", action="store_true", help="no picture.png for each pair, nor the pages of the "
+                        "pairs of a list")
     parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes where there is no model (those "
                         "of the first fixed volume)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
@@ -306,7 +307,10 @@ def register_pair(pair, model, cfg, args, folder, earlier=None):
     remove_outputs(folder, out, earlier)
     write_pair(folder, pair, result, warped_label, points_mm, disp, args.also)
     if not args.no_picture:
-        write_file(folder / "picture.png", figure_png(pair_figure(read_pair(row, dims))))
+        shown = read_pair(row, dims)
+        write_file(folder / "picture.png", figure_png(pair_figure(shown)))
+        if args.pairs:
+            write_pair_page(folder, row, shown)
     return {**row, "source": source_digests(pair), "files": file_digests(output_files(folder, disp), out)}
 
 

@@ -15,6 +15,7 @@ COLUMNS = [("moving", ""), ("fixed", ""), ("warped", "moving(x + field(x))"), ("
            ("after", "|fixed \u2212 warped|"), ("grid", "x + field(x)"), ("Jacobian", "determinant")]
 FIXED_LINE, MOVING_LINE, FOLDED, NOT_FINITE = "#ff9e1b", "#19b5e0", "#00b83a", "#808080"
 CELL, GAP, LEFT, BOTTOM = 1.6, 0.12, 0.7, 0.75  # inches
+SLICES = {"R": "sagittal", "L": "sagittal", "A": "coronal", "P": "coronal", "S": "axial", "I": "axial"}  # across it
 PLANES = {2: [(0, 1)], 3: [(1, 2), (0, 2), (0, 1)]}  # the two axes of each slice, right and up
 GRID_LINES = 24  # along the longest axis of a deformed grid, about
 
@@ -32,12 +33,14 @@ def middle_slices(volume):
     return [volume] if volume.ndim == 2 else [np.take(volume, n // 2, axis) for axis, n in enumerate(volume.shape)]
 
 
-def registration_figure(moving, fixed, warped, field, labels=None, title=""):
+def registration_figure(moving, fixed, warped, field, labels=None, title="", body=None, axcodes=None):
     """Picture of one registration: the images, differences, deformed grid and Jacobian determinant, by middle slices.
 
     The minimum of the determinant and the percentage of voxels where it is <= 0 are those of the whole volume.
     moving, fixed, warped: (D, H, W) or (H, W), arrays or tensors on the fixed grid. field: (N, *spatial), displacement
     in voxels. labels: (moving_label, fixed_label, warped_label) of the same shape, 0 = background, drawn as outlines.
+    body: booleans (*spatial), where the deformed grid is drawn; None for everywhere. axcodes: where the axes of the
+    volumes lead, such as "RAS" (nibabel.aff2axcodes), by which slices are named; None for D, H and W.
     Returns: a matplotlib Figure, for `figure_png` or `figure_html`.
     Raises InputError if shapes do not fit together.
     """
@@ -47,7 +50,7 @@ def registration_figure(moving, fixed, warped, field, labels=None, title=""):
     _check_shapes(images, field, labels)
     determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
     facts = f"min determinant {determinant.min():.3g}, folded {100 * (determinant <= 0).mean():.4g} % of voxels"
-    figure, axes = _layout(images[1].shape, [*textwrap.wrap(title, 115), facts])
+    figure, axes = _layout(images[1].shape, [*textwrap.wrap(title, 115), facts], axcodes)
     columns = [middle_slices(image) for image in images]
     columns += [[np.abs(a - b) for a, b in zip(columns[1], columns[other])] for other in (0, 2)]
     of_moving = _limits(columns[0])
@@ -60,7 +63,7 @@ def registration_figure(moving, fixed, warped, field, labels=None, title=""):
     _bar(figure, shown, axes[-1, 3:5], "absolute difference", MaxNLocator(5))
     if labels:
         _draw_outlines(figure, axes, [middle_slices(label) for label in labels])
-    _draw_grids(axes[:, 5], field)
+    _draw_grids(axes[:, 5], field if body is None else np.where(body, field, np.float32("nan")))
     _draw_determinant(figure, axes[:, 6], middle_slices(determinant))
     return figure
 
@@ -167,12 +170,12 @@ def _limits(slices):
     return low, high if high > low else low + max(1.0, abs(low) * 1e-3)
 
 
-def _layout(shape, heading):
+def _layout(shape, heading, axcodes=None):
     """The figure with its texts, and the axes as an array (rows, columns). Voxels have one size in all rows.
 
-    shape: of the volumes. heading: lines of text. All lengths are inches.
+    shape: of the volumes. heading: lines of text. axcodes: of `registration_figure`. All lengths are inches.
     """
-    planes, names = PLANES[len(shape)], "DHW"[-len(shape):]
+    planes, names = PLANES[len(shape)], axcodes or "DHW"[-len(shape):]
     widest = max(shape[a] for a, _ in planes)
     # At least 0.6, the height of a row's label; at most 2.5 cells, so that a long thin image does not fill a page.
     heights = [min(max(CELL * shape[b] / widest, 0.6), 2.5 * CELL) for _, b in planes]
@@ -192,7 +195,8 @@ def _layout(shape, heading):
             bottom -= size + GAP * (row > 0)
             axes[row, column] = figure.add_axes([left / width, bottom / height, CELL / width, size / height])
             if column == 0:
-                at = f"{names[row]} = {shape[row] // 2}\n" * (len(shape) == 3)
+                across = SLICES.get(names[row], f"{names[row]} =") if len(shape) == 3 else ""
+                at = f"{across} {shape[row] // 2}\n" * (len(shape) == 3)
                 text = at + "{} \u2192\n{} \u2191".format(*(names[axis] for axis in planes[row]))
                 figure.text(0.12 / width, (bottom + size / 2) / height, text, va="center", fontsize=8.5, color="#333")
     return figure, axes

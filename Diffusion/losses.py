@@ -347,10 +347,10 @@ def image_similarity(image, target, cfg, weight=None):
 def mutual_information(image, target, weight, bins=32):
     """Normalised mutual information of all voxels under a weight.
 
-    2 (1 - H(I, T) / (H(I) + H(T))) with the entropies H of a joint histogram: 0 for independent images, 1 where one
-    tells the other. The target's intensities fall into one bin each, the image's spread over four by a cubic B-spline,
-    so that the gradient is smooth (Mattes et al., "PET-CT image registration in the chest using free-form
-    deformations", TMI 2003).
+    2 (1 - H(I, T) / (H(I) + H(T))) with the entropies H of a joint histogram: 0 for independent images. The target's
+    intensities fall into one bin each, the image's spread over four by a cubic B-spline, so that the gradient is smooth
+    (Mattes et al., "PET-CT image registration in the chest using free-form deformations", TMI 2003). By that spread an
+    image tells its own bin only nearly: with itself it has 0.6 to 0.75 by its histogram, not 1.
 
     image, target, weight: the same shape, intensities 0 .. 1. Returns: a scalar; float64, whose sums keep every voxel.
     """

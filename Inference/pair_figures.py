@@ -1,23 +1,47 @@
 """Figures and report of registrations: checkerboards, box plots, tables, and the page that shows them."""
+import os
 from pathlib import Path
 
+import nibabel
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from Dataloader.nifti import read_field, read_label, read_volume
+from Diffusion.fields import across
 from Diffusion.figures import CELL, FIXED_LINE, MOVING_LINE, middle_slices, registration_figure
 from Diffusion.metrics import spread
 from Inference.labels import apply_field
-from Inference.scores import COLUMNS, heading
+from Inference.scores import COLUMNS, body_of, contrast, heading, in_range
 from Inference.verdict import VERDICTS
-from Inference.viewer import PAGE_BYTES, viewer_html
-from Runtime.page import cards_html, figure_html, findings_html, table_html, text_table, write_page
+from Inference.viewer import viewer_html
+from Runtime.page import (
+    cards_html,
+    figure_html,
+    figure_png,
+    findings_html,
+    png_html,
+    table_html,
+    text_table,
+    write_page,
+)
 
 WIDTH = 11.2  # inches
 SQUARES = 7  # along the longer side of a slice
 BEFORE, AFTER, LINE = "#c4cad0", MOVING_LINE, "#26323d"
 MOST_BOXES = 40  # labels side by side
+PAIR_PAGE = "pair.html"  # of each pair of a list, in its folder
+BEFORE_OF = {"dice": "dice_before", "hd95_mm": "hd95_before_mm", "tre_mm": "tre_before_mm",
+             "similarity": "similarity_before"}
+WORDS_OF_FILES = {"warped.nii.gz": "the moving volume on the fixed grid", "warped_label.nii.gz": "its labels there",
+                  "field.nii.gz": "the deformation in mm, for ITK, ANTs, Slicer and --apply",
+                  "inverse_field.nii.gz": "its inverse, on the moving grid",
+                  "jacobian.nii.gz": "the change of volume in each voxel; it folds where that is 0 or less",
+                  "points.csv": "the landmarks in the moving volume", "picture.png": "the picture of this page",
+                  "segmented_fixed.nii.gz": "what the network segments in the fixed volume",
+                  "segmented_moving.nii.gz": "what it segments in the moving one",
+                  "results.json": "all scores and settings", "results.csv": "the scores as a table, label by label"}
 
 
 def checkerboard_figure(fixed, before, after):
@@ -108,9 +132,9 @@ def read_pair(row, dims):
     """The volumes of one registered pair on the fixed grid, from its files.
 
     Intensities are 0..1 between percentiles of each volume, so that differences can be looked at.
-    row: of the results, with name, fixed, moving, folder and, where there are, fixed_label and moving_label.
+    row: of the results, with name, fixed, moving, folder, matrix and, where there are, fixed_label and moving_label.
     Returns: dict of name, images and labels (fixed, and the moving volume before and after; labels may be None), field
-    in voxels, affine.
+    in voxels without the affine part, affine, and body, booleans, where the fixed volume shows something.
     """
     folder = Path(row["folder"])
     fixed, affine = read_volume(row["fixed"], dims)
@@ -127,14 +151,25 @@ def read_pair(row, dims):
                   "after": read_label(folder / "warped_label.nii.gz", dims)[0]}
     before, after = _greys_together(by_header, warped)
     return {"name": row["name"], "images": {"fixed": _grey(fixed), "before": before, "after": after}, "labels": labels,
-            "field": field, "affine": affine}
+            "field": without_affine(field, row["matrix"], affine), "affine": affine,
+            "body": body_of(contrast(in_range(fixed, fixed))[1])}
+
+
+def without_affine(field, matrix, affine):
+    """What a field does beside its affine part: B^-1(x + field(x)) - x with B = affine^-1 matrix affine.
+
+    field: (N, *fixed) in voxels. matrix: 4x4, fixed to moving world. affine: 4x4 of the fixed grid. Returns: as field.
+    """
+    back = np.linalg.inv(affine) @ np.linalg.inv(matrix) @ affine
+    return across(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None], back)[0].numpy()
 
 
 def pair_figure(pair):
     """The `registration_figure` of a pair of `read_pair`."""
     labels = pair["labels"] and [pair["labels"][word] for word in ("before", "fixed", "after")]
-    images = pair["images"]
-    return registration_figure(images["before"], images["fixed"], images["after"], pair["field"], labels, pair["name"])
+    images, axcodes = pair["images"], "".join(nibabel.aff2axcodes(pair["affine"]))[:len(pair["field"])]
+    return registration_figure(images["before"], images["fixed"], images["after"], pair["field"], labels,
+                               pair["name"], pair["body"], axcodes)
 
 
 def means(rows, failed):
@@ -155,35 +190,74 @@ def worst_first(rows):
 
 
 def write_report(folder, rows, failed, lead, dims):
-    """Write report.html and print its table.
+    """Write report.html and print its table. Of one pair it shows the pair, of several each has a page of its own.
 
     folder: where the page goes. rows: of the results, at least one. failed: dicts of name and reason. lead: how the
     pairs were registered. Returns: the page's path.
     """
-    columns = spread(rows, COLUMNS)
-    words = {column: heading(column) for column in columns}
-    ordered, order_word = worst_first(rows)
-    header, formats = ["pair", "verdict", *words.values()], [None, None, *[COLUMNS[column] for column in columns]]
+    columns, (ordered, order_word) = spread(rows, COLUMNS), worst_first(rows)
+    header = ["pair", "verdict", *map(heading, columns)]
+    formats = [None, None, *[COLUMNS[column] for column in columns]]
     lines = [[row["name"].replace("_to_", " to "), row["verdict"], *[row.get(column) for column in columns]]
              for row in ordered]
+    summary = []
     if len(rows) > 1:
-        lines.append(["mean", "", *[mean for mean, _, _ in columns.values()]])
-        lines.append(["sd", "", *[deviation for _, deviation, _ in columns.values()]])
-    cards = [(words[column], f"{mean:{COLUMNS[column]}}", f"sd {deviation:{COLUMNS[column]}}" if len(rows) > 1 else "")
-             for column, (mean, deviation, _) in columns.items()]
-    sections = [("", verdicts_html(ordered) + cards_html(cards))]
+        summary = [["mean", "", *[mean for mean, _, _ in columns.values()]],
+                   ["sd", "", *[deviation for _, deviation, _ in columns.values()]]]
+    print(text_table(header, lines + summary, formats))
+    sections = [("", verdicts_html(ordered))]
     notes = [[entry["name"], "failed", entry["reason"]] for entry in failed]
     notes += [[row["name"], "warning", sentence] for row in ordered for sentence in row["warnings"]]
     if notes:
         sections.append(("Failed pairs and warnings", table_html(["pair", "", "what"], notes)))
-    sections.append(("Pairs", table_html(header, lines, f"Worst {order_word} first. Dice and similarity before: as the "
-                                         "headers place the volumes. Seconds without reading files.", formats)))
-    sections.append(("Spread over the pairs", figure_html(_boxes(rows), "Box: quartiles; line: median; whiskers: "
-                                                          "within 1.5 times the box.", "box plots of the scores")))
-    sections += _pictures(ordered, dims)
-    print(text_table(header, lines, formats))
+    cards = ("Scores", cards_html(score_cards(columns, len(rows))))
+    if len(rows) == 1:
+        sections += [*pair_sections(rows[0], folder, read_pair(rows[0], dims)), cards, files_section(rows[0], folder)]
+    else:
+        pages = [Path(row["folder"]) / PAIR_PAGE for row in ordered]
+        linked = [[(line[0], os.path.relpath(page, folder)) if page.is_file() else line[0], *line[1:]]
+                  for line, page in zip(lines, pages)]
+        sections += [cards, ("Pairs", table_html(header, linked, f"Worst {order_word} first; a name opens the page of "
+                                                 "its pair. Before: as the headers place the volumes. Seconds without "
+                                                 "reading files.", formats)),
+                     ("Spread over the pairs", figure_html(_boxes(rows), "Box: quartiles; line: median; whiskers: "
+                                                           "within 1.5 times the box.", "box plots of the scores"))]
     return write_page(folder / "report.html", "Registrations", f"{len(rows)} pair{'s' * (len(rows) > 1)}; {lead}.",
                       sections, viewer=True)
+
+
+def write_pair_page(folder, row, pair):
+    """Write the page of one pair of a list. folder: of the pair, which has its files. pair: of `read_pair`."""
+    columns = spread([row], COLUMNS)
+    sections = [("", verdicts_html([row])), *pair_sections(row, folder, pair),
+                ("Scores", cards_html(score_cards(columns, 1))), files_section(row, folder)]
+    write_page(folder / PAIR_PAGE, row["name"], "", sections, viewer=True)
+
+
+def score_cards(columns, count):
+    """Cards of the mean scores; one that was measured before the registration too says whether it has become better.
+
+    columns: of `spread`. count: of pairs.
+    """
+    cards = []
+    for column, (mean, deviation, _) in columns.items():
+        form, note = COLUMNS[column], f"sd {deviation:{COLUMNS[column]}}" if count > 1 else ""
+        if column in BEFORE_OF.values():
+            continue
+        if column in BEFORE_OF and BEFORE_OF[column] in columns:
+            before = columns[BEFORE_OF[column]][0]
+            gain = (before - mean) if column.endswith("_mm") else mean - before
+            word = "no better" if abs(gain) < 0.01 * max(abs(before), 0.1) else "better" if gain > 0 else "worse"
+            note = f"{word}: {before:{form}} before" + (f"; {note}" if note else "")
+        cards.append((heading(column), f"{mean:{form}}", note))
+    return cards
+
+
+def files_section(row, folder):
+    """What was written for a pair, as links from a page in `folder`."""
+    written = sorted(path for path in Path(row["folder"]).iterdir() if path.name in WORDS_OF_FILES)
+    lines = [[(path.name, os.path.relpath(path, folder)), WORDS_OF_FILES[path.name]] for path in written]
+    return "Files", table_html(["file", "what it is"], lines)
 
 
 def verdicts_html(rows):
@@ -197,21 +271,16 @@ def verdicts_html(rows):
     return findings_html(lines)
 
 
-def _pictures(ordered, dims):
-    """Sections with the pictures of the worst, the median and the best pair, as far as they are different ones."""
-    last = len(ordered) - 1
-    numbers = list(dict.fromkeys([0, last // 2, last]))
-    ranks = {1: [""], 2: ["Worst: ", "Best: "], 3: ["Worst: ", "Median: ", "Best: "]}[len(numbers)]
-    sections = []
-    for number, rank in zip(numbers, ranks):
-        pair = read_pair(ordered[number], dims)
-        name, images = pair["name"], pair["images"]
-        html = viewer_html(**pair, budget=PAGE_BYTES // len(numbers))
-        html += figure_html(pair_figure(pair), "Middle slices, on the fixed grid.", name)
-        html += figure_html(checkerboard_figure(images["fixed"], images["before"], images["after"]), "Checkerboards.",
-                            name)
-        sections.append((f"{rank}{name}", html))
-    return sections
+def pair_sections(row, folder, pair):
+    """The sections of a page that show a pair: the viewer, the picture and the checkerboards.
+
+    The picture is that of the pair's folder where it has been drawn. row: of the results. pair: of `read_pair`.
+    """
+    name, images, drawn = pair["name"], pair["images"], Path(row["folder"]) / "picture.png"
+    png = drawn.read_bytes() if drawn.is_file() else figure_png(pair_figure(pair))
+    slices = png_html(png, "Middle slices, on the fixed grid; grid and Jacobian without the affine part.", name)
+    boards = checkerboard_figure(images["fixed"], images["before"], images["after"])
+    return [("", viewer_html(**pair)), ("Slices", slices + figure_html(boards, "Checkerboards.", name))]
 
 
 def _boxes(rows):

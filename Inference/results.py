@@ -12,13 +12,13 @@ import re
 from pathlib import Path
 
 from Dataloader.datalist import MOST_CHANNELS
-from Inference.pair_figures import means
+from Inference.pair_figures import PAIR_PAGE, means
 from Inference.scores import COLUMNS
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
-           "segmented_fixed.nii.gz", "segmented_moving.nii.gz", "points.csv", "picture.png", "field.h5",
+           "segmented_fixed.nii.gz", "segmented_moving.nii.gz", "points.csv", "picture.png", PAIR_PAGE, "field.h5",
            "inverse_field.h5", "affine.mat",
            *(f"{name}.{suffix}" for name in ("warped", "warped_label") for suffix in ("nrrd", "mha", "mgz")),
            *(f"warped_channel_{number}.nii.gz" for number in range(2, MOST_CHANNELS + 1)),

@@ -20,19 +20,20 @@ from Diffusion.figures import FIXED_LINE, FOLDED, GRID_LINES, MOVING_LINE, NOT_F
 PAGE_BYTES = 3_000_000  # of all viewers of a page; what does not fit is shown coarser
 MOST_VOXELS = 2_000_000  # of a volume; more never fit
 HUNDREDTHS = 100  # of a voxel: the unit of the packed field
+NO_NODE = -32768  # of the packed field: Runtime/viewer.js draws no line to it
 LEVELS = 31  # of the determinant's colours: few, as they pack well
 
 
-def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES):
+def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES, body=None):
     """HTML of one viewer, for a page that `write_page` is told to have one.
 
     name: of what is shown, for those who cannot see it. images: {word: (D, H, W) or (H, W), values 0..1}, all on one
     grid, two or more; the first is the one that the others are compared with. field: (N, *spatial), displacement in
     voxels, whose deformed grid and Jacobian are shown. affine: 4x4 of the grid. labels: {word: label map} for the same
     words, or None. budget: bytes that the voxels may take; if they need more they are averaged on a coarser grid, and
-    the page says so.
+    the page says so. body: booleans on the grid, where the deformed grid is shown; None for everywhere.
     """
-    turned = turn_to_screen(images, labels or {}, np.asarray(field, np.float32), affine)
+    turned = turn_to_screen(images, labels or {}, np.asarray(field, np.float32), affine, body)
     full, dims = turned["shape"], len(field)
     voxels = min(int(np.prod(full)), MOST_VOXELS)
     while True:
@@ -45,7 +46,7 @@ def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES):
 {stage_html(name)}
 <div class="controls">
 {controls_html(list(images), bool(labels), dims)}
-{legends_html(list(images)[0], turned["half"])}
+{legends_html(list(images)[0], turned["half"], "" if body is None else ", without the affine part")}
 </div>
 {help_html(list(images)[1:], full[:dims], shape[:dims], budget)}
 <script type="application/json">{content}</script>
@@ -57,12 +58,12 @@ def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES):
 # What is shown
 # ---------------------------------------------------------------------------------------------------------------------
 
-def turn_to_screen(images, labels, field, affine):
+def turn_to_screen(images, labels, field, affine, body=None):
     """All volumes with three axes that run to the left, to the back and to the feet, as radiologists look at slices.
 
     2D images get a third axis of one voxel; they run right and down, as in the figures. Arguments as of `viewer_html`.
-    Returns: dict of images, labels, determinant, field (its components along these axes), shape, spacing in mm, and
-    half: the colours of the determinant go from 1 - half to 1 + half.
+    Returns: dict of images, labels, determinant, field (its components along these axes; NaN outside of the body),
+    shape, spacing in mm, and half: the colours of the determinant go from 1 - half to 1 + half.
     """
     is_flat = len(field) == 2
     order, signs = np.array([0, 1, 2]), np.array([1, -1, 1])
@@ -79,6 +80,8 @@ def turn_to_screen(images, labels, field, affine):
     apart = np.abs(determinant[np.isfinite(determinant)] - 1)
     half = np.clip(np.percentile(apart, 99.9), 0.1, 1) if apart.size else 1
     moved = np.stack([sign * turn(field[axis]) for axis, sign in zip(order[:len(field)], signs)])
+    if body is not None:
+        moved[:, ~turn(body)] = np.nan
     return {"images": {word: turn(image) for word, image in images.items()},
             "labels": {word: turn(label) for word, label in labels.items()}, "determinant": turn(determinant),
             "field": moved, "shape": moved.shape[1:], "half": float(half),
@@ -131,7 +134,7 @@ def pack_grid(field, shape, scale, spacing):
     nodes = [np.arange((n - 1) % step // 2, n, step) for n, step in zip(shape, steps)]
     at = [np.rint((places + 0.5) * ratio - 0.5).astype(int) for places, ratio in zip(nodes, scale)]
     moved = field[np.ix_(range(len(field)), *at)] / scale[:len(field)].reshape(-1, 1, 1, 1)
-    units = np.rint(np.clip(np.nan_to_num(HUNDREDTHS * moved), -32767, 32767))
+    units = np.where(np.isfinite(moved), np.rint(np.clip(HUNDREDTHS * moved, -32767, 32767)), NO_NODE)
     return {"start": [int(places[0]) for places in nodes], "step": steps.tolist(), "shape": moved.shape[1:],
             "unit": 1 / HUNDREDTHS, "moved": pack(units, "<i2")}
 
@@ -214,13 +217,13 @@ def button_html(data, text, letter):
             f"<kbd>{escape(letter)}</kbd></button>\n")
 
 
-def legends_html(fixed, half):
+def legends_html(fixed, half, grid_words=""):
     """What the colours mean; Runtime/viewer.js shows each beside what it explains."""
     stops = ", ".join("rgb({:.0f} {:.0f} {:.0f} / {:.2f})".format(*colour, opacity / 255)
                       for *colour, opacity in determinant_colours()[1:-1:3])
     return f"""<p data-legend="labels"><span><i style="background: {FIXED_LINE}"></i>{escape(fixed)}</span>
 <span><i style="background: {MOVING_LINE}"></i><span class="other"></span></span></p>
-<p data-legend="grid">Grid: where the points of a regular one come from, x + field(x).</p>
+<p data-legend="grid">Grid: where the points of a regular one come from, x + field(x){grid_words}.</p>
 <p data-legend="jacobian"><span>{1 - half:.2f} <i class="scale" style="background: linear-gradient(to right, {stops}),
 #000"></i> {1 + half:.2f}</span> <span><i style="background: {FOLDED}"></i>folded (\u2264 0)</span></p>
 <p data-legend="difference">Dark: equal. Bright: different.</p>"""

@@ -7,6 +7,7 @@ import platform
 from datetime import datetime
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 
@@ -31,8 +32,13 @@ def figure_png(figure):
 
 def figure_html(figure, caption="", alt=""):
     """A matplotlib figure as a <figure> that embeds the picture; in a narrow window the picture scrolls."""
-    data = base64.b64encode(figure_png(figure)).decode()
-    width = round(figure.get_figwidth() * SCREEN_DPI)
+    return png_html(figure_png(figure), caption, alt)
+
+
+def png_html(png, caption="", alt=""):
+    """The bytes of `figure_png` as `figure_html` embeds them: what is drawn already is not drawn again."""
+    data = base64.b64encode(png).decode()
+    width = round(int.from_bytes(png[16:20], "big") * SCREEN_DPI / FILE_DPI)  # columns of pixels, from the PNG's header
     return (f'<figure><div class="wide"><img src="data:image/png;base64,{data}" alt="{escape(alt or caption)}" '
             f'width="{width}" style="min-width: {round(0.65 * width)}px"></div>\n'
             f"<figcaption>{escape(caption)}</figcaption></figure>\n")
@@ -41,13 +47,17 @@ def figure_html(figure, caption="", alt=""):
 def table_html(header, rows, caption="", formats=None):
     """HTML table: numbers right-aligned, None and NaN as "-", all text escaped.
 
-    header: column names. rows: lists of cells. formats: a format for numbers such as ".3f", or None, for each column.
+    header: column names. rows: lists of cells; a cell may be (text, link), the link relative to the page. formats: a
+    format for numbers such as ".3f", or None, for each column.
     Raises InputError if a row or `formats` does not have one entry per column.
     """
     lines, right = _cells(header, rows, formats)
+    links = [[None] * len(header), *[[cell[1] if isinstance(cell, tuple) else None for cell in row] for row in rows]]
     for number, (cells, sides) in enumerate(zip(lines, right)):
         tag = "td" if number else "th"
-        cells = [f"<{tag}{' class=num' * side}>{escape(cell)}</{tag}>" for cell, side in zip(cells, sides)]
+        cells = [escape(cell) if link is None else f'<a href="{escape(quote(link))}">{escape(cell)}</a>'
+                 for cell, link in zip(cells, links[number])]
+        cells = [f"<{tag}{' class=num' * side}>{cell}</{tag}>" for cell, side in zip(cells, sides)]
         lines[number] = f"<tr>{''.join(cells)}</tr>\n"
     return (f'<div class="wide"><table><caption><span>{escape(caption)}</span></caption>\n<thead>\n{lines[0]}</thead>\n'
             f"<tbody>\n{''.join(lines[1:])}</tbody></table></div>\n")
@@ -126,6 +136,8 @@ def _text(value, form=None):
     """A cell as text. form: format for numbers; None shows integers whole and others with four digits."""
     if value is None or value != value:
         return "-"
+    if isinstance(value, tuple):
+        value = value[0]
     default = "" if isinstance(value, (int, np.integer)) else ".4g"
     return format(value, form or default) if isinstance(value, NUMBER) else str(value)
 

@@ -107,24 +107,30 @@ function outlines(view, volume) {
   return lines;
 }
 
+const NO_NODE = -32768;  // what Inference/viewer.py packs for a node outside of the body
+
 /* The lines of a regular grid in this slice where the field takes them; linear between two layers of nodes. */
 function gridLines(view) {
   const { right, down, through } = view.plane, { start, step, shape, unit } = view.data.grid, lines = [];
   const depth = Math.min(Math.max((view.state.at[through] - start[through]) / step[through], 0), shape[through] - 1);
   const below = Math.floor(depth), above = Math.min(below + 1, shape[through] - 1);
-  const node = (i, j) => [right, down].map(axis => {
+  const packed = (axis, i, j, layer) => {
     const index = [0, 0, 0];
-    const moved = layer => {
-      [index[right], index[down], index[through]] = [i, j, layer];
-      return unit * view.moved[((axis * shape[0] + index[0]) * shape[1] + index[1]) * shape[2] + index[2]];
-    };
-    const by = moved(below) + (depth - below) * (moved(above) - moved(below));
-    return start[axis] + step[axis] * index[axis] + 0.5 + by;
-  });
+    [index[right], index[down], index[through]] = [i, j, layer];
+    return view.moved[((axis * shape[0] + index[0]) * shape[1] + index[1]) * shape[2] + index[2]];
+  };
+  const node = (i, j) => {
+    if ([below, above].some(layer => packed(right, i, j, layer) === NO_NODE)) return null;
+    return [[right, i], [down, j]].map(([axis, place]) => {
+      const [low, high] = [below, above].map(layer => packed(axis, i, j, layer));
+      return start[axis] + step[axis] * place + 0.5 + unit * (low + (depth - below) * (high - low));
+    });
+  };
+  const addLine = (from, to) => { if (from && to) lines.push([from, to]); };
   for (let i = 0; i < shape[right]; i++) {
     for (let j = 0; j < shape[down]; j++) {
-      if (i) lines.push([node(i - 1, j), node(i, j)]);
-      if (j) lines.push([node(i, j - 1), node(i, j)]);
+      if (i) addLine(node(i - 1, j), node(i, j));
+      if (j) addLine(node(i, j - 1), node(i, j));
     }
   }
   return lines;

@@ -40,6 +40,12 @@ class Balance(HTMLParser):
         self.text.append(data)
 
 
+def test_a_cell_may_be_a_link_and_everything_is_escaped():
+    html = table_html(["file", "what"], [[("a&b", "x y/<b>.html"), "c"]])
+    assert '<td><a href="x%20y/%3Cb%3E.html">a&amp;b</a></td><td>c</td>' in html
+    assert text_table(["file", "what"], [[("a&b", "x.html"), "c"]]).splitlines()[-1].split() == ["a&b", "c"]
+
+
 def test_figure_html_holds_the_picture_and_escapes_its_texts():
     figure = curves_figure([{"epoch": 1, "a": 1.0}], [("a", ["a"])])
     html = figure_html(figure, caption=NASTY, alt='a "quoted" curve')

@@ -108,7 +108,7 @@ def test_one_pair(place, pair):
     assert means["pairs"] == 1 and means["failed"] == 0 and means["dice"] == pytest.approx(row["dice"], abs=1e-5)
     assert row["name"] == "b_0002 to a_0001" and set(row["labels"]) == {"1", "2", "3", "4", "5", "6"}
     page = (out / "report.html").read_text()
-    assert page.count("data:image/png") == 3 and "<table>" in page and not re.search(r"(src|href)=\"http", page)
+    assert page.count("data:image/png") == 2 and "<table>" in page and not re.search(r"(src|href)=\"http", page)
     assert (out / "picture.png").read_bytes()[:4] == b"\x89PNG"
     with open(out / "results.csv") as file:
         assert [line["label"] for line in csv.DictReader(file)] == ["all", "1", "2", "3", "4", "5", "6"]
@@ -199,7 +199,7 @@ def test_a_list_goes_on_after_a_bad_pair(place):
     data = image(place, "c_0003").read_bytes()
     image(place, "cut_0009").write_bytes(data[:len(data) // 2])
     words = ["--pairs", place / "pairs.json", *network(place), "--learn2reg", "--out", place / "list",
-             "--device", "cpu", "--no-picture"]
+             "--device", "cpu"]
     found = process(place, *words)
     assert found.returncode == 43 and found.stderr.count("error: ") == 1 and "Traceback" not in found.stderr
     assert re.search(r"error: bad: .*cut_0009.nii.gz: (truncated|not a readable)", found.stderr)
@@ -207,7 +207,12 @@ def test_a_list_goes_on_after_a_bad_pair(place):
     assert [row["name"] for row in results["pairs"]] == ["c_0003_to_a_0001", "a_0001_to_c_0003"]
     assert results["failed"][0]["name"] == "bad" and results["mean"]["failed"] == 1
     assert json.loads(found.stdout.strip().splitlines()[-1]) == results["mean"]
-    assert "Failed pairs" in (place / "list/report.html").read_text()
+    page = (place / "list/report.html").read_text()
+    assert "Failed pairs" in page and "application/json" not in page, "each pair has a page of its own"
+    for row in results["pairs"]:
+        assert f'<a href="{row["name"]}/pair.html">' in page
+        own = (place / "list" / row["name"] / "pair.html").read_text()
+        assert "application/json" in own and '<a href="warped.nii.gz">' in own and f'<b>{row["verdict"]}</b>' in own
     for row in results["pairs"]:  # the labels beside the images were found
         assert row["dice"] is not None and (place / "list" / row["name"] / "warped_label.nii.gz").is_file()
     voxels, _ = read_field(place / "list/disp_0001_0003.nii.gz")

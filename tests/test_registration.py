@@ -13,8 +13,9 @@ from scipy import ndimage
 from Dataloader.nifti import LPS, move_points, write_field, write_volume
 from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject, random_field
+from Diffusion.metrics import spread
 from Inference import registration
-from Inference.pair_figures import SQUARES, box_figure, checkerboard_figure
+from Inference.pair_figures import SQUARES, box_figure, checkerboard_figure, score_cards, without_affine
 from Inference.refine import STEPS
 from Inference.registration import (
     apply_field,
@@ -23,6 +24,7 @@ from Inference.registration import (
     total_field,
     working_grid,
 )
+from Inference.scores import COLUMNS
 from Runtime.errors import InputError
 from Runtime.page import figure_png
 from tests import tiny
@@ -437,3 +439,24 @@ def test_boxes(labels, pairs):
 
 def test_the_header_is_the_identity():
     assert np.array_equal(start_matrix("header", (3,), np.eye(4), (3,), None), np.eye(4))
+
+
+def test_the_grid_of_a_picture_is_that_of_the_deformation_alone():
+    """A turn, a scale and a shift leave nothing; what they are composed with stays."""
+    shape, affine = (16, 20, 18), make_affine()
+    matrix = known_transform(affine, shape)
+    change = np.linalg.inv(affine) @ matrix @ affine
+    u = random_field(3, shape, 0.05)
+    for deformation in (np.zeros_like(u), u):
+        moved = np.indices(shape) + deformation
+        whole = np.einsum("ij,j...->i...", change[:3, :3], moved) + change[:3, 3].reshape(3, 1, 1, 1)
+        found = without_affine((whole - np.indices(shape)).astype(np.float32), matrix.tolist(), affine)
+        np.testing.assert_allclose(found, deformation, atol=1e-4)
+
+
+def test_cards_say_whether_a_score_has_become_better():
+    rows = [{"dice_before": 0.755, "dice": 0.754, "tre_before_mm": 6.0, "tre_mm": 1.5, "similarity_before": 0.9,
+             "similarity": 0.5, "sdlogj": 0.1}]
+    cards = {word: (value, note) for word, value, note in score_cards(spread(rows, COLUMNS), 1)}
+    assert cards == {"dice": ("0.754", "no better: 0.755 before"), "tre, mm": ("1.50", "better: 6.00 before"),
+                     "similarity": ("0.500", "worse: 0.900 before"), "sdlogj": ("0.1000", "")}

@@ -16,7 +16,7 @@ import OM_register
 from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject, random_field
 from Inference.pair_figures import read_pair
-from Inference.viewer import LEVELS, PAGE_BYTES, coarser, viewer_html
+from Inference.viewer import LEVELS, NO_NODE, PAGE_BYTES, coarser, viewer_html
 from Runtime.page import VIEWER_SCRIPT, write_page
 from tests.browser import CHROMIUM, browser
 from tests.test_nifti import make_affine
@@ -127,6 +127,19 @@ def test_large_volumes_become_coarser_until_they_fit_and_it_is_said(spacing):
     assert size[2] == (16 if spacing[2] == 4 else size[0] // 4)
     shown = " \u00d7 ".join(map(str, size))
     assert f"Shown are {shown} voxels, averages of the 64 \u00d7 64 \u00d7 16: this viewer may take 0.1 MB" in html
+
+
+def test_the_grid_ends_where_the_body_does(scan):
+    images, field, _ = scan
+    body = np.zeros(SHAPE, bool)
+    body[4:10] = True
+    content = content_of(viewer_html("a", images, field, RAS, body=body))
+    moved = unpacked(content["grid"]["moved"], (3, *content["grid"]["shape"]), "<i2")
+    inside = body[::-1][content["grid"]["start"][0]::content["grid"]["step"][0], 0, 0]
+    assert inside.any() and not inside.all()
+    assert np.array_equal((moved != NO_NODE).all((0, 2, 3)), inside)
+    assert np.array_equal((moved == NO_NODE).all((0, 2, 3)), ~inside)
+    assert f"NO_NODE = {NO_NODE};" in VIEWER_SCRIPT, "both know the same number"
 
 
 def test_the_short_sides_of_voxels_grow_first():

@@ -180,7 +180,8 @@ def main(argv=None):
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
         found, began = [], time.perf_counter()
-        for pair in pairs:
+        for number in np.random.default_rng(args.seed).permutation(len(pairs)):  # a run cut short has all kinds
+            pair = pairs[number]
             scores = scores_of(pair, args.out)
             verdict, reason = judge(scores)
             found.append({**pair, "verdict": verdict})
