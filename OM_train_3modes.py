@@ -67,7 +67,7 @@ from Runtime import agree, checkpoint, launch, memory, trail, watchdog, writer
 from Runtime.config import MODEL_KEYS, load_config, modes_of
 from Runtime.device import autocast, describe, pick_device, precision, prepare_device, send
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
-from Runtime.files import passing_fault, patiently, remove_leftovers, write_file
+from Runtime.files import is_passing, passing_fault, patiently, remove_leftovers, write_file
 from Runtime.global_batch import split_step
 from Runtime.keyed_random import uniform
 from Runtime.pace import keep_pace, new_pace
@@ -566,6 +566,9 @@ def announce(state, volumes, cfg):
     print(f"{run}: {len(volumes['train'])} training and {len(volumes['val'])} validation volumes, {split['samples']} "
           f"samples and {split['pairs']} pairs a step, on {ranks['world_size']} x {describe(state['device'])}, "
           f"{PRECISIONS[cfg['run.amp']]}")
+    if cfg["loss.contrastive"] and len(set(volumes["train"].subjects.tolist())) < 2:
+        print("all training volumes are of one subject, so mode 2 has nobody to tell apart: its loss stays 0; set "
+              "loss.contrastive to 0, or data.subject_pattern if these are several subjects")
     if len(volumes["val"]) == 1:
         print("one validation volume makes no pair, so registration is not validated and no checkpoint is the best: "
               "hold out two volumes (data.val_ids, data.val_fraction)")
@@ -677,11 +680,12 @@ def finish(state, leave, cfg):
     watchdog.phase("leave")
     state.update(model=None, net=None, optimizers=None, ema=None)
     launch.leave(ranks)
+    if leave in (None, "signal"):  # the job ends, so no copy of the volumes may stay on its nodes
+        release(remove=True)
     if leave:
         leak = state["watch"]["leak"] if leave == "memory" else None
         watchdog.event("leave", reason=f"rank {ranks['rank']}: {leak['sentence']}" if leak else REASONS[leave])
         return PLANNED_RESTART
-    release(remove=True)
     if ranks["rank"] == 0:
         print(f"done: {cfg['run.epochs']} epochs, {progress['step']} steps, weights "
               f"{checkpoint.weights_sha256(weights)}\n"
@@ -751,6 +755,12 @@ def main(argv=None):
             return dry_run(cfg, ranks["world_size"], MODES)
         run = launch.open_run(ranks, cfg, args.fresh)
         code = train(cfg, args, ranks, run)
+    except OSError as error:
+        if run or is_passing(error):
+            raise
+        print(f"error: {error.filename or 'the run'}: {error.strerror or error}: name another folder (run.models), or "
+              "have this one's rights corrected.", file=sys.stderr)
+        code = STOP
     except InputError as error:
         # From a loader's worker it comes with the worker's traceback in front of the sentence.
         sentence = str(error).strip().splitlines()[-1].split("InputError: ")[-1]
@@ -759,6 +769,7 @@ def main(argv=None):
             raise OSError(number, sentence) from error
         watchdog.event("refused", error=sentence, phase=watchdog.STATE.get("name", "start"))
         print(f"error: {sentence}", file=sys.stderr)
+        release(remove=True)
         code = STOP
     if run:
         launch.close_run(ranks, run, code)

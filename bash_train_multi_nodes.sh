@@ -458,6 +458,7 @@ choose_nodes() {  # set NODES to the allocation's nodes that can start a task an
     local node tries ends=$((SECONDS + patience))
     local -a hosts=() wanted=() good=() lost=()
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    ((${#hosts[@]})) || finish 43 "stopped: scontrol does not name the nodes of this job, see the error above"
     RANKS_ASKED=$((${#hosts[@]} * TASKS))
     for node in "${hosts[@]}"; do
         [[ " $excluded " == *" $node "* ]] || wanted+=("$node")
@@ -487,6 +488,10 @@ choose_nodes() {  # set NODES to the allocation's nodes that can start a task an
 fixed_address=${MASTER_ADDR:-} fixed_port=${MASTER_PORT:-} excluded="" patience=600 round=0
 export CLUSTER NODES NODE_COUNT TASKS_PER_NODE MASTER_ADDR MASTER_PORT
 if [[ -n $UNDER_SLURM ]]; then
+    if [[ -z ${SLURM_TASKS_PER_NODE:-} ]]; then
+        echo "error: Slurm does not say how many tasks a node has: submit with --ntasks-per-node"
+        exit 43
+    fi
     if [[ $SLURM_TASKS_PER_NODE == *,* ]]; then
         echo "error: the nodes have different numbers of tasks ($SLURM_TASKS_PER_NODE): submit with --ntasks-per-node"
         exit 43
@@ -515,6 +520,13 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 export PYTHON
 split_python
+missing=$("${INTERPRETER[@]}" -c 'import importlib.util as util
+print(*(name for name in ("torch", "numpy", "nibabel", "scipy", "yaml") if not util.find_spec(name)))') || missing=Python
+if [[ -n $missing ]]; then
+    echo "error: $PYTHON lacks $missing: name the interpreter of the environment with PYTHON=path, or install what it" \
+        "lacks (docs/install.md)"
+    exit 43
+fi
 if [[ -z $UNDER_SLURM ]]; then
     if [[ -z ${RANKS:-} ]]; then
         RANKS=$("${INTERPRETER[@]}" -c 'import torch; print(max(torch.accelerator.device_count(), 1))') || exit 43

@@ -665,5 +665,6 @@ def _lookup(path, pair, role, index):
     # An id is taken as it is, because volume_id would shorten some.
     name = str(pair[role]) if str(pair[role]) in index else volume_id(str(pair[role]))
     if name not in index:
-        raise InputError(f"{path}: the {role} volume {name} is not in the data list; add it there or drop the pair.")
+        raise InputError(f"{path}: the {role} volume {name} is not among the training volumes; add it to the data "
+                         "list, or drop the pair if the volume is held out (data.val_ids, data.val_fraction).")
     return index[name]

@@ -2,10 +2,13 @@
 import atexit
 import collections
 import itertools
+import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -32,6 +35,7 @@ from Runtime.errors import InputError
 
 ALONE = {"rank": 0, "world_size": 1}
 PIECE = 2 ** 18  # voxels: 1 MiB of float32 stays in a processor's cache between two operations
+SHARED, MOST_SOCKET_PATH = "/dev/shm", 107  # where torch's workers put batches; bytes of a socket's path on Linux
 NO_LABELS = -2 ** 15  # in each voxel of the label map of a volume that has none
 
 
@@ -173,14 +177,36 @@ def make_loader(dataset, batch_list, cfg):
     workers live as long as the loader.
     Yields: images as stored (B, C, *size), positions (B,), indices (B,), maps {kind: (B, 1, *size) int16}.
     """
-    workers = 0 if cfg["data.in_memory"] and not cfg["data.cache"] else cfg["data.num_workers"]
-    options = {}
+    workers, options = workers_of(cfg), {}
     if workers:
         # spawn: a forked worker inherits the locks of the accelerator's driver, which may be taken at that moment.
         options = {"prefetch_factor": cfg["data.prefetch_factor"], "multiprocessing_context": "spawn",
                    "persistent_workers": True, "worker_init_fn": leave_signals_to_the_rank}
     return DataLoader(Batches(dataset.images, dataset.channels, pair_maps(dataset, cfg)), batch_sampler=batch_list,
                       collate_fn=as_it_is, num_workers=workers, **options)
+
+
+def workers_of(cfg):
+    """How many processes read batches: none where all volumes are in memory."""
+    return 0 if cfg["data.in_memory"] and not cfg["data.cache"] else cfg["data.num_workers"]
+
+
+def require_room_for_workers(cfg):
+    """Raise InputError where a worker could not hand over a batch: it would fail in a thread of torch, with no word.
+
+    It does so in /dev/shm, and by a socket in the folder for temporary files, whose path may be short only.
+    """
+    if not workers_of(cfg):
+        return
+    folder = tempfile.gettempdir()
+    if len(folder) > MOST_SOCKET_PATH - len("/pymp-12345678/listener-12345678"):
+        raise InputError(f"TMPDIR is {folder}, too long a path for the sockets of loader workers: export TMPDIR=/tmp, "
+                         "or set data.num_workers to 0.")
+    voxels = 2 * cfg["data.batchsize"] * cfg["data.channels"] * math.prod(cfg["data.img_size"])
+    need = workers_of(cfg) * cfg["data.prefetch_factor"] * voxels * np.dtype(cfg["data.dtype"]).itemsize
+    if os.path.isdir(SHARED) and shutil.disk_usage(SHARED).free < need:
+        raise InputError(f"{SHARED} has {shutil.disk_usage(SHARED).free / 2 ** 20:.0f} MiB free and the loader workers "
+                         f"of one rank need {need / 2 ** 20:.0f}: make room there, or set data.num_workers to 0.")
 
 
 def read_ahead(loader, ahead, prepare=lambda number, batch: batch):
@@ -298,6 +324,8 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
     none with a mask.
     """
     root, cache = cfg["data.cache"] or cfg["data.root"], None
+    if not headers_only:
+        require_room_for_workers(cfg)
     if cfg["data.cache"]:
         cache = open_cache(root, cfg, None if headers_only else ranks)
     items = cache["items"] if cache else list_volumes(root, cfg["data.subject_pattern"], cfg["data.channels"])

@@ -325,11 +325,13 @@ def main(argv):
         passes = argv[:1] == ["begin"] and "OMNIMORPH_TOKEN" in os.environ and not isinstance(error, TakenOver)
         return 1 if passes else STOP
     except OSError as error:
-        if not is_passing(error):
-            raise
-        print(f"error: {error.filename or 'the run'}: {error.strerror or error}, and that did not pass: make room, or "
-              "wait until it answers, then start the same command again.", file=sys.stderr)
-        return STOP
+        what = f"error: {error.filename or 'the run'}: {error.strerror or error}"
+        if is_passing(error):
+            print(f"{what}, and that did not pass: make room, or wait until it answers, then start the same command "
+                  "again.", file=sys.stderr)
+            return STOP
+        print(f"{what}: name another folder (run.models), or have this one's rights corrected.", file=sys.stderr)
+        return 1 if "OMNIMORPH_TOKEN" in os.environ else STOP
 
 
 if __name__ == "__main__":

@@ -172,6 +172,8 @@ def convert(key, value, rule, path):
     Numbers may be strings, since YAML reads 1e-5 as a string.
     """
     kind, limits = rule[0], rule[1:]
+    if kind.endswith("+") and isinstance(value, str) and "," in value:
+        value = value.split(",")  # as typed without brackets
     if kind == "int or int+":
         kind = "int+" if isinstance(value, list) else "int"
     if kind.endswith("+"):

@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import time
+import uuid
 from pathlib import Path
 
 from Runtime.config import check_name
@@ -172,12 +173,25 @@ def _key(run):
 
 
 def _identity(pid):
-    """What identifies a process: host, boot, process namespace (containers number their own), number, start time."""
+    """What identifies a process: host, machine, boot, process namespace (containers number their own), number, start.
+
+    Several machines may have one name, such as localhost, so that another boot proves a reboot of the same one only.
+    """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return {"pid": pid, "host": socket.gethostname(), "boot": boot, "namespace": os.readlink("/proc/self/ns/pid"),
-                "began": _began(pid)}
-    return {"pid": pid, "host": socket.gethostname(), "boot": "", "namespace": "", "began": None}
+        return {"pid": pid, "host": socket.gethostname(), "machine": _machine(), "boot": boot,
+                "namespace": os.readlink("/proc/self/ns/pid"), "began": _began(pid)}
+    return {"pid": pid, "host": socket.gethostname(), "machine": "", "boot": "", "namespace": "", "began": None}
+
+
+def _machine():
+    """What no other machine has: name, number of the installation, address of the network card; "" if not known."""
+    card = uuid.getnode()
+    with contextlib.suppress(OSError):
+        installation = Path("/etc/machine-id").read_text().strip()
+        if installation and not card >> 40 & 1:  # that bit: there is no card, and the number is a random one
+            return f"{socket.gethostname()} {installation} {card:x}"
+    return ""
 
 
 def _began(pid):
@@ -197,7 +211,8 @@ def _living_holder(content, run):
     me = _identity(os.getpid())
     elsewhere = []
     for holder in content["holders"]:
-        rebooted = holder["host"] == me["host"] and holder["boot"] != me["boot"]
+        is_here = holder["host"] == me["host"] and holder.get("machine") == me["machine"] != ""
+        rebooted = is_here and holder["boot"] != me["boot"]
         visible = holder["began"] is not None and all(holder[key] == me[key] for key in ("boot", "namespace"))
         if visible and _began(holder["pid"]) == holder["began"]:
             if _is_former_start(content):  # Slurm has told it to end, and it will

@@ -56,7 +56,7 @@ def start(run, rank, attempt, cfg, launcher):
     STATE.update(number=0, step=0, name="start", mode="", entered=now, since=now, module="")
     # Deadlines, and the seconds they are learned from: of phases, of the last steps, of writing a checkpoint.
     STATE.update(floor=cfg["run.deadline_floor_s"], first=cfg["run.deadline_first_s"])
-    STATE.update(factor=cfg["run.deadline_factor"], took={}, write=None)
+    STATE.update(factor=cfg["run.deadline_factor"], took={}, lately={}, write=None)
     STATE.update(steps=collections.deque(maxlen=20), step_began=None)
     STATE.update(spent=collections.Counter())  # seconds in each phase since the end of the last step
     faulthandler.enable(file=stack)
@@ -127,7 +127,8 @@ def _enter(name, mode, repeated):
     last = STATE["name"], STATE["mode"]
     STATE["spent"][STATE["name"]] += now - STATE["since"]
     if last != (name, mode):  # else its time is not known yet
-        STATE["took"][last] = max(now - STATE["entered"], STATE["took"].get(last, 0))
+        STATE["lately"][last] = now - STATE["entered"]
+        STATE["took"][last] = max(STATE["lately"][last], STATE["took"].get(last, 0))
     if not repeated:
         STATE.update(entered=now, number=STATE["number"] + 1)
     STATE.update(name=name, mode=mode, since=now, module="")
@@ -156,7 +157,9 @@ def deadline(name, mode=""):
     known_s = []
     if (name, mode) in STATE["took"]:
         if name not in ONE_OFF and mode not in ONE_OFF:  # an agreement may wait for the one-off phase of another rank
-            known_s = [statistics.median(STATE["steps"])] if STATE["steps"] else []
+            # Its own last time too: a mode that opens late takes longer than the steps before. The first one compiled.
+            own = min(STATE["lately"].get((name, mode), 0), STATE["first"] / STATE["factor"])
+            known_s = [statistics.median(STATE["steps"]), own] if STATE["steps"] else []
         elif "checkpoint" not in (name, mode):
             known_s = [STATE["took"][name, mode], *STATE["steps"]]
         elif STATE["write"]:

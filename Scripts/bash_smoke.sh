@@ -55,6 +55,11 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 INTERPRETER=("$PYTHON")  # a path with blanks is one word, "apptainer exec --nv omnimorph.sif python" several
 command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"
+if [[ -n ${CLUSTER:-} && ! -f Config/cluster/$CLUSTER.env ]]; then
+    known=$(cd Config/cluster && ls -- *.env)
+    echo "error: CLUSTER=$CLUSTER: there is no Config/cluster/$CLUSTER.env; known are ${known//$'\n'/, }" >&2
+    exit 43
+fi
 export PYTHON CLUSTER=${CLUSTER:-${SLURM_CLUSTER_NAME:-local}} NODE_COUNT=1
 [[ -f Config/cluster/$CLUSTER.env ]] || CLUSTER=local
 load_settings() {  # NODE_COUNT chooses between the site's profiles; a rank on another node reads them again

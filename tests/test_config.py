@@ -300,6 +300,7 @@ def test_numbers_are_decimal_and_truth_has_its_words():
                            "data.img_size=[96, 112, 96]"])
     assert (cfg["run.epochs"], cfg["optim.lr"], cfg["run.amp"], cfg["data.in_memory"]) == (100, 1e-5, "off", False)
     assert cfg["data.img_size"] == [96, 112, 96]
+    assert load_config(OM, ["data.img_size=96,112,96"])["data.img_size"] == [96, 112, 96], "without brackets, too"
     for wrong in ("run.epochs=1:30", "run.epochs=0x10", "data.in_memory=perhaps"):
         with pytest.raises(InputError, match=wrong.split("=")[0]):
             load_config(OM, [wrong])

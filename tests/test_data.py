@@ -302,3 +302,16 @@ def test_other_conditions():
     assert make_condition(target, "none") is None
     whole = make_condition(target, "volume")
     assert torch.equal(whole[:, :1], target) and (whole[:, 1:] == 1).all()
+
+
+@pytest.mark.parametrize("folder, batch, said", [
+    ("t" * 130, 1, "TMPDIR is .*too long a path"), ("t", 10 ** 9, "MiB free")])
+def test_workers_that_could_not_hand_over_a_batch_are_refused(tmp_path, monkeypatch, folder, batch, said):
+    """torch's feeder thread would fail with no word, and the training wait until its deadline."""
+    make_data(tmp_path)
+    (tmp_path / folder).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / folder))
+    cfg = config(tmp_path, data__in_memory="false", data__num_workers=1, data__batchsize=batch)
+    with pytest.raises(InputError, match=said):
+        read_datasets(cfg)
+    read_datasets({**cfg, "data.num_workers": 0})

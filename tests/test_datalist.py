@@ -248,8 +248,8 @@ def test_pairs_are_moving_then_fixed(tmp_path, content):
 
 
 @pytest.mark.parametrize("content, reason", [
-    ([{"fixed": "OASIS_0001", "moving": "OASIS_0009"}], "the moving volume OASIS_0009 is not in the data list"),
-    ([{"fixed": "x.nii", "moving": "OASIS_0001"}], "the fixed volume x is not in the data list"),
+    ([{"fixed": "OASIS_0001", "moving": "OASIS_0009"}], "OASIS_0009 is not among the training volumes"),
+    ([{"fixed": "x.nii", "moving": "OASIS_0001"}], "the fixed volume x is not among the training volumes"),
     ([{"fixed": "OASIS_0001", "moving": ["OASIS_0002"]}], r"the moving volume \['OASIS_0002'\] is neither a path nor"),
     ([{"fixed": None, "moving": "OASIS_0002"}], "the fixed volume None is neither a path nor an id"),
     ([{"fixed": "OASIS_0001"}], "has no \"moving\""), (["OASIS_0001"], "has no \"moving\""),

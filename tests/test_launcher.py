@@ -256,3 +256,22 @@ def test_the_preflight_waits_for_what_may_pass(tmp_path):
         assert process.wait(120) == 0
     assert (tmp_path / "looks").read_text() == "4\n"
     assert "once more in 20 s, for up to 600 s in all" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("python, said", [("/nowhere/python", "lacks Python"), ("{bare} -S", "lacks torch")])
+def test_an_interpreter_without_what_is_needed_is_one_sentence(tmp_path, python, said):
+    """Found out by a round, it would be tried for ten minutes with a traceback every five seconds."""
+    bare = Path(sys.executable).resolve()
+    done = launching.run(["bash", LAUNCHER, *arguments(tmp_path)], cwd=ROOT, timeout=60, env={
+        **launcher_environment(1), "PYTHON": python.format(bare=bare)})
+    assert done.returncode == 43 and f"{said}" in done.stdout and "PYTHON=path" in done.stdout
+    assert not (tmp_path / "Models").exists()
+
+
+def test_a_folder_of_somebody_else_is_one_sentence(tmp_path):
+    """Models is a link to nowhere: that does not pass by itself."""
+    (tmp_path / "Models").symlink_to(tmp_path / "gone" / "Models")
+    with launched(tmp_path) as process:
+        assert process.wait(60) == 43
+    text = (tmp_path / "log.txt").read_text()
+    assert "name another folder (run.models)" in text and "Traceback" not in text

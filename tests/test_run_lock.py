@@ -160,9 +160,18 @@ def test_another_namespace_of_this_machine_is_judged_by_its_touches(tmp_path):
     lock(tmp_path, 100)
 
 
-def test_a_holder_from_before_a_reboot_is_dead_however_fresh(tmp_path):
+def test_another_machine_of_the_same_name_keeps_its_lock(tmp_path):
+    """Such as two that are both called localhost: another boot is no reboot."""
+    lock(tmp_path, 60)
+    rewrite(tmp_path, boot="of that machine", machine="that one")
+    with pytest.raises(InputError, match="is in use by process"):
+        lock(tmp_path, 60)
+
+
+def test_a_holder_from_before_a_reboot_is_dead_however_fresh(tmp_path, monkeypatch):
     lock(tmp_path, 1000)
-    rewrite(tmp_path, boot="the boot before")
+    monkeypatch.setattr("Runtime.run_lock._machine", lambda: "this one")
+    rewrite(tmp_path, boot="the boot before", machine="this one")
     lock(tmp_path, 1000)
 
 

@@ -93,6 +93,24 @@ def test_the_next_attempt_goes_on_behind_a_line_cut_short(tmp_path):
     assert kinds == ["start", "end", "now", "start", "second", "now"] and '{"event": "exit", "att' in text
 
 
+def test_a_mode_that_takes_longer_than_the_steps_before_it_keeps_its_own_time(tmp_path):
+    """Steps of next to nothing, then mode 3 opens and its forward takes 0.5 s: five times that, from then on."""
+    body = """
+def step(seconds, *modes):
+    watchdog.new_step(0)
+    for mode in modes:
+        watchdog.phase("forward", mode)
+        time.sleep(seconds if mode == "registration" else 0)
+    watchdog.end_step()
+    return watchdog.deadline("forward", modes[-1])
+for _ in range(30):
+    step(0, "diffusion")
+print(json.dumps([step(0.5, "diffusion", "registration") for _ in range(2)] + [step(0.5, "diffusion")]))
+"""
+    *late, other = json.loads(run_process(tmp_path, body, floor_s=0.2, factor=5.0, first_s=9.0).stdout)
+    assert all(2.5 <= seconds < 6 for seconds in late) and other < 2.5
+
+
 @pytest.mark.parametrize("hang", ["time.sleep(15)", "ctypes.PyDLL(None).sleep(15)",  # the latter two keep the GIL
                                   "re.match('(a+)+$', 'a' * 40 + 'b')"])
 def test_a_phase_beyond_its_deadline_ends_the_process_and_names_the_function(tmp_path, hang):

@@ -179,6 +179,41 @@ def test_the_script_of_a_site_page_goes_on_after_its_time_limit(slurm, checkout,
     assert "back into the queue" in text and f"start 2 of job {job}" in text, "both starts write the same log"
 
 
+def test_a_job_with_too_little_time_is_not_repeated_for_ever(slurm, checkout, place):
+    """Of eight minutes all are for leaving: USR1 comes at once, in each start of the job anew."""
+    folder = prepared(place, "too short")
+    job = submit(slurm, checkout, options(folder), "--time=8", "--signal=B:USR1@480")
+    until(lambda: is_over(slurm, job) or state(slurm, job)[1], 240)
+    text = printed(checkout, job)
+    assert state(slurm, job) == ("FAILED", 0), text
+    assert f"job {job} is not put back into the queue: it has reached its time limit without saving" in text
+    assert not list(folder.glob("Models/*/lock.json"))
+
+
+def test_of_a_job_array_only_the_task_at_its_limit_goes_back_into_the_queue(slurm, checkout, place):
+    folders = [prepared(place, f"array{number}") for number in (0, 1)]
+    script = checkout / "array.sh"
+    cases = "\n".join(f"[[ $SLURM_ARRAY_TASK_ID == {number} ]] && exec bash bash_train_multi_nodes.sh "
+                      f"{shlex.join(map(str, options(folder, run__epochs=400, run__val_every=400)))}"
+                      for number, folder in enumerate(folders))
+    script.write_text(f"#!/bin/bash\n{cases}\n")
+    done = subprocess.run(["sbatch", "--parsable", "--array=0-1", "--nodes=1", "--ntasks-per-node=2", "--requeue",
+                           "--cpus-per-task=1", "--gres=gpu:2", "--time=30", "--open-mode=append",
+                           "--output=Logs/array_%A_%a.out", script.name], cwd=checkout, env=submitting(slurm),
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    array = done.stdout.strip()
+    try:
+        until(lambda: all(steps_done(folder) >= 5 for folder in folders), 300)
+        # The last task has the array's own number.
+        subprocess.run(["scancel", "--signal=USR1", "--batch", f"{array}_1"], env=slurm, check=True)
+        until(lambda: state(slurm, f"{array}_1")[1] == 1, 120)
+        assert state(slurm, f"{array}_0") == ("RUNNING", 0)
+    finally:
+        subprocess.run(["scancel", array], env=slurm)
+    assert until(lambda: not strays(folders[0]) and not strays(folders[1]), 60)
+
+
 def newest_attempt(folder):
     """Number of the newest attempt in which all ranks have started, and their process numbers; (-1, []) before."""
     found = [[line for line in read_lines(run_of(folder) / f"rank{rank}.jsonl") if line["event"] == "start"][-1:]
