@@ -79,6 +79,8 @@ ELSEWHERE = {
         "tests/test_transforms.py",
     "sbatch --account=A --partition=P bash_train_multi_nodes.sh --config Config/config_om.yaml "
     "--set data.root=Data/brains": "tests/slurm/test_slurm.py",
+    "sbatch --account=A --partition=P --nodes=4 --gres=gpu:4 --ntasks-per-node=4 bash_train_multi_nodes.sh "
+    "--config Config/config_om.yaml --set data.root=Data/brains": "tests/slurm/test_slurm.py",
     "sbatch --gres=none --cpus-per-task=32 Scripts/bash_infer.sh prepare --config Config/config_om.yaml "
     "--set data.root=Data/brains": "tests/test_infer_script.py",
     "sbatch Scripts/bash_infer.sh register --pairs pairs.json --model Models/brains_om_net --refine --out Results/all":
