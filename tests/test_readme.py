@@ -61,6 +61,7 @@ ELSEWHERE = {
         "--moving M.nii.gz --out Results/first",
     ], "tests/test_containers.py"),
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
+    ".venv/bin/python tests/bench/bench_default.py --json": "progress.md",
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
     ".venv/bin/python tests/bench/bench_multimodal.py --subjects test": "progress.md",
     **dict.fromkeys(["bash Scripts/bash_train_universal.sh", ".venv/bin/python tests/bench/bench_universal.py",
