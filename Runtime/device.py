@@ -65,7 +65,7 @@ def load_intel_packages(is_asked_for):
             continue
         try:
             importlib.import_module(package)
-        except Exception as error:  # noqa: BLE001  whatever it is, torch itself works
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:  # torch itself works
             print(f"device: {package} {version} does not load ({type(error).__name__}: {error})", file=sys.stderr)
 
 
