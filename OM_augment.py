@@ -45,6 +45,7 @@ from Inference.augmentation import (
     subject_number,
     without_map,
 )
+from Inference.choices import LABELS, STEPS
 from Inference.draws import (
     append_records,
     claim_folder,
@@ -56,11 +57,10 @@ from Inference.draws import (
     source_digests,
     write_lists,
 )
-from Inference.labels import LABELS, apply_field, apply_label
+from Inference.labels import apply_field, apply_label
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
 from Inference.nnunet import cases_of, check_name, require_one_grid, write_dataset
 from Inference.outputs import write_moved
-from Inference.refine import STEPS
 from Inference.registration import register
 from Runtime import run_lock
 from Runtime.config import load_config

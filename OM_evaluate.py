@@ -23,7 +23,8 @@ from tqdm import tqdm
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import read_field, read_label, read_points
 from Diffusion.metrics import spread
-from Inference.labels import LABELS, apply_label
+from Inference.choices import LABELS
+from Inference.labels import apply_label
 from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.results import damage, scores_csv
 from Inference.scores import COLUMNS, field_scores, heading, label_scores, point_scores, said_of_labels

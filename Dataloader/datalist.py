@@ -469,7 +469,7 @@ def _checked_entry(path, entry):
 
 
 def _from_csv(path):
-    (_, header), *rows = _read_csv(path)
+    (_, header), *rows = read_csv(path)
     columns = [cell.lower() for cell in header]
     if "image" not in columns:
         raise InputError(f"{path}: no column \"image\" in the header {','.join(header)}; name the column of the image "
@@ -494,7 +494,7 @@ def _from_csv(path):
     return items
 
 
-def _read_csv(path):
+def read_csv(path):
     """The rows of a CSV file that are not blank, the header first: list of (line number, stripped cells)."""
     try:
         text = _read_text(path)

@@ -5,7 +5,6 @@ from scipy import ndimage
 
 from Diffusion.fields import across, warp
 
-LABELS = ("smooth", "nearest")  # ways to carry label maps
 SIGMA = 0.8  # voxels by which labels are smoothed; chosen on pairs of hippocampi that no training and no test has seen
 VOTE_SIGMA = 0.5  # voxels by which the votes are smoothed; decides where as many say one thing as another
 AT_VOXEL = 0.1  # voxels along each axis by which a point that lies at a voxel may miss its centre

@@ -19,10 +19,8 @@ from Dataloader.nifti import (
 from Dataloader.transforms import write_field_h5, write_matrix
 from Diffusion.fields import jacobian_determinant
 from Inference.pair_lists import channels_of
-from Runtime.errors import InputError
+from Runtime.errors import InputError, attempt
 from Runtime.files import write_file
-
-ALSO = ("h5", "mat", "nrrd", "mha", "mgz")  # what is written for other programs where it is asked for
 
 
 def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=None, also=()):
@@ -121,6 +119,20 @@ def grid_header(header):
     for key in ("qform_code", "sform_code", "xyzt_units"):
         plain[key] = header[key]
     return plain
+
+
+def require_own_disps(pairs, dims):
+    """Raise InputError where the fields of two pairs would have the same `disp_name`: one would replace the other.
+
+    A pair that has no such name is passed over: it is told when it is registered.
+    """
+    taken = {}
+    for pair in pairs:
+        name = attempt(pair["name"], disp_name, pair, dims)
+        if name in taken:
+            raise InputError(f"--learn2reg: the fields of {taken[name]} and {pair['name']} would both be {name}, after "
+                             "the last numbers in their files' names; rename these files, or take two folders.")
+        taken[name] = pair["name"]
 
 
 def disp_name(pair, dims):

@@ -1,13 +1,24 @@
 """Lists of pairs for the tools: which to register (OM_register.py) and which to score (OM_evaluate.py).
 
-Learn2Reg JSON, a plain list, or the results.json of a registration; paths are relative to the list. The pair list of a
-training names volumes of its data set instead of files: Dataloader/datalist.py reads that one.
+Learn2Reg JSON, a plain list, a CSV table, a folder whose volumes go onto one, or the results.json of a registration;
+paths are relative to the list. The pair list of a training names volumes of its data set instead of files:
+Dataloader/datalist.py reads that one.
 """
 import os
 import sys
 from pathlib import Path
 
-from Dataloader.datalist import MOST_CHANNELS, PAIR_KEYS, pair_files, read_json, volume_id
+from Dataloader.datalist import (
+    MOST_CHANNELS,
+    PAIR_KEYS,
+    is_named_segmentation,
+    label_beside,
+    list_volumes,
+    pair_files,
+    read_csv,
+    read_json,
+    volume_id,
+)
 from Runtime.errors import InputError
 
 CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_CHANNELS + 1))
@@ -21,14 +32,15 @@ LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # of a J
 def read_pairs_to_register(path, key=None):
     """The pairs to register.
 
-    path: a JSON list of objects with TO_REGISTER and "name", or an object that has such a list. key: which list, where
-    the file has several. Learn2Reg's entries have no labels: a volume then gets the label that the list "training"
+    path: a JSON list of objects with TO_REGISTER and "name", or an object that has such a list; a .csv table with these
+    columns; or a folder with one dataset.json that lists pairs. key: which list, where the file has several.
+    Learn2Reg's entries have no labels: a volume then gets the label that lies beside it, that the list "training"
     names for its image, else the file of the same name in a labelsTr or labelsTs beside the images.
     Returns: list of dict(name=str, fixed=Path, moving=Path and a Path for what else of TO_REGISTER there is).
     Raises InputError naming the file for a list that cannot be read, unknown keys and names that come twice.
     """
-    path = Path(path)
-    content = _read_list(path)
+    path = _list_of(Path(path))
+    content = table_entries(path) if path.suffix.lower() == ".csv" else _read_list(path)
     entries, training = content, []
     if isinstance(content, dict):
         key = key or next((name for name in LISTS if content.get(name)), "pairs")
@@ -41,6 +53,80 @@ def read_pairs_to_register(path, key=None):
     if repeated:
         raise InputError(f"{path}: two pairs are called {repeated}; give each a name of its own.")
     return pairs
+
+
+def _list_of(path):
+    """The pair list that a folder holds, else the path. Raises InputError for a folder without one: it has no order."""
+    if not path.is_dir():
+        return path
+    lists = sorted(path.glob("*dataset.json"))
+    if len(lists) == 1 and any(read_json(lists[0]).get(name) for name in LISTS):
+        return lists[0]
+    raise InputError(f"{path}: a folder does not say which volumes belong together; add --fixed F to bring all of its "
+                     "volumes onto F, or list the pairs in a .csv with the columns fixed and moving.")
+
+
+def table_entries(path):
+    """The rows of a .csv table as the objects of a JSON list. Other columns than TO_REGISTER and name are left out."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such list of pairs; check the path.")
+    (_, header), *rows = read_csv(path)
+    columns = [cell.lower() for cell in header]
+    entries = []
+    for line, cells in rows:
+        if len(cells) != len(columns):
+            raise InputError(f"{path} line {line}: {len(cells)} cells, but the header has {len(columns)}; correct the "
+                             "row, and quote a path that holds the separator.")
+        entries.append({name: cell for name, cell in zip(columns, cells) if cell and name in (*TO_REGISTER, "name")})
+    return entries
+
+
+def pairs_onto(fixed, moving, labels=(), fixed_label=None):
+    """Pairs of several moving volumes with one fixed volume, as `read_pairs_to_register` returns them.
+
+    fixed: path. moving: files, folders (Dataloader/datalist.py: flat, BIDS, nnU-Net or listed) or patterns of files.
+    labels: of the moving volumes, as many files in the same order; without them those that folders and names tell.
+    fixed_label: path or None, for which the same holds.
+    Raises InputError where that makes no pair, and for labels that are not as many.
+    """
+    fixed, items = Path(fixed), []
+    for source in moving:
+        if Path(source).is_file() or Path(source).is_symlink():
+            items.append({"image": Path(source), "label": label_beside(source)})
+        else:
+            items += list_volumes(source)
+    own = fixed.resolve()
+    fixed_label = fixed_label or next((item["label"] for item in items if item["image"].resolve() == own), None)
+    items = [item for item in items if item["image"].resolve() != own]
+    if not items:
+        raise InputError(f"{', '.join(map(str, moving))}: no volume but the fixed one; nothing would be registered.")
+    if labels and len(labels) != len(items):
+        raise InputError(f"--moving-label names {len(labels)} files for {len(items)} moving volumes; name one for "
+                         "each, in the same order, or leave them out.")
+    if labels:
+        items = [{**item, "label": Path(label)} for item, label in zip(items, labels)]
+    fixed_label = Path(fixed_label) if fixed_label else label_beside(fixed)
+    pairs, names = [], set()
+    for item in items:
+        name = f"{volume_id(item['image'])}_to_{volume_id(fixed)}"
+        if name in names:  # as in sub-01/T1w.nii.gz and sub-02/T1w.nii.gz
+            name = f"{item['image'].resolve().parent.name}_{name}"
+        if name in names:
+            raise InputError(f"{item['image']}: another moving volume is called like that, {name}; list the pairs in a "
+                             ".csv with a column name.")
+        names.add(name)
+        files = {"fixed": fixed, "moving": item["image"], "fixed_label": fixed_label, "moving_label": item["label"]}
+        pairs.append({"name": name, **{key: path for key, path in files.items() if path}})
+    return pairs
+
+
+def require_images(pairs):
+    """Raise InputError where a volume of a pair is a segmentation by its name: intensities would be compared."""
+    for pair in pairs:
+        for side in ("fixed", "moving"):
+            if is_named_segmentation(pair[side]):
+                raise InputError(f"{pair[side]}: a segmentation by its name; give its image as the {side} volume and "
+                                 f"this one as its label ({side}_label), or rename it if it is an image.")
 
 
 def channels_of(pair, side):
@@ -119,6 +205,8 @@ def _label_of(image, labels):
     """The label file that belongs to an image and is there, or None. labels: from `_training_labels`."""
     candidates = [labels.get(image)]
     folder = image.parent
+    if (beside := label_beside(image)) is not None:
+        candidates.append(beside)
     if folder.name.startswith("images"):
         candidates.append(folder.parent / folder.name.replace("images", "labels") / image.name)
     return next((path for path in candidates if path and path.is_file()), None)

@@ -20,7 +20,6 @@ from Diffusion.losses import (
     soft_dice,
 )
 
-STEPS = 100  # recommended: beyond about 50 the Dice of the hippocampus pairs gains 0.002, and 100 take a second or two
 NO_DETAIL = 0.03  # voxels, root mean square: what a field may lose on the control grid
 MIND_GAIN = 1.0  # of the likeness of descriptions against roughness of the velocity: 3 costs 0.007 of Dice
 

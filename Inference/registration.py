@@ -36,9 +36,9 @@ from Diffusion.fields import across, resample, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.validation import best_field, label_map, segmented, segmented_labels
 from Inference.affine import WINDOW, align_affine
+from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS
 from Inference.labels import apply_field
 from Inference.load_model import default_config, load_model
-from Inference.refine import STEPS
 from Inference.refine import refine as optimise
 from Inference.scores import pair_scores
 from Runtime.device import pick_device, synchronize
@@ -46,10 +46,7 @@ from Runtime.errors import InputError
 
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
 MOST_VOXELS = 256 ** 3  # of the working grid where no network sets it
-STARTS = ("auto", "header", "centre")
 BETTER = 0.02  # similarity by which the centres must beat the headers, which are usually right
-AFFINES = ("rigid", "affine")
-SIMILARITIES = ("correlation", "mapped", "mind")
 NOT_INVERTED = 0.1  # voxels of the working grid that a point there and back may miss by
 FAR_APART = 50.0  # percent of the fixed field of view; where the moving one covers less, a warning says so
 
@@ -92,6 +89,12 @@ class Result:
     inverse_consistency_mm: float | None = None  # the same of the points of the fixed body
     segmented_fixed: np.ndarray | None = None  # (*fixed) uint16, a network with model.structures: what it segments
     segmented_moving: np.ndarray | None = None  # (*moving), by the labels of its training's maps
+
+    def save(self, folder) -> None:
+        """Write into a folder what the command writes for a pair: files, picture, results and report."""
+        from Inference.pair_row import save  # here: matplotlib takes a second
+
+        save(self, folder)
 
 
 @dataclasses.dataclass

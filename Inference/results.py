@@ -14,6 +14,7 @@ from pathlib import Path
 from Dataloader.datalist import MOST_CHANNELS
 from Inference.pair_figures import PAIR_PAGE, means
 from Inference.scores import COLUMNS
+from Runtime import __version__
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
 
@@ -43,8 +44,8 @@ def write_results(out, rows, failed, settings, complete):
     reason. settings: what the rows depend on, plain JSON. complete: whether the run has come to its end.
     """
     stored = [{**row, "folder": os.path.relpath(row["folder"], out)} for row in rows]
-    content = {"complete": complete, "pairs": stored, "failed": failed, "mean": means(rows, failed),
-               "settings": settings}
+    content = {"version": __version__, "complete": complete, "pairs": stored, "failed": failed,
+               "mean": means(rows, failed), "settings": settings}
     write_file(out / "results.csv", scores_csv(rows, [*COLUMNS, "verdict", "reason"]).encode(errors="replace"))
     write_file(out / "results.json", (json.dumps(content, indent=1) + "\n").encode(errors="replace"))
 
@@ -62,24 +63,25 @@ def scores_csv(rows, columns):
 
 
 def read_results(out):
-    """What an earlier run left: {"complete": bool, "settings": dict, "pairs": {name: row, with its whole folder}}.
+    """What an earlier run left: {"version": str, "settings": dict, "pairs": {name: row, with its whole folder}}.
 
     Without pairs where results.json is missing or cannot be read.
     """
     try:
         content = json.loads((out / "results.json").read_text())
         rows = {row["name"]: {**row, "folder": str(out / row["folder"])} for row in content["pairs"]}
-        return {"complete": content.get("complete", True), "settings": content.get("settings"), "pairs": rows}
+        return {"version": content.get("version"), "settings": content.get("settings"), "pairs": rows}
     except (OSError, ValueError, LookupError, TypeError):
-        return {"complete": True, "settings": None, "pairs": {}}
+        return {"version": None, "settings": None, "pairs": {}}
 
 
 def kept_rows(earlier, settings, pairs, out):
-    """The rows of an interrupted run that still hold: {name: row}. A run that came to its end is done anew.
+    """The rows of an earlier run of a list that still hold: {name: row}.
 
-    earlier: from `read_results`. A row holds where settings, source files and written files are as they were.
+    earlier: from `read_results`. A row holds where version, settings, source files and written files are as they were,
+    so a list that was interrupted or has grown is continued.
     """
-    if earlier["complete"] or earlier["settings"] != settings:
+    if earlier["version"] != __version__ or earlier["settings"] != settings:
         return {}
     kept = {}
     for pair in pairs:

@@ -24,6 +24,7 @@ from Dataloader.grids import require_same_grid  # noqa: E402
 from Dataloader.nifti import read_label, read_raw_header, require_volume_name, write_volume  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
 from Inference.labels import vote  # noqa: E402
+from Inference.results import read_results  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError, parse_options  # noqa: E402
 from Runtime.page import text_table  # noqa: E402
 
@@ -52,6 +53,29 @@ def read_on_one_grid(paths, dims):
     return maps, affine
 
 
+def fixed_volume(path):
+    """The fixed volume of the registration that wrote a label map, as its results.json has it, or None."""
+    folder = Path(path).resolve().parent
+    for place in (folder, folder.parent):
+        for row in read_results(place)["pairs"].values():
+            if Path(row["folder"]).resolve() == folder:
+                return row.get("fixed")
+    return None
+
+
+def require_one_volume(paths):
+    """Raise InputError where label maps were brought to different volumes: equal grids do not make them one subject."""
+    targets = {path: fixed_volume(path) for path in paths}
+    known = {target: path for path, target in targets.items() if target}
+    if len(known) > 1:
+        (one, first), (other, second) = sorted(known.items())[:2]
+        raise InputError(f"{second}: brought to {other}, while {first} was brought to {one}; let maps of one volume "
+                         "vote, such as Results/atlases/*_to_NAME/warped_label.nii.gz.")
+    if None in targets.values():
+        print("warning: not all label maps lie where OM_register.py wrote them, so nothing tells whether they are of "
+              "one volume", file=sys.stderr)
+
+
 def scores(named, truth):
     """Dice of each label of the truth, and their mean, for each (name, map): titles and rows of a table."""
     values = [int(value) for value in np.unique(truth) if value]
@@ -67,6 +91,7 @@ def main(argv=None):
     try:
         if len(args.labels) < 2:
             raise InputError(f"--labels: {args.labels[0]} alone has nobody to vote with; name two label maps or more.")
+        require_one_volume(args.labels)
         for path in filter(None, (args.out, args.agreement)):
             require_volume_name(path)
         maps, affine = read_on_one_grid([*args.labels, *([args.truth] if args.truth else [])], args.dims)

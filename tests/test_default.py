@@ -1,5 +1,8 @@
 """One default: the command without options and `omnimorph.register` of whatever holds the two volumes are one call."""
 import hashlib
+import os
+import subprocess
+import sys
 
 import nibabel
 import numpy as np
@@ -12,6 +15,7 @@ from Dataloader.nifti import read_field, write_field, write_volume
 from Dataloader.synthetic import make_subject
 from Dataloader.volume import read_source
 from tests.test_nifti import OBLIQUE
+from tests.tiny import ROOT
 
 SHAPES = {"F": (14, 16, 12), "M": (15, 13, 14)}
 
@@ -96,3 +100,20 @@ def test_a_device_that_is_not_there_is_one_sentence(device):
     with pytest.raises(omnimorph.InputError, match=f"{device} is asked for, but torch .* sees no such device") as error:
         omnimorph.register((GOOD, np.eye(4)), (GOOD, np.eye(4)), device=device)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("words, code, said", [
+    (["OM_register.py", "--help"], 0, "--model FILE"), (["OM_register.py", "--version"], 0, "omnimorph 0."),
+    (["-m", "omnimorph", "--version"], 0, "omnimorph 0."),
+    (["-m", "omnimorph", "register", "--help"], 0, "--model FILE"),
+    (["OM_register.py", "--fixed", "none.nii", "--moving", "none.nii", "--out", "x"], 43, "none.nii: no such file"),
+    (["OM_register.py", "--pairs", "none.csv", "--out", "x"], 43, "none.csv: no such list of pairs"),
+    (["OM_register.py", "--fixd", "a.nii"], 43, "error: the following arguments are required: --out; see "),
+    (["OM_register.py", "--fixd", "a.nii", "--out", "x"], 43, "error: unrecognized arguments: --fixd a.nii; see ")])
+def test_what_needs_no_torch_is_told_at_once(words, code, said):
+    """Seconds of the processor, which other work beside does not change: importing torch alone takes more."""
+    before = os.times()
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    spent = os.times()
+    assert done.returncode == code and said in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert spent.children_user + spent.children_system - before.children_user - before.children_system < 1.0

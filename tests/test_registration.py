@@ -15,8 +15,8 @@ from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject, random_field
 from Diffusion.metrics import spread
 from Inference import registration
+from Inference.choices import STEPS
 from Inference.pair_figures import SQUARES, box_figure, checkerboard_figure, score_cards, without_affine
-from Inference.refine import STEPS
 from Inference.registration import (
     apply_field,
     overlap_percent,

@@ -53,8 +53,7 @@ def write_exported(path):
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
     """The place of the universal network, with a tiny one in it."""
-    for module in (loading, OM_register):
-        monkeypatch.setattr(module, "UNIVERSAL", tmp_path / "universal.safetensors")
+    monkeypatch.setattr(loading, "UNIVERSAL", tmp_path / "universal.safetensors")
     return write_exported(loading.UNIVERSAL)
 
 

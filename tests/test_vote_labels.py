@@ -1,4 +1,6 @@
 """Labels of several volumes voting: the count by hand, ties, the program on files, and what it refuses."""
+import json
+
 import numpy as np
 import pytest
 
@@ -88,3 +90,20 @@ def test_what_cannot_vote_is_refused(files, capsys):
     assert "a volume file ends in" in capsys.readouterr().err
     assert run(files, "--labels", "one.nii.gz", "two.nii.gz", "--out", "vote.nii.gz", "--agreement", "share.png") == 43
     assert "share.png: a volume file ends in" in capsys.readouterr().err and not (files / "vote.nii.gz").exists()
+
+
+def test_maps_of_two_subjects_do_not_vote_together(files, capsys):
+    """Equal grids do not make them one volume: the results beside them say onto which they were brought."""
+    names = ("a_to_x", "b_to_x", "a_to_y")
+    for name in names:
+        (files / "out" / name).mkdir(parents=True)
+        write_volume(files / "out" / name / "warped_label.nii.gz", two_that_differ()[0], AFFINE)
+    rows = [{"name": name, "folder": name, "fixed": f"/data/{name[-1]}.nii.gz"} for name in names]
+    (files / "out/results.json").write_text(json.dumps({"pairs": rows}))
+    maps = {row["name"]: str(files / "out" / row["name"] / "warped_label.nii.gz") for row in rows}
+    assert vote_labels.main(["--labels", *maps.values(), "--out", str(files / "vote.nii.gz")]) == 43
+    assert "a_to_y/warped_label.nii.gz: brought to /data/y.nii.gz, while " in capsys.readouterr().err
+    words = ["--labels", maps["a_to_x"], maps["b_to_x"], "--out", str(files / "vote.nii.gz")]
+    assert vote_labels.main(words) == 0 and "warning" not in capsys.readouterr().err
+    assert run(files, "--labels", "one.nii.gz", "two.nii.gz", "--out", "vote.nii.gz") == 0
+    assert "nothing tells whether they are of one volume" in capsys.readouterr().err

@@ -1,0 +1,350 @@
+"""What OM_register.py does with its options: register a pair or a list, or apply a saved field."""
+import contextlib
+import glob
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from Dataloader.datalist import MOST_CHANNELS, volume_id
+from Dataloader.grids import require_same_grid
+from Dataloader.nifti import (
+    is_in_mm,
+    open_nifti,
+    read_header,
+    read_label,
+    read_numbers,
+    read_points,
+    read_raw_header,
+)
+from Dataloader.transforms import read_any_field
+from Dataloader.volume import axes
+from Diffusion.metrics import folding_percent
+from Inference.initial import register_from
+from Inference.labels import apply_field, apply_label
+from Inference.load_model import DEFAULTS, load_model
+from Inference.outputs import disp_name, require_own_disps, write_points, write_warped
+from Inference.pair_figures import means, write_report
+from Inference.pair_lists import (
+    CHANNELS,
+    TO_REGISTER,
+    channels_of,
+    pairs_onto,
+    read_pairs_to_register,
+    require_images,
+)
+from Inference.pair_row import make_folder, write_row
+from Inference.registration import overlap_percent
+from Inference.results import kept_rows, read_results, require_apart, write_results
+from Inference.verdict import judge_list
+from Runtime import checkpoint, run_lock
+from Runtime.config import load_config
+from Runtime.device import describe, pick_device, prepare_device
+from Runtime.errors import DONE, STOP, InputError, attempt, first_line
+from Runtime.files import sha256
+from Runtime.workers import run_tasks
+
+STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process
+FOLDED, OUTSIDE = 20.0, 95.0  # percent of the voxels: such an applied field is hardly what was meant
+WORKER = {}  # of each process of --workers: args, model, cfg
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is asked for
+# ---------------------------------------------------------------------------------------------------------------------
+
+def is_list(args):
+    """Whether the options name a list of pairs: --pairs, several --moving, a folder or a pattern of files."""
+    first = args.moving[0] if args.moving else ""
+    return bool(args.pairs or len(args.moving) > 1 or os.path.isdir(first)
+                or (glob.has_magic(first) and not os.path.exists(first)))
+
+
+def asked_pairs(args):
+    """The pairs that the command line asks for, those of a list or one, as `read_pairs_to_register` gives them."""
+    if args.pairs and not args.fixed:
+        pairs = read_pairs_to_register(args.pairs, args.list)
+    elif is_list(args):
+        moving = [args.pairs] if args.pairs else args.moving
+        of_fixed = {"fixed_mask": args.fixed_mask, "points": args.points}
+        of_fixed = {key: Path(path) for key, path in of_fixed.items() if path}
+        pairs = [{**pair, **of_fixed} for pair in pairs_onto(args.fixed, moving, args.moving_label, args.fixed_label)]
+    else:
+        pairs = [one_pair(args)]
+    require_images(pairs)
+    return pairs
+
+
+def one_pair(args):
+    """The pair that --fixed and --moving name."""
+    if max(len(args.fixed_channels), len(args.moving_channels)) >= MOST_CHANNELS:
+        raise InputError(f"a volume has at most {MOST_CHANNELS} channels, the first one included; leave some out.")
+    files = {"fixed": args.fixed, "moving": args.moving[0], "fixed_label": args.fixed_label,
+             "moving_label": args.moving_label[0] if args.moving_label else None, "fixed_mask": args.fixed_mask,
+             "moving_mask": args.moving_mask, "points": args.points, "moving_points": args.moving_points,
+             **dict(zip(CHANNELS["fixed"], args.fixed_channels)), **dict(zip(CHANNELS["moving"], args.moving_channels))}
+    name = f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}"
+    return {"name": name, **{key: Path(path) for key, path in files.items() if path}}
+
+
+def asked_model(args, dims):
+    """The model or None, and the config. dims: axes of the volumes, for a registration without a model."""
+    if args.model != "none":
+        model = load_model(args.model, args.device, args.set)
+        return model, model[1]
+    return None, load_config(args.config or DEFAULTS, [*args.set, f"model.dims={dims}"])
+
+
+def settings_of(args, model, cfg):
+    """All settings on which the results depend, as plain JSON."""
+    asked = {key: getattr(args, key) for key in ("affine", "refine", "similarity", "start", "labels", "inverse",
+                                                 "learn2reg", "no_picture", "also", "resample_labels")}
+    weights = checkpoint.weights_sha256(model[0].state_dict()) if model else None
+    initial = sha256(args.initial) if args.initial and Path(args.initial).is_file() else None
+    return json.loads(json.dumps({"weights": weights, "initial": initial, **asked, "config": cfg}))
+
+
+def dims_of(pairs):
+    """The number of axes of the first fixed volume that can be opened, else 3."""
+    for pair in pairs:
+        found = attempt(pair["fixed"], lambda path: axes(path, open_nifti(path).shape), pair["fixed"])
+        if not isinstance(found, str):
+            return found
+    return 3
+
+
+def how_registered(args):
+    """How the pairs are registered, for the top of the page."""
+    steps = [f"model {args.model}"] if args.model != "none" else []
+    if args.affine:
+        steps.append(f"{args.affine} alignment")
+    if args.refine:
+        steps.append(f"{args.refine} steps of refinement")
+    if args.similarity:
+        steps.append(f"compared by {args.similarity}")
+    return ", ".join([*steps, f"start by {args.initial or args.start}"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Registering
+# ---------------------------------------------------------------------------------------------------------------------
+
+def register_all(args):
+    """Register one pair or a list; returns the exit code. A pair of a list that cannot be done does not end it."""
+    out, args.device = Path(args.out), pick_device(args.device)
+    prepare_device(args.device, 0)
+    pairs = asked_pairs(args)
+    args.dims = args.dims or dims_of(pairs)
+    model, cfg = asked_model(args, args.dims)
+    settings = settings_of(args, model, cfg)
+    if args.learn2reg:
+        require_own_disps(pairs, cfg["model.dims"])
+    make_folder(out)
+    token = run_lock.lock(out, STALE_S, instead="name another --out")
+    try:
+        rows, failed = register_each(pairs, model, cfg, settings, args, out)
+        rows = judge_list(rows)
+        if rows:
+            page = write_report(out, rows, failed, how_registered(args), cfg["model.dims"])
+            print(f"\nreport: {page.resolve()}")
+            print(json.dumps(means(rows, failed)))
+        write_results(out, rows, failed, settings, complete=True)
+    finally:
+        run_lock.unlock(out, token)
+    for entry in failed:
+        print(f"error: {entry['name']}: {entry['reason']}" if is_list(args) else f"error: {entry['reason']}",
+              file=sys.stderr)
+    for row in rows:
+        if row["verdict"] != "ok":
+            kind = "error" if args.strict and row["verdict"] == "failed" else "warning"
+            print(f"{kind}: {row['name']}: {row['verdict']}, {row['reason']}", file=sys.stderr)
+    hopeless = args.strict and any(row["verdict"] == "failed" for row in rows)
+    return STOP if failed or hopeless else DONE
+
+
+def register_each(pairs, model, cfg, settings, args, out):
+    """Register all pairs that no earlier run has done. Returns: rows and failed pairs, in their order."""
+    earlier = read_results(out)
+    kept = kept_rows(earlier, settings, pairs, out) if is_list(args) and not args.again else {}
+    if kept:
+        print(f"{out}: {len(kept)} of {len(pairs)} pairs are whole from an earlier run, and are kept (--again: "
+              "register them anew)", file=sys.stderr)
+    found, order = dict(kept), {pair["name"]: number for number, pair in enumerate(pairs)}
+
+    def write(complete=False):
+        done = sorted(found.items(), key=lambda item: order[item[0]])
+        rows = [row for _, row in done if not isinstance(row, str)]
+        failed = [{"name": name, "reason": row} for name, row in done if isinstance(row, str)]
+        write_results(out, rows, failed, settings, complete)
+        return rows, failed
+
+    write()  # rows of pairs that are about to be replaced go before their files do
+    (out / "report.html").unlink(missing_ok=True)
+    print(f"device: {describe(args.device)}", file=sys.stderr)
+    tasks = [(pair, out / pair["name"] if is_list(args) else out, earlier["pairs"].get(pair["name"]))
+             for pair in pairs if pair["name"] not in kept]
+    with tqdm(total=len(tasks), desc="registering", unit="pair", disable=not is_list(args)) as bar:
+        for (pair, *_), row in rows_of(tasks, model, cfg, args, out):
+            found[pair["name"]] = row
+            for sentence in [] if isinstance(row, str) else row["warnings"]:
+                tqdm.write(f"warning: {sentence}", file=sys.stderr)
+            run_lock.touch(out)
+            write()
+            bar.update()
+    return write()
+
+
+def rows_of(tasks, model, cfg, args, out):
+    """Yield (task, its row or the sentence that says why there is none), here or from the processes of --workers."""
+    if args.workers > 1 and len(tasks) > 1:
+        yield from run_tasks(register_task, tasks, args.workers, str(out), begin_worker, (args, len(tasks)),
+                             lambda: run_lock.touch(out))
+        return
+    WORKER.update(args=args, model=model, cfg=cfg)
+    for task in tasks:
+        yield task, register_task(*task)
+
+
+def begin_worker(args, tasks):
+    """Fill WORKER in a process of --workers; the processes share the processors."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // min(args.workers, tasks)))
+    prepare_device(args.device, 0)
+    model, cfg = asked_model(args, args.dims)
+    WORKER.update(args=args, model=model, cfg=cfg)
+
+
+def register_task(pair, folder, earlier):
+    """`register_pair`, of which no error ends a list: the row, or the error's sentence."""
+    name = f"{pair['fixed']} and {pair['moving']}"
+    try:
+        return attempt(name, register_pair, pair, folder, earlier)
+    except OSError:
+        raise  # results cannot be written
+    except Exception as error:
+        if not is_list(WORKER["args"]):
+            raise
+        traceback.print_exc()
+        return f"{name}: {type(error).__name__} ({first_line(error)}); the traceback stands above."
+
+
+def register_pair(pair, folder, earlier=None):
+    """Register one pair, write what that gives into `folder`, and return its row of the results."""
+    args, model, cfg = WORKER["args"], WORKER["model"], WORKER["cfg"]
+    dims, out = cfg["model.dims"], Path(args.out)
+    require_apart(folder, [pair[key] for key in TO_REGISTER if key in pair])
+    disp = out / disp_name(pair, dims) if args.learn2reg else None
+    points_mm = [read_points(pair[key]) if key in pair else None for key in ("points", "moving_points")]
+    labels = [read_own_label(pair, side, dims, args) for side in ("fixed", "moving")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # they are in the row, and printed from there
+        result = register_from(args.initial, pair["fixed"], pair["moving"], args.start, args.inverse, dims, model=model,
+                               affine=args.affine or False, refine=args.refine, device=args.device, config=cfg,
+                               progress=args.workers == 1, similarity=args.similarity,
+                               fixed_mask=pair.get("fixed_mask"), moving_mask=pair.get("moving_mask"),
+                               fixed_channels=channels_of(pair, "fixed"), moving_channels=channels_of(pair, "moving"))
+    return write_row(folder, out, pair, result, labels, points_mm, disp, args.also, args.labels, not args.no_picture,
+                     earlier)
+
+
+def read_own_label(pair, side, dims, args):
+    """The label map of one side of a pair, (D, H, W) integers on its image's grid, or None where there is none.
+
+    side: "fixed" or "moving". Raises InputError naming the file where the label is on another grid than its image and
+    --resample-labels does not bring it there, or where it lies outside.
+    """
+    if f"{side}_label" not in pair:
+        return None
+    path, image = pair[f"{side}_label"], pair[side]
+    label, affine = read_label(path, dims)
+    shape, image_affine = read_header(image, dims)
+    if overlap_percent(shape, image_affine, label.shape, affine, np.eye(4)) == 0:
+        raise InputError(f"{path}: the label lies outside its image {image}; give the one that belongs to it.")
+    if args.resample_labels:
+        return apply_label(label, affine, np.zeros((dims, *shape), np.float32), image_affine, args.labels)
+    require_same_grid(f"{path}: the label", label.shape, affine, f"its image {image}", shape, image_affine,
+                      "--resample-labels brings it there")
+    return label
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Applying a field
+# ---------------------------------------------------------------------------------------------------------------------
+
+def apply_saved(args):
+    """Apply a saved field to images, labels and landmarks; returns the exit code."""
+    dims, out = args.dims or 3, Path(args.out)
+    given = (args.apply, args.fixed, args.points, *args.moving, *args.moving_label)
+    require_apart(out, [path for path in given if path])
+    field, affine = read_any_field(args.apply, dims)
+    header = fixed_header(args, field, affine, dims)
+    points_mm = read_points(args.points) if args.points else None
+    # Everything is read before anything is written: (target, source, array, its affine).
+    images = [(out / warped_name("warped", path, args.moving), path, *read_numbers(path, dims))
+              for path in args.moving]
+    label_maps = [(out / warped_name("warped_label", path, args.moving_label), path, *read_label(path, dims))
+                  for path in args.moving_label]
+    tell_field(args.apply, field, affine, [entry[1:] for entry in images + label_maps])
+    make_folder(out)
+    token = run_lock.lock(out, STALE_S, instead="name another --out")
+    try:
+        for target, *_ in images + label_maps:
+            target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label
+        if args.points:
+            (out / "points.csv").unlink(missing_ok=True)
+        for target, path, array, own_affine in images:
+            write_warped(target, apply_field(array, own_affine, field, affine), path, affine, header)
+        for target, path, array, own_affine in label_maps:
+            write_warped(target, apply_label(array, own_affine, field, affine, args.labels), path, affine, header)
+        if points_mm is not None:
+            write_points(out / "points.csv", points_mm, field, affine)
+    finally:
+        run_lock.unlock(out, token)
+    print(json.dumps({"images": len(args.moving), "labels": len(args.moving_label),
+                      "points": 0 if points_mm is None else len(points_mm), "out": str(out)}))
+    return DONE
+
+
+def tell_field(path, field, affine, moved):
+    """Print in which unit a field was read, and warn of one that is hardly what was meant.
+
+    field: (N, *fixed) in voxels. affine: its 4x4. moved: (source, array, affine) of each volume.
+    """
+    in_mm = True
+    with contextlib.suppress(InputError):  # a .h5 file has only one unit
+        in_mm = is_in_mm(open_nifti(path).shape)
+    print(f"{path}: displacements in " + ("millimetres, as ITK and ANTs have them" if in_mm else
+                                          "voxels, as Learn2Reg has them"), file=sys.stderr)
+    folded = folding_percent(torch.from_numpy(field)[None])
+    if folded > FOLDED:
+        print(f"warning: {path}: it folds in {folded:.0f} % of the voxels; check that its numbers are displacements in "
+              "this unit", file=sys.stderr)
+    for source, array, own in moved:
+        inside = apply_field(np.ones(array.shape, np.uint8), own, field, affine, order=0)
+        if inside.mean() < 1 - OUTSIDE / 100:
+            print(f"warning: {path}: it leads out of {source} from {100 * (1 - inside.mean()):.0f} % of the voxels; "
+                  "check that both belong together", file=sys.stderr)
+
+
+def fixed_header(args, field, affine, dims):
+    """The NIfTI header for what is on the grid of the field: that of --fixed, or an empty one.
+
+    field: (N, *spatial). affine: 4x4 of its grid. Raises InputError where --fixed is on another grid.
+    """
+    if not args.fixed:
+        return nibabel.Nifti1Header()
+    shape, fixed_affine = read_header(args.fixed, dims)
+    require_same_grid(f"{args.apply}: the field", field.shape[1:], affine, args.fixed, shape, fixed_affine,
+                      "give the field of this volume, or leave out --fixed")
+    return read_raw_header(args.fixed)
+
+
+def warped_name(word, path, paths):
+    """The file name of a warped image or label; of several each has the name of its source in it."""
+    return f"{word}_{volume_id(path)}.nii.gz" if len(paths) > 1 else f"{word}.nii.gz"

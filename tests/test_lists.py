@@ -1,0 +1,147 @@
+"""Lists of pairs as people have them: one volume and a folder, tables, workers, and lists that grow."""
+import json
+import shutil
+
+import nibabel
+import numpy as np
+import pytest
+
+import OM_register
+import omnimorph
+from Dataloader.nifti import write_volume
+from Dataloader.synthetic import make_subject
+from Inference.pair_lists import pairs_onto, read_pairs_to_register
+from Inference.results import read_results
+from Runtime import __version__
+from Runtime.errors import InputError
+
+FAST = ["--affine", "none", "--refine", "1", "--set", "refine.levels=1", "--no-picture", "--device", "cpu"]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Four subjects with labels beside their images, one of them cut off in the middle of its file."""
+    for seed in range(4):
+        subject, name = make_subject(seed, (12, 13, 11)), f"sub-0{seed}"
+        write_volume(tmp_path / f"data/{name}_T1w.nii.gz", np.rint(1000 * subject["image"]).astype(np.int16), np.eye(4))
+        write_volume(tmp_path / f"data/{name}_dseg.nii.gz", subject["label"].astype(np.uint8), np.eye(4))
+    return tmp_path / "data"
+
+
+def call(*words):
+    return OM_register.main([str(word) for word in (*words, *FAST)])
+
+
+def results(out):
+    return json.loads((out / "results.json").read_text())
+
+
+def test_a_folder_onto_one_volume_is_kept_where_it_grows_and_survives_a_bad_one(data, tmp_path, capsys):
+    words = ("--fixed", data / "sub-00_T1w.nii.gz", "--moving", data, "--out", tmp_path / "out")
+    last = data / "sub-03_T1w.nii.gz"
+    shutil.move(last, tmp_path / "later.nii.gz")
+    bad = data / "sub-02_T1w.nii.gz"
+    whole = bad.read_bytes()
+    bad.write_bytes(whole[:-300])
+    assert call(*words) == 43 and "sub-02_T1w.nii.gz: truncated" in capsys.readouterr().err
+    assert [row["name"] for row in results(tmp_path / "out")["pairs"]] == ["sub-01_T1w_to_sub-00_T1w"]
+    row = results(tmp_path / "out")["pairs"][0]
+    assert row["dice"] > 0 and row["moving_label"] == str(data / "sub-01_dseg.nii.gz"), "labels beside are found"
+    done = (tmp_path / "out/sub-01_T1w_to_sub-00_T1w/field.nii.gz").stat().st_mtime_ns
+    bad.write_bytes(whole)
+    shutil.move(tmp_path / "later.nii.gz", last)
+    assert call(*words, "--workers", "2") == 0
+    assert "1 of 3 pairs are whole from an earlier run, and are kept (--again" in capsys.readouterr().err
+    found = results(tmp_path / "out")
+    assert [row["moving"][-16:-11] for row in found["pairs"]] == ["sub-01"[1:], "sub-02"[1:], "sub-03"[1:]] or \
+        [row["name"] for row in found["pairs"]] == [f"sub-0{n}_T1w_to_sub-00_T1w" for n in (1, 2, 3)]
+    assert found["version"] == __version__ and found["complete"] and found["mean"]["pairs"] == 3
+    assert (tmp_path / "out/sub-01_T1w_to_sub-00_T1w/field.nii.gz").stat().st_mtime_ns == done
+    assert call(*words, "--again") == 0
+    assert (tmp_path / "out/sub-01_T1w_to_sub-00_T1w/field.nii.gz").stat().st_mtime_ns > done
+
+
+def test_tables_folders_patterns_and_names(data):
+    (data / "pairs.csv").write_text("fixed;moving;name;age\nsub-00_T1w.nii.gz;sub-01_T1w.nii.gz;first;7\n"
+                                    "sub-00_T1w.nii.gz;sub-02_T1w.nii.gz;;8\n")
+    pairs = read_pairs_to_register(data / "pairs.csv")
+    assert [pair["name"] for pair in pairs] == ["first", "sub-02_T1w_to_sub-00_T1w"]
+    assert pairs[0]["fixed_label"] == data / "sub-00_dseg.nii.gz"
+    found = pairs_onto(data / "sub-01_T1w.nii.gz", [f"{data}/*-0[12]_T1w.nii.gz"])
+    assert [pair["name"] for pair in found] == ["sub-02_T1w_to_sub-01_T1w"]
+    found = pairs_onto(data / "sub-01_T1w.nii.gz", [data / "sub-02_T1w.nii.gz", data / "sub-03_T1w.nii.gz"],
+                       labels=[data / "sub-03_dseg.nii.gz", data / "sub-02_dseg.nii.gz"])
+    assert [pair["moving_label"].name for pair in found] == ["sub-03_dseg.nii.gz", "sub-02_dseg.nii.gz"]
+    for subject in ("a", "b"):
+        (data / subject).mkdir()
+        shutil.copy(data / "sub-02_T1w.nii.gz", data / subject / "T1.nii.gz")
+    found = pairs_onto(data / "sub-01_T1w.nii.gz", [data / "a/T1.nii.gz", data / "b/T1.nii.gz"])
+    assert [pair["name"] for pair in found] == ["T1_to_sub-01_T1w", "b_T1_to_sub-01_T1w"]
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--pairs", "data"], "data: a folder does not say which volumes belong together; add --fixed F"),
+    (["--pairs", "none.csv"], "none.csv: no such list of pairs"),
+    (["--pairs", "data", "--fixed", "data/sub-00_T1w.nii.gz", "--moving", "data"], "give either --pairs, or --fixed"),
+    (["--fixed", "data/sub-00_dseg.nii.gz", "--moving", "data/sub-01_T1w.nii.gz"],
+     "sub-00_dseg.nii.gz: a segmentation by its name; give its image as the fixed volume"),
+    (["--fixed", "data/sub-00_T1w.nii.gz", "--moving", "data", "--moving-label", "data/sub-01_dseg.nii.gz"],
+     "--moving-label names 1 files for 3 moving volumes"),
+    (["--fixed", "data/sub-00_T1w.nii.gz", "--moving", "data", "--moving-mask", "data/sub-01_dseg.nii.gz"],
+     "--moving-mask, --moving-points and channels are for one pair"),
+    (["--fixed", "data/sub-00_T1w.nii.gz", "--moving", "data", "--learn2reg", "--workers", "0"], "--workers 0")])
+def test_lists_that_are_none_are_one_sentence(data, tmp_path, capsys, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert call(*words, "--out", "out") == 43
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and said in errors[0], errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_fields_of_two_pairs_with_one_learn2reg_name_are_refused(data, tmp_path, capsys):
+    for subject in ("a", "b"):
+        (tmp_path / subject).mkdir()
+        shutil.copy(data / "sub-02_T1w.nii.gz", tmp_path / subject / f"{subject}_0007.nii.gz")
+    shutil.copy(data / "sub-00_T1w.nii.gz", tmp_path / "f_0001.nii.gz")
+    assert call("--fixed", tmp_path / "f_0001.nii.gz", "--moving", tmp_path / "a/a_0007.nii.gz", tmp_path
+                / "b/b_0007.nii.gz", "--learn2reg", "--out", tmp_path / "out") == 43
+    assert "would both be disp_0001_0007.nii.gz" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_label_on_another_grid_is_told_in_numbers_and_resampled_on_request(data, tmp_path, capsys):
+    label = nibabel.load(data / "sub-01_dseg.nii.gz")
+    coarse = np.diag([0.98, 1, 1, 1])
+    coarse[0, 3] = 3
+    write_volume(tmp_path / "coarse.nii.gz", np.asarray(label.dataobj), coarse)
+    words = ("--fixed", data / "sub-00_T1w.nii.gz", "--moving", data / "sub-01_T1w.nii.gz", "--moving-label",
+             tmp_path / "coarse.nii.gz", "--out", tmp_path / "out")
+    assert call(*words) == 43
+    said = capsys.readouterr().err
+    assert "(spacings 0.98 x 1 x 1 and 1 x 1 x 1 mm, origins (3, 0, 0) and (0, 0, 0), 3 mm apart)" in said
+    assert "--resample-labels brings it there" in said
+    assert call(*words, "--resample-labels") == 0
+    assert nibabel.load(tmp_path / "out/warped_label.nii.gz").get_fdata().any()
+
+
+def test_a_result_saves_what_the_command_writes(data, tmp_path):
+    paths = [data / f"sub-0{number}_T1w.nii.gz" for number in (0, 1)]
+    config = {"refine.levels": 1}
+    assert config and call("--fixed", paths[0], "--moving", paths[1], "--out", tmp_path / "out", "--inverse") == 0
+    from Inference.load_model import default_config
+
+    cfg = {**default_config(3), **config}
+    found = omnimorph.register(*paths, affine=False, refine=1, inverse=True, config=cfg)
+    found.save(tmp_path / "saved")
+    names = {path.name for path in (tmp_path / "out").iterdir() if path.name != ".lock"}
+    saved = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert saved == names | {"picture.png"} and {"field.nii.gz", "warped.nii.gz", "report.html"} <= saved
+    for name in ("field.nii.gz", "inverse_field.nii.gz", "warped.nii.gz", "jacobian.nii.gz"):
+        assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
+    ours, theirs = (results(tmp_path / name)["pairs"][0] for name in ("saved", "out"))
+    assert ours["similarity"] == theirs["similarity"] and ours["verdict"] == theirs["verdict"]
+    volumes = [(nibabel.load(path).get_fdata(), np.eye(4)) for path in paths]
+    omnimorph.register(*volumes, affine=False, refine=1, config=cfg).save(tmp_path / "arrays")
+    row = next(iter(read_results(tmp_path / "arrays")["pairs"].values()))
+    assert row["fixed"] == str(tmp_path / "arrays/fixed.nii.gz") and row["name"] == "moving to fixed"
+    with pytest.raises(InputError, match="no folder can be made there"):
+        found.save(paths[0])
