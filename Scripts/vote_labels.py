@@ -64,16 +64,17 @@ def fixed_volume(path):
 
 
 def require_one_volume(paths):
-    """Raise InputError where label maps were brought to different volumes: equal grids do not make them one subject."""
+    """Raise InputError where label maps were brought to different volumes: equal grids do not make them one subject.
+
+    Returns: whether the results of OM_register.py beside all of them tell which volume that is.
+    """
     targets = {path: fixed_volume(path) for path in paths}
     known = {target: path for path, target in targets.items() if target}
     if len(known) > 1:
         (one, first), (other, second) = sorted(known.items())[:2]
         raise InputError(f"{second}: brought to {other}, while {first} was brought to {one}; let maps of one volume "
                          "vote, such as Results/atlases/*_to_NAME/warped_label.nii.gz.")
-    if None in targets.values():
-        print("warning: not all label maps lie where OM_register.py wrote them, so nothing tells whether they are of "
-              "one volume", file=sys.stderr)
+    return None not in targets.values()
 
 
 def scores(named, truth):
@@ -91,7 +92,7 @@ def main(argv=None):
     try:
         if len(args.labels) < 2:
             raise InputError(f"--labels: {args.labels[0]} alone has nobody to vote with; name two label maps or more.")
-        require_one_volume(args.labels)
+        known = require_one_volume(args.labels)
         for path in filter(None, (args.out, args.agreement)):
             require_volume_name(path)
         maps, affine = read_on_one_grid([*args.labels, *([args.truth] if args.truth else [])], args.dims)
@@ -104,6 +105,9 @@ def main(argv=None):
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
+    if not known:
+        print("warning: not all label maps lie where OM_register.py wrote them, so nothing tells whether they are of "
+              "one volume", file=sys.stderr)
     if truth is not None:
         titles, rows = scores([("the vote", winner), *zip(args.labels, maps)], truth)
         print(text_table(titles, rows, [None, *[".3f"] * (len(titles) - 1)]))
