@@ -195,8 +195,10 @@ def _layout(shape, heading, axcodes=None):
             bottom -= size + GAP * (row > 0)
             axes[row, column] = figure.add_axes([left / width, bottom / height, CELL / width, size / height])
             if column == 0:
-                across = SLICES.get(names[row], f"{names[row]} =") if len(shape) == 3 else ""
-                at = f"{across} {shape[row] // 2}\n" * (len(shape) == 3)
+                at = ""
+                if len(shape) == 3:
+                    at = f"{SLICES[names[row]]}\n" if names[row] in SLICES else f"{names[row]} = "
+                    at += f"{shape[row] // 2}\n"
                 text = at + "{} \u2192\n{} \u2191".format(*(names[axis] for axis in planes[row]))
                 figure.text(0.12 / width, (bottom + size / 2) / height, text, va="center", fontsize=8.5, color="#333")
     return figure, axes

@@ -9,7 +9,7 @@ import statistics
 
 VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
 # (doubtful, failed): beyond the first number a pair is doubtful, beyond the second it has failed.
-ALIKE = {"correlation": (0.35, 0.25)}  # least similarity, by registration.similarity
+ALIKE = (0.35, 0.25)  # least similarity; of two modalities it says nothing, see `_alike`
 COVERED_PERCENT = (80.0, 60.0)  # least part of the fixed body that the moving one covers
 SCALES = (1.5, 3.0)  # most by which an axis is stretched or shrunk
 SHEAR_DEGREES = (25.0, 45.0)
@@ -75,9 +75,10 @@ def _affine(scores):
 
 def _alike(scores):
     before, after = scores.get("similarity_before"), scores.get("similarity")
-    if after is None:
+    # Volumes of two modalities, compared by another measure, need no linear relation of their intensities to be right.
+    if after is None or scores.get("compared_by", "correlation") != "correlation":
         return None
-    level = _level(after, ALIKE.get(scores.get("compared_by"), ALIKE["correlation"]), larger_is_worse=False)
+    level = _level(after, ALIKE, larger_is_worse=False)
     if level != "ok":
         return level, (f"the volumes are hardly alike after the registration (similarity {after:.2f}): check that both "
                        "show the same organ.")

@@ -199,3 +199,13 @@ def test_contact_sheet_shows_the_middle_slices_of_every_volume_with_the_outlines
             colors = {to_hex(color) for part in ax.collections for color in part.get_edgecolor()}
             assert colors == (set() if i % 2 else {FIXED_LINE})
     assert pixels(figure_png(figure)).std() > 20
+
+
+def test_slices_have_the_names_that_physicians_use():
+    moving, fixed, warped = np.random.default_rng(0).random((3, 8, 9, 7))
+    field = np.zeros((3, 8, 9, 7), np.float32)
+    named = registration_figure(moving, fixed, warped, field, axcodes="LSA")
+    words = [text.get_text() for text in named.texts]
+    assert "sagittal\n4\nS \u2192\nA \u2191" in words and any(text.startswith("axial\n4") for text in words)
+    plain = [text.get_text() for text in registration_figure(moving, fixed, warped, field).texts]
+    assert "D = 4\nH \u2192\nW \u2191" in plain

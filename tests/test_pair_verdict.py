@@ -31,8 +31,8 @@ def test_a_good_pair_is_ok_without_a_reason():
 
 
 @pytest.mark.parametrize("changes, verdict, words", [
-    ({"similarity": ALIKE["correlation"][0] - 0.01}, "doubtful", "hardly alike"),
-    ({"similarity": ALIKE["correlation"][1] - 0.01}, "failed", "hardly alike"),
+    ({"similarity": ALIKE[0] - 0.01}, "doubtful", "hardly alike"),
+    ({"similarity": ALIKE[1] - 0.01}, "failed", "hardly alike"),
     ({"similarity_before": 0.9}, "doubtful", "less alike than before"),
     ({"covered_percent": COVERED_PERCENT[0] - 1}, "doubtful", "covers 79 %"),
     ({"covered_percent": COVERED_PERCENT[1] - 1}, "failed", "covers 59 %"),
@@ -53,6 +53,11 @@ def test_a_good_pair_is_ok_without_a_reason():
 def test_each_finding_has_its_verdict_and_its_sentence(changes, verdict, words):
     found, reason = judge({**GOOD, **changes})
     assert found == verdict and words in reason and reason.endswith(".") and "\n" not in reason
+
+
+def test_two_modalities_are_not_judged_by_the_correlation_of_their_intensities():
+    unlike = {**GOOD, "similarity": 0.05}
+    assert judge(unlike)[0] == "failed" and judge({**unlike, "compared_by": "mind"}) == ("ok", "")
 
 
 def test_the_worst_finding_is_told():
