@@ -137,9 +137,9 @@ TWO_MODALITIES = {  # in place of those above where the volumes are of two modal
 }
 PEERS = tuple(SETTINGS)
 CHOSEN = {  # {set: {peer: setting}}, by --tune; docs/benchmarks.md has the scores
-    "hippocampus": {"greedy": "rigid", "ants": "long"},
+    "hippocampus": {"greedy": "rigid", "ants": "long", "dipy": "long", "convexadam": "default"},
     "brains": {"greedy": "fine"},
-    "prostate": {"greedy": "centres", "ants": "mattes_header"},
+    "prostate": {"greedy": "centres", "ants": "mattes_header", "convexadam": "weaker"},
 }
 CHOSEN |= {name: CHOSEN["brains"] for name in ("mouse", "liver", "fetal", "cardiac")}
 WEIGHTS = ("0.1", "0.2", "0.5", "1", "2")
