@@ -9,8 +9,8 @@ import statistics
 
 VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
 # (doubtful, failed): beyond the first number a pair is doubtful, beyond the second it has failed.
-ALIKE = (0.35, 0.25)  # least similarity; of two modalities it says nothing, see `_alike`
-COVERED_PERCENT = (80.0, 60.0)  # least part of the fixed body that the moving one covers
+ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed one; nothing of two modalities
+COVERED_PERCENT = (75.0, 20.0)  # least part of the fixed body that the moving one covers: a part may be all there is
 SCALES = (1.5, 3.0)  # most by which an axis is stretched or shrunk
 SHEAR_DEGREES = (25.0, 45.0)
 TURN_DEGREES = 75.0  # against the headers; beyond, a volume may lie mirrored and still look alike
@@ -78,7 +78,8 @@ def _alike(scores):
     # Volumes of two modalities, compared by another measure, need no linear relation of their intensities to be right.
     if after is None or scores.get("compared_by", "correlation") != "correlation":
         return None
-    level = _level(after, ALIKE, larger_is_worse=False)
+    covered = max(scores.get("covered_percent", 100.0), COVERED_PERCENT[1]) / 100  # what is not is judged by itself
+    level = _level(after / covered, ALIKE, larger_is_worse=False)
     if level != "ok":
         return level, (f"the volumes are hardly alike after the registration (similarity {after:.2f}): check that both "
                        "show the same organ.")
