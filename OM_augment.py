@@ -29,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from Dataloader.datalist import read_datalist, volume_id
-from Dataloader.nifti import SUFFIXES, read_header, read_raw_header, read_volume, write_field
+from Dataloader.nifti import SUFFIXES, read_header, read_raw_header, read_volume, require_image, write_field
 from Dataloader.prepare import on_grid, read_beside
 from Inference.augment_report import describe, write_report
 from Inference.augmentation import (
@@ -265,6 +265,7 @@ def read_item(item, dims):
     by kind, and a list of its further channels.
     """
     image, affine = read_volume(item["image"], dims)
+    require_image(item["image"], image)
     label_maps = {}
     for kind in ("label", "mask"):
         if item[kind]:

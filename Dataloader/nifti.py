@@ -35,6 +35,8 @@ MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes of metre and micrometre; ITK
 MOST_BYTES = 16 * 2 ** 30  # of a compressed file's voxels, so that a damaged header cannot ask for all memory
 CHUNK = 8 * 2 ** 20  # bytes decompressed at a time
 MOST_AFTER = 64 * 2 ** 20  # bytes after the last voxel: they are read up to the checksum, but not kept
+MOST_LABELS = 500  # different whole numbers of a label map
+EQUAL_NEIGHBOURS = 0.7  # of the voxels of a label map that show something, those like the next one
 ROUNDED = 1e-3  # of a label: what a scale factor such as 1.000015 may add
 VECTOR = 1007  # NIfTI's intent of a vector per voxel, which ITK and ANTs write for displacement fields
 FSL_INTENTS = range(2006, 2020)  # displacements and coefficients of FNIRT and TOPUP
@@ -108,6 +110,27 @@ def checked_image(path, array):
     if array.min() == array.max():
         raise InputError(f"{path}: every voxel is {array.flat[0]:g}, an empty volume; remove it from the data set.")
     return array
+
+
+def is_segmentation(volume):
+    """Whether a volume looks like a label map: few whole numbers, and nearly all neighbours are equal.
+
+    volume: (D, H, W) or (H, W). In an image of few grey levels neighbours differ wherever it shows something.
+    """
+    some = volume[tuple(slice(None, None, 4) for _ in volume.shape)]  # enough to tell most images, in little time
+    for part in (some, volume):
+        if not (part == np.rint(part)).all() or len(values := np.unique(part)) > MOST_LABELS:
+            return False
+    here, there = volume[:-1], volume[1:]
+    shows = (here != values[0]) & (there != values[0])
+    return bool(shows.any() and (here == there)[shows].mean() > EQUAL_NEIGHBOURS)
+
+
+def require_image(path, volume):
+    """Raise InputError where a volume looks like a segmentation. path: of its file. volume: (D, H, W) or (H, W)."""
+    if is_segmentation(volume):
+        raise InputError(f"{path}: few whole numbers in large patches, a segmentation and no image; list it as the "
+                         "label of its image, or choose the images by a pattern such as \"Data/**/*_T1w.nii.gz\".")
 
 
 def read_label(path, dims=3):

@@ -13,7 +13,7 @@ from Dataloader.grids import (
     to_canonical,
     to_grid,
 )
-from Dataloader.nifti import read_channels, read_label, read_raw_header, read_volume
+from Dataloader.nifti import read_channels, read_label, read_raw_header, read_volume, require_image
 from Runtime.errors import InputError
 
 KINDS = ("image", "label", "mask")
@@ -59,11 +59,14 @@ def read_image(item, dims, count):
     """The channels of a volume: list of `count` arrays (D, H, W) or (H, W) float32; affine 4x4.
 
     item: from `read_datalist`, with the files of further channels, or with one file that holds all of them.
-    Raises InputError as `read_channels` does, and for a channel on another grid than the first.
+    Raises InputError as `read_channels` does, for a segmentation, and for a channel on another grid than the first.
     """
     if not item.get("channels"):
-        return read_channels(item["image"], dims, count)
+        arrays, affine = read_channels(item["image"], dims, count)
+        require_image(item["image"], arrays[0])
+        return arrays, affine
     array, affine = read_volume(item["image"], dims)
+    require_image(item["image"], array)
     arrays = [array]
     for path in item["channels"]:
         channel, own_affine = read_volume(path, dims)

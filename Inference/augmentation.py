@@ -24,7 +24,7 @@ STRIDE = 4  # times per step of the recovery: what one prediction undoes, see De
 
 def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw=0, target=None, target_affine=None,
             condition=None, slices=0, stride=STRIDE, subject="", mask=None, cfg=None, device="cpu", labels="smooth",
-            channels=(), target_channels=()):
+            channels=(), target_channels=()) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     """A deformed copy of a volume.
 
     image: (D, H, W) or (H, W), any real numbers. label: the same shape, or None.

@@ -11,7 +11,8 @@ AT_VOXEL = 0.1  # voxels along each axis by which a point that lies at a voxel m
 REACH = 5  # voxels around a label in which its smoothed share may be above zero, and one more
 
 
-def apply_field(image, affine, field, fixed_affine, order=1):
+def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_affine: np.ndarray,
+                order: int = 1) -> np.ndarray:
     """A moving image or label map as a field shows it, on the fixed grid, with one interpolation.
 
     image: (D, H, W) or (H, W) on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed grid.
@@ -26,7 +27,8 @@ def apply_field(image, affine, field, fixed_affine, order=1):
     return warped if order else warped.astype(image.dtype)
 
 
-def apply_label(label, affine, field, fixed_affine, labels="smooth"):
+def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_affine: np.ndarray,
+                labels: str = "smooth") -> np.ndarray:
     """A moving label map as a field shows it, on the fixed grid.
 
     label: (D, H, W) or (H, W) integers on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed

@@ -104,7 +104,7 @@ def _manifest(run):
     return manifest if isinstance(manifest, dict) else {}
 
 
-def load_model(path, device="cpu", overrides=()):
+def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]:
     """A network in evaluation mode with the weights of `path`, and the config it was trained with.
 
     path: checkpoint (.pth), .safetensors file, run folder or "universal", see `find_checkpoint`. device: where the

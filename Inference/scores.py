@@ -3,7 +3,7 @@ import numpy as np
 import torch
 from scipy import ndimage
 
-from Dataloader.nifti import move_points
+from Dataloader.nifti import is_segmentation, move_points
 from Diffusion.fields import across, warp
 from Diffusion.metrics import average, dice, folding_percent, folding_scores, hd95, sdlogj
 from Inference.labels import apply_field
@@ -17,8 +17,6 @@ COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_m
            "inverse_consistency_mm": ".3f", "seconds": ".2f"}
 WINDOW = 9  # voxels of the fixed grid, side of the cubes of `local_similarity`
 CONTRAST = 0.03  # standard deviation in a cube, of the range of the volume, above which a volume shows something there
-MOST_LABELS = 500  # different whole numbers of a label map
-EQUAL_NEIGHBOURS = 0.7  # of the voxels of a label map that show something, those like the next one
 
 
 def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by):
@@ -240,18 +238,3 @@ def affine_scores(matrix, dims):
     return {"scale_least": float(scales.min()), "scale_most": float(scales.max()),
             "turn_degrees": float(np.degrees(np.arccos(np.clip(cosine, -1, 1)))), "shear_degrees": float(oblique),
             "mirrors": mirrors}
-
-
-def is_segmentation(volume):
-    """Whether a volume looks like a label map: few whole numbers, and nearly all neighbours are equal.
-
-    volume: (D, H, W) or (H, W). In an image of few grey levels neighbours differ wherever it shows something.
-    """
-    if not (volume[::4] == np.rint(volume[::4])).all() or not (volume == np.rint(volume)).all():
-        return False
-    values = np.unique(volume)
-    if len(values) > MOST_LABELS:
-        return False
-    here, there = volume[:-1], volume[1:]
-    shows = (here != values[0]) & (there != values[0])
-    return bool(shows.any() and (here == there)[shows].mean() > EQUAL_NEIGHBOURS)

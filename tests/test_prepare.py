@@ -13,6 +13,7 @@ from Dataloader.datalist import read_datalist
 from Dataloader.grids import SAME_GRID, from_grid, same_grid
 from Dataloader.nifti import read_label, read_volume, write_volume
 from Dataloader.prepare import describe, on_grid, original_header, to_original
+from Dataloader.synthetic import make_subject
 from Runtime.errors import InputError
 from tests.test_nifti import OBLIQUE, make_affine, to_itk
 from tests.tiny import ROOT
@@ -136,7 +137,7 @@ def test_the_grid_is_where_itk_says_it_is(tmp_path, shape, affine, size, spacing
     inner = np.isfinite(sitk.GetArrayFromImage(theirs).T)
     apart = np.abs(sitk.GetArrayFromImage(theirs).T - (LOW + (HIGH - LOW) * found["image"].astype(np.float64)))
     # ITK takes the outer half voxel from the edge, this grid fades to 0 there.
-    ones = on_grid(save(tmp_path, inside(shape), affine), keys(size, spacing_mm, window=[0, 1]))["image"]
+    ones = on_grid(save(tmp_path, 0.9995 * inside(shape), affine), keys(size, spacing_mm, window=[0, 1]))["image"]
     assert (inner & (ones > 0.999)).mean() > 0.1 and apart[inner & (ones > 0.999)].max() < 0.05
     back = to_original(found["image"], record, intensities=True)
     ours = to_itk(found["image"], found["grid_affine"])
@@ -208,7 +209,7 @@ def test_labels_take_one_byte_where_they_fit(tmp_path, values, dtype):
 def test_the_grid_is_centred_on_the_foreground_or_on_the_mask(tmp_path, masked, spacing_mm):
     affine = make_affine((2, 0, 1), (-1, 1, -1))
     image, mask = np.zeros((2, 40, 44, 48), np.float32)
-    image[4:14, 6:16, 20:30] = 800
+    image[4:14, 6:16, 20:30] = 800.5
     image[30, 30, 30] = 90  # below the threshold: is seen where the grid reaches, but not centred on
     mask[20:32, 24:36, 28:40] = 1
     cfg = keys((16, 16, 16), spacing_mm, crop_above=0.2, window=[0.0, 1000.0])
@@ -323,3 +324,11 @@ def test_real_volumes_come_back_as_they_were(tmp_path, name, finer):
         assert (error <= spread + 0.51 * step)[inner].all()
         assert error.mean() < (10 if finer else 0.5) * step
         assert np.array_equal(to_original(found["label"], record, 0), label)
+
+
+def test_a_segmentation_is_no_image(tmp_path):
+    """Listed as an image by mistake: half of a cache once consisted of label maps."""
+    label = make_subject(3, (20, 22, 18))["label"]
+    item = save(tmp_path, label.astype(np.int16), np.eye(4))
+    with pytest.raises(InputError, match="few whole numbers in large patches, a segmentation and no image"):
+        on_grid(item, keys((16, 16, 16)))

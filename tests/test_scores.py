@@ -3,10 +3,11 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
+from Dataloader.nifti import is_segmentation
 from Dataloader.synthetic import make_subject
 from Inference.labels import apply_field
 from Inference.registration import register
-from Inference.scores import affine_scores, image_scores, inverse_scores, is_segmentation, label_scores, said_of_labels
+from Inference.scores import affine_scores, image_scores, inverse_scores, label_scores, said_of_labels
 from tests import tiny
 from tests.test_nifti import make_affine, rotation
 
