@@ -462,11 +462,24 @@ def would_not_exit(folder, ranks, reference):
     return result(folder, reference, since, end["time"], named), end["sentence"]
 
 
-def launcher_asked_to_leave(folder, ranks, reference):
+def shell_of_the_round_killed(folder, ranks, reference):
+    """The shell between launcher and ranks: these end before the next round begins in the same folder."""
+    process = launch(folder, ranks)
+    until(lambda: steps_done(folder) >= 9)
+    since, pid = time.time(), rank_pid(folder, 0)
+    os.kill(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{pid}").exists() or rank_pid(folder, 0, 1))
+    code, alone = wait(process), not Path(f"/proc/{pid}").exists() and not log_of(folder, "in use by")
+    causes = [end["cause"] for end in ends(folder).values()]
+    named = code == DONE and alone and causes == ["vanished", "done"]
+    return result(folder, reference, since, ends(folder)[0]["time"], named), ends(folder)[0]["sentence"]
+
+
+def launcher_asked_to_leave(folder, ranks, reference, number):
     process = launch(folder, ranks)
     until(lambda: steps_done(folder) >= 9)
     since = time.time()
-    process.terminate()
+    process.send_signal(number)
     code, found = wait(process), time.time()
     end = ends(folder)[0]
     named = code == 42 and end["cause"] == "planned restart" and not (run_of(folder) / "lock.json").exists()
@@ -564,7 +577,9 @@ def matrix():
             ("leak of 50 MB a step", leak, (), "window"),
             ("a loader worker killed", loader_worker_killed, (), "now"),
             ("TERM to one rank", killed_from_outside, (signal.SIGTERM, [1]), "now"),
-            ("TERM to the launcher", launcher_asked_to_leave, (), "now"),
+            ("TERM to the launcher", launcher_asked_to_leave, (signal.SIGTERM,), "now"),
+            ("a closed terminal", launcher_asked_to_leave, (signal.SIGHUP,), "now"),
+            ("SIGKILL of the shell of a round", shell_of_the_round_killed, (), "now"),
             ("stop signal between rounds", stopped_between_rounds, (), "now"),
             ("relative path of the script", relative_path, (), "now"),
             ("SIGKILL of the launcher", launcher_killed, (), "now"),
