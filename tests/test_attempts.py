@@ -291,7 +291,7 @@ def begin_words(folder, *more, **changes):
 
 
 def test_rounds_through_the_command_line(tmp_path):
-    folder = tmp_path / "a folder's $HOME; echo"
+    folder = tmp_path / "a folder's $(echo); `id`"
     first = call(*begin_words(folder, "--max-steps-before-restart", "3"))
     assert first.returncode == 0, first.stderr
     found = taken(first.stdout)
