@@ -4,6 +4,7 @@ Learn2Reg JSON, a plain list, a CSV table, a folder whose volumes go onto one, o
 paths are relative to the list. The pair list of a training names volumes of its data set instead of files:
 Dataloader/datalist.py reads that one.
 """
+import glob
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from Dataloader.datalist import (
     read_json,
     volume_id,
 )
+from Dataloader.nifti import SUFFIXES, ends_in
 from Runtime.errors import InputError
 
 CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_CHANNELS + 1))
@@ -84,14 +86,14 @@ def table_entries(path):
 def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     """Pairs of several moving volumes with one fixed volume, as `read_pairs_to_register` returns them.
 
-    fixed: path. moving: files, folders (Dataloader/datalist.py: flat, BIDS, nnU-Net or listed) or patterns of files.
+    fixed: path. moving: volumes, or folders, lists and patterns of them (Dataloader/datalist.py).
     labels: of the moving volumes, as many files in the same order; without them those that folders and names tell.
     fixed_label: path or None, for which the same holds.
     Raises InputError where that makes no pair, and for labels that are not as many.
     """
     fixed, items = Path(fixed), []
     for source in moving:
-        if Path(source).is_file() or Path(source).is_symlink():
+        if ends_in(source, SUFFIXES) and not Path(source).is_dir() and not glob.has_magic(str(source)):
             items.append({"image": Path(source), "label": label_beside(source)})
         else:
             items += list_volumes(source)

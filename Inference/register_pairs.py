@@ -225,8 +225,11 @@ def register_task(pair, folder, earlier):
     name = f"{pair['fixed']} and {pair['moving']}"
     try:
         return attempt(name, register_pair, pair, folder, earlier)
-    except OSError:
-        raise  # results cannot be written
+    except OSError as error:
+        out = Path(WORKER["args"].out).resolve()
+        if not error.filename or out in Path(error.filename).resolve().parents:
+            raise  # results cannot be written, of no pair
+        return f"{error.filename}: {error.strerror}; check the file."
     except Exception as error:
         if not is_list(WORKER["args"]):
             raise
