@@ -96,10 +96,19 @@ def is_pointwise(layer):
     return set(layer.kernel_size + layer.stride) == {1}
 
 
+def is_plain_cube(layer):
+    """Whether a convolution has kernels of 3 voxels a side, and a result at every voxel."""
+    return set(layer.kernel_size) == {3} and set(layer.stride + layer.padding + layer.dilation) == {1}
+
+
 def convolve_on_device(layer, convolve, x, weight, bias):
     """What `layer` returns for x by its `convolve`, for what an accelerator computes in bfloat16."""
     if is_pointwise(layer):
         return product_over_channels(x, weight, bias).movedim(-1, 1)                    # (B, K, *spatial)
+    kernels = kernels_for(x)
+    if kernels and is_plain_cube(layer) and kernels.few_channels(x, weight):
+        x = x.to(torch.bfloat16).movedim(1, -1).contiguous()                            # (B, *spatial, C)
+        return kernels.ConvolveFew.apply(x, weight, bias).movedim(-1, 1)                # (B, K, *spatial)
     return convolve_in_eights(convolve, x, weight, bias)
 
 

@@ -159,7 +159,11 @@ def interpolate_by_products(x, size, align_corners):
     x: (B, C, *spatial), of either memory format, which the result has too. size: N voxels.
     """
     b, c = x.shape[:2]
-    channels_last = x.movedim(1, -1).is_contiguous()
+    channels_last, kernels = x.movedim(1, -1).is_contiguous(), kernels_for(x)
+    if kernels and kernels.interpolates(x, size):
+        if channels_last:
+            return kernels.Interpolate.apply(x.movedim(1, -1), 1, tuple(size), align_corners).movedim(-1, 1)
+        return kernels.Interpolate.apply(x.contiguous(), 2, tuple(size), align_corners)
     x = x.movedim(1, -1) if channels_last else x.flatten(0, 1).unsqueeze(-1)    # (B, *spatial, C) or (B C, *spatial, 1)
     for axis, new in enumerate(size, 1):
         matrix = constant(interpolation_matrix, x.shape[axis], new, align_corners, x.dtype, device=x.device)

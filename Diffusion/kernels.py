@@ -1,9 +1,8 @@
 """Triton kernels of what takes a device most time beside its convolutions and is slow there by torch's operations.
 
-Each has its plain way, which the tests hold it against: `NormModulateActivate` of Diffusion/device_ops.py and
-`NeighbourProducts` of Diffusion/om_net.py. Only `kernels_for` of Diffusion/device_ops.py imports this module: where
-there is no Triton or no C compiler, the plain way is taken. No kernel adds with atomics, so that all give the same bits
-each time.
+Each has its plain way, which stands where it is used and which the tests hold it against. Only `kernels_for` of
+Diffusion/device_ops.py imports this module: where there is no Triton or no C compiler, the plain way is taken. All but
+the gradient of the warp give the same bits each time: that one adds with atomics.
 
 Volumes are channels last in memory: rows of C values, one for each voxel. Sums are taken in float32.
 """
@@ -17,6 +16,8 @@ from triton.errors import TritonError
 
 ELEMENTS = 2048  # that a program of the norm holds at a time
 MOST_STEPS = 16  # of which it takes so many, one after the other
+VOXELS_OF_UNITS = 64  # of a program of the unit vectors, and of a convolution
+FEW_CHANNELS = 4
 VOXELS = 32      # of a program of the neighbours: 3.3 ms there and back at 2 x 128^3 on an H200, with 64 or 128 5.3 ms
 
 
@@ -323,6 +324,459 @@ def _constants(f):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Unit vectors of projected features
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows(x, place, inside, first, CHANNELS: tl.constexpr, SOME: tl.constexpr):
+    """SOME channels from the first on of the voxels at these places, (places, SOME) float32."""
+    channel = first + tl.arange(0, SOME)
+    return tl.load(x + place[:, None] * CHANNELS + channel[None, :], mask=inside[:, None] & (channel < CHANNELS)[None],
+                   other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _weights(weight, first, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SOME: tl.constexpr):
+    """SOME columns from the first on of weight (WIDTH, CHANNELS)."""
+    channel = first + tl.arange(0, SOME)
+    return tl.load(weight + tl.arange(0, WIDTH)[:, None] * CHANNELS + channel[None, :],
+                   mask=(channel < CHANNELS)[None], other=0.0)
+
+
+@triton.jit
+def _unit(x, weight, y, inverse, voxels, least, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SOME: tl.constexpr,
+          BLOCK: tl.constexpr):
+    """y = W x / max(|W x|, least), and the inverse of that length."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < voxels
+    total = tl.zeros((BLOCK, WIDTH), tl.float32)
+    for first in tl.static_range(0, CHANNELS, SOME):
+        columns = _weights(weight, first, WIDTH, CHANNELS, SOME)
+        total = tl.dot(_rows(x, place, inside, first, CHANNELS, SOME), tl.trans(columns), total, input_precision="ieee")
+    factor = 1.0 / tl.maximum(tl.sqrt(tl.sum(total * total, 1)), least)
+    tl.store(y + place[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], total * factor[:, None], mask=inside[:, None])
+    tl.store(inverse + place, factor, mask=inside)
+
+
+@triton.jit
+def _unit_gradient(x, weight, y, inverse, grad, grad_x, parts, voxels, least, STEPS: tl.constexpr, WIDTH: tl.constexpr,
+                   CHANNELS: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr):
+    """dL/dx, and this program's share of dL/dW for SOME channels: parts (programs, WIDTH, CHANNELS)."""
+    program, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SOME
+    columns = _weights(weight, first, WIDTH, CHANNELS, SOME)
+    by_weight = tl.zeros((WIDTH, SOME), tl.float32)
+    channel, component = first + tl.arange(0, SOME), tl.arange(0, WIDTH)
+    for step in range(STEPS):
+        place = (program * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < voxels
+        unit, by_unit = _rows(y, place, inside, 0, WIDTH, WIDTH), _rows(grad, place, inside, 0, WIDTH, WIDTH)
+        factor = tl.load(inverse + place, mask=inside, other=0.0)
+        along = tl.where(factor * least < 1.0, tl.sum(unit * by_unit, 1), 0.0)  # a length below the least is constant
+        by_product = (by_unit - unit * along[:, None]) * factor[:, None]
+        by_x = tl.dot(by_product, columns, input_precision="ieee")
+        tl.store(grad_x + place[:, None] * CHANNELS + channel[None, :], by_x.to(grad_x.dtype.element_ty),
+                 mask=inside[:, None] & (channel < CHANNELS)[None, :])
+        rows = _rows(x, place, inside, first, CHANNELS, SOME)
+        by_weight = tl.dot(tl.trans(by_product), rows, by_weight, input_precision="ieee")
+    tl.store(parts + (program * WIDTH + component[:, None]) * CHANNELS + channel[None, :], by_weight,
+             mask=(channel < CHANNELS)[None, :])
+
+
+class UnitFeatures(torch.autograd.Function):
+    """y = W x / max(|W x|, least) at each voxel, in float32: the plain way is `features` of CorrelationLayer.
+
+    With p = W x and r = 1 / max(|p|, least): dL/dp = r (g - y <y, g>), without the second term where |p| < least;
+    dL/dx = W^T dL/dp, dL/dW = sum over voxels of dL/dp x^T.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, least):
+        """x: (B, *size, C), of any precision. weight: (K, C) float32, K a power of two, at least 16. Returns:
+        (B, *size, K) float32.
+        """
+        x, weight = x.contiguous(), weight.contiguous()
+        constants = {"WIDTH": len(weight), "CHANNELS": x.shape[-1], "SOME": 16, "BLOCK": VOXELS_OF_UNITS}
+        y = torch.empty(*x.shape[:-1], len(weight), device=x.device)
+        inverse, voxels = torch.empty(x.shape[:-1], device=x.device), x.shape[:-1].numel()
+        _unit[(triton.cdiv(voxels, VOXELS_OF_UNITS),)](x, weight, y, inverse, voxels, least, **constants)
+        ctx.save_for_backward(x, weight, y, inverse)
+        ctx.least, ctx.constants = least, constants
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight, y, inverse = ctx.saved_tensors
+        voxels, channels = inverse.numel(), x.shape[-1]
+        steps = MOST_STEPS if voxels > 2 ** 16 else 1
+        programs = triton.cdiv(voxels, VOXELS_OF_UNITS * steps)
+        grad_x, parts = torch.empty_like(x), torch.empty(programs, *weight.shape, device=x.device)
+        _unit_gradient[(programs, triton.cdiv(channels, 16))](x, weight, y, inverse, grad.contiguous(), grad_x, parts,
+                                                              voxels, ctx.least, STEPS=steps, num_warps=8,
+                                                              **ctx.constants)
+        return grad_x, parts.sum(0), None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear interpolation along one axis
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _place_of(fine, scale, offset, last):
+    """Where a point of the grid that is interpolated at lies on the grid of the values."""
+    return tl.minimum(tl.maximum(fine.to(tl.float32) * scale + offset, 0.0), last)
+
+
+@triton.jit
+def _along_axis(x, out, count, old, new, after, scale, offset, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
+                BLOCK: tl.constexpr):
+    """out (before, new, after) from x (before, old, after): out_j = sum_i M_ji x_i with the hat functions
+    M_ji = max(1 - |place_j - i|, 0); TRANSPOSED: with M_ij.
+    """
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, behind = number < count, number % after
+    j, before = number // after % new, number // after // new
+    if TRANSPOSED:  # all whose place is less than one away
+        first = tl.ceil((j.to(tl.float32) - 1.0 - offset) / scale).to(tl.int32)
+        first = tl.where(j == 0, 0, tl.maximum(first, 0))
+        last = (new - 1).to(tl.float32)
+    else:
+        last = (old - 1).to(tl.float32)
+        first = tl.floor(_place_of(j, scale, offset, last)).to(tl.int32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for tap in range(TAPS):
+        i = first + tap
+        if TRANSPOSED:
+            distance = tl.abs(_place_of(i, scale, offset, last) - j.to(tl.float32))
+        else:
+            distance = tl.abs(_place_of(j, scale, offset, last) - i.to(tl.float32))
+        value = tl.load(x + (before * old + i) * after + behind, mask=inside & (i < old), other=0.0).to(tl.float32)
+        total += tl.maximum(1.0 - distance, 0.0) * value
+    tl.store(out + number, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _interpolated(x, axis, new, scale, offset, transposed):
+    """x, contiguous, with another length along an axis. scale, offset: from places of the finer to the coarser grid."""
+    old, out = x.shape[axis], x.new_empty(*x.shape[:axis], new, *x.shape[axis + 1:])
+    taps = min(math.ceil(2 / scale) + 1, old) if transposed else 2  # all places less than one away, to both sides
+    _along_axis[(triton.cdiv(out.numel(), 1024),)](x, out, out.numel(), old, new, x.shape[axis + 1:].numel(), scale,
+                                                   offset, TAPS=taps, TRANSPOSED=transposed, BLOCK=1024)
+    return out
+
+
+def interpolates(x, size):
+    """Whether `Interpolate` can take x (B, C, *spatial): no axis of one value, and places that 32 bits can count."""
+    largest = x.shape[:2].numel() * math.prod(map(max, x.shape[2:], size))
+    return min(x.shape[2:]) > 1 and largest < 2 ** 31
+
+
+class Interpolate(torch.autograd.Function):
+    """`interpolate_by_products` of Diffusion/device_ops.py without the products: two values a place and axis.
+
+    Its gradient gathers, with the same weights, what each value went into.
+    """
+
+    @staticmethod
+    def forward(ctx, x, first_axis, size, align_corners):
+        """x: contiguous, of any shape. first_axis: of the N that are interpolated. size: their new lengths."""
+        ctx.first_axis, ctx.align_corners, ctx.old = first_axis, align_corners, x.shape[first_axis:][:len(size)]
+        for axis, new in enumerate(size, first_axis):
+            if new != x.shape[axis]:
+                x = _interpolated(x, axis, new, *places(x.shape[axis], new, align_corners), False)
+        return x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        for axis, old in reversed(list(enumerate(ctx.old, ctx.first_axis))):
+            if old != grad.shape[axis]:
+                grad = _interpolated(grad, axis, old, *places(old, grad.shape[axis], ctx.align_corners), True)
+        return grad, None, None, None
+
+
+def places(old, new, align_corners):
+    """scale and offset of j -> scale j + offset, where place j of `new` lies among `old`, as F.interpolate has it."""
+    if align_corners:
+        return (old - 1) / max(new - 1, 1), 0.0
+    return old / new, 0.5 * old / new - 0.5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Convolutions from or to a few channels
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _step(tap, height, width, REACH: tl.constexpr, SIGN: tl.constexpr):
+    """The way from a voxel to its neighbour of that number, along each axis; SIGN -1: to the other side."""
+    return SIGN * (tap // 9 - REACH), SIGN * (tap // 3 % 3 - 1), SIGN * (tap % 3 - 1)
+
+
+@triton.jit
+def _there(place, dz, dy, dx, voxels, depth, height, width):
+    """Whether the voxel so far from each place lies in the volume of its sample. voxels: of all samples."""
+    x, y, z = place % width + dx, place // width % height + dy, place // (width * height) % depth + dz
+    return (place < voxels) & (x >= 0) & (x < width) & (y >= 0) & (y < height) & (z >= 0) & (z < depth)
+
+
+@triton.jit
+def _gathered(x, place, voxels, depth, height, width, FEW: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr,
+              SIGN: tl.constexpr, COLUMNS: tl.constexpr):
+    """All neighbours of each voxel side by side: (places, COLUMNS), column tap x FEW + channel; the rest are zeros."""
+    column = tl.arange(0, COLUMNS)
+    dz, dy, dx = _step(column // FEW, height, width, REACH, SIGN)
+    exists = _there(place[:, None], dz[None, :], dy[None, :], dx[None, :], voxels, depth, height, width)
+    shift = ((dz * height + dy) * width + dx) * FEW + column % FEW
+    return tl.load(x + place[:, None] * FEW + shift[None, :], mask=exists & (column < TAPS * FEW)[None, :], other=0.0)
+
+
+@triton.jit
+def _from_few(x, weight, bias, out, voxels, depth, height, width, FEW: tl.constexpr, MANY: tl.constexpr,
+              PADDED: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, COLUMNS: tl.constexpr,
+              BLOCK: tl.constexpr):
+    """out (voxels, MANY) of x (voxels, FEW). weight: (COLUMNS, PADDED). bias: (PADDED,) float32."""
+    place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PADDED)
+    columns = _gathered(x, place, voxels, depth, height, width, FEW, TAPS, REACH, SIGN, COLUMNS)
+    factors = tl.load(weight + tl.arange(0, COLUMNS)[:, None] * PADDED + channel[None, :])
+    total = tl.dot(columns, factors, input_precision="ieee") + tl.load(bias + channel)[None, :]
+    tl.store(out + place[:, None] * MANY + channel[None, :], total.to(out.dtype.element_ty),
+             mask=(place < voxels)[:, None] & (channel < MANY)[None, :])
+
+
+@triton.jit
+def _to_few(x, weight, bias, out, voxels, depth, height, width, FEW: tl.constexpr, MANY: tl.constexpr,
+            TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr):
+    """out (voxels, FEW) of x (voxels, MANY), MANY a multiple of SOME. weight: (TAPS, MANY, 16). bias: (16,) float32."""
+    place, column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 16)
+    total = tl.zeros((BLOCK, 16), tl.float32) + tl.load(bias + column)[None, :]
+    for tap in range(TAPS):
+        dz, dy, dx = _step(tap, height, width, REACH, SIGN)
+        exists = _there(place, dz, dy, dx, voxels, depth, height, width)
+        shift = (dz * height + dy) * width + dx
+        for first in tl.static_range(0, MANY, SOME):
+            channel = first + tl.arange(0, SOME)
+            rows = tl.load(x + (place + shift)[:, None] * MANY + channel[None, :], mask=exists[:, None], other=0.0)
+            factors = tl.load(weight + (tap * MANY + channel)[:, None] * 16 + column[None, :])
+            total = tl.dot(rows, factors, total, input_precision="ieee")
+    tl.store(out + place[:, None] * FEW + column[None, :], total.to(out.dtype.element_ty),
+             mask=(place < voxels)[:, None] & (column < FEW)[None, :])
+
+
+@triton.jit
+def _weight_of_few(x, dense, parts, voxels, depth, height, width, STEPS: tl.constexpr, FEW: tl.constexpr,
+                   MANY: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr,
+                   SIGN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's share of dense^T (the gathered x): parts (programs, PADDED, COLUMNS) float32."""
+    channel, total = tl.arange(0, PADDED), tl.zeros((PADDED, COLUMNS), tl.float32)
+    for step in range(STEPS):
+        place = (tl.program_id(0) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        columns = _gathered(x, place, voxels, depth, height, width, FEW, TAPS, REACH, SIGN, COLUMNS)
+        rows = tl.load(dense + place[:, None] * MANY + channel[None, :],
+                       mask=(place < voxels)[:, None] & (channel < MANY)[None, :], other=0.0)
+        total = tl.dot(tl.trans(rows), columns, total, input_precision="ieee")
+    at = (tl.program_id(0) * PADDED + channel[:, None]) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(parts + at, total)
+
+
+def few_channels(x, weight):
+    """Whether `ConvolveFew` can take a convolution of x (B, C, *spatial) with that weight, stride 1 and padding 1."""
+    narrow, wide = sorted(weight.shape[:2])
+    power_of_two = wide & (wide - 1) == 0 and 16 <= wide <= 128
+    countable = len(x) * x.shape[2:].numel() * wide < 2 ** 31
+    return narrow <= FEW_CHANNELS and (power_of_two or wide <= FEW_CHANNELS) and countable
+
+
+class ConvolveFew(torch.autograd.Function):
+    """A convolution with kernels of 3 voxels a side, of which input or output has a few channels, on all processors.
+
+    All neighbours of a voxel in the few channels make one row of a matrix product with the many: forwards, by x, and,
+    summed over the voxels, by the weight.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        """x: (B, *size, C) contiguous. weight: (K, C, 3, ...). bias: (K,) or None. Returns: (B, *size, K) as x."""
+        ctx.save_for_backward(x, weight)
+        ctx.bias = bias is not None
+        return _convolved(x, weight.transpose(0, 1), bias, 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()                                                            # (B, *size, K)
+        by_x = _convolved(grad, weight, None, -1) if ctx.needs_input_grad[0] else None      # (B, *size, C)
+        if weight.shape[1] <= weight.shape[0]:
+            by_weight = _weight_gradient(x, grad, weight.shape[2:], 1).movedim(-1, 1)       # (K, C, 3, 3, 3)
+        else:
+            by_weight = _weight_gradient(grad, x, weight.shape[2:], -1).movedim(-1, 0)      # (K, C, 3, 3, 3)
+        by_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32) if ctx.bias else None
+        return by_x, by_weight.to(weight.dtype), by_bias
+
+
+def _voxels_and_sides(x):
+    """Of x (B, *size, C): voxels of all samples, and depth, height and width of one."""
+    return x.shape[:-1].numel(), *_sides(x.shape[1:-1])
+
+
+def _taps(x, sign):
+    return {"TAPS": 3 ** (x.dim() - 2), "REACH": x.dim() - 4, "SIGN": sign}
+
+
+def _convolved(x, weight, bias, sign):
+    """x (B, *size, C) convolved with weight (C, K, 3, ...), mirrored where sign is -1: (B, *size, K) of x's dtype."""
+    channels, results = weight.shape[:2]
+    by_tap, (voxels, *sides) = weight.flatten(2).permute(2, 0, 1).to(x.dtype), _voxels_and_sides(x)     # (27, C, K)
+    out, padded = x.new_empty(*x.shape[:-1], results), max(triton.next_power_of_2(results), 16)
+    offset = x.new_zeros(padded, dtype=torch.float32)
+    if bias is not None:
+        offset[:results] = bias
+    grid, constants = (triton.cdiv(voxels, VOXELS_OF_UNITS),), {**_taps(x, sign), "BLOCK": VOXELS_OF_UNITS}
+    if channels <= FEW_CHANNELS:
+        columns = max(triton.next_power_of_2(len(by_tap) * channels), 16)
+        factors = F.pad(by_tap.flatten(0, 1), [0, padded - results, 0, columns - len(by_tap) * channels]).contiguous()
+        _from_few[grid](x, factors, offset, out, voxels, *sides, FEW=channels, MANY=results, PADDED=padded,
+                        COLUMNS=columns, num_warps=8, **constants)
+    else:
+        factors = F.pad(by_tap, [0, padded - results]).contiguous()
+        _to_few[grid](x, factors, offset, out, voxels, *sides, FEW=results, MANY=channels, SOME=min(channels, 64),
+                      num_warps=4 if channels < 64 else 8, **constants)
+    return out
+
+
+def _weight_gradient(x, dense, kernel, sign):
+    """sum over voxels of dense_m(v) x_c(v + sign tap): (M, *kernel, C) float32. x: (B, *size, C), dense: (B, *size, M).
+    """
+    (voxels, *sides), few, many = _voxels_and_sides(x), x.shape[-1], dense.shape[-1]
+    padded, columns = (max(triton.next_power_of_2(n), 16) for n in (many, kernel.numel() * few))
+    steps = MOST_STEPS if voxels > 2 ** 16 else 1
+    programs = triton.cdiv(voxels, VOXELS_OF_UNITS * steps)
+    parts = torch.empty(programs, padded, columns, device=x.device)
+    _weight_of_few[(programs,)](x, dense, parts, voxels, *sides, STEPS=steps, FEW=few, MANY=many, PADDED=padded,
+                                COLUMNS=columns, BLOCK=VOXELS_OF_UNITS, num_warps=8, **_taps(x, sign))
+    return parts.sum(0)[:many, :kernel.numel() * few].view(many, *kernel, few)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Warped features
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sampled_at(field, place, voxels, inside, axis, index, length):
+    """Along one axis: the voxel below the sampled point, the way on to the next, and 1 where the point is inside."""
+    point = index.to(tl.float32) + tl.load(field + axis * voxels + place, mask=inside, other=0.0)
+    free = tl.where((point > 0) & (point < length - 1), 1.0, 0.0)
+    point = tl.minimum(tl.maximum(point, 0.0), (length - 1).to(tl.float32))
+    below = tl.minimum(tl.floor(point).to(tl.int32), tl.maximum(length - 2, 0))
+    return below, point - below.to(tl.float32), free
+
+
+@triton.jit
+def _points(field, place, voxels, inside, depth, height, width, DIMS: tl.constexpr):
+    """`_sampled_at` of depth, height and width. In a plane the depth is that of its one voxel."""
+    x, y, z = place % width, place // width % height, place // (width * height)
+    x, wx, fx = _sampled_at(field, place, voxels, inside, DIMS - 1, x, width)
+    y, wy, fy = _sampled_at(field, place, voxels, inside, DIMS - 2, y, height)
+    if DIMS == 3:
+        z, wz, fz = _sampled_at(field, place, voxels, inside, 0, z, depth)
+    else:
+        wz, fz = tl.zeros_like(wx), tl.zeros_like(fx)
+    return z, wz, fz, y, wy, fy, x, wx, fx
+
+
+@triton.jit
+def _corner(number, z, wz, y, wy, x, wx, depth, height, width):
+    """Place of a corner of the cell around each point, its weights along the axes, and whether it exists."""
+    dz, dy, dx = number // 4, number // 2 % 2, number % 2
+    vz, vy, vx = tl.where(dz == 1, wz, 1 - wz), tl.where(dy == 1, wy, 1 - wy), tl.where(dx == 1, wx, 1 - wx)
+    exists = (z + dz < depth) & (y + dy < height) & (x + dx < width)
+    return ((z + dz) * height + y + dy) * width + x + dx, vz, vy, vx, exists
+
+
+@triton.jit
+def _warp(x, field, out, depth, height, width, DIMS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    """out(v) = x(v + field(v)), linear, and beyond the border as at it."""
+    voxels, sample = depth * height * width, tl.program_id(1).to(tl.int64)
+    place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
+    inside, x, field = place < voxels, x + sample * voxels * CHANNELS, field + sample * voxels * DIMS
+    z, wz, fz, y, wy, fy, px, wx, fx = _points(field, place, voxels, inside, depth, height, width, DIMS)
+    total = tl.zeros((BLOCK, CHANNELS), tl.float32)
+    for number in tl.static_range(2 ** DIMS):
+        at, vz, vy, vx, exists = _corner(number, z, wz, y, wy, px, wx, depth, height, width)
+        value = tl.load(x + at[:, None] * CHANNELS + channel[None, :], mask=(inside & exists)[:, None], other=0.0)
+        total += (vz * vy * vx)[:, None] * value.to(tl.float32)
+    at = out + sample * voxels * CHANNELS + place[:, None] * CHANNELS + channel[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _warp_gradient(x, field, grad, grad_x, grad_field, depth, height, width, DIMS: tl.constexpr,
+                   CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    """grad_x (float32, zeros before) += each voxel's share; grad_field, where the sampled point is inside."""
+    voxels, sample = depth * height * width, tl.program_id(1).to(tl.int64)
+    place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
+    inside, x, field = place < voxels, x + sample * voxels * CHANNELS, field + sample * voxels * DIMS
+    grad_x, grad_field = grad_x + sample * voxels * CHANNELS, grad_field + sample * voxels * DIMS
+    z, wz, fz, y, wy, fy, px, wx, fx = _points(field, place, voxels, inside, depth, height, width, DIMS)
+    own = tl.load(grad + sample * voxels * CHANNELS + place[:, None] * CHANNELS + channel[None, :],
+                  mask=inside[:, None], other=0.0).to(tl.float32)
+    by_z, by_y, by_x = (tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32))
+    for number in tl.static_range(2 ** DIMS):
+        at, vz, vy, vx, exists = _corner(number, z, wz, y, wy, px, wx, depth, height, width)
+        at, known = at[:, None] * CHANNELS + channel[None, :], (inside & exists)[:, None]
+        tl.atomic_add(grad_x + at, (vz * vy * vx)[:, None] * own, mask=known, sem="relaxed")
+        product = tl.sum(own * tl.load(x + at, mask=known, other=0.0).to(tl.float32), 1)
+        by_z += (2 * (number // 4) - 1) * vy * vx * product
+        by_y += (2 * (number // 2 % 2) - 1) * vz * vx * product
+        by_x += (2 * (number % 2) - 1) * vz * vy * product
+    if DIMS == 3:
+        tl.store(grad_field + place, fz * by_z, mask=inside)
+    tl.store(grad_field + (DIMS - 2) * voxels + place, fy * by_y, mask=inside)
+    tl.store(grad_field + (DIMS - 1) * voxels + place, fx * by_x, mask=inside)
+
+
+class Warp(torch.autograd.Function):
+    """`warp` of Diffusion/fields.py with padding "border", of features channels last and in their own precision.
+
+    The gradient by the features adds with atomics, as that of grid_sample does: in another order each time.
+    """
+
+    @staticmethod
+    def forward(ctx, x, field):
+        """x: (B, *size, C) contiguous, C a power of two. field: (B, N, *size) in voxels. Returns: as x."""
+        field, out = field.float().contiguous(), torch.empty_like(x)
+        _warp[_warp_grid(x)](x, field, out, *_sides(x.shape[1:-1]), **_warp_constants(x))
+        ctx.save_for_backward(x, field)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, field = ctx.saved_tensors
+        grad_x, grad_field = torch.zeros_like(x, dtype=torch.float32), torch.empty_like(field)
+        _warp_gradient[_warp_grid(x)](x, field, grad.contiguous(), grad_x, grad_field, *_sides(x.shape[1:-1]),
+                                      **_warp_constants(x))
+        return grad_x.to(x.dtype), grad_field
+
+
+def _warp_constants(x):
+    return {"DIMS": x.dim() - 2, "CHANNELS": x.shape[-1], "BLOCK": max(1024 // x.shape[-1], 1)}
+
+
+def _warp_grid(x):
+    return triton.cdiv(x.shape[1:-1].numel(), _warp_constants(x)["BLOCK"]), len(x)
+
+
+def warps(x):
+    """Whether `Warp` can take features x (B, C, *spatial)."""
+    return x.shape[1] & (x.shape[1] - 1) == 0 and x[0].numel() < 2 ** 31
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # A trial
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -344,7 +798,8 @@ def try_out(device_type):
     """
     try:
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
-            failed = [*_norm_fails(device_type), *_contrast_fails(device_type)]
+            failed = [*_norm_fails(device_type), *_contrast_fails(device_type), *_unit_fails(device_type),
+                      *_interpolation_fails(device_type), *_few_fails(device_type), *_warp_fails(device_type)]
     except TritonError as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
     if failed:
@@ -389,3 +844,66 @@ def _contrast_fails(device):
     for factor, by_factor in ((f, by_f), (g, by_g), (sharpness, by_sharpness)):
         found += _differ("gradient of the neighbours", (factor * by_factor).sum(), linear)
     return found
+
+
+def _unit_fails(device):
+    context, x, weight = _Context(), _waves(2, 4, 5, 16, device=device).bfloat16(), _waves(16, 16, device=device)
+    y, grad = UnitFeatures.forward(context, x, weight, 1e-3), _waves(2, 4, 5, 16, device=device).roll(1, 1)
+    product = x.float() @ weight.T
+    length = product.norm(dim=-1, keepdim=True).clamp(min=1e-3)
+    unit = product / length
+    by_product = (grad - unit * (unit * grad).sum(-1, keepdim=True)) / length
+    by_x, by_weight, _ = UnitFeatures.backward(context, grad)
+    return (_differ("unit vectors", y, unit) + _differ("gradient of unit vectors", by_x.float(), by_product @ weight)
+            + _differ("gradient by the projection", by_weight, by_product.flatten(0, 2).T @ x.float().flatten(0, 2)))
+
+
+def _interpolation_fails(device):
+    context, x = _Context(), _waves(2, 3, 4, 5, 6, device=device)
+    y = Interpolate.forward(context, x, 2, (8, 5, 3), False)
+    plain = F.interpolate(x, (8, 5, 3), mode="trilinear")
+    grad = plain.clone()
+    back = Interpolate.backward(context, grad)[0]
+    return (_differ("interpolation", y, plain)
+            + _differ("gradient of interpolation", (back * x).sum(), (plain * grad).sum()))
+
+
+def _few_fails(device):
+    found, dtype = [], torch.float32 if device == "cpu" else torch.bfloat16  # of which Triton interprets no products
+    for channels, results in ((2, 16), (16, 3)):
+        context, x = _Context(), _waves(2, 3, 4, 5, channels, device=device).to(dtype)
+        weight = _waves(results, channels, 3, 3, 3, device=device).to(dtype).float()
+        bias = _waves(results, device=device)
+        context.needs_input_grad = True, True, True
+        y = ConvolveFew.forward(context, x, weight, bias).float()
+        plain = F.conv3d(x.movedim(-1, 1).float(), weight, bias, padding=1).movedim(1, -1)
+        grad = (plain - bias).to(dtype)  # with which sums do not cancel
+        by_x, by_weight, by_bias = ConvolveFew.backward(context, grad)
+        linear = ((plain - bias) * grad.float()).sum()
+        found += _differ(f"convolution from {channels} to {results} channels", y, plain)
+        for what, balance in (("x", (by_x.float() * x.float()).sum()), ("weight", (by_weight * weight).sum()),
+                              ("bias", linear + (by_bias * bias).sum() - (bias * grad.float()).sum())):
+            found += _differ(f"its gradient by {what}", balance, linear)
+    return found
+
+
+def _warp_fails(device):
+    context, x = _Context(), _waves(2, 4, 5, 6, 16, device=device).bfloat16()
+    field = _waves(2, 3, 4, 5, 6, device=device).mul(1.5)
+    y = Warp.forward(context, x, field)
+    grad = y.float()
+    by_x, by_field = Warp.backward(context, grad)
+    lengths = torch.tensor([6.0, 5.0, 4.0], device=device)
+    zyx = torch.stack(torch.meshgrid(*[torch.arange(n, device=device) for n in (4, 5, 6)], indexing="ij")) + field
+
+    def sampled(points):
+        at = points.flip(1).movedim(1, -1) * (2 / (lengths - 1)) - 1
+        return F.grid_sample(x.movedim(-1, 1).float(), at, padding_mode="border", align_corners=True).movedim(1, -1)
+    found = _differ("warp", y.float(), sampled(zyx))
+    found += _differ("gradient of the warp", (by_x.float() * x.float()).sum(), (sampled(zyx) * grad).sum())
+    # The slope along the first axis, where neither end of a short way is in another cell or outside.
+    ends = [((sampled(zyx + sign * torch.tensor([0.01, 0, 0], device=device).view(3, 1, 1, 1))) * grad).sum(-1)
+            for sign in (-1, 1)]
+    whole = (zyx[:, 0] - 0.02).floor() == (zyx[:, 0] + 0.02).floor()
+    whole &= (zyx[:, 0] > 0.02) & (zyx[:, 0] < 2.98)
+    return found + _differ("gradient by the field", by_field[:, 0] * whole, (ends[1] - ends[0]) / 0.02 * whole)

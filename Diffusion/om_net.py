@@ -372,17 +372,20 @@ class CorrelationLayer(nn.Module):
         self.sharpness = nn.Parameter(torch.full((1,), 10.0))
 
     def features(self, x):
-        """Unit vectors to compare, channels last."""
+        """Unit vectors to compare, float32 and channels last."""
+        kernels = kernels_for(x)
+        if kernels:
+            return kernels.UnitFeatures.apply(x.movedim(1, -1), self.project.weight.flatten(1), 1e-3)   # (B, 64^3, 16)
         if accelerated(x):
-            return F.normalize(product_over_channels(x, self.project.weight), dim=-1, eps=1e-3)     # (B, 64^3, 16)
-        return F.normalize(self.project(x), dim=1, eps=1e-3).movedim(1, -1)                 # (B, 64^3, 16)
+            return F.normalize(product_over_channels(x.float(), self.project.weight), dim=-1, eps=1e-3)
+        return F.normalize(self.project(x.float()), dim=1, eps=1e-3).movedim(1, -1)         # (B, 64^3, 16)
 
     def forward(self, image, condition):
         """image, condition: (B, C, *size). Returns: (B, 3^N, *size). Shapes are those of the level of 64^3."""
         size, dtype = image.shape[2:], image.dtype
         with torch.autocast(image.device.type, enabled=False):  # bf16 rounds away how neighbours' cosines differ
-            image = self.features(image.float())                                            # (B, 64^3, 16)
-            condition = self.features(condition.float())                                    # (B, 64^3, 16)
+            image = self.features(image)                                                    # (B, 64^3, 16)
+            condition = self.features(condition)                                            # (B, 64^3, 16)
             kernels = kernels_for(image)
             if kernels:
                 return kernels.NeighbourContrast.apply(image, condition, self.sharpness, dtype)     # (B, 27, 64^3)
@@ -528,6 +531,9 @@ class OM_net(nn.Module):
             field = field + resize_field(affine, size, align="cells")                       # (B, 3, 64^3)
         # The field is in voxels of the full grid, `warp` takes voxels of this level.
         field = field * (size[0] / padded_size[0])                                          # (B, 3, 64^3)
+        kernels = kernels_for(skip)
+        if kernels and kernels.warps(skip):
+            return kernels.Warp.apply(skip.movedim(1, -1).contiguous(), field).movedim(-1, 1)       # (B, 32, 64^3)
         return warp(skip, field, padding="border").to(skip.dtype)                           # (B, 32, 64^3)
 
     def descent_target(self, condition, keep):

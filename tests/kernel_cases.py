@@ -129,6 +129,87 @@ def test_channels_of_zeros_change_nothing(channels_in, channels_out, bias):
     assert found[0][0].shape == found[1][0].shape
 
 
+@pytest.mark.parametrize("channels, size", [(16, (3, 4, 5)), (8, (5, 7)), (40, (4, 3, 6)), (128, (2, 3, 3))])
+def test_unit_vectors_of_a_projection(channels, size):
+    """One voxel is shorter than the least length, another has no length."""
+    torch.manual_seed(0)
+    x = torch.randn(2, *size, channels, device=DEVICE, dtype=torch.float64)
+    x[0, 0, 0], x[0, 0, 1] = 1e-5 * x[0, 0, 0], 0.0
+    weight = torch.randn(16, channels, device=DEVICE, dtype=torch.float64)
+    found = []
+    for way in ("kernels", "plain"):
+        given = [(value.float() if way == "kernels" else value).clone().requires_grad_() for value in (x, weight)]
+        y = (kernels.UnitFeatures.apply(*given, 1e-3) if way == "kernels"
+             else F.normalize(given[0] @ given[1].T, dim=-1, eps=1e-3))
+        grad = torch.linspace(-1, 1, y.numel(), device=DEVICE, dtype=y.dtype).view(y.shape)
+        found.append([y, *torch.autograd.grad((y * grad).sum(), given)])
+    for one, other in zip(*found):
+        close(one.double(), other, 1e-5)
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("old, new", [((5, 6), (10, 12)), ((7, 4), (3, 9)), ((4, 5, 6), (8, 10, 12)),
+                                      ((6, 8, 4), (3, 2, 4)), ((2, 2, 2), (16, 15, 2)), ((5, 3, 8), (9, 3, 1))])
+def test_interpolation_by_kernels_is_that_of_torch(old, new, align_corners):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, *old, device=DEVICE)
+    plain_x = x.double().requires_grad_()
+    assert kernels.interpolates(x, new)
+    plain = F.interpolate(plain_x, new, mode={2: "bilinear", 3: "trilinear"}[len(new)], align_corners=align_corners)
+    grad = torch.randn(plain.shape, device=DEVICE)
+    by_x, = torch.autograd.grad((plain * grad).sum(), plain_x)
+    for last in (False, True):
+        given = (x.movedim(1, -1) if last else x).contiguous().requires_grad_()
+        ours = kernels.Interpolate.apply(given, 1 if last else 2, new, align_corners)
+        back, = torch.autograd.grad((ours * (grad.movedim(1, -1) if last else grad)).sum(), given)
+        close((ours.movedim(-1, 1) if last else ours).double(), plain)
+        close((back.movedim(-1, 1) if last else back).double(), by_x)
+
+
+@pytest.mark.parametrize("channels, results, size", [(2, 16, (3, 5, 6)), (16, 3, (4, 3, 5)), (3, 3, (4, 5, 3)),
+                                                     (1, 32, (2, 4, 70)), (64, 2, (6, 7)), (128, 3, (3, 3, 3))])
+@pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * (ACCELERATOR is not None))  # not interpreted
+def test_convolutions_from_and_to_a_few_channels(channels, results, size, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(2, *size, channels, device=DEVICE).to(dtype)
+    weight = torch.randn(results, channels, *[3] * len(size), device=DEVICE) / channels ** 0.5
+    bias, grad = torch.randn(results, device=DEVICE), torch.randn(2, *size, results, device=DEVICE).to(dtype)
+    ours = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    exact = [value.detach().to(dtype if value is weight else value.dtype).double().requires_grad_() for value in ours]
+    assert kernels.few_channels(x.movedim(-1, 1), weight)
+    y = kernels.ConvolveFew.apply(*ours)
+    plain = (F.conv3d if len(size) == 3 else F.conv2d)(exact[0].movedim(-1, 1), *exact[1:], padding=1).movedim(1, -1)
+    found = [[y, *torch.autograd.grad(y, ours, grad)], [plain, *torch.autograd.grad(plain, exact, grad.double())]]
+    for one, other in zip(*found):
+        close(one.double(), other, 1e-5 if dtype == torch.float32 else 2 ** -8)
+
+
+@pytest.mark.parametrize("channels, size", [(16, (3, 5, 6)), (4, (5, 9)), (32, (4, 1, 3))])
+def test_warped_features_are_those_of_grid_sample(channels, size):
+    """Far beyond the border too, and at voxels themselves."""
+    torch.manual_seed(0)
+    x = torch.randn(2, *size, channels, device=DEVICE)
+    field = 3 * torch.randn(2, len(size), *size, device=DEVICE)
+    field[0, :, 0] = 0.25
+    grad, found = torch.randn_like(x), []
+    for way in ("kernel", "plain"):
+        given = [(value if way == "kernel" else value.double()).clone().requires_grad_() for value in (x, field)]
+        if way == "kernel":
+            y = kernels.Warp.apply(*given)
+        else:
+            y = warp_in_float64(given[0].movedim(-1, 1), given[1]).movedim(1, -1)
+        found.append([y, *torch.autograd.grad(y, given, grad.to(y.dtype))])
+    for one, other in zip(*found):
+        close(one.double(), other, 1e-5)
+
+
+def warp_in_float64(image, field):
+    size = torch.tensor(field.shape[2:], dtype=torch.float64, device=DEVICE)
+    at = torch.stack(torch.meshgrid(*[torch.arange(n, device=DEVICE) for n in field.shape[2:]], indexing="ij")) + field
+    at = at.flip(1).movedim(1, -1) * (2 / (size.flip(0) - 1).clamp(min=1)) - 1
+    return F.grid_sample(image, at, padding_mode="border", align_corners=True)
+
+
 def test_the_trial_passes_and_finds_a_wrong_gradient(monkeypatch):
     kernels.try_out(DEVICE.type)
     backward = kernels.NeighbourContrast.backward

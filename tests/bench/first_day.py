@@ -1,7 +1,7 @@
 """The first day on a device: everything that has to be known of it, in ten minutes and one command.
 
     python tests/bench/first_day.py [--device auto] [--out Logs/first_day.json] [--section NAME ...]
-    python tests/bench/first_day.py --device cpu --scale 0.125        a rehearsal: the same on small volumes
+    python tests/bench/first_day.py --device cpu --rehearse           the same on small volumes
 
 Each section runs in a process of its own, so that a crash, a hang or a full memory costs that section only. After each
 one its figures are printed as a JSON object and the file of --out is written anew, with all sections so far. What a
@@ -438,29 +438,60 @@ def kernels(args, folder):
     return {**found, "parts_ms": parts_ms(profile)}
 
 
+@contextlib.contextmanager
+def without(measures):
+    """Within this context some of Triton's kernels are not used, but what stood there before."""
+    if not measures:
+        yield
+        return
+    by_triton, undo = importlib.import_module("Diffusion.kernels"), []
+    for name, (place, attribute, instead) in {
+            "interpolation": (by_triton, "interpolates", lambda *_: False),
+            "few channels": (by_triton, "few_channels", lambda *_: False),
+            "warp": (by_triton, "warps", lambda *_: False),
+            "unit features": (CorrelationLayer, "features", lambda layer, x: F.normalize(
+                device_ops.product_over_channels(x.float(), layer.project.weight), dim=-1, eps=1e-3))}.items():
+        if name in measures:
+            undo.append((place, attribute, getattr(place, attribute)))
+            setattr(place, attribute, instead)
+    try:
+        yield
+    finally:
+        for place, attribute, before in undo:
+            setattr(place, attribute, before)
+
+
+NEW = ("unit features", "interpolation", "few channels", "warp")
+CASES = {"plain, old kernels": ({"run__graphs": "off"}, NEW), "plain": ({"run__graphs": "off"}, ()),
+         "old kernels": ({}, NEW), "as it is": ({}, ()), "old kernels again": ({}, NEW), "as it is again": ({}, ()),
+         **{f"without {name}": ({}, (name,)) for name in NEW},
+         "no checkpointing": ({"model__use_checkpoint": False}, ()),
+         "field_stride 2, no checkpointing": ({"model__use_checkpoint": False, "model__field_stride": 2}, ()),
+         "batch 4": ({"data__batchsize": 4}, ()), "plain again": ({"run__graphs": "off"}, ())}
+
+
 def graph_steps(args, folder):
-    """The step as graphs beside the plain one, and with what makes it cheaper: seconds, busy ms, launches, memory."""
+    """The step as graphs beside the plain one, by which kernels, and with what makes it cheaper, in turn."""
     device, found = args.where, {}
     if device.type != "cuda":
         return {"left_out": NO_DEVICE + "graphs are those of CUDA."}
-    cases = {"plain": {"run__graphs": "off"}, "graphs": {}, "no checkpointing": {"model__use_checkpoint": False},
-             "field_stride 2, no checkpointing": {"model__use_checkpoint": False, "model__field_stride": 2},
-             "graphs again": {}, "plain again": {"run__graphs": "off"}}
-    for name, changes in cases.items():
+    for name, (changes, measures) in CASES.items():
         forget_peak(device)
         began, state, batches = time.perf_counter(), None, None
         try:
-            cfg = configuration(args, folder, **changes)
-            state, batches = new_state(cfg, device)
-            first = steps(state, batches, cfg, 4)
-            seconds = steps(state, batches, cfg, 6)
-            peak = peak_bytes(device)
-            recorded = {key: value is not None for key, value in (state["graphs"] or {}).get("recorded", {}).items()}
-            with parts_of_a_step(device) as spent:
-                steps(state, batches, cfg, 3)
-            found[name] = {"step_s": statistics.median(seconds), "slowest_s": max(seconds), "first_s": first,
-                           **busy(functools.partial(steps, state, batches, cfg, 1), device), "recorded": recorded,
+            with without(measures):
+                cfg = configuration(args, folder, **changes)
+                state, batches = new_state(cfg, device)
+                first = steps(state, batches, cfg, 4)
+                seconds, peak = steps(state, batches, cfg, 6), peak_bytes(device)
+                recorded = (state["graphs"] or {}).get("recorded", {})
+                with parts_of_a_step(device) as spent:
+                    steps(state, batches, cfg, 3)
+                work = busy(functools.partial(steps, state, batches, cfg, 1), device)
+            found[name] = {"step_s": statistics.median(seconds), "slowest_s": max(seconds), **work, "first_s": first,
+                           "recorded": sorted(key for key, value in recorded.items() if value),
                            "allocated_bytes": peak[0], "reserved_bytes": peak[1],
+                           "reserved_then_bytes": torch.cuda.memory_reserved(device),
                            "losses": om.averages(state["progress"]["sums"]),
                            "parts_ms": {key: 1e3 * statistics.median(values) for key, values in spent.items()}}
         except Exception as error:  # the others still count
@@ -733,10 +764,13 @@ def parse_arguments():
                         help="where the synthetic volumes are kept, and made if they are not there (default: made anew "
                              "for this call)")
     parser.add_argument("--out", type=Path, default=Path("Logs/first_day.json"), help="(%(default)s)")
+    parser.add_argument("--rehearse", action="store_true", help="all sections at --scale 0.125")
     parser.add_argument("--limit", type=float, default=SECTION_S, metavar="S",
                         help="a section is ended after so many seconds (%(default)s)")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.scale = 0.125 if args.rehearse else args.scale
+    return args
 
 
 def main():
@@ -757,7 +791,7 @@ def main():
 
 def run_sections(args):
     """All sections asked for, one after the other. Returns how many could not be shown."""
-    found = []
+    found, began = [], time.time()
     for section in SECTIONS:
         if section.__name__ in args.section:
             print(f"{section.__name__}: {section.__doc__.splitlines()[0]}", file=sys.stderr, flush=True)
@@ -767,7 +801,9 @@ def run_sections(args):
             write_file(args.out, json.dumps(found, indent=1) + "\n")
             if section is versions and "cuDNN" in found[-1].get("error", ""):
                 break
-    return sum("error" in entry for entry in found)
+    failed = sum("error" in entry for entry in found)
+    print(json.dumps({"sections": len(found), "seconds": round(time.time() - began, 1), "failed": failed}))
+    return failed
 
 
 if __name__ == "__main__":
