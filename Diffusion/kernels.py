@@ -6,6 +6,7 @@ the gradient of the warp give the same bits each time: that one adds with atomic
 
 Volumes are channels last in memory: rows of C values, one for each voxel. Sums are taken in float32.
 """
+import inspect
 import math
 
 import torch
@@ -16,9 +17,15 @@ from triton.errors import TritonError
 
 ELEMENTS = 2048  # that a program of the norm holds at a time
 MOST_STEPS = 16  # of which it takes so many, one after the other
+VOXELS = 32  # of a program of the neighbours: 3.3 ms there and back at 2 x 128^3 on an H200, with 64 or 128 5.3 ms
 VOXELS_OF_UNITS = 64  # of a program of the unit vectors, and of a convolution
 FEW_CHANNELS = 4
-VOXELS = 32      # of a program of the neighbours: 3.3 ms there and back at 2 x 128^3 on an H200, with 64 or 128 5.3 ms
+SIZES = {"voxels", "depth", "height", "width", "count", "old", "new", "taps"}  # of volumes: not compiled anew for each
+
+
+def _jit(function):
+    """triton.jit, for which all sizes of volumes are alike: a kernel takes seconds to compile."""
+    return triton.jit(function, do_not_specialize=SIZES.intersection(inspect.signature(function).parameters))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -344,7 +351,7 @@ def _weights(weight, first, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SOME: t
                    mask=(channel < CHANNELS)[None], other=0.0)
 
 
-@triton.jit
+@_jit
 def _unit(x, weight, y, inverse, voxels, least, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SOME: tl.constexpr,
           BLOCK: tl.constexpr):
     """y = W x / max(|W x|, least), and the inverse of that length."""
@@ -359,7 +366,7 @@ def _unit(x, weight, y, inverse, voxels, least, WIDTH: tl.constexpr, CHANNELS: t
     tl.store(inverse + place, factor, mask=inside)
 
 
-@triton.jit
+@_jit
 def _unit_gradient(x, weight, y, inverse, grad, grad_x, parts, voxels, least, STEPS: tl.constexpr, WIDTH: tl.constexpr,
                    CHANNELS: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr):
     """dL/dx, and this program's share of dL/dW for SOME channels: parts (programs, WIDTH, CHANNELS)."""
@@ -429,9 +436,8 @@ def _place_of(fine, scale, offset, last):
     return tl.minimum(tl.maximum(fine.to(tl.float32) * scale + offset, 0.0), last)
 
 
-@triton.jit
-def _along_axis(x, out, count, old, new, after, scale, offset, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr,
-                BLOCK: tl.constexpr):
+@_jit
+def _along_axis(x, out, count, old, new, after, taps, scale, offset, TRANSPOSED: tl.constexpr, BLOCK: tl.constexpr):
     """out (before, new, after) from x (before, old, after): out_j = sum_i M_ji x_i with the hat functions
     M_ji = max(1 - |place_j - i|, 0); TRANSPOSED: with M_ij.
     """
@@ -446,7 +452,7 @@ def _along_axis(x, out, count, old, new, after, scale, offset, TAPS: tl.constexp
         last = (old - 1).to(tl.float32)
         first = tl.floor(_place_of(j, scale, offset, last)).to(tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for tap in range(TAPS):
+    for tap in range(taps):
         i = first + tap
         if TRANSPOSED:
             distance = tl.abs(_place_of(i, scale, offset, last) - j.to(tl.float32))
@@ -461,8 +467,8 @@ def _interpolated(x, axis, new, scale, offset, transposed):
     """x, contiguous, with another length along an axis. scale, offset: from places of the finer to the coarser grid."""
     old, out = x.shape[axis], x.new_empty(*x.shape[:axis], new, *x.shape[axis + 1:])
     taps = min(math.ceil(2 / scale) + 1, old) if transposed else 2  # all places less than one away, to both sides
-    _along_axis[(triton.cdiv(out.numel(), 1024),)](x, out, out.numel(), old, new, x.shape[axis + 1:].numel(), scale,
-                                                   offset, TAPS=taps, TRANSPOSED=transposed, BLOCK=1024)
+    _along_axis[(triton.cdiv(out.numel(), 1024),)](x, out, out.numel(), old, new, x.shape[axis + 1:].numel(), taps,
+                                                   scale, offset, TRANSPOSED=transposed, BLOCK=1024)
     return out
 
 
@@ -533,7 +539,7 @@ def _gathered(x, place, voxels, depth, height, width, FEW: tl.constexpr, TAPS: t
     return tl.load(x + place[:, None] * FEW + shift[None, :], mask=exists & (column < TAPS * FEW)[None, :], other=0.0)
 
 
-@triton.jit
+@_jit
 def _from_few(x, weight, bias, out, voxels, depth, height, width, FEW: tl.constexpr, MANY: tl.constexpr,
               PADDED: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, COLUMNS: tl.constexpr,
               BLOCK: tl.constexpr):
@@ -546,7 +552,7 @@ def _from_few(x, weight, bias, out, voxels, depth, height, width, FEW: tl.conste
              mask=(place < voxels)[:, None] & (channel < MANY)[None, :])
 
 
-@triton.jit
+@_jit
 def _to_few(x, weight, bias, out, voxels, depth, height, width, FEW: tl.constexpr, MANY: tl.constexpr,
             TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr):
     """out (voxels, FEW) of x (voxels, MANY), MANY a multiple of SOME. weight: (TAPS, MANY, 16). bias: (16,) float32."""
@@ -565,7 +571,7 @@ def _to_few(x, weight, bias, out, voxels, depth, height, width, FEW: tl.constexp
              mask=(place < voxels)[:, None] & (column < FEW)[None, :])
 
 
-@triton.jit
+@_jit
 def _weight_of_few(x, dense, parts, voxels, depth, height, width, STEPS: tl.constexpr, FEW: tl.constexpr,
                    MANY: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr,
                    SIGN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
@@ -697,7 +703,7 @@ def _corner(number, z, wz, y, wy, x, wx, depth, height, width):
     return ((z + dz) * height + y + dy) * width + x + dx, vz, vy, vx, exists
 
 
-@triton.jit
+@_jit
 def _warp(x, field, out, depth, height, width, DIMS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     """out(v) = x(v + field(v)), linear, and beyond the border as at it."""
     voxels, sample = depth * height * width, tl.program_id(1).to(tl.int64)
@@ -713,7 +719,7 @@ def _warp(x, field, out, depth, height, width, DIMS: tl.constexpr, CHANNELS: tl.
     tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit
+@_jit
 def _warp_gradient(x, field, grad, grad_x, grad_field, depth, height, width, DIMS: tl.constexpr,
                    CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     """grad_x (float32, zeros before) += each voxel's share; grad_field, where the sampled point is inside."""
