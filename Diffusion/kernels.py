@@ -25,7 +25,8 @@ SIZES = {"voxels", "depth", "height", "width", "count", "old", "new", "taps"}  #
 
 def _jit(function):
     """triton.jit, for which all sizes of volumes are alike: a kernel takes seconds to compile."""
-    return triton.jit(function, do_not_specialize=SIZES.intersection(inspect.signature(function).parameters))
+    sizes = SIZES.intersection(inspect.signature(function).parameters)
+    return triton.jit(function, do_not_specialize=sorted(sizes))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -783,6 +784,68 @@ def warps(x):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Features side by side
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@_jit
+def _copy_channels(x, out, voxels, x_sample, x_voxel, x_channel, out_sample, out_voxel, out_channel,
+                   CHANNELS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x, both of the same sizes and of any strides."""
+    place, channel, sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PADDED), tl.program_id(1)
+    known = (place < voxels)[:, None] & (channel < CHANNELS)[None, :]
+    x, out = x + sample.to(tl.int64) * x_sample, out + sample.to(tl.int64) * out_sample
+    value = tl.load(x + place[:, None] * x_voxel + channel[None, :] * x_channel, mask=known, other=0.0)
+    tl.store(out + place[:, None] * out_voxel + channel[None, :] * out_channel, value, mask=known)
+
+
+def _copied(x, out):
+    """Copy x to out, both (B, C, *spatial), whose voxels lie one after the other in each channel or channels last."""
+    strides = [stride for each in (x, out) for stride in (each.stride(0), each.stride(-1), each.stride(1))]
+    voxels, channels = x.shape[2:].numel(), x.shape[1]
+    padded = triton.next_power_of_2(channels)
+    block = max(ELEMENTS // padded, 1)
+    _copy_channels[(triton.cdiv(voxels, block), len(x))](x, out, voxels, *strides, CHANNELS=channels, PADDED=padded,
+                                                         BLOCK=block)
+
+
+def _evenly_spaced(x):
+    """x (B, C, *spatial), copied if its voxels are not one after the other."""
+    return x if x.is_contiguous() or x.movedim(1, -1).is_contiguous() else x.contiguous()
+
+
+class SideBySide(torch.autograd.Function):
+    """torch.cat over the channels, channels last, of parts in any order of the axes, and channels of zeros at the end.
+
+    Each part is copied once, and so is its gradient, which has the order of its part.
+    """
+
+    @staticmethod
+    def forward(ctx, zeros, *parts):
+        """zeros: how many channels. parts: (B, C, *spatial) of one dtype. Returns: (B, sum of C + zeros, *spatial)."""
+        parts, (b, _, *size) = [_evenly_spaced(part) for part in parts], parts[0].shape
+        ctx.channels = [part.shape[1] for part in parts]
+        ctx.last = [part.movedim(1, -1).is_contiguous() for part in parts]
+        out = parts[0].new_empty(b, *size, sum(ctx.channels) + zeros)
+        out[..., out.shape[-1] - zeros:] = 0
+        out = out.movedim(-1, 1)
+        for part, place in zip(parts, out.split([*ctx.channels, zeros], dim=1)):
+            _copied(part, place)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        grad, results = _evenly_spaced(grad), []
+        zeros = grad.shape[1] - sum(ctx.channels)
+        for place, last in zip(grad.split([*ctx.channels, zeros], dim=1), ctx.last):
+            b, channels, *size = place.shape
+            results.append(grad.new_empty(b, *size, channels).movedim(-1, 1) if last else grad.new_empty(place.shape))
+            _copied(place, results[-1])
+        return None, *results
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # A trial
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -804,8 +867,7 @@ def try_out(device_type):
     """
     try:
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
-            failed = [*_norm_fails(device_type), *_contrast_fails(device_type), *_unit_fails(device_type),
-                      *_interpolation_fails(device_type), *_few_fails(device_type), *_warp_fails(device_type)]
+            failed = [what for fails in TRIALS for what in fails(device_type)]
     except TritonError as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
     if failed:
@@ -913,3 +975,14 @@ def _warp_fails(device):
     whole = (zyx[:, 0] - 0.02).floor() == (zyx[:, 0] + 0.02).floor()
     whole &= (zyx[:, 0] > 0.02) & (zyx[:, 0] < 2.98)
     return found + _differ("gradient by the field", by_field[:, 0] * whole, (ends[1] - ends[0]) / 0.02 * whole)
+
+
+def _side_fails(device):
+    context, grad = _Context(), _waves(2, 3, 4, 5, 24, device=device).movedim(-1, 1)
+    parts = _waves(2, 3, 4, 5, 16, device=device).movedim(-1, 1), _waves(2, 5, 3, 4, 5, device=device)
+    y, (_, *back) = SideBySide.forward(context, 3, *parts), SideBySide.backward(context, grad)
+    wrong = not torch.equal(y[:, :21], torch.cat(parts, dim=1)) or y[:, 21:].any()
+    return ["side by side"] * bool(wrong or not torch.equal(torch.cat(back, dim=1), grad[:, :21]))
+
+
+TRIALS = _norm_fails, _contrast_fails, _unit_fails, _interpolation_fails, _few_fails, _warp_fails, _side_fails

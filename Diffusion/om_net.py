@@ -92,10 +92,15 @@ class Join(nn.Module):
 
     def forward(self, parts, time):
         """parts: features of equal size. Shapes are those of the last level, with skip, condition and correlation."""
+        # The tensor cores take channels by eights.
         few = -self.mix.in_channels % 8 if on_device_in_bfloat16(parts[0]) else 0
-        if few:  # the tensor cores take channels by eights
-            parts = [*parts, parts[0].new_zeros(()).expand(len(parts[0]), few, *parts[0].shape[2:])]
-        x = torch.cat(parts, dim=1)                                                         # (B, 3 * 16 + 27, 128^3)
+        kernels = kernels_for(parts[0])
+        if kernels and len({part.dtype for part in parts}) == 1:
+            x = kernels.SideBySide.apply(few, *parts)                                       # (B, 80, 128^3)
+        else:
+            if few:
+                parts = [*parts, parts[0].new_zeros(()).expand(len(parts[0]), few, *parts[0].shape[2:])]
+            x = torch.cat(parts, dim=1)                                                     # (B, 3 * 16 + 27, 128^3)
         x = self.mix(x)                                                                     # (B, 32, 128^3)
         return self.block(x, time)                                                          # (B, 16, 128^3)
 

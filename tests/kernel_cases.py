@@ -210,6 +210,22 @@ def warp_in_float64(image, field):
     return F.grid_sample(image, at, padding_mode="border", align_corners=True)
 
 
+@pytest.mark.parametrize("size", [(3, 4, 5), (6, 7)])
+def test_features_side_by_side_are_those_of_cat(size):
+    """Of parts channels last, channels first, and neither; with channels of zeros and without."""
+    torch.manual_seed(0)
+    parts = [torch.randn(2, *size, 16, device=DEVICE).movedim(-1, 1), torch.randn(2, 5, *size, device=DEVICE),
+             torch.randn(2, *size[::-1], 4, device=DEVICE).movedim(-1, 1).transpose(2, -1)]
+    for zeros in (0, 7):
+        given = [part.clone().as_strided(part.shape, part.stride()).copy_(part).requires_grad_() for part in parts]
+        ours = kernels.SideBySide.apply(zeros, *given)
+        plain = torch.cat([*given, torch.zeros(2, zeros, *size, device=DEVICE)], dim=1)
+        assert torch.equal(ours, plain) and ours.movedim(1, -1).is_contiguous()
+        for grad in (torch.randn_like(ours), torch.randn(ours.shape, device=DEVICE)):
+            for one, other in zip(*(torch.autograd.grad(y, given, grad, retain_graph=True) for y in (ours, plain))):
+                assert torch.equal(one, other)
+
+
 def test_the_trial_passes_and_finds_a_wrong_gradient(monkeypatch):
     kernels.try_out(DEVICE.type)
     backward = kernels.NeighbourContrast.backward

@@ -438,6 +438,14 @@ def kernels(args, folder):
     return {**found, "parts_ms": parts_ms(profile)}
 
 
+class JoinedByTorch:
+    """In place of SideBySide of Diffusion/kernels.py."""
+
+    @staticmethod
+    def apply(zeros, *parts):
+        return torch.cat([*parts, parts[0].new_zeros(()).expand(len(parts[0]), zeros, *parts[0].shape[2:])], dim=1)
+
+
 @contextlib.contextmanager
 def without(measures):
     """Within this context some of Triton's kernels are not used, but what stood there before."""
@@ -449,6 +457,7 @@ def without(measures):
             "interpolation": (by_triton, "interpolates", lambda *_: False),
             "few channels": (by_triton, "few_channels", lambda *_: False),
             "warp": (by_triton, "warps", lambda *_: False),
+            "side by side": (by_triton, "SideBySide", JoinedByTorch),
             "unit features": (CorrelationLayer, "features", lambda layer, x: F.normalize(
                 device_ops.product_over_channels(x.float(), layer.project.weight), dim=-1, eps=1e-3))}.items():
         if name in measures:
@@ -461,13 +470,12 @@ def without(measures):
             setattr(place, attribute, before)
 
 
-NEW = ("unit features", "interpolation", "few channels", "warp")
-CASES = {"plain, old kernels": ({"run__graphs": "off"}, NEW), "plain": ({"run__graphs": "off"}, ()),
-         "old kernels": ({}, NEW), "as it is": ({}, ()), "old kernels again": ({}, NEW), "as it is again": ({}, ()),
-         **{f"without {name}": ({}, (name,)) for name in NEW},
+NEW = ("unit features", "interpolation", "few channels", "warp", "side by side")
+CASES = {"old kernels": ({}, NEW), "as it is": ({}, ()), "old kernels again": ({}, NEW), "as it is again": ({}, ()),
          "no checkpointing": ({"model__use_checkpoint": False}, ()),
          "field_stride 2, no checkpointing": ({"model__use_checkpoint": False, "model__field_stride": 2}, ()),
-         "batch 4": ({"data__batchsize": 4}, ()), "plain again": ({"run__graphs": "off"}, ())}
+         "plain": ({"run__graphs": "off"}, ()), "plain, old kernels": ({"run__graphs": "off"}, NEW),
+         **{f"without {name}": ({}, (name,)) for name in NEW}, "batch 4": ({"data__batchsize": 4}, ())}
 
 
 def graph_steps(args, folder):
