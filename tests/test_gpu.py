@@ -66,3 +66,16 @@ def test_tensors_kept_on_the_accelerator_are_found_as_a_leak_of_the_graph():
     assert leak["who"] == "graph" and leak["bytes_per_step"] == pytest.approx(size, rel=0.05)
     assert leak["steps_left"] == pytest.approx(samples[-1]["device_free"] / size, rel=0.1)
     assert samples[-1]["device_reserved"] >= WINDOW * size
+
+
+@pytest.mark.skipif(device is None or device.type != "cuda", reason="graphs are those of CUDA")
+def test_a_training_by_graphs_has_the_losses_of_the_plain_one(tmp_path, capfd):
+    make_data(tmp_path)
+    found = {}
+    for way in ("off", "auto"):
+        words = {"run__epochs": 1, "run__device": device.type, "run__graphs": way, "optim__average": 0.9}
+        assert om.main(arguments(tmp_path, *["--fresh"] * (way == "auto"), **words)) == 0
+        found[way] = [line["terms"] for line in log_lines(tmp_path, "step")][-6:]
+    assert "graphs:" not in capfd.readouterr().err
+    for plain, by_graphs in zip(*found.values()):
+        assert by_graphs == pytest.approx(plain, rel=1e-2, abs=1e-3)
