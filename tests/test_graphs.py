@@ -60,17 +60,16 @@ def graphs_of_operations(monkeypatch):
 @pytest.mark.parametrize("changes", [{}, {"data__global_batchsize": 4}], ids=["one batch", "two batches"])
 def test_a_training_by_graphs_has_the_losses_of_the_plain_one(tmp_path, graphs_of_operations, changes):
     """All modes, embeddings by averaged weights among them, one batch in a step and several."""
-    make_data(tmp_path)
     words = {"run__epochs": 1, "run__amp": "off", "optim__average": 0.9, "run__exact_sums": False, **changes}
     steps = {}
     for way in ("plain", "graphs"):
-        if way == "plain":
-            with pytest.MonkeyPatch.context() as patch:
+        make_data(tmp_path / way)
+        with pytest.MonkeyPatch.context() as patch:
+            if way == "plain":
                 patch.setattr(graphs, "new_graphs", lambda *_: None)
-                assert om.main(arguments(tmp_path, **words)) == 0
-        else:
-            assert om.main(arguments(tmp_path, "--fresh", **words)) == 0
-        steps[way] = [line["terms"] for line in log_lines(tmp_path, "step")][-6:]
+            assert om.main(arguments(tmp_path / way, **words)) == 0
+        steps[way] = [line["terms"] for line in log_lines(tmp_path / way, "step")]
+    assert len(steps["graphs"]) >= 3
     recorded, = graphs_of_operations
     assert set(recorded["recorded"]) == {"diffusion", "embeddings", "contrastive", "registration"}
     assert all(recorded["recorded"].values())

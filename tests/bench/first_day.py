@@ -452,6 +452,7 @@ def without(measures):
     if not measures:
         yield
         return
+    device_ops.working_kernels("cuda")  # which tries all of them, as they are
     by_triton, undo = importlib.import_module("Diffusion.kernels"), []
     for name, (place, attribute, instead) in {
             "interpolation": (by_triton, "interpolates", lambda *_: False),
