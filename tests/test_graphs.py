@@ -121,3 +121,10 @@ def test_one_sentence_where_recording_fails_and_where_a_graph_is_wrong(graphs_of
             assert loss.item() == 3
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "graphs: mode 1 runs operation by operation" in said and words in said
+
+
+def test_a_batch_whose_loss_is_not_finite_is_not_recorded_but_the_next(graphs_of_operations, capsys):
+    weight, state = torch.ones(3, requires_grad=True), graphs.new_graphs()
+    for value in (1.0, 1.0, float("nan"), 1.0):
+        graphs.run(state, "f", lambda batch: weighted_sum(batch, weight), {"x": torch.full((3,), value)}, [weight])
+    assert state["recorded"]["f"] is not None and not capsys.readouterr().err
