@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from Diffusion.device_ops import accelerated
 from Diffusion.fields import jacobian_determinant, masked, side_lengths, warp
 
 # A displacement counts as zero where its squared length, as a fraction of the image side, is below this: 0.04 voxels at
 # a side of 128.
 NEGLIGIBLE = 1e-7
+FEW_SHIFTS = 5  # voxels: the largest window that a CPU sums by shifted copies; beyond it matrix products are as fast
 
 
 def recovery_terms(pred_field, target_field):
@@ -80,9 +82,12 @@ def box_mean(x, window, transposed=False):
 
     One banded matrix product along each axis. At sides of some hundred voxels that is faster than running sums, pooling
     or convolutions, and it has no long sums that lose digits. How many voxels of a cube lie in the image is a product
-    of one number for each axis, so the matrices hold that, too.
+    of one number for each axis, so the matrices hold that, too. On a CPU a small cube is summed by adding shifted
+    copies, in a third of the time.
     x: (B, C, *spatial) float32. transposed: the transposed operator, as gradients need it.
     """
+    if window <= FEW_SHIFTS and not accelerated(x):
+        return _ShiftedMean.apply(x, window, transposed)
     for axis in range(2, x.dim()):
         band = _band(x.shape[axis], window, x.device)
         if transposed:
@@ -92,6 +97,33 @@ def box_mean(x, window, transposed=False):
         else:
             x = (band @ x.flatten(axis + 1).flatten(0, axis - 1)).view(x.shape)
     return x
+
+
+class _ShiftedMean(torch.autograd.Function):
+    """`box_mean` as a sum of shifted copies; its gradient is the transposed operator."""
+
+    @staticmethod
+    def forward(ctx, x, window, transposed):
+        ctx.window, ctx.transposed = window, transposed
+        shares = 1.0
+        for axis in range(2, x.dim()):
+            n, reach = x.shape[axis], window // 2
+            place = torch.arange(n, device=x.device)
+            count = (place + reach).clamp(max=n - 1) - (place - reach).clamp(min=0) + 1
+            shares = shares / count.to(x.dtype).view([-1 if k == axis else 1 for k in range(x.dim())])
+        x = x * shares if transposed else x
+        for axis in range(2, x.dim()):
+            n, total = x.shape[axis], x.clone()
+            for k in range(1, min(window // 2, n - 1) + 1):
+                total.narrow(axis, 0, n - k).add_(x.narrow(axis, k, n - k))
+                total.narrow(axis, k, n - k).add_(x.narrow(axis, 0, n - k))
+            x = total
+        return x if transposed else x.mul_(shares)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _ShiftedMean.apply(grad, ctx.window, not ctx.transposed), None, None
 
 
 def _counted_mean(values, counted):
@@ -167,6 +199,16 @@ def local_correlation(image, target, window=9, squared=True, eps=1e-5, weight=No
 
 def _weighted_correlation(image, target, weight, window, squared, eps):
     """`local_correlation` with a weight, in float32."""
+    correlation, counted = local_correlation_map(image, target, window, squared, weight, eps)
+    return _counted_mean(correlation, weight * counted)
+
+
+def local_correlation_map(image, target, window=9, squared=True, weight=None, eps=1e-5):
+    """The local correlation in the window around each voxel, and where it can be told: (B, C, *spatial) float32 each.
+
+    Arguments as for `local_correlation`. The second is 1 where the target is not flat, else 0.
+    """
+    weight = torch.ones_like(image[:, :1]) if weight is None else weight
     count = box_mean(weight, window).clamp(min=1e-4)
     image_mean = box_mean(weight * image, window) / count
     target_mean = box_mean(weight * target, window) / count
@@ -175,7 +217,49 @@ def _weighted_correlation(image, target, weight, window, squared, eps):
     covariance = box_mean(weight * image * target, window) / count - image_mean * target_mean
     variances = image_variance * target_variance + eps ** 2
     correlation = covariance.square() / variances if squared else covariance * variances.rsqrt()
-    return _counted_mean(correlation, weight * (target_variance > eps))
+    return correlation, (target_variance > eps).float()
+
+
+def window_statistics(target, window, weight=None, eps=1e-5):
+    """What `correlation_slope` needs of a target that does not change: a tuple of count, mean, variance and `counted`.
+
+    target: (B, C, *spatial) float32. weight: (B, 1, *spatial) or None. Returns: count, the mean of the weight in each
+    cube, or None; mean and variance of the target there; how much each window counts.
+    """
+    count = None if weight is None else box_mean(weight, window).clamp(min=1e-4)
+    mean = box_mean(target, window) if weight is None else box_mean(weight * target, window).div_(count)
+    square = target.square() if weight is None else weight * target.square()
+    variance = box_mean(square, window)
+    variance = (variance if weight is None else variance.div_(count)).addcmul_(mean, mean, value=-1.0).clamp_(min=0.0)
+    counted = (variance > eps).float()
+    return count, mean, variance, counted if weight is None else counted * weight
+
+
+def correlation_slope(image, target, statistics, window=9, squared=True, weight=None, eps=1e-5):
+    """How `local_correlation` grows with the image's value at each voxel, by the window around that voxel alone.
+
+    The derivative of the mean over all windows sums what the voxel does to each window that it lies in. These differ
+    little, so the window around it stands for all, as in Avants et al., Med Image Anal 2008: half of the time, and
+    fields found by it are no worse.
+
+    image, target: (B, C, *spatial) float32. statistics: `window_statistics` of the target, under the same weight.
+    Returns: (B, C, *spatial).
+    """
+    count, target_mean, target_variance, counted = statistics
+    if weight is None:
+        mean, variance = box_mean(image, window), box_mean(image * image, window)
+        covariance = box_mean(image * target, window)
+    else:
+        seen = weight * image
+        mean, variance = box_mean(seen, window).div_(count), box_mean(seen * image, window).div_(count)
+        covariance = box_mean(seen * target, window).div_(count)
+    variance.addcmul_(mean, mean, value=-1.0).clamp_(min=0.0)
+    covariance.addcmul_(mean, target_mean, value=-1.0)
+    variances = variance.mul_(target_variance).add_(eps ** 2)
+    by_covariance = (covariance / variances).mul_(2.0) if squared else variances.rsqrt()
+    by_covariance.mul_(counted).div_(counted.sum().clamp(min=1.0))
+    by_image = covariance.div_(variances).mul_(target_variance).mul_(mean.neg_().add_(image))
+    return (target - target_mean).sub_(by_image).mul_(by_covariance)
 
 
 def weighted_variance(image, mean, weight, count, window):

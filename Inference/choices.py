@@ -1,5 +1,5 @@
 """The words that options take and their defaults, for programs that explain them before torch is imported."""
-STEPS = 100  # of refinement: beyond about 50 the Dice of the hippocampus pairs gains 0.002
+STEPS = 100  # of refinement: at each of three resolutions the similarity hardly grows after 25 of them
 AFFINES = ("rigid", "affine")
 STARTS = ("auto", "header", "centre")
 SIMILARITIES = ("correlation", "mapped", "mind")

@@ -20,6 +20,8 @@ DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
 # Keys by which the weights of the published method are known: the network's first table and last layer.
 PUBLISHED = ("time_embed.weight", "conv_out.weight")
 PUBLISHED_CONFIGS = {2: DEFAULTS.with_name("config_cmr.yaml"), 3: DEFAULTS.with_name("config_lung_ct.yaml")}
+# Keys that meant something else where a checkpoint still has refine.lr: refinement optimised a velocity by Adam then.
+OTHER_REFINEMENT = ("refine.stride", "refine.smooth", "refine.weight")
 # What "universal" stands for: a network for volumes of any kind, trained on synthetic anatomies alone.
 UNIVERSAL = Path(__file__).parent / "universal.safetensors"
 
@@ -118,7 +120,8 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
     if not isinstance(state.get("config"), dict):
         raise InputError(f"{path} holds no config: take a checkpoint that a training wrote.")
     known = load_config(DEFAULTS)
-    kept = {key: value for key, value in state["config"].items() if key in known and key != "run.amp"}
+    left = {"run.amp", *(OTHER_REFINEMENT if "refine.lr" in state["config"] else ())}
+    kept = {key: value for key, value in state["config"].items() if key in known and key not in left}
     cfg = check_config({**known, **kept, **overridden(overrides)}, path)
     cfg["run.amp"] = precision(cfg["run.amp"], torch.device(device))
     net = build_network(cfg, device)

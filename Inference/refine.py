@@ -1,27 +1,37 @@
-"""Refine the field of one pair by optimisation, from a network's answer or from zero; the network stays as it is.
+"""Deform one pair by optimisation, from a network's answer or from zero; a network stays as it is.
 
-Adam optimises a stationary velocity on a coarse control grid: it raises the local correlation, the similarity of the
-training, and keeps the velocity smooth; first on small images, then on larger ones. The flow of the velocity, which
-does not fold (see `fields.flow`), is composed onto the field given: total = compose(first=field, then=flow(velocity)).
+First on small images, then on larger ones, the field is led along the force of the similarity, step by step. The force
+at a voxel is how the similarity grows with the moving image's value there, times the slope of the image as it is shown
+now. It is smoothed, scaled so that its longest vector is refine.step voxels, and composed onto the field; then the whole
+field is smoothed a little, which is what keeps it regular: the more often and the wider, the smoother it ends. Each
+step is short and smooth, so it can be inverted, and so can the field composed of them.
 
-Optimisation for the pair after a network: Balakrishnan et al., TMI 2019. With Adam on a coarse grid: Siebert et al.,
-Learn2Reg 2021 (ConvexAdam).
+Composed small steps are the greedy diffeomorphism of Christensen et al., IEEE TIP 1996, and Avants et al., Med Image
+Anal 2008, here with both smoothings as in Yushkevich et al., "Fast Automatic Segmentation of Hippocampal Subfields and
+Medial Temporal Lobe Subregions in 3 Tesla and 7 Tesla T2-weighted MRI", Alzheimer's & Dementia 2016 (Greedy). The field
+lives on a control grid, of every second voxel where images are large.
 """
 import torch
 from tqdm import tqdm
 
-from Diffusion.fields import compose, flow, interpolate, masked, resize_field, warp
+from Diffusion.fields import compose, interpolate, masked, resize_field, side_lengths, warp
 from Diffusion.losses import (
+    conditional_means,
+    correlation_slope,
+    each_channel,
     image_similarity,
     likeness,
-    local_correlation,
+    local_correlation_map,
     mapped_correlation,
     self_similarity,
     soft_dice,
+    table_lookup,
+    weighted_mean,
+    window_statistics,
 )
+from Inference import regularisation
 
-NO_DETAIL = 0.03  # voxels, root mean square: what a field may lose on the control grid
-MIND_GAIN = 1.0  # of the likeness of descriptions against roughness of the velocity: 3 costs 0.007 of Dice
+SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point, where that takes no time
 
 
 def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, fixed_mask=None, structures=None):
@@ -29,99 +39,176 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
 
     moving, fixed: (1, C, *spatial) intensities in 0 .. 1 on one isotropic grid; channels count alike.
     field: (1, N, *spatial) displacement in voxels to start from, or None.
-    steps: optimiser steps, divided equally among refine.levels resolutions.
+    steps: how many, divided equally among refine.levels resolutions; 0 leaves the field as it is.
     cfg: flat config with its refine.* and registration.* keys. progress: show a bar.
     moving_mask, fixed_mask: (1, 1, *spatial), 0 .. 1, how much each voxel of the two counts; None for all alike.
     structures: what a network segments in moving and fixed, (2, K, *spatial), 0 .. 1; None for nothing.
-    Returns: field (1, N, *spatial) in voxels.
+    Returns: field (1, N, *spatial) in voxels. The same input gives the same result.
     """
-    size = fixed.shape[2:]
     pair = {"moving": moving, "fixed": fixed, "moving_mask": moving_mask, "fixed_mask": fixed_mask,
             "structures": structures}
-    control_size = [max(-(-n // cfg["refine.stride"]), 2) for n in size]
-    velocity = torch.zeros(1, len(size), *control_size, device=fixed.device, requires_grad=True)
-    coarse = on_control_grid(field, control_size)
-    with torch.enable_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
-        levels = level_steps(size, steps, cfg)
-        for factor, count in levels:
-            small = pair_at_level(pair, factor, cfg)
-            start = (None if field is None else resize_field(field, small["fixed"].shape[2:])), coarse
-            # A new Adam for each level: its moments of another resolution belong to another function.
-            optimizer = torch.optim.Adam([velocity], lr=cfg["refine.lr"])
-            left = cfg["refine.last_lr"] if factor == levels[-1][0] else 1.0
-            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, left, total_iters=count)
-            for _ in range(count):
-                optimizer.zero_grad(set_to_none=True)
-                pair_loss(small, start, velocity, cfg).backward()
-                optimizer.step()
-                schedule.step()
-                bar.update()
-    with torch.no_grad():
-        return updated(field, flow(smooth(velocity, cfg["refine.smooth"])), size)
+    if not steps:
+        return field.float() if field is not None else torch.zeros(1, fixed.dim() - 2, *fixed.shape[2:],
+                                                                   device=fixed.device)
+    with torch.no_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
+        weight = cfg["refine.weight"]
+        if weight == "auto":
+            weight = inferred_weight(pair, field, cfg)
+        levels = level_steps(fixed.shape[2:], steps, cfg)
+        return resize_field(deformed(pair, field, levels, weight, cfg, bar.update), fixed.shape[2:])
+
+
+def inferred_weight(pair, field, cfg):
+    """The refine.weight that suits a pair, see Inference/regularisation.py: a float.
+
+    pair, field: as for `deformed`.
+    """
+    factor = regularisation.shrinking(pair["fixed"].shape[2:])
+    small = {side: None if volume is None else smaller(volume, factor) for side, volume in pair.items()}
+    for side in ("moving", "fixed"):
+        small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), pair[side],
+                                                    pair[f"{side}_mask"])
+    size = small["fixed"].shape[2:]
+    seen, measured = regularisation.cubes(size, small["fixed"].device)
+    inside = 1.0 if small["fixed_mask"] is None else small["fixed_mask"]
+    halves = {**small, "fixed_mask": inside * seen}
+    start = None if field is None else resize_field(field, size)
+    levels = [(each, regularisation.STEPS) for each, _ in level_steps(size, 1, cfg)]
+    # The field is found on every second voxel whatever the size, which is enough to see which weight is best.
+    cfg = {**cfg, "refine.stride": max(cfg["refine.stride"], 2)}
+
+    def score(weight):
+        found = resize_field(deformed(halves, start, levels, weight, cfg), size)
+        return unseen_similarity(small, found, measured, cfg)
+
+    return regularisation.best_weight(score)
+
+
+def unseen_similarity(pair, field, measured, cfg):
+    """How alike a pair is where `measured`, (1, 1, *size), is above 0: a float.
+
+    pair: as for `deformed`. field: (1, N, *size) in voxels.
+    """
+    small = pair_at_level({**pair, "structures": None}, 1, cfg)
+    warped, weight = warp_pair(small, field)
+    measured, fixed = measured if weight is None else measured * weight, small["fixed"]
+    if cfg["registration.similarity"] == "mind":
+        return float(likeness(warped, fixed, measured))
+    if cfg["registration.similarity"] == "mapped":
+        warped, fixed = each_channel(warped), each_channel(fixed)
+        fixed = table_lookup(fixed, conditional_means(fixed, warped, None, 32))
+    values, counted = local_correlation_map(warped, fixed, cfg["refine.window"], cfg["registration.squared"])
+    return float(weighted_mean(values * counted, measured) / weighted_mean(counted, measured).clamp(min=1e-6))
 
 
 def level_steps(size, steps, cfg):
     """(factor by which the images shrink, number of steps) for each level, coarse to fine.
 
-    A level on which the images would be no larger than the window of the correlation is left out: it says nothing.
+    A level on which the images would be no larger than two windows of the correlation is left out: so little says
+    nothing, and leads astray.
     """
     factors = [2 ** level for level in reversed(range(cfg["refine.levels"]))]
-    factors = [factor for factor in factors if min(size) // factor > cfg["refine.window"]] or [1]
+    factors = [factor for factor in factors if factor == 1 or min(size) // factor > 2 * cfg["refine.window"]]
     each, rest = divmod(steps, len(factors))
     return [(factor, each + (number < rest)) for number, factor in enumerate(factors)]
 
 
-def pair_at_level(pair, factor, cfg):
-    """A pair with 1 / factor of the voxels per side, as `pair_loss` compares it.
+def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
+    """The field after all steps, on its last control grid: (1, N, *control) in voxels of that.
 
     pair: dict of moving, fixed, (1, C, *spatial), moving_mask, fixed_mask, (1, 1, *spatial) or None, and structures,
-    (2, K, *spatial) or None. What a mask leaves out does not leak into the smaller images. With registration.similarity
+    (2, K, *spatial) or None. field: (1, N, *spatial) to start from, or None. levels: of `level_steps`. weight: variance
+    in voxels^2 of the Gaussian over the field after each step. tick: called after each step.
+    """
+    dims, device = pair["fixed"].dim() - 2, pair["fixed"].device
+    for factor, count in levels:
+        small = pair_at_level(pair, factor, cfg)
+        size = small["fixed"].shape[2:]
+        stride = cfg["refine.stride"] or (1 if size.numel() <= SMALL else 2)
+        control = [min(max(-(-n // stride), 2), n) for n in size]
+        field = torch.zeros(1, dims, *control, device=device) if field is None else resize_field(field, control)
+        ratio = [(c - 1) / max(n - 1, 1) for c, n in zip(control, size)]
+        to_control = [onto_control_grid(n, c, cfg["refine.smooth"] * r, device)
+                      for n, c, r in zip(size, control, ratio)]
+        spread = [gaussian(c, weight ** 0.5 * r, device) for c, r in zip(control, ratio)]
+        statistics = None
+        if small["moving_mask"] is None and cfg["registration.similarity"] == "correlation":
+            statistics = window_statistics(small["fixed"][:, :small["images"]], cfg["refine.window"],
+                                           small["fixed_mask"])
+        for _ in range(count):
+            warped, counted = warp_pair(small, resize_field(field, size))
+            step = along_axes(force(warped, counted, small, statistics, cfg), to_control)
+            longest = step.square().sum(1).max().sqrt().clamp(min=1e-20)
+            step = step * (side_lengths(ratio, device) * (cfg["refine.step"] / longest))
+            field = along_axes(compose(first=field, then=step), spread)
+            tick()
+    return field
+
+
+def pair_at_level(pair, factor, cfg):
+    """A pair with 1 / factor of the voxels per side, as `force` compares it.
+
+    pair: as for `deformed`. What a mask leaves out does not leak into the smaller images. With registration.similarity
     "mind" the images become their descriptions, which are then moved in their place: cheaper than describing the moved
     image in each step. The structures become the last channels, so that one interpolation moves all.
+    Returns: dict of moving, fixed, (1, C + K, *small), moving_mask, fixed_mask, (1, 1, *small) or None, and images, the
+    number C of channels before the structures.
     """
-    structures = pair["structures"]
-    small = {"structures": 0 if structures is None else structures.shape[1]}
+    structures, small = pair["structures"], {}
     for number, side in enumerate(("moving", "fixed")):
         image, mask = pair[side], pair[f"{side}_mask"]
         small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), image, mask)
         if cfg["registration.similarity"] == "mind":
             small[side] = self_similarity(small[side])
+        small["images"] = small[side].shape[1]
         if structures is not None:
             small[side] = torch.cat([small[side], smaller(structures[number:number + 1], factor)], dim=1)
     return small
 
 
-def pair_loss(pair, start, velocity, cfg):
-    """What refinement lowers: minus the similarity, plus refine.weight times the velocity's roughness.
+def force(warped, weight, pair, statistics, cfg):
+    """Where each voxel of the moving image has to be read instead for the similarity to grow: (1, N, *spatial).
 
-    Where a network has segmented structures, also minus refine.structures times their Dice.
-
-    pair: from `pair_at_level`. The moving image itself is interpolated, only once.
-    start: the field to begin with, (1, N, *spatial) in voxels of the pair or None, and what `on_control_grid` made of
-    it. velocity: (1, N, *control). Returns a scalar, -1 at best, with structures -1 - refine.structures.
+    warped, weight: of `warp_pair`. pair: of `pair_at_level`. statistics: of its fixed image, or None.
     """
-    field, coarse = start
-    size = pair["fixed"].shape[2:]
-    smoothed = smooth(velocity, cfg["refine.smooth"])
-    then = flow(smoothed)
-    if coarse is None:
-        total = updated(field, then, size)
-    else:  # the flow carries the field by little, and by how much changes slowly: found on the control grid
-        total = field + resize_field(compose(first=coarse, then=then) - coarse, size)
-    warped, weight = warp_pair(pair, total)
-    images = warped.shape[1] - pair["structures"]
-    (warped, brought), (fixed, there) = (volume.split([images, pair["structures"]], dim=1)
-                                         for volume in (warped, pair["fixed"]))
-    if cfg["registration.similarity"] == "mind":
-        alike = MIND_GAIN * likeness(warped, fixed, weight)
+    images, fixed, window = pair["images"], pair["fixed"], cfg["refine.window"]
+    squared, kind = cfg["registration.squared"], cfg["registration.similarity"]
+    if kind == "correlation":
+        statistics = statistics or window_statistics(fixed[:, :images], window, weight)
+        by_value = correlation_slope(warped[:, :images], fixed[:, :images], statistics, window, squared, weight)
+    elif kind == "mapped":
+        by_value = slope_of(lambda seen: mapped_correlation(seen, fixed[:, :images], window, squared, weight),
+                            warped[:, :images])
     else:
-        correlation = local_correlation if cfg["registration.similarity"] == "correlation" else mapped_correlation
-        alike = correlation(warped, fixed, cfg["refine.window"], cfg["registration.squared"], weight=weight)
-    if pair["structures"]:
-        overlap = soft_dice(brought, there, there.new_ones(there.shape[:2])).mean()
-        alike = alike + cfg["refine.structures"] * overlap
-    roughness = sum(smoothed.diff(dim=axis).square().mean() for axis in range(2, smoothed.dim()))
-    return cfg["refine.weight"] * roughness - alike
+        by_value = slope_of(lambda seen: likeness(seen, fixed[:, :images], weight), warped[:, :images])
+    if warped.shape[1] > images and cfg["refine.structures"]:
+        there = fixed[:, images:]
+        overlap = slope_of(lambda seen: soft_dice(seen, there, there.new_ones(there.shape[:2])).mean(),
+                           warped[:, images:])
+        by_value = torch.cat([by_value, cfg["refine.structures"] * overlap], dim=1)
+    total = torch.zeros(1, warped.dim() - 2, *warped.shape[2:], device=warped.device)
+    for channel in range(by_value.shape[1]):
+        for axis in range(total.shape[1]):
+            add_slope_(total[:, axis], warped[:, channel], axis + 1, by_value[:, channel])
+    return total
+
+
+def slope_of(function, image):
+    """The gradient of a scalar function at an image, of the image's shape."""
+    with torch.enable_grad():
+        image = image.detach().requires_grad_()
+        return torch.autograd.grad(function(image), image)[0]
+
+
+def add_slope_(total, image, axis, factor):
+    """Add the derivative of an image along an axis, by central differences, times a factor; all (1, *spatial)."""
+    n = image.shape[axis]
+    if n == 1:
+        return
+    for start, length, back, ahead, scale in ((1, n - 2, 0, 2, 0.5), (0, 1, 0, 1, 1.0), (n - 1, 1, n - 2, n - 1, 1.0)):
+        if length:
+            rise = image.narrow(axis, ahead, length) - image.narrow(axis, back, length)
+            total.narrow(axis, start, length).addcmul_(rise, factor.narrow(axis, start, length), value=scale)
 
 
 def warp_pair(pair, field, padding="border"):
@@ -140,28 +227,6 @@ def warp_pair(pair, field, padding="border"):
     return warped, for_fixed * weight.detach()
 
 
-def updated(field, then, size):
-    """The field given, then another one, on a grid of `size`.
-
-    field: (1, N, *size) in voxels or None. then: (1, N, *control) in its voxels. Returns: (1, N, *size) in voxels.
-    """
-    update = resize_field(then, size)
-    return update if field is None else compose(first=field, then=update)
-
-
-def on_control_grid(field, size):
-    """A field on the control grid, where composing takes a fraction of the time; None where that would lose detail.
-
-    A network's answer on few voxels, refined on many, has no detail that the control grid could lose.
-    field: (1, N, *spatial) in voxels or None. size: of the control grid. Returns: (1, N, *size) in its voxels or None.
-    """
-    if field is None:
-        return None
-    coarse = resize_field(field, size)
-    lost = resize_field(coarse, field.shape[2:]) - field
-    return coarse if float(lost.square().sum(1).mean().sqrt()) < NO_DETAIL else None
-
-
 def similarity(pair, field, cfg, padding="border"):
     """How alike a pair is under a field, by `image_similarity` as in training, a float; 1 is perfect.
 
@@ -172,20 +237,47 @@ def similarity(pair, field, cfg, padding="border"):
     return float(image_similarity(warped, pair["fixed"], cfg, weight))
 
 
-def smooth(x, sigma):
-    """Gaussian smoothing along every spatial axis, its weights renormalised at the border.
+def gaussian(n, sigma, device="cpu"):
+    """(n, n) matrix that smooths along an axis, its weights renormalised at the border; None for sigma 0.
 
-    One matrix product along each axis, as in Diffusion.losses.box_mean.
-    x: (B, C, *spatial). sigma: in voxels; 0 returns x itself. Returns: the shape of x.
+    sigma: standard deviation in voxels.
     """
     if sigma <= 0:
-        return x
-    for axis in range(2, x.dim()):
-        places = torch.arange(x.shape[axis], device=x.device, dtype=torch.float32)
-        weights = torch.exp(-0.5 * ((places[:, None] - places) / sigma).square())
-        weights = weights / weights.sum(1, keepdim=True)
-        x = (x.transpose(axis, -1) @ weights.T).transpose(axis, -1)
+        return None
+    places = torch.arange(n, device=device, dtype=torch.float32)
+    weights = torch.exp(-0.5 * ((places[:, None] - places) / sigma).square())
+    return weights / weights.sum(1, keepdim=True)
+
+
+def onto_control_grid(n, control, sigma, device="cpu"):
+    """(control, n) matrix that averages what lies about each control point, then smooths; None where it does nothing.
+
+    sigma: standard deviation in control spacings.
+    """
+    smoothing = gaussian(control, sigma, device)
+    if control == n:
+        return smoothing
+    places = torch.arange(n, device=device, dtype=torch.float32) * ((control - 1) / max(n - 1, 1))
+    points = torch.arange(control, device=device, dtype=torch.float32)
+    weights = (1.0 - (places - points[:, None]).abs()).clamp(min=0.0)
+    weights = weights / weights.sum(1, keepdim=True)
+    return weights if smoothing is None else smoothing @ weights
+
+
+def along_axes(x, matrices):
+    """x (B, C, *spatial) multiplied by one matrix along each spatial axis; None leaves an axis as it is."""
+    for axis, matrix in enumerate(matrices, 2):
+        if matrix is not None and axis == x.dim() - 1:
+            x = x @ matrix.T
+        elif matrix is not None:
+            product = matrix @ x.flatten(axis + 1).flatten(0, axis - 1)
+            x = product.view(*x.shape[:axis], len(matrix), *x.shape[axis + 1:])
     return x
+
+
+def smooth(x, sigma):
+    """Gaussian smoothing along every spatial axis. x: (B, C, *spatial). sigma: in voxels; 0 returns x itself."""
+    return along_axes(x, [gaussian(n, sigma, x.device) for n in x.shape[2:]])
 
 
 def smaller(image, factor):

@@ -193,6 +193,8 @@ def convert(key, value, rule, path):
         if limits and value not in limits[0]:
             raise InputError(f"{path}: {key} is one of {', '.join(limits[0])}, not {value!r}.")
         return value
+    if kind == "auto or float":
+        return "auto" if value == "auto" else convert_number(key, value, "float", *limits, path)
     return convert_number(key, value, kind, *limits, path)
 
 

@@ -200,7 +200,8 @@ def test_the_table_of_keys_says_type_and_limits():
     """Config/keys.yaml: its numbers are numbers, its words are words (YAML reads a bare off as false)."""
     assert len(KEYS) > 80 and all("." in key for key in KEYS)
     for key, (kind, *limits) in KEYS.items():
-        assert kind in ("int", "float", "int+", "float+", "int or int+", "bool", "auto or bool", "str"), key
+        assert kind in ("int", "float", "int+", "float+", "int or int+", "bool", "auto or bool", "auto or float",
+                        "str"), key
         numbers = kind not in ("bool", "auto or bool", "str")
         assert len(limits) == 2 if numbers else len(limits) <= (kind == "str"), key
         assert all(limit is None or type(limit) in (int, float) for limit in limits) if numbers else \

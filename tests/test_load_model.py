@@ -83,10 +83,14 @@ def test_the_network_is_ready_to_use_and_keys_that_came_later_get_defaults(tmp_p
     old = {key: value for key, value in config().items() if not key.startswith("refine.")}
     torch.save({**state(config()), "config": {**old, "gone.key": 1}}, tmp_path / "old.pth")
     net, cfg = load_model(tmp_path / "old.pth", overrides=["refine.window=7"])
-    assert not net.training and cfg["refine.window"] == 7 and cfg["refine.stride"] == 2 and "gone.key" not in cfg
+    assert not net.training and cfg["refine.window"] == 7 and cfg["refine.stride"] == 0 and "gone.key" not in cfg
     assert cfg["model.channels"] == old["model.channels"]
     field = net(torch.rand(1, 1, 16, 16, 16), torch.tensor([cfg["diffusion.timesteps"]]))
     assert field.shape == (1, 3, 16, 16, 16)
+    velocity = {"refine.lr": 0.1, "refine.weight": 2.0, "refine.smooth": 1.0, "refine.levels": 2}
+    torch.save({**state(config()), "config": {**old, **velocity}}, tmp_path / "velocity.pth")
+    _, cfg = load_model(tmp_path / "velocity.pth")
+    assert (cfg["refine.weight"], cfg["refine.smooth"], cfg["refine.levels"]) == ("auto", 1.5, 2)
 
 
 @pytest.mark.parametrize("spoil, words", [

@@ -1,0 +1,58 @@
+"""How much a field is smoothed, inferred from the pair: by what the optimisation has not seen.
+
+Too little smoothing lets a field follow the noise of two images, too much keeps it from their anatomy, and where the
+best lies depends on both: a fixed number that suits brains is wrong for mice. No label tells it, but the images do. The
+fixed volume is cut into cubes of two colours. The field is found from one colour alone, and the similarity is measured
+inside the cubes of the other: a field that follows anatomy is right there too, one that follows noise is not. That is
+cross-validation, as Wahba, "Spline Models for Observational Data", 1990, chooses the smoothness of splines. The curve
+over the smoothing has one maximum, and it is found on small images, with few steps.
+"""
+import math
+
+import torch
+
+BLOCK, RIM = 8, 2  # voxels: side of the cubes, and what of them lies near the other colour and is not measured
+MOST_VOXELS = 750_000  # of the images on which the curve is looked for; larger ones are halved along each axis
+LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
+FIRST, LEAST, MOST = 0.5, 0.25, 4.0  # weight to begin with; and between which it is looked for, in factors of 2
+STEPS = 25  # of optimisation at each resolution
+
+
+def cubes(size, device="cpu"):
+    """The two colours: what the optimisation sees, and what is measured; (1, 1, *size) float32 each, 0 or 1."""
+    dims = len(size)
+    places = [torch.arange(n, device=device).view([-1 if k == axis else 1 for k in range(dims)])
+              for axis, n in enumerate(size)]
+    seen = sum(place // BLOCK for place in places) % 2 == 0
+    inner = math.prod((place % BLOCK >= RIM) & (place % BLOCK < BLOCK - RIM) for place in places)
+    return seen.float()[None, None], (inner * ~seen).float()[None, None]
+
+
+def shrinking(size):
+    """The factor by which a pair of a size is shrunk before the curve is looked for: a power of 2."""
+    factor = 1
+    while math.prod(-(-n // factor) for n in size) > MOST_VOXELS and min(size) >= 2 * factor * LEAST_SIDE:
+        factor *= 2
+    return factor
+
+
+def best_weight(score):
+    """The weight with the highest score, between LEAST and MOST.
+
+    From FIRST on the weight is doubled, or halved, until the score falls. The last step is that to the maximum of the
+    parabola through the best one and its neighbours, over the logarithm.
+    score: a function of a weight. Returns: a float.
+    """
+    scores = {weight: score(weight) for weight in (FIRST, 2 * FIRST)}
+    ratio = 2.0 if scores[2 * FIRST] > scores[FIRST] else 0.5
+    best = 2 * FIRST if ratio == 2.0 else FIRST
+    while LEAST <= best * ratio <= MOST:
+        scores[best * ratio] = score(best * ratio)
+        if scores[best * ratio] <= scores[best]:
+            break
+        best *= ratio
+    below, above = scores.get(best / 2), scores.get(2 * best)
+    if below is None or above is None:
+        return best
+    curvature = below - 2 * scores[best] + above
+    return best * 2 ** (0.5 * (below - above) / curvature) if curvature < 0 else best
