@@ -2,9 +2,9 @@
 
 First on small images, then on larger ones, the field is led along the force of the similarity, step by step. The force
 at a voxel is how the similarity grows with the moving image's value there, times the slope of the image as it is shown
-now. It is smoothed, scaled so that its longest vector is refine.step voxels, and composed onto the field; then the whole
-field is smoothed a little, which is what keeps it regular: the more often and the wider, the smoother it ends. Each
-step is short and smooth, so it can be inverted, and so can the field composed of them.
+now. It is smoothed, scaled so that its longest vector is refine.step voxels, and composed onto the field; then the
+whole field is smoothed a little, which is what keeps it regular: the more often and the wider, the smoother it ends.
+Each step is short and smooth, so it can be inverted, and so can the field composed of them.
 
 Composed small steps are the greedy diffeomorphism of Christensen et al., IEEE TIP 1996, and Avants et al., Med Image
 Anal 2008, here with both smoothings as in Yushkevich et al., "Fast Automatic Segmentation of Hippocampal Subfields and
@@ -22,7 +22,6 @@ from Diffusion.losses import (
     image_similarity,
     likeness,
     local_correlation_map,
-    mapped_correlation,
     self_similarity,
     soft_dice,
     table_lookup,
@@ -31,6 +30,7 @@ from Diffusion.losses import (
 )
 from Inference import regularisation
 
+BINS = 32  # of the intensities that are mapped to those of the other modality
 SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point, where that takes no time
 
 
@@ -95,8 +95,7 @@ def unseen_similarity(pair, field, measured, cfg):
     if cfg["registration.similarity"] == "mind":
         return float(likeness(warped, fixed, measured))
     if cfg["registration.similarity"] == "mapped":
-        warped, fixed = each_channel(warped), each_channel(fixed)
-        fixed = table_lookup(fixed, conditional_means(fixed, warped, None, 32))
+        fixed = as_moving(fixed, warped, weight)
     values, counted = local_correlation_map(warped, fixed, cfg["refine.window"], cfg["registration.squared"])
     return float(weighted_mean(values * counted, measured) / weighted_mean(counted, measured).clamp(min=1e-6))
 
@@ -171,18 +170,15 @@ def force(warped, weight, pair, statistics, cfg):
 
     warped, weight: of `warp_pair`. pair: of `pair_at_level`. statistics: of its fixed image, or None.
     """
-    images, fixed, window = pair["images"], pair["fixed"], cfg["refine.window"]
-    squared, kind = cfg["registration.squared"], cfg["registration.similarity"]
-    if kind == "correlation":
-        statistics = statistics or window_statistics(fixed[:, :images], window, weight)
-        by_value = correlation_slope(warped[:, :images], fixed[:, :images], statistics, window, squared, weight)
-    elif kind == "mapped":
-        by_value = slope_of(lambda seen: mapped_correlation(seen, fixed[:, :images], window, squared, weight),
-                            warped[:, :images])
+    images, window, kind = pair["images"], cfg["refine.window"], cfg["registration.similarity"]
+    image, fixed, there = warped[:, :images], pair["fixed"][:, :images], pair["fixed"][:, images:]
+    if kind == "mind":
+        by_value = slope_of(lambda seen: likeness(seen, fixed, weight), image)
     else:
-        by_value = slope_of(lambda seen: likeness(seen, fixed[:, :images], weight), warped[:, :images])
-    if warped.shape[1] > images and cfg["refine.structures"]:
-        there = fixed[:, images:]
+        fixed = as_moving(fixed, image, weight) if kind == "mapped" else fixed
+        statistics = statistics or window_statistics(fixed, window, weight)
+        by_value = correlation_slope(image, fixed, statistics, window, cfg["registration.squared"], weight)
+    if there.shape[1] and cfg["refine.structures"]:
         overlap = slope_of(lambda seen: soft_dice(seen, there, there.new_ones(there.shape[:2])).mean(),
                            warped[:, images:])
         by_value = torch.cat([by_value, cfg["refine.structures"] * overlap], dim=1)
@@ -191,6 +187,15 @@ def force(warped, weight, pair, statistics, cfg):
         for axis in range(total.shape[1]):
             add_slope_(total[:, axis], warped[:, channel], axis + 1, by_value[:, channel])
     return total
+
+
+def as_moving(fixed, warped, weight):
+    """The fixed image with the intensities that the moving one has, on average, where its own are the same.
+
+    fixed, warped: (1, C, *spatial). weight: (1, 1, *spatial) or None. Returns: as fixed.
+    """
+    own = each_channel(fixed)
+    return table_lookup(own, conditional_means(own, each_channel(warped), weight, BINS)).view(fixed.shape)
 
 
 def slope_of(function, image):

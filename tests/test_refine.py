@@ -5,8 +5,8 @@ import torch
 
 from Dataloader.synthetic import make_subject
 from Diffusion.fields import flow, warp
-from Diffusion.metrics import folding_percent
 from Diffusion.losses import local_correlation
+from Diffusion.metrics import folding_percent
 from Inference import regularisation
 from Inference.refine import (
     add_slope_,
@@ -139,16 +139,15 @@ def test_a_number_is_taken_as_it_is_and_auto_is_the_number_inferred():
     assert torch.equal(by_number, by_pair)
 
 
-def test_best_weight_walks_to_the_maximum():
-    for best in (0.4, 0.5, 0.9, 2.2):
-        asked = []
+@pytest.mark.parametrize("best", [0.4, 0.5, 0.9, 2.2])
+def test_best_weight_walks_to_the_maximum(best):
+    asked = []
+    found = regularisation.best_weight(lambda weight: asked.append(weight) or -np.log2(weight / best) ** 2)
+    assert found == pytest.approx(best, rel=1e-6)
+    assert len(asked) == len(set(asked)) <= 5
 
-        def score(weight):
-            asked.append(weight)
-            return -np.log2(weight / best) ** 2
 
-        assert regularisation.best_weight(score) == pytest.approx(best, rel=1e-6)
-        assert len(asked) == len(set(asked)) <= 5
+def test_a_weight_at_the_end_of_its_range_is_taken_as_it_is():
     assert regularisation.best_weight(lambda weight: weight) == regularisation.MOST
     assert regularisation.best_weight(lambda weight: -weight) == regularisation.LEAST
 

@@ -216,9 +216,9 @@ def test_refinement_brings_structures_together_that_the_intensities_do_not_show(
     def overlap(field):
         return average(dice(warp(moving, field) > 0.5, fixed > 0.5, [1]))
 
-    still = refine(image, image, None, 40, cfg)
-    found = refine(image, image, None, 40, cfg, structures=structures)
-    ignored = refine(image, image, None, 40, {**cfg, "refine.structures": 0.0}, structures=structures)
+    still = refine(image, image, None, 60, cfg)
+    found = refine(image, image, None, 60, cfg, structures=structures)
+    ignored = refine(image, image, None, 60, {**cfg, "refine.structures": 0.0}, structures=structures)
     assert torch.equal(ignored, still) and overlap(still) < 0.7 < 0.85 < overlap(found)
 
 
