@@ -146,7 +146,7 @@ class _LocalCorrelation(torch.autograd.Function):
         var_b = box_mean(b * b, window).addcmul_(mean_b, mean_b, value=-1.0).clamp_(min=0.0)
         covariance = box_mean(a * b, window).addcmul_(mean_a, mean_b, value=-1.0)
         variances = (var_a * var_b).add_(eps ** 2)
-        counted = (var_b > eps).float()
+        counted = (var_b > 10 * eps).float()
         ctx.save_for_backward(a, b, mean_a, mean_b, var_a, var_b, covariance, variances, counted)
         ctx.window = window
         ctx.squared = squared
@@ -183,7 +183,7 @@ def local_correlation(image, target, window=9, squared=True, eps=1e-5, weight=No
       cov = <I T> - <I><T>,  var_I = <I I> - <I>^2,  var_T = <T T> - <T>^2,
       squared:  mean of cov^2 / (var_I var_T + eps^2), 0 .. 1 (Avants et al., Med Image Anal 2008)
       else:     mean of cov / sqrt(var_I var_T + eps^2), -1 .. 1 (Cachier et al., CVIU 2003, by Gaussian windows)
-    and 1 is perfect: as a loss it enters with a minus. The mean is taken where var_T > eps: where the target is flat
+    and 1 is perfect: as a loss it enters with a minus. The mean is taken where var_T > 10 eps: where the target is flat
     nothing can be compared, and how large that part is must not matter. It does not depend on the image, which
     otherwise could hide what is not alike. Each sample counts alike.
 
@@ -217,7 +217,7 @@ def local_correlation_map(image, target, window=9, squared=True, weight=None, ep
     covariance = box_mean(weight * image * target, window) / count - image_mean * target_mean
     variances = image_variance * target_variance + eps ** 2
     correlation = covariance.square() / variances if squared else covariance * variances.rsqrt()
-    return correlation, (target_variance > eps).float()
+    return correlation, (target_variance > 10 * eps).float()
 
 
 def window_statistics(target, window, weight=None, eps=1e-5):

@@ -35,7 +35,7 @@ def dense_correlation(image, target, window=9, squared=True, eps=1e-5):
         correlation = covariance ** 2 / (of_a * of_b + eps ** 2)
     else:
         correlation = covariance / (of_a * of_b + eps ** 2).sqrt()
-    counted = (of_b > eps).double()
+    counted = (of_b > 10 * eps).double()
     return ((correlation * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)).mean()
 
 
