@@ -107,6 +107,27 @@ def foreground_box(inside):
     return np.array([[span[0] for span in spans], [span[-1] + 1 for span in spans]])
 
 
+def varying_box(images, least=4):
+    """The box of a grid without its outermost planes in which every image is constant, such as those of padding.
+
+    images: list of arrays (D, H, W) or (H, W). least: how many voxels stay along each axis.
+    Returns: (2, dims) ints, the first and the past-the-end index of each axis.
+    """
+    box = np.array([[0] * images[0].ndim, images[0].shape])
+    shrinks = True
+    while shrinks:
+        shrinks = False
+        for side, axis in np.ndindex(box.shape):
+            while box[1, axis] - box[0, axis] > least:
+                plane = [slice(*ends) for ends in box.T]
+                plane[axis] = box[0, axis] if side == 0 else box[1, axis] - 1
+                if any(np.ptp(image[tuple(plane)]) > 0 for image in images):
+                    break
+                box[side, axis] += 1 - 2 * side
+                shrinks = True
+    return box
+
+
 def grid_transform(shape, affine, size, spacing_mm, box=None):
     """Place an isotropic grid centred on a canonical volume, or on a box in it.
 

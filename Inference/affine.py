@@ -1,7 +1,9 @@
 """The affine stage: an affine or rigid map between two volumes, by the similarity that the networks train on.
 
-Multi-start optimisation: several starts are optimised by L-BFGS on a coarse grid, the best go on to finer grids. A map
-is its start times the matrix exponential of a generator, so that rotation, scale and shear are numbers of one size.
+Multi-start optimisation. On a coarse grid all turns are tried, evenly spread, with the sizes that the headers say and
+with those that the volumes' moments say, in case a header has lost orientation or spacing. The best maps, and the
+header's, are optimised there together, and the best of these by L-BFGS on finer grids. A map is its start times the
+matrix exponential of a generator, so that rotation, scale and shear are numbers of one size.
 
 The maps live between two frames, one for each volume: millimetres along its (orthonormalised) axes from its centre of
 intensity. There a map has small numbers whatever the headers say, and 2D and 3D are the same code.
@@ -10,28 +12,33 @@ import itertools
 
 import numpy as np
 import torch
+from scipy.spatial.transform import Rotation
 
 from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
-from Diffusion.fields import resample
-from Diffusion.losses import local_correlation, mutual_information
+from Diffusion.fields import identity, warp
+from Diffusion.losses import box_mean, local_correlation, mutual_information, weighted_variance
 from Runtime.errors import InputError
 
 SIDES = {2: (24, 48, 96, 192), 3: (16, 32, 64, 96)}  # voxels along the longest side, never finer than the volume
 # By registration.similarity: (level, similarity, how many maps go on at most, iterations for each of them).
-STAGES = {"correlation": [(0, "global", 7, 10), (0, "local", 4, 10), (1, "local", 3, 15), (2, "local", 1, 10),
-                          (3, "local", 1, 20)]}
+STAGES = {"correlation": [(1, "local", 3, 10), (2, "local", 1, 20), (3, "local", 1, 20)]}
 # Of what compares volumes of different modalities, mutual information alone does not mind how a volume is turned.
-STAGES["mapped"] = STAGES["mind"] = [(0, "mutual", 7, 20), (1, "mutual", 4, 20), (2, "mutual", 2, 20),
-                                     (3, "mutual", 1, 10)]
+STAGES["mapped"] = STAGES["mind"] = [(1, "mutual", 4, 20), (2, "mutual", 2, 20), (3, "mutual", 1, 10)]
+TURNS = {"global": 500, "mutual": 100}  # that are tried in 3D; neighbours are about 20 and 35 degrees apart
+TURNS_2D = 24
+TRIED = {"global": 10, "mutual": 6}  # maps that are optimised at the coarsest level
+STEPS, STEP = 25, 0.03  # of Adam there
 HOPEFUL = 0.8  # similarity, as a fraction of the best map's, below which a map is given up
 WINDOW = 7  # of the local correlation, in voxels of the level
-TURNED = np.deg2rad(25.0)  # angle of the starts that are turned against the headers
+FLAT = 1e-4  # local variance of intensities up to which nothing can be compared, as for local_correlation
 FOREGROUND = 0.05  # intensity above which a voxel counts for centre, moments and box
 MARGIN = 0.1  # around the foreground of the fixed volume, as a fraction of its box
 THINNEST = 4  # voxels that a level has at least along the shortest side
 STRAIN = 0.7  # norm of the logarithmic strain above which it costs: 1.5 times as large along every axis
+OTHER_SIZE = 1.5  # times by which sizes differ where moments are believed in, and headers are not
+APART = 4  # voxels of the coarsest level, from which on two maps there count as different answers
 MOST_BINS = 32  # of the joint histogram; small volumes, whose voxels would not fill it, have fewer
-OVERLAP = 0.5  # part of the fixed intensity that has to lie in the moving volume; less costs
+BETTER = 0.02  # of what the header's map lacks to perfect similarity: what another one gains at least
 
 
 def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", similarity="correlation", fixed_mask=None,
@@ -44,7 +51,10 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     fixed_mask, moving_mask: 0 .. 1 in the shape of the volume, how much each voxel counts; None for all alike.
     finest: voxels along the longest side beyond which no level but the first is taken; None for all.
     Returns: T, 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map
-    stays in the planes of the images. The same input gives the same result.
+    stays in the planes of the images. The same input gives the same result. T never mirrors unless the headers do.
+    And a dict of how far to believe it: affine_similarity, that of the finest level, with 0 where a voxel of the fixed
+    volume lies outside of the moving one; affine_similarity_before, as the headers say; affine_runner_up, of the best
+    other answer, as a fraction of the similarity of T at the first level where several went on; 0 where none did.
     Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
     """
     if kind not in ("affine", "rigid"):
@@ -57,29 +67,35 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
                          "kind.")
     fixed, fixed_mask = _masked("fixed", fixed, given_affines[0], fixed_mask)
     moving, moving_mask = _masked("moving", moving, given_affines[1], moving_mask)
-    starts, frames = _starts(fixed, fixed_affine, moving, moving_affine)
+    frames, header, shapes = _frames(fixed, fixed_affine, moving, moving_affine)
     volumes = (fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine)
-    levels = _levels(volumes, frames, _basis(fixed.ndim, kind))
-    zero = torch.zeros(len(levels[0]["basis"]), dtype=torch.float64)
-    candidates = [(start, zero) for start in starts]
-    done = set()
-    for number, compared_by, count, iterations in _stages(similarity, fixed.ndim, finest):
+    levels = _levels(volumes, frames, _basis(fixed.ndim, kind), _size_ratio(shapes) if kind == "affine" else 1.0)
+    stages = _stages(similarity, fixed.ndim, finest)
+    coarse = "mutual" if stages[0][1] == "mutual" else "global"
+    tried = torch.from_numpy(np.stack([*header, *_turned(header, shapes, kind, TURNS[coarse])]))
+    candidates = _together(_first(tried, len(header), levels[0], coarse), levels[0], coarse)
+    done, level, compared_by, runner_up = set(), levels[0], coarse, None
+    for number, compared_by, count, iterations in stages:
         level = levels[number]
         stage = (compared_by, level["spacing_mm"])
         if stage in done:
-            continue  # of a small volume several levels are the same
+            continue  # the levels of a small volume may be the same, and the best map has been optimised there
         best = _best(candidates, count, level, compared_by)
         candidates = [_optimise(start, parameters, level, compared_by, iterations) for start, parameters in best]
-        done.add(stage)
+        if count == 1:
+            done.add(stage)
+        if runner_up is None:
+            runner_up = _runner_up(candidates, level, compared_by, APART * levels[0]["spacing_mm"])
     (start, parameters), = _best(candidates, 1, level, compared_by)
-    matrix = _matrix(start, parameters, level)[0].numpy()
-    return frames[1] @ _embed(matrix) @ np.linalg.inv(frames[0])
+    matrix, scores = _kept(_matrix(start, parameters, level)[0], tried[0], level, compared_by)
+    return (frames[1] @ _embed(matrix.numpy()) @ np.linalg.inv(frames[0]),
+            {"affine_similarity": scores[1], "affine_similarity_before": scores[0], "affine_runner_up": runner_up})
 
 
 def _stages(similarity, dims, finest):
-    """The rows of STAGES whose level has no more than `finest` voxels a side, and those of the first level."""
-    sides = SIDES[dims]
-    return [stage for stage in STAGES[similarity] if not stage[0] or finest is None or sides[stage[0]] <= finest]
+    """The rows of STAGES whose level has no more than `finest` voxels a side, and the first one."""
+    first, *rest = STAGES[similarity]
+    return [first, *(stage for stage in rest if finest is None or SIDES[dims][stage[0]] <= finest)]
 
 
 def _checked(name, array, affine):
@@ -156,44 +172,90 @@ def _moments(array):
     return centre, covariance
 
 
-def _starts(fixed, fixed_affine, moving, moving_affine):
-    """Maps to start from, (N, N + 1) each from the fixed to the moving frame; and the two frames, 4x4 to the world.
+def _frames(fixed, fixed_affine, moving, moving_affine):
+    """The frames of both volumes, 4x4 to the world; what the headers say about them; and the volumes' shapes in them.
 
-    The starts are: what the headers say; their orientation with the centres of the fields of view, or of the
-    intensities, matched; the principal axes of the intensities matched, with all signs that are rotations; and small
-    turns about the centre of intensity, for volumes cut off by their field of view, whose moments tell little.
+    Returns: two frames; three maps (N, N + 1) from the fixed to the moving frame: as the headers say, and their
+    orientation with the centres of the fields of view, or of the intensities, matched; two covariances (N, N), mm^2.
     """
     dims = fixed.ndim
-    fixed_frame, fixed_middle, fixed_axes = _place_in_frame(fixed, fixed_affine)
-    moving_frame, moving_middle, moving_axes = _place_in_frame(moving, moving_affine)
+    fixed_frame, fixed_middle, fixed_shape = _place_in_frame(fixed, fixed_affine)
+    moving_frame, moving_middle, moving_shape = _place_in_frame(moving, moving_affine)
     header = _in_plane(np.linalg.inv(moving_frame) @ fixed_frame, dims)
     left, _, right = np.linalg.svd(header[:dims, :dims])
     turn = left @ right  # the turn between the headers; in 2D their planes may differ
-    no_shift = np.zeros(dims)
-    starts = [(turn, header[:dims, dims]), (turn, moving_middle - turn @ fixed_middle), (turn, no_shift)]
-    for signs in itertools.product((1.0, -1.0), repeat=dims):
-        matched = moving_axes @ np.diag(signs) @ fixed_axes.T
-        if np.linalg.det(matched) * np.linalg.det(turn) > 0:
-            starts.append((matched, no_shift))
-    for (a, b), angle in itertools.product(itertools.combinations(range(dims), 2), (-TURNED, TURNED)):
-        turned = np.eye(dims)
-        turned[a, a] = turned[b, b] = np.cos(angle)
-        turned[a, b] = -np.sin(angle)
-        turned[b, a] = np.sin(angle)
-        starts.append((turn @ turned, no_shift))
-    return [np.column_stack(start) for start in starts], (fixed_frame, moving_frame)
+    shifts = header[:dims, dims], moving_middle - turn @ fixed_middle, np.zeros(dims)
+    maps = [np.column_stack([turn, shift]) for shift in shifts]
+    return (fixed_frame, moving_frame), maps, (fixed_shape, moving_shape)
+
+
+def _size_ratio(shapes):
+    """How many times as large the moving volume is as the fixed one, by their moments, where that is beyond OTHER_SIZE.
+
+    Nearer to 1 the moments tell too little: fields of view cut volumes off.
+    """
+    ratio = float(np.exp(np.subtract(*(np.linalg.slogdet(shape)[1] for shape in shapes[::-1])) / (2 * len(shapes[0]))))
+    return ratio if max(ratio, 1 / ratio) > OTHER_SIZE else 1.0
+
+
+def _turned(header, shapes, kind, count):
+    """Maps (N, N + 1) that match the centres of intensity under all turns, evenly spread, as the headers' mirroring.
+
+    The sizes are those of the headers; of an affine map also those that make the moments of the volumes the same, along
+    all axes alike or along each, which any affine map between two equal volumes does with one of the turns. They serve
+    headers that lie. header: from `_frames`. kind: of `align_affine`. count: of the turns in 3D.
+    """
+    dims = len(shapes[0])
+    turns = header[0][:, :dims] @ all_turns(count if dims == 3 else TURNS_2D, dims)
+    turns = np.concatenate([turns, _principal_turns(shapes, np.linalg.det(header[0][:, :dims]))])
+    linear = [turns]
+    if kind == "affine":
+        fixed_root, moving_root = (_root(shape) for shape in shapes)
+        size = np.exp(np.subtract(*(np.linalg.slogdet(root)[1] for root in (moving_root, fixed_root))) / dims)
+        linear += [size * turns, moving_root @ turns @ np.linalg.inv(fixed_root)]
+    linear = np.concatenate(linear)
+    return np.concatenate([linear, np.zeros((len(linear), dims, 1))], axis=2)
+
+
+def all_turns(count, dims):
+    """Rotation matrices (count, dims, dims) spread evenly over all there are, the same ones each time.
+
+    In 3D super-Fibonacci spirals (Alexa, CVPR 2022), quaternions along a spiral whose two angles advance by irrational
+    parts of a turn.
+    """
+    if dims == 2:
+        angle = 2 * np.pi * np.arange(count) / count
+        return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]).transpose(2, 0, 1)
+    place = np.arange(count) + 0.5
+    first, second = 2 * np.pi * place / 2 ** 0.5, 2 * np.pi * place / 1.533751168755204288
+    inner, outer = np.sqrt(place / count), np.sqrt(1 - place / count)
+    quaternions = [inner * np.sin(first), inner * np.cos(first), outer * np.sin(second), outer * np.cos(second)]
+    return Rotation.from_quat(np.stack(quaternions, axis=1)).as_matrix()
+
+
+def _principal_turns(shapes, determinant):
+    """The turns (K, N, N) that match the principal axes of two shapes, with all signs that mirror as the headers do."""
+    dims = len(shapes[0])
+    fixed_axes, moving_axes = (np.linalg.eigh(shape)[1] for shape in shapes)
+    matched = [moving_axes @ np.diag(signs) @ fixed_axes.T for signs in itertools.product((1.0, -1.0), repeat=dims)]
+    return np.stack([turn for turn in matched if np.linalg.det(turn) * determinant > 0])
+
+
+def _root(shape):
+    """The symmetric square root of a covariance (N, N)."""
+    values, axes = np.linalg.eigh(shape)
+    return axes @ np.diag(np.sqrt(np.maximum(values, 1e-6 * values.max()))) @ axes.T
 
 
 def _place_in_frame(array, affine):
-    """The frame of a volume, 4x4 to the world; in it the middle of the field of view (N,) and principal axes (N, N)."""
+    """The frame of a volume, 4x4 to the world; in it the middle of the field of view (N,) and the covariance (N, N)."""
     dims = array.ndim
     centre, covariance = _moments(array)
     frame = _frame(affine, _to_world(affine, centre))
     to_frame = np.linalg.inv(frame)
     middle = to_frame @ [*_to_world(affine, (np.array(array.shape) - 1) / 2), 1]
     to_frame_axes = (to_frame @ affine)[:dims, :dims]
-    axes = np.linalg.eigh(to_frame_axes @ covariance @ to_frame_axes.T)[1]
-    return frame, middle[:dims], axes
+    return frame, middle[:dims], to_frame_axes @ covariance @ to_frame_axes.T
 
 
 def _to_world(affine, voxel):
@@ -201,10 +263,11 @@ def _to_world(affine, voxel):
     return (affine @ [*voxel, *[0] * (3 - len(voxel)), 1])[:3]
 
 
-def _levels(volumes, frames, basis):
+def _levels(volumes, frames, basis, size_ratio):
     """All levels, coarse to fine, as `_level` makes them, each from the next finer: large volumes are smoothed once.
 
     volumes: fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine. frames: two 4x4. basis: from `_basis`.
+    size_ratio: from `_size_ratio`.
     """
     fixed = volumes[0]
     box = foreground_box(fixed > FOREGROUND).astype(np.float64)
@@ -212,7 +275,7 @@ def _levels(volumes, frames, basis):
     box = np.stack([np.maximum(box[0] - margin, 0), np.minimum(box[1] + margin, fixed.shape)])
     levels = []
     for side in reversed(SIDES[fixed.ndim]):
-        level, volumes = _level(*volumes, box, frames, side)
+        level, volumes = _level(*volumes, box, frames, side, size_ratio)
         box = np.array([[0] * fixed.ndim, volumes[0].shape], np.float64)
         levels.insert(0, {**level, "basis": basis})
     for level in levels:  # a unit of the shift has to mean the same at all of them
@@ -220,7 +283,7 @@ def _levels(volumes, frames, basis):
     return levels
 
 
-def _level(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, box, frames, side):
+def _level(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, box, frames, side, size_ratio):
     """Both volumes smoothed and on isotropic grids, the box of the fixed one about `side` voxels long.
 
     Returns: dict of what the loss needs; the volumes, masks and affines of this level, in the order of the arguments.
@@ -232,8 +295,8 @@ def _level(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, 
     moving_extent_mm = moving_voxel_mm * moving.shape
     spacing_mm = max(min(extent_mm.max() / side, extent_mm.min() / THINNEST), voxel_mm.min())
     # A moving volume that is far larger than the fixed one must not fill the memory.
-    moving_spacing_mm = max(spacing_mm, moving_extent_mm.max() / (4 * side), moving_voxel_mm.min())
-    ratio = min(moving_extent_mm.prod() / extent_mm.prod(), 1.0)
+    moving_spacing_mm = max(size_ratio * spacing_mm, moving_extent_mm.max() / (4 * side), moving_voxel_mm.min())
+    ratio = min((moving_extent_mm / size_ratio).prod() / extent_mm.prod(), 1.0)
     fixed, fixed_mask, fixed_affine = _both_to_grid(fixed, fixed_mask, fixed_affine, _size(extent_mm, spacing_mm),
                                                     spacing_mm, box)
     moving, moving_mask, moving_affine = _both_to_grid(moving, moving_mask, moving_affine,
@@ -245,10 +308,21 @@ def _level(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, 
     level = {"fixed": torch.from_numpy(shown)[None, None], "spacing_mm": float(f"{spacing_mm:.6g}"),
              "fixed_mask": None if fixed_mask is None else torch.from_numpy(fixed_mask)[None, None],
              "moving": torch.from_numpy(np.stack([moving, inside]))[None],
-             "extent_mm": float(extent_mm.max()), "overlap": OVERLAP * ratio * float(inside.mean()),
+             "extent_mm": float(extent_mm.max()), "attainable": ratio * float(inside.mean()),
+             "textured": _textured(shown, fixed_mask),
              "from_fixed": torch.from_numpy(_in_plane(np.linalg.inv(frames[0]) @ fixed_affine, dims)),
              "to_moving": torch.from_numpy(_in_plane(np.linalg.inv(moving_affine) @ frames[1], dims))}
     return level, (fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine)
+
+
+def _textured(fixed, mask):
+    """Where a volume, (*spatial), shows anything to compare: (1, 1, *spatial) of 0 and 1, or the mask there."""
+    fixed = torch.from_numpy(fixed)[None, None]
+    weight = torch.ones_like(fixed) if mask is None else torch.from_numpy(mask)[None, None]
+    count = box_mean(weight, WINDOW).clamp(min=1e-4)
+    mean = box_mean(weight * fixed, WINDOW) / count
+    textured = weight * (weighted_variance(fixed, mean, weight, count, WINDOW) > FLAT)
+    return textured if textured.any() else weight
 
 
 def _both_to_grid(array, mask, affine, size, spacing_mm, box=None):
@@ -280,54 +354,148 @@ def _basis(dims, kind):
 
 
 def _matrix(start, parameters, level):
-    """The map (N, N + 1) of some parameters (P,), and the norm of its logarithmic strain, a scalar.
+    """The maps (.., N, N + 1) of some parameters (.., P), and the norms (..,) of their logarithmic strains.
 
     The entries of the generator are angles, logarithms of scales and shears, the shift is a fraction of the longest
-    side: numbers of comparable size, about the centre of intensity.
+    side: numbers of comparable size, about the centre of intensity. start: (.., N, N + 1).
     """
-    start = torch.from_numpy(start)
-    dims = len(start)
+    dims = start.shape[-2]
     change = torch.tensordot(parameters, level["basis"], 1)
-    generator, shift = change[:, :dims], change[:, dims:]
-    strain = (generator + generator.T).square().sum().add(1e-12).sqrt() / 2
-    linear = start[:, :dims] @ torch.matrix_exp(generator)
-    shift_mm = start[:, dims:] + level["extent_mm"] * shift
-    return torch.cat([linear, shift_mm], dim=1), strain
+    generator, shift = change[..., :dims], change[..., dims:]
+    strain = (generator + generator.mT).square().sum((-2, -1)).add(1e-12).sqrt() / 2
+    linear = start[..., :dims] @ torch.matrix_exp(generator)
+    shift_mm = start[..., dims:] + level["extent_mm"] * shift
+    return torch.cat([linear, shift_mm], dim=-1), strain
 
 
 def global_correlation(image, target, weight):
-    """Normalised cross-correlation of all voxels under a weight of the same shape. Returns a scalar, -1 .. 1."""
-    total = weight.sum().clamp(min=1.0)
-    image = image - (weight * image).sum() / total
-    target = target - (weight * target).sum() / total
-    variances = (weight * image.square()).sum() / total * (weight * target.square()).sum() / total
-    return (weight * image * target).sum() / total * (variances + 1e-10).rsqrt()
+    """Normalised cross-correlation of all voxels of each sample under a weight of the same shape.
+
+    image, target, weight: (B, 1, *spatial). Returns: (B,), -1 .. 1.
+    """
+    image, target, weight = (each.flatten(1) for each in (image, target, weight))
+    total = weight.sum(1, keepdim=True).clamp(min=1.0)
+    image = image - (weight * image).sum(1, keepdim=True) / total
+    target = target - (weight * target).sum(1, keepdim=True) / total
+    covariance, image_variance, target_variance = ((weight * a * b).sum(1) / total[:, 0] for a, b in (
+        (image, target), (image, image), (target, target)))
+    return covariance * (image_variance * target_variance + 1e-10).rsqrt()
+
+
+def _shown(maps, level):
+    """What maps (B, N, N + 1) show on the fixed grid of a level: image and weight of voxels, (B, 1, *fixed) each."""
+    count, dims = maps.shape[:2]
+    size = level["fixed"].shape[2:]
+    linear = level["to_moving"][:dims, :dims] @ maps @ level["from_fixed"]
+    shift = linear[:, :, dims] + level["to_moving"][:dims, dims]
+    points = identity(size).flatten(2)[0]                                                    # (N, V)
+    there = (linear[:, :, :dims].float() @ points + shift[:, :, None].float()).movedim(1, 0)         # (N, B, V)
+    grid = (count * size[0], *size[1:])  # all maps in one call: one behind the other along the first axis
+    sampled = warp(level["moving"], there.reshape(1, dims, *grid) - identity(grid)).reshape(2, count, 1, *size)
+    weight = sampled[1] if level["fixed_mask"] is None else sampled[1] * level["fixed_mask"]
+    return sampled[0] / sampled[1].clamp(min=1e-3), weight
+
+
+def _alike(maps, level, similarity):
+    """The similarity (B,) of the volumes under maps (B, N, N + 1), times how much of them can be compared."""
+    warped, weight = _shown(maps, level)
+    fixed = level["fixed"].expand_as(warped)
+    if similarity == "global":
+        alike = global_correlation(fixed, warped, weight)
+    else:
+        bins = min(MOST_BINS, round(level["fixed"].numel() ** (1 / 3)))
+        alike = torch.stack([local_correlation(image[None], target[None], WINDOW, weight=count[None])
+                             if similarity == "local" else mutual_information(image, target, count, bins)
+                             for image, target, count in zip(warped, fixed, weight)])
+    return alike * _overlap(weight, level)
 
 
 def _loss(start, parameters, level, similarity):
-    """1 - similarity where both volumes count, plus the costs of too much strain and too little overlap; a scalar."""
-    matrix, strain = _matrix(start, parameters, level)
-    fixed, dims = level["fixed"], len(start)
-    change = (level["to_moving"][:dims, :dims] @ matrix @ level["from_fixed"]).clone()
-    change[:, dims] += level["to_moving"][:dims, dims]
-    sampled = resample(level["moving"], change, fixed.shape[2:])
-    weight = sampled[:, 1:]
-    warped = sampled[:, :1] / weight.clamp(min=1e-3)
-    seen = fixed
-    if level["fixed_mask"] is not None:
-        weight = weight * level["fixed_mask"]
-        seen = fixed * level["fixed_mask"]
-    if similarity == "global":
-        alike = global_correlation(fixed, warped, weight)
-    elif similarity == "local":
-        alike = local_correlation(warped, fixed, WINDOW, weight=weight)
-    else:
-        alike = mutual_information(warped, fixed, weight, bins=min(MOST_BINS, round(fixed.numel() ** (1 / 3))))
-    overlap = (weight * fixed).sum() / seen.sum().clamp(min=1e-6)
-    # Points outside the moving volume neither help nor hurt, so a map must not be free to leave the volume altogether.
-    too_strained = torch.relu(strain - STRAIN) ** 2
-    too_far = 4.0 * torch.relu(level["overlap"] - overlap) ** 2
-    return 1.0 - alike + too_strained + too_far
+    """1 - similarity plus the costs of too much strain, (B,). start: (B, N, N + 1). parameters: (B, P)."""
+    maps, strain = _matrix(start, parameters, level)
+    return 1.0 - _alike(maps, level, similarity) + torch.relu(strain - STRAIN) ** 2
+
+
+def _overlap(weight, level):
+    """How much of what can be compared lies in the moving volume, of what can lie there at most, (B,), up to 1.
+
+    A mean over what both volumes show grows as soon as what is not alike leaves the moving volume. Times this it is a
+    sum over one set of voxels, whatever the map. weight: (B, 1, *fixed), how much each voxel counts under the map.
+    """
+    seen = (weight * level["textured"]).flatten(1).sum(1)
+    return (seen / (level["attainable"] * level["textured"].sum())).clamp(max=1.0)
+
+
+@torch.no_grad()
+def _first(maps, kept, level, similarity):
+    """Of many maps (B, N, N + 1) the best ones, no two of them nearly the same, and the best of the `kept` first ones.
+
+    Returns: (K, N, N + 1), at most TRIED of them.
+    """
+    scores = torch.cat([_alike(some, level, similarity) for some in maps.split(250)])
+    best = int(scores[:kept].argmax())
+    order = [best, *(number for number in scores.argsort(descending=True, stable=True).tolist() if number != best)]
+    chosen = _distinct([maps[number] for number in order], TRIED[similarity], level, APART * level["spacing_mm"])
+    return torch.stack([maps[order[number]] for number in chosen])
+
+
+def _distinct(maps, count, level, distance_mm):
+    """Numbers of the first `count` maps (N, N + 1) in a list that are further apart than a distance.
+
+    Two maps are as far apart as they bring a corner of the fixed volume.
+    """
+    half, dims = level["extent_mm"] / 2, len(maps[0])
+    corners = [[*corner, 1.0] for corner in itertools.product((-half, half), repeat=dims)]
+    corners = torch.tensor(corners, dtype=torch.float64).T
+    places, chosen = [], []
+    for number, matrix in enumerate(maps):
+        place = matrix @ corners
+        # A moving volume in larger millimetres has larger distances.
+        unit = float(torch.linalg.det(matrix[:, :dims]).abs()) ** (1 / dims)
+        if all(float((place - other).norm(dim=0).max()) > unit * distance_mm for other in places):
+            places.append(place)
+            chosen.append(number)
+        if len(chosen) == count:
+            break
+    return chosen
+
+
+def _together(starts, level, similarity):
+    """All starts (B, N, N + 1) with parameters after some steps of Adam: list of (start, parameters)."""
+    parameters = torch.zeros(len(starts), len(level["basis"]), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([parameters], lr=STEP)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        _loss(starts, parameters, level, similarity).sum().backward()
+        optimizer.step()
+        schedule.step()
+    parameters = parameters.detach()
+    # The starts themselves stay among the maps: the header's may be perfect.
+    return [*zip(starts[:1], torch.zeros_like(parameters[:1])), *zip(starts, parameters)]
+
+
+@torch.no_grad()
+def _runner_up(candidates, level, similarity, distance_mm):
+    """The similarity of the best other answer as a fraction of the best one's; 0 without another."""
+    scores = [1.0 - float(_loss(start[None], parameters[None], level, similarity)) for start, parameters in candidates]
+    order = sorted(range(len(scores)), key=lambda number: -scores[number])
+    maps = [_matrix(*candidates[number], level)[0] for number in order]
+    chosen = _distinct(maps, 2, level, distance_mm)
+    return scores[order[chosen[1]]] / max(scores[order[0]], 1e-6) if len(chosen) > 1 else 0.0
+
+
+@torch.no_grad()
+def _kept(found, header, level, similarity):
+    """Of two maps (N, N + 1) the one found, or the header's unless the other one is clearly more alike.
+
+    Also the similarity of the header's and of the one returned. Both are compared over the same voxels of the fixed
+    grid; where one leads out of the moving volume nothing is alike.
+    """
+    of_header, of_found = _alike(torch.stack([header, found]), {**level, "attainable": 1.0}, similarity).tolist()
+    if of_found > of_header + BETTER * (1.0 - of_header):
+        return found, (of_header, of_found)
+    return header, (of_header, of_header)
 
 
 def _optimise(start, parameters, level, similarity, iterations):
@@ -338,7 +506,7 @@ def _optimise(start, parameters, level, similarity, iterations):
 
     def closure():
         optimizer.zero_grad()
-        loss = _loss(start, parameters, level, similarity)
+        loss = _loss(start[None], parameters[None], level, similarity)[0]
         loss.backward()
         return loss
 
@@ -352,22 +520,13 @@ def _optimise(start, parameters, level, similarity, iterations):
 def _best(candidates, count, level, similarity):
     """The `count` best of some (start, parameters), without those that are the same map to within a voxel.
 
-    Of the local similarity those below HOPEFUL are given up too; the best one always stays.
+    Those below HOPEFUL are given up too; the best one always stays.
     """
     if len(candidates) == 1:
         return candidates
-    scores = [1.0 - float(_loss(start, parameters, level, similarity)) for start, parameters in candidates]
+    scores = [1.0 - float(_loss(start[None], parameters[None], level, similarity)) for start, parameters in candidates]
     enough = max(scores) - (1.0 - HOPEFUL) * abs(max(scores))
-    half = level["extent_mm"] / 2
-    dims = len(candidates[0][0])
-    corners = [[*corner, 1.0] for corner in itertools.product((-half, half), repeat=dims)]
-    corners = torch.tensor(corners, dtype=torch.float64).T
-    kept = []
-    for number in sorted(range(len(candidates)), key=lambda number: -scores[number]):
-        start, parameters = candidates[number]
-        moved = _matrix(start, parameters, level)[0] @ corners
-        is_new = all(float((moved - other).norm(dim=0).max()) > level["spacing_mm"] for _, other in kept)
-        is_hopeful = similarity == "global" or scores[number] >= enough
-        if not kept or (is_new and is_hopeful):
-            kept.append((candidates[number], moved))
-    return [candidate for candidate, _ in kept[:count]]
+    order = sorted(range(len(scores)), key=lambda number: -scores[number])
+    order = order[:1] + [number for number in order[1:] if scores[number] >= enough]
+    maps = [_matrix(*candidates[number], level)[0] for number in order]
+    return [candidates[order[number]] for number in _distinct(maps, count, level, level["spacing_mm"])]

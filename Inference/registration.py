@@ -28,6 +28,7 @@ from Dataloader.grids import (
     rescale,
     to_canonical,
     to_grid,
+    varying_box,
 )
 from Dataloader.nifti import one_plane
 from Dataloader.prepare import intensity_limits
@@ -83,6 +84,9 @@ class Result:
     compared_by: str  # registration.similarity
     seconds: dict[str, float]  # affine, network, refine, total, without reading, loading the model and scoring
     warnings: list[str]  # sentences about what may be wrong, such as little overlap; given as warnings too
+    affine_similarity: float | None = None  # how far to believe the affine alignment, see `align_affine`
+    affine_similarity_before: float | None = None
+    affine_runner_up: float | None = None
     inverse: np.ndarray | None = None  # (N, *moving) in voxels of the moving grid
     inverse_error_mm: float | None = None  # mean distance of a point of the moving volume from where it was, there
     inverse_error_max_mm: float | None = None  # and back again, by both fields as they are written; and the largest
@@ -106,8 +110,8 @@ class Placed:
     overlap_percent: float
     work_affine: np.ndarray  # 4x4, of the working grid
     pair: dict  # moving (under T) and fixed, (C, *work), 0 to 1; moving_mask, fixed_mask, (1, *work) or None; float32
-    aligned: bool  # by an affine alignment
-    seconds: float  # of that
+    seconds: float  # of the affine alignment
+    alignment: dict  # how far to believe that, of `align_affine`; empty without one
 
 
 @dataclasses.dataclass
@@ -237,6 +241,8 @@ def align(fixed, moving, affine, start, cfg, as_trained=False):
     network's training, see `working_grid`.
     """
     began = time.perf_counter()
+    if not as_trained:
+        fixed, moving = without_padding(fixed), without_padding(moving)
     fixed01, *fixed_rest = (rescale(array, *intensity_limits(array, cfg)) for array in arrays(fixed))
     moving01, *moving_rest = (rescale(array, *intensity_limits(array, cfg)) for array in arrays(moving))
     brightest = np.max([fixed01, *fixed_rest[:cfg["data.channels"] - 1]], axis=0)
@@ -244,13 +250,14 @@ def align(fixed, moving, affine, start, cfg, as_trained=False):
     if isinstance(start, str) and start == "auto":
         start = "header" if affine else better_start(fixed.array, fixed.affine, moving01, moving.affine, work_fixed,
                                                      work_affine, cfg["registration.similarity"])
-    matrix = start_matrix(start, fixed.array.shape, fixed.affine, moving.array.shape, moving.affine)
+    matrix, alignment = start_matrix(start, fixed.array.shape, fixed.affine, moving.array.shape, moving.affine), {}
     if affine:
         started_affine = np.linalg.inv(matrix) @ moving.affine
         finest = max(cfg["data.img_size"]) if as_trained else None  # a network sees no more, and mends the rest
-        matrix = matrix @ align_affine(fixed01, fixed.affine, moving01, started_affine, affine,
-                                       cfg["registration.similarity"], fixed_mask=fixed.mask, moving_mask=moving.mask,
-                                       finest=finest)
+        found, alignment = align_affine(fixed01, fixed.affine, moving01, started_affine, affine,
+                                        cfg["registration.similarity"], fixed_mask=fixed.mask, moving_mask=moving.mask,
+                                        finest=finest)
+        matrix = matrix @ found
     seconds = time.perf_counter() - began if affine else 0.0
 
     size = work_fixed.shape
@@ -262,8 +269,19 @@ def align(fixed, moving, affine, start, cfg, as_trained=False):
                                 for channel in (moving01, *moving_rest)]),
             "moving_mask": _mask_on_working_grid(moving.mask, moving.affine, to_world, size), **of_fixed}
     overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
-    return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair,
-                  bool(affine), seconds)
+    return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, seconds, alignment)
+
+
+def without_padding(volume):
+    """A Volume without the planes around it in which nothing changes, so that padding changes no result."""
+    first, stop = varying_box(arrays(volume))
+    box = tuple(slice(*ends) for ends in zip(first, stop))
+    affine = volume.affine.copy()
+    affine[:3, 3] += affine[:3, :len(first)] @ first
+    return dataclasses.replace(volume, array=volume.array[box], affine=affine,
+                               mask=None if volume.mask is None else volume.mask[box],
+                               channels=[dataclasses.replace(channel, array=channel.array[box], affine=affine)
+                                         for channel in volume.channels])
 
 
 def arrays(volume):
@@ -397,7 +415,7 @@ def _warnings(placed, fixed, moving, own_grid):
     """
     sentences, dims = [], fixed.array.ndim
     if placed.overlap_percent < FAR_APART:
-        advice = "check that both show the same part of the body" if placed.aligned else (
+        advice = "check that both show the same part of the body" if placed.alignment else (
             "bring them together by --affine" + " or --start centre" * (placed.start == "header"))
         sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % of the field of view of {fixed.name}: "
                          f"{advice}.")
@@ -474,7 +492,7 @@ def _on_own_grid(work_field, structures, placed, fixed, moving, cfg):
     field = total_field(work_field.float().cpu(), change, np.linalg.inv(change), size)
     if structures is not None:
         structures = resample(structures, change, size)
-    own = dataclasses.replace(own, start=placed.start, aligned=placed.aligned, seconds=placed.seconds)
+    own = dataclasses.replace(own, start=placed.start, seconds=placed.seconds, alignment=placed.alignment)
     return own, torch.from_numpy(field)[None].to(work_field.device), structures
 
 
@@ -499,7 +517,7 @@ def bring_back(solution, fixed, moving, inverse, cfg, began):
                          cfg["registration.similarity"])
     return Result(fixed=fixed, moving=moving, field=field, warped=warped, warped_channels=warped_channels,
                   start=placed.start, matrix=placed.matrix, overlap_percent=placed.overlap_percent,
-                  seconds=seconds, warnings=sentences, **scores, **more)
+                  seconds=seconds, warnings=sentences, **scores, **placed.alignment, **more)
 
 
 def total_field(work_field, before, after, shape):

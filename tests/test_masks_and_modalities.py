@@ -149,7 +149,7 @@ def test_affine_alignment_by_mutual_information_finds_a_known_map():
     angle = np.deg2rad(12.0)
     turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
     turn[:3, 3] = [4.0, -3.0, 5.0]
-    found = align_affine(subject, SPACING_MM, other_contrast(subject), turn @ SPACING_MM, similarity="mapped")
+    found, _ = align_affine(subject, SPACING_MM, other_contrast(subject), turn @ SPACING_MM, similarity="mapped")
     corners = np.array([[x, y, z, 1.0] for x in (0, 29) for y in (0, 33) for z in (0, 27)]).T
     points = SPACING_MM @ corners
     assert np.linalg.norm(((found - turn) @ points)[:3], axis=0).max() < 2.0

@@ -277,6 +277,29 @@ def test_headers_that_are_right_are_kept_though_the_fields_of_view_differ():
     assert register((image, affine), (image, affine)).start == "header"
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_padding_changes_nothing(affine):
+    """The body of both volumes fills its field of view, so that its percentiles, moments and grid could be changed."""
+    subjects = [make_subject(seed, (30, 36, 28))["image"] + 0.2 for seed in (1, 2)]
+    fixed, moving = ((subject[4:-4, 5:-5, 3:-3].astype(np.float32), np.diag([1.1, 0.9, 1.3, 1.0]))
+                     for subject in subjects)
+    found = register(fixed, moving, affine=affine, refine=6)
+    for around_fixed, around_moving, value in ((10, 0, 0.0), (0, 10, 0.0), (7, 10, -50.0)):
+        again = register(padded(fixed, around_fixed, value), padded(moving, around_moving, value), affine=affine,
+                         refine=6)
+        inner = tuple(slice(around_fixed, around_fixed + n) for n in fixed[0].shape)
+        np.testing.assert_allclose(again.matrix, found.matrix, atol=1e-3)
+        assert np.abs(again.field[(slice(None), *inner)] - found.field).max() < 0.02
+
+
+def padded(volume, count, value):
+    """(array, affine) with `count` voxels of one value around it, everything else where it was."""
+    array, affine = volume
+    affine = affine.copy()
+    affine[:3, 3] -= affine[:3, :3].sum(1) * count
+    return np.pad(array, count, constant_values=value), affine
+
+
 def test_overlap_is_a_share_of_the_fixed_field_of_view():
     shape, affine = FIXED[2]
     half = affine.copy()
