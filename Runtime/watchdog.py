@@ -67,11 +67,12 @@ def start(run, rank, attempt, cfg, launcher):
 
 def _note_signal(number, frame):
     """Ask this rank to leave after its step. Who presses Ctrl-C a second time does not want to wait for that."""
+    again = number == signal.SIGINT and STATE["stop"] == "SIGINT"
+    STATE["stop"] = signal.Signals(number).name  # before anything is said: the next signal may come meanwhile
+    if again:
+        raise KeyboardInterrupt
     if number == signal.SIGINT:
-        if STATE["stop"] == "SIGINT":
-            raise KeyboardInterrupt
         os.write(2, b"\nCtrl-C: saves and leaves after this step; once more ends at once\n")
-    STATE["stop"] = signal.Signals(number).name
 
 
 def open_log(run, rank):

@@ -27,10 +27,12 @@ def step_by_step(velocity, count, region):
 def dense_correlation(a, b, window=9):
     """Squared local correlation as several packages write it: five convolutions with a cube of ones."""
     ones = torch.ones(1, 1, *[window] * (a.dim() - 2), device=a.device)
-    count, box = window ** (a.dim() - 2), F.conv3d if a.dim() == 5 else F.conv2d
-    sum_a, sum_b, aa, bb, ab = (box(x, ones, padding=window // 2) / count for x in (a, b, a * a, b * b, a * b))
-    variances = (aa - sum_a * sum_a).clamp(min=0) * (bb - sum_b * sum_b).clamp(min=0)
-    return ((ab - sum_a * sum_b) ** 2 / (variances + EPS ** 2)).mean()
+    box = F.conv3d if a.dim() == 5 else F.conv2d
+    count = box(torch.ones_like(a), ones, padding=window // 2)
+    mean_a, mean_b, aa, bb, ab = (box(x, ones, padding=window // 2) / count for x in (a, b, a * a, b * b, a * b))
+    of_a, of_b = (aa - mean_a * mean_a).clamp(min=0), (bb - mean_b * mean_b).clamp(min=0)
+    correlation, counted = (ab - mean_a * mean_b) ** 2 / (of_a * of_b + EPS ** 2), (of_b > 10 * EPS).float()
+    return ((correlation * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)).mean()
 
 
 class PlainDDPM(DeformDDPM):
