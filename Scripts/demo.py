@@ -28,9 +28,9 @@ from Dataloader.synthetic import write_dataset  # noqa: E402
 from Diffusion.figures import curves_figure, gallery_figure, registration_figure  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
 from Inference.augmentation import augment  # noqa: E402
+from Inference.choices import STEPS  # noqa: E402
 from Inference.labels import apply_label  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
-from Inference.refine import STEPS  # noqa: E402
 from Inference.registration import register  # noqa: E402
 from Inference.viewer import PAGE_BYTES, viewer_html  # noqa: E402
 from Runtime import checkpoint, page  # noqa: E402

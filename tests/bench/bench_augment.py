@@ -58,7 +58,6 @@ from Inference.augmentation import STRIDE, augment, pick_target, subject_number 
 from Inference.labels import apply_label, vote  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Inference.registration import register  # noqa: E402
-from OM_augment import read_start  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import autocast  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
@@ -157,7 +156,7 @@ def ours(model, args, cfg, targets=()):
     def deform(image, label, affine, identity, number):
         others = [target for target in targets if target[0] != identity]
         shown = pick_target(others, (0, subject_number(identity), number)) if others else (None, None, None)
-        return augment(image, label, affine, model, read_start(args.start), draw=number, stride=args.stride,
+        return augment(image, label, affine, model, args.start or None, draw=number, stride=args.stride,
                        target=shown[1], target_affine=shown[2], subject=identity, cfg=cfg)
 
     return deform
