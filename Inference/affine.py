@@ -38,6 +38,8 @@ STRAIN = 0.7  # norm of the logarithmic strain above which it costs: 1.5 times a
 OTHER_SIZE = 1.5  # times by which sizes differ where moments are believed in, and headers are not
 APART = 4  # voxels of the coarsest level, from which on two maps there count as different answers
 MOST_BINS = 32  # of the joint histogram; small volumes, whose voxels would not fill it, have fewer
+NEAR = 45.0  # degrees up to which a map is turned about as the headers say
+LEAP = 0.2  # of what the best map so near lacks to perfect similarity: what one that is turned further gains at least
 BETTER = 0.02  # of what the header's map lacks to perfect similarity: what another one gains at least
 
 
@@ -81,15 +83,48 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
         if stage in done:
             continue  # the levels of a small volume may be the same, and the best map has been optimised there
         best = _best(candidates, count, level, compared_by)
+        if runner_up is None and not _near(best, tried[0], level) and (usual := _near(candidates, tried[0], level)):
+            best = [*best, *_best(usual, 1, level, compared_by)]
         candidates = [_optimise(start, parameters, level, compared_by, iterations) for start, parameters in best]
         if count == 1:
             done.add(stage)
         if runner_up is None:
             runner_up = _runner_up(candidates, level, compared_by, APART * levels[0]["spacing_mm"])
+            candidates = _as_headers_say(candidates, tried[0], level, compared_by)
     (start, parameters), = _best(candidates, 1, level, compared_by)
     matrix, scores = _kept(_matrix(start, parameters, level)[0], tried[0], level, compared_by)
     return (frames[1] @ _embed(matrix.numpy()) @ np.linalg.inv(frames[0]),
             {"affine_similarity": scores[1], "affine_similarity_before": scores[0], "affine_runner_up": runner_up})
+
+
+def _near(candidates, header, level):
+    """Those of some (start, parameters) that turn by less than NEAR beyond what the headers say.
+
+    header: (N, N + 1), the map of the headers.
+    """
+    dims, found = len(header), []
+    for start, parameters in candidates:
+        matrix = _matrix(start, parameters, level)[0].detach()
+        left, _, right = torch.linalg.svd(matrix[:, :dims] @ torch.linalg.inv(header[:, :dims].to(matrix)))
+        trace = float((left @ right).trace())
+        cosine = (trace - 1) / 2 if dims == 3 else trace / 2
+        if cosine > np.cos(np.radians(NEAR)):
+            found.append((start, parameters))
+    return found
+
+
+@torch.no_grad()
+def _as_headers_say(candidates, header, level, similarity):
+    """The candidates, without those that turn far from the headers where that gains less than LEAP.
+
+    Many organs look about the same once they are turned by half a circle, and headers are usually right.
+    """
+    near = _near(candidates, header, level)
+    if not near or len(near) == len(candidates):
+        return candidates
+    best, usual = (max(1.0 - float(_loss(start[None], parameters[None], level, similarity))
+                       for start, parameters in some) for some in (candidates, near))
+    return near if best - usual < LEAP * (1.0 - usual) else candidates
 
 
 def _stages(similarity, dims, finest):
