@@ -209,9 +209,9 @@ def grid(size, spacing_mm):
     return {**config(), "data.img_size": list(size), "data.spacing_mm": spacing_mm}
 
 
-def read(path, size, spacing_mm, kind="image"):
-    """What training sees of an image, or of a file that is both image and label."""
-    item = {"image": path, "label": path if kind == "label" else None, "mask": None}
+def read(path, size, spacing_mm, label=None):
+    """What training sees of an image, or of its label if that is given."""
+    item, kind = {"image": path, "label": label, "mask": None}, "image" if label is None else "label"
     return torch.from_numpy(on_grid(item, grid(size, spacing_mm), (kind,))[kind])
 
 
@@ -238,9 +238,11 @@ def test_volumes_of_different_sizes_orientations_and_spacings_land_on_one_grid(t
 
 
 def test_label_values_survive_the_grid(tmp_path):
-    label = make_subject(0, (20, 24, 28))["label"]
-    write_volume(tmp_path / "label.nii.gz", label.astype(np.uint8), np.diag([1.3, 0.9, 1.0, 1.0]))
-    found = read(tmp_path / "label.nii.gz", (24, 24, 24), 1.0, "label")
+    subject, affine = make_subject(0, (20, 24, 28)), np.diag([1.3, 0.9, 1.0, 1.0])
+    label = subject["label"]
+    write_volume(tmp_path / "image.nii.gz", subject["image"], affine)
+    write_volume(tmp_path / "label.nii.gz", label.astype(np.uint8), affine)
+    found = read(tmp_path / "image.nii.gz", (24, 24, 24), 1.0, tmp_path / "label.nii.gz")
     assert found.dtype == torch.int16 and set(found.unique().tolist()) == set(np.unique(label).tolist())
 
 

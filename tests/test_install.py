@@ -71,7 +71,7 @@ def test_all_of_the_package_is_under_one_name(tmp_path):
     assert set(files) == expected | {"__init__.py", "__main__.py", "explain.py"} and len(files) > 50
     imported = [(name, module) for name, path in files.items() for module in imports_of(path)]
     assert not [pair for pair in imported if pair[1].split(".")[0] in {*HOUSE, "tests", "Scripts"}]
-    assert ("OM_register.py", "omnimorph.Inference.registration") in imported
+    assert ("Inference/register_pairs.py", "omnimorph.Inference.registration") in imported
     for name, path in files.items():  # line for line, so that a traceback fits the repository
         own = source / ("omnimorph" if (source / "omnimorph" / name).is_file() else ".") / name
         assert len(path.read_text().splitlines()) == len(own.read_text().splitlines())
