@@ -230,7 +230,7 @@ def register_task(pair, folder, earlier):
         if not error.filename or out in Path(error.filename).resolve().parents:
             raise  # results cannot be written, of no pair
         return f"{error.filename}: {error.strerror}; check the file."
-    except Exception as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if not is_list(WORKER["args"]):
             raise
         traceback.print_exc()

@@ -28,10 +28,13 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by):
     """
     by_header = np.zeros_like(field)
     before = apply_field(moving.array, moving.affine, by_header, fixed.affine)
-    known = np.ones(moving.array.shape, np.uint8) if moving.mask is None else (moving.mask > 0).astype(np.uint8)
-    seen_before, seen = (apply_field(known, moving.affine, each, fixed.affine, order=0) > 0
+    if moving.mask is None:
+        known, order, source = np.ones(moving.array.shape, np.uint8), 0, moving.array
+    else:  # interpolated like the image, so that nothing is seen of which a part lies outside of the mask
+        known, order, source = (moving.mask > 0).astype(np.float32), 1, moving.array[moving.mask > 0]
+    seen_before, seen = (apply_field(known, moving.affine, each, fixed.affine, order=order) > 0.999
                          for each in (by_header, field))
-    scores, body = image_scores(fixed.array, moving.array, before, warped, seen_before, seen, fixed.mask)
+    scores, body = image_scores(fixed.array, source, before, warped, seen_before, seen, fixed.mask)
     scores.update(field_scores(field, body), **affine_scores(matrix, len(field)), compared_by=compared_by,
                   segmentations=[side for side, volume in (("fixed", fixed), ("moving", moving))
                                  if is_segmentation(volume.array)])
@@ -48,17 +51,18 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
     the body of the fixed volume of the squared local correlation, 0 .. 1; it is 0 where the moving volume shows
     nothing, so that a part that is not covered counts against it, before and after alike.
 
-    fixed, before, after: (*fixed), the fixed volume and the moving one on its grid. moving: (*moving), for its range of
-    intensities. seen_before, seen_after: booleans (*fixed), where the moving volume, and its mask, cover the grid.
+    fixed, before, after: (*fixed), the fixed volume and the moving one on its grid. moving: intensities of the moving
+    one, of any shape, for their range. seen_before, seen_after: booleans (*fixed), where the moving volume, and its mask, cover the grid.
     fixed_mask: (*fixed) or None.
     Returns: dict of similarity_before, similarity, covered_percent (of the fixed body by the moving one), body_overlap
     (Dice of both bodies); and the fixed body, booleans (*fixed).
     """
-    fixed01, before01, after01 = in_range(fixed, fixed), in_range(before, moving), in_range(after, moving)
-    body, counts = body_of(contrast(fixed01)[1]), np.ones(fixed.shape, bool) if fixed_mask is None else fixed_mask > 0
+    counts = np.ones(fixed.shape, bool) if fixed_mask is None else fixed_mask > 0
+    fixed01, before01, after01 = in_range(fixed, fixed[counts]), in_range(before, moving), in_range(after, moving)
+    body = body_of(contrast(fixed01, None if counts.all() else counts.astype(np.float32))[1])
     body = body & counts if (body & counts).any() else counts
-    scores = {"similarity_before": local_similarity(fixed01, before01, body, seen_before)[0]}
-    scores["similarity"], shown = local_similarity(fixed01, after01, body, seen_after)
+    scores = {"similarity_before": local_similarity(fixed01, before01, body, seen_before & counts)[0]}
+    scores["similarity"], shown = local_similarity(fixed01, after01, body, seen_after & counts)
     covered = float((shown & body).sum())
     scores["covered_percent"] = 100.0 * covered / float(body.sum())
     scores["body_overlap"] = 2.0 * covered / float(body.sum() + shown.sum())
