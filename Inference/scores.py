@@ -52,8 +52,8 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
     nothing, so that a part that is not covered counts against it, before and after alike.
 
     fixed, before, after: (*fixed), the fixed volume and the moving one on its grid. moving: intensities of the moving
-    one, of any shape, for their range. seen_before, seen_after: booleans (*fixed), where the moving volume, and its mask, cover the grid.
-    fixed_mask: (*fixed) or None.
+    one, of any shape, for their range. seen_before, seen_after: booleans (*fixed), where the moving volume, and its
+    mask, cover the grid. fixed_mask: (*fixed) or None.
     Returns: dict of similarity_before, similarity, covered_percent (of the fixed body by the moving one), body_overlap
     (Dice of both bodies); and the fixed body, booleans (*fixed).
     """

@@ -129,7 +129,8 @@ def test_the_launcher_prints_the_settings_and_the_run_keeps_them(tmp_path):
 def test_the_launcher_raises_the_number_of_open_files(tmp_path, hard):
     """A stand-in for Python says what it is given, and that it refuses the rest."""
     python = tmp_path / "python"
-    python.write_text("#!/bin/bash\n[[ $1 == -c ]] && exit  # whether it has what is needed\necho \"open files: $(ulimit -n), core files: $(ulimit -c)\"\nexit 43\n")
+    python.write_text("#!/bin/bash\n[[ $1 == -c ]] && exit  # whether it has what is needed\n"
+                      "echo \"open files: $(ulimit -n), core files: $(ulimit -c)\"\nexit 43\n")
     python.chmod(0o755)
     hard = hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     words = ["bash", "-c", f'ulimit -Sn 500; ulimit -Hn {hard}; exec bash "$0"', ROOT / "bash_train_multi_nodes.sh"]

