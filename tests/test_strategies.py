@@ -4,6 +4,7 @@ Real ranks: trainings under bash_train_multi_nodes.sh, and launches of `main`, i
 checkpoint over by way of the training script's own functions.
 """
 import json
+import time
 import math
 import os
 import re
@@ -271,6 +272,9 @@ def main(data, folder, changes):
         torch.save(after, folder / "after.pth")
         (folder / "seen.json").write_text(json.dumps(seen))
     launch.tell(ranks, "all done", "yes")
+    ranks["store"].add("heard", 1)
+    while ranks["rank"] == 0 and ranks["store"].add("heard", 0) < ranks["world_size"]:
+        time.sleep(0.05)  # the store goes with rank 0
 
 
 def run_main(data, folder, ranks, changes):
