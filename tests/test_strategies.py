@@ -4,10 +4,10 @@ Real ranks: trainings under bash_train_multi_nodes.sh, and launches of `main`, i
 checkpoint over by way of the training script's own functions.
 """
 import json
-import time
 import math
 import os
 import re
+import time
 
 import pytest
 import torch
