@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored by all that the tests start
 if "PYTEST_XDIST_WORKER" in os.environ:  # `make test` has a process for each core; what they start has one thread too
     os.environ["OMP_NUM_THREADS"] = "1"
 # torch asks for the names of addresses when ranks meet; a name server that does not answer would take 5 s each time.

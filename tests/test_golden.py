@@ -13,7 +13,17 @@ from Runtime.progress import AVERAGES
 from tests.tiny import arguments, log_lines, make_data
 
 GOLDEN = {
-
+    "total": 0.000124502,
+    "ang": 0.114051,
+    "dist": 1.12756,
+    "regul": 0.000340572,
+    "contrastive": 0.689392,
+    "regist": -0.00209268,
+    "imgsim": -0.715739,
+    "imgmse": 0.0153822,
+    "ddf": 0.00838945,
+    "val_ang": -0.0143288,
+    "val_imgsim": 0.88373,
 }
 
 
