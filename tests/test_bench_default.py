@@ -68,8 +68,8 @@ def test_an_interval_is_that_of_volumes_and_too_few_have_none():
     few = [pair for pair in pairs if set(pair) <= set(volumes[:4])]
     assert bench.difference("brains", rows(few, np.ones(12)), zero) == {
         "pairs": 12, "mean": 1.0, "low": None, "high": None, "p": None}
-    persons = [(f"liver{n}_a", f"liver{n}_b") for n in range(6)]
-    mine, other = ([{**row, "tre_mm": value} for row in rows(persons, np.ones(6))] for value in (1.0, 1.5))
+    persons = [(f"liver{n}_a", f"liver{n}_b") for n in range(8)]
+    mine, other = ([{**row, "tre_mm": value} for row in rows(persons, np.ones(8))] for value in (1.0, 1.5))
     assert bench.difference("liver", mine, other)["high"] == pytest.approx(-0.5)
 
 

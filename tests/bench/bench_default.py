@@ -65,7 +65,7 @@ from Runtime.page import text_table  # noqa: E402
 HERE, DATA, SEED = Path(__file__).resolve().parent, ROOT.parent / "shared/data", 46
 PAIRS, HIPPOCAMPUS_PAIRS, SCORED = (HERE / f"{name}" for name in ("default_pairs.json", "hippocampus_pairs.json",
                                                                   "default_scored.jsonl"))
-DRAWS, FEWEST = 10_000, 5  # of the bootstrap; volumes below which it says nothing
+DRAWS, FEWEST = 10_000, 8  # of the bootstrap; volumes below which it says nothing
 
 # labels: score: folder of the label maps. subject: what of a volume's name is the unit of the bootstrap.
 SETS = {
@@ -505,8 +505,8 @@ def line_of(name, results):
     def of(rows, pairs, key=key, how=statistics.fmean):
         return round(how([rows[pair][key] for pair in pairs]), 5) if rows and pairs else None
 
+    peers = [of(by_name[method], both) for method in PEERS if both and set(both) <= set(by_name.get(method, ()))]
     best = max((of(rows, tried) for rows in fixed.values()), key=lambda value: sign * value) if tried else None
-    peers = [mean_of(by_name[method].values(), key) for method in PEERS if by_name.get(method)]
     return {"ours": of(mine, both), "greedy": of(other, both), "best_fixed": best, "ours_on_these": of(mine, tried),
             "seconds": of(mine, both, "processor_seconds", statistics.median),
             "greedy_seconds": of(other, both, "processor_seconds", statistics.median),
