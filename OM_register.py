@@ -23,7 +23,7 @@ import os
 import signal
 import sys
 
-from Inference.choices import AFFINES, ALSO, LABELS, SIMILARITIES, STARTS, STEPS
+from Inference.choices import AFFINES, ALSO, LABELS, SIMILARITIES, STARTS, STEPS, is_list
 from Runtime.errors import STOP, InputError, attempt, parse_options
 from Runtime.files import require_file
 
@@ -118,10 +118,9 @@ def check_arguments(args):
             raise InputError(f"--refine {args.refine}: a number of steps is 0 or more.")
         if args.workers < 1:
             raise InputError(f"--workers {args.workers}: at least 1 process is needed.")
-    one = not args.apply and len(args.moving) == 1 and not os.path.isdir(args.moving[0]) and "*" not in args.moving[0]
     files = [args.fixed, args.fixed_label, args.fixed_mask, args.moving_mask, args.points, args.moving_points,
              args.initial, args.apply, *args.fixed_channels, *args.moving_channels, *args.moving_label,
-             *(args.moving if one or args.apply else ())]
+             *(args.moving if args.apply or not is_list(args) else ())]
     for path in filter(None, files):
         require_file(path)
     if args.pairs and not os.path.exists(args.pairs):
@@ -133,7 +132,7 @@ def check_pairs(args, also_seen):
     one = bool(args.moving or args.fixed_label or args.moving_label or args.points or args.moving_points or also_seen)
     if args.pairs and one or not args.pairs and not (args.fixed and args.moving):
         raise InputError("give either --pairs, or --fixed and --moving: one file, several, or a folder.")
-    several = bool(args.pairs or len(args.moving) > 1 or os.path.isdir(args.moving[0]))
+    several = is_list(args)
     if several and (args.moving_mask or args.fixed_channels or args.moving_channels or args.moving_points):
         raise InputError("--moving-mask, --moving-points and channels are for one pair; for several list them in a "
                          "--pairs table.")

@@ -122,8 +122,7 @@ def _as_headers_say(candidates, header, level, similarity):
     near = _near(candidates, header, level)
     if not near or len(near) == len(candidates):
         return candidates
-    best, usual = (max(1.0 - float(_loss(start[None], parameters[None], level, similarity))
-                       for start, parameters in some) for some in (candidates, near))
+    best, usual = (max(_scores(some, level, similarity)) for some in (candidates, near))
     return near if best - usual < LEAP * (1.0 - usual) else candidates
 
 
@@ -510,10 +509,15 @@ def _together(starts, level, similarity):
     return [*zip(starts[:1], torch.zeros_like(parameters[:1])), *zip(starts, parameters)]
 
 
+def _scores(candidates, level, similarity):
+    """What is left of a perfect similarity, 1, after all costs: a float for each (start, parameters)."""
+    return [1.0 - float(_loss(start[None], parameters[None], level, similarity)) for start, parameters in candidates]
+
+
 @torch.no_grad()
 def _runner_up(candidates, level, similarity, distance_mm):
     """The similarity of the best other answer as a fraction of the best one's; 0 without another."""
-    scores = [1.0 - float(_loss(start[None], parameters[None], level, similarity)) for start, parameters in candidates]
+    scores = _scores(candidates, level, similarity)
     order = sorted(range(len(scores)), key=lambda number: -scores[number])
     maps = [_matrix(*candidates[number], level)[0] for number in order]
     chosen = _distinct(maps, 2, level, distance_mm)
@@ -559,7 +563,7 @@ def _best(candidates, count, level, similarity):
     """
     if len(candidates) == 1:
         return candidates
-    scores = [1.0 - float(_loss(start[None], parameters[None], level, similarity)) for start, parameters in candidates]
+    scores = _scores(candidates, level, similarity)
     enough = max(scores) - (1.0 - HOPEFUL) * abs(max(scores))
     order = sorted(range(len(scores)), key=lambda number: -scores[number])
     order = order[:1] + [number for number in order[1:] if scores[number] >= enough]

@@ -1,7 +1,17 @@
-"""The words that options take and their defaults, for programs that explain them before torch is imported."""
+"""The words that options take and what they mean, for programs that explain them before torch is imported."""
+import glob
+import os
+
 STEPS = 100  # of refinement: at each of three resolutions the similarity hardly grows after 25 of them
 AFFINES = ("rigid", "affine")
 STARTS = ("auto", "header", "centre")
 SIMILARITIES = ("correlation", "mapped", "mind")
 LABELS = ("smooth", "nearest")  # ways to carry label maps
 ALSO = ("h5", "mat", "nrrd", "mha", "mgz")  # what is written for other programs on request
+
+
+def is_list(args):
+    """Whether the options of OM_register.py name a list: --pairs, several --moving, a folder or a pattern of files."""
+    first = args.moving[0] if args.moving else ""
+    return bool(args.pairs or len(args.moving) > 1 or os.path.isdir(first)
+                or (glob.has_magic(first) and not os.path.exists(first)))

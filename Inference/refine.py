@@ -19,7 +19,6 @@ from Diffusion.losses import (
     conditional_means,
     correlation_slope,
     each_channel,
-    image_similarity,
     likeness,
     local_correlation_map,
     self_similarity,
@@ -64,7 +63,8 @@ def inferred_weight(pair, field, cfg):
     pair, field: as for `deformed`.
     """
     factor = regularisation.shrinking(pair["fixed"].shape[2:])
-    small = {side: None if volume is None else smaller(volume, factor) for side, volume in pair.items()}
+    structures = pair["structures"]
+    small = {"structures": None if structures is None else smaller(structures, factor)}
     for side in ("moving", "fixed"):
         small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), pair[side],
                                                     pair[f"{side}_mask"])
@@ -216,30 +216,18 @@ def add_slope_(total, image, axis, factor):
             total.narrow(axis, start, length).addcmul_(rise, factor.narrow(axis, start, length), value=scale)
 
 
-def warp_pair(pair, field, padding="border"):
+def warp_pair(pair, field):
     """The moving image of a pair as a field shows it, and how much each voxel of the fixed grid counts.
 
-    pair: dict of moving, moving_mask and fixed_mask. field: (1, N, *spatial) in voxels, or None. padding: of `warp`.
+    pair: dict of moving, moving_mask and fixed_mask. field: (1, N, *spatial) in voxels.
     Returns: (1, C, *spatial); (1, 1, *spatial) without gradient, so that no field gains by leaving the mask, or None
     where all count alike.
     """
-    warped, weight = pair["moving"], pair["moving_mask"]
-    if field is not None:
-        warped, weight = masked(lambda image: warp(image, field, padding=padding), warped, weight)
+    warped, weight = masked(lambda image: warp(image, field, padding="border"), pair["moving"], pair["moving_mask"])
     for_fixed = pair["fixed_mask"]
     if weight is None or for_fixed is None:
         return warped, for_fixed if weight is None else weight.detach()
     return warped, for_fixed * weight.detach()
-
-
-def similarity(pair, field, cfg, padding="border"):
-    """How alike a pair is under a field, by `image_similarity` as in training, a float; 1 is perfect.
-
-    pair: dict of moving, fixed, (1, C, *spatial), and moving_mask, fixed_mask, (1, 1, *spatial) or None. field:
-    (1, N, *spatial) in voxels, or None. padding: what lies outside the moving volume, see `warp`.
-    """
-    warped, weight = warp_pair(pair, field, padding)
-    return float(image_similarity(warped, pair["fixed"], cfg, weight))
 
 
 def gaussian(n, sigma, device="cpu"):

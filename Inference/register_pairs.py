@@ -1,8 +1,6 @@
 """What OM_register.py does with its options: register a pair or a list, or apply a saved field."""
 import contextlib
-import glob
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -27,6 +25,7 @@ from Dataloader.nifti import (
 from Dataloader.transforms import read_any_field
 from Dataloader.volume import axes
 from Diffusion.metrics import folding_percent
+from Inference.choices import is_list
 from Inference.initial import register_from
 from Inference.labels import apply_field, apply_label
 from Inference.load_model import DEFAULTS, load_model
@@ -59,13 +58,6 @@ WORKER = {}  # of each process of --workers: args, model, cfg
 # ---------------------------------------------------------------------------------------------------------------------
 # What is asked for
 # ---------------------------------------------------------------------------------------------------------------------
-
-def is_list(args):
-    """Whether the options name a list of pairs: --pairs, several --moving, a folder or a pattern of files."""
-    first = args.moving[0] if args.moving else ""
-    return bool(args.pairs or len(args.moving) > 1 or os.path.isdir(first)
-                or (glob.has_magic(first) and not os.path.exists(first)))
-
 
 def asked_pairs(args):
     """The pairs that the command line asks for, those of a list or one, as `read_pairs_to_register` gives them."""

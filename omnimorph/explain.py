@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # In a checkout the code lies beside this package, after `pip install` in it.
 ROOT = HERE if (HERE / "Runtime").is_dir() else HERE.parent
-FOLDERS = ("Runtime", "Dataloader", "Diffusion", "Inference", "Supervisor", "Scripts")
+FOLDERS = ("Runtime", "Dataloader", "Diffusion", "Inference", "Scripts")
 LEAST_LITERAL = 12  # letters of a refusal that have to be in a text: fewer would fit anything
 
 
@@ -96,15 +96,6 @@ def _in_order(pieces, line):
     return True
 
 
-def page():
-    """The text of docs/messages.md, which the package carries too."""
-    for folder in (ROOT, ROOT.parent):
-        path = folder / "docs/messages.md"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise FileNotFoundError("docs/messages.md is not beside the package; install OmniMorph again.")
-
-
 def main():
     arguments = sys.argv[1:]
     if arguments and arguments[0] in ("-h", "--help"):
@@ -117,7 +108,8 @@ def main():
     if not text.strip():
         print("error: the text is empty: paste what the program printed, or redirect a log (< FILE).", file=sys.stderr)
         return 43
-    rows, refusals = matching_rows(text, read_rows(page())), matching_refusals(text, read_refusals())
+    page = (ROOT / "docs/messages.md").read_text(encoding="utf-8")
+    rows, refusals = matching_rows(text, read_rows(page)), matching_refusals(text, read_refusals())
     for fragments, meaning, cure in rows:
         print(f"{' or '.join(fragments)}\n  what it means: {meaning}\n  what to do:    {cure}\n")
     for template, name in refusals:
