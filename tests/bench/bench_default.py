@@ -38,7 +38,6 @@ import itertools
 import json
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -46,7 +45,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peers import clocks, peer, peers_python, spent
+from peers import begin, clocks, peer, peers_python, spent
 from scipy import ndimage
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -580,8 +579,7 @@ def parse_arguments(argv=None):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
-    torch.set_num_threads(args.threads)
+    begin(args.threads)
     try:
         left = args.rescore or args.report  # to no method
         args.python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) and not left else None

@@ -10,12 +10,10 @@ last line is one line of JSON.
 """
 import argparse
 import itertools
-import signal
 import sys
 
-import torch
 from bench_registration import PEERS, ROOT, add_shared, ours, peer, prepare_pairs, publish, run_method  # and sys.path
-from peers import peers_python
+from peers import begin, peers_python
 
 from Inference.load_model import DEFAULTS
 from Runtime.config import load_config
@@ -59,8 +57,7 @@ def method_of(name, args, cfg, python):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
-    torch.set_num_threads(args.threads)
+    begin(args.threads)
     try:
         brains, cfg = read_brains(args.data), load_config(DEFAULTS, args.overrides)
         pairs = list(itertools.permutations(brains, 2))[:args.limit]

@@ -13,10 +13,8 @@ the nearest voxel and `dice_smooth` smoothed; seconds of the clock and of proces
 JSON.
 """
 import argparse
-import signal
 import sys
 
-import torch
 from bench_registration import (  # and sys.path
     DATA,
     NO_NETWORK,
@@ -33,7 +31,7 @@ from bench_registration import (  # and sys.path
     subjects,
 )
 from matplotlib.figure import Figure
-from peers import peers_python
+from peers import begin, peers_python
 from remappings import REMAPPINGS, remap
 
 from Dataloader.grids import intensity_range, rescale
@@ -189,8 +187,7 @@ def method_of(name, args, python):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
-    torch.set_num_threads(args.threads)
+    begin(args.threads)
     try:
         pairs = make_pairs(args)
         python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) else None

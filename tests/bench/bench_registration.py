@@ -25,7 +25,6 @@ import math
 import os
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from peers import clocks, peer, peers_python, spent, start_peer
+from peers import begin, clocks, peer, peers_python, spent, start_peer
 from scipy.stats import wilcoxon
 from tqdm import tqdm
 
@@ -470,8 +469,7 @@ def method_of(name, args, models, python):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
-    torch.set_num_threads(args.threads)
+    begin(args.threads)
     try:
         pairs = read_pairs(args.data)[:args.limit]
         pairs = prepare_pairs(subjects(args.data, TEST), pairs, args.out / "work/volumes", args.start)

@@ -17,13 +17,11 @@ was reached, and whether all of it.
 """
 import argparse
 import json
-import signal
 import sys
 from pathlib import Path
 
 import bench_mouse
 import bench_multimodal
-import torch
 from bench_registration import (  # and sys.path
     DATA,
     NO_NETWORK,
@@ -40,7 +38,7 @@ from bench_registration import (  # and sys.path
     summary,
     write_json,
 )
-from peers import peers_python
+from peers import begin, peers_python
 
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
 from Runtime.config import load_config
@@ -175,8 +173,7 @@ def parse_arguments(argv=None):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's process ends with this one
-    torch.set_num_threads(args.threads)
+    begin(args.threads)
     try:
         path = find_checkpoint(args.model)
         model = path, load_model(path, overrides=args.overrides)

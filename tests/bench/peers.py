@@ -14,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,14 @@ def voxels(world, affine):
     inverse = np.linalg.inv(affine)
     there = np.moveaxis(world @ inverse[:3, :3].T + inverse[:3, 3], -1, 0)
     return (there - np.indices(there.shape[1:])).astype(np.float32)
+
+
+def begin(threads):
+    """Set up a benchmark's process: its threads, and that a peer's process ends with it."""
+    import torch  # here: an environment of peers may lack it
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    torch.set_num_threads(threads)
 
 
 def clocks():
