@@ -84,8 +84,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--strict", action="store_true", help="exit with 43 where the verdict on a pair is failed")
     parser.add_argument("--no-picture", action="store_true", help="no picture.png for each pair, nor the pages of the "
                         "pairs of a list")
-    parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes where there is no model (those "
-                        "of the first fixed volume)")
+    parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes, without a model (those of the "
+                        "first fixed volume)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
     parser.add_argument("--config", help="config file of refine.* and data.* where there is no model "
                         "(Config/config_om.yaml)")

@@ -551,7 +551,7 @@ def _from_paths(root, paths, channels):
 
 
 def _volumes_under(base):
-    """Paths of the NIfTI files anywhere in a folder; of volumes in other formats where there is none.
+    """Paths of the NIfTI files anywhere in a folder; without any, of the volumes in other formats.
 
     Raises InputError for links to files that are not there.
     """
@@ -577,8 +577,8 @@ def is_named_segmentation(path):
 def label_beside(image, listings=None):
     """The segmentation that lies beside an image and is named after it, or None. listings: of folders, by `_listing`.
 
-    sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg, case_0000 has case_seg. Of several no mask
-    where there is another, the one with most of the image's name, the first in the alphabet.
+    sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg, case_0000 has case_seg. Of several it
+    prefers one that is no mask, then the one with most of the image's name, then the first in the alphabet.
     """
     image, listings = Path(image), {} if listings is None else listings
     stem = _stem(image)

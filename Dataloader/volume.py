@@ -132,7 +132,7 @@ def _affine(affine, name):
 
 
 def read_mask(source, volume):
-    """A mask on the grid of its volume, 0 or 1, float32, or None where there is none.
+    """A mask on the grid of its volume, 0 or 1, float32; None without a source.
 
     source: path of a file, array, or None. volume: a Volume.
     Raises InputError where the mask is on another grid, or nowhere above 0.

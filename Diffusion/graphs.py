@@ -22,7 +22,7 @@ TOLERANCE = 0.05  # of the loss, and of the gradient's norm: some operations add
 
 
 def new_graphs(cfg, device, ranks):
-    """The graphs of a run, which `run` fills, or None where there are none to be: see run.graphs.
+    """The graphs of a run, which `run` fills, or None if the run is to have none: see run.graphs.
 
     Masks and label maps are left to the plain way: what a batch holds of them is not the same each time.
     """
@@ -36,8 +36,8 @@ def run(graphs, name, function, batch, parameters=()):
     """function(batch), by its graphs once they are recorded.
 
     graphs: of `new_graphs`; None for the plain way. name: of the function in this run. function: of a batch, a dict of
-    tensors, nested; it returns tensors, nested, of which the first is the loss where there are parameters. Nothing that
-    it returns is overwritten by the next call. parameters: by which the loss is differentiated; without any nothing is.
+    tensors, nested; it returns tensors, nested; with parameters the first is the loss. Nothing that it
+    returns is overwritten by the next call. parameters: by which the loss is differentiated; without any nothing is.
     """
     if graphs is None:
         return function(batch)
@@ -73,7 +73,7 @@ def recorded_or_none(graphs, name, function, batch, parameters):
 
 
 def loss_and_gradient(result, parameters):
-    """The first tensor of a result, detached, and the gradient by the parameters where there are any."""
+    """The first tensor of a result, detached, and its gradient by the parameters, if any."""
     first = tree_flatten(result)[0][0]
     gradient = torch.autograd.grad(first, parameters, allow_unused=True) if parameters else []
     return first.detach(), gradient

@@ -1,7 +1,7 @@
 """Triton kernels of what takes a device most time beside its convolutions and is slow there by torch's operations.
 
 Each has its plain way, which stands where it is used and which the tests hold it against. Only `kernels_for` of
-Diffusion/device_ops.py imports this module: where there is no Triton or no C compiler, the plain way is taken. All but
+Diffusion/device_ops.py imports this module; without Triton or a C compiler it takes the plain way. All but
 the gradient of the warp give the same bits each time: that one adds with atomics.
 
 Volumes are channels last in memory: rows of C values, one for each voxel. Sums are taken in float32.

@@ -63,7 +63,7 @@ def scores_of(result):
 
 
 def warp_label(moving_label, result, field, carried):
-    """The moving label map as a field shows it, (*fixed), or None where there is none."""
+    """The moving label map as a field shows it, (*fixed); None without a label map."""
     if moving_label is None:
         return None
     return apply_label(moving_label, result.moving.affine, field, result.fixed.affine, carried)

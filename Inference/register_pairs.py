@@ -56,7 +56,7 @@ WORKER = {}  # of each process of --workers: args, model, cfg
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is asked for
+# What the options say
 # ---------------------------------------------------------------------------------------------------------------------
 
 def asked_pairs(args):
@@ -249,7 +249,7 @@ def register_pair(pair, folder, earlier=None):
 
 
 def read_own_label(pair, side, dims, args):
-    """The label map of one side of a pair, (D, H, W) integers on its image's grid, or None where there is none.
+    """The label map of one side of a pair, (D, H, W) integers on its image's grid; None if it has none.
 
     side: "fixed" or "moving". Raises InputError naming the file where the label is on another grid than its image and
     --resample-labels does not bring it there, or where it lies outside.

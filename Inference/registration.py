@@ -134,7 +134,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     fixed, moving: path of a file, nibabel or SimpleITK image, (array, affine 4x4), or an array (D, H, W) or (H, W)
     alone, with any intensities.
     model: None, path for `load_model` ("universal" is the bundled network), or what it returned (net, config).
-    config: flat dict of config keys where there is no model; default Config/config_om.yaml.
+    config: flat dict of config keys, if there is no model; default Config/config_om.yaml.
     affine: True or "affine", "rigid", or False: align by that first.
     refine: steps of optimisation for this pair, True for the recommended number, False for none. progress: show a bar.
     start: "header" (as the headers place the volumes), "centre" (of the fields of view on each other), "auto" (the more
@@ -158,7 +158,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Read: the volumes, the network and what is asked for
+# Read: the volumes, the network and the options
 # ---------------------------------------------------------------------------------------------------------------------
 
 def read_side(source, side, mask=None, channels=()):

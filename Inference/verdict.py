@@ -1,7 +1,7 @@
 """The verdict on a registered pair: ok, doubtful or failed, and why, in one sentence.
 
 It needs no labels: it looks at what the registration did (the affine part, the folding, the inverse) and at what came
-out (how alike the volumes are, how the bodies cover each other). Labels and landmarks count where there are some. The
+out (how alike the volumes are, how the bodies cover each other). Labels and landmarks count if given. The
 limits are those between good pairs and hopeless ones, see tests/bench/bench_verdict.py, which says on which subjects
 they were chosen and what they are worth on others.
 """

@@ -24,7 +24,7 @@ PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
 
 
 def require_file(path):
-    """Raise InputError where there is no such file; for a link to nowhere it says where that leads."""
+    """Raise InputError if a file is missing; for a dangling link the sentence names its target."""
     path = Path(path)
     if path.is_file():
         return

@@ -123,7 +123,7 @@ def wait_on():
 
 
 def _enter(name, mode, repeated):
-    """repeated: this phase goes on. It is not counted anew: a rank with more parts is no further on than others."""
+    """repeated: this phase continues and is not counted anew, as a rank with more parts is no further than others."""
     now = time.time()
     last = STATE["name"], STATE["mode"]
     STATE["spent"][STATE["name"]] += now - STATE["since"]
