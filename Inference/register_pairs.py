@@ -2,14 +2,12 @@
 import contextlib
 import json
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
 import nibabel
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from Dataloader.datalist import MOST_CHANNELS, volume_id
 from Dataloader.grids import require_same_grid
@@ -41,16 +39,15 @@ from Inference.pair_lists import (
 )
 from Inference.pair_row import make_folder, write_row
 from Inference.registration import overlap_percent
-from Inference.results import kept_rows, read_results, require_apart, write_results
+from Inference.results import require_apart, write_results
 from Inference.verdict import judge_list
+from Inference.work import STALE_S, do_all
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
-from Runtime.errors import DONE, STOP, InputError, attempt, first_line
+from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import sha256
-from Runtime.workers import run_tasks
 
-STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process
 FOLDED, OUTSIDE = 20.0, 95.0  # percent of the voxels: such an applied field is hardly what was meant
 WORKER = {}  # of each process of --workers: args, model, cfg
 
@@ -163,73 +160,24 @@ def register_all(args):
 
 def register_each(pairs, model, cfg, settings, args, out):
     """Register all pairs that no earlier run has done. Returns: rows and failed pairs, in their order."""
-    earlier = read_results(out)
-    kept = kept_rows(earlier, settings, pairs, out) if is_list(args) and not args.again else {}
-    if kept:
-        print(f"{out}: {len(kept)} of {len(pairs)} pairs are whole from an earlier run, and are kept (--again: "
-              "register them anew)", file=sys.stderr)
-    found, order = dict(kept), {pair["name"]: number for number, pair in enumerate(pairs)}
-
-    def write(complete=False):
-        done = sorted(found.items(), key=lambda item: order[item[0]])
-        rows = [row for _, row in done if not isinstance(row, str)]
-        failed = [{"name": name, "reason": row} for name, row in done if isinstance(row, str)]
-        write_results(out, rows, failed, settings, complete)
-        return rows, failed
-
-    write()  # rows of pairs that are about to be replaced go before their files do
     (out / "report.html").unlink(missing_ok=True)
     print(f"device: {describe(args.device)}", file=sys.stderr)
-    tasks = [(pair, out / pair["name"] if is_list(args) else out, earlier["pairs"].get(pair["name"]))
-             for pair in pairs if pair["name"] not in kept]
-    with tqdm(total=len(tasks), desc="registering", unit="pair", disable=not is_list(args)) as bar:
-        for (pair, *_), row in rows_of(tasks, model, cfg, args, out):
-            found[pair["name"]] = row
-            for sentence in [] if isinstance(row, str) else row["warnings"]:
-                tqdm.write(f"warning: {sentence}", file=sys.stderr)
-            run_lock.touch(out)
-            write()
-            bar.update()
-    return write()
-
-
-def rows_of(tasks, model, cfg, args, out):
-    """Yield (task, its row or the sentence that says why there is none), here or from the processes of --workers."""
-    if args.workers > 1 and len(tasks) > 1:
-        yield from run_tasks(register_task, tasks, args.workers, str(out), begin_worker, (args, len(tasks)),
-                             lambda: run_lock.touch(out))
-        return
+    several = is_list(args)
+    tasks = [(pair, out / pair["name"] if several else out) for pair in pairs]
     WORKER.update(args=args, model=model, cfg=cfg)
-    for task in tasks:
-        yield task, register_task(*task)
+    begin = begin_worker if args.workers > 1 and len(pairs) > 1 else None
+    return do_all(out, tasks, register_pair, settings, args.workers, again=args.again, resumes=several, begin=begin,
+                  arguments=(args,))
 
 
-def begin_worker(args, tasks):
-    """Fill WORKER in a process of --workers; the processes share the processors."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // min(args.workers, tasks)))
+def begin_worker(args):
+    """Fill WORKER in a process of --workers."""
     prepare_device(args.device, 0)
     model, cfg = asked_model(args, args.dims)
     WORKER.update(args=args, model=model, cfg=cfg)
 
 
-def register_task(pair, folder, earlier):
-    """`register_pair`, of which no error ends a list: the row, or the error's sentence."""
-    name = f"{pair['fixed']} and {pair['moving']}"
-    try:
-        return attempt(name, register_pair, pair, folder, earlier)
-    except OSError as error:
-        out = Path(WORKER["args"].out).resolve()
-        if not error.filename or out in Path(error.filename).resolve().parents:
-            raise  # results cannot be written, of no pair
-        return f"{error.filename}: {error.strerror}; check the file."
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if not is_list(WORKER["args"]):
-            raise
-        traceback.print_exc()
-        return f"{name}: {type(error).__name__} ({first_line(error)}); the traceback stands above."
-
-
-def register_pair(pair, folder, earlier=None):
+def register_pair(pair, folder, earlier):
     """Register one pair, write what that gives into `folder`, and return its row of the results."""
     args, model, cfg = WORKER["args"], WORKER["model"], WORKER["cfg"]
     dims, out = cfg["model.dims"], Path(args.out)

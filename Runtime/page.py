@@ -18,8 +18,9 @@ from Runtime.provenance import git
 NUMBER = (int, float, np.number)
 SCREEN_DPI, FILE_DPI = 92, 150
 
-STYLE, VIEWER_STYLE, VIEWER_SCRIPT = [(Path(__file__).parent / name).read_text(encoding="utf-8")
-                                      for name in ("page.css", "viewer.css", "viewer.js")]
+STYLE, VIEWER_STYLE, VIEWER_SCRIPT, SORT_SCRIPT = [
+    (Path(__file__).parent / name).read_text(encoding="utf-8")
+    for name in ("page.css", "viewer.css", "viewer.js", "sort.js")]
 
 
 def figure_png(figure):
@@ -86,25 +87,26 @@ def findings_html(findings):
     return f'<ul class="findings">\n{"".join(lines)}</ul>\n'
 
 
-def write_page(path, title, lead, sections, refresh_s=None, viewer=False):
+def write_page(path, title, lead, sections, refresh_s=None, viewer=False, sortable=False):
     """Write a complete page, atomically, that needs no other file and no network.
 
     path: the .html file; its folder is created. title, lead: plain text. sections: list of (heading, html), with html
     of the functions above; an empty heading is left out. refresh_s: a browser loads the page again after so many
     seconds; None: it does not. viewer: whether sections hold viewers (Inference/viewer.py), which need a script.
+    sortable: whether a click on a heading of a table sorts its rows, which needs another one.
     Returns: path as a Path.
     """
     path = Path(path)
     body = "".join(f"<section>\n{f'<h2>{escape(heading)}</h2>' if heading else ''}\n{html}</section>\n"
                    for heading, html in sections)
     refresh = f'<meta http-equiv="refresh" content="{refresh_s:.0f}">\n' if refresh_s else ""
-    # The policy keeps the page from loading anything over the network, and from running another script than that of
-    # the viewers, whatever a section contains.
-    style, script, policy = STYLE, "", "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    if viewer:
-        style, script = STYLE + VIEWER_STYLE, f"<script>{VIEWER_SCRIPT}</script>\n"
-        digest = base64.b64encode(hashlib.sha256(VIEWER_SCRIPT.encode()).digest()).decode()
-        policy += f"; script-src 'sha256-{digest}'"
+    # The policy keeps the page from loading anything over the network, and from running other scripts than these two,
+    # whatever a section contains.
+    style, policy = STYLE + VIEWER_STYLE * viewer, "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    scripts = [VIEWER_SCRIPT] * viewer + [SORT_SCRIPT] * sortable
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    policy += "; script-src " * bool(scripts) + " ".join(f"'sha256-{digest}'" for digest in digests)
+    script = "".join(f"<script>{text}</script>\n" for text in scripts)
     page = f"""<!DOCTYPE html>
 <html lang="en"><head>
 <meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

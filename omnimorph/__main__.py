@@ -1,6 +1,6 @@
 """The command `omnimorph`: the programs of the repository by short names.
 
-    omnimorph register | augment | train | prepare | evaluate [options]
+    omnimorph register | augment | train | prepare | evaluate | segment [options]
 """
 import importlib
 import importlib.util
@@ -9,7 +9,7 @@ import sys
 from Runtime import __version__
 
 PROGRAMS = {"register": "OM_register", "augment": "OM_augment", "train": "OM_train_3modes", "prepare": "OM_prepare",
-            "evaluate": "OM_evaluate"}
+            "evaluate": "OM_evaluate", **dict.fromkeys(["segment"], "OM_study")}
 USAGE = """usage: omnimorph TASK [options]
 
   register   align pairs of volumes, or apply a saved field
@@ -17,6 +17,7 @@ USAGE = """usage: omnimorph TASK [options]
   train      train a network in three modes
   prepare    bring a data set onto the training grid, once before the training
   evaluate   score registrations
+  segment    label volumes by a few labelled ones
 
 omnimorph TASK --help explains the options of each, and omnimorph --version tells the version."""
 
@@ -36,7 +37,8 @@ def main():
     name = PROGRAMS[task]
     installed = f"{__package__}.{name}"  # in the repository the programs lie at its top instead
     program = importlib.import_module(installed if importlib.util.find_spec(installed) else name)
-    sys.argv = [f"omnimorph {task}", *sys.argv[2:]]
+    # OM_study.py has several tasks, and takes the name of one as its first word.
+    sys.argv = ["omnimorph", *sys.argv[1:]] if name == "OM_study" else [f"omnimorph {task}", *sys.argv[2:]]
     return program.main()
 
 

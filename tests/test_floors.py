@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("Runtime", "Dataloader", "Diffusion", "Inference", "programs")  # programs: OM_*.py and Scripts
+FLOORS = ("Runtime", "Dataloader", "Diffusion", "Inference", "Study", "programs")  # programs: OM_*.py and Scripts
 
 
 def modules():

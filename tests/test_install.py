@@ -1,4 +1,4 @@
-"""The installed package: one name in site-packages, the five commands, and the functions of `import omnimorph`."""
+"""The installed package: one name in site-packages, the commands, and the functions of `import omnimorph`."""
 import ast
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests import launching
 from tests.tiny import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-HOUSE = {"Runtime", "Dataloader", "Diffusion", "Inference", *PROGRAMS.values()}
+HOUSE = {"Runtime", "Dataloader", "Diffusion", "Inference", "Study", *PROGRAMS.values()}
 # A stranger's own modules, of the same names as ours.
 STRANGER = """
 import Runtime, Config, tests
@@ -77,7 +77,7 @@ def test_all_of_the_package_is_under_one_name(tmp_path):
         assert len(path.read_text().splitlines()) == len(own.read_text().splitlines())
     configs = {path.name for path in (ROOT / "Config").glob("*.yaml")}
     assert {path.name for path in (built / "omnimorph/Config").iterdir()} == configs
-    for name in ("page.css", "viewer.css", "viewer.js"):
+    for name in ("page.css", "sort.js", "viewer.css", "viewer.js"):
         assert (built / "omnimorph/Runtime" / name).read_text() == (ROOT / "Runtime" / name).read_text()
 
 
@@ -93,7 +93,7 @@ def test_the_package_says_what_the_repository_says():
 
 @pytest.mark.parametrize("words, code, out, error", [
     ([], 0, "usage: omnimorph TASK", ""), (["--help"], 0, "omnimorph TASK --help", ""),
-    (["fly"], 43, "", "error: fly is no task: it is one of register, augment, train, prepare, evaluate.\n")])
+    (["fly"], 43, "", "error: fly is no task: it is one of register, augment, train, prepare, evaluate, segment.\n")])
 def test_the_command_names_its_tasks(words, code, out, error, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["omnimorph", *words])
     assert main() == code
@@ -154,7 +154,7 @@ def call(installed, folder, *words):
 
 
 @pytest.mark.slow
-def test_the_five_commands_explain_themselves(installed, elsewhere):
+def test_the_commands_explain_themselves(installed, elsewhere):
     for task in PROGRAMS:
         done = call(installed, elsewhere, task, "--help")
         assert done.returncode == 0 and done.stdout.startswith(f"usage: omnimorph {task} "), done.stderr

@@ -23,9 +23,9 @@ from tests.tiny import ROOT, launcher_environment
 
 # README.md and all of docs/, in the order of the walk: what a page uses has been made by those before it.
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "install", "data", "training", "report", "trouble", "registration", "augmentation", "evaluation", "clusters",
-    "site_dawn", "site_lumi", "site_gilbreth", "site_torch-hpc", "site_local", "configuration", "benchmarks",
-    "features", "paper", "faults", "messages", "code", "new_loss", "index"))]
+    "install", "data", "training", "report", "trouble", "registration", "augmentation", "evaluation", "study",
+    "clusters", "site_dawn", "site_lumi", "site_gilbreth", "site_torch-hpc", "site_local", "configuration",
+    "benchmarks", "features", "paper", "faults", "messages", "code", "new_loss", "index"))]
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 HIPPOCAMPUS = ROOT.parent / "shared/data/hippocampus"
 VOLUMES = 60  # in Data/brains; those after them are the files of the examples
@@ -60,6 +60,8 @@ ELSEWHERE = {
         'docker run --rm --gpus all -v "$PWD:/data" omnimorph:cuda omnimorph register --fixed F.nii.gz '
         "--moving M.nii.gz --out Results/first",
     ], "tests/test_containers.py"),
+    ".venv/bin/python OM_study.py segment --atlases Data/atlases --images Data/new --out Results/segment":
+        "tests/test_segment.py",
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
     ".venv/bin/python tests/bench/bench_default.py --json": "progress.md",
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",
@@ -242,7 +244,6 @@ def promised(words):
     return {
         "OM_prepare.py": ["Cache/brains/manifest.json", "Logs/brains_prepared.html"],
         "OM_evaluate.py": [f"{out}/scores.{suffix}" for suffix in ("csv", "json", "html")],
-        "vote_labels.py": [out, words[words.index("--agreement") + 1] if "--agreement" in words else out],
         "export_model.py": ["Models/brains_om_net/*.safetensors", "Models/brains_om_net/MODEL_CARD.md"],
     }.get(program, [])
 

@@ -13,7 +13,7 @@ import yaml
 from Runtime.config import KEYS
 from tests.tiny import ROOT
 
-FOLDERS = ["", "omnimorph", "Runtime", "Dataloader", "Diffusion", "Inference", "Scripts", "Scripts/preflight",
+FOLDERS = ["", "omnimorph", "Runtime", "Dataloader", "Diffusion", "Inference", "Study", "Scripts", "Scripts/preflight",
            "Scripts/smoke", "Scripts/containers"]
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 PROGRAMS = [path for folder in [*FOLDERS, "tests", ".ci"] for path in (ROOT / folder).glob("*")

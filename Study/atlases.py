@@ -1,0 +1,289 @@
+"""Segment volumes by a few labelled ones: the most similar of them are registered to each, and their labels joined.
+
+Every vote is about one image: each atlas is brought to it here, and nothing that was brought elsewhere can take part.
+An atlas that is the image itself never votes, one that shows the same person only where that is asked for: the result
+would look better than it is on anybody else.
+"""
+import functools
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from Dataloader.grids import require_same_grid
+from Dataloader.nifti import read_label, read_raw_header, read_volume, write_volume
+from Dataloader.transforms import write_matrix
+from Diffusion.metrics import average, dice
+from Inference.labels import apply_label, vote
+from Inference.outputs import grid_header, write_warped
+from Inference.pair_row import scores_of
+from Inference.registration import register
+from Inference.results import damage, read_results, require_apart, source_digests
+from Inference.work import do_all
+from Runtime.device import pick_device
+from Runtime.errors import InputError
+from Runtime.files import sha256
+from Runtime.page import cards_html, findings_html, table_html, write_page
+from Study.common import Folder, dims_of, end, findings_of, finished_row, volumes_of, write_table
+from Study.fusion import fuse
+from Study.thumbnails import gallery_html, thumbnail
+
+LABEL, DOUBT = "label.nii.gz", "doubt.nii.gz"
+DOUBTFUL = 0.25  # doubt above which a labelled voxel is worth a look
+
+
+def segment(args):
+    """What `omnimorph segment` does with its options; returns the exit code."""
+    atlases = [item for item in volumes_of([args.atlases], pattern=args.subject_pattern) if item["label"]]
+    if not atlases:
+        raise InputError(f"{args.atlases}: no volume of it has a label map: put them into labelsTr beside imagesTr, "
+                         "name them like NAME_dseg.nii.gz, or list both in a .csv.")
+    images = volumes_of(args.images, args.ids, args.subject_pattern)
+    voting = {item["id"]: voters(item, atlases, args.same_subject) for item in images}
+    settings = {"program": "segment", "most": args.most, "join": args.join, "similarity": args.similarity,
+                "affine": args.affine, "labels": args.labels}
+    options = {"similarity": args.similarity, "affine": args.affine, "device": str(pick_device(args.device))}
+    with Folder(args.out) as out:
+        done = kept_images(images, voting, settings, out, args.again)
+        waiting = [item for item in images if item["id"] not in done]
+        starts = rank_all(waiting, voting, options, settings, out, args)
+        carried = carry_all(waiting, voting, starts, options, settings, out, args)
+        tasks = [(entry_of(item, voting[item["id"]]["atlases"]), out / item["id"]) for item in images]
+        join = functools.partial(join_labels, str(out), args.join, voting, carried)
+        rows, failed = do_all(out, tasks, join, settings, args.workers, "joining", "image", args.again)
+        page = write_results_page(out, rows, failed, args, len(atlases))
+        scores = [row["dice"] for row in rows if "dice" in row]
+        summary = {"dice": round(average(scores), 5)} if scores else {}
+        code = end(out, rows, failed, settings, page, args.strict, {**summary, "atlases": len(atlases)})
+        if not args.keep:
+            for path in (out / "atlases").glob("*/warped*.nii.gz"):
+                path.unlink()
+        return code
+
+
+def voters(image, atlases, same_subject):
+    """Which atlases may vote on an image: dict of atlases, candidates (their ids), said (sentences about the others).
+
+    The image itself never votes, be it the same file or a copy; other scans of its subject only if `same_subject`.
+    """
+    may, said, own = [], [], None
+    for atlas in atlases:
+        if atlas["image"].resolve() == image["image"].resolve():
+            continue
+        if atlas["image"].stat().st_size == image["image"].stat().st_size:
+            own = own or sha256(image["image"])
+            if sha256(atlas["image"]) == own:
+                said.append(f"{image['id']}: the atlas {atlas['id']} is a copy of it and does not vote.")
+                continue
+        if atlas["subject"] == image["subject"] and not same_subject:
+            said.append(f"{image['id']}: the atlas {atlas['id']} is of the same subject, {atlas['subject']}, and does "
+                        "not vote (--same-subject lets it).")
+            continue
+        may.append(atlas)
+    return {"atlases": may, "candidates": [atlas["id"] for atlas in may], "said": said}
+
+
+def entry_of(image, atlases):
+    """What the labels of an image depend on, for Inference/work.py."""
+    files = {"image": image["image"], **({"truth": image["label"]} if image["label"] else {})}
+    for atlas in atlases:
+        files.update({f"atlas {atlas['id']}": atlas["image"], f"labels {atlas['id']}": atlas["label"]})
+    return {"name": image["id"], **files}
+
+
+def kept_images(images, voting, settings, out, again):
+    """The ids of images that an earlier run has done with these candidates; their registered atlases may be gone.
+
+    `voting` of such an image gets the atlases that were taken.
+    """
+    earlier, done = read_results(out), set()
+    if again or earlier["settings"] != settings:
+        return done
+    for item in images:
+        row, of_it = earlier["pairs"].get(item["id"]), voting[item["id"]]
+        if not row or row["candidates"] != of_it["candidates"]:
+            continue
+        taken = [atlas for atlas in of_it["atlases"] if atlas["id"] in row["taken"]]
+        if row["source"] == source_digests(entry_of(item, taken)) and not damage(row["files"], out):
+            of_it["atlases"] = taken
+            done.add(item["id"])
+    return done
+
+
+def pairs_of(images, voting):
+    """The registrations, each as the entry of a list, see Inference/work.py."""
+    return [{"name": f"{atlas['id']}_to_{item['id']}", "fixed": item["image"], "moving": atlas["image"],
+             "moving_label": atlas["label"]} for item in images for atlas in voting[item["id"]]["atlases"]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Registering
+# ---------------------------------------------------------------------------------------------------------------------
+
+def rank_all(images, voting, options, settings, out, args):
+    """Leave each image the --most atlases that are most similar to it after an affine alignment.
+
+    Returns: {name of the pair: matrix} of those alignments; empty where no image has more atlases than that.
+    """
+    images = [item for item in images if args.most and len(voting[item["id"]]["atlases"]) > args.most]
+    if not images:
+        return {}
+    where = out / "ranking"
+    where.mkdir(exist_ok=True)
+    tasks = [(entry, where) for entry in pairs_of(images, voting)]
+    rows, _ = do_all(where, tasks, functools.partial(rank, options), settings, args.workers, "comparing", "atlas",
+                     args.again)
+    found = {row["name"]: row for row in rows}
+    for item in images:
+        of_it = voting[item["id"]]
+        names = {atlas["id"]: f"{atlas['id']}_to_{item['id']}" for atlas in of_it["atlases"]}
+        ranked = sorted((found[name]["similarity"], identity) for identity, name in names.items() if name in found)
+        best = {identity for _, identity in ranked[-args.most:]}
+        of_it["atlases"] = [atlas for atlas in of_it["atlases"] if atlas["id"] in best]
+    return {name: row["matrix"] for name, row in found.items()}
+
+
+def rank(options, pair, folder, earlier):
+    """Align an atlas to an image by an affine map and keep it; the row says how alike they are then."""
+    found = quietly(register, pair["fixed"], pair["moving"], refine=False, **options)
+    path = folder / f"{pair['name']}.mat"
+    write_matrix(path, found.matrix)
+    row = {"name": pair["name"], "folder": str(folder), **scores_of(found), "matrix": found.matrix.tolist()}
+    return {**finished_row(row, pair, folder, [path]), "warnings": []}
+
+
+def quietly(function, *args, **options):
+    """Call without printing warnings: they are in the result."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return function(*args, **options)
+
+
+def carry_all(images, voting, starts, options, settings, out, args):
+    """Register the atlases of the images that are to be done: {name of the pair: row, or sentence why there is none}.
+
+    starts: of `rank_all`.
+    """
+    where = out / "atlases"
+    tasks = [(entry, where / entry["name"]) for entry in pairs_of(images, voting)]
+    if not tasks:
+        return {}
+    where.mkdir(exist_ok=True)
+    rows, failed = do_all(where, tasks, functools.partial(carry, str(where), starts, options, args.labels), settings,
+                          args.workers, "registering", "atlas", args.again)
+    return {**{row["name"]: row for row in rows}, **{entry["name"]: entry["reason"] for entry in failed}}
+
+
+def carry(out, starts, options, labels, pair, folder, earlier):
+    """Bring one atlas to one image, write its image and labels on that grid, and return the row."""
+    label, affine = read_label(pair["moving_label"], dims_of(pair["moving"]))
+    if pair["name"] in starts:
+        options = {**options, "affine": False, "start": np.array(starts[pair["name"]])}
+    found = quietly(register, pair["fixed"], pair["moving"], **options)
+    require_same_grid(f"{pair['moving_label']}: the label map", label.shape, affine, pair["moving"],
+                      found.moving.array.shape, found.moving.affine, "resample it to its image")
+    paths = [folder / "warped.nii.gz", folder / "warped_label.nii.gz"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        path.unlink(missing_ok=True)
+    header, fixed_affine = read_raw_header(pair["fixed"]), found.fixed.affine
+    write_volume(paths[0], found.warped, fixed_affine, grid_header(header))  # not rounded to the file's own numbers
+    write_warped(paths[1], apply_label(label, affine, found.field, fixed_affine, labels), pair["moving_label"],
+                 fixed_affine, header)
+    row = {"name": pair["name"], "folder": str(folder), **scores_of(found), "verdict": found.verdict,
+           "reason": found.reason, "matrix": found.matrix.tolist()}
+    return {**finished_row(row, pair, out, paths), "warnings": []}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Joining
+# ---------------------------------------------------------------------------------------------------------------------
+
+def join_labels(out, join, voting, carried, entry, folder, earlier):
+    """Join what the atlases say about one image, write label and doubt, and return the row."""
+    of_it, dims = voting[entry["name"]], dims_of(entry["image"])
+    require_apart(folder, [entry[key] for key in entry if key != "name"])
+    found = {atlas["id"]: carried.get(f"{atlas['id']}_to_{entry['name']}") for atlas in of_it["atlases"]}
+    reasons = {name: row if isinstance(row, str) else row["reason"] for name, row in found.items()
+               if isinstance(row, str) or row["verdict"] == "failed"}
+    good = [name for name in found if name not in reasons]
+    sentences = [*of_it["said"], *(f"{entry['name']}: the atlas {name} does not vote: {reason}"
+                                   for name, reason in reasons.items())]
+    if not good:
+        raise InputError(" ".join([f"{entry['image']}: no atlas may vote on it.", *sentences]))
+    image, affine = read_volume(entry["image"], dims)
+    places = [Path(found[name]["folder"]) for name in good]
+    maps = [read_label(place / "warped_label.nii.gz", dims)[0] for place in places]
+    if join == "joint":
+        label, doubt = fuse(image, [read_volume(place / "warped.nii.gz", dims)[0] for place in places], maps)
+    else:
+        label, agreement = vote(maps)
+        doubt = 1 - agreement
+    folder.mkdir(parents=True, exist_ok=True)
+    header, paths = grid_header(read_raw_header(entry["image"])), [folder / LABEL, folder / DOUBT]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    write_volume(paths[0], label, affine, header)
+    write_volume(paths[1], doubt, affine, header)
+    values = sorted({*np.unique(np.stack(maps)).tolist()} - {0})
+    labels = {str(value): sizes(label == value, doubt, affine) for value in values}
+    inside = doubt[label != 0]
+    row = {"name": entry["name"], "folder": str(folder), "image": str(Path(entry["image"]).resolve()),
+           "candidates": of_it["candidates"], "taken": list(found), "voted": good, "warnings": sentences,
+           "doubt": float(inside.mean()) if inside.size else 1.0,
+           "doubtful_percent": 100.0 * float((inside > DOUBTFUL).mean()) if inside.size else 100.0}
+    row.update(verdict_of(row, good, found), labels=labels)
+    if "truth" in entry:
+        scores = dice(label, read_label(entry["truth"], dims)[0], values)
+        for value, score in zip(values, scores):
+            labels[str(value)]["dice"] = None if score != score else score
+        row["dice"] = average(scores)
+    return finished_row(row, entry, out, paths)
+
+
+def sizes(inside, doubt, affine):
+    """Volume in mm3 (2D: mm2) and mean doubt of a label. inside: booleans (*size)."""
+    voxel = float(np.prod(np.linalg.norm(affine[:3, :inside.ndim], axis=0)))
+    return {"mm3": float(inside.sum()) * voxel, "doubt": float(doubt[inside].mean()) if inside.any() else None}
+
+
+def verdict_of(row, good, found):
+    """verdict and reason of a segmented image: doubtful where most atlases are, or half of what is labelled is."""
+    doubtful = [name for name in good if found[name]["verdict"] == "doubtful"]
+    if 2 * len(doubtful) > len(good):
+        return {"verdict": "doubtful", "reason": f"{len(doubtful)} of {len(good)} atlases fit doubtfully, such as "
+                f"{doubtful[0]}: {found[doubtful[0]]['reason']}"}
+    if row["doubtful_percent"] > 50:
+        return {"verdict": "doubtful", "reason": f"the atlases disagree in {row['doubtful_percent']:.0f} % of what is "
+                "labelled: look at it."}
+    return {"verdict": "ok", "reason": ""}
+
+
+def write_results_page(out, rows, failed, args, count):
+    """Write segment.html and labels.tsv. Returns: the page's path."""
+    table = [{"image": row["name"], "label": label, **values} for row in rows
+             for label, values in row["labels"].items()]
+    write_table(out / "labels.tsv", ["image", "label", "mm3", "doubt", "dice"], table)
+    scored = any("dice" in row for row in rows)
+    header = ["image", "verdict", "atlases that vote", "labels", "doubt", "doubtful, %", *["Dice"] * scored]
+    lines = [[row["name"], row["verdict"], len(row["voted"]), len(row["labels"]), row["doubt"],
+              row["doubtful_percent"], *[row.get("dice")] * scored] for row in rows]
+    formats = [None, None, None, None, ".3f", ".1f", *[".3f"] * scored]
+    pictures = []
+    for row in rows:
+        dims, folder = dims_of(row["image"]), Path(row["folder"])
+        image, affine = read_volume(row["image"], dims)
+        label, doubt = read_label(folder / LABEL, dims)[0], read_volume(folder / DOUBT, dims)[0]
+        score = f", Dice {row['dice']:.3f}" if "dice" in row else ""
+        pictures.append((row["name"], thumbnail(image, affine, [(label, None)], doubt), row["name"],
+                         f"{row['verdict']}, doubt {row['doubt']:.2f}{score}"))
+    cards = [("images", len(rows), f"{len(failed)} left out" if failed else ""), ("atlases", count, ""),
+             ("doubt", average([row["doubt"] for row in rows]) if rows else None, "mean over what is labelled")]
+    sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed))),
+                ("Images", table_html(header, lines, "A click on a heading sorts. labels.tsv has every label: volume, "
+                                      "doubt and, where the image has labels of its own, Dice.", formats)),
+                ("Labels and doubt", gallery_html(pictures) + "<p>Outlines: the labels. Red: doubt, the share of the "
+                 "votes that the label did not get.</p>\n")]
+    how = "joined by how alike each atlas is around the voxel" if args.join == "joint" else "by majority"
+    return write_page(out / "segment.html", "Segmentation by atlases", f"Labels of {args.atlases}, {how}.", sections,
+                      sortable=True)

@@ -1,0 +1,105 @@
+"""What all programs on a study share: its volumes, its folder of results, its table and the end of a run."""
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+
+from Dataloader.datalist import label_beside, list_volumes, name_subjects, select, volume_id
+from Dataloader.nifti import SUFFIXES, ends_in, open_nifti
+from Dataloader.volume import axes
+from Inference.pair_row import make_folder
+from Inference.results import file_digests, source_digests, write_results
+from Inference.work import STALE_S
+from Runtime import run_lock
+from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import require_file, write_file
+
+
+def volumes_of(sources, ids="", pattern=""):
+    """The volumes that a command line names, as Dataloader/datalist.py describes them, in its order.
+
+    sources: files, folders, lists or patterns. ids: numbers and ranges as in `select`. pattern: names the subjects.
+    Raises InputError where there is none, and for two of one name.
+    """
+    items = []
+    for source in sources:
+        if ends_in(source, SUFFIXES) and Path(source).is_file():
+            item = {"id": volume_id(source), "image": Path(source), "label": label_beside(source), "mask": None,
+                    "subject": "", "modality": "", "split": ""}
+            name_subjects(Path(source).parent, [item], pattern)
+            items.append(item)
+        elif ends_in(source, SUFFIXES):
+            require_file(source)
+        else:
+            items += list_volumes(source, pattern)
+    items = select(", ".join(map(str, sources)), items, ids)
+    names = [item["id"] for item in items]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise InputError(f"{twice}: two volumes have this name; give them in a .csv list with a column id.")
+    return items
+
+
+def dims_of(path):
+    """The number of axes of a volume's file, 2 or 3."""
+    return axes(path, open_nifti(path).shape)
+
+
+def findings_of(rows, failed):
+    """What `findings_html` shows: who was left out, whose verdict is not ok, and all warnings."""
+    said = [("failed", "left out", f"{entry['name']}: {entry['reason']}") for entry in failed]
+    said += [(row["verdict"], row["verdict"], f"{row['name']}: {row['reason']}") for row in rows if row.get("reason")]
+    return said + [("doubtful", "warning", sentence) for row in rows for sentence in row["warnings"]]
+
+
+def finished_row(row, entry, out, paths):
+    """A row with what resuming needs: digests of the entry's files and of the files that were written."""
+    return {"labels": {}, "warnings": [], **row, "source": source_digests(entry), "files": file_digests(paths, out)}
+
+
+class Folder:
+    """A folder of results under its lock, as a context."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+
+    def __enter__(self):
+        make_folder(self.path)
+        self.token = run_lock.lock(self.path, STALE_S, instead="name another --out")
+        return self.path
+
+    def __exit__(self, *_):
+        run_lock.unlock(self.path, self.token)
+
+
+def write_table(path, columns, rows):
+    """Write a table of tab-separated values, as BIDS has them: n/a where there is none, numbers with 6 digits."""
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter="\t", lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([[_cell(row.get(column)) for column in columns] for row in rows])
+    write_file(path, text.getvalue().encode(errors="replace"))
+
+
+def _cell(value):
+    if value is None or value != value:
+        return "n/a"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def end(out, rows, failed, settings, page, strict, summary):
+    """Write results.json, tell what went wrong, print the summary as one line of JSON. Returns: the exit code.
+
+    strict: whether a subject that could not be done, or has failed by its verdict, makes the exit code 43.
+    """
+    write_results(out, rows, failed, settings, complete=True)
+    for entry in failed:
+        print(f"{'error' if strict else 'warning'}: {entry['name']} is left out: {entry['reason']}", file=sys.stderr)
+    for row in rows:
+        if row.get("verdict", "ok") != "ok":
+            print(f"warning: {row['name']}: {row['verdict']}, {row['reason']}", file=sys.stderr)
+    print(f"\nreport: {Path(page).resolve()}")
+    print(json.dumps({**summary, "done": len(rows), "failed": len(failed)}))
+    hopeless = failed or any(row.get("verdict") == "failed" for row in rows)
+    return STOP if not rows or strict and hopeless else DONE

@@ -1,0 +1,130 @@
+"""Join the labels that several labelled volumes brought to one image, by how alike each of them is to it there.
+
+Around every voxel that the maps dispute, a patch of the image is compared with the patches of each atlas, after its
+registration: first each atlas is moved by a voxel at most to where it fits best, then the atlases are weighed. Two
+atlases that err in the same way count as one: with the differences d_i of the patches, the matrix of their products
+M_ij = (|d_i| . |d_j|)^BETA says how probably both are wrong together, and the weights that minimise the expected error
+are M^-1 1 / (1' M^-1 1), as Wang et al., "Multi-Atlas Segmentation with Joint Label Fusion", IEEE TPAMI 2013.
+"""
+import itertools
+
+import numpy as np
+import torch
+from scipy import ndimage
+
+PATCH = 2  # voxels: patches reach so far to each side
+SEARCH = 1  # voxels by which an atlas may be moved to fit better
+BETA = 2.0  # how steeply a difference counts
+ALPHA = 1.0  # of the mean of the diagonal, added to it: with less, few atlases decide, and their chance errors with them
+SIGMA = 0.5  # voxels by which the votes are smoothed, as in Inference/labels.py
+CHUNK = 20_000  # voxels at a time
+
+
+def fuse(image, atlases, maps, patch=PATCH, search=SEARCH, beta=BETA, alpha=ALPHA, sigma=SIGMA):
+    """The labels of an image by what several atlases say, each by its likeness around the voxel.
+
+    image: (D, H, W) or (H, W) float32. atlases: the images of K atlases on its grid, (*size) each. maps: their K label
+    maps (*size), integers. patch, search: voxels. beta, alpha: see above. sigma: of the Gaussian over the votes.
+    Returns: label (*size) of the maps' dtype; doubt (*size) float32, 0 where all agree: the share of the votes that the
+    winner did not get.
+    """
+    maps = np.stack(maps)
+    disputed = (maps != maps[0]).any(0)
+    if len(maps) == 1 or not disputed.any():
+        return maps[0].copy(), np.zeros(maps.shape[1:], np.float32)
+    disputed = ndimage.binary_dilation(disputed, np.ones((3,) * disputed.ndim), iterations=search)
+    box = around(disputed, patch + search + 1)
+    weights, voted = weigh(image[box], [atlas[box] for atlas in atlases], maps[(slice(None), *box)], disputed[box],
+                           patch, search, beta, alpha)
+    return count(maps[0], disputed, weights, voted, sigma)
+
+
+def around(mask, margin):
+    """The smallest box around a mask, and so many voxels more on each side: slices."""
+    [box] = ndimage.find_objects(mask.astype(np.int8))
+    return tuple(slice(max(side.start - margin, 0), side.stop + margin) for side in box)
+
+
+def weigh(image, atlases, maps, disputed, patch, search, beta, alpha):
+    """The weight of each atlas in each disputed voxel, and the label for which it is.
+
+    Arguments as for `fuse`, cut to a box. Returns: weights (n, K) float32, which add up to 1; labels (n, K).
+    """
+    dims, reach = image.ndim, patch + search
+    image, *atlases = (np.pad(np.asarray(each, np.float32), reach, mode="edge") for each in (image, *atlases))
+    maps = np.stack([np.pad(each, reach, mode="edge") for each in maps])
+    strides = np.array([int(np.prod(image.shape[axis + 1:])) for axis in range(dims)])
+    cube = np.array(list(itertools.product(range(-patch, patch + 1), repeat=dims))) @ strides
+    shifts = np.array(sorted(itertools.product(range(-search, search + 1), repeat=dims),
+                             key=lambda shift: np.square(shift).sum())) @ strides  # of equals the shortest
+    places = np.ravel_multi_index(tuple(axis + reach for axis in np.nonzero(disputed)), image.shape)
+    flat, flats = torch.from_numpy(image.ravel()), [torch.from_numpy(atlas.ravel()) for atlas in atlases]
+    best = [best_shift(image, atlas, shifts, strides, places, 2 * patch + 1) for atlas in atlases]
+    cube = torch.from_numpy(cube)
+    weights = []
+    for start in range(0, len(places), CHUNK):
+        part = torch.from_numpy(places[start:start + CHUNK])
+        own = normalised(flat[part[:, None] + cube])
+        apart = torch.stack([(own - normalised(each[(part + torch.from_numpy(shift[start:start + CHUNK]))[:, None]
+                                                    + cube])).abs() for each, shift in zip(flats, best)], 1)
+        weights.append(joint_weights(apart, beta, alpha))
+    voted = np.stack([labels.ravel()[places + shift] for labels, shift in zip(maps, best)], 1)
+    return torch.cat(weights).numpy(), voted
+
+
+def best_shift(image, atlas, shifts, strides, places, width):
+    """By how much, in steps of the flat array, an atlas moves to look most like the image around each place: (n,).
+
+    Likeness is the correlation of the two patches, from running sums over the whole box. width: of a patch, in voxels.
+    """
+    if len(shifts) == 1:
+        return np.zeros(len(places), np.int64)
+
+    def mean(volume):
+        return ndimage.uniform_filter(volume, width, mode="nearest").ravel()
+
+    own, other = image - image.mean(), atlas - atlas.mean()
+    own_mean, other_mean = mean(own), mean(other)
+    own_spread = np.sqrt(np.maximum(mean(own * own) - own_mean ** 2, 1e-12))
+    other_spread = np.sqrt(np.maximum(mean(other * other) - other_mean ** 2, 1e-12))
+    found, most = np.zeros(len(places), np.int64), np.full(len(places), -np.inf, np.float32)
+    for shift in shifts:
+        moved = np.roll(other, -shift)  # of the flat array: the padding takes what runs over
+        product = mean(own * moved)[places] - own_mean[places] * other_mean[places + shift]
+        alike = product / (own_spread[places] * other_spread[places + shift])
+        better = alike > most + 1e-6
+        found[better], most[better] = shift, alike[better]
+    return found
+
+
+def normalised(patches):
+    """Patches (n, P) less their mean, by their standard deviation; flat ones become zero."""
+    patches = patches - patches.mean(1, keepdim=True)
+    return patches / patches.square().mean(1, keepdim=True).sqrt().clamp(min=1e-6)
+
+
+def joint_weights(apart, beta, alpha):
+    """Weights (n, K) of K atlases from the differences of their patches, (n, K, P) >= 0; they add up to 1.
+
+    Negative weights, by which an atlas would vote against its label, become 0.
+    """
+    together = (apart @ apart.transpose(1, 2) / apart.shape[2]).clamp(min=1e-6) ** beta
+    diagonal = torch.diagonal(together, dim1=1, dim2=2).mean(1)
+    together = together + alpha * diagonal[:, None, None] * torch.eye(together.shape[1])
+    weights = torch.linalg.solve(together, torch.ones(*together.shape[:2], 1))[..., 0].clamp(min=0)
+    return weights / weights.sum(1, keepdim=True).clamp(min=1e-12)
+
+
+def count(agreed, disputed, weights, voted, sigma):
+    """Label and doubt from the votes. agreed: (*size), the label where nothing is disputed. Others as `weigh` gives."""
+    winner, most = np.zeros_like(agreed), np.full(agreed.shape, -1.0, np.float32)
+    total = np.zeros(agreed.shape, np.float32)
+    for value in np.union1d(np.unique(agreed), np.unique(voted)):
+        votes = (agreed == value).astype(np.float32)
+        votes[disputed] = np.where(voted == value, weights, 0).sum(1)
+        box = around(votes > 0, int(4 * sigma + 1)) if (votes > 0).any() else tuple(slice(0, 0) for _ in votes.shape)
+        share = ndimage.gaussian_filter(votes[box], sigma, mode="nearest") if sigma else votes[box]
+        total[box] += share
+        better = share > most[box]
+        winner[box][better], most[box][better] = value, share[better]
+    return winner, np.clip(1 - most / np.maximum(total, 1e-6), 0, 1).astype(np.float32)

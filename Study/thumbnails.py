@@ -1,0 +1,91 @@
+"""Small pictures of many volumes for a page: the middle slices with outlines, as PNG files of some kilobytes."""
+import base64
+import struct
+import zlib
+from html import escape
+
+import numpy as np
+from scipy import ndimage
+
+from Dataloader.grids import to_canonical
+
+SIDE = 120  # pixels, of a slice
+GREYS, REDS, SHADES = 96, 6, 24  # of the palette: greys, steps of red, and greys under each step
+COLOURS = ((255, 158, 27), (25, 181, 224), (0, 184, 58), (232, 84, 140), (150, 110, 240), (230, 210, 40))  # outlines
+RED = np.array([255, 40, 40])
+
+
+def palette():
+    """(256, 3) bytes: GREYS greys, COLOURS, then SHADES greys under each step of red."""
+    greys = np.linspace(0, 255, GREYS)[:, None].repeat(3, 1)
+    shades = np.linspace(0, 255, SHADES)[:, None].repeat(3, 1)
+    reddened = [shades + share * (RED - shades) for share in np.linspace(0, 1, REDS + 1)[1:]]
+    colours = np.concatenate([greys, COLOURS, *reddened])
+    return np.pad(colours, ((0, 256 - len(colours)), (0, 0))).astype(np.uint8)
+
+
+def thumbnail(image, affine, outlines=(), heat=None):
+    """The slices through the middle of what is outlined, side by side, or a 2D image: bytes of a PNG.
+
+    image: (D, H, W) or (H, W). affine: 4x4; slices are turned so that the head is up. outlines: list of (label map
+    (*size), number of one of COLOURS, or None: each label in the next colour), drawn one after another. heat: (*size),
+    0..1, or None: reddens what is high.
+    """
+    volumes = [image, *(label for label, _ in outlines), *([] if heat is None else [heat])]
+    turned = [to_canonical(np.asarray(each), affine)[0] for each in volumes]
+    spacing = np.linalg.norm(to_canonical(np.asarray(image), affine)[1][:3, :np.ndim(image)], axis=0)
+    focus = [n // 2 for n in turned[0].shape]
+    if outlines and (turned[1] != 0).any():
+        focus = [int(round(each)) for each in ndimage.center_of_mass(turned[1] != 0)]
+    limits = np.percentile(turned[0], (1, 99.5))
+    tiles = []
+    for axis in range(3) if turned[0].ndim == 3 else [None]:
+        planes = [each if axis is None else np.take(each, focus[axis], axis) for each in turned]
+        sides = spacing if axis is None else np.delete(spacing, axis)
+        tiles.append(tile(planes, sides, limits, [colour for _, colour in outlines], heat is not None))
+    height = max(len(each) for each in tiles)
+    return png(np.concatenate([np.pad(each, ((height - len(each), 0), (0, 2))) for each in tiles], 1))
+
+
+def tile(planes, sides, limits, colours, has_heat):
+    """One slice as numbers of the palette, at most SIDE along its longer side, its pixels square.
+
+    planes: the image, its label maps and, if `has_heat`, the heat, 2D each. sides: of a voxel, in mm.
+    """
+    extent = np.array(planes[0].shape) * sides
+    size = np.maximum(1, np.rint(SIDE * extent / extent.max()).astype(int))
+    at = [np.clip(((np.arange(n) + 0.5) * full / n).astype(int), 0, full - 1) for n, full in zip(size, planes[0].shape)]
+    grey, *rest = (np.flipud(plane[np.ix_(*at)].T) for plane in planes)
+    low, high = limits
+    grey = np.clip((grey.astype(np.float32) - low) / (high - low if high > low else 1), 0, 1)
+    picture = np.rint((GREYS - 1) * grey).astype(np.uint8)
+    if has_heat:
+        step = np.rint(REDS * np.clip(rest.pop(), 0, 1)).astype(int)
+        reddened = GREYS + len(COLOURS) + (step - 1) * SHADES + np.rint((SHADES - 1) * grey)
+        picture = np.where(step > 0, reddened, picture).astype(np.uint8)
+    for label, colour in zip(rest, colours):
+        for number, value in enumerate(np.unique(label[label != 0])):
+            inside = np.pad(label == value, 1)
+            edge = inside & ~ndimage.binary_erosion(inside)
+            picture[edge[1:-1, 1:-1]] = GREYS + (number if colour is None else colour) % len(COLOURS)
+    return picture
+
+
+def png(picture):
+    """Numbers of the palette (height, width) as the bytes of a PNG file."""
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width = picture.shape
+    rows = np.pad(picture.astype(np.uint8), ((0, 0), (1, 0))).tobytes()  # each row begins with 0: no filter
+    head = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
+    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"PLTE", palette().tobytes())
+            + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b""))
+
+
+def gallery_html(pictures):
+    """Pictures with a line below each, as many side by side as fit. pictures: list of (anchor, png, title, line)."""
+    figures = [f'<figure class="thumb" id="{escape(anchor)}"><img src="data:image/png;base64,'
+               f'{base64.b64encode(data).decode()}" alt="{escape(title)}"><figcaption><b>{escape(title)}</b> '
+               f"{escape(line)}</figcaption></figure>\n" for anchor, data, title, line in pictures]
+    return f'<div class="thumbs">\n{"".join(figures)}</div>\n'

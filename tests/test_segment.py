@@ -1,0 +1,186 @@
+"""Labels joined from several atlases: the weights by hand, and the command on files, resumed and with bad ones."""
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import OM_study
+from Dataloader.nifti import read_label, read_volume, write_volume
+from Dataloader.synthetic import make_subject
+from Diffusion.metrics import average, dice
+from Study.atlases import voters
+from Study.fusion import best_shift, fuse, joint_weights
+from Study.thumbnails import COLOURS, GREYS, palette, thumbnail, tile
+
+SIZE, AFFINE = (18, 20, 16), np.diag([2.0, 2.0, 2.0, 1.0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_atlases_that_err_together_count_as_one():
+    """Of three atlases with errors of one size two are equal: each gets half of what the third one gets."""
+    apart = torch.zeros(1, 3, 8)
+    apart[0, :2, :4], apart[0, 2, 4:] = 1.0, 1.0
+    weights = joint_weights(apart, beta=2.0, alpha=1e-3)
+    torch.testing.assert_close(weights, torch.tensor([[0.25, 0.25, 0.5]]), atol=2e-3, rtol=0)
+
+
+def test_weights_go_by_the_inverse_of_independent_errors():
+    """Without errors in common the weights are as 1 / M_ii: d of 1 and 2 give M of (1/8)^2 and (4/8)^2, with beta 2."""
+    apart = torch.zeros(1, 2, 8)
+    apart[0, 0, 0], apart[0, 1, 1] = 1.0, 2.0
+    torch.testing.assert_close(joint_weights(apart, beta=2.0, alpha=0.0), torch.tensor([[16.0, 1.0]]) / 17,
+                               atol=1e-4, rtol=0)
+
+
+def test_the_atlas_that_looks_like_the_image_decides():
+    """Two atlases with the same wrong label and another texture are outvoted by one that is the image."""
+    rng = np.random.default_rng(0)
+    image, other = rng.random((2, 14, 14, 14), np.float32)
+    right, wrong = np.zeros((2, 14, 14, 14), np.int16)
+    right[4:10, 4:10, 4:10], wrong[5:11, 4:10, 4:10] = 3, 3
+    label, doubt = fuse(image, [image, other, other], [right, wrong, wrong])
+    assert dice(label, right, [3])[0] > 0.99 and label.dtype == np.int16
+    assert doubt[0, 0, 0] == 0 and doubt.dtype == np.float32 and 0 <= doubt.min() and doubt.max() <= 1
+    alone, certain = fuse(image, [other], [wrong])
+    np.testing.assert_array_equal(alone, wrong)
+    assert not certain.any()
+
+
+def test_an_atlas_is_moved_to_where_it_fits():
+    image = np.random.default_rng(1).random((12, 11, 10), np.float32)
+    atlas = np.roll(image, 1, axis=1)  # what the image has at y, the atlas has at y + 1
+    places = np.ravel_multi_index((np.full(3, 5), np.array([4, 5, 6]), np.full(3, 5)), image.shape)
+    shifts = np.array([0, -110, 110, -10, 10, -1, 1])
+    np.testing.assert_array_equal(best_shift(image, atlas, shifts, None, places, 3), [10, 10, 10])
+
+
+def test_flat_images_give_a_plain_vote():
+    flat, maps = np.zeros((8, 8), np.float32), [np.eye(8, dtype=np.int16), np.eye(8, dtype=np.int16), np.zeros((8, 8))]
+    label, _ = fuse(flat, [flat] * 3, [each.astype(np.int16) for each in maps], sigma=0)
+    np.testing.assert_array_equal(label, np.eye(8))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who votes
+# ---------------------------------------------------------------------------------------------------------------------
+
+def item(folder, name, subject, content=b"x"):
+    (folder / f"{name}.nii.gz").write_bytes(content)
+    return {"id": name, "image": folder / f"{name}.nii.gz", "label": None, "subject": subject}
+
+
+def test_a_copy_never_votes_and_another_scan_of_the_subject_only_on_request(tmp_path):
+    image = item(tmp_path, "sub-01_ses-1", "sub-01", b"one")
+    atlases = [image, item(tmp_path, "copy", "copy", b"one"), item(tmp_path, "sub-01_ses-2", "sub-01", b"two"),
+               item(tmp_path, "sub-02", "sub-02", b"thr")]
+    of_it = voters(image, atlases, same_subject=False)
+    assert of_it["candidates"] == ["sub-02"] and len(of_it["said"]) == 2
+    assert "copy is a copy of it" in of_it["said"][0] and "same subject, sub-01" in of_it["said"][1]
+    assert voters(image, atlases, same_subject=True)["candidates"] == ["sub-01_ses-2", "sub-02"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Three atlases, two images with labels of their own and one that cannot be read; segmented once."""
+    folder = tmp_path_factory.mktemp("segment")
+    for seed in range(5):
+        subject = make_subject(seed, SIZE)
+        where = folder / ("atlases" if seed < 3 else "new")
+        write_volume(where / f"imagesTr/s_{seed}.nii.gz", subject["image"], AFFINE)
+        write_volume(where / f"labelsTr/s_{seed}.nii.gz", subject["label"].astype(np.uint8), AFFINE)
+    shutil.copy(folder / "atlases/imagesTr/s_0.nii.gz", folder / "new/imagesTr/twin.nii.gz")
+    shutil.copy(folder / "atlases/labelsTr/s_0.nii.gz", folder / "new/labelsTr/twin.nii.gz")
+    (folder / "broken.nii.gz").write_bytes(b"not a volume")
+    return folder
+
+
+def run(place, *words, out="out"):
+    return OM_study.main(["segment", "--atlases", str(place / "atlases"), "--images", str(place / "new"),
+                          str(place / "broken.nii.gz"), "--out", str(place / out), "--device", "cpu", *words])
+
+
+def test_the_command_labels_what_it_can_and_names_the_rest(place, capsys):
+    assert run(place) == 0
+    printed = capsys.readouterr()
+    last = json.loads(printed.out.splitlines()[-1])
+    assert last["done"] == 3 and last["failed"] == 1 and last["atlases"] == 3
+    assert "warning: broken is left out: " in printed.err and "copy of it and does not vote" in printed.err
+    dices = []
+    for name in ("s_3", "s_4", "twin"):
+        label, affine = read_label(place / f"out/{name}/label.nii.gz")
+        np.testing.assert_allclose(affine, AFFINE, atol=1e-5)
+        doubt, _ = read_volume(place / f"out/{name}/doubt.nii.gz")
+        assert label.shape == SIZE and 0 <= doubt.min() and doubt.max() <= 1 and doubt.max() > 0.2
+        truth = read_label(place / f"new/labelsTr/{name}.nii.gz")[0]
+        values = [int(value) for value in np.unique(truth) if value]
+        dices.append(average(dice(label, truth, values)))
+    assert last["dice"] == pytest.approx(np.mean(dices), abs=0.02) and min(dices) > 0.5
+    results = json.loads((place / "out/results.json").read_text())
+    assert results["complete"] and [row["name"] for row in results["pairs"]] == ["s_3", "s_4", "twin"]
+    assert results["pairs"][2]["voted"] == ["s_1", "s_2"]
+    head, *lines = (place / "out/labels.tsv").read_text().splitlines()
+    assert head.split("\t") == ["image", "label", "mm3", "doubt", "dice"] and len(lines) >= 9
+    first = read_label(place / "out/s_3/label.nii.gz")[0]
+    assert float(lines[0].split("\t")[2]) == pytest.approx(8 * (first == int(lines[0].split("\t")[1])).sum())
+    page = (place / "out/segment.html").read_text()
+    assert page.count('class="thumb"') == 3 and "http" not in page.replace("http-equiv", "")
+    assert not list((place / "out/atlases").glob("*/warped*"))
+
+
+def test_a_second_run_does_nothing_and_a_lost_file_is_made_again(place, capsys):
+    before = {path: path.read_bytes() for path in sorted((place / "out").glob("s_*/*.nii.gz"))}
+    assert len(before) == 4 and run(place) == 0
+    assert "3 of 4 images are whole from an earlier run" in capsys.readouterr().err
+    (place / "out/s_3/doubt.nii.gz").unlink()
+    assert run(place, "--strict") == 43  # broken.nii.gz
+    assert "error: broken is left out" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_the_most_similar_atlases_and_two_processes_give_labels_too(place, capsys):
+    assert run(place, "--ids", "3", "--most", "2", "--join", "majority", "--workers", "2", out="most") == 0
+    [row] = json.loads((place / "most/results.json").read_text())["pairs"]
+    assert len(row["taken"]) == 2 and len(row["candidates"]) == 3
+    ranking = json.loads((place / "most/ranking/results.json").read_text())["pairs"]
+    alike = sorted(ranking, key=lambda pair: pair["similarity"])
+    assert {f"{name}_to_s_3" for name in row["taken"]} == {pair["name"] for pair in alike[1:]}
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--atlases", "{}/new/imagesTr/s_3.nii.gz"], "no volume of it has a label map"),
+    (["--workers", "0"], "--workers 0: at least 1 process"), (["--joins", "x"], "unrecognized arguments"),
+    (["--images", "{}/nowhere.nii.gz"], "nowhere.nii.gz: no such file")])
+def test_what_cannot_be_is_refused_in_one_sentence(place, words, said, capsys):
+    (place / "alone").mkdir(exist_ok=True)
+    shutil.copy(place / "new/imagesTr/s_3.nii.gz", place / "alone/s_3.nii.gz")
+    words = [word.format(place).replace("new/imagesTr", "alone") for word in words]
+    try:
+        code = run(place, *words, out="refused")
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 43
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and said in errors[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_a_thumbnail_is_a_png_with_outlines_and_doubt():
+    image, label = np.linspace(0, 1, 400, dtype=np.float32).reshape(20, 20), np.zeros((20, 20), np.uint8)
+    label[5:15, 5:15] = 1
+    png = thumbnail(image, np.diag([1, 1, 1, 1.0]), [(label, 1)], np.ones((20, 20), np.float32))
+    assert png.startswith(b"\x89PNG") and len(png) < 20_000
+    picture = tile([image, label], np.ones(2), (0, 1), [1], False)
+    assert picture.shape == (120, 120) and (picture == GREYS + 1).sum() == 4 * 59  # a square of 60, one pixel wide
+    assert palette().shape == (256, 3) and palette()[GREYS + 1].tolist() == list(COLOURS[1])
