@@ -15,7 +15,7 @@ from scipy import ndimage
 PATCH = 2  # voxels: patches reach so far to each side
 SEARCH = 1  # voxels by which an atlas may be moved to fit better
 BETA = 2.0  # how steeply a difference counts
-ALPHA = 1.0  # of the mean of the diagonal, added to it: with less, few atlases decide, and their chance errors with them
+ALPHA = 1.0  # of the mean of the diagonal, added to it: with less, few atlases decide, with all their chance errors
 SIGMA = 0.5  # voxels by which the votes are smoothed, as in Inference/labels.py
 CHUNK = 20_000  # voxels at a time
 
