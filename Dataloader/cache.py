@@ -388,7 +388,7 @@ def open_cache(folder, cfg, ranks=None):
       hold    the open lock file, to be kept while the cache is read, or None
     Raises InputError naming what is missing, damaged or different, and while OM_prepare.py works on the cache.
     """
-    show = ranks is not None and ranks["rank"] == 0
+    show = ranks is not None and ranks.rank == 0
     lock = hold(folder, show) if ranks else None
     with contextlib.ExitStack() as stack:
         if lock:
@@ -427,7 +427,7 @@ def look_into(folder, cfg, ranks, show):
 
 def require_undamaged(folder, manifest, ranks, show):
     """Compare this rank's part of the files with their checksums. Raises InputError naming those that are damaged."""
-    names = sorted(manifest["files"])[ranks["rank"]::ranks["world_size"]]
+    names = sorted(manifest["files"])[ranks.rank::ranks.world_size]
     wrong = damaged(folder, names, manifest, "data set", f"comparing {folder} with its checksums", show)
     if wrong:
         raise InputError(f"data.cache {folder} is damaged: {some(wrong)} differ from what was prepared; run "

@@ -32,8 +32,9 @@ from Dataloader.sampler import (
 )
 from Runtime import watchdog
 from Runtime.errors import InputError
+from Runtime.launch import Ranks
 
-ALONE = {"rank": 0, "world_size": 1}
+ALONE = Ranks()
 PIECE = 2 ** 18  # voxels: 1 MiB of float32 stays in a processor's cache between two operations
 SHARED, MOST_SOCKET_PATH = "/dev/shm", 107  # where torch's workers put batches; bytes of a socket's path on Linux
 NO_LABELS = -2 ** 15  # in each voxel of the label map of a volume that has none
@@ -266,8 +267,8 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
     moving and fixed alternate.
     """
     volumes, pairs = epoch_lists(cfg, dataset, listed, progress, split, ranks)
-    steps = steps_left(cfg, len(dataset), listed, split, progress["samples"], progress["pairs"])
-    sample_batches, pair_batches = split["sample_batches"], split["pair_batches"]
+    steps = steps_left(cfg, len(dataset), listed, split, progress.samples, progress.pairs)
+    sample_batches, pair_batches = split.sample_batches, split.pair_batches
     # One list, in the order in which the steps need them, so that one set of workers reads both.
     in_order = []
     for step in range(steps):
@@ -279,7 +280,7 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
     # On a CPU the step uses all cores; do not prefetch.
     on_cpu = cfg["run.device"] == "cpu" or not torch.accelerator.is_available()
     per_step = sample_batches + pair_batches
-    seed, epoch = cfg["run.seed"], progress["epoch"]
+    seed, epoch = cfg["run.seed"], progress.epoch
 
     def prepare(number, batch):
         images, positions, indices, maps = batch
@@ -294,16 +295,16 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
 
 def epoch_lists(cfg, dataset, listed, progress, split, ranks):
     """What one rank reads in the rest of an epoch: batches of volumes and of pairs, lists of addresses for Batches."""
-    seed, epoch = cfg["run.seed"], progress["epoch"]
-    rank, world_size = ranks["rank"], ranks["world_size"]
+    seed, epoch = cfg["run.seed"], progress.epoch
+    rank, world_size = ranks.rank, ranks.world_size
     order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
-    volumes = batches(order, split["samples"], split["sample_batch"], progress["samples"], rank, world_size)
+    volumes = batches(order, split.samples, split.sample_batch, progress.samples, rank, world_size)
     count = epoch_pair_count(cfg, len(dataset), listed, split)
     drawn = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
     if dataset.labelled:
         drawn = with_labelled(drawn, cfg, epoch, **dataset.labelled)
     pairs = []
-    for batch in batches(drawn, split["pairs"], split["pair_batch"], progress["pairs"], rank, world_size):
+    for batch in batches(drawn, split.pairs, split.pair_batch, progress.pairs, rank, world_size):
         pairs.append([(2 * position + side, pair[side], "pair") for position, pair in batch for side in (0, 1)])
     return volumes, pairs
 
@@ -340,7 +341,7 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
     if cfg["data.pairing"] == "all":
         listed = all_pairs(len(train), rule)
     source = {"cache": cache, "cfg": cfg, "in_memory": cfg["data.in_memory"] and not headers_only,
-              "show": ranks["rank"] == 0}
+              "show": ranks.rank == 0}
     train_set = make_dataset(train, rule, "training volumes", ("image", *wanted_maps(cfg)), **source)
     train_set.labelled = labelled_volumes(train, cfg)
     if cfg["loss.dice"] and not headers_only:
@@ -413,8 +414,8 @@ def require_masks(root, items):
 def find_labels(dataset, ranks, cfg):
     """The labels that loss.dice compares, as they occur in this rank's part of the label maps: sorted list of ints."""
     labelled = [number for number, item in enumerate(dataset.items) if item["label"]]
-    own = labelled[ranks["rank"]::ranks["world_size"]]
-    return labels_in(dataset, tqdm(own, "finding labels", unit="vol", leave=False, delay=1, disable=ranks["rank"] > 0),
+    own = labelled[ranks.rank::ranks.world_size]
+    return labels_in(dataset, tqdm(own, "finding labels", unit="vol", leave=False, delay=1, disable=ranks.rank > 0),
                      cfg)
 
 

@@ -52,8 +52,7 @@ def require_same_everywhere(ranks, described):
 def agree_on_labels(ranks, own, cfg):
     """The labels that loss.dice compares: the same list on all ranks, so that the tensors of a step have one shape.
 
-    own: sorted list of those that this rank has found, see `dataset.find_labels`. With loss.segment they become
-    registration.labels of cfg. Every rank calls this.
+    own: sorted list of those that this rank has found, see `dataset.find_labels`. Every rank calls this.
     Returns: sorted list of ints. Raises InputError, on every rank, for none, for more than MOST_LABELS, and where the
     network would learn to segment another number of them.
     """
@@ -71,21 +70,17 @@ def agree_on_labels(ranks, own, cfg):
         raise InputError(f"model.structures is {cfg['model.structures']}, but the label maps of the training volumes "
                          f"hold {len(labels)} labels ({shown}): set it to that number, or name those that count by "
                          "registration.labels.")
-    if cfg["loss.segment"]:  # whoever uses the network learns from its checkpoint what it segments
-        cfg["registration.labels"] = ",".join(map(str, labels))
     return labels
 
 
 def compare_data(before, now, path):
     """Check that a run may continue with the data it has now.
 
-    before, now: from `describe_data`; before is None in a checkpoint of an earlier version. path: of the checkpoint.
+    before, now: from `describe_data`. path: of the checkpoint.
     Returns: whether the order of the training volumes has changed; sentences about what has changed.
     Raises InputError where fewer than half of the volumes have the same id and size, which is another data set of the
     same name; and where a subject is held out that was trained on, because its scores would be too good.
     """
-    if before is None:
-        return False, [f"{path} is of an earlier version and does not say what it was trained on: taken for these data"]
     name = json.loads(before)["name"]
     old, new = by_id(before), by_id(now)
     same = [identity for identity in old if identity in new and same_size(old[identity], new[identity])]

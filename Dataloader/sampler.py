@@ -129,8 +129,8 @@ def epoch_pair_count(cfg, volumes, listed, split):
 
     volumes: their number. listed: pairs or None. split: of `split_step`.
     """
-    steps = -(-volumes * cfg["data.repeats"] // split["samples"])
-    return len(listed) if listed else cfg["data.pairs"] or steps * split["pairs"]
+    steps = -(-volumes * cfg["data.repeats"] // split.samples)
+    return len(listed) if listed else cfg["data.pairs"] or steps * split.pairs
 
 
 def steps_left(cfg, volumes, listed, split, samples=0, pairs=0):
@@ -140,7 +140,7 @@ def steps_left(cfg, volumes, listed, split, samples=0, pairs=0):
     """
     samples_left = volumes * cfg["data.repeats"] - samples
     pairs_left = epoch_pair_count(cfg, volumes, listed, split) - pairs
-    return max(min(-(-samples_left // split["samples"]), -(-pairs_left // split["pairs"])), 0)
+    return max(min(-(-samples_left // split.samples), -(-pairs_left // split.pairs)), 0)
 
 
 def batches(order, total, batchsize, first=0, rank=0, world_size=1):

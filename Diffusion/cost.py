@@ -48,11 +48,11 @@ def count_costs(loss_function, network, alive):
             "peak": alive.peak - local_bytes(network.parameters())}
 
 
-def stand_in(cfg, pair_batch, modes, labels):
+def stand_in(cfg, pair_batch, labels):
     """A network and batch of a config without values, of which the cost can be counted: call under FakeTensorMode.
 
-    pair_batch: pairs of one forward. modes: MODES of the training script. labels: how many loss.dice compares.
-    Returns: the network; a function from a mode's name to its loss.
+    pair_batch: pairs of one forward. labels: how many loss.dice compares.
+    Returns: the network; a function from a mode to its loss.
     """
     size, batchsize = cfg["data.img_size"], cfg["data.batchsize"]
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
@@ -66,11 +66,11 @@ def stand_in(cfg, pair_batch, modes, labels):
              "targets": None, "moving": moving, "fixed": fixed, "mask": maps,
              "label": {**maps, "labelled": [(True, True)] * pair_batch, "values": values}}
 
-    def loss_of(name):
-        if name == "contrastive" and cfg["optim.average"]:
+    def loss_of(mode):
+        if mode.name == "contrastive" and cfg["optim.average"]:
             with torch.no_grad():
                 embed(net, batch, cfg)  # the target embeddings, by the averaged weights
-        return modes[name].step(net, batch, cfg)[0]
+        return mode.step(net, batch, cfg)[0]
 
     return net, loss_of
 
@@ -83,8 +83,9 @@ def mode_costs(cfg, pair_batch, modes, rules=None, labels=1):
     Returns: the network, on tensors without values; {mode: costs}.
     """
     with FakeTensorMode(), AliveBytes() as alive, rules or contextlib.nullcontext():
-        net, loss_of = stand_in(cfg, pair_batch, modes, labels)
-        return net, {name: count_costs(functools.partial(loss_of, name), net, alive) for name in modes_of(cfg)}
+        net, loss_of = stand_in(cfg, pair_batch, labels)
+        return net, {mode.name: count_costs(functools.partial(loss_of, mode), net, alive)
+                     for mode in modes_of(cfg, modes)}
 
 
 def step_memory(costs, network, cfg):
@@ -134,10 +135,10 @@ def dry_run(cfg, world_size, modes):
     pairs = epoch_pair_count(cfg, volumes, listed, split)
     on_cpu = {**cfg, "run.amp": precision(cfg["run.amp"], torch.device("cpu"))}
     on_device = {**cfg, "run.amp": "bf16" if cfg["run.amp"] == "auto" else cfg["run.amp"]}
-    net, costs = mode_costs(on_cpu, split["pair_batch"], modes, None, labels)
+    net, costs = mode_costs(on_cpu, split.pair_batch, modes, None, labels)
     device_costs = costs
     if on_device["run.amp"] != "off":
-        _, device_costs = mode_costs(on_device, split["pair_batch"], modes, DeviceAutocast(), labels)
+        _, device_costs = mode_costs(on_device, split.pair_batch, modes, DeviceAutocast(), labels)
     memory = {"cuda": step_memory(device_costs, net, cfg), "cpu": step_memory(costs, net, cfg)}
     memory["xpu"] = memory["cuda"]  # the same rules
     parameters = sum(p.numel() for p in net.parameters())
@@ -151,7 +152,7 @@ def dry_run(cfg, world_size, modes):
           f"{(memory['cpu'] - max(cost['peak'] for cost in costs.values())) / 2 ** 30:.1f} for weights, moments and "
           "averages, the rest for the largest mode")
     print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; effective batch "
-          f"{split['samples']} (ranks: {world_size})")
+          f"{split.samples} (ranks: {world_size})")
     print(json.dumps({"parameters": parameters, "step_flops": sum(cost["flops"] for cost in costs.values()),
-                      "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": split["samples"]}))
+                      "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": split.samples}))
     return DONE

@@ -4,7 +4,6 @@ The queue of negatives and the slowly moving second encoder are those of He et a
 """
 import torch
 
-from Dataloader.datalist import subject_key
 from Diffusion import graphs
 from Diffusion.schedule import ema_weights
 from Runtime import watchdog
@@ -36,16 +35,6 @@ def push(queue, images, conditions, subjects):
         queue["conditions"][place] = condition
         queue["subjects"][place] = subject
         queue["next"] += 1
-
-
-def name_volumes(queue, subjects):
-    """Replace the numbers of volumes, which a queue of an earlier version holds, by the keys of their subjects.
-
-    subjects: names of the subjects of the training volumes, in the order of the volumes.
-    """
-    key_of_volume = {number: subject_key(subject) for number, subject in enumerate(subjects)}
-    keys = [key_of_volume.get(number, -1) for number in queue["subjects"].tolist()]
-    queue["subjects"] = torch.tensor(keys, device=queue["subjects"].device)
 
 
 def embed(net, batch, cfg):

@@ -50,12 +50,12 @@ def memory_estimate(cfg, world_size, ranks, process, parameters, held=0, activat
     reading = 0 if cached else READING * 4 * voxels * cfg["data.channels"]
     # Steps whose volumes are in memory: the one being computed, and what is read ahead. Each worker reads ahead
     # batches; without workers, a thread beside an accelerator reads ahead whole steps.
-    per_step = split["sample_batches"] + split["pair_batches"]
+    per_step = split.sample_batches + split.pair_batches
     steps = 1 + cfg["data.prefetch_factor"] * (workers / per_step if workers else not on_cpu)
-    volumes = split["sample_batches"] * split["sample_batch"] + 2 * split["pair_batches"] * split["pair_batch"]
+    volumes = split.sample_batches * split.sample_batch + 2 * split.pair_batches * split.pair_batch
     stored = np.dtype(cfg["data.dtype"]).itemsize if cached else 4
     batches = round(steps * volumes * voxels * cfg["data.channels"] * stored)
-    maps = 2 * split["pair_batches"] * split["pair_batch"] * map_kinds(cfg)
+    maps = 2 * split.pair_batches * split.pair_batch * map_kinds(cfg)
     batches += round(steps * maps * voxels * 2)  # int16
     weights = 4 * parameters
     rank = process + TRAINING + held + (0 if workers else reading)
@@ -83,7 +83,7 @@ def copies(cfg, world_size, split, adams=1):
         multiple = own + BETWEEN_RANKS[strategy]
     if cfg["optim.average"]:
         multiple += 1 / world_size if strategy == "fsdp" else 1
-    if max(split["sample_batches"], split["pair_batches"]) > 1:  # gradients of several batches add up in a second copy
+    if max(split.sample_batches, split.pair_batches) > 1:  # gradients of several batches add up in a second copy
         multiple += 2 if cfg["run.exact_sums"] else 1
     return multiple
 
@@ -95,7 +95,7 @@ def activation_bytes(cfg, world_size, modes):
     """
     from Diffusion.cost import mode_costs, training_volumes  # here: only a CPU training needs these imports
     labels = training_volumes(cfg)[3] if cfg["loss.dice"] else 1
-    _, costs = mode_costs(cfg, split_step(cfg, world_size)["pair_batch"], modes, None, labels)
+    _, costs = mode_costs(cfg, split_step(cfg, world_size).pair_batch, modes, None, labels)
     amp = precision(cfg["run.amp"], torch.device("cpu"))
     factor = PEAK[amp] * (RECOMPUTED if cfg["model.use_checkpoint"] else 1)
     factor *= LOCAL_MATCH if amp == "off" and cfg["model.local_match"] else 1

@@ -32,10 +32,10 @@ def wrap(net, ranks, device, gradients, cfg):
     gradients: of `new_gradients`, how gradients are summed. find_unused_parameters also makes resuming exact: without
     it, DDP regroups its buckets after the first backward pass of a process, and then sums in another order.
     """
-    if ranks["world_size"] == 1:
+    if ranks.world_size == 1:
         return net.to(device)
     if cfg["run.strategy"] == "fsdp":
-        return shard(net, device, gradients["wire"], cfg["run.channels_last"])
+        return shard(net, device, gradients.wire, cfg["run.channels_last"])
     known = inspect.signature(DistributedDataParallel).parameters
     # A warning about kernels of one voxel: torch also compares the strides of axes of length one, which mean nothing.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
@@ -104,7 +104,7 @@ def make_optimizers(net, ranks, modes, cfg):
 def make_optimizer(net, ranks, cfg):
     """Adam over the parameters of a network; with fsdp, to be made after `wrap`, which replaces the parameters."""
     options = {"lr": cfg["optim.lr"], "fused": True}
-    if ranks["world_size"] > 1 and cfg["run.strategy"] == "zero1":
+    if ranks.world_size > 1 and cfg["run.strategy"] == "zero1":
         from torch.distributed.optim import ZeroRedundancyOptimizer
         return ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, **options)
     return torch.optim.Adam(net.parameters(), **options)
@@ -183,7 +183,7 @@ def gather(value, ranks):
     if not hasattr(value, "full_tensor"):
         return value
     value = whole(value)
-    return value.cpu() if ranks["rank"] == 0 else None
+    return value.cpu() if ranks.rank == 0 else None
 
 
 def gather_state(net, optimizers, ranks):
@@ -212,11 +212,11 @@ def collect(optimizer, ranks):
     for sender, sizes_of_rank in enumerate(sizes[1:], 1):
         for number, entry in sizes_of_rank.items():
             for name, size in entry.items():
-                if ranks["rank"] == sender:
-                    dist.send(own[number][name].cpu().contiguous(), 0, group=ranks["cpu"])
-                elif ranks["rank"] == 0:
+                if ranks.rank == sender:
+                    dist.send(own[number][name].cpu().contiguous(), 0, group=ranks.cpu)
+                elif ranks.rank == 0:
                     state[number][name] = torch.empty(size)
-                    dist.recv(state[number][name], sender, group=ranks["cpu"])
+                    dist.recv(state[number][name], sender, group=ranks.cpu)
     return {"state": state, "param_groups": [{**adam.param_groups[0], "params": list(range(len(parameters)))}]}
 
 

@@ -95,7 +95,7 @@ def cases_of_rank(count, ranks):
     Every rank gets equally many, because with fsdp a forward needs all ranks: a rank that has none left repeats a case,
     which does not count.
     """
-    rank, world_size = ranks["rank"], ranks["world_size"]
+    rank, world_size = ranks.rank, ranks.world_size
     last = -(-count // world_size) * world_size
     return [(number % count, number < count) for number in range(rank, last, world_size)]
 
@@ -111,10 +111,10 @@ def retrieval(images, conditions, subjects):
 
 
 @torch.no_grad()
-def validate(state, dataset, cfg):
+def validate(run, dataset):
     """Scores on held-out volumes, computed by all ranks together, and the first pair for a picture.
 
-    state: the training's net, ddpm, device, ranks and progress. Every rank calls this.
+    run: Run of Diffusion/training_state.py. Every rank calls this.
     Returns: scores, a dict of val_ang (mean over times, -1 is perfect), val_retrieval (fraction of volumes, see
     `retrieval`, at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean of
     `image_similarity` as VAL_IMGSIM sets it, 1 is perfect), val_folding (percent of voxels) and, with model.structures,
@@ -122,15 +122,15 @@ def validate(state, dataset, cfg):
     batch axis, None on other ranks than 0. A network that takes no condition cannot register: it has no picture, and of
     the scores val_ang alone.
     """
-    ranks = state["ranks"]
-    state["net"].eval()
-    cosines, embeddings = validate_recovery(state, dataset, cfg)
+    ranks, cfg = run.ranks, run.cfg
+    run.net.eval()
+    cosines, embeddings = validate_recovery(run, dataset)
     alone = cfg["model.condition_type"] == "none"
-    scores, picture = ([], None) if alone else validate_registration(state, dataset, cfg)
-    state["net"].train()
+    scores, picture = ([], None) if alone else validate_registration(run, dataset)
+    run.net.train()
     watchdog.phase("agree", "evaluate")
-    launch.arrive(ranks, f"the end of the validation after step {state['progress']['step']}")
-    agree.agree(ranks, state["progress"]["step"], "evaluate")
+    launch.arrive(ranks, f"the end of the validation after step {run.progress.step}")
+    agree.agree(ranks, run.progress.step, "evaluate")
     parts = zip(*agree.gather_objects(ranks, (cosines, embeddings, scores)))
     cosines, embeddings, scores = (in_order(rows) for rows in parts)
     if alone:
@@ -148,15 +148,15 @@ def in_order(rows_of_ranks):
     return [row[-1] for row in sorted(rows, key=lambda row: row[:-1])]
 
 
-def validate_recovery(state, dataset, cfg):
+def validate_recovery(run, dataset):
     """Modes 1 and 2 on this rank's volumes, each deformed at three times.
 
     Returns: [(volume, t, cosine)] and [(volume, embeddings (2, E) of the image and of the condition)].
     """
-    net, ddpm, device = state["net"], state["ddpm"], state["device"]
+    cfg, net, ddpm, device = run.cfg, run.net, run.ddpm, run.device
     cosines, embeddings = [], []
     times = sorted({max(cfg["diffusion.timesteps"] * quarter // 4, 1) for quarter in (1, 2, 3)})
-    for index, counts in cases_of_rank(min(len(dataset), cfg["run.val_pairs"]), state["ranks"]):
+    for index, counts in cases_of_rank(min(len(dataset), cfg["run.val_pairs"]), run.ranks):
         watchdog.goes_on()
         x0 = send(dataset.image(index)[None], device)
         for t in times:
@@ -174,17 +174,17 @@ def validate_recovery(state, dataset, cfg):
     return cosines, embeddings
 
 
-def validate_registration(state, dataset, cfg):
+def validate_registration(run, dataset):
     """Mode 3 on this rank's pairs. Returns: [(pair, scores by name)], and the volumes and field of pair 0 or None.
 
     A single volume would be paired with itself, and every network would be perfect at that: it has no pair.
     """
     if len(dataset) < 2:
         return [], None
-    net, device = state["net"], state["device"]
+    cfg, net, device = run.cfg, run.net, run.device
     scores, picture, as_measured = [], None, {**cfg, **VAL_IMGSIM}
     pairs = epoch_pairs(cfg["run.seed"], -1, len(dataset), cfg["run.val_pairs"], rule=dataset.rule)
-    for number, counts in cases_of_rank(len(pairs), state["ranks"]):
+    for number, counts in cases_of_rank(len(pairs), run.ranks):
         watchdog.goes_on()
         pair = pairs[number]
         moving, fixed = (send(dataset.image(index)[None], device) for index in pair)

@@ -3,6 +3,7 @@
 Every branch is taken from agreed values. If the ranks are not at the same place, all of them end the run, and the error
 names the rank that differs and the value in which it differs.
 """
+import dataclasses
 import hashlib
 
 import torch
@@ -23,13 +24,23 @@ class OutOfStep(RuntimeError):
     """Ranks differ in a value that must be the same. The message names the value and the first rank that differs."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """What all ranks have agreed on: of each flag the highest of all ranks."""
+
+    nonfinite: bool
+    leave: str | None  # one of REASONS
+    save: bool
+    terms: list        # their means over the ranks
+
+
 def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=None, save=False, terms=()):
     """Exchange one vector. Every rank calls this at the same places of the loop.
 
-    ranks: dict of Runtime/launch.py. step: of the run. branch: name of the mode or phase. shapes: a `fingerprint`.
+    ranks: of Runtime/launch.py. step: of the run. branch: name of the mode or phase. shapes: a `fingerprint`.
     weights: None, or {name: tensor} to compare. nonfinite: whether this rank's loss is NaN or infinite. leave: one of
     REASONS. save: whether to write a checkpoint. terms: up to TERMS floats.
-    Returns: {"nonfinite", "leave", "save"}, each the highest of all ranks, and "terms", their means over the ranks.
+    Returns: Agreed.
     Raises OutOfStep on every rank if step, branch, shapes or weights differ, InputError for more than TERMS terms.
     """
     if len(terms) > TERMS:
@@ -51,8 +62,8 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
             name, values = differing_tensor(ranks, dict(zip(weights, sums.tolist())))
         raise out_of_step(name, values, step, branch)
     highest = rows.amax(0)[len(SAME):].tolist()
-    return {"nonfinite": bool(highest[0]), "leave": REASONS[int(highest[1])], "save": bool(highest[2]),
-            "terms": rows[:, len(SAME) + len(RAISED):].mean(0)[:len(terms)].tolist()}
+    return Agreed(nonfinite=bool(highest[0]), leave=REASONS[int(highest[1])], save=bool(highest[2]),
+                  terms=rows[:, len(SAME) + len(RAISED):].mean(0)[:len(terms)].tolist())
 
 
 def differing_tensor(ranks, sums):
@@ -68,20 +79,20 @@ def differing_tensor(ranks, sums):
 
 def gather(ranks, row):
     """The tensors of all ranks: (ranks, *row.shape), on the CPU. row: same shape and type on every rank."""
-    if ranks["world_size"] == 1:
+    if ranks.world_size == 1:
         return row.detach().cpu()[None]
     row = row.detach().cpu().contiguous()
-    rows = torch.full((ranks["world_size"], *row.shape), -1, dtype=row.dtype)
-    dist.all_gather(list(rows), row, group=ranks["cpu"])
+    rows = torch.full((ranks.world_size, *row.shape), -1, dtype=row.dtype)
+    dist.all_gather(list(rows), row, group=ranks.cpu)
     return rows
 
 
 def gather_objects(ranks, value):
     """The values of all ranks in rank order: anything that pickles. Slower than `gather`: not for every step."""
-    if ranks["world_size"] == 1:
+    if ranks.world_size == 1:
         return [value]
-    values = [None] * ranks["world_size"]
-    dist.all_gather_object(values, value, group=ranks["cpu"])
+    values = [None] * ranks.world_size
+    dist.all_gather_object(values, value, group=ranks.cpu)
     return values
 
 

@@ -263,7 +263,7 @@ def share_out(run, cfg, nodes, tasks, ranks_asked):
         split_step(cfg, there, step)  # raises the InputError
     most = max(ranks_asked, step["ranks"])
     if used < most:
-        count = split_step(cfg, used, step)["sample_batches"]
+        count = split_step(cfg, used, step).sample_batches
         idle = f"; {there - used} more could not share it evenly and stay idle" if used < there else ""
         print(f"{used} of {most} ranks ({used_nodes} x {used_tasks}) do the whole step of {step['samples']} samples, "
               f"{count} batches each{idle}", file=sys.stderr, flush=True)

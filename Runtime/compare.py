@@ -14,8 +14,8 @@ from Runtime.errors import DONE, InputError
 from Runtime.files import read_lines
 from Runtime.goodput import add_up, goodput
 from Runtime.page import table_html, text_table, write_page
-from Runtime.run_charts import LOSSES, smoothed
-from Runtime.run_logs import config_of, read_launches, read_run, step_columns
+from Runtime.run_charts import smoothed
+from Runtime.run_logs import config_of, losses_of, read_launches, read_run, step_columns
 from Runtime.run_state import duration, speed, state_of
 
 # Keys that say where a run is, not what it does.
@@ -58,7 +58,7 @@ def figures(found):
     ranks = max((line.get("ranks") or 1 for line in found["attempts"] if line["event"] == "begin"), default=1)
     row = {"state": state_of(found)[0], "epochs": len(epochs), "steps": len(step_columns(found)["step"])}
     last = epochs[-1] if epochs else {}
-    row.update({name: last.get(name) for name in LOSSES})
+    row.update({name: last.get(name) for name in losses_of(found)})
     for name in sorted({name for line in epochs for name in line if name.startswith("val_")}):
         values = [line[name] for line in epochs if line.get(name) is not None]
         row[name] = values[-1] if values else None
@@ -70,7 +70,7 @@ def figures(found):
 def overlaid(runs, names):
     """Charts with a curve for each run: losses as running means, then the validation scores."""
     charts = []
-    for loss in LOSSES:
+    for loss in dict.fromkeys(loss for found in runs for loss in losses_of(found)):
         curves = []
         for name, found in zip(names, runs):
             steps = step_columns(found)

@@ -26,10 +26,6 @@ MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
 PATHS = ("data.root", "data.cache", "data.pair_list", "run.models", "run.logs")  # with ~ and $VARIABLES in them
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
-# The modes of a step, in order, and the keys of `loss` that weigh their terms: without any a mode is not computed.
-WEIGHTS = {"diffusion": ("dist", "ang", "regul"), "contrastive": ("contrastive",),
-           "registration": ("imgsim", "imgmse", "ddf", "dice")}
-
 
 class TextLoader(yaml.BaseLoader):
     """YAML whose values are texts and lists of texts, which `convert` makes numbers of. YAML by itself makes 15 of the
@@ -260,19 +256,22 @@ def check_together(cfg, path):
                          "to off.")
 
 
-def modes_of(cfg):
-    """Names of the modes that a training has: those with a weight above 0.
+def modes_of(cfg, modes):
+    """Those of the modes that a training has, in order: with a weight above 0.
 
-    Raises InputError if there is none, and for modes 2 and 3 of a network that is shown one volume alone.
+    modes: MODES of the training script. Raises InputError if none is left, and for modes that need a second volume
+    where the network is shown one alone.
     """
-    modes = [name for name, weights in WEIGHTS.items() if any(cfg[f"loss.{weight}"] for weight in weights)]
-    if not modes:
+    wanted = [mode for mode in modes.values() if any(cfg[f"loss.{weight}"] for weight in mode.weights)]
+    if not wanted:
         raise InputError("every weight of `loss` is 0, so nothing would be learned: give at least one mode a weight.")
-    if cfg["model.condition_type"] == "none" and modes != ["diffusion"]:
-        weights = [f"loss.{weight}" for name in modes if name != "diffusion" for weight in WEIGHTS[name]]
-        raise InputError("model.condition_type none shows the network one volume alone, and modes 2 and 3 need a "
-                         f"second one: set {', '.join(weights)} to 0, or the condition to slice or volume.")
-    return modes
+    blind = [mode for mode in wanted if mode.needs_condition and cfg["model.condition_type"] == "none"]
+    if blind:
+        weights = ", ".join(f"loss.{weight}" for mode in blind for weight in mode.weights)
+        raise InputError("model.condition_type none shows the network one volume alone, and "
+                         f"{' and '.join(mode.name for mode in blind)} need a second one: set {weights} to 0, or the "
+                         "condition to slice or volume.")
+    return wanted
 
 
 def save_config(cfg, path):

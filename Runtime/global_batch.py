@@ -3,10 +3,23 @@
 `<run>/step.json` keeps it: {"samples", "pairs", "ranks" (of the launch that fixed them)}. On fewer ranks, each rank
 accumulates more batches. A step then has the same samples and, on CPUs, where sums are exact, the same bits.
 """
+import dataclasses
 import json
 
 from Runtime.errors import InputError
 from Runtime.files import write_file
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How the samples and pairs of a step are split over the ranks: each has as many batches."""
+
+    samples: int         # of all ranks together
+    pairs: int
+    sample_batch: int    # size of one forward pass
+    pair_batch: int
+    sample_batches: int  # forward passes of a rank in a step
+    pair_batches: int
 
 
 def new_step(cfg, world_size):
@@ -51,9 +64,7 @@ def split_step(cfg, world_size, step=None):
     """Divide the samples and pairs of a step among world_size ranks: the same number of batches for each rank.
 
     step: of `fix_step`; None for `new_step`.
-    Returns: {"samples", "pairs": of all ranks together; "sample_batch", "pair_batch": sizes of one forward pass;
-    "sample_batches", "pair_batches": forward passes of a rank in a step}.
-    Raises InputError naming the numbers that do not divide.
+    Returns: Split. Raises InputError naming the numbers that do not divide.
     """
     step = step or new_step(cfg, world_size)
     samples, pairs = step["samples"], step["pairs"]
@@ -68,8 +79,7 @@ def split_step(cfg, world_size, step=None):
     if pairs % (pair_size * world_size):
         raise InputError(f"{source} makes {pairs} pairs of a step, which {world_size} ranks cannot share in batches of "
                          f"{pair_size}: change data.diff_reg_batch_ratio or the batch.")
-    return {"samples": samples, "pairs": pairs, "sample_batch": size, "pair_batch": pair_size,
-            "sample_batches": samples // (size * world_size), "pair_batches": pairs // (pair_size * world_size)}
+    return Split(samples, pairs, size, pair_size, samples // (size * world_size), pairs // (pair_size * world_size))
 
 
 def usable(cfg, step, nodes, tasks):

@@ -1,10 +1,9 @@
 """This process among the ranks, and how they are joined: environment, rendezvous, process groups.
 
-`ranks` is a plain dict: rank, local_rank, world_size, step (see `open_run`), store (one long-lived TCPStore), cpu (gloo
-group for agreements) and generation (how often the groups have been made); without a launcher also attempt and, on
-rank 0, token (of the lock). With one process there is no store and no group.
+With one process there is no store and no group.
 """
 import contextlib
+import dataclasses
 import datetime
 import gc
 import json
@@ -36,8 +35,23 @@ LAST_WORDS_S = 10.0  # rank 0 judges the attempt when all ranks have closed thei
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
 
 
+@dataclasses.dataclass
+class Ranks:
+    """This process among the ranks."""
+
+    rank: int = 0
+    local_rank: int = 0          # among those of its node
+    world_size: int = 1
+    step: dict | None = None     # {"samples", "pairs", "ranks"}: what the run's first launch has fixed, see `open_run`
+    store: object = None         # a TCPStore that lives as long as the process
+    cpu: object = None           # gloo group for agreements
+    generation: int = -1         # how often the groups have been made, counted from 0
+    attempt: int | None = None   # without a launcher: the number of this attempt
+    token: str | None = None     # without a launcher, on rank 0: of the lock
+
+
 def environment():
-    """The `ranks` of this process: {"rank", "local_rank", "world_size", "step": None}.
+    """The Ranks of this process.
 
     RANK, LOCAL_RANK and WORLD_SIZE count first (torchrun sets them too), then Slurm's variables; without either this
     process is alone. Raises InputError for variables that contradict each other.
@@ -47,17 +61,17 @@ def environment():
     elif "SLURM_STEP_ID" in os.environ:  # a task of srun; an sbatch script has only SLURM_NTASKS, and is no task
         column = 1
     else:
-        return {"rank": 0, "local_rank": 0, "world_size": 1, "step": None}
-    ranks = {"step": None}
+        return Ranks()
+    ranks = Ranks()
     for key, names in NAMES.items():
         text = os.environ.get(names[column], "0" if key == "local_rank" else "")
         if not text.isdecimal():
             raise InputError(f"{names[column]} is {text or 'not set'}: every rank needs {NAMES['rank'][column]}, "
                              f"{NAMES['local_rank'][column]} and {NAMES['world_size'][column]}, or none of them.")
-        ranks[key] = int(text)
-    if ranks["rank"] >= ranks["world_size"]:
-        raise InputError(f"{NAMES['rank'][column]} is {ranks['rank']} but {NAMES['world_size'][column]} is "
-                         f"{ranks['world_size']}: ranks count from 0.")
+        setattr(ranks, key, int(text))
+    if ranks.rank >= ranks.world_size:
+        raise InputError(f"{NAMES['rank'][column]} is {ranks.rank} but {NAMES['world_size'][column]} is "
+                         f"{ranks.world_size}: ranks count from 0.")
     return ranks
 
 
@@ -69,38 +83,38 @@ def debug():
 
 
 def meet(ranks, seconds, name=""):
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT within `seconds`; sets ranks["store"].
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT within `seconds`; sets ranks.store.
 
     name: of the run. Ranks of another run that come to the same port, as after a mistyped one, stay among themselves.
     Nobody asks again and again who is there: each rank counts itself, the last one says so, and the store wakes the
     others. Every rank sends the store a handful of requests, however many there are.
     Raises RuntimeError naming the ranks that did not come, InputError for a bad address or port.
     """
-    if ranks["world_size"] == 1:
+    if ranks.world_size == 1:
         return
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise InputError(f"MASTER_ADDR is {address or 'not set'} and MASTER_PORT {port or 'not set'}: with "
-                         f"{ranks['world_size']} ranks both are needed, the host of rank 0 and a free port on it.")
+                         f"{ranks.world_size} ranks both are needed, the host of rank 0 and a free port on it.")
     until = time.time() + seconds
-    serves = ranks["rank"] == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has its own
+    serves = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has its own
     try:
-        store = dist.TCPStore(address, int(port), ranks["world_size"], serves, wait_for_workers=False,
+        store = dist.TCPStore(address, int(port), ranks.world_size, serves, wait_for_workers=False,
                               timeout=datetime.timedelta(seconds=seconds))
         store = dist.PrefixStore(f"{name}/launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        store.set(f"here/{ranks['rank']}", "1")
-        if store.add("arrivals", 1) == ranks["world_size"]:
+        store.set(f"here/{ranks.rank}", "1")
+        if store.add("arrivals", 1) == ranks.world_size:
             store.compare_set("missing", "", NOBODY)
-        missing = roll_call(store, ranks, until) if ranks["rank"] == 0 else hear(store, ranks, until)
+        missing = roll_call(store, ranks, until) if ranks.rank == 0 else hear(store, ranks, until)
     except dist.DistError as error:  # rank 0 never came, or it has left after waiting in vain for another rank
         if serves and "address already in use" in str(error).lower():
             raise RuntimeError(f"port {port} of this host is taken by another program: set MASTER_PORT to a free "
                                "one") from error
         raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
     if missing:
-        raise RuntimeError(f"rank {ranges(map(int, missing.split(', ')))} of {ranks['world_size']} did not arrive "
+        raise RuntimeError(f"rank {ranges(map(int, missing.split(', ')))} of {ranks.world_size} did not arrive "
                            f"within {seconds:.0f} s")
-    ranks["store"] = store
+    ranks.store = store
 
 
 def roll_call(store, ranks, until):
@@ -111,7 +125,7 @@ def roll_call(store, ranks, until):
     try:
         store.wait(["missing"], datetime.timedelta(seconds=max(until - time.time(), 0.001)))
     except dist.DistStoreError:
-        absent = [rank for rank in range(ranks["world_size"]) if not store.check([f"here/{rank}"])]
+        absent = [rank for rank in range(ranks.world_size) if not store.check([f"here/{rank}"])]
         # Where the last one has come in this moment and has said so, its answer stands.
         store.compare_set("missing", "", ", ".join(map(str, absent)) or NOBODY)
     missing = answer_of(store)
@@ -131,7 +145,7 @@ def hear(store, ranks, until):
             raise
         return "0"
     missing = answer_of(store)
-    late = str(ranks["rank"]) in missing.split(", ")
+    late = str(ranks.rank) in missing.split(", ")
     if not late and store.add("listeners", 1) == listeners(missing, ranks):
         store.set("all heard", "1")
     return missing
@@ -145,16 +159,16 @@ def answer_of(store):
 
 def listeners(missing, ranks):
     """How many ranks wait for the answer of rank 0."""
-    return ranks["world_size"] - 1 - len(missing.split(", ") if missing else [])
+    return ranks.world_size - 1 - len(missing.split(", ") if missing else [])
 
 
 def show_moves(ranks):
     """Have each part of a phase that this rank has done counted where other ranks see it, see `arrive`."""
     def beat():
         with contextlib.suppress(dist.DistError):  # rank 0 is gone: the next thing done together says so
-            ranks["store"].add("beats", 1)
+            ranks.store.add("beats", 1)
 
-    if ranks["world_size"] > 1:
+    if ranks.world_size > 1:
         watchdog.STATE["beat"] = beat
 
 
@@ -164,16 +178,16 @@ def arrive(ranks, where):
     Called before what waits at most for a time of its own: a rank that stages or verifies may take much longer. It
     shows each part that it has done (watchdog.phase), and for each the ranks that wait begin their deadline anew.
     """
-    if ranks["world_size"] > 1 and ranks["store"].add(f"at {where}", 1) == ranks["world_size"]:
-        ranks["store"].set(f"all at {where}", "1")
+    if ranks.world_size > 1 and ranks.store.add(f"at {where}", 1) == ranks.world_size:
+        ranks.store.set(f"all at {where}", "1")
     wait_while_others_work(ranks, f"all at {where}")
 
 
 def wait_while_others_work(ranks, key):
     """Wait for a key of the store, under the deadline of this phase; it begins anew when another rank has moved."""
-    if ranks["world_size"] == 1:
+    if ranks.world_size == 1:
         return
-    store, seen, pause = ranks["store"], None, POLL_S
+    store, seen, pause = ranks.store, None, POLL_S
     while not store.check([key]):
         if (beats := store.add("beats", 0)) != seen:
             if seen is not None:
@@ -195,18 +209,18 @@ def tell(ranks, key, value=None):
 
     The others wait for as long as rank 0 works at it, see `arrive`.
     """
-    if ranks["world_size"] == 1:
+    if ranks.world_size == 1:
         return value
-    if ranks["rank"] == 0:
-        ranks["store"].set(key, value)
+    if ranks.rank == 0:
+        ranks.store.set(key, value)
     wait_while_others_work(ranks, key)
-    return ranks["store"].get(key).decode()
+    return ranks.store.get(key).decode()
 
 
 def open_run(ranks, cfg, fresh):
     """Meet the other ranks and agree on the run's folder; lock it, number the attempt, start the watchdog.
 
-    Sets ranks["step"]: samples and pairs of a step, fixed by the first launch of the run (Runtime/global_batch.py).
+    Sets ranks.step: samples and pairs of a step, fixed by the first launch of the run (Runtime/global_batch.py).
     A launcher has done all but the meeting, and passes the results as OMNIMORPH_* variables.
     fresh: begin a new folder. Returns: Path of the folder.
     """
@@ -214,16 +228,16 @@ def open_run(ranks, cfg, fresh):
         return open_launched_run(ranks, cfg)
     meet(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
     require_one_config(ranks, cfg)
-    if ranks["rank"] == 0:
+    if ranks.rank == 0:
         run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh)
-        ranks["token"] = lock_patiently(run, cfg)
-        ranks["step"] = fix_step(run, cfg, ranks["world_size"])
-        ranks["attempt"] = attempts.begin(run, ranks["token"], ranks["world_size"])
-    run = Path(tell(ranks, "run", str(run) if ranks["rank"] == 0 else None))
-    ranks["attempt"] = int(tell(ranks, "attempt", str(ranks.get("attempt"))))
-    ranks["step"] = json.loads(tell(ranks, "step", json.dumps(ranks["step"])))
-    hold(run, tell(ranks, "token", ranks.get("token")))
-    watchdog.start(run, ranks["rank"], ranks["attempt"], cfg, launcher=False)
+        ranks.token = lock_patiently(run, cfg)
+        ranks.step = fix_step(run, cfg, ranks.world_size)
+        ranks.attempt = attempts.begin(run, ranks.token, ranks.world_size)
+    run = Path(tell(ranks, "run", str(run) if ranks.rank == 0 else None))
+    ranks.attempt = int(tell(ranks, "attempt", str(ranks.attempt)))
+    ranks.step = json.loads(tell(ranks, "step", json.dumps(ranks.step)))
+    hold(run, tell(ranks, "token", ranks.token))
+    watchdog.start(run, ranks.rank, ranks.attempt, cfg, launcher=False)
     show_moves(ranks)
     return run
 
@@ -232,10 +246,10 @@ def open_launched_run(ranks, cfg):
     """`open_run` in a rank that the launcher has started."""
     run = Path(os.environ["OMNIMORPH_RUN"])
     token = os.environ["OMNIMORPH_TOKEN"]
-    ranks["step"] = json.loads(os.environ["OMNIMORPH_STEP"])
-    watchdog.start(run, ranks["rank"], int(os.environ["OMNIMORPH_ATTEMPT"]), cfg, launcher=True)
+    ranks.step = json.loads(os.environ["OMNIMORPH_STEP"])
+    watchdog.start(run, ranks.rank, int(os.environ["OMNIMORPH_ATTEMPT"]), cfg, launcher=True)
     hold(run, token)
-    if ranks["rank"] == 0:
+    if ranks.rank == 0:
         lock_patiently(run, cfg, token)
     watchdog.phase("meet")
     meet(ranks, cfg["run.join_s"], token)
@@ -247,12 +261,12 @@ def open_launched_run(ranks, cfg):
 
 def require_one_config(ranks, cfg):
     """Raise InputError on every rank if the configs of two ranks differ, naming the first that does, and the key."""
-    if ranks["world_size"] == 1:
+    if ranks.world_size == 1:
         return
-    store = ranks["store"]
-    keys = [f"config/{rank}" for rank in range(ranks["world_size"])]
-    store.set(keys[ranks["rank"]], json.dumps(cfg))
-    if ranks["rank"] == 0:
+    store = ranks.store
+    keys = [f"config/{rank}" for rank in range(ranks.world_size)]
+    store.set(keys[ranks.rank], json.dumps(cfg))
+    if ranks.rank == 0:
         configs = [json.loads(text) for text in store.multi_get(keys)]
         rank, key = next(((rank, key) for rank, other in enumerate(configs) for key in other
                           if other[key] != configs[0].get(key) and key not in OF_A_NODE), (0, ""))
@@ -276,33 +290,33 @@ def close_run(ranks, run, code):
     if not is_held(run):
         return  # another launch writes there now
     watchdog.finish()
-    if "attempt" in ranks and ranks["world_size"] > 1:
+    if ranks.attempt is not None and ranks.world_size > 1:
         with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may be dead
-            ranks["store"].set(f"closed/{ranks['rank']}", "1")
-        if ranks["rank"] == 0:
-            keys = [f"closed/{rank}" for rank in range(ranks["world_size"])]
-            wait_for_keys(ranks["store"], keys, time.time() + LAST_WORDS_S)
-    if "token" in ranks:
+            ranks.store.set(f"closed/{ranks.rank}", "1")
+        if ranks.rank == 0:
+            keys = [f"closed/{rank}" for rank in range(ranks.world_size)]
+            wait_for_keys(ranks.store, keys, time.time() + LAST_WORDS_S)
+    if ranks.token is not None:
         try:
-            attempts.end(run, ranks["attempt"], code, quiet=True, patience_s=LOCK_S)
-            unlock(run, ranks["token"])
+            attempts.end(run, ranks.attempt, code, quiet=True, patience_s=LOCK_S)
+            unlock(run, ranks.token)
         except OSError as error:  # the next launch judges this attempt from its logs
             print(f"{run}: how this attempt ended could not be written: {error}", file=sys.stderr)
 
 
 def join(ranks, device, cfg):
-    """Make the process groups of the next generation: the device's own, and ranks["cpu"] for agreements.
+    """Make the process groups of the next generation: the device's own, and ranks.cpu for agreements.
 
     The CPU group has a longer timeout than any deadline, since ranks wait for each other in agreements: the deadlines
     of the watchdog end a hang and name it. Raises InputError as `refuse_shared_devices` does.
     """
-    ranks["generation"] = ranks.get("generation", -1) + 1
-    ranks["cpu"] = None
+    ranks.generation += 1
+    ranks.cpu = None
     backend_timeout = datetime.timedelta(seconds=cfg["run.backend_timeout_s"])
     agreement_timeout = datetime.timedelta(seconds=3600 + 2 * cfg["run.deadline_first_s"])
-    if ranks["world_size"] == 1:
+    if ranks.world_size == 1:
         return
-    if ranks["generation"] == 0:
+    if ranks.generation == 0:
         arrive(ranks, "join")
         refuse_unfit_devices(ranks, device)
     kind = backend(device)
@@ -310,10 +324,10 @@ def join(ranks, device, cfg):
         # DETAIL wraps each group, and DDP of torch 2.13 mistakes the wrapper for gloo itself: a segmentation fault.
         dist.set_debug_level(dist.DebugLevel.INFO)
     # A prefix for each generation: otherwise it would read the keys that an old one has left in the store.
-    store = dist.PrefixStore(f"generation{ranks['generation']}", ranks["store"])
-    dist.init_process_group(kind, store=store, rank=ranks["rank"], world_size=ranks["world_size"],
+    store = dist.PrefixStore(f"generation{ranks.generation}", ranks.store)
+    dist.init_process_group(kind, store=store, rank=ranks.rank, world_size=ranks.world_size,
                             timeout=backend_timeout)
-    ranks["cpu"] = dist.new_group(backend="gloo", timeout=agreement_timeout)
+    ranks.cpu = dist.new_group(backend="gloo", timeout=agreement_timeout)
 
 
 def refuse_unfit_devices(ranks, device):
@@ -321,10 +335,10 @@ def refuse_unfit_devices(ranks, device):
 
     The backend would fail too, but with an obscure error or a hang.
     """
-    store = ranks["store"]
-    keys = [f"device/{rank}" for rank in range(ranks["world_size"])]
-    store.set(keys[ranks["rank"]], json.dumps(identity(device)))
-    if ranks["rank"] == 0:
+    store = ranks.store
+    keys = [f"device/{rank}" for rank in range(ranks.world_size)]
+    store.set(keys[ranks.rank], json.dumps(identity(device)))
+    if ranks.rank == 0:
         identities = [json.loads(text) for text in store.multi_get(keys)]
         store.set("unfit devices", other_device(identities) or shared_device(identities))
     sentence = store.get("unfit devices").decode()
@@ -370,9 +384,9 @@ def shared_device(identities):
 
 def leave(ranks):
     """Leave the process groups. The caller must have dropped DDP before: destroying its group first deadlocks."""
-    if ranks["world_size"] > 1:
+    if ranks.world_size > 1:
         gc.collect()
-        dist.barrier(group=ranks["cpu"])
+        dist.barrier(group=ranks.cpu)
         dist.destroy_process_group()
 
 

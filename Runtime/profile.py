@@ -26,20 +26,19 @@ def parse_steps(text):
     return int(match[1]), int(match[2])
 
 
-def new_profile(text, state):
+def new_profile(text, step, rank, run, device):
     """What `profile_step` takes; None without --profile, and where the launch begins behind those steps.
 
-    text: of --profile or None. state: of the training, with "run", "ranks", "device" and "progress".
+    text: of --profile or None. step: with which this launch begins. run: Path of the run folder.
     """
     if not text:
         return None
     first, count = parse_steps(text)
-    begins, rank = state["progress"]["step"], state["ranks"]["rank"]
-    if begins > first:
+    if step > first:
         if rank == 0:
-            print(f"--profile {text}: this launch begins with step {begins}, so nothing is profiled", file=sys.stderr)
+            print(f"--profile {text}: this launch begins with step {step}, so nothing is profiled", file=sys.stderr)
         return None
-    return {"first": first, "last": first + count - 1, "rank": rank, "run": state["run"], "device": state["device"],
+    return {"first": first, "last": first + count - 1, "rank": rank, "run": run, "device": device,
             "running": None, "done": False}
 
 

@@ -46,10 +46,16 @@ def package_versions():
     return versions
 
 
-def save_launch(run, cfg, step):
+def described(mode):
+    """What the report of a run needs to know of a mode, as JSON. mode: of MODES of the training script."""
+    return {name: getattr(mode, name) for name in ("name", "weights", "curve", "terms", "clip_norm", "gate")}
+
+
+def save_launch(run, cfg, step, modes):
     """Write <run>/launches/<n>/: config.yaml, launch.json and, if files differ from the commit, changes.diff.
 
-    step: the step at which this launch starts. Returns: Path of the folder.
+    step: the step at which this launch starts. modes: of the training, each with name, weights, curve, terms, clip_norm
+    and gate, which the report of the run reads. Returns: Path of the folder.
     """
     launches = Path(run) / "launches"
     numbers = [int(path.name) for path in launches.glob("*") if re.fullmatch(r"\d+", path.name)]
@@ -60,8 +66,8 @@ def save_launch(run, cfg, step):
     job = {name: value for name, value in sorted(os.environ.items()) if re.match("SLURM_(JOB|NTASKS|NNODES)", name)}
     launch = {"started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "step": step,
               "command": [sys.executable, *sys.argv], "host": platform.node(), "commit": commit and commit.strip(),
-              "changed": bool(changes), "seed": cfg["run.seed"], "python": platform.python_version(),
-              "packages": package_versions(), "settings": settings(), "job": job}
+              "changed": bool(changes), "seed": cfg["run.seed"], "modes": [described(mode) for mode in modes],
+              "python": platform.python_version(), "packages": package_versions(), "settings": settings(), "job": job}
     write_file(folder / "launch.json", json.dumps(launch, indent=1) + "\n")
     if changes:
         write_file(folder / "changes.diff", changes)

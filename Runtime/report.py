@@ -22,7 +22,6 @@ from Runtime.goodput import add_up, attempts_of, causes_table, goodput, kinds_ta
 from Runtime.page import cards_html, table_html, text_table, write_page
 from Runtime.rules import find_all, host_of, own_seconds, size_text
 from Runtime.run_charts import (
-    LOSSES,
     gradient_charts,
     loss_charts,
     rank_charts,
@@ -30,7 +29,7 @@ from Runtime.run_charts import (
     time_chart,
     validation_charts,
 )
-from Runtime.run_logs import config_of, read_json, read_run, step_columns
+from Runtime.run_logs import config_of, losses_of, read_json, read_run, step_columns
 from Runtime.run_state import duration, headline, moment, state_of
 
 FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # seconds between two looks of --follow, and at least so many times what a look takes
@@ -263,7 +262,7 @@ def as_text(found):
 def curve_rows(found):
     """A row for each loss and validation score: name, first and last value, the curve as characters."""
     steps, rows = step_columns(found), []
-    for name in LOSSES:
+    for name in losses_of(found):
         column = steps.get(f"terms.{name}")
         known = column[column == column] if column is not None else []
         rows.append([name, number(known[0]), number(known[-1]), "", spark(known)] if len(known)

@@ -18,7 +18,7 @@ import numpy as np
 
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import append_line, read_lines
-from Runtime.run_logs import config_of, read_launches, read_run, step_columns, tail_of
+from Runtime.run_logs import config_of, modes_of, read_launches, read_run, step_columns, tail_of
 
 # What a rank does by itself in a step. In the other phases it also waits for ranks that are slower.
 OWN = ("data", "deform", "embeddings", "forward", "accumulate", "optimizer")
@@ -143,7 +143,8 @@ def nonfinite(found):
 def clipped_away(found):
     """A mode whose gradient is cut so far that Adam, which all modes share, hardly sees it."""
     cfg, steps = config_of(found), tail_of(step_columns(found), CLIP_STEPS)
-    limits = {"contrastive": cfg.get("contrastive.clip_norm"), "registration": cfg.get("registration.clip_norm")}
+    modes = {mode["name"]: mode for mode in modes_of(found)}
+    limits = {name: cfg.get(mode["clip_norm"]) for name, mode in modes.items()}
     norms, kept = {}, {}
     for name, column in steps.items():
         mode = name.removeprefix("norms.")
@@ -160,17 +161,19 @@ def clipped_away(found):
         findings.append(finding(
             "clipped away", steps["step"][-1], f"{mode} is clipped in {100 * np.mean(column > limit):.0f} % of the "
             f"steps, from a norm of {np.median(column):.2g} to {limit:.2g}, {kept[strongest] / limit:,.0f} times below "
-            f"that of {strongest}: it learns next to nothing", f"raise {mode}.clip_norm, or lower the weights of "
-            f"{strongest} (loss.* in the config); the comment above `loss:` in Config/config_om.yaml says how", mode))
+            f"that of {strongest}: it learns next to nothing", f"raise {modes[mode]['clip_norm']}, or lower the "
+            f"weights of {strongest} (loss.* in the config); the comment above `loss:` in Config/config_om.yaml says "
+            "how", mode))
     return findings
 
 
 def stuck_gate(found):
-    """Mode 3 waits behind its gate, and `ang` does not come nearer to it."""
+    """A mode waits behind its gate, and `ang` does not come nearer to it."""
     cfg, steps = config_of(found), step_columns(found)
-    gate, weights = cfg.get("registration.gate"), ("loss.imgsim", "loss.imgmse", "loss.ddf", "loss.dice")
-    if gate is None or len(steps["step"]) < GATE_STEPS or not any(cfg.get(weight, 1) for weight in weights):
+    mode = next((mode for mode in modes_of(found) if mode["gate"]), None)
+    if mode is None or len(steps["step"]) < GATE_STEPS:
         return []
+    gate = cfg[mode["gate"]]
     opened = np.flatnonzero(steps["open"] == 1)
     shut = len(steps["step"]) - (opened[-1] + 1 if len(opened) else 0)
     if shut < GATE_STEPS or "terms.ang" not in steps:
@@ -185,8 +188,8 @@ def stuck_gate(found):
     if left < 3 * shut:  # at this pace it opens soon
         return []
     when = f"at this pace it opens in {left:,.0f} steps" if left < 100 * shut else "it does not come nearer"
-    return [finding("stuck gate", numbers[-1], f"registration has not run in the last {shut} steps: ang is "
-                    f"{value:.2f}, the gate {gate:g}, and {when}", "raise registration.gate (2 = always open): "
+    return [finding("stuck gate", numbers[-1], f"{mode['name']} has not run in the last {shut} steps: ang is "
+                    f"{value:.2f}, the gate {gate:g}, and {when}", f"raise {mode['gate']} (2 = always open): "
                     "recovery often needs registration first")]
 
 

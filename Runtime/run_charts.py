@@ -4,10 +4,9 @@ import numpy as np
 from Runtime.charts import line_chart, stacked_chart
 from Runtime.goodput import KINDS, attempts_of, over_time
 from Runtime.rules import own_of
-from Runtime.run_logs import config_of, step_columns
+from Runtime.run_logs import config_of, losses_of, modes_of, step_columns
 from Runtime.run_state import step_seconds
 
-LOSSES = ("total", "ang", "dist", "regul", "contrastive", "regist", "imgsim", "imgmse", "ddf")
 SHOWN_RANKS = 8  # drawn as a curve each; of more ranks the median and the two that differ most from it
 PLANNED = ("first start", "planned restart", "done", "running")  # what a restart may follow besides deaths
 DEATH_COLOURS = ("k6", "c3", "c6", "c4", "c5")  # classes of page.css
@@ -27,12 +26,11 @@ def restarts(found):
 
 
 def loss_charts(found):
-    """The nine losses, and each other term that a step function returns, over the steps."""
+    """The losses of the modes, their terms, and each other term that a step function returns, over the steps."""
     steps, marks = step_columns(found), restarts(found)
-    own = [name.removeprefix("terms.") for name in steps if name.startswith("terms.")]
-    names = [*LOSSES, *(name for name in own if name not in LOSSES)]
     nothing = np.full(len(steps["step"]), np.nan)
-    return [line_chart(name, [(name, steps["step"], steps.get(f"terms.{name}", nothing))], marks) for name in names]
+    return [line_chart(name, [(name, steps["step"], steps.get(f"terms.{name}", nothing))], marks)
+            for name in losses_of(found)]
 
 
 def validation_charts(found):
@@ -49,19 +47,20 @@ def validation_charts(found):
 def gradient_charts(found):
     """Gradient norms and clip rates of each mode, gate openings, learning rate."""
     steps, marks, cfg = step_columns(found), restarts(found), config_of(found)
-    x, charts, rates = steps["step"], [], []
+    x, charts, rates, modes = steps["step"], [], [], {mode["name"]: mode for mode in modes_of(found)}
     for name in [name for name in steps if name.startswith("norms.")]:
         mode, column = name.removeprefix("norms."), steps[name]
-        limit = cfg.get(f"{mode}.clip_norm")
+        limit = cfg.get(modes[mode]["clip_norm"]) if mode in modes else None
         charts.append(line_chart(f"gradient norm, {mode}", [(mode, x, column)], marks, log=True,
                                  limits=[(f"clipped to {limit:g}", limit)] if limit else [],
                                  note=f"dashed: clipped to {limit:g}" if limit else "not clipped"))
         if limit:
             rates.append((mode, x, np.where(np.isfinite(column), 100.0 * (column > limit), np.nan)))
     charts.append(line_chart("steps that are clipped, %", smoothed(rates), marks, note="mean of 50 steps"))
-    charts.append(line_chart("gate open, % of the steps", smoothed([("open", x, 100 * steps["open"])]), marks,
-                             note=f"registration runs where ang is below {cfg.get('registration.gate', '-')}; "
-                             "mean of 50 steps"))
+    for mode in [mode for mode in modes.values() if mode["gate"]]:
+        charts.append(line_chart("gate open, % of the steps", smoothed([("open", x, 100 * steps["open"])]), marks,
+                                 note=f"{mode['name']} runs where ang is below {cfg.get(mode['gate'], '-')}; "
+                                 "mean of 50 steps"))
     charts.append(line_chart("learning rate", [("rate", x, steps["lr"])], marks))
     count = np.cumsum(np.nan_to_num(steps["nonfinite"]))
     charts.append(line_chart("non-finite losses, in all", [("count", x, count)], marks))

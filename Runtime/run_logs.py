@@ -210,6 +210,18 @@ def read_launches(run):
     return launches
 
 
+def modes_of(found):
+    """The modes of the newest launch, as `provenance.described` has them, in order. found: of `read_run`."""
+    return found["launches"][-1].get("modes", []) if found["launches"] else []
+
+
+def losses_of(found):
+    """Names of the losses and terms of a run, those of its modes first. found: of `read_run`."""
+    listed = [name for mode in modes_of(found) for name in (mode["curve"], *mode["terms"])]
+    own = [name.removeprefix("terms.") for name in step_columns(found) if name.startswith("terms.")]
+    return list(dict.fromkeys([*listed, *own]))
+
+
 def config_of(found):
     """The flat config of the newest launch, {} where there is none. found: of `read_run`."""
     return found["launches"][-1]["config"] if found["launches"] else {}

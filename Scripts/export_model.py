@@ -23,6 +23,7 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.identity import volumes_of  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model, load_state  # noqa: E402
+from OM_train_3modes import MODES  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.config import modes_of, overridden  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
@@ -38,11 +39,11 @@ REGISTER = "".join(
     for words in ("--affine none --refine 0 --out Results/fast", "--out Results/pair"))
 PLACES = ("data.root", "data.cache", "run.models", "run.logs", "run.notify")  # the last one may hold a secret address
 # What the card says about each mode of a training.
-MODES = {"diffusion": "Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing "
-         "{condition}.",
-         "contrastive": "Contrastive: the embedding of a deformed volume is close to that of its own condition, far "
-         "from other subjects'.",
-         "registration": "Registration: two volumes are aligned, the network seeing all of the fixed one. {labels}"}
+SENTENCES = {"diffusion": "Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing "
+             "{condition}.",
+             "contrastive": "Contrastive: the embedding of a deformed volume is close to that of its own condition, "
+             "far from other subjects'.",
+             "registration": "Registration: two volumes are aligned, the network seeing all of the fixed one. {labels}"}
 CARD = """---
 license: {licence_json}
 tags: [image-registration, medical-imaging, deformation]
@@ -213,7 +214,7 @@ def card(name, net, state, cfg, about, digest, licence):
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
-    modes = [MODES[mode].format(condition=shown, labels=labels) for mode in modes_of(cfg)]
+    modes = [SENTENCES[mode.name].format(condition=shown, labels=labels) for mode in modes_of(cfg, MODES)]
     published = state.get("published", False)
     licence = licence or (PUBLISHED_LICENCE if published else UNSTATED)
     figures = table((key, "-" if value is None else f"{value:.4g}") for key, value in about["metrics"].items())

@@ -74,7 +74,7 @@ def measurements(run):
         config = launch_config(run, steps[0]["time"])
         nodes = len({start["node"] or start["host"] for start in logs[number, "start"]})
         cfg = flatten(yaml.safe_load(config.read_text()), config)
-        samples = split_step(cfg, ranks, known_step(run, cfg))["samples"]
+        samples = split_step(cfg, ranks, known_step(run, cfg)).samples
         groups[ranks, nodes, samples].append({"steps": steps, "epochs": logs[number, "epoch"], "config": config,
                                               "memory": logs[number, "memory"]})
     if not groups:

@@ -2,7 +2,9 @@
 import datetime
 import json
 
-from Runtime.config import save_config
+from OM_train_3modes import MODES
+from Runtime.config import modes_of, save_config
+from Runtime.provenance import described
 from tests.tiny import config
 
 START, STEP_S = 1_000_000.0, 0.5
@@ -75,9 +77,11 @@ def write_launch(run, changes):
     folder = run / "launches/0000"
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**{key.replace(".", "__"): value for key, value in HEALTHY.items()}, **changes}
-    save_config(config(**settings), folder / "config.yaml")
+    cfg = config(**settings)
+    save_config(cfg, folder / "config.yaml")
     started = datetime.datetime.fromtimestamp(START).astimezone().isoformat(timespec="seconds")
     launch = {"started": started, "step": 0, "command": ["python", "OM_train_3modes.py"], "host": "h", "commit": "abc",
               "changed": False, "seed": 0, "python": "3.11", "packages": {"torch": "2"},
+              "modes": [described(mode) for mode in modes_of(cfg, MODES)],
               "settings": {"NCCL_DEBUG": "INFO"}}
     (folder / "launch.json").write_text(json.dumps(launch))

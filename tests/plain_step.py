@@ -64,7 +64,7 @@ def step_diffusion(net, batch, cfg):
     ang = torch.stack([one[known].mean() for one, known in zip(cosine, lengths > NEGLIGIBLE ** 0.5)]).mean()
     regul = regularity(pred_field, cfg["loss.waiver"], cfg["loss.folding"])
     loss = cfg["loss.dist"] * dist + cfg["loss.ang"] * ang + cfg["loss.regul"] * regul
-    return loss, {"total": loss, "ang": ang, "dist": dist, "regul": regul}
+    return loss, {"ang": ang, "dist": dist, "regul": regul}
 
 
 step_contrastive = om.step_contrastive  # nothing in it was written for speed
@@ -81,4 +81,4 @@ def step_registration(net, batch, cfg):
     imgmse = ((warped - fixed) ** 2).mean()
     ddf = regularity(field, cfg["loss.waiver"], cfg["loss.folding"])
     loss = cfg["loss.imgsim"] * imgsim + cfg["loss.imgmse"] * imgmse + cfg["loss.ddf"] * ddf
-    return loss, {"regist": loss, "imgsim": imgsim, "imgmse": imgmse, "ddf": ddf}
+    return loss, {"imgsim": imgsim, "imgmse": imgmse, "ddf": ddf}

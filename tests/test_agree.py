@@ -3,18 +3,20 @@ import concurrent.futures
 import json
 import os
 import socket
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from OM_train_3modes import choose_precision
+from Diffusion.training_state import agree_on_precision
 from Runtime import agree, launch, watchdog
 from Runtime.attempts import free_port
 from Runtime.errors import InputError
+from Runtime.launch import Ranks
 from tests import warm
 
 CFG = {"run.deadline_floor_s": 30.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}
-ALONE = {"rank": 0, "local_rank": 0, "world_size": 1, "cpu": None}
+ALONE = Ranks()
 WEIGHTS = {"head.weight": torch.arange(6.0).view(2, 3), "head.bias": torch.ones(3), "counter": torch.tensor(4.0)}
 
 
@@ -40,17 +42,17 @@ def main(folder, waiting_port, other_port):
     Ranks 0 and 1 wait for the third at one port in the end, and it looks for them at the other.
     """
     ranks = launch.environment()
-    rank, seen = ranks["rank"], {}
+    rank, seen = ranks.rank, {}
     watchdog.start(folder, rank, 0, CFG, True)
     launch.meet(ranks, 20)
     seen["told"] = [launch.tell(ranks, "from", "rank 0" if rank == 0 else None)]
     launch.join(ranks, torch.device("cpu"), {"run.deadline_first_s": 20, "run.backend_timeout_s": 20})
-    seen["means"] = agree.agree(ranks, 5, "diffusion", 77, terms=[1.0 + rank, -0.5 * rank])
-    seen["raised"] = [agree.agree(ranks, 5, "contrastive", nonfinite=rank == 1)["nonfinite"],
-                      agree.agree(ranks, 5, "contrastive", save=rank == 0)["save"],
-                      agree.agree(ranks, 5, "contrastive", leave=("steps", "memory", "signal")[rank])["leave"],
-                      agree.agree(ranks, 5, "contrastive", leave=("time", None, None)[rank])["leave"]]
-    seen["same weights"] = agree.agree(ranks, 5, "checkpoint", weights=other_weights(0, "head.bias"))
+    seen["means"] = asdict(agree.agree(ranks, 5, "diffusion", 77, terms=[1.0 + rank, -0.5 * rank]))
+    seen["raised"] = [agree.agree(ranks, 5, "contrastive", nonfinite=rank == 1).nonfinite,
+                      agree.agree(ranks, 5, "contrastive", save=rank == 0).save,
+                      agree.agree(ranks, 5, "contrastive", leave=("steps", "memory", "signal")[rank]).leave,
+                      agree.agree(ranks, 5, "contrastive", leave=("time", None, None)[rank]).leave]
+    seen["same weights"] = agree.agree(ranks, 5, "checkpoint", weights=other_weights(0, "head.bias")).terms
     # One rank differs; where all three do, rank 0 counts as right.
     seen["step"] = error_of(agree.agree, ranks, 9 if rank == 1 else 8, "diffusion")
     seen["branch"] = error_of(agree.agree, ranks, 8, "registration" if rank == 0 else "contrastive")
@@ -63,12 +65,12 @@ def main(folder, waiting_port, other_port):
     seen["gather"] = agree.gather(ranks, torch.tensor([[rank, 1], [2, 3]]).t()).tolist()
     seen["objects"] = agree.gather_objects(ranks, {"rank": rank, "much": "x" * rank})
     cfg = {"run.amp": "off" if rank == 1 else "bf16"}
-    seen["precision"] = [choose_precision(cfg, ranks, torch.device("cpu")), cfg["run.amp"]]
+    seen["precision"] = [agree_on_precision(cfg, ranks, torch.device("cpu")), cfg["run.amp"]]
     seen["phase"] = [watchdog.STATE["name"], watchdog.STATE["mode"]]
     launch.refresh(ranks, torch.device("cpu"), {"run.deadline_first_s": 20, "run.backend_timeout_s": 20})
-    seen["refreshed"] = [ranks["generation"], agree.gather(ranks, torch.tensor([rank])).flatten().tolist()]
+    seen["refreshed"] = [ranks.generation, agree.gather(ranks, torch.tensor([rank])).flatten().tolist()]
     os.environ["MASTER_PORT"] = str(waiting_port if rank < 2 else other_port)
-    seen["meet"] = error_of(launch.meet, {"rank": rank, "world_size": 3}, 3 if rank < 2 else 1)
+    seen["meet"] = error_of(launch.meet, Ranks(rank=rank, world_size=3), 3 if rank < 2 else 1)
     (folder / f"seen{rank}.json").write_text(json.dumps(seen))
     weights = {name: tensor for name, tensor in WEIGHTS.items() if rank != 1 or name != "head.bias"}
     seen["one less"] = error_of(agree.agree, ranks, 8, "checkpoint", weights=weights)
@@ -95,7 +97,7 @@ def test_means_and_raised_flags_are_the_same_everywhere(seen):
         assert one["told"] == ["rank 0"]
         assert one["means"] == {"nonfinite": False, "leave": None, "save": False, "terms": [2.0, -0.5]}
         assert one["raised"] == [True, True, "memory", "time"]
-        assert one["same weights"]["terms"] == []
+        assert one["same weights"] == []
 
 
 @pytest.mark.parametrize("case, text", [
@@ -122,7 +124,7 @@ def test_what_differs_stands_in_the_log(seen):
 
 
 def test_all_ranks_take_float32_where_one_of_them_cannot_take_bf16(seen):
-    assert [one["precision"] for one in seen] == [[False, "off"]] * 3
+    assert [one["precision"] for one in seen] == [["off", "bf16"], ["off", "off"], ["off", "bf16"]]
 
 
 def test_a_rank_with_fewer_weights_is_named_too(seen):
@@ -146,10 +148,10 @@ def test_meeting_names_who_does_not_come(seen):
 
 
 def test_a_rank_alone_agrees_with_itself_without_any_group():
-    launch.meet(dict(ALONE), 1)
+    launch.meet(ALONE, 1)
     assert launch.tell(ALONE, "key", "value") == "value"
     found = agree.agree(ALONE, 3, "registration", 5, WEIGHTS, nonfinite=True, leave="time", terms=[0.25, 4, 1, 2])
-    assert found == {"nonfinite": True, "leave": "time", "save": False, "terms": [0.25, 4.0, 1.0, 2.0]}
+    assert found == agree.Agreed(nonfinite=True, leave="time", save=False, terms=[0.25, 4.0, 1.0, 2.0])
     assert agree.gather(ALONE, torch.ones(2, requires_grad=True)).tolist() == [[1.0, 1.0]]
     assert agree.gather_objects(ALONE, "me") == ["me"]
 
@@ -200,7 +202,8 @@ def environment(monkeypatch):
       "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}, (1, 1, 2))])
 def test_who_a_process_takes_itself_for(environment, variables, expected):
     environment(**variables)
-    assert tuple(launch.environment()[key] for key in ("rank", "local_rank", "world_size")) == expected
+    found = launch.environment()
+    assert (found.rank, found.local_rank, found.world_size) == expected
 
 
 @pytest.mark.parametrize("variables, text", [
@@ -220,7 +223,7 @@ def test_contradictions_are_refused(environment, variables, text):
 def test_several_ranks_need_a_place_to_meet(environment, variables):
     environment(**variables)
     with pytest.raises(InputError, match=r"MASTER_ADDR is .* and MASTER_PORT .*: with 2 ranks both are needed"):
-        launch.meet({"rank": 0, "world_size": 2}, 1)
+        launch.meet(Ranks(rank=0, world_size=2), 1)
 
 
 def meet_in_threads(people, port, monkeypatch, seconds=10):
@@ -241,14 +244,14 @@ def test_ranks_with_different_configs_are_all_refused(monkeypatch):
     same = {"optim.lr": 1e-3, "data.stage": "", "run.threads": 0}
     for other, said in (({**same, "optim.lr": 1e-4}, "rank 1 has optim.lr 0.0001 and rank 0 has 0.001"),
                         ({**same, "data.stage": "/tmp", "run.threads": 2}, None)):
-        people = [({"rank": rank, "world_size": 2}, "run", cfg) for rank, cfg in enumerate((same, other))]
+        people = [(Ranks(rank=rank, world_size=2), "run", cfg) for rank, cfg in enumerate((same, other))]
         found = meet_in_threads(people, free_port(), monkeypatch)
         assert [text and text.split(":")[1].strip() for text in found] == [said] * 2
 
 
 def test_ranks_of_two_trainings_at_one_port_do_not_become_one_model(monkeypatch):
     """Rank 1 of another run comes first; the own one later. Both runs are called launch0 of two ranks."""
-    people = [({"rank": rank, "world_size": 2}, f"Models/{name}_om_net", {}) for rank, name in ((1, "b"), (0, "a"),
+    people = [(Ranks(rank=rank, world_size=2), f"Models/{name}_om_net", {}) for rank, name in ((1, "b"), (0, "a"),
                                                                                                (1, "a"))]
     stranger, *own = meet_in_threads(people, free_port(), monkeypatch, seconds=15)
     assert own == [None, None] and ("did not arrive" in stranger or "cannot be reached" in stranger)
@@ -258,5 +261,5 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        said = meet_in_threads([({"rank": 0, "world_size": 2}, "run", {})], taken.getsockname()[1], monkeypatch, 5)
+        said = meet_in_threads([(Ranks(rank=0, world_size=2), "run", {})], taken.getsockname()[1], monkeypatch, 5)
     assert "of this host is taken by another program: set MASTER_PORT" in said[0]

@@ -24,6 +24,9 @@ from Dataloader.dataset import as_float, epoch_batches, read_datasets
 from Dataloader.prepare import on_grid
 from Dataloader.synthetic import write_dataset
 from Runtime.errors import DONE, STOP, InputError
+from Runtime.global_batch import Split
+from Runtime.launch import Ranks
+from Runtime.progress import Progress
 from tests import launching
 from tests.tiny import ROOT, add_masks, arguments, config, make_data
 
@@ -36,8 +39,11 @@ SAME_DATA = """
 import hashlib, multiprocessing, sys
 from pathlib import Path
 from Dataloader.dataset import as_float, epoch_batches, read_datasets
+from Runtime.global_batch import Split
+from Runtime.launch import Ranks
+from Runtime.progress import Progress
 from tests.tiny import config
-SHARE = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
+SHARE = Split(samples=2, pairs=2, sample_batch=2, pair_batch=1, sample_batches=1, pair_batches=2)
 if __name__ == "__main__":
     for place, workers in (("", 0), (sys.argv[2], 0), (sys.argv[2], 2)):
         cfg = config(Path(sys.argv[1]), data__cache=place, data__dtype="float32", data__in_memory="false",
@@ -46,8 +52,8 @@ if __name__ == "__main__":
         dataset, _, listed = read_datasets(cfg)
         total, pids = hashlib.sha256(), []
         for epoch in range(2):
-            progress = {"epoch": epoch, "samples": 0, "pairs": 0}
-            for step in epoch_batches(cfg, dataset, listed, progress, SHARE, {"rank": 0, "world_size": 1}):
+            progress = Progress(epoch=epoch)
+            for step in epoch_batches(cfg, dataset, listed, progress, SHARE, Ranks()):
                 for images, positions, subjects, maps in step[0] + step[1]:
                     total.update(as_float(images).numpy().tobytes() + repr((positions, subjects)).encode())
                     for kind in sorted(maps or {}):
@@ -262,9 +268,9 @@ def test_2d_images_go_the_whole_way(tmp_path):
     cfg = cached(tmp_path, tmp_path / "cache", **changes)
     dataset, held_out, listed = read_datasets(cfg)
     assert held_out.label(1).shape == (1, 16, 24) and set(held_out.label(1).unique().tolist()) > {0, 1}
-    split = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
-    progress = {"epoch": 0, "samples": 0, "pairs": 0}
-    steps = list(epoch_batches(cfg, dataset, listed, progress, split, {"rank": 0, "world_size": 1}))
+    split = Split(samples=2, pairs=2, sample_batch=2, pair_batch=1, sample_batches=1, pair_batches=2)
+    progress = Progress()
+    steps = list(epoch_batches(cfg, dataset, listed, progress, split, Ranks()))
     images, _, subjects, _ = steps[0][0][0]
     assert images.shape == (2, 1, 16, 24) and images.dtype == torch.uint8
     assert torch.equal(as_float(images)[1], dataset.image(dataset.subjects.tolist().index(subjects[1])))
@@ -495,7 +501,7 @@ def test_a_flipped_voxel_is_found_before_the_training(made, place, kind):
     found = []
     for rank in range(3):  # each takes a share, together they see everything
         try:
-            read_datasets(cached(made, place), ranks={"rank": rank, "world_size": 3})
+            read_datasets(cached(made, place), ranks=Ranks(rank=rank, world_size=3))
         except InputError as error:
             found.append(str(error))
     assert len(found) == 1 and f"{kind}_00001.npy" in found[0]
@@ -560,7 +566,7 @@ def test_where_there_are_no_locks_it_is_said_once(made, place, monkeypatch, caps
 
     monkeypatch.setattr(cache.fcntl, "flock", no_locks)  # as on Lustre without -o flock
     for rank in (0, 1):
-        assert len(read_datasets(cached(made, place), ranks={"rank": rank, "world_size": 2})[0]) == 6
+        assert len(read_datasets(cached(made, place), ranks=Ranks(rank=rank, world_size=2))[0]) == 6
     said = capsys.readouterr().err
     assert said.count("cannot be locked (No locks available): do not run OM_prepare.py on it while a training") == 1
 
@@ -948,9 +954,9 @@ def test_fifteen_thousand_volumes_open_in_seconds(tmp_path):
         started = time.time()
         dataset, _, listed = read_datasets(cfg)
         opened = time.time()
-        split = {"samples": 2, "sample_batch": 2, "sample_batches": 1, "pairs": 2, "pair_batch": 1, "pair_batches": 2}
-        progress = {"epoch": 0, "samples": 0, "pairs": 0}
-        batches = epoch_batches(cfg, dataset, listed, progress, split, {"rank": 0, "world_size": 1})
+        split = Split(samples=2, pairs=2, sample_batch=2, pair_batch=1, sample_batches=1, pair_batches=2)
+        progress = Progress()
+        batches = epoch_batches(cfg, dataset, listed, progress, split, Ranks())
         assert next(batches)[0][0][0].shape == (2, 1, 16, 16, 16)
         first = time.time()
         print(f"{workers} workers: opened in {opened - started:.2f} s, first batch after {first - opened:.2f} s more")

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from Dataloader.sampler import steps_left
+from OM_train_3modes import MODES
 from Runtime.config import KEYS, flatten, load_config, modes_of, save_config
 from Runtime.errors import InputError
 from Runtime.global_batch import split_step
@@ -36,7 +37,7 @@ def test_recorded_values_of_the_campaign():
 def test_the_campaign_takes_41_steps_an_epoch_on_64_ranks():
     cfg = load_config(ROOT / "Config/config_campaign.yaml")
     split = split_step(cfg, 64)
-    assert (split["samples"], split["pairs"]) == (128, 64)
+    assert (split.samples, split.pairs) == (128, 64)
     assert steps_left(cfg, 14814, None, split) == 41 == math.ceil(2583 / 64)
 
 
@@ -68,19 +69,19 @@ def test_the_configs_of_the_published_method_have_its_settings(name, dims, side,
                 "loss.dist": 1.0, "loss.ang": 1.0, "loss.regul": 10.0, "optim.lr": 1e-4, "copies.start": start,
                 "copies.recover": "published", "copies.permute": True}
     assert {key: cfg[key] for key in expected} == expected
-    assert modes_of(cfg) == ["diffusion"]
+    assert [mode.name for mode in modes_of(cfg, MODES)] == ["diffusion"]
 
 
 def test_a_network_that_is_shown_one_volume_trains_mode_1_alone():
     cfg = load_config(OM, ["model.condition_type=none"])
     with pytest.raises(InputError, match="condition_type none shows .* one volume alone.* set loss.contrastive, "
                        "loss.imgsim, .* to 0"):
-        modes_of(cfg)
+        modes_of(cfg, MODES)
 
 
 @pytest.mark.parametrize("name", ["config_hippocampus_registration", "config_hippocampus_labels"])
 def test_configs_for_registration_alone_train_mode_3_and_nothing_else(name):
-    assert modes_of(load_config(ROOT / f"Config/{name}.yaml")) == ["registration"]
+    assert [mode.name for mode in modes_of(load_config(ROOT / f"Config/{name}.yaml"), MODES)] == ["registration"]
 
 
 def test_a_base_is_looked_for_beside_the_file_and_then_in_config(tmp_path):

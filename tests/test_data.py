@@ -23,6 +23,8 @@ from Diffusion.diffuser import log_uniform, make_condition
 from Runtime.errors import InputError
 from Runtime.global_batch import split_step
 from Runtime.keyed_random import generator, normal, uniform
+from Runtime.launch import Ranks
+from Runtime.progress import Progress
 from Runtime.verdict import ECHOES, name_error
 from tests import launching
 from tests.tiny import ROOT, config, make_data
@@ -92,7 +94,7 @@ def test_loader_with_workers_delivers_what_the_one_without_does(tmp_path):
 def test_only_rank_0_draws_bars(tmp_path, capfd):
     make_data(tmp_path)
     for rank, silent in ((1, True), (0, False)):
-        read_datasets(config(tmp_path), ranks={"rank": rank, "world_size": 2})
+        read_datasets(config(tmp_path), ranks=Ranks(rank=rank, world_size=2))
         assert ("reading training volumes" not in capfd.readouterr().err) is silent
 
 
@@ -132,11 +134,11 @@ def test_batches_are_prepared_in_order_by_the_thread_that_reads_them(ahead):
 
 def test_what_is_drawn_in_advance_is_what_a_step_would_draw(tmp_path):
     """By epoch_batches for volumes only; the deformed batch has the same bits."""
-    cfg, progress = config(make_data(tmp_path)), {"epoch": 1, "samples": 0, "pairs": 0}
+    cfg, progress = config(make_data(tmp_path)), Progress(epoch=1)
     dataset, _, listed = read_datasets(cfg)
     ddpm = om.DeformDDPM(cfg)
     volumes, pairs = next(epoch_batches(cfg, dataset, listed, progress, split_step(cfg, 1),
-                                        {"rank": 0, "world_size": 1}, draw=ddpm.draw))
+                                        Ranks(), draw=ddpm.draw))
     assert pairs[0][3] == {}, "no maps where nobody asked for any"
     images, positions, _, drawn = volumes[0]
     rng_keys = [(cfg["run.seed"], 1, position) for position in positions.tolist()]

@@ -8,7 +8,6 @@ import torch
 from Diffusion.networks import build_network
 from Inference.load_model import load_model
 from Runtime import checkpoint
-from Runtime.config import WEIGHTS
 from Runtime.errors import InputError
 from Runtime.files import sha256
 from Scripts import export_model
@@ -110,7 +109,7 @@ def test_the_card_names_the_modes_of_the_training_alone(tmp_path):
 
     assert named() == ["Diffusion:", "Contrastive:", "Registration:"]
     assert named(loss__dist=0, loss__ang=0, loss__regul=0, loss__contrastive=0) == ["Registration:"]
-    assert list(export_model.MODES) == list(WEIGHTS)
+    assert list(export_model.SENTENCES) == list(export_model.MODES)
 
 
 def test_a_checkpoint_outside_its_run_has_a_card_without_figures(tmp_path):

@@ -73,10 +73,10 @@ def test_each_floor_imports_only_what_lies_below_it():
 
 
 def test_nobody_imports_scripts():
-    """But the parts of one script each other; nor does a program import another, but the preflight the training."""
+    """But the parts of one script each other; nor a program another, but two scripts the modes of the training."""
     wrong = [f"{name} imports {other}" for name, others in graph().items() for other in others
              if floor(other) == len(FLOORS) - 1 and name.rsplit(".", 1)[0] != other.rsplit(".", 1)[0]]
-    assert wrong in ([], ["Scripts.preflight.checks imports OM_train_3modes"])
+    assert set(wrong) <= {f"Scripts.{name} imports OM_train_3modes" for name in ("preflight.checks", "export_model")}
 
 
 def test_there_are_no_circles():

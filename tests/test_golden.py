@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import OM_train_3modes as om
-from Runtime.progress import AVERAGES
 from tests.tiny import arguments, log_lines, make_data
 
 GOLDEN = {
@@ -31,7 +30,7 @@ def averages_of_six_steps(folder):
     make_data(folder)
     assert om.main(arguments(folder, run__epochs=1, run__amp="off", optim__lr=1e-3, loss__waiver=0)) == 0
     epoch = log_lines(folder, "epoch")[0]
-    return {name: epoch[name] for name in [*AVERAGES, "val_ang", "val_imgsim"]}
+    return {name: epoch[name] for name in [*om.TERMS, "val_ang", "val_imgsim"]}
 
 
 def test_six_steps_give_the_golden_averages(tmp_path):

@@ -8,7 +8,7 @@ def mean_of(batches, exact=True):
     """The gradient that a parameter has after these batches, the last one left for put_together."""
     parameter, unused = torch.nn.Parameter(torch.zeros(500)), torch.nn.Parameter(torch.zeros(3))
     gradients = new_gradients({"run.exact_sums": exact, "run.bf16_sums": False})
-    gradients["parts"] = len(batches)
+    gradients.parts = len(batches)
     for number, batch in enumerate(batches, 1):
         parameter.grad = batch.clone()
         if number < len(batches):
@@ -16,7 +16,7 @@ def mean_of(batches, exact=True):
             assert parameter.grad is None
     put_together(gradients, [parameter, unused])
     assert unused.grad is None, "Adam leaves a parameter alone that no batch has used"
-    assert parameter.grad.dtype == torch.float32 and not gradients["totals"]
+    assert parameter.grad.dtype == torch.float32 and not gradients.totals
     return parameter.grad
 
 

@@ -2,6 +2,7 @@
 import itertools
 import signal
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from Diffusion.batch_augment import augment, augment_maps
 from Diffusion.losses import label_terms, soft_dice, warp_inside
 from Diffusion.metrics import dice
 from Runtime.global_batch import split_step
+from Runtime.launch import Ranks
+from Runtime.progress import Progress
 from tests import warm
-from tests.test_train import new_state
-from tests.tiny import MASKED, QUICK, add_masks, arguments, config, final_sha256, log_lines, make_data
+from tests.tiny import MASKED, QUICK, add_masks, arguments, begin, config, final_sha256, log_lines, make_data
 
 SIZES = [(13, 16), (10, 13, 16)]
 KEYS = [(0, 3, position) for position in range(4)]
@@ -205,8 +207,8 @@ def data(tmp_path_factory):
 def maps_of_pairs(cfg, most=4):
     """The maps of the first pairs of an epoch: [(kind, indices, maps (2, 1, *size))], and the data set."""
     dataset, _, listed = read_datasets(cfg)
-    steps = epoch_batches(cfg, dataset, listed, {"epoch": 0, "samples": 0, "pairs": 0}, split_step(cfg, 1),
-                          {"rank": 0, "world_size": 1})
+    steps = epoch_batches(cfg, dataset, listed, Progress(), split_step(cfg, 1),
+                          Ranks())
     names = {subject.item(): index for index, subject in enumerate(dataset.subjects)}
     found = []
     for _, ((_, _, subjects, maps),) in itertools.islice(steps, most):
@@ -246,10 +248,10 @@ def test_nothing_is_read_that_nobody_asked_for(data):
 def test_labels_are_found_by_all_ranks_together(data):
     cfg = config(data, **SOME)
     dataset = read_datasets(cfg)[0]
-    alone = find_labels(dataset, {"rank": 0, "world_size": 1}, cfg)
-    shares = [find_labels(dataset, {"rank": rank, "world_size": 8}, cfg) for rank in range(8)]
+    alone = find_labels(dataset, Ranks(), cfg)
+    shares = [find_labels(dataset, Ranks(rank=rank, world_size=8), cfg) for rank in range(8)]
     assert alone == sorted(set().union(*shares)) == [1, 2, 3, 4, 5, 6] and shares[4:] == [[]] * 4
-    assert find_labels(dataset, {"rank": 0, "world_size": 1}, {**cfg, "registration.labels": "2-3,6"}) == [2, 3, 6]
+    assert find_labels(dataset, Ranks(), {**cfg, "registration.labels": "2-3,6"}) == [2, 3, 6]
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -309,24 +311,23 @@ def test_labels_are_met_as_often_as_the_config_says(data, tmp_path):
     assert {line["terms"]["labelled"] for line in log_lines(tmp_path, "step")} == {1.0}
 
 
-def state_and_pair(cfg):
-    """The state of a training, and two volumes with labels as the loader gives them to mode 3."""
+def run_and_pair(cfg):
+    """A training, and two volumes with labels as the loader gives them to mode 3."""
     torch.manual_seed(0)
-    state = new_state(cfg)
-    state["labels"] = torch.tensor(range(1, 7))
+    run = begin(cfg)
+    run.labels = torch.tensor(range(1, 7))
     dataset = read_datasets(cfg)[0]
     images, labels = (torch.stack([read(number) for number in (2, 1)]) for read in (dataset.image, dataset.label))
-    return state, (images, torch.tensor([0, 1]), dataset.subjects[[2, 1]], {"label": labels})
+    return run, (images, torch.tensor([0, 1]), dataset.subjects[[2, 1]], {"label": labels})
 
 
 def test_the_labels_of_a_pair_are_brought_together(data):
     """By mode 3 alone; without the term they would stay apart, as intensities count for nothing here."""
     alone = {"loss__dice": 1, "loss__imgsim": 0, "loss__imgmse": 0, "loss__ddf": 0, "registration__clip_norm": 10}
     cfg = config(data, **{**SOME, **alone})
-    state, pair = state_and_pair(cfg)
-    state["optimizers"]["shared"].param_groups[0]["lr"] = 1e-2
-    found = [om.train_mode(state, "registration", om.pair_batches(state, [pair], cfg), cfg)["terms"]["dice"]
-             for _ in range(25)]
+    run, pair = run_and_pair(cfg)
+    run.optimizers["shared"].param_groups[0]["lr"] = 1e-2
+    found = [om.run_mode(run, om.MODES["registration"], om.pair_batches(run, [pair])).terms["dice"] for _ in range(25)]
     assert found[-1] < 0.9 * found[0], found
 
 
@@ -336,23 +337,23 @@ def test_the_labels_of_a_pair_are_brought_together(data):
 
 def test_the_network_sees_other_intensities_than_the_loss_compares(data):
     cfg = config(data, **SOME, augment__remap=1.0)
-    state, pair = state_and_pair(cfg)
-    (plain,), (batch,) = (om.pair_batches(state, [pair], each) for each in (config(data, **SOME), cfg))
+    run, pair = run_and_pair(cfg)
+    (plain,), (batch,) = (om.pair_batches(replace(run, cfg=each), [pair]) for each in (config(data, **SOME), cfg))
     assert "seen" not in plain and all(torch.equal(batch[side], plain[side]) for side in ("moving", "fixed"))
     assert all((batch["seen"][side] != batch[side]).any() for side in ("moving", "fixed"))
     # A new network moves nothing, whatever it sees: the loss is that of the volumes as they are.
-    assert om.step_registration(state["net"], batch, cfg)[0] == om.step_registration(state["net"], plain, cfg)[0]
+    assert om.step_registration(run.net, batch, cfg)[0] == om.step_registration(run.net, plain, cfg)[0]
     with torch.no_grad():
-        state["net"].fine.weight.normal_(std=0.1)
-    assert om.step_registration(state["net"], batch, cfg)[0] != om.step_registration(state["net"], plain, cfg)[0]
+        run.net.fine.weight.normal_(std=0.1)
+    assert om.step_registration(run.net, batch, cfg)[0] != om.step_registration(run.net, plain, cfg)[0]
 
 
 def test_labels_of_a_pair_are_deformed_with_its_images(data):
     """Images that are their own labels stay so."""
     cfg = config(data, **SOME, augment__deform=1.0, augment__gamma=0, diffusion__v_scale=2e-3)
-    state, (_, *rest) = state_and_pair(cfg)
+    run, (_, *rest) = run_and_pair(cfg)
     images = (rest[-1]["label"] == 2).float()
-    batch, = om.pair_batches(state, [(images, *rest)], cfg)
+    batch, = om.pair_batches(run, [(images, *rest)])
     for side, stored in (("moving", images[:1]), ("fixed", images[1:])):
         sure = (batch[side] - 0.5).abs() > 0.499
         assert torch.equal((batch["label"][side] == 2)[sure], (batch[side] > 0.5)[sure])

@@ -8,13 +8,16 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import OM_train_3modes
 from Runtime import agree
 from Runtime.errors import InputError
-from Runtime.progress import AVERAGES, add_terms, averages, new_sums, of_their_share
+from Runtime.launch import Ranks
+from Runtime.progress import add_terms, averages, new_sums, of_their_share
 from tests import launching
 from tests.tiny import ROOT, log_lines, make_data, settings
 
-ALONE = {"rank": 0, "local_rank": 0, "world_size": 1, "cpu": None}
+ALONE = Ranks()
+AVERAGES = OM_train_3modes.TERMS
 TRY = """
 import sys
 import pytest
@@ -25,7 +28,7 @@ sys.exit(failed or OM_train_3modes.main(sys.argv[1:]))
 
 
 def test_a_term_that_is_new_is_averaged_like_the_others():
-    sums = new_sums()
+    sums = new_sums(AVERAGES)
     assert averages(sums) == dict.fromkeys(AVERAGES)
     add_terms(sums, {"total": 1.0, "bend": 2.0})
     add_terms(sums, {"total": 2.0, "bend": 4.0})
@@ -35,12 +38,12 @@ def test_a_term_that_is_new_is_averaged_like_the_others():
 
 def test_a_term_that_some_pairs_have_is_averaged_over_these():
     """Step functions return it times the share of these pairs: three of four, none, one of four."""
-    sums = new_sums()
+    sums = new_sums(AVERAGES)
     for dice, labelled in ((0.4, 0.75), (0.0, 0.0), (0.8, 0.25)):
         add_terms(sums, {"regist": 1.0, "dice": dice * labelled, "labelled": labelled})
     found = averages(sums)
     assert found["dice"] == pytest.approx((3 * 0.4 + 0.8) / 4) and found["labelled"] == pytest.approx(1 / 3)
-    sums = new_sums()
+    sums = new_sums(AVERAGES)
     add_terms(sums, {"regist": 1.0, "dice": 0.0, "labelled": 0.0})
     assert averages(sums) == {**dict.fromkeys(AVERAGES), "regist": 1.0, "dice": None, "labelled": 0.0}
     assert of_their_share({"ang": -0.1, "dice": 0.0, "labelled": 0.0}) == {"ang": -0.1, "labelled": 0.0}
@@ -49,14 +52,14 @@ def test_a_term_that_some_pairs_have_is_averaged_over_these():
 
 @pytest.mark.parametrize("name", ["steps", "counts", "epoch", "nonfinite"])
 def test_a_term_cannot_take_a_name_of_the_log(name):
-    sums = new_sums()
+    sums = new_sums(AVERAGES)
     with pytest.raises(InputError, match=f"a loss term is called {name}.* give it another name"):
         add_terms(sums, {name: 1.0})
-    assert sums == new_sums()
+    assert sums == new_sums(AVERAGES)
 
 
 def test_more_terms_than_are_exchanged_are_named():
-    assert len(agree.agree(ALONE, 0, "diffusion", terms=[1.0] * agree.TERMS)["terms"]) == agree.TERMS > len(AVERAGES)
+    assert len(agree.agree(ALONE, 0, "diffusion", terms=[1.0] * agree.TERMS).terms) == agree.TERMS > len(AVERAGES)
     with pytest.raises(InputError, match="mode diffusion returns 17 loss terms, at most 16"):
         agree.agree(ALONE, 0, "diffusion", terms=[1.0] * 17)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import OM_train_3modes as om
 from Runtime import attempts, checkpoint, launch
 from Runtime.attempts import free_port
-from Runtime.progress import AVERAGES
+from Runtime.launch import Ranks
 from tests import launching, warm
 from tests.tiny import QUICK, ROOT, arguments, config, launcher_environment, log_lines, make_data
 
@@ -81,7 +81,7 @@ def test_two_ranks_train_as_one_that_accumulates(data, alone, together):
     assert sha256(together) == sha256(alone), "run.exact_sums: the same bits"
     one, two = (log_lines(folder, "epoch")[-1] for folder in (alone, together))
     assert 0 < one["labelled"] < 1 and one["dice"] > 0, "some pairs have labels"
-    for name in [*AVERAGES, "dice", "labelled", "steps", "open_share", "nonfinite", "val_ang", "val_retrieval",
+    for name in [*om.TERMS, "dice", "labelled", "steps", "open_share", "nonfinite", "val_ang", "val_retrieval",
                  "val_imgsim", "val_dice", "val_folding"]:
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     assert len(log_lines(together, "step")) == 3 and not log_lines(together, "step", rank=1), "rank 0 logs the steps"
@@ -137,7 +137,7 @@ def meet():
             return super().get(key)
 
     ranks = launch.environment()
-    if ranks["rank"] == 1:
+    if ranks.rank == 1:
         dist.PrefixStore = Slow
     launch.meet(ranks, 60)
 
@@ -161,7 +161,7 @@ def meet_all(ranks, world_size, seconds):
     """launch.meet of some ranks, each with a client of its own, in threads. Returns their errors."""
     def one(rank):
         try:
-            launch.meet({"rank": rank, "world_size": world_size}, seconds)
+            launch.meet(Ranks(rank=rank, world_size=world_size), seconds)
         except RuntimeError as error:
             return str(error)
     with ThreadPoolExecutor(len(ranks)) as pool:

@@ -2,6 +2,7 @@
 import itertools
 import time
 from collections import Counter
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from Dataloader.sampler import (
 )
 from Runtime.errors import InputError
 from Runtime.global_batch import can_share, new_step, split_step, usable
+from Runtime.launch import Ranks
+from Runtime.progress import Progress
 from tests.tiny import config
 
 VOLUMES = 20
@@ -29,29 +32,29 @@ LISTED = [(i, (3 * i + 1) % VOLUMES) for i in range(VOLUMES)]
 GROUPS = [{"subject": word[0], "modality": word[1:]} for word in
           "aMR aMR aCT bMR bCT bCT bCT cMR cUS dCT aMR bMR cUS aUS".split()]
 WORDS = ("any", "same", "different")
-START = {"epoch": 1, "samples": 0, "pairs": 0}
+START = Progress(epoch=1)
 
 
 def walk(cfg, world_size, listed=None, progress=START, rule=None, step=None):
     """What all ranks do to the end of the epoch: for each step (samples, pairs) as (position, volume) in order."""
     split, volumes = split_step(cfg, world_size, step), ([{"subject": ""}] * VOLUMES, np.arange(VOLUMES), None, rule)
     ranks = [list(epoch_batches(cfg, VolumeDataset(*volumes), listed, progress, split,
-                                {"rank": rank, "world_size": world_size}))
+                                Ranks(rank=rank, world_size=world_size)))
              for rank in range(world_size)]
-    steps = steps_left(cfg, VOLUMES, listed, split, progress["samples"], progress["pairs"])
+    steps = steps_left(cfg, VOLUMES, listed, split, progress.samples, progress.pairs)
     assert [len(own) for own in ranks] == [steps] * world_size
     found = []
     for together in zip(*ranks):
         for volumes, pairs in together:
-            assert [len(batch[1]) for batch in volumes] == [split["sample_batch"]] * split["sample_batches"]
-            assert [len(batch[1]) for batch in pairs] == [2 * split["pair_batch"]] * split["pair_batches"]
+            assert [len(batch[1]) for batch in volumes] == [split.sample_batch] * split.sample_batches
+            assert [len(batch[1]) for batch in pairs] == [2 * split.pair_batch] * split.pair_batches
         found.append(tuple([entry for own in together for batch in own[kind]
                             for entry in zip(batch[1].tolist(), batch[0].flatten().tolist())] for kind in (0, 1)))
     return found
 
 
 def after(steps, split):
-    return {**START, "samples": steps * split["samples"], "pairs": steps * split["pairs"]}
+    return replace(START, samples=steps * split.samples, pairs=steps * split.pairs)
 
 
 def joined(steps, kind):
@@ -123,7 +126,7 @@ def test_fewer_ranks_do_the_steps_of_the_first_launch(before, then, ratio):
     step = new_step(cfg, before)
     whole = walk(cfg, before, LISTED)
     assert walk(cfg, then, LISTED, step=step) == whole
-    assert split_step(cfg, then, step)["pair_batch"] == split_step(cfg, before)["pair_batch"], "the same forwards"
+    assert split_step(cfg, then, step).pair_batch == split_step(cfg, before).pair_batch, "the same forwards"
 
 
 @pytest.mark.parametrize("first, nodes, tasks, expected", [
@@ -149,7 +152,7 @@ def test_a_step_of_another_size_goes_on_at_the_next_sample(before, then):
     order = epoch_order(cfg["run.seed"], 1, VOLUMES, cfg["data.repeats"])
     samples, pairs = joined(first, 0) + joined(rest, 0), joined(first, 1) + joined(rest, 1)
     assert samples[:40] == list(enumerate(order)) and [p for p, _ in pairs[:40]] == list(range(40))
-    assert len(samples) < 40 + split_step(cfg, then)["samples"], "no more than the last step is filled from the front"
+    assert len(samples) < 40 + split_step(cfg, then).samples, "no more than the last step is filled from the front"
     assert [volume for _, volume in samples[40:]] == order[:len(samples) - 40]
     assert sorted(zip([v for _, v in pairs[0:40:2]], [v for _, v in pairs[1:40:2]])) == sorted(LISTED)
 
@@ -175,8 +178,7 @@ def test_an_epoch_ends_with_the_shorter_loader():
     ({"data__batchsize": 1, "data__global_batchsize": 8, "data__diff_reg_batch_ratio": 4}, 2, (8, 2, 1, 1, 4, 1)),
 ])
 def test_shares_of_a_step(changes, world_size, expected):
-    names = ("samples", "pairs", "sample_batch", "pair_batch", "sample_batches", "pair_batches")
-    assert split_step(config(**changes), world_size) == dict(zip(names, expected))
+    assert astuple(split_step(config(**changes), world_size)) == expected
 
 
 @pytest.mark.parametrize("changes, world_size, words", [

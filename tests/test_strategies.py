@@ -14,12 +14,21 @@ import torch
 import torch.distributed as dist
 
 import OM_train_3modes as om
-from Dataloader.dataset import epoch_batches
 from Diffusion.sharding import footprint, gather, gather_state
 from Runtime import attempts, checkpoint, launch
-from Runtime.progress import AVERAGES
 from tests import launching, warm
-from tests.tiny import CONFIG, FAST_BF16, QUICK, ROOT, arguments, config, launcher_environment, log_lines, make_data
+from tests.tiny import (
+    FAST_BF16,
+    QUICK,
+    ROOT,
+    arguments,
+    begin,
+    config,
+    first_batches,
+    launcher_environment,
+    log_lines,
+    make_data,
+)
 
 STRATEGIES = ("ddp", "zero1", "fsdp")
 EXACT = {"ddp", "zero1", "alone"}  # fsdp takes the mean over the ranks after each use of a weight, and rounds each
@@ -74,10 +83,10 @@ def test_all_strategies_have_the_same_losses(trained):
     lines = {strategy: log_lines(folder, "step") for strategy, folder in trained.items()}
     for strategy in STRATEGIES:
         assert [line["step"] for line in lines[strategy]] == list(range(STEPS))
-        assert all(set(line["terms"]) == set(AVERAGES) for line in lines[strategy])
+        assert all(set(line["terms"]) == set(om.TERMS) for line in lines[strategy])
     assert [line["terms"] for line in lines["zero1"]] == [line["terms"] for line in lines["ddp"]], "the same bits"
     worst = max(abs(one["terms"][name] - other["terms"][name])
-                for one, other in zip(lines["fsdp"], lines["ddp"]) for name in AVERAGES)
+                for one, other in zip(lines["fsdp"], lines["ddp"]) for name in om.TERMS)
     print(f"fsdp and ddp: largest difference of a loss term in {STEPS} steps {worst:.1e}")
     assert worst < 1e-5, "without any learning they are 1e-3 away after two steps, 1e-2 after four"
 
@@ -176,32 +185,23 @@ def case(data, strategy, changes):
                            "model__use_checkpoint": "true", "run__strategy": strategy, **changes})
 
 
-def begin(cfg, ranks, run):
-    """The training script's own start, in groups of its own: continues what the run folder holds."""
-    run.mkdir(parents=True, exist_ok=True)
-    return om.set_up(cfg, om.parse_arguments(["--config", CONFIG]), ranks, run)
+def one_step(run):
+    om.train_step(run, *first_batches(run))
+    om.advance(run.progress, run.split)
 
 
-def one_step(begun, cfg, ranks):
-    state, sets = begun
-    volumes, pairs = next(iter(epoch_batches(cfg, sets["train"], sets["listed"], state["progress"], sets["split"],
-                                             ranks)))
-    om.train_step(state, volumes, pairs, cfg)
-    om.advance(state["progress"], sets["split"])
-
-
-def step_of_no_number(begun, cfg, ranks):
+def step_of_no_number(run):
     """A step of mode 1 whose loss is not finite on the last rank. Returns whether the weights moved."""
-    state, sets = begun
-    batch = om.deform_batch(sets["train"].image(0)[None], [(0, 0, ranks["rank"])], state["ddpm"], cfg)
-    if ranks["rank"] == ranks["world_size"] - 1:
+    ranks = run.ranks
+    batch = om.deform_batch(run.dataset.image(0)[None], [(0, 0, ranks.rank)], run.ddpm, run.cfg)
+    if ranks.rank == ranks.world_size - 1:
         batch["target_field"] *= math.nan
-    return om.train_mode(state, "diffusion", [batch], cfg)["moved"]
+    return om.run_mode(run, om.MODES["diffusion"], [batch]).moved
 
 
-def end(begun, ranks):
-    begun[0].update(model=None, net=None, optimizers=None, ema=None)
-    launch.leave(ranks)
+def end(run):
+    run.model = run.net = run.optimizers = run.ema = None
+    launch.leave(run.ranks)
 
 
 def same_state(weights, adam, saved):
@@ -224,56 +224,54 @@ def main(data, folder, changes):
     """One of several ranks: each strategy takes a step, saves and takes another, which all repeat from its file."""
     ranks = launch.environment()
     launch.meet(ranks, 60)
-    store, number = ranks["store"], 0
+    store, number = ranks.store, 0
     seen = {"moved": {}, "whole state": {}, "next step": {}, "scores": {}, "optimizer bytes": {}, "counters": {}}
 
-    def start(strategy, run):
+    def start(strategy, place):
         nonlocal number
         number += 1
-        ranks["store"] = dist.PrefixStore(f"case{number}", store)
-        cfg = case(data, strategy, changes)
-        return cfg, begin(cfg, ranks, run)
+        ranks.store = dist.PrefixStore(f"case{number}", store)
+        place.mkdir(parents=True, exist_ok=True)
+        return begin(case(data, strategy, changes), place, ranks)
 
     after = {}
     for writer in STRATEGIES:
-        cfg, begun = start(writer, folder / writer)
-        one_step(begun, cfg, ranks)
-        om.save_state(begun[0], "tmp/000000_step0001_demo.pth", cfg)
-        om.finish_saving(begun[0], last=True)
-        seen["moved"][writer] = step_of_no_number(begun, cfg, ranks)
-        one_step(begun, cfg, ranks)
-        after[writer] = gather(begun[0]["net"].state_dict(), ranks)
-        after[writer] = {name: tensor.clone() for name, tensor in after[writer].items()} if ranks["rank"] == 0 else None
-        end(begun, ranks)
+        run = start(writer, folder / writer)
+        one_step(run)
+        om.save(run, "tmp/000000_step0001_demo.pth")
+        om.finish_saving(run, last=True)
+        seen["moved"][writer] = step_of_no_number(run)
+        one_step(run)
+        after[writer] = gather(run.net.state_dict(), ranks)
+        after[writer] = {name: tensor.clone() for name, tensor in after[writer].items()} if ranks.rank == 0 else None
+        end(run)
     for writer in STRATEGIES:
         for reader in STRATEGIES:
             pair = f"{writer} to {reader}"
-            cfg, begun = start(reader, folder / writer)
-            state = begun[0]
-            weights, adam = gather_state(state["net"], state["optimizers"], ranks)
-            ema = gather(state["ema"], ranks)
-            seen["optimizer bytes"][pair] = footprint(state["net"], state["optimizers"], state["device"])[
-                "optimizer_bytes"]
-            if ranks["rank"] == 0:
+            run = start(reader, folder / writer)
+            weights, adam = gather_state(run.net, run.optimizers, ranks)
+            ema = gather(run.ema, ranks)
+            seen["optimizer bytes"][pair] = footprint(run.net, run.optimizers, run.device)["optimizer_bytes"]
+            if ranks.rank == 0:
                 saved = checkpoint.load(folder / writer / "tmp/000000_step0001_demo.pth")
                 seen["whole state"][pair] = same_state(weights, adam, saved) and all(
                     torch.equal(tensor, saved["ema"][name]) for name, tensor in ema.items())
-                seen["counters"][pair] = [state["progress"]["step"], state["progress"]["samples"],
-                                          state["queue"]["next"], state["progress"]["sums"]["steps"]]
+                seen["counters"][pair] = [run.progress.step, run.progress.samples, run.queue["next"],
+                                          run.progress.sums.steps]
             if writer == "ddp":
-                seen["scores"][reader] = om.validate(state, begun[1]["val"], cfg)[0]
-            one_step(begun, cfg, ranks)
-            weights = gather(state["net"].state_dict(), ranks)
-            if ranks["rank"] == 0:
+                seen["scores"][reader] = om.validate(run, run.held_out)[0]
+            one_step(run)
+            weights = gather(run.net.state_dict(), ranks)
+            if ranks.rank == 0:
                 seen["next step"][pair] = max((weights[name] - tensor).abs().max().item()
                                                for name, tensor in after[writer].items())
-            end(begun, ranks)
-    if ranks["rank"] == 0:
+            end(run)
+    if ranks.rank == 0:
         torch.save(after, folder / "after.pth")
         (folder / "seen.json").write_text(json.dumps(seen))
     launch.tell(ranks, "all done", "yes")
-    ranks["store"].add("heard", 1)
-    while ranks["rank"] == 0 and ranks["store"].add("heard", 0) < ranks["world_size"]:
+    ranks.store.add("heard", 1)
+    while ranks.rank == 0 and ranks.store.add("heard", 0) < ranks.world_size:
         time.sleep(0.05)  # the store goes with rank 0
 
 
@@ -321,12 +319,11 @@ def check_alone(after, folder, data, ranks, monkeypatch, tolerance=TOLERANCE, **
     """One process takes each strategy's checkpoint over, all batches of the step to itself."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))  # for the size of the batch only
     for writer, strategy in zip(STRATEGIES, ("fsdp", "ddp", "zero1")):
-        cfg, alone = case(data, strategy, changes), {"rank": 0, "local_rank": 0, "world_size": 1, "step": None}
-        begun = begin(cfg, alone, folder / writer)
-        one_step(begun, cfg, alone)
-        net = begun[0]["model"]
-        assert type(net) is type(om.build_network(cfg))
-        assert {type(adam) for adam in begun[0]["optimizers"].values()} == {torch.optim.Adam}
+        run = begin(case(data, strategy, changes), folder / writer)
+        one_step(run)
+        net = run.model
+        assert type(net) is type(om.build_network(run.cfg))
+        assert {type(adam) for adam in run.optimizers.values()} == {torch.optim.Adam}
         worst = max((tensor - after[writer][name]).abs().max() for name, tensor in net.state_dict().items())
         assert worst <= (0 if writer in EXACT else tolerance), (writer, strategy)
 

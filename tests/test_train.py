@@ -17,20 +17,18 @@ import yaml
 
 import OM_prepare
 import OM_train_3modes as om
-from Dataloader.dataset import epoch_batches, read_datasets
-from Diffusion.gradients import new_gradients
+from Dataloader.dataset import read_datasets
 from Diffusion.networks import build_network
 from Diffusion.sharding import footprint, replicated
+from Diffusion.training_state import PRECISIONS
 from Inference.load_model import load_model
 from Inference.registration import register
 from Runtime import attempts, checkpoint
 from Runtime.device import precision
-from Runtime.global_batch import split_step
-from Runtime.progress import AVERAGES
 from tests import launching, warm
-from tests.tiny import FAST_BF16, QUICK, ROOT, arguments, config, log_lines, make_data
+from tests.tiny import FAST_BF16, QUICK, ROOT, arguments, begin, config, first_batches, log_lines, make_data
 
-STEPS = 12  # two epochs of six steps
+AVERAGES, STEPS = om.TERMS, 12  # two epochs of six steps
 
 
 @pytest.fixture(scope="module")
@@ -77,22 +75,6 @@ def final_sha256(folder):
     run = folder / "Models/demo_om_net"
     newest = checkpoint.newest(run)
     return json.loads((run / "manifest.json").read_text())["checkpoints"][newest]["weights_sha256"]
-
-
-def new_state(cfg):
-    """What a training holds, for one rank on the CPU."""
-    net = om.build_network(cfg)
-    return {"net": net, "model": net, "ddpm": om.DeformDDPM(cfg), "device": torch.device("cpu"), "run": "run",
-            "ranks": {"rank": 0, "world_size": 1},
-            "optimizers": om.make_optimizers(net, {"world_size": 1}, om.MODES, {**cfg, "optim.lr": 1e-3}),
-            "queue": om.new_queue(cfg, "cpu"), "progress": om.new_progress(),
-            "gradients": new_gradients(cfg), "ema": None}
-
-
-def first_batches(cfg, state):
-    """The batches of the first step: lists for modes 1 and 2, and for mode 3."""
-    dataset, _, listed = read_datasets(cfg)
-    return next(iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), state["ranks"])))
 
 
 def test_a_run_that_is_killed_at_several_steps_ends_with_the_same_weights(data, tmp_path, undisturbed, capfd):
@@ -149,7 +131,7 @@ def test_a_run_goes_on_in_the_precision_in_which_it_began(data, tmp_path, capfd)
     assert run_here(data, tmp_path, "--max-steps-before-restart", "1", run__amp="auto") == 42
     said = capfd.readouterr().out
     assert f"run.amp: this run began with {other} and goes on so; on these devices auto would choose {here}" in said
-    assert f"threads, {om.PRECISIONS[other]}" in said
+    assert f"threads, {PRECISIONS[other]}" in said
     run = tmp_path / "Models/demo_om_net"
     assert checkpoint.load(run / checkpoint.newest(run))["config"]["run.amp"] == other
     assert run_here(data, tmp_path, "--max-steps-before-restart", "1", run__amp=here) == 42
@@ -290,119 +272,113 @@ def test_without_any_weight_there_is_nothing_to_learn(data, tmp_path, capfd):
     assert not (tmp_path / "Models").exists()
 
 
-def mode_batches(cfg, state):
+def mode_batches(run):
     """{mode: batches of the first step}, with a queue full of another subject."""
-    volumes, pairs = first_batches(cfg, state)
-    (images, positions, subjects, _), (both, *_) = volumes[0], pairs[0]
-    batch = {**om.deform_batch(images, [(0, 0, p) for p in positions.tolist()], state["ddpm"], cfg),
-             "subjects": subjects, "queue": state["queue"], "targets": None}
     filled = torch.nn.functional.normalize(torch.randn(8, 8), dim=1)
-    state["queue"].update(images=filled, conditions=filled.flip(0), subjects=torch.full((8,), 99))
-    return {"diffusion": [batch], "contrastive": [batch],
-            "registration": [{"moving": both[0::2], "fixed": both[1::2]}]}
+    run.queue.update(images=filled, conditions=filled.flip(0), subjects=torch.full((8,), 99))
+    volumes, pairs = first_batches(run)
+    volumes = om.volume_batches(run, volumes[:1])
+    return {"diffusion": volumes, "contrastive": volumes, "registration": om.pair_batches(run, pairs[:1])}
 
 
 def test_all_modes_move_the_weights(data):
-    cfg = config(data)
-    state = new_state(cfg)
-    hashes = [checkpoint.weights_sha256(state["net"].state_dict())]
-    for mode, batches in mode_batches(cfg, state).items():
-        assert om.train_mode(state, mode, batches, cfg)["moved"]
-        hashes.append(checkpoint.weights_sha256(state["net"].state_dict()))
+    run = begin(config(data))
+    hashes = [checkpoint.weights_sha256(run.net.state_dict())]
+    for mode, batches in mode_batches(run).items():
+        assert om.run_mode(run, om.MODES[mode], batches).moved
+        hashes.append(checkpoint.weights_sha256(run.net.state_dict()))
     assert len(set(hashes)) == 4
-    assert all(count == 1 for count in state["progress"]["sums"]["counts"].values())
+    assert all(count == 1 for count in run.progress.sums.counts.values())
 
 
 @pytest.mark.parametrize("moments", ["shared", "per_mode"])
 def test_a_mode_steps_as_an_adam_that_has_seen_only_its_gradients(data, moments):
     """Or, with shared moments, as the one Adam that has seen those of all modes."""
-    cfg = config(data, optim__moments=moments, optim__lr=1e-3, **QUICK)
-    state = new_state(cfg)
-    parameters, batches = list(state["net"].parameters()), mode_batches(cfg, state)
+    run = begin(config(data, optim__moments=moments, optim__lr=1e-3, **QUICK))
+    parameters, batches = list(run.net.parameters()), mode_batches(run)
     copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     one = torch.optim.Adam(copies, lr=1e-3, fused=True)
     adams = {mode: one if moments == "shared" else torch.optim.Adam(copies, lr=1e-3, fused=True) for mode in om.MODES}
     for mode in ("diffusion", "registration", "contrastive", "registration", "diffusion", "registration"):
-        assert om.train_mode(state, mode, batches[mode], cfg)["moved"]
+        assert om.run_mode(run, om.MODES[mode], batches[mode]).moved
         for copy, parameter in zip(copies, parameters):
             copy.grad = None if parameter.grad is None else parameter.grad.clone()
         adams[mode].step()
         assert all(map(torch.equal, copies, parameters)), mode
     values = [value for adam in dict.fromkeys(adams.values()) for entry in adam.state.values()
               for value in entry.values()]
-    assert footprint(state["net"], state["optimizers"], state["device"])["optimizer_bytes"] == sum(
-        value.nbytes for value in values)
-    compared = replicated(state["net"], state["optimizers"])
-    assert len(compared) == len(state["net"].state_dict()) + len(values), "ranks agree on the moments of every mode"
+    assert footprint(run.net, run.optimizers, run.device)["optimizer_bytes"] == sum(value.nbytes for value in values)
+    compared = replicated(run.net, run.optimizers)
+    assert len(compared) == len(run.net.state_dict()) + len(values), "ranks agree on the moments of every mode"
 
 
 def test_a_step_counts_its_modes_and_fills_the_queue_in_order(data):
-    cfg = config(data, data__global_batchsize=4)
-    state = new_state(cfg)
-    volumes, pairs = first_batches(cfg, state)
+    run = begin(config(data, data__global_batchsize=4))
+    volumes, pairs = first_batches(run)
     assert [len(batch[0]) for batch in volumes] == [2, 2] and [len(batch[0]) for batch in pairs] == [2, 2]
-    line, agreed = om.train_step(state, volumes, pairs, cfg, leave="signal")
-    assert line["open"] and line["nonfinite"] == 0 and agreed["leave"] == "signal" and not agreed["save"]
+    line, agreed = om.train_step(run, volumes, pairs, leave="signal")
+    assert line["open"] and line["nonfinite"] == 0 and agreed.leave == "signal" and not agreed.save
     subjects = torch.cat([batch[2] for batch in volumes])
-    assert state["queue"]["next"] == 4 and torch.equal(state["queue"]["subjects"][:4], subjects)
-    assert state["progress"]["sums"]["steps"] == state["progress"]["sums"]["open"] == 1
+    assert run.queue["next"] == 4 and torch.equal(run.queue["subjects"][:4], subjects)
+    assert run.progress.sums.steps == run.progress.sums.open == 1
 
 
-def test_what_only_mode_1_needs_is_gone_in_mode_2(data, monkeypatch):
-    cfg = config(data, data__global_batchsize=4)
-    state, fields, alive = new_state(cfg), [], []
-    deform, contrastive = om.deform_batch, om.step_contrastive
+def test_what_only_mode_1_needs_is_gone_in_mode_2_and_volumes_in_mode_3(data, monkeypatch):
+    run = begin(config(data, data__global_batchsize=4))
+    fields, images, alive = [], [], []
+    deform, contrastive, registration = om.deform_batch, om.step_contrastive, om.step_registration
 
     def deform_and_watch(*args):
         batch = deform(*args)
         fields.append(weakref.ref(batch["target_field"]))
+        images.append(weakref.ref(batch["xt"]))
         return batch
 
-    def contrastive_and_look(*args):
-        alive.extend(field() is not None for field in fields)
-        return contrastive(*args)
+    def look(step, things):
+        def step_and_look(*args):
+            alive.extend(thing() is not None for thing in things)
+            return step(*args)
+        return step_and_look
 
     monkeypatch.setattr(om, "deform_batch", deform_and_watch)
-    monkeypatch.setitem(om.MODES, "contrastive", om.MODES["contrastive"]._replace(step=contrastive_and_look))
-    om.train_step(state, *first_batches(cfg, state), cfg)
-    assert alive == [False] * 4
+    run.modes = [mode._replace(step={"contrastive": look(contrastive, fields),
+                                     "registration": look(registration, images)}.get(mode.name, mode.step))
+                 for mode in run.modes]
+    om.train_step(run, *first_batches(run))
+    assert alive == [False] * 8
 
 
 def test_accumulated_batches_give_what_one_batch_does(data):
     weights, terms = [], []
     for batchsize in (4, 2, 1):
-        cfg = config(data, data__batchsize=batchsize, data__global_batchsize=4, **QUICK)
+        cfg = config(data, data__batchsize=batchsize, data__global_batchsize=4, optim__lr=1e-3, **QUICK)
         torch.manual_seed(0)
-        state = new_state(cfg)
-        om.train_step(state, *first_batches(cfg, state), cfg)
-        weights.append(torch.cat([p.detach().flatten() for p in state["net"].parameters()]))
-        terms.append([value for value in om.averages(state["progress"]["sums"]).values()])
+        run = begin(cfg)
+        om.train_step(run, *first_batches(run))
+        weights.append(torch.cat([p.detach().flatten() for p in run.net.parameters()]))
+        terms.append([value for value in om.averages(run.progress.sums).values()])
     before = torch.cat([p.detach().flatten() for p in om.build_network(cfg).parameters()])
     for other in (1, 2):
         assert terms[other] == pytest.approx(terms[0], rel=1e-4, abs=1e-6)
         assert (weights[other] - weights[0]).norm() < 0.01 * (weights[0] - before).norm()
 
 
-def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(data, tmp_path, capfd, monkeypatch):
-    cfg = config(data)
-    state = new_state(cfg)
-    before = checkpoint.weights_sha256(state["net"].state_dict())
+def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(data, tmp_path, capfd):
+    run = begin(config(data))
+    before = checkpoint.weights_sha256(run.net.state_dict())
 
     def step(kind):
         def compute(model, factor, cfg):
             total = sum(p.sum() for p in model.parameters())
             # The last is 0, its gradient is not finite.
-            loss = {"plain": total, "loss": total * factor, "gradient": total * 0 + (total * 0).sqrt()}[kind]
-            return loss, {"total": loss}
-        with monkeypatch.context() as patch:
-            patch.setitem(om.MODES, "diffusion", om.MODES["diffusion"]._replace(step=compute))
-            return om.train_mode(state, "diffusion", [1.0, math.nan], cfg)
+            return {"plain": total, "loss": total * factor, "gradient": total * 0 + (total * 0).sqrt()}[kind], {}
+        return om.run_mode(run, om.MODES["diffusion"]._replace(step=compute), [1.0, math.nan])
 
     for kind in ("loss", "gradient"):
-        assert not step(kind)["moved"]
-        assert checkpoint.weights_sha256(state["net"].state_dict()) == before
-    assert state["progress"]["sums"]["counts"]["total"] == 0
-    assert step("plain")["moved"] and checkpoint.weights_sha256(state["net"].state_dict()) != before
+        assert not step(kind).moved
+        assert checkpoint.weights_sha256(run.net.state_dict()) == before
+    assert run.progress.sums.counts["total"] == 0
+    assert step("plain").moved and checkpoint.weights_sha256(run.net.state_dict()) != before
     assert run_here(data, tmp_path, optim__lr=1e30, run__max_nonfinite=3) == 43
     message = capfd.readouterr().err
     assert "not finite in 3 steps in a row" in message and "Traceback" not in message
@@ -453,6 +429,9 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
             read.add(key)
             return super().__getitem__(key)
 
+        def __or__(self, other):
+            return Recorder({**self, **other})
+
     changes = {"run__models": tmp_path / "Models", "run__logs": tmp_path / "Logs", "data__cache": tmp_path / "cache",
                "data__num_workers": 1, "run__epochs": 1, "loss__dice": 0.1, "loss__segment": 0.1,
                "model__structures": 6, **QUICK}
@@ -461,7 +440,9 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
     monkeypatch.setattr(om, "load_config", lambda *a: Recorder(plain))
     monkeypatch.setattr(attempts, "load_config", lambda *a: Recorder(plain))
     assert om.main(["--config", "any"]) == 0
-    om.refuse_nonfinite(new_state(plain), Recorder(plain))
+    run = begin(plain)
+    run.cfg = Recorder(plain)
+    om.refuse_nonfinite(run)
     attempts.launcher_begin(["--config", "any", "--launcher-pid", str(os.getpid()), "--tasks", "1"])
     fixed, moving = ((volume, np.eye(4)) for volume in torch.rand(2, 12, 12, 12).numpy())
     register(fixed, moving, (build_network(plain), Recorder(plain)), affine=False, refine=2)

@@ -6,7 +6,7 @@ from Diffusion.fields import compose, flow, identity, warp
 from Diffusion.metrics import folding_percent
 from Diffusion.networks import build_network
 from Diffusion.validation import align, best_field, retrieval, validate_registration
-from OM_train_3modes import is_number
+from OM_train_3modes import best_by
 from Runtime.config import load_config
 from tests.tiny import ROOT
 
@@ -98,10 +98,9 @@ def test_retrieval_counts_whose_own_condition_is_nearest_to_what_is_its_own():
 
 def test_a_single_volume_is_not_registered_to_itself():
     """At that every network is perfect, so the first checkpoint would be the best for ever."""
-    ranks = {"rank": 0, "world_size": 1}
-    assert validate_registration({"net": None, "device": "cpu", "ranks": ranks}, [FIXED], config()) == ([], None)
+    assert validate_registration(None, [FIXED]) == ([], None)
 
 
 @pytest.mark.parametrize("value, known", [(0.3, True), (None, False), (float("nan"), False), (float("inf"), False)])
 def test_only_a_number_can_be_the_best(value, known):
-    assert is_number(value) is known
+    assert (best_by({"val_imgsim": value}, True) is not None) is known

@@ -271,11 +271,11 @@ from pathlib import Path
 from Runtime import launch, watchdog
 ranks = launch.environment()
 launch.meet(ranks, 200)
-watchdog.start(Path(sys.argv[1]), ranks["rank"], 0, {"run.deadline_floor_s": 20.0, "run.deadline_factor": 1.0,
+watchdog.start(Path(sys.argv[1]), ranks.rank, 0, {"run.deadline_floor_s": 20.0, "run.deadline_factor": 1.0,
                                                      "run.deadline_first_s": 20.0}, True)
 launch.show_moves(ranks)
 watchdog.phase("restore")
-if WORKER == ranks["rank"]:
+if WORKER == ranks.rank:
     for _ in range(int(os.environ["PARTS"])):
         time.sleep(6)
         watchdog.goes_on()

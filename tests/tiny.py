@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from Dataloader.dataset import epoch_batches
 from Dataloader.nifti import read_label, write_volume
 from Dataloader.synthetic import write_dataset
 from Runtime import checkpoint
@@ -48,6 +49,17 @@ def arguments(folder, *more, **changes):
 
 def config(folder=Path("."), **changes):
     return load_config(CONFIG, settings(folder, **changes))
+
+
+def begin(cfg, folder=Path("no_run"), ranks=None):
+    """A training that is set up, and continued where its folder holds a checkpoint; its loop has not begun. A Run."""
+    import OM_train_3modes as om  # here, as few tests need it
+    return om.set_up(cfg, om.parse_arguments(["--config", CONFIG]), ranks or om.launch.Ranks(), folder)
+
+
+def first_batches(run):
+    """The batches of the next step: lists for modes 1 and 2, and for mode 3."""
+    return next(iter(epoch_batches(run.cfg, run.dataset, run.listed, run.progress, run.split, run.ranks)))
 
 
 def make_data(folder, count=8, size=16, dims=3):

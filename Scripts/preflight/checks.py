@@ -175,8 +175,9 @@ def check_memory(context, at):
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in new_network(cfg).parameters())
     at("counting volumes")
+    from OM_train_3modes import MODES  # here: it takes a moment, and a device that is missing is told before
     parts = {"held": held_bytes(cfg), "staged": staged_bytes(cfg), "writes": context["rank"] == 0,
-             "adams": len(adam_names(modes_of(cfg), cfg))}
+             "adams": len(adam_names(modes_of(cfg, MODES), cfg))}
     if context["findings"]["device"]["devices"] == 0:
         parts["on_cpu"] = True
         rest = judge_memory(context, parameters, parts)
@@ -256,8 +257,8 @@ def counted_activations(context, at):
         known = json.loads(path.read_text())
     if key not in known:
         at("counting activations")
-        import OM_train_3modes as training  # here, since only a training on CPUs needs it
-        count = activation_bytes(cfg, sharing_ranks(context), training.MODES)
+        from OM_train_3modes import MODES  # here, since only a training on CPUs needs it
+        count = activation_bytes(cfg, sharing_ranks(context), MODES)
         known = dict([*known.items(), (key, count)][-KEPT_COUNTS:])
         with contextlib.suppress(OSError):  # the folder check reports a full disk
             write_file(path, json.dumps(known, indent=1) + "\n")
@@ -382,9 +383,9 @@ def meet(context):
     """The store of all ranks, through Runtime.launch.meet as in the training."""
     if context["rank"] == 0:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # `serve` holds the store, since this process may be killed
-    ranks = {"rank": context["rank"], "world_size": context["world_size"]}
+    ranks = launch.Ranks(rank=context["rank"], world_size=context["world_size"])
     launch.meet(ranks, max(context["ends"] - time.monotonic() - 1, 1))
-    return ranks["store"]
+    return ranks.store
 
 
 def check_rendezvous(context, at):

@@ -230,17 +230,17 @@ def climb(args):
 def run_rank(args):
     """Be one rank of one step, from the meeting of the ranks to the line that says PASSED."""
     ranks = launch.environment()
-    args.rank, args.world = ranks["rank"], ranks["world_size"]
+    args.rank, args.world = ranks.rank, ranks.world_size
     results.note_errors(args.folder / f"{args.step}.rank{args.rank}.error", args.rank)
     # DeepSpeed knows only these names, not those of Slurm.
-    os.environ.update({names[0]: str(ranks[key]) for key, names in launch.NAMES.items()})
-    args.device = pick_device(args.device, ranks["local_rank"])
+    os.environ.update({names[0]: str(getattr(ranks, key)) for key, names in launch.NAMES.items()})
+    args.device = pick_device(args.device, ranks.local_rank)
     prepare_device(args.device, 0)
     if args.device.type == "cuda":
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(args.folder / f"{args.step}.nccl.%h.%p"))
     if args.world > 1:
         launch.meet(ranks, args.seconds / 2)
-        dist.init_process_group(backend(args.device), store=ranks["store"],
+        dist.init_process_group(backend(args.device), store=ranks.store,
                                 rank=args.rank, world_size=args.world,
                                 timeout=datetime.timedelta(seconds=args.seconds))
     figures = climb(args)

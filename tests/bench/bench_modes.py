@@ -24,13 +24,13 @@ from pathlib import Path
 from bench_registration import DATA, ROOT, TRAINING, set_words, subjects, write_json  # and sys.path
 
 from Inference.load_model import find_checkpoint
+from OM_train_3modes import MODES
 from Runtime.attempts import read_lines
-from Runtime.config import WEIGHTS
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.page import text_table
 
 CONFIG, AUGMENT = ROOT / "Config/config_hippocampus.yaml", ROOT / "tests/bench/bench_augment.py"
-KEYS = dict(zip("123", WEIGHTS.values()))  # the weights of each mode by its number
+KEYS = dict(zip("123", (mode.weights for mode in MODES.values())))  # the weights of each mode by its number
 ROWS = ("123", "3", "13", "23", "12", "1", "2")
 SHOWN = {"dice": "val_dice", "folding": "val_folding", "ang": "val_ang", "retrieval": "val_retrieval"}
 

@@ -163,7 +163,7 @@ def meet_in_threads(ranks):
 
     def one(rank):
         began = time.monotonic()
-        joining.meet({"rank": rank, "world_size": ranks}, 120)
+        joining.meet(joining.Ranks(rank=rank, world_size=ranks), 120)
         spent.append((began, time.monotonic()))
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
     for thread in threads:

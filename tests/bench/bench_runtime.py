@@ -29,17 +29,16 @@ from bench_step import ROOT, configuration  # first: it also puts the repository
 from tqdm import tqdm
 
 import OM_train_3modes as om
-from Dataloader.dataset import epoch_batches, read_datasets
+from Dataloader.dataset import epoch_batches
 from Dataloader.sampler import steps_left
-from Diffusion.gradients import new_gradients
 from Runtime import agree, checkpoint, launch, memory, watchdog
 from Runtime.attempts import free_port, read_lines
 from Runtime.config import save_config
 from Runtime.device import describe, synchronize
 from Runtime.errors import PLANNED_RESTART
-from Runtime.global_batch import split_step
 from Runtime.page import text_table
 from Runtime.run_lock import run_folder
+from tests.tiny import begin
 
 WARM_UP, AGREEMENTS, LATE_STEP = 5, 400, 20000
 SAVE_EVERY, SAVE_SHARE = 5, 50  # steps: measured so often, counted as one in so many
@@ -69,28 +68,28 @@ def time_parts():
     return seconds
 
 
-def take_steps(state, cfg, count, seconds):
+def take_steps(state, batches, count, seconds):
     """Turns of the training's loop, without its progress bar. seconds: the dict of `time_parts`.
 
     Returns a dict for each: seconds of "step", of "save" before it (or None), and of the parts; "writing", whether a
     checkpoint was being written as the step began.
     """
-    progress, rows = state["progress"], []
+    progress, rows = state.progress, []
     for number in tqdm(range(count), "steps", file=sys.stderr, leave=False):
         save = None
         if number % SAVE_EVERY == 0:
             om.finish_saving(state)  # in a training, where saves are further apart, the write is long over
             started = time.perf_counter()
-            om.save_state(state, f"tmp/step{progress['step']}.pth", cfg)
+            om.save(state, f"tmp/step{state.progress.step}.pth")
             save = time.perf_counter() - started
         seconds.update(dict.fromkeys(seconds, 0.0))
-        writing, started = bool(state["saving"] and not state["saving"].done()), time.perf_counter()
-        watchdog.new_step(progress["step"])
-        volumes, pairs = next(state["batches"])
-        memory.watch(state["watch"], progress["step"])
-        line, _ = om.train_step(state, volumes, pairs, cfg)
-        om.advance(progress, state["split"])
-        synchronize(state["device"])
+        writing, started = bool(state.saving and not state.saving.done()), time.perf_counter()
+        watchdog.new_step(progress.step)
+        volumes, pairs = next(batches)
+        memory.watch(state.watch, progress.step)
+        line, _ = om.train_step(state, volumes, pairs)
+        om.advance(progress, state.split)
+        synchronize(state.device)
         watchdog.event("step", **line, spent=watchdog.end_step())
         rows.append({"step": time.perf_counter() - started, "save": save, "writing": writing, **seconds})
     return rows
@@ -98,23 +97,15 @@ def take_steps(state, cfg, count, seconds):
 
 def measure(cfg, run, steps):
     """Train in this process under a watchdog. Returns the state and what `take_steps` does; leaves checkpoints."""
-    device, ranks, progress = om.pick_device(cfg["run.device"]), {"rank": 0, "world_size": 1}, om.new_progress()
-    om.prepare_device(device, cfg["run.threads"])
-    (dataset, held_out, listed), split, net = read_datasets(cfg), split_step(cfg, 1), om.build_network(cfg, device)
-    state = {"run": run, "net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
-             "optimizers": om.make_optimizers(net, ranks, om.MODES, cfg), "saving": None,
-             "queue": om.new_queue(cfg, device), "progress": progress, "failed_saves": 0, "write_s": 0.0,
-             "split": split, "data": om.describe_data(cfg, dataset, held_out), "gradients": new_gradients(cfg),
-             "ema": None,
-             "epoch_steps": steps_left(cfg, len(dataset), listed, split),
-             "batches": epoch_batches(cfg, dataset, listed, progress, split, ranks)}
+    state = begin(cfg, run)
+    batches = epoch_batches(cfg, state.dataset, state.listed, state.progress, state.split, state.ranks)
     watchdog.start(run, 0, 0, cfg, launcher=False)
-    seconds, state["watch"] = time_parts(), memory.new_watch(device, cfg["run.memory_limit_gb"])
-    take_steps(state, cfg, WARM_UP, seconds)
-    state["watch"] = memory.new_watch(device, cfg["run.memory_limit_gb"])
+    seconds, state.watch = time_parts(), memory.new_watch(state.device, cfg["run.memory_limit_gb"])
+    take_steps(state, batches, WARM_UP, seconds)
+    state.watch = memory.new_watch(state.device, cfg["run.memory_limit_gb"])
     for number in range(-3 * memory.WINDOW - 2, 0):  # as full as after the first minute of a training
-        memory.watch(state["watch"], number)
-    rows = take_steps(state, cfg, steps, seconds)
+        memory.watch(state.watch, number)
+    rows = take_steps(state, batches, steps, seconds)
     om.finish_saving(state, last=True)
     faulthandler.cancel_dump_traceback_later()  # the deadlines are the training's, not those of what comes next
     watchdog.STATE["file"] = None
@@ -168,11 +159,11 @@ def resume_s(cfg, content, folder):
 
 def resumes(cfg, state):
     """{step: seconds of a resume} from the newest checkpoint of the run, and from the same as if late in a long run."""
-    early = checkpoint.load(state["run"] / checkpoint.newest(state["run"]))
-    epoch, within = divmod(LATE_STEP, state["epoch_steps"])
+    early = checkpoint.load(state.folder / checkpoint.newest(state.folder))
+    epoch, within = divmod(LATE_STEP, steps_left(cfg, len(state.dataset), state.listed, state.split))
     late = {**early, "epoch": epoch, "step_in_epoch": within, "step": LATE_STEP,
-            **{key: within * state["split"][key] for key in ("samples", "pairs")}}
-    return {content["step"]: resume_s(cfg, content, state["run"] / f"from{content['step']}")
+            **{key: within * getattr(state.split, key) for key in ("samples", "pairs")}}
+    return {content["step"]: resume_s(cfg, content, state.folder / f"from{content['step']}")
             for content in tqdm([early, late], "resumes", file=sys.stderr, leave=False)}
 
 
@@ -207,7 +198,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         cfg = {**configuration(folder), "run.epochs": 1000}
         state, rows = measure(cfg, Path(folder), args.steps)
-        comparison = median_s(lambda _: agree.digest(agree.checksums(state["net"].parameters())), 10)
+        comparison = median_s(lambda _: agree.digest(agree.checksums(state.net.parameters())), 10)
         agreement, resumed = agreement_s(), resumes(cfg, state)
     print(f"hippocampus config, {args.steps} steps, batch {cfg['data.batchsize']}, {describe(state['device'])}, torch "
           f"{torch.__version__}\nmedians, but for one row of steps begun while no checkpoint was being written\n")

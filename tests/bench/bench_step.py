@@ -22,14 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import OM_train_3modes as om  # noqa: E402
-from Dataloader.dataset import epoch_batches, read_datasets  # noqa: E402
+from Dataloader.dataset import epoch_batches  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
 from Diffusion.diffuser import make_condition  # noqa: E402
-from Diffusion.gradients import new_gradients  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, synchronize  # noqa: E402
-from Runtime.global_batch import split_step  # noqa: E402
 from Runtime.page import text_table  # noqa: E402
+from tests.tiny import begin  # noqa: E402
 
 WARM_UP = 5
 
@@ -67,26 +66,20 @@ def network_alone(net, batch, moving, fixed, cfg, device):
 
 def measure(cfg, steps):
     """Seconds of each whole step and of its network alone."""
-    device = om.pick_device(cfg["run.device"])
-    om.prepare_device(device, cfg["run.threads"])
-    dataset, _, listed = read_datasets(cfg)
-    net, ranks = om.build_network(cfg, device), {"rank": 0, "world_size": 1}
-    state = {"net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
-             "optimizers": om.make_optimizers(net, ranks, om.MODES, cfg),
-             "queue": om.new_queue(cfg, device), "progress": om.new_progress(), "ema": None,
-             "gradients": new_gradients(cfg)}
-    steps_of_epoch = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks,
-                                        draw=state["ddpm"].draw))
+    run = begin(cfg)
+    device, net = run.device, run.net
+    steps_of_epoch = iter(epoch_batches(cfg, run.dataset, run.listed, run.progress, run.split, run.ranks,
+                                        draw=run.ddpm.draw))
     whole, network = [], []
     for number in tqdm(range(WARM_UP + steps), "steps", file=sys.stderr, leave=False):
         started = time.perf_counter()
         volumes, pairs = next(steps_of_epoch)
-        om.train_step(state, volumes, pairs, cfg)
+        om.train_step(run, volumes, pairs)
         synchronize(device)
         taken = time.perf_counter() - started
         images, positions, _, _ = volumes[0]
         rng_keys = [(cfg["run.seed"], 0, p) for p in positions.tolist()]
-        batch, both = om.deform_batch(images.to(device), rng_keys, state["ddpm"], cfg), pairs[0][0].to(device)
+        batch, both = om.deform_batch(images.to(device), rng_keys, run.ddpm, cfg), pairs[0][0].to(device)
         alone = network_alone(net, batch, both[0::2], both[1::2], cfg, device)
         if number >= WARM_UP:
             whole.append(taken)

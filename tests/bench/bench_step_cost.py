@@ -92,9 +92,9 @@ def counted_step(overrides, config):
         fields._side_lengths = functools.cache(fields._side_lengths)
     cfg = load_config(config, [*overrides, "run.amp=bf16"])
     with FakeTensorMode(), DeviceAutocast():
-        net, loss_of = stand_in(cfg, split_step(cfg, 1)["pair_batch"], om.MODES, 1)
-        for name in modes_of(cfg):
-            warm = functools.partial(loss_of, name)
+        net, loss_of = stand_in(cfg, split_step(cfg, 1).pair_batch, 1)
+        for mode in modes_of(cfg, om.MODES):
+            warm = functools.partial(loss_of, mode)
             warm()  # what is kept
             with Count():
                 warm().backward()

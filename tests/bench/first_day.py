@@ -32,22 +32,22 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import OM_train_3modes as om  # noqa: E402
-from Dataloader.dataset import epoch_batches, read_datasets  # noqa: E402
+from Dataloader.dataset import epoch_batches  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
-from Diffusion import device_ops, graphs  # noqa: E402
+from Diffusion import device_ops  # noqa: E402
 from Diffusion.cost import mode_costs, step_memory  # noqa: E402
 from Diffusion.diffuser import draw_velocity, middle  # noqa: E402
 from Diffusion.fake_device import DeviceAutocast  # noqa: E402
 from Diffusion.fields import integrate_velocity, resize_field, warp  # noqa: E402
-from Diffusion.gradients import new_gradients  # noqa: E402
 from Diffusion.losses import mslncc, recovery_terms, regularity  # noqa: E402
 from Diffusion.om_net import CorrelationLayer  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
-from Runtime.device import computes_bf16, describe, pick_device, prepare_device, synchronize  # noqa: E402
+from Runtime.device import computes_bf16, describe, pick_device, precision, prepare_device, synchronize  # noqa: E402
 from Runtime.errors import InputError  # noqa: E402
 from Runtime.files import write_file  # noqa: E402
 from Runtime.global_batch import split_step  # noqa: E402
 from Runtime.run_lock import run_folder  # noqa: E402
+from tests.tiny import begin  # noqa: E402
 
 GIB = 2 ** 30
 SIDE = 128
@@ -80,21 +80,15 @@ def configuration(args, folder, name="config_om", **changes):
     words.update({key.replace("__", "."): value for key, value in changes.items()})
     words["diffusion.grids"] = [grid for grid in (8, 16, 32, 64) if grid <= words["data.img_size"]]
     cfg = load_config(ROOT / f"Config/{name}.yaml", [f"{key}={value}" for key, value in words.items()])
-    cfg["run.amp"] = om.precision(cfg["run.amp"], args.where)
+    cfg["run.amp"] = precision(cfg["run.amp"], args.where)
     return cfg
 
 
 def new_state(cfg, device):
     """What om.train_step needs, and the batches of its steps."""
-    dataset, _, listed = read_datasets(cfg)
-    net, ranks = om.build_network(cfg, device), {"rank": 0, "world_size": 1}
-    state = {"net": net, "model": net, "ranks": ranks, "device": device, "ddpm": om.DeformDDPM(cfg),
-             "optimizers": om.make_optimizers(net, ranks, om.MODES, cfg), "queue": om.new_queue(cfg, device),
-             "progress": om.new_progress(), "ema": om.new_ema(net, cfg), "data": [], "auto_amp": False,
-             "gradients": new_gradients(cfg, device), "run": Path(cfg["run.models"]),
-             "graphs": graphs.new_graphs(cfg, device, ranks), "saving": None, "failed_saves": 0, "write_s": 0.0}
-    batches = iter(epoch_batches(cfg, dataset, listed, state["progress"], split_step(cfg, 1), ranks,
-                                 draw=state["ddpm"].draw))
+    state = begin({**cfg, "run.device": str(device)}, Path(cfg["run.models"]))
+    batches = iter(epoch_batches(cfg, state.dataset, state.listed, state.progress, state.split, state.ranks,
+                                 draw=state.ddpm.draw))
     return state, batches
 
 
@@ -103,9 +97,9 @@ def steps(state, batches, cfg, count):
     seconds = []
     for _ in range(count):
         began = time.perf_counter()
-        om.train_step(state, *next(batches), cfg)
-        om.advance(state["progress"], split_step(cfg, 1))
-        synchronize(state["device"])
+        om.train_step(state, *next(batches))
+        om.advance(state.progress, state.split)
+        synchronize(state.device)
         seconds.append(time.perf_counter() - began)
     return seconds
 
@@ -288,7 +282,7 @@ def step(args, folder):
     with parts_of_a_step(device) as spent:
         steps(state, batches, cfg, 6)
     rules = None if device.type == "cpu" else DeviceAutocast()
-    net, costs = mode_costs(cfg, split_step(cfg, 1)["pair_batch"], om.MODES, rules)
+    net, costs = mode_costs(cfg, split_step(cfg, 1).pair_batch, om.MODES, rules)
     flops = sum(cost["flops"] for cost in costs.values())
     median = statistics.median(seconds)
     return {"batch": cfg["data.batchsize"], "precision": cfg["run.amp"], "first_steps_s": first, "step_s": median,
@@ -327,8 +321,8 @@ def waits(args, folder, graphs_key, line_of_repository):
         torch.cuda.set_sync_debug_mode("warn")
         try:
             for _ in range(counted):
-                om.train_step(state, *next(batches), cfg)
-                om.advance(state["progress"], split_step(cfg, 1))
+                om.train_step(state, *next(batches))
+                om.advance(state.progress, state.split)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return {"lines": {line: n / counted for line, n in lines.items()}, "host_syncs": sum(lines.values()) / counted}
@@ -433,7 +427,7 @@ def kernels(args, folder):
              "top": [{"name": row.key[:100], "ms": row.self_device_time_total / counted / 1e3,
                       "calls": row.count / counted} for row in rows[:40]]}
     print(json.dumps(rounded(found)), flush=True)
-    with ranges(state["net"]), torch.profiler.profile() as profile:
+    with ranges(state.net), torch.profiler.profile() as profile:
         steps(state, batches, cfg, 1)
     return {**found, "parts_ms": parts_ms(profile)}
 
@@ -493,7 +487,7 @@ def graph_steps(args, folder):
                 state, batches = new_state(cfg, device)
                 first = steps(state, batches, cfg, 4)
                 seconds, peak = steps(state, batches, cfg, 6), peak_bytes(device)
-                recorded = (state["graphs"] or {}).get("recorded", {})
+                recorded = (state.graphs or {}).get("recorded", {})
                 with parts_of_a_step(device) as spent:
                     steps(state, batches, cfg, 3)
                 work = busy(functools.partial(steps, state, batches, cfg, 1), device)
@@ -501,7 +495,7 @@ def graph_steps(args, folder):
                            "recorded": sorted(key for key, value in recorded.items() if value),
                            "allocated_bytes": peak[0], "reserved_bytes": peak[1],
                            "reserved_then_bytes": torch.cuda.memory_reserved(device),
-                           "losses": om.averages(state["progress"]["sums"]),
+                           "losses": om.averages(state.progress.sums),
                            "parts_ms": {key: 1e3 * statistics.median(values) for key, values in spent.items()}}
         except Exception as error:  # the others still count
             found[name] = {"left_out": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
@@ -530,7 +524,7 @@ def choices(args, folder):
             cfg = configuration(args, folder, **changes)
             state, batches = new_state(cfg, device)
             if name == "compile":
-                om.compile_network(state["net"], device)
+                om.compile_network(state.net, device)
             first = steps(state, batches, cfg, 3)
             found[name] = {"step_s": statistics.median(steps(state, batches, cfg, 5)), "first_s": first[0],
                            "allocated_bytes": peak_bytes(device)[0], "reserved_bytes": peak_bytes(device)[1]}
@@ -609,8 +603,8 @@ def determinism(args, folder):
         torch.manual_seed(0)
         state, batches = new_state(cfg, args.where)
         steps(state, batches, cfg, 5)
-        weights.append(om.checkpoint.weights_sha256(state["net"].state_dict()))
-        losses.append(om.averages(state["progress"]["sums"])["regist"])
+        weights.append(om.checkpoint.weights_sha256(state.net.state_dict()))
+        losses.append(om.averages(state.progress.sums)["regist"])
     return {"not_deterministic": different, "equal_trainings_end_equally": weights[0] == weights[1],
             "loss_difference": abs(losses[0] - losses[1]) / abs(losses[0])}
 
@@ -627,7 +621,7 @@ def ddp(args, folder):
         cfg = configuration(args, folder, run__exact_sums=bool(exact))
         state, batches = new_state(cfg, device)
         if exact is not None:
-            state["model"] = om.wrap(state["net"], {"world_size": 2}, device, state["gradients"], cfg)
+            state.model = om.wrap(state.net, om.launch.Ranks(world_size=2), device, state.gradients, cfg)
         steps(state, batches, cfg, 3)
         found[f"{name}_step_s"] = statistics.median(steps(state, batches, cfg, 6))
         state = batches = None
@@ -696,18 +690,18 @@ def checkpoints(args, folder):
     """What a step waits for a checkpoint of the production network, and how long the thread then writes."""
     cfg, device = configuration(args, folder), args.where
     state, batches = new_state(cfg, device)
-    state["run"] = run_folder(Path(folder) / "Models", "day", "om_net")
+    state.folder = run_folder(Path(folder) / "Models", "day", "om_net")
     steps(state, batches, cfg, 2)
     stalls, writes = [], []
     for number in range(3):
         synchronize(device)
         began = time.perf_counter()
-        om.save_state(state, f"tmp/000000_step{number:04d}_day_om_net.pth", cfg)
+        om.save(state, f"tmp/000000_step{number:04d}_day_om_net.pth")
         stalls.append(time.perf_counter() - began)
         om.finish_saving(state)
-        writes.append(state["write_s"])
+        writes.append(state.write_s)
     return {"stall_s": statistics.median(stalls), "write_s": statistics.median(writes),
-            "bytes": sum(path.stat().st_size for path in state["run"].rglob("*.pth")) // 3}
+            "bytes": sum(path.stat().st_size for path in state.folder.rglob("*.pth")) // 3}
 
 
 SECTIONS = (versions, graph_steps, kernels, peaks, syncs, operations, determinism, checkpoints, tests, agreement, step,

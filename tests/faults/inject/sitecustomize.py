@@ -7,6 +7,7 @@ leaves <FAULT_DIR>/<id> with the time, or every time with "always".
 """
 import collections
 import ctypes
+import dataclasses
 import errno
 import json
 import os
@@ -67,7 +68,7 @@ def segfault(fault, frame):
 
 def segfault_in_module(fault, frame):
     """The next forward of one module of the network crashes below Python."""
-    module = frame.f_locals["state"]["net"].get_submodule(fault["module"])
+    module = frame.f_locals["run"].net.get_submodule(fault["module"])
     module.forward = lambda *args, **kwargs: ctypes.string_at(0)
 
 
@@ -95,13 +96,13 @@ def nan_batch(fault, frame):
 def nan_weights(fault, frame):
     import torch
     with torch.no_grad():
-        next(frame.f_locals["state"]["net"].parameters()).view(-1)[0] = float("nan")
+        next(frame.f_locals["run"].net.parameters()).view(-1)[0] = float("nan")
 
 
 def flip_weight(fault, frame):
     """One bit of one weight: a memory error that nobody reports."""
     import torch
-    first = next(frame.f_locals["state"]["net"].parameters()).data.view(-1)[:1].view(torch.int32)
+    first = next(frame.f_locals["run"].net.parameters()).data.view(-1)[:1].view(torch.int32)
     first ^= 1 << 12
 
 
@@ -114,7 +115,7 @@ def smaller_batch(fault, frame):
 def skip_gradient_sum(fault, frame):
     """As if one rank had taken a branch with no_sync: this backward does not sum over ranks there."""
     # A hook, because leaving the no_sync of a batch that only adds up would undo it.
-    frame.f_locals["state"]["model"].register_forward_pre_hook(
+    frame.f_locals["run"].model.register_forward_pre_hook(
         lambda model, args: setattr(model, "require_backward_grad_sync", False))
 
 
@@ -126,7 +127,7 @@ def other_branch(fault, frame):
     def believe(*args, **kwargs):
         agree.agree = real
         agreed = real(*args, **kwargs)
-        return {**agreed, "terms": [9.0 for _ in agreed["terms"]]}
+        return dataclasses.replace(agreed, terms=[9.0 for _ in agreed.terms])
     agree.agree = believe
 
 

@@ -1,0 +1,213 @@
+"""The state of a training: what a checkpoint holds of it, and how it is saved and restored.
+
+A checkpoint is one flat dict (Runtime/checkpoint.py): model, optimizer, queue, config, data, the averaged weights where
+there are any, and the fields of Progress. It holds no generator states: every draw is keyed (Runtime/keyed_random.py).
+"""
+import concurrent.futures
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from Dataloader.dataset import VolumeDataset
+from Dataloader.identity import as_csv, compare_data
+from Diffusion.diffuser import DeformDDPM
+from Diffusion.gradients import GradientSums
+from Diffusion.sharding import compare_moments, gather, gather_state, replicated, whole
+from Runtime import agree, checkpoint, launch, watchdog, writer
+from Runtime.config import MODEL_KEYS
+from Runtime.device import describe, precision
+from Runtime.errors import InputError
+from Runtime.files import remove_leftovers, write_file
+from Runtime.global_batch import Split
+from Runtime.progress import Progress, begin_epoch, from_saved, to_saved
+from Runtime.provenance import save_launch
+from Runtime.rules import start_notifying
+
+PRECISIONS = {"bf16": "bf16", "off": "float32"}
+READ_AGAIN_S = 20.0  # for a checkpoint that the file system does not give; then this is a death like others
+MOST_FAILED_SAVES = 3  # in a row
+
+
+@dataclass
+class Run:
+    """One training, as one rank sees it."""
+
+    cfg: dict                    # as read, with what the ranks have agreed on: run.amp and registration.labels
+    modes: list                  # of MODES of the training script, those that this training has
+    terms: list                  # names of the terms that are always listed
+    # What a checkpoint holds.
+    net: torch.nn.Module         # with fsdp this rank's slices
+    queue: dict                  # of embeddings.new_queue
+    data: str                    # of identity.describe_data
+    progress: Progress
+    # What lives only in this process.
+    folder: Path                 # of the run
+    ranks: launch.Ranks
+    device: torch.device
+    dataset: VolumeDataset
+    held_out: VolumeDataset
+    listed: list | None          # pairs of volumes, see read_datasets
+    split: Split
+    labels: torch.Tensor         # that loss.dice compares
+    ddpm: DeformDDPM
+    gradients: GradientSums
+    watch: dict                  # of memory.new_watch
+    graphs: dict | None          # of graphs.new_graphs
+    launched: float              # time.time() when this launch began
+    # Set once the weights are those of the checkpoint: a checkpoint holds the first two as well.
+    optimizers: dict = field(default_factory=dict)  # {name: Adam}, see optim.moments
+    ema: dict | None = None      # averaged weights
+    model: torch.nn.Module | None = None            # the network as the step functions call it: maybe in DDP
+    curves: dict | None = None   # of writer.new_writer, on rank 0
+    saving: concurrent.futures.Future | None = None  # the write of a checkpoint that is under way
+    failed_saves: int = 0        # in a row
+    write_s: float = 0.0         # that the last write took
+    saved: float = 0.0           # time.time() of the last checkpoint within an epoch
+
+
+def save(run, relative, metrics=None, best=None):
+    """Save one checkpoint, once all ranks have found that what each holds whole is the same. Every rank calls this.
+
+    The step waits for the copy only: a thread of rank 0 writes, reads back, and removes what the config does not keep.
+    """
+    cfg, ranks, step = run.cfg, run.ranks, run.progress.step
+    agree.agree(ranks, step, "checkpoint", weights=replicated(run.net, run.optimizers))
+    watchdog.phase("checkpoint")
+    finish_saving(run)
+    weights, adam = gather_state(run.net, run.optimizers, ranks)
+    ema = gather(run.ema, ranks)
+    if ranks.rank == 0:
+        content = {"format": 1, "model": weights, "optimizer": adam, "queue": run.queue, "config": cfg,
+                   "data": run.data, **({"ema": {**weights, **ema}} if ema else {}), **to_saved(run.progress)}
+        began = time.time()
+
+        def note_time(done):
+            run.write_s = time.time() - began
+
+        run.saving = checkpoint.save_in_background(
+            run.folder, relative, content, metrics, best, (cfg["run.keep_last"], cfg["run.keep_every"], 2))
+        run.saving.add_done_callback(note_time)
+    # Wait here, under this deadline, not in the next step; and learn from rank 0 how long the write before this took.
+    agreed = agree.agree(ranks, step, "checkpoint", terms=[run.write_s])
+    watchdog.learn_write(agreed.terms[0] * ranks.world_size)
+
+
+def finish_saving(run, last=False):
+    """Wait for the write in progress. A failed one does not end a healthy run; three in a row or the last do."""
+    if run.saving is None:
+        return
+    try:
+        run.saving.result()
+        run.failed_saves = 0
+    except OSError as error:
+        run.failed_saves += 1
+        watchdog.event("checkpoint failed", error=str(error))
+        print(f"checkpoint failed, the earlier ones stand: {error}", file=sys.stderr, flush=True)
+        if last or run.failed_saves == MOST_FAILED_SAVES:
+            raise
+    run.saving = None
+
+
+def newest_checkpoint(folder, ranks):
+    """The newest checkpoint that verifies, as rank 0 finds it, on every rank: its path; None in a new run."""
+    relative = ""
+    if ranks.rank == 0:
+        remove_leftovers(folder)
+        if reason := os.environ.get("OMNIMORPH_STEP_BACK"):
+            checkpoint.step_back(folder, reason)
+        relative = checkpoint.newest(folder, record=True, patience_s=READ_AGAIN_S) or ""
+    relative = launch.tell(ranks, "newest checkpoint", relative)
+    return folder / relative if relative else None
+
+
+def agree_on_precision(cfg, ranks, device, saved=None):
+    """What run.amp comes to on all ranks: "bf16" or "off". Every rank calls this.
+
+    auto is bf16 where every device computes it fast. A run that continues with auto keeps the precision in which it
+    began, which may be another than these devices would choose. saved: content of the checkpoint from which it
+    continues.
+    """
+    here = "off" if "off" in agree.gather_objects(ranks, precision(cfg["run.amp"], device)) else "bf16"
+    begun = ((saved or {}).get("config") or {}).get("run.amp")
+    if cfg["run.amp"] != "auto" or begun not in ("bf16", "off") or begun == here:
+        return here
+    if ranks.rank == 0:
+        print(f"run.amp: this run began with {begun} and goes on so; on these devices auto would choose {here}, which "
+              f"`--set run.amp={here}` takes.")
+    return begun
+
+
+def restore(run, content, path, continues):
+    """Take the weights of a checkpoint, and what else it holds where the run continues. Every rank calls this.
+
+    content: of the checkpoint at `path`. continues: whether it is the run's own, and not given by --init-from. Adam's
+    moments and the average are loaded later, once they exist.
+    """
+    changes = checkpoint.check_compatible(content, run.cfg, path, MODEL_KEYS)
+    checkpoint.load_weights(run.net, content, path)
+    if continues:
+        changes += compare_moments(content["optimizer"], [mode.name for mode in run.modes], run.cfg, path)
+        changes += restore_progress(run, content, path)
+    if run.ranks.rank == 0:
+        for change in changes if continues else []:
+            print(f"changed since the checkpoint: {change}")
+        print(f"continuing from {path}, epoch {run.progress.epoch}, step {run.progress.step}" if continues
+              else f"weights from {path}")
+    agree.agree(run.ranks, run.progress.step, "checkpoint", weights=run.net.state_dict())
+
+
+def restore_progress(run, content, path):
+    """Take counters, sums and the queue. An epoch is left where the order of its volumes is another now.
+
+    Returns: sentences about what has changed in the data.
+    """
+    try:
+        run.progress = from_saved(content)
+        reordered, changes = compare_data(content["data"], run.data, path)
+    except KeyError as missing:
+        raise InputError(f"{path} has no {missing.args[0]}: it is of an older version; start a new run with --fresh "
+                         f"--init-from {path}.") from None
+    run.queue.update({name: value if name == "next" else value.to(run.device)
+                      for name, value in content["queue"].items()})
+    if reordered and run.progress.step_in_epoch:
+        # Not beyond the last one, which would end the run without its validation.
+        epoch = min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1)
+        begin_epoch(run.progress, epoch, run.terms)
+        changes.append(f"the order of the volumes: the training goes on with epoch {epoch} from its start")
+    return changes
+
+
+def announce(run):
+    """Write down what this launch runs with, say so, and open the log for TensorBoard. Rank 0 calls this."""
+    cfg, step, volumes, held_out = run.cfg, run.progress.step, len(run.dataset), len(run.held_out)
+    try:
+        save_launch(run.folder, cfg, step, run.modes)
+        write_file(run.folder / "data.csv", as_csv(run.data))
+    except OSError as error:  # a full disk may have room again when the next checkpoint is due
+        print(f"{run.folder}: what this launch runs with could not be written: {error}", file=sys.stderr)
+    print(f"{run.folder}: {volumes} training and {held_out} validation volumes, {run.split.samples} samples and "
+          f"{run.split.pairs} pairs a step, on {run.ranks.world_size} x {describe(run.device)}, "
+          f"{PRECISIONS[cfg['run.amp']]}")
+    if cfg["loss.contrastive"] and len(set(run.dataset.subjects.tolist())) < 2:
+        print("all training volumes are of one subject, so mode 2 has nobody to tell apart: its loss stays 0; set "
+              "loss.contrastive to 0, or data.subject_pattern if these are several subjects")
+    if held_out == 1:
+        print("one validation volume makes no pair, so registration is not validated and no checkpoint is the best: "
+              "hold out two volumes (data.val_ids, data.val_fraction)")
+    start_notifying(run.folder, cfg["run.notify"])
+    run.curves = writer.new_writer(f"{cfg['run.logs']}/{run.folder.name}", step, run.folder / "pictures")
+
+
+def refuse_nonfinite(run):
+    """After a step without an update: weights that are not finite never recover; nor does a loss that stays so."""
+    step, most = run.progress.step, run.cfg["run.max_nonfinite"]
+    for name, parameter in run.net.named_parameters():
+        if not whole(parameter).isfinite().all():
+            raise RuntimeError(f"the weights are not finite after step {step}: {name}")
+    if run.progress.nonfinite_in_a_row >= most:
+        raise InputError(f"{run.folder}: the loss was not finite in {most} steps in a row, the last one {step}; look "
+                         "at the data or lower optim.lr.")
