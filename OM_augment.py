@@ -71,7 +71,6 @@ from Runtime.workers import run_tasks
 
 DRAWS = 32  # copies of each volume, where nobody says how many
 CHUNK = 4  # draws that a worker makes of a volume at a time: it reads the volume once for all of them
-STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process
 WORKER = {}  # of each process, from `prepare_worker`: job, cfg, net, device, targets
 
 
@@ -401,7 +400,7 @@ def run(args):
     items = read_items(args, cfg)
     draws = copies_of_each(args, items)
     out.mkdir(parents=True, exist_ok=True)
-    token = run_lock.lock(out, STALE_S, instead="name another --out")
+    token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
         records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]))
         records, refused = make_all(job, items, draws, args.workers, records)

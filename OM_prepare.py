@@ -38,7 +38,6 @@ from Runtime.errors import DONE, STOP, InputError, parse_options
 from Runtime.workers import run_tasks
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process
 WORKER = {"counter": None}  # of each worker: how many volumes are done, shared with the main process
 
 
@@ -310,7 +309,7 @@ def run(folder, cfg, args):
     if args.export:
         return export(folder, cfg, *args.export)
     folder.mkdir(parents=True, exist_ok=True)
-    token = run_lock.lock(folder, STALE_S, instead="name another data.cache")
+    token = run_lock.lock(folder, run_lock.STALE_S, instead="name another data.cache")
     try:
         if not (args.fresh or args.repair):
             return prepare(folder, cfg, args)

@@ -105,7 +105,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--max-seconds-before-restart", type=float, default=0, metavar="S",
                         help="the same after S seconds: a launcher passes on its own time limit (0 = off)")
     parser.add_argument("--debug", action="store_true",
-                        help="find a crash: blocking launches, checked collectives, the module that was running")
+                        help="find a crash: blocking launches, checked collectives, all details of the libraries")
     parser.add_argument("--profile", metavar="START:STEPS",
                         help="trace so many steps of rank 0 from step START on, for the report of the run")
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Displacement fields: warp, compose, integrate, invert, Jacobian, change of grid. Pure functions, 2D and 3D.
+"""Displacement fields: warp, compose, integrate, Jacobian, change of grid. Pure functions, 2D and 3D.
 
 Conventions, used everywhere in the project:
   image  (B, C, *spatial), spatial = (D, H, W) or (H, W)
@@ -186,20 +186,6 @@ def flow(velocity, squarings=5):
     for _ in range(squarings):
         field = compose(field, field)
     return field
-
-
-def invert(field, iterations=20):
-    """Inverse field by the fixed-point iteration inverse(x) = -field(x + inverse(x)) (Chen et al., Med Phys 2008).
-
-    compose(field, inverse) is zero up to interpolation. Each iteration shrinks the error by the largest derivative of
-    the field, so it converges where that stays below one, which also means no folding.
-
-    field: (B, N, *spatial) displacement in voxels. Returns: the same shape.
-    """
-    inverse = torch.zeros_like(field)
-    for _ in range(iterations):
-        inverse = -warp(field, inverse, padding="border")
-    return inverse
 
 
 def resize_field(field, size, align="corners"):

@@ -41,7 +41,7 @@ from Inference.pair_row import make_folder, write_row
 from Inference.registration import overlap_percent
 from Inference.results import require_apart, write_results
 from Inference.verdict import judge_list
-from Inference.work import STALE_S, do_all
+from Inference.work import do_all
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
@@ -136,7 +136,7 @@ def register_all(args):
     if args.learn2reg:
         require_own_disps(pairs, cfg["model.dims"])
     make_folder(out)
-    token = run_lock.lock(out, STALE_S, instead="name another --out")
+    token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
         rows, failed = register_each(pairs, model, cfg, settings, args, out)
         rows = judge_list(rows)
@@ -235,7 +235,7 @@ def apply_saved(args):
                   for path in args.moving_label]
     tell_field(args.apply, field, affine, [entry[1:] for entry in images + label_maps])
     make_folder(out)
-    token = run_lock.lock(out, STALE_S, instead="name another --out")
+    token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
         for target, *_ in images + label_maps:
             target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label

@@ -12,8 +12,6 @@ from Runtime import run_lock
 from Runtime.errors import attempt, first_line
 from Runtime.workers import run_tasks
 
-STALE_S = 3600.0  # a lock of another machine that nobody has touched for so long belongs to a dead process
-
 
 def do_all(out, tasks, function, settings, workers=1, doing="registering", unit="pair", again=False, resumes=True,
            begin=None, arguments=()):

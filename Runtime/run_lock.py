@@ -26,6 +26,7 @@ try:
 except ImportError:  # Windows, where the tools run too
     fcntl = None
 
+STALE_S = 3600.0  # for outputs of tools: a lock of another machine untouched for so long belongs to a dead process
 CLAIM_S = 30.0  # longer than reading and writing a lock ever takes
 HELD = {}  # {run folder: token} of the locks under which this process works
 

@@ -61,15 +61,9 @@ def ranks_of(run):
     return sorted(int(name[1]) for name in names if name)
 
 
-def log_parts(run, rank):
-    """Paths of a rank's log, oldest first: the parts that Runtime/watchdog.py has closed, and the one in use."""
-    return [*sorted(Path(run).glob(f"rank{rank}.part*.jsonl")), Path(run) / f"rank{rank}.jsonl"]
-
-
 def log_lines(run, rank):
     """All lines of a rank's log, oldest first, one after the other: a long log need not fit into memory."""
-    for path in log_parts(run, rank):
-        yield from lines_of(path)
+    yield from lines_of(Path(run) / f"rank{rank}.jsonl")
 
 
 def lines_of(path, tail=None):
@@ -92,22 +86,21 @@ def lines_of(path, tail=None):
 def read_rank_log(run, rank, found, steps, tail):
     """Sort the lines of a rank into `found`, those of its steps into the columns `steps` unless that is None."""
     pace = found["pace"].setdefault(rank, [])
-    for path in log_parts(run, rank):
-        for line in lines_of(path, tail):
-            kind = line["event"]
-            if kind == "step":
-                if steps is not None:
-                    add_row(steps, line)
-            elif kind == "pace":
-                pace.append(line)
-            elif kind == "now":
-                found["now"][rank] = line
-            elif kind == "epoch":
-                found["epochs"][line.get("epoch")] = line
-            else:
-                found["events"].append(line)
-                if kind == "end" and steps is not None:
-                    add_row(steps, line)
+    for line in lines_of(Path(run) / f"rank{rank}.jsonl", tail):
+        kind = line["event"]
+        if kind == "step":
+            if steps is not None:
+                add_row(steps, line)
+        elif kind == "pace":
+            pace.append(line)
+        elif kind == "now":
+            found["now"][rank] = line
+        elif kind == "epoch":
+            found["epochs"][line.get("epoch")] = line
+        else:
+            found["events"].append(line)
+            if kind == "end" and steps is not None:
+                add_row(steps, line)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

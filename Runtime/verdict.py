@@ -75,7 +75,7 @@ def judge(run, attempt, world_size, code):
     times += [other["exit"]["time"] for other in records if other["exit"]]
     host = started.get("node") or started.get("host", now.get("host", ""))  # Slurm's name of the node, if there is one
     return {"attempt": attempt, "cause": cause, "detail": detail, "rank": culprit, "host": host,
-            "step": now.get("step"), "mode": now.get("mode", ""), "module": now.get("module", ""),
+            "step": now.get("step"), "mode": now.get("mode", ""),
             "phase": (refused or now).get("phase", "launch"),
             "stack": stack_lines(record), "others": places([other for other in records if other["rank"] != culprit]),
             "ended": max(times, default=None), "dead": cause not in ("done", "planned restart")}
@@ -295,9 +295,8 @@ def sentence(verdict):
         return f"attempt {verdict['attempt']}: {verdict['cause']}{detail}"
     who = f"rank {verdict['rank']}" if verdict["rank"] is not None else "all ranks"
     mode = f" ({verdict['mode']})" if verdict["mode"] else ""
-    module = f", module {verdict['module']}," if verdict["module"] else ""  # with --debug
     step = f" of step {verdict['step']}" if verdict["step"] is not None else ""
     stack = f", at {verdict['stack'][-1]}" if verdict["stack"] else ""
     others = f"; {verdict['others']}" if verdict["others"] else ""
     return (f"attempt {verdict['attempt']}: {verdict['cause']}: {who} on {verdict['host'] or 'an unknown host'} in "
-            f"{verdict['phase']}{mode}{module}{step}: {verdict['detail'].rstrip('.')}{stack}{others}")
+            f"{verdict['phase']}{mode}{step}: {verdict['detail'].rstrip('.')}{stack}{others}")

@@ -2,11 +2,9 @@
 
 `<run>/rank<r>.jsonl` is heartbeat, breadcrumb and event log at once: one JSON object per line. The last line
 ({"event": "now", ...}) says where the rank is; each phase overwrites it in place, so that the file grows by events
-only. Writes go straight to the kernel and survive the death of the process. A log that has grown to PART bytes is
-renamed to `rank<r>.part<n>.jsonl`, and a new one begins; Runtime/run_logs.py reads all parts in order. A phase that
-outlives its deadline ends the process by faulthandler, which works with the GIL held and with a backend that never
-times out. faulthandler writes the stacks of all threads to `<run>/rank<r>.stack`, or to standard error if there is no
-launcher.
+only. Writes go straight to the kernel and survive the death of the process. A phase that outlives its deadline ends
+the process by faulthandler, which works with the GIL held and with a backend that never times out. faulthandler writes
+the stacks of all threads to `<run>/rank<r>.stack`, or to standard error if there is no launcher.
 """
 import collections
 import contextlib
@@ -24,7 +22,6 @@ import traceback
 
 from Runtime.run_lock import TakenOver, assert_held, touch
 
-PART = 64 * 2 ** 20  # bytes after which a log goes on in a new file
 WIDTH = 400  # bytes of the breadcrumb line, which is overwritten
 LOOK_S = 10.0  # how often a rank checks that the folder is still its own; locks are given up after a much longer time
 MOST_PENDING = 2 ** 20  # bytes of log that wait for space on a full disk; beyond that the oldest are dropped
@@ -51,9 +48,8 @@ def start(run, rank, attempt, cfg, launcher):
     # Who this is, and the log: its descriptor, the offset of the breadcrumb, bytes that a full disk has not taken yet.
     STATE.update(run=run, rank=rank, attempt=attempt, host=socket.gethostname(), stack=stack, looked=now)
     STATE.update(pending=b"", beat=lambda: None, **open_log(run, rank))
-    # Where it is: number of phases so far, step, the phase and when it was entered (since: or last repeated), and with
-    # --debug the module of the network.
-    STATE.update(number=0, step=0, name="start", mode="", entered=now, since=now, module="")
+    # Where it is: number of phases so far, step, the phase and when it was entered (since: or last repeated).
+    STATE.update(number=0, step=0, name="start", mode="", entered=now, since=now)
     # Deadlines, and the seconds they are learned from: of phases, of the last steps, of writing a checkpoint.
     STATE.update(floor=cfg["run.deadline_floor_s"], first=cfg["run.deadline_first_s"])
     STATE.update(factor=cfg["run.deadline_factor"], took={}, lately={}, write=None)
@@ -76,15 +72,8 @@ def _note_signal(number, frame):
 
 
 def open_log(run, rank):
-    """Open the log of a rank; one that has PART bytes becomes a part, and a new one begins. Returns: {"file", "end"}.
-
-    end: the offset behind the last whole line. run: Path of the run folder.
-    """
-    path = run / f"rank{rank}.jsonl"
-    with contextlib.suppress(OSError):  # no log yet, or a disk that takes no new name: the log goes on as it is
-        if path.stat().st_size >= PART:
-            path.rename(path.with_name(f"rank{rank}.part{len(list(run.glob(f'rank{rank}.part*.jsonl'))):04d}.jsonl"))
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    """Open the log of a rank. run: Path of the run folder. Returns: {"file", "end": offset behind its last line}."""
+    file = os.open(run / f"rank{rank}.jsonl", os.O_RDWR | os.O_CREAT, 0o644)
     end = os.fstat(file).st_size
     if end and os.pread(file, 1, end - 1) != b"\n":
         end += os.pwrite(file, b"\n", end)  # a node died in the middle of a line
@@ -132,20 +121,10 @@ def _enter(name, mode, repeated):
         STATE["took"][last] = max(STATE["lately"][last], STATE["took"].get(last, 0))
     if not repeated:
         STATE.update(entered=now, number=STATE["number"] + 1)
-    STATE.update(name=name, mode=mode, since=now, module="")
+    STATE.update(name=name, mode=mode, since=now)
     STATE["deadline"] = deadline(name, mode)
     _write(b"")
     faulthandler.dump_traceback_later(STATE["deadline"], exit=True, file=STATE["stack"])
-
-
-def inside(module):
-    """Note the module of the network that is about to run, in the breadcrumb. Only with --debug: see Runtime/trail.py.
-
-    module: its name, "" for none.
-    """
-    if STATE["file"] is not None:
-        STATE["module"] = module
-        _write(b"")
 
 
 def deadline(name, mode=""):
@@ -209,19 +188,6 @@ def event(kind, **fields):
     line = {"event": kind, "attempt": STATE["attempt"], "rank": STATE["rank"], "step": STATE["step"],
             "time": round(time.time(), 3), **fields}
     _write(json.dumps(line).encode() + b"\n")
-    if STATE["end"] >= PART and not STATE["pending"]:
-        _begin_part()
-
-
-def _begin_part():
-    """Go on in a new file, unless another launch has the folder: then TakenOver is raised."""
-    STATE["looked"] = 0.0
-    _check_folder()
-    os.close(STATE["file"])
-    STATE.update(**open_log(STATE["run"], STATE["rank"]))
-    if STATE["end"] < PART:  # else the disk took no new name
-        _introduce()
-        _write(b"")
 
 
 def stop_requested():
@@ -272,8 +238,6 @@ def _write(lines):
                   "mode": STATE["mode"], "phase": STATE["name"], "number": STATE["number"],
                   "time": round(STATE["since"], 3), "deadline": round(STATE.get("deadline", 0), 1),
                   "host": STATE["host"][:64]}
-    if STATE["module"]:
-        breadcrumb["module"] = STATE["module"][-80:]
     breadcrumb = json.dumps(breadcrumb).encode().ljust(WIDTH - 1) + b"\n"
     lines = STATE["pending"] + lines
     content = lines + breadcrumb

@@ -10,7 +10,6 @@ from Dataloader.nifti import SUFFIXES, ends_in, open_nifti
 from Dataloader.volume import axes
 from Inference.pair_row import make_folder
 from Inference.results import file_digests, source_digests, write_results
-from Inference.work import STALE_S
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import require_file, write_file
@@ -66,7 +65,7 @@ class Folder:
 
     def __enter__(self):
         make_folder(self.path)
-        self.token = run_lock.lock(self.path, STALE_S, instead="name another --out")
+        self.token = run_lock.lock(self.path, run_lock.STALE_S, instead="name another --out")
         return self.path
 
     def __exit__(self, *_):

@@ -27,9 +27,14 @@ HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, sign
 HOOK = sys.excepthook
 launching.mark_this_process()
 # Files that take long, the longest first: begun last, one of them would run alone while the other processes wait.
-LONG = ("faults", "train", "networks", "3modes_opt_equivalence", "host_memory", "strategies", "ranks", "demo",
-        "watchdog", "om_augment", "diagnostics", "register", "cache", "smoke", "checkpoint", "cost", "preflight",
-        "launcher", "scaling", "data")
+LONG = ("faults", "train", "networks", "strategies", "ranks", "watchdog", "om_augment", "register", "cache",
+        "checkpoint", "cost", "preflight", "launcher", "scaling", "data")
+
+# Files for `make test-all`: they install, start or train programs as a whole, count or simulate devices, or ask tools
+# of the tests themselves. What a commit breaks first has its test in the other files.
+SLOW = ("anatomies", "bench_augment", "bench_default", "bench_multimodal", "bench_original", "compile", "containers",
+        "demo", "diagnostics", "fake_device", "host_memory", "install", "launching", "nnunet", "notebooks",
+        "simulated_device", "smoke", "universal", "3modes_opt_equivalence")
 
 
 def pytest_collection_modifyitems(items):
@@ -41,6 +46,8 @@ def pytest_collection_modifyitems(items):
     places = {f"test_{name}.py": index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: -1 if item.get_closest_marker("slurm") else places.get(item.path.name, len(LONG)))
     for item in items:
+        if item.path.stem.removeprefix("test_") in SLOW:
+            item.add_marker(pytest.mark.slow)
         shared = next((name for name in ("slurm", "gpu") if item.get_closest_marker(name)), None)
         if (shared or item.get_closest_marker("slow")) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))  # beside each other they take twice as long

@@ -5,8 +5,9 @@ import torch
 from scipy.ndimage import map_coordinates
 
 from Diffusion.diffuser import DeformDDPM, draw_velocity, image_count, label_count, middle
-from Diffusion.fields import invert, resize_field, side_lengths, warp
+from Diffusion.fields import resize_field, side_lengths, warp
 from Diffusion.losses import recovery_terms
+from tests.inverse import invert
 
 GRIDS = {2: [8, 16, 32], 3: [4, 8, 16]}
 

@@ -1,4 +1,4 @@
-"""Faults against real launches: four in one launch always, all of the matrix and random kills when asked for."""
+"""Faults against real launches: four in one launch, all of the matrix, and random kills."""
 import json
 import os
 import signal
@@ -16,6 +16,7 @@ STEPS = 24
 PARTS = 4  # of the matrix: `make test-all` has two of its tests run at a time
 
 
+@pytest.mark.slow
 def test_faults_are_found_named_and_survived(tmp_path):
     """One launch: a killed rank, a stopped rank and a wrong branch end an attempt each; then a file is damaged."""
     undisturbed, folder = new_folder(tmp_path, "undisturbed"), new_folder(tmp_path, "faults")

@@ -12,13 +12,13 @@ from Diffusion.fields import (
     compose,
     identity,
     integrate_velocity,
-    invert,
     jacobian_determinant,
     resample,
     resize_field,
     side_lengths,
     warp,
 )
+from tests.inverse import invert
 
 MATRICES = {2: [[1.10, 0.20, 1.5], [-0.05, 0.85, -0.7]],
             3: [[1.10, 0.20, 0.05, 1.5], [-0.05, 0.85, 0.10, -0.7], [0.03, -0.12, 1.30, 0.4]]}

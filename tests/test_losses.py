@@ -4,8 +4,9 @@ import math
 import pytest
 import torch
 
-from Diffusion.fields import affine_field, identity, invert, jacobian_determinant, side_lengths
+from Diffusion.fields import affine_field, identity, jacobian_determinant, side_lengths
 from Diffusion.losses import folding, info_nce, recovery_terms, regularity, roughness
+from tests.inverse import invert
 
 
 @pytest.fixture(params=[(24, 33), (16, 21, 26)], ids=["2d", "3d"])

@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from Diffusion.diffuser import DeformDDPM, draw_velocity, image_count, label_count, make_condition, middle
-from Diffusion.fields import compose, integrate_velocity, invert, resize_field, side_lengths, warp
+from Diffusion.fields import compose, integrate_velocity, resize_field, side_lengths, warp
+from tests.inverse import invert
 
 GRIDS = {2: [8, 16, 32], 3: [4, 8, 16]}
 KEYS = [(7, 0, 1), (7, 0, 2)]

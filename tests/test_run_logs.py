@@ -1,16 +1,13 @@
 """Reading the logs of a run: cut lines, parts, copies, many steps."""
 import json
-import os
 import time
 
 import numpy as np
 import pytest
 
-from Runtime import watchdog
 from Runtime.errors import InputError
 from Runtime.goodput import account
-from Runtime.run_logs import log_lines, ranks_of, read_run, step_columns
-from tests.test_watchdog import run_process
+from Runtime.run_logs import read_run, step_columns
 
 
 def write_lines(path, *lines):
@@ -80,41 +77,6 @@ def test_lines_are_sorted_by_what_they_are(tmp_path):
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(InputError, match="there is no attempts.jsonl; give the folder of a run"):
         read_run(tmp_path / "nowhere")
-
-
-LONG = """
-watchdog.PART = 3000
-for step in range(60):
-    watchdog.new_step(step)
-    watchdog.phase("forward")
-    watchdog.event("step", much="x" * 100, spent=watchdog.end_step())
-watchdog.finish()
-"""
-
-
-def test_a_log_goes_on_in_a_new_file_when_it_is_long(tmp_path):
-    assert run_process(tmp_path, LONG).returncode == 0
-    parts = sorted(path.name for path in tmp_path.glob("rank1.part*"))
-    assert parts[:2] == ["rank1.part0000.jsonl", "rank1.part0001.jsonl"] and len(parts) >= 4
-    assert all(path.stat().st_size < 4000 for path in tmp_path.glob("rank1*.jsonl"))
-    assert ranks_of(tmp_path) == [1]
-    lines = list(log_lines(tmp_path, 1))
-    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(60))
-    # The newest part says who writes, which the verdict asks for, and ends with the end.
-    newest = [json.loads(line) for line in (tmp_path / "rank1.jsonl").read_text().splitlines()]
-    assert newest[0]["event"] == "start" and newest[0]["pid"]
-    assert [line["event"] for line in newest[-2:]] == ["end", "now"]
-
-
-def test_a_launch_begins_a_new_file_behind_a_long_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "PART", 100)
-    for text, parts in (("x" * 50, 0), ("y" * 50, 1), ("z" * 200, 2)):
-        with open(tmp_path / "rank3.jsonl", "a") as file:
-            file.write(text + "\n")
-        opened = watchdog.open_log(tmp_path, 3)
-        os.close(opened["file"])
-        assert len(list(tmp_path.glob("rank3.part*.jsonl"))) == parts
-    assert (tmp_path / "rank3.part0001.jsonl").read_text() == "z" * 200 + "\n" and opened["end"] == 0
 
 
 def test_a_hundred_thousand_steps_are_read_in_seconds(tmp_path):

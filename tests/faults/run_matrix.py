@@ -95,16 +95,6 @@ def died(folder, ranks, reference, fault, cause, rank=1, phase="forward", **chan
     return result(folder, reference, since, end["time"], named), end["sentence"]
 
 
-def segfault_in_module(folder, ranks, reference, module):
-    """With --debug the sentence has the name of the module whose forward crashed."""
-    fault = {"do": "segfault_in_module", "module": module, **FORWARD}
-    code, since = wait(launch(folder, ranks, [fault], more=["--debug"])), struck(folder)
-    end = ends(folder)[0]
-    named = (end["cause"], end["verdict"]["rank"], code) == ("crash in native code", 1, DONE)
-    named = named and f"module {module} (" in end["sentence"]
-    return result(folder, reference, since, end["time"], named), end["sentence"]
-
-
 def killed_from_outside(folder, ranks, reference, number, victims):
     process = launch(folder, ranks)
     until(lambda: steps_done(folder) >= 9)
@@ -561,7 +551,6 @@ def matrix():
              "now"),
             ("segfault in the first forward", died, ({"do": "segfault", **FORWARD, "step": 0}, "crash in native code"),
              "now"),
-            ("segfault in a module, --debug", segfault_in_module, ("attention.blocks.0.mlp.0",), "now"),
             ("hang in the first forward", died, ({"do": "hold_gil", **FORWARD, "step": 0}, "hang"), "first"),
             ("out of memory on one rank", died, ({"do": "out_of_memory", **FORWARD}, "out of host memory"), "now"),
             ("killed by the kernel for memory", kernel_takes_memory, (), "now"),

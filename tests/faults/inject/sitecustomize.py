@@ -66,12 +66,6 @@ def segfault(fault, frame):
     ctypes.string_at(0)
 
 
-def segfault_in_module(fault, frame):
-    """The next forward of one module of the network crashes below Python."""
-    module = frame.f_locals["run"].net.get_submodule(fault["module"])
-    module.forward = lambda *args, **kwargs: ctypes.string_at(0)
-
-
 def slow_down(fault, frame):
     """A rank that takes longer, by a share of the phase's own time: as a device whose clock is lowered."""
     state = sys.modules["Runtime.watchdog"].STATE
