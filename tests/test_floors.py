@@ -91,6 +91,18 @@ def test_the_programs_start_without_the_tests():
     assert not [name for name, path in modules().items() if pattern.search(path.read_text())]
 
 
+def test_the_page_of_the_code_names_every_file_and_its_stops_are_there():
+    """A file that nobody can say in one line what for should not be there."""
+    page = (ROOT / "docs/code.md").read_text()
+    listed = set(re.findall(r"^\| `([\w/]+\.py)` \|", page, re.M))
+    files = {str(path.relative_to(ROOT)) for path in modules().values() if path.read_text().strip()}
+    assert not files - listed, "docs/code.md has no line for these files"
+    assert not {name for name in listed if not (ROOT / name).is_file()}
+    for names, file in re.findall(r"^\| \d+ \| (.*) \(`([\w/]+\.py)`\) \|", page, re.M):
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^ *(def|class) {name}\b", (ROOT / file).read_text(), re.M), f"{file} has no {name}"
+
+
 def test_every_module_is_in_git():
     """A file that is not would be missing from a clone."""
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, timeout=30)
