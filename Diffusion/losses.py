@@ -231,7 +231,7 @@ def window_statistics(target, window, weight=None, eps=1e-5):
     square = target.square() if weight is None else weight * target.square()
     variance = box_mean(square, window)
     variance = (variance if weight is None else variance.div_(count)).addcmul_(mean, mean, value=-1.0).clamp_(min=0.0)
-    counted = (variance > eps).float()
+    counted = (variance > 10 * eps).float()  # as in `local_correlation_map`
     return count, mean, variance, counted if weight is None else counted * weight
 
 
@@ -410,12 +410,14 @@ def table_lookup(image, table):
 def image_similarity(image, target, cfg, weight=None):
     """What mode 3 raises, by registration.similarity: `mslncc`, `mapped_correlation` or `likeness`, over the scales.
 
+    "auto" is the correlation here: a batch is of one training, whose volumes are mostly of one modality.
+
     image, target: (B, C, *spatial). cfg: with its registration.* keys. weight: (B, 1, *spatial) or None.
     Returns: a scalar, at most 1, which is perfect.
     """
     kind, window = cfg["registration.similarity"], cfg["registration.window"]
     scales, squared = cfg["registration.scales"], cfg["registration.squared"]
-    if kind == "correlation":
+    if kind in ("correlation", "auto"):
         return mslncc(image, target, window, scales, squared, weight)
     total = 0.0
     for level in range(scales):

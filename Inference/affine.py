@@ -16,7 +16,15 @@ from scipy.spatial.transform import Rotation
 
 from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
 from Diffusion.fields import identity, warp
-from Diffusion.losses import box_mean, local_correlation, mutual_information, weighted_variance
+from Diffusion.losses import (
+    box_mean,
+    likeness,
+    local_correlation,
+    local_correlation_map,
+    mutual_information,
+    self_similarity,
+    weighted_variance,
+)
 from Runtime.errors import InputError
 
 SIDES = {2: (24, 48, 96, 192), 3: (16, 32, 64, 96)}  # voxels along the longest side, never finer than the volume
@@ -34,13 +42,17 @@ FLAT = 1e-4  # local variance of intensities up to which nothing can be compared
 FOREGROUND = 0.05  # intensity above which a voxel counts for centre, moments and box
 MARGIN = 0.1  # around the foreground of the fixed volume, as a fraction of its box
 THINNEST = 4  # voxels that a level has at least along the shortest side
-STRAIN = 0.7  # norm of the logarithmic strain above which it costs: 1.5 times as large along every axis
+# Norm of the logarithmic strain above which it costs; 0.7 is 1.5 times as large along every axis. Mutual information
+# gains by squeezing one volume into a bright part of the other, so with it every strain costs.
+STRAIN = {"global": 0.7, "local": 0.7, "mutual": 0.0}
 OTHER_SIZE = 1.5  # times by which sizes differ where moments are believed in, and headers are not
 APART = 4  # voxels of the coarsest level, from which on two maps there count as different answers
 MOST_BINS = 32  # of the joint histogram; small volumes, whose voxels would not fill it, have fewer
 NEAR = 45.0  # degrees up to which a map is turned about as the headers say
 LEAP = 0.2  # of what the best map so near lacks to perfect similarity: what one that is turned further gains at least
 BETTER = 0.02  # of what the header's map lacks to perfect similarity: what another one gains at least
+ONE_SIGN = 0.87  # of the correlation in all windows has one sign where two volumes are taken for one modality
+COMPARED = 2  # level on which structures are compared
 
 
 def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", similarity="correlation", fixed_mask=None,
@@ -49,14 +61,16 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
 
     fixed, moving: (D, H, W), or both (H, W), intensities 0 .. 1, of any size, spacing and orientation; they need not
     overlap. fixed_affine, moving_affine: 4x4, voxel to world in millimetres, RAS. kind: "affine", or "rigid" (rotation
-    and shift). similarity: "correlation", or for two modalities "mapped" or "mind": mutual information, see STAGES.
+    and shift). similarity: "correlation"; for two modalities "mapped" or "mind", with which mutual information finds
+    the map, see STAGES, and structures judge it; "auto": correlation, and "mind" if that shows two modalities.
     fixed_mask, moving_mask: 0 .. 1 in the shape of the volume, how much each voxel counts; None for all alike.
     finest: voxels along the longest side beyond which no level but the first is taken; None for all.
     Returns: T, 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map
     stays in the planes of the images. The same input gives the same result. T never mirrors unless the headers do.
     And a dict of how far to believe it: affine_similarity, that of the finest level, with 0 where a voxel of the fixed
     volume lies outside of the moving one; affine_similarity_before, as the headers say; affine_runner_up, of the best
-    other answer, as a fraction of the similarity of T at the first level where several went on; 0 where none did.
+    other answer, as a fraction of the similarity of T at the first level where several went on; 0 where none did;
+    one_sign, see `_one_sign`, None with a similarity for two modalities.
     Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
     """
     if kind not in ("affine", "rigid"):
@@ -69,10 +83,27 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
                          "kind.")
     fixed, fixed_mask = _masked("fixed", fixed, given_affines[0], fixed_mask)
     moving, moving_mask = _masked("moving", moving, given_affines[1], moving_mask)
-    frames, header, shapes = _frames(fixed, fixed_affine, moving, moving_affine)
     volumes = (fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine)
-    levels = _levels(volumes, frames, _basis(fixed.ndim, kind), _size_ratio(shapes) if kind == "affine" else 1.0)
-    stages = _stages(similarity, fixed.ndim, finest)
+    frames, header, shapes = _frames(fixed, fixed_affine, moving, moving_affine)
+    if similarity in ("correlation", "auto"):
+        matrix, scores, levels = _found(volumes, frames, header, shapes, kind, "correlation", finest)
+        scores["one_sign"] = one_sign = _one_sign(matrix, levels[COMPARED])
+    if similarity in ("mapped", "mind") or (similarity == "auto" and one_sign < ONE_SIGN):
+        matrix, scores = _of_two_modalities(volumes, frames, header, shapes, kind, finest)
+        scores["one_sign"] = one_sign if similarity == "auto" else None
+    return frames[1] @ _embed(matrix.numpy()) @ np.linalg.inv(frames[0]), scores
+
+
+def of_one_modality(scores):
+    """Whether two volumes are taken for one modality. scores: the dict that `align_affine` returns."""
+    return scores["one_sign"] is None or scores["one_sign"] >= ONE_SIGN
+
+
+def _found(volumes, frames, header, shapes, kind, similarity, finest):
+    """The best map (N, N + 1) of a kind by a similarity, the scores that `align_affine` returns, and the levels."""
+    dims = volumes[0].ndim
+    levels = _levels(volumes, frames, _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0)
+    stages = _stages(similarity, dims, finest)
     coarse = "mutual" if stages[0][1] == "mutual" else "global"
     tried = torch.from_numpy(np.stack([*header, *_turned(header, shapes, kind, TURNS[coarse])]))
     candidates = _together(_first(tried, len(header), levels[0], coarse), levels[0], coarse)
@@ -93,8 +124,43 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
             candidates = _as_headers_say(candidates, tried[0], level, compared_by)
     (start, parameters), = _best(candidates, 1, level, compared_by)
     matrix, scores = _kept(_matrix(start, parameters, level)[0], tried[0], level, compared_by)
-    return (frames[1] @ _embed(matrix.numpy()) @ np.linalg.inv(frames[0]),
-            {"affine_similarity": scores[1], "affine_similarity_before": scores[0], "affine_runner_up": runner_up})
+    return matrix, {"affine_similarity": scores[1], "affine_similarity_before": scores[0],
+                    "affine_runner_up": runner_up}, levels
+
+
+@torch.no_grad()
+def _of_two_modalities(volumes, frames, header, shapes, kind, finest):
+    """Of the starts and the maps that mutual information finds, the one under which structures are most alike.
+
+    Mutual information of two modalities is small wherever volumes lie, and its maximum may be far from their anatomy.
+    A rigid map is tried too, since there is less that can go wrong. Returns: as `_found`, without the levels.
+    """
+    found = [(torch.from_numpy(start), {}) for start in header]
+    for each in dict.fromkeys(("rigid", kind)):
+        with torch.enable_grad():
+            matrix, scores, levels = _found(volumes, frames, header, shapes, each, "mind", finest)
+        found.append((matrix, scores))
+    level = levels[COMPARED]
+    described = self_similarity(level["fixed"])
+    structures = []
+    for matrix, _ in found:
+        warped, weight = _shown(matrix[None], level)
+        structures.append(float(likeness(self_similarity(warped * (weight > 0)), described, level["textured"])))
+    matrix, scores = found[int(np.argmax(structures))]
+    return matrix, scores or {**found[-1][1], "affine_similarity": found[-1][1]["affine_similarity_before"]}
+
+
+@torch.no_grad()
+def _one_sign(matrix, level):
+    """How much of the correlation in all windows, without its sign, has the sign of the most: 0.5 .. 1.
+
+    Volumes of one modality correlate in nearly all windows, those of two in some like this and in some like that.
+    """
+    warped, weight = _shown(matrix[None], level)
+    values, counted = local_correlation_map(warped, level["fixed"], WINDOW, False, weight * level["textured"])
+    values = values * counted
+    positive = float(values.clamp(min=0).sum() / values.abs().sum().clamp(min=1e-6))
+    return max(positive, 1.0 - positive)
 
 
 def _near(candidates, header, level):
@@ -447,7 +513,7 @@ def _alike(maps, level, similarity):
 def _loss(start, parameters, level, similarity):
     """1 - similarity plus the costs of too much strain, (B,). start: (B, N, N + 1). parameters: (B, P)."""
     maps, strain = _matrix(start, parameters, level)
-    return 1.0 - _alike(maps, level, similarity) + torch.relu(strain - STRAIN) ** 2
+    return 1.0 - _alike(maps, level, similarity) + torch.relu(strain - STRAIN[similarity]) ** 2
 
 
 def _overlap(weight, level):

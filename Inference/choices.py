@@ -5,7 +5,7 @@ import os
 STEPS = 100  # of refinement: at each of three resolutions the similarity hardly grows after 25 of them
 AFFINES = ("rigid", "affine")
 STARTS = ("auto", "header", "centre")
-SIMILARITIES = ("correlation", "mapped", "mind")
+SIMILARITIES = ("auto", "correlation", "mapped", "mind")
 LABELS = ("smooth", "nearest")  # ways to carry label maps
 ALSO = ("h5", "mat", "nrrd", "mha", "mgz")  # what is written for other programs on request
 

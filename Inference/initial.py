@@ -43,7 +43,8 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
     return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped,
                                warped_channels=warped_channels, start="field",
-                               **pair_scores(fixed, moving, field, warped, result.matrix, None, result.compared_by))
+                               **pair_scores(fixed, moving, field, warped, result.matrix, None, result.compared_by,
+                                              result.one_sign))
 
 
 def on_grid_of(placed_field, volume):

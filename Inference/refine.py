@@ -12,6 +12,7 @@ Medial Temporal Lobe Subregions in 3 Tesla and 7 Tesla T2-weighted MRI", Alzheim
 lives on a control grid, of every second voxel where images are large.
 """
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from Diffusion.fields import compose, interpolate, masked, resize_field, side_lengths, warp
@@ -30,6 +31,9 @@ from Diffusion.losses import (
 from Inference import regularisation
 
 BINS = 32  # of the intensities that are mapped to those of the other modality
+# How much the correlation of the lengths of the gradients counts beside that of the intensities. With 0.3 hippocampi
+# gain 0.01 of Dice, brains, mice and livers a little; with 1 hippocampi gain 0.014 and brains lose 0.01.
+EDGES = 0.3
 SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point, where that takes no time
 
 
@@ -52,7 +56,8 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
     with torch.no_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
         weight = cfg["refine.weight"]
         if weight == "auto":
-            weight = inferred_weight(pair, field, cfg)
+            one_modality = cfg["registration.similarity"] == "correlation"
+            weight = inferred_weight(pair, field, cfg) if one_modality else regularisation.OTHER_MEASURE
         levels = level_steps(fixed.shape[2:], steps, cfg)
         return resize_field(deformed(pair, field, levels, weight, cfg, bar.update), fixed.shape[2:])
 
@@ -96,7 +101,9 @@ def unseen_similarity(pair, field, measured, cfg):
         return float(likeness(warped, fixed, measured))
     if cfg["registration.similarity"] == "mapped":
         fixed = as_moving(fixed, warped, weight)
-    values, counted = local_correlation_map(warped, fixed, cfg["refine.window"], cfg["registration.squared"])
+    images = small["images"]
+    values, counted = local_correlation_map(warped[:, :images], fixed[:, :images], cfg["refine.window"],
+                                            cfg["registration.squared"])
     return float(weighted_mean(values * counted, measured) / weighted_mean(counted, measured).clamp(min=1e-6))
 
 
@@ -132,7 +139,7 @@ def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
         spread = [gaussian(c, weight ** 0.5 * r, device) for c, r in zip(control, ratio)]
         statistics = None
         if small["moving_mask"] is None and cfg["registration.similarity"] == "correlation":
-            statistics = window_statistics(small["fixed"][:, :small["images"]], cfg["refine.window"],
+            statistics = window_statistics(small["fixed"][:, :small["compared"]], cfg["refine.window"],
                                            small["fixed_mask"])
         for _ in range(count):
             warped, counted = warp_pair(small, resize_field(field, size))
@@ -149,20 +156,41 @@ def pair_at_level(pair, factor, cfg):
 
     pair: as for `deformed`. What a mask leaves out does not leak into the smaller images. With registration.similarity
     "mind" the images become their descriptions, which are then moved in their place: cheaper than describing the moved
-    image in each step. The structures become the last channels, so that one interpolation moves all.
-    Returns: dict of moving, fixed, (1, C + K, *small), moving_mask, fixed_mask, (1, 1, *small) or None, and images, the
-    number C of channels before the structures.
+    image in each step; with "correlation" the lengths of their gradients are further channels. The structures become
+    the last channels, so that one interpolation moves all.
+    Returns: dict of moving, fixed, (1, C + E + K, *small), moving_mask, fixed_mask, (1, 1, *small) or None, and of the
+    numbers images, C, and compared, C + E, with the edges.
     """
-    structures, small = pair["structures"], {}
+    structures, small, kind = pair["structures"], {}, cfg["registration.similarity"]
     for number, side in enumerate(("moving", "fixed")):
         image, mask = pair[side], pair[f"{side}_mask"]
-        small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), image, mask)
-        if cfg["registration.similarity"] == "mind":
+        shown = torch.cat([image, edges(image, mask)], dim=1) if kind == "correlation" else image
+        small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), shown, mask)
+        if kind == "mind":
             small[side] = self_similarity(small[side])
-        small["images"] = small[side].shape[1]
+        small["compared"] = small[side].shape[1]
+        small["images"] = image.shape[1] if kind == "correlation" else small["compared"]
         if structures is not None:
             small[side] = torch.cat([small[side], smaller(structures[number:number + 1], factor)], dim=1)
     return small
+
+
+def edges(image, mask=None):
+    """The length of the gradient of each channel, as a part of its maximum, 0 where a neighbour is not in the mask.
+
+    image: (1, C, *spatial). mask: (1, 1, *spatial), 0 .. 1, or None. Returns: as image.
+    """
+    square = torch.zeros_like(image)
+    for channel in range(image.shape[1]):
+        for axis in range(1, image.dim() - 1):
+            slope = torch.zeros_like(image[:, channel])
+            add_slope_(slope, image[:, channel], axis, torch.ones_like(slope))
+            square[:, channel].addcmul_(slope, slope)
+    if mask is not None:
+        pool = F.max_pool3d if image.dim() == 5 else F.max_pool2d
+        square = square * (1.0 - pool(1.0 - mask, 3, stride=1, padding=1))
+    length = square.sqrt()
+    return length / length.amax(tuple(range(2, image.dim())), keepdim=True).clamp(min=1e-12)
 
 
 def force(warped, weight, pair, statistics, cfg):
@@ -170,17 +198,18 @@ def force(warped, weight, pair, statistics, cfg):
 
     warped, weight: of `warp_pair`. pair: of `pair_at_level`. statistics: of its fixed image, or None.
     """
-    images, window, kind = pair["images"], cfg["refine.window"], cfg["registration.similarity"]
-    image, fixed, there = warped[:, :images], pair["fixed"][:, :images], pair["fixed"][:, images:]
+    compared, window, kind = pair["compared"], cfg["refine.window"], cfg["registration.similarity"]
+    image, fixed, there = warped[:, :compared], pair["fixed"][:, :compared], pair["fixed"][:, compared:]
     if kind == "mind":
         by_value = slope_of(lambda seen: likeness(seen, fixed, weight), image)
     else:
         fixed = as_moving(fixed, image, weight) if kind == "mapped" else fixed
         statistics = statistics or window_statistics(fixed, window, weight)
         by_value = correlation_slope(image, fixed, statistics, window, cfg["registration.squared"], weight)
+        by_value[:, pair["images"]:] *= EDGES
     if there.shape[1] and cfg["refine.structures"]:
         overlap = slope_of(lambda seen: soft_dice(seen, there, there.new_ones(there.shape[:2])).mean(),
-                           warped[:, images:])
+                           warped[:, compared:])
         by_value = torch.cat([by_value, cfg["refine.structures"] * overlap], dim=1)
     total = torch.zeros(1, warped.dim() - 2, *warped.shape[2:], device=warped.device)
     for channel in range(by_value.shape[1]):

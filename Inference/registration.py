@@ -36,7 +36,7 @@ from Dataloader.volume import Volume, is_path, read_further, read_mask, read_sou
 from Diffusion.fields import across, resample, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.validation import best_field, label_map, segmented, segmented_labels
-from Inference.affine import WINDOW, align_affine
+from Inference.affine import WINDOW, align_affine, of_one_modality
 from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS
 from Inference.labels import apply_field
 from Inference.load_model import default_config, load_model
@@ -81,12 +81,13 @@ class Result:
     shear_degrees: float
     mirrors: bool
     segmentations: list[str]  # which of "fixed" and "moving" look like label maps
-    compared_by: str  # registration.similarity
+    compared_by: str  # correlation, mapped or mind: registration.similarity, or what "auto" chose
     seconds: dict[str, float]  # affine, network, refine, total, without reading, loading the model and scoring
     warnings: list[str]  # sentences about what may be wrong, such as little overlap; given as warnings too
     affine_similarity: float | None = None  # how far to believe the affine alignment, see `align_affine`
     affine_similarity_before: float | None = None
     affine_runner_up: float | None = None
+    one_sign: float | None = None
     inverse: np.ndarray | None = None  # (N, *moving) in voxels of the moving grid
     inverse_error_mm: float | None = None  # mean distance of a point of the moving volume from where it was, there
     inverse_error_max_mm: float | None = None  # and back again, by both fields as they are written; and the largest
@@ -112,6 +113,7 @@ class Placed:
     pair: dict  # moving (under T) and fixed, (C, *work), 0 to 1; moving_mask, fixed_mask, (1, *work) or None; float32
     seconds: float  # of the affine alignment
     alignment: dict  # how far to believe that, of `align_affine`; empty without one
+    compared_by: str  # correlation, mapped or mind
 
 
 @dataclasses.dataclass
@@ -140,7 +142,9 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     start: "header" (as the headers place the volumes), "centre" (of the fields of view on each other), "auto" (the more
     similar one of the two; an affine alignment has starts of its own), or a 4x4 matrix, fixed to moving world in mm.
     device: auto, cpu, cuda, xpu, or a torch.device. inverse: find the inverse too.
-    similarity: of SIMILARITIES, as `image_similarity` explains them; None for the config's registration.similarity.
+    similarity: of SIMILARITIES, as `image_similarity` explains them; "auto": after an affine alignment by correlation the
+    pair shows whether it is of two modalities, which are compared by "mind"; None for the config's
+    registration.similarity.
     fixed_mask, moving_mask: file or array; what is not above 0 counts neither for alignment nor refinement nor
     similarity. fixed_channels, moving_channels: lists of files or arrays, further channels, in the same order, which
     refinement and similarity compare too. All on the grids of their volumes. A network sees as many channels as it was
@@ -153,6 +157,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
     began = time.perf_counter()
     placed = align(fixed, moving, affine, start, cfg, as_trained=net is not None)
+    cfg = {**cfg, "registration.similarity": placed.compared_by}
     solution = solve(net, placed, fixed, moving, refine, cfg, device, progress)
     return bring_back(solution, fixed, moving, inverse, cfg, began)
 
@@ -240,7 +245,7 @@ def align(fixed, moving, affine, start, cfg, as_trained=False):
     fixed, moving: Volumes. affine: "rigid", "affine" or False. start: as for `register`. as_trained: on the grid of a
     network's training, see `working_grid`.
     """
-    began = time.perf_counter()
+    began, similarity, chosen = time.perf_counter(), cfg["registration.similarity"], "correlation"
     if not as_trained:
         fixed, moving = without_padding(fixed), without_padding(moving)
     fixed01, *fixed_rest = (rescale(array, *intensity_limits(array, cfg)) for array in arrays(fixed))
@@ -249,15 +254,15 @@ def align(fixed, moving, affine, start, cfg, as_trained=False):
     work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained, brightest)
     if isinstance(start, str) and start == "auto":
         start = "header" if affine else better_start(fixed.array, fixed.affine, moving01, moving.affine, work_fixed,
-                                                     work_affine, cfg["registration.similarity"])
+                                                     work_affine, similarity)
     matrix, alignment = start_matrix(start, fixed.array.shape, fixed.affine, moving.array.shape, moving.affine), {}
     if affine:
         started_affine = np.linalg.inv(matrix) @ moving.affine
         finest = max(cfg["data.img_size"]) if as_trained else None  # a network sees no more, and mends the rest
-        found, alignment = align_affine(fixed01, fixed.affine, moving01, started_affine, affine,
-                                        cfg["registration.similarity"], fixed_mask=fixed.mask, moving_mask=moving.mask,
-                                        finest=finest)
+        found, alignment = align_affine(fixed01, fixed.affine, moving01, started_affine, affine, similarity,
+                                        fixed_mask=fixed.mask, moving_mask=moving.mask, finest=finest)
         matrix = matrix @ found
+        chosen = "correlation" if of_one_modality(alignment) else "mind"
     seconds = time.perf_counter() - began if affine else 0.0
 
     size = work_fixed.shape
@@ -269,7 +274,8 @@ def align(fixed, moving, affine, start, cfg, as_trained=False):
                                 for channel in (moving01, *moving_rest)]),
             "moving_mask": _mask_on_working_grid(moving.mask, moving.affine, to_world, size), **of_fixed}
     overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
-    return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, seconds, alignment)
+    return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, seconds, alignment,
+                  chosen if similarity == "auto" else similarity)
 
 
 def without_padding(volume):
@@ -373,7 +379,7 @@ def better_start(fixed, fixed_affine, moving, moving_affine, work_fixed, work_af
     fixed: (*fixed), of which only the shape counts. moving: (*moving) in 0..1. work_fixed: the fixed volume on the
     working grid. Affines: 4x4. similarity: of `register`.
     """
-    compare = local_correlation if similarity == "correlation" else mapped_correlation
+    compare = local_correlation if similarity in ("correlation", "auto") else mapped_correlation
     scores = {}
     for start in STARTS[1:]:
         matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
@@ -492,7 +498,8 @@ def _on_own_grid(work_field, structures, placed, fixed, moving, cfg):
     field = total_field(work_field.float().cpu(), change, np.linalg.inv(change), size)
     if structures is not None:
         structures = resample(structures, change, size)
-    own = dataclasses.replace(own, start=placed.start, seconds=placed.seconds, alignment=placed.alignment)
+    own = dataclasses.replace(own, start=placed.start, seconds=placed.seconds, alignment=placed.alignment,
+                              compared_by=placed.compared_by)
     return own, torch.from_numpy(field)[None].to(work_field.device), structures
 
 
@@ -514,7 +521,7 @@ def bring_back(solution, fixed, moving, inverse, cfg, began):
         more.update(_segmentations(solution, fixed, moving, segmented_labels(cfg)))
     seconds = {**solution.seconds, "total": time.perf_counter() - began}
     scores = pair_scores(fixed, moving, field, warped, placed.matrix, more.get("inverse"),
-                         cfg["registration.similarity"])
+                         placed.compared_by, placed.alignment.get("one_sign"))
     return Result(fixed=fixed, moving=moving, field=field, warped=warped, warped_channels=warped_channels,
                   start=placed.start, matrix=placed.matrix, overlap_percent=placed.overlap_percent,
                   seconds=seconds, warnings=sentences, **scores, **placed.alignment, **more)

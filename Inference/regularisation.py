@@ -15,7 +15,9 @@ BLOCK, RIM = 8, 2  # voxels: side of the cubes, and what of them lies near the o
 MOST_VOXELS = 750_000  # of the images on which the curve is looked for; larger ones are halved along each axis
 LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
 FIRST, LEAST, MOST = 0.5, 0.25, 4.0  # weight to begin with; and between which it is looked for, in factors of 2
-STEPS = 25  # of optimisation at each resolution
+STEPS = 15  # of optimisation at each resolution
+# Of two modalities. Cubes tell nothing there: neighbours share structures of one modality alone, and the curve falls.
+OTHER_MEASURE = 2.0
 
 
 def cubes(size, device="cpu"):

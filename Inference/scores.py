@@ -19,12 +19,12 @@ WINDOW = 9  # voxels of the fixed grid, side of the cubes of `local_similarity`
 CONTRAST = 0.03  # standard deviation in a cube, of the range of the volume, above which a volume shows something there
 
 
-def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by):
+def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_sign=None):
     """All scores of a registered pair but those of labels and landmarks, and the verdict: this part of its Result.
 
     Both similarities, and the body of the fixed volume, are of the first channel.
     fixed, moving: Volumes. field: (N, *fixed). warped: (*fixed). matrix: 4x4, fixed to moving world. inverse:
-    (N, *moving) or None. compared_by: registration.similarity. Returns: dict.
+    (N, *moving) or None. compared_by, one_sign: of the Result. Returns: dict.
     """
     by_header = np.zeros_like(field)
     before = apply_field(moving.array, moving.affine, by_header, fixed.affine)
@@ -40,7 +40,7 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by):
                                  if is_segmentation(volume.array)])
     if inverse is not None:
         scores.update(inverse_scores(field, fixed.affine, inverse, moving.affine, body))
-    scores["verdict"], scores["reason"] = judge(scores)
+    scores["verdict"], scores["reason"] = judge({**scores, "one_sign": one_sign})
     return scores
 
 

@@ -9,7 +9,8 @@ import statistics
 
 VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
 # (doubtful, failed): beyond the first number a pair is doubtful, beyond the second it has failed.
-ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed one; nothing of two modalities
+ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed one
+ALIKE_OF_TWO = (1.0, 0.2)  # the same of two modalities, of which nothing here tells whether they lie well
 COVERED_PERCENT = (75.0, 20.0)  # least part of the fixed body that the moving one covers: a part may be all there is
 SCALES = (1.5, 3.0)  # most by which an axis is stretched or shrunk
 SHEAR_DEGREES = (25.0, 45.0)
@@ -75,11 +76,15 @@ def _affine(scores):
 
 def _alike(scores):
     before, after = scores.get("similarity_before"), scores.get("similarity")
-    # Volumes of two modalities, compared by another measure, need no linear relation of their intensities to be right.
-    if after is None or scores.get("compared_by", "correlation") != "correlation":
+    two_modalities = scores.get("compared_by", "correlation") != "correlation"
+    # Their intensities need no linear relation to be right. Who asked for another measure knows that.
+    if after is None or (two_modalities and scores.get("one_sign") is None):
         return None
     covered = max(scores.get("covered_percent", 100.0), COVERED_PERCENT[1]) / 100  # what is not is judged by itself
-    level = _level(after / covered, ALIKE, larger_is_worse=False)
+    level = _level(after / covered, ALIKE_OF_TWO if two_modalities else ALIKE, larger_is_worse=False)
+    if level == "doubtful" and two_modalities:
+        return level, ("the volumes look like two modalities and were compared by their structures: look at the "
+                       "picture, since nothing here can tell whether they fit.")
     if level != "ok":
         return level, (f"the volumes are hardly alike after the registration (similarity {after:.2f}): check that both "
                        "show the same organ.")
@@ -89,7 +94,10 @@ def _alike(scores):
 
 
 def _covered(scores):
-    level = _level(scores.get("covered_percent"), COVERED_PERCENT, larger_is_worse=False)
+    limits = COVERED_PERCENT
+    if scores.get("compared_by", "correlation") != "correlation":
+        limits = COVERED_PERCENT[0], 0.0  # where a volume shows nothing the other modality may show something
+    level = _level(scores.get("covered_percent"), limits, larger_is_worse=False)
     if level != "ok":
         return level, (f"the moving volume covers {scores['covered_percent']:.0f} % of what the fixed one shows: check "
                        "that both show the same part of the body, and all of it.")
