@@ -142,8 +142,8 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     start: "header" (as the headers place the volumes), "centre" (of the fields of view on each other), "auto" (the more
     similar one of the two; an affine alignment has starts of its own), or a 4x4 matrix, fixed to moving world in mm.
     device: auto, cpu, cuda, xpu, or a torch.device. inverse: find the inverse too.
-    similarity: of SIMILARITIES, as `image_similarity` explains them; "auto": after an affine alignment by correlation the
-    pair shows whether it is of two modalities, which are compared by "mind"; None for the config's
+    similarity: of SIMILARITIES, as `image_similarity` explains them; "auto": after an affine alignment by correlation
+    the pair shows whether it is of two modalities, which are compared by "mind"; None for the config's
     registration.similarity.
     fixed_mask, moving_mask: file or array; what is not above 0 counts neither for alignment nor refinement nor
     similarity. fixed_channels, moving_channels: lists of files or arrays, further channels, in the same order, which

@@ -14,7 +14,7 @@ import torch
 BLOCK, RIM = 8, 2  # voxels: side of the cubes, and what of them lies near the other colour and is not measured
 MOST_VOXELS = 750_000  # of the images on which the curve is looked for; larger ones are halved along each axis
 LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
-FIRST, LEAST, MOST = 0.5, 0.25, 4.0  # weight to begin with; and between which it is looked for, in factors of 2
+WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # that are tried, each twice the one before
 STEPS = 15  # of optimisation at each resolution
 # Of two modalities. Cubes tell nothing there: neighbours share structures of one modality alone, and the curve falls.
 OTHER_MEASURE = 2.0
@@ -39,22 +39,15 @@ def shrinking(size):
 
 
 def best_weight(score):
-    """The weight with the highest score, between LEAST and MOST.
+    """The weight with the highest score: that of WEIGHTS, moved to the maximum of the parabola through its neighbours.
 
-    From FIRST on the weight is doubled, or halved, until the score falls. The last step is that to the maximum of the
-    parabola through the best one and its neighbours, over the logarithm.
-    score: a function of a weight. Returns: a float.
+    All are tried, since noise gives the curve small steps that a search would stop at. The parabola is over the
+    logarithm of the weight. score: a function of a weight. Returns: a float.
     """
-    scores = {weight: score(weight) for weight in (FIRST, 2 * FIRST)}
-    ratio = 2.0 if scores[2 * FIRST] > scores[FIRST] else 0.5
-    best = 2 * FIRST if ratio == 2.0 else FIRST
-    while LEAST <= best * ratio <= MOST:
-        scores[best * ratio] = score(best * ratio)
-        if scores[best * ratio] <= scores[best]:
-            break
-        best *= ratio
-    below, above = scores.get(best / 2), scores.get(2 * best)
-    if below is None or above is None:
-        return best
-    curvature = below - 2 * scores[best] + above
-    return best * 2 ** (0.5 * (below - above) / curvature) if curvature < 0 else best
+    scores = [score(weight) for weight in WEIGHTS]
+    best = max(range(len(scores)), key=scores.__getitem__)
+    if best in (0, len(scores) - 1):
+        return WEIGHTS[best]
+    below, highest, above = scores[best - 1:best + 2]
+    curvature = below - 2 * highest + above
+    return WEIGHTS[best] * 2 ** (0.5 * (below - above) / curvature) if curvature < 0 else WEIGHTS[best]

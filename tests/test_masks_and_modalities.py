@@ -18,7 +18,7 @@ from Diffusion.losses import (
     table_lookup,
 )
 from Diffusion.metrics import average, dice, folding_percent
-from Inference.affine import align_affine
+from Inference.affine import ONE_SIGN, align_affine
 from Inference.labels import apply_label
 from Inference.refine import refine
 from Inference.registration import apply_field, register
@@ -143,6 +143,18 @@ def test_refinement_finds_a_known_deformation_in_another_contrast(kind):
     assert folding_percent(field) < 0.1
 
 
+@pytest.mark.parametrize("contrast, compared_by", [(lambda image: image, "correlation"), (lambda image: 1.0 - image,
+                                                    "correlation"), (other_contrast, "mind")])
+def test_the_pair_tells_whether_it_is_of_two_modalities(contrast, compared_by):
+    fixed, moving = (make_subject(seed, (40, 44, 36))["image"] for seed in (3, 4))
+    found = register((fixed, SPACING_MM), (contrast(moving), SPACING_MM), refine=5, config=config())
+    assert found.compared_by == compared_by and (found.one_sign < ONE_SIGN) == (compared_by == "mind")
+    if compared_by == "mind":
+        assert found.verdict != "ok" and ("two modalities" in found.reason or found.verdict == "failed")
+    asked = register((fixed, SPACING_MM), (moving, SPACING_MM), refine=5, config=config(), similarity="mind")
+    assert asked.compared_by == "mind" and asked.one_sign is None
+
+
 def test_affine_alignment_by_mutual_information_finds_a_known_map():
     subject = make_subject(5, SIZE)["image"]
     turn = np.eye(4)
@@ -206,7 +218,7 @@ def test_masks_that_do_not_fit_are_one_sentence():
     for mask, words in ((np.zeros(SIZE), "nowhere above 0"), (np.ones((3, 4, 5)), "on another grid")):
         with pytest.raises(InputError, match=words):
             register(volume, volume, refine=1, fixed_mask=mask, config=config())
-    with pytest.raises(InputError, match="similarity is correlation, mapped, mind, not 'nmi'"):
+    with pytest.raises(InputError, match="similarity is auto, correlation, mapped, mind, not 'nmi'"):
         register(volume, volume, refine=1, similarity="nmi", config=config())
 
 
