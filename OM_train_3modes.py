@@ -26,39 +26,12 @@ from Dataloader.dataset import NO_LABELS, epoch_batches, read_datasets
 from Dataloader.identity import agree_on_labels, describe_data, require_same_everywhere
 from Dataloader.sampler import steps_left
 from Dataloader.staging import release
-from Diffusion import graphs
+from Diffusion import embeddings, graphs, losses, optim, training_state, validation
 from Diffusion.batch_augment import augment, augment_maps, remap
 from Diffusion.cost import dry_run
 from Diffusion.diffuser import DeformDDPM, make_condition
-from Diffusion.embeddings import embed, new_queue, push, target_embeddings
 from Diffusion.fields import warp
-from Diffusion.gradients import new_gradients, put_together, set_aside
-from Diffusion.losses import (
-    image_similarity,
-    info_nce,
-    label_terms,
-    mean_square,
-    recovery_terms,
-    regularity,
-    segmentation_terms,
-    structure_shares,
-    warp_inside,
-)
 from Diffusion.networks import build_network, compile_network
-from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
-from Diffusion.sharding import footprint, gather, load_optimizers, make_optimizers, replicated, whole, wrap
-from Diffusion.training_state import (
-    READ_AGAIN_S,
-    Run,
-    agree_on_precision,
-    announce,
-    finish_saving,
-    newest_checkpoint,
-    refuse_nonfinite,
-    restore,
-    save,
-)
-from Diffusion.validation import align, validate
 from Inference.load_model import find_checkpoint, load_state
 from Runtime import agree, checkpoint, launch, memory, watchdog, writer
 from Runtime.config import load_config, modes_of
@@ -140,7 +113,7 @@ def volume_batches(run, volumes):
         batches.append({**deform_batch(send(images, run.device), rng_keys, run.ddpm, run.cfg, drawn),
                         "subjects": send(subjects, run.device), "queue": queue, "targets": None})
     if any(mode.step is step_contrastive for mode in run.modes):
-        targets = target_embeddings(run.net, run.ema, batches, run.cfg, run.graphs)
+        targets = embeddings.target_embeddings(run.net, run.ema, batches, run.cfg, run.graphs)
         batches = [{**batch, "targets": both} for batch, both in zip(batches, targets)]
     return batches
 
@@ -188,33 +161,35 @@ def set_up(cfg, args, ranks, folder):
     watchdog.phase("restore")
     data = describe_data(cfg, dataset, held_out)
     require_same_everywhere(ranks, data)
-    newest = newest_checkpoint(folder, ranks)
+    newest = training_state.newest_checkpoint(folder, ranks)
     if newest and args.init_from and os.environ.get("OMNIMORPH_ROUND", "0") == "0":
         raise InputError(f"--init-from: {folder} has checkpoints already and would be continued; add --fresh to start "
                          f"a new run from {args.init_from}.")
     start = newest or (find_checkpoint(args.init_from) if args.init_from else None)
     place = "cpu" if cfg["run.strategy"] == "fsdp" else device  # with fsdp no device ever holds the whole network
-    content = patiently(lambda: load_state(start, place), READ_AGAIN_S, start) if start else None
+    content = patiently(lambda: load_state(start, place), training_state.READ_AGAIN_S, start) if start else None
 
-    settled = {"run.amp": agree_on_precision(cfg, ranks, device, content if newest else None)}
+    settled = {"run.amp": training_state.agree_on_precision(cfg, ranks, device, content if newest else None)}
     labels = agree_on_labels(ranks, dataset.found_labels, cfg) if cfg["loss.dice"] else []
     if cfg["loss.segment"]:  # whoever uses the network learns from its checkpoint what it segments
         settled["registration.labels"] = ",".join(map(str, labels))
     cfg = cfg | settled  # a new dict: what was read stays as it is
-    run = Run(cfg, modes_of(cfg, MODES), TERMS, build_network(cfg, place), new_queue(cfg, device), data,
-              Progress(sums=new_sums(TERMS)), folder, ranks, device, dataset, held_out, listed, split,
-              send(torch.tensor(labels), device), DeformDDPM(cfg), new_gradients(cfg, device),
-              memory.new_watch(device, cfg["run.memory_limit_gb"]),
-              None if args.debug else graphs.new_graphs(cfg, device, ranks), launched, saved=launched)
+    run = training_state.Run(
+        cfg=cfg, modes=modes_of(cfg, MODES), terms=TERMS, net=build_network(cfg, place),
+        queue=embeddings.new_queue(cfg, device), data=data, progress=Progress(sums=new_sums(TERMS)),
+        folder=folder, ranks=ranks, device=device, dataset=dataset, held_out=held_out, listed=listed, split=split,
+        labels=send(torch.tensor(labels), device), ddpm=DeformDDPM(cfg), gradients=optim.new_gradients(cfg, device),
+        watch=memory.new_watch(device, cfg["run.memory_limit_gb"]),
+        graphs=None if args.debug else graphs.new_graphs(cfg, device, ranks), launched=launched, saved=launched)
     if content:
-        restore(run, content, start, continues=bool(newest))
-    run.model = wrap(run.net, ranks, device, run.gradients, cfg)
+        training_state.restore(run, content, start, continues=bool(newest))
+    run.model = optim.wrap(run.net, ranks, device, run.gradients, cfg)
     if cfg["run.compile"] == "step":
         compile_network(run.net, device)
-    run.optimizers = make_optimizers(run.net, ranks, [mode.name for mode in run.modes], cfg)
-    run.ema = new_ema(run.net, cfg, content.get("ema") if newest else None)
+    run.optimizers = optim.make_optimizers(run.net, ranks, [mode.name for mode in run.modes], cfg)
+    run.ema = optim.new_ema(run.net, cfg, content.get("ema") if newest else None)
     if newest:
-        load_optimizers(run.optimizers, content["optimizer"])
+        optim.load_optimizers(run.optimizers, content["optimizer"])
     return run
 
 
@@ -226,8 +201,8 @@ def step_diffusion(net, batch, cfg):
     """Mode 1: undo a random deformation, seeing a few slices of the original."""
     with autocast(batch["xt"].device, cfg["run.amp"]):
         pred_field = net(batch["xt"], batch["t"], batch["condition"], batch["keep"])   # (B, N, *spatial)
-    dist, ang = (term.mean() for term in recovery_terms(pred_field, batch["target_field"]))
-    regul = regularity(pred_field, cfg["loss.waiver"], cfg["loss.folding"])
+    dist, ang = (term.mean() for term in losses.recovery_terms(pred_field, batch["target_field"]))
+    regul = losses.regularity(pred_field, cfg["loss.waiver"], cfg["loss.folding"])
     loss = cfg["loss.dist"] * dist + cfg["loss.ang"] * ang + cfg["loss.regul"] * regul
     return loss, {"ang": ang, "dist": dist, "regul": regul}
 
@@ -238,12 +213,12 @@ def step_contrastive(net, batch, cfg):
     The third result is what goes into the queue: the target embeddings, of the averaged weights where there are any.
     """
     queue, subjects = batch["queue"], batch["subjects"]
-    of_image, of_condition = embed(net, batch, cfg)                            # (B, E) each
+    of_image, of_condition = embeddings.embed(net, batch, cfg)                            # (B, E) each
     image, condition = batch["targets"] or (of_image, of_condition)
     allowed = (queue["subjects"] >= 0) & (queue["subjects"] != subjects[:, None])          # (B, K)
     loss = cfg["loss.contrastive"] * 0.5 * (
-        info_nce(of_image, condition, queue["conditions"], allowed, cfg["contrastive.temperature"])
-        + info_nce(of_condition, image, queue["images"], allowed, cfg["contrastive.temperature"]))
+        losses.info_nce(of_image, condition, queue["conditions"], allowed, cfg["contrastive.temperature"])
+        + losses.info_nce(of_condition, image, queue["images"], allowed, cfg["contrastive.temperature"]))
     return loss, {}, (image.detach(), condition.detach())
 
 
@@ -253,24 +228,25 @@ def step_registration(net, batch, cfg):
     seen = batch.get("seen", batch)  # with augment.remap the network sees the pair in other intensities than the loss
     shares = None
     if cfg["loss.segment"]:
-        field, logits = align(net, seen["moving"], seen["fixed"], cfg, segment=True)   # and (2 B, K + 1, *spatial)
-        shares = structure_shares(logits.detach()).chunk(2)                    # (B, K, *spatial) each
+        # field (B, N, *spatial), logits (2 B, K + 1, *spatial)
+        field, logits = validation.align(net, seen["moving"], seen["fixed"], cfg, segment=True)
+        shares = losses.structure_shares(logits.detach()).chunk(2)             # (B, K, *spatial) each
     else:
-        field = align(net, seen["moving"], seen["fixed"], cfg)                 # (B, N, *spatial)
+        field = validation.align(net, seen["moving"], seen["fixed"], cfg)      # (B, N, *spatial)
     warped, inside = warp(moving, field), None                                 # (B, C, *spatial)
     if cfg["registration.masks"]:
-        warped, inside = warp_inside(moving, field, **batch["mask"])           # (B, C, *spatial), (B, 1, *spatial)
-    imgsim = -image_similarity(warped, fixed, cfg, inside)
-    imgmse = mean_square(warped - fixed, inside)
-    smoothness = regularity(field, cfg["loss.waiver"], cfg["loss.folding"])
+        warped, inside = losses.warp_inside(moving, field, **batch["mask"])    # (B, C, *spatial), (B, 1, *spatial)
+    imgsim = -losses.image_similarity(warped, fixed, cfg, inside)
+    imgmse = losses.mean_square(warped - fixed, inside)
+    smoothness = losses.regularity(field, cfg["loss.waiver"], cfg["loss.folding"])
     loss = cfg["loss.imgsim"] * imgsim + cfg["loss.imgmse"] * imgmse + cfg["loss.ddf"] * smoothness
     terms = {"imgsim": imgsim, "imgmse": imgmse, "ddf": smoothness}
     if cfg["loss.dice"]:
-        dice, labelled = label_terms(field, **batch["label"], shares=shares)   # of the pairs with labels; their share
+        dice, labelled = losses.label_terms(field, **batch["label"], shares=shares)  # of pairs with labels; their share
         loss = loss + cfg["loss.dice"] * dice
         terms.update(dice=dice * labelled, labelled=labelled)                  # see PARTIAL of Runtime/progress.py
     if cfg["loss.segment"]:
-        segment, segmented = segmentation_terms(logits, **batch["label"])      # of the volumes with labels
+        segment, segmented = losses.segmentation_terms(logits, **batch["label"])      # of the volumes with labels
         loss = loss + cfg["loss.segment"] * segment
         terms.update(segment=segment * segmented, segmented=segmented)
     return loss, terms
@@ -347,7 +323,7 @@ def run_mode(run, mode, batches, **raised):
             if not is_last:
                 watchdog.phase("accumulate", mode.name)
                 loss.backward()
-                set_aside(run.gradients, run.net.parameters())
+                optim.set_aside(run.gradients, run.net.parameters())
 
     # The host waits here until the device has done the forward passes, and nowhere before.
     values = torch.stack([torch.stack([value.float() for value in row.values()]) for row in rows]).cpu().tolist()
@@ -360,31 +336,19 @@ def run_mode(run, mode, batches, **raised):
     watchdog.phase("backward", mode.name)
     loss.backward()  # of a loss that is not finite too: DDP counts on a backward after each forward
     if alone:
-        put_together(run.gradients, run.net.parameters())
+        optim.put_together(run.gradients, run.net.parameters())
 
     # All ranks have the same gradients, or slices of them, and so the same norm.
     watchdog.phase("optimizer", mode.name)
     norm = get_total_norm([p.grad for p in run.net.parameters() if p.grad is not None])
     if mode.clip_norm:
         clip_grads_with_norm_(run.net.parameters(), run.cfg[mode.clip_norm], norm)
-    norm = whole(norm).item()
+    norm = optim.whole(norm).item()
     terms, moved = dict(zip(means, agreed.terms)), math.isfinite(norm) and not agreed.nonfinite
     if moved:
         optimizer.step()
         add_terms(run.progress.sums, terms)
     return ModeResult(agreed, terms, moved, norm, kept)
-
-
-def push_of_all_ranks(run, volumes, kept):
-    """Put the embeddings of a step into the queue of every rank, in global sample order. volumes: of `epoch_batches`.
-    """
-    embeddings = torch.cat([torch.cat(both, dim=1) for both in kept]).cpu()
-    subjects = torch.cat([subjects for _, _, subjects, _ in volumes])
-    # In float64, which holds a subject's number exactly; on the CPU, as not every device has it.
-    rows = torch.cat([embeddings.double(), subjects[:, None].double()], dim=1)
-    rows = agree.gather(run.ranks, rows).flatten(0, 1)                         # (samples, 2 E + 1)
-    images, conditions = send(rows[:, :-1].float(), run.device).chunk(2, dim=1)
-    push(run.queue, images, conditions, send(rows[:, -1].long(), run.device))
 
 
 def train_step(run, volumes, pairs, **raised):
@@ -396,7 +360,7 @@ def train_step(run, volumes, pairs, **raised):
     """
     cfg, progress, results = run.cfg, run.progress, {}
     compare = cfg["run.checksum_every"] and progress.step % cfg["run.checksum_every"] == 0
-    raised.update(weights=replicated(run.net) if compare else None)
+    raised.update(weights=optim.replicated(run.net) if compare else None)
     watchdog.phase("deform")
     batches, held = [], None
     for mode in run.modes:
@@ -408,12 +372,13 @@ def train_step(run, volumes, pairs, **raised):
             held = mode.data
         result = run_mode(run, mode, batches, **({} if results else raised))
         if result.kept and result.moved:
-            push_of_all_ranks(run, volumes, result.kept)
+            subjects = torch.cat([subjects for _, _, subjects, _ in volumes])
+            embeddings.push_of_all_ranks(run.queue, result.kept, subjects, run.ranks, run.device)
         results[mode.name] = result
         batches = [{name: value for name, value in batch.items() if name not in mode.last_use} for batch in batches]
         memory.empty_cache(cfg, run.device)
 
-    update_ema(run.ema, run.net, cfg, progress.step)
+    optim.update_ema(run.ema, run.net, cfg, progress.step)
     nonfinite = [result.moved for result in results.values()].count(False)
     gate_open = any(MODES[name].gate for name in results)
     progress.sums.steps += 1
@@ -442,7 +407,7 @@ def train(cfg, args, ranks, folder):
     run = set_up(cfg, args, ranks, folder)
     cfg, progress, split, is_main = run.cfg, run.progress, run.split, ranks.rank == 0
     if is_main:
-        announce(run)
+        training_state.announce(run)
     profile, pace = new_profile(args.profile, progress.step, ranks.rank, folder, run.device), new_pace()
     steps_here, leave = 0, None  # of this launch; the agreed reason to leave
 
@@ -452,7 +417,7 @@ def train(cfg, args, ranks, folder):
         if every and steps_here and progress.epoch % every == 0:  # which frees what drivers leak in the group
             run.model = None
             launch.refresh(ranks, run.device, cfg)
-            run.model = wrap(run.net, ranks, run.device, run.gradients, cfg)
+            run.model = optim.wrap(run.net, ranks, run.device, run.gradients, cfg)
         began, first_step = time.time(), progress.step_in_epoch
         steps = first_step + steps_left(cfg, len(run.dataset), run.listed, split, progress.samples, progress.pairs)
         bar, below = progress_bars(cfg, progress, steps, is_main)
@@ -462,7 +427,7 @@ def train(cfg, args, ranks, folder):
                                                 draw=run.ddpm.draw):
                 steps_here += 1
                 done = (progress.epoch * steps + progress.step_in_epoch) / (steps * cfg["run.epochs"])
-                lr = learning_rate(cfg, progress.step, done)
+                lr = optim.learning_rate(cfg, progress.step, done)
                 for optimizer in run.optimizers.values():
                     for group in optimizer.param_groups:
                         group["lr"] = lr
@@ -484,11 +449,12 @@ def train(cfg, args, ranks, folder):
                     show_progress(bar, below, progress, cfg, steps, first_step, split.samples, time.time() - began)
                 keep_pace(pace, line, spent, run.watch, run.curves)
                 if line["nonfinite"]:
-                    refuse_nonfinite(run)
+                    training_state.refuse_nonfinite(run)
 
                 leave, every, step = agreed.leave, cfg["run.checkpoint_steps"], progress.step_in_epoch
                 if leave or agreed.save or (every and step % every == 0 and step < steps):
-                    save(run, checkpoint.step_name(progress.epoch, step, cfg["data.name"], cfg["model.name"]))
+                    name = checkpoint.step_name(progress.epoch, step, cfg["data.name"], cfg["model.name"])
+                    training_state.save(run, name)
                     run.saved = time.time()
                 if leave:
                     break
@@ -499,11 +465,11 @@ def train(cfg, args, ranks, folder):
     # Wait for the last write, part from the other ranks, and say how it ended.
     profile_step(profile, math.inf)
     watchdog.phase("checkpoint")
-    finish_saving(run, last=True)
+    training_state.finish_saving(run, last=True)
     if run.curves:
         writer.flush(run.curves)
     agree.agree(ranks, progress.step, "checkpoint")  # the others wait under this deadline
-    weights = None if leave else gather(run.net.state_dict(), ranks)
+    weights = None if leave else optim.gather(run.net.state_dict(), ranks)
     watchdog.phase("leave")
     run.model = run.net = run.optimizers = run.ema = None
     launch.leave(ranks)
@@ -525,13 +491,13 @@ def finish_epoch(run, began):
     cfg, progress = run.cfg, run.progress
     epoch, sums, last = progress.epoch, progress.sums, progress.epoch + 1 == cfg["run.epochs"]
     watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world_size=run.ranks.world_size,
-                   samples=progress.samples, steps=sums.steps, **footprint(run.net, run.optimizers, run.device))
+                   samples=progress.samples, steps=sums.steps, **optim.footprint(run.net, run.optimizers, run.device))
     scores, picture = {}, None
     if len(run.held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last):
         watchdog.phase("evaluate")
         memory.trim()  # what the C library keeps of the steps would come on top of what the validation takes
-        with ema_weights(run.net, run.ema):
-            scores, picture = validate(run, run.held_out)
+        with optim.ema_weights(run.net, run.ema):
+            scores, picture = validation.validate(run, run.held_out)
         watchdog.phase("evaluate")
     if run.curves:
         entry = {**averages(sums), "steps": sums.steps, "open_share": sums.open / max(sums.steps, 1),
@@ -545,20 +511,9 @@ def finish_epoch(run, began):
         writer.flush(run.curves)
 
     begin_epoch(progress, epoch + 1, run.terms)
-    save(run, checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"]), metrics=scores or None,
-         best=best_by(scores, any(mode.name == "registration" for mode in run.modes)))
-
-
-def best_by(scores, registers):
-    """(metric, value) by which the best checkpoint is judged, higher is better; None where validation found no number.
-
-    registers: whether the training has mode 3; else it is judged by its recovery.
-    """
-    metric = "val_dice" if scores.get("val_dice") is not None else "val_imgsim"
-    value = scores.get(metric)
-    if scores and not registers:
-        metric, value = "-val_ang", -scores["val_ang"]
-    return (metric, value) if value is not None and math.isfinite(value) else None
+    best = validation.best_by(scores, any(mode.name == "registration" for mode in run.modes))
+    name = checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"])
+    training_state.save(run, name, metrics=scores or None, best=best)
 
 
 def main(argv=None):

@@ -13,7 +13,7 @@ from Diffusion.diffuser import make_condition
 from Diffusion.embeddings import embed, new_queue
 from Diffusion.fake_device import AliveBytes, DeviceAutocast
 from Diffusion.networks import new_network
-from Diffusion.sharding import adam_names, local_bytes
+from Diffusion.optim import adam_names, local_bytes
 from Runtime.config import modes_of
 from Runtime.device import precision
 from Runtime.errors import DONE, InputError

@@ -5,9 +5,9 @@ The queue of negatives and the slowly moving second encoder are those of He et a
 import torch
 
 from Diffusion import graphs
-from Diffusion.schedule import ema_weights
-from Runtime import watchdog
-from Runtime.device import autocast
+from Diffusion.optim import ema_weights
+from Runtime import agree, watchdog
+from Runtime.device import autocast, send
 
 
 def new_queue(cfg, device):
@@ -35,6 +35,19 @@ def push(queue, images, conditions, subjects):
         queue["conditions"][place] = condition
         queue["subjects"][place] = subject
         queue["next"] += 1
+
+
+def push_of_all_ranks(queue, embeddings, subjects, ranks, device):
+    """`push` the embeddings of a step on every rank, in global sample order. Every rank calls this.
+
+    embeddings: of each batch of this rank, (images, conditions), (B, E) each. subjects: of their samples, in order.
+    """
+    embeddings = torch.cat([torch.cat(both, dim=1) for both in embeddings]).cpu()
+    # In float64, which holds a subject's number exactly; on the CPU, as not every device has it.
+    rows = torch.cat([embeddings.double(), subjects[:, None].double()], dim=1)
+    rows = agree.gather(ranks, rows).flatten(0, 1)                             # (samples, 2 E + 1)
+    images, conditions = send(rows[:, :-1].float(), device).chunk(2, dim=1)
+    push(queue, images, conditions, send(rows[:, -1].long(), device))
 
 
 def embed(net, batch, cfg):

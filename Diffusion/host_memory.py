@@ -39,7 +39,7 @@ def memory_estimate(cfg, world_size, ranks, process, parameters, held=0, activat
     world_size: ranks of the run. ranks: those on this node. process: bytes of one process without the training.
     parameters: their number in the network. held, activations, staged: of `held_bytes`, `activation_bytes` (0 without a
     CPU training) and `staged_bytes`. on_cpu: the network is trained on the host. writes: whether rank 0, which writes
-    checkpoints, is on this node. adams: number of sets of moments, see `adam_names` of Diffusion/sharding.py.
+    checkpoints, is on this node. adams: number of sets of moments, see `adam_names` of Diffusion/optim.py.
     Returns: {"rank", "activations", "worker", "workers" (their number in a rank), "batches" (read ahead, of one rank),
     "checkpoint", "staged", "total": ranks x (rank + activations + workers x worker + batches) + checkpoint + staged}.
     """

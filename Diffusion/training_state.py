@@ -15,8 +15,7 @@ import torch
 from Dataloader.dataset import VolumeDataset
 from Dataloader.identity import as_csv, compare_data
 from Diffusion.diffuser import DeformDDPM
-from Diffusion.gradients import GradientSums
-from Diffusion.sharding import compare_moments, gather, gather_state, replicated, whole
+from Diffusion.optim import GradientSums, compare_moments, gather, gather_state, replicated, whole
 from Runtime import agree, checkpoint, launch, watchdog, writer
 from Runtime.config import MODEL_KEYS
 from Runtime.device import describe, precision

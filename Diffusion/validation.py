@@ -1,5 +1,6 @@
 """Scores of a network on held-out volumes: recovery at fixed times, retrieval, and registration of fixed pairs."""
 import itertools
+import math
 
 import numpy as np
 import torch
@@ -140,6 +141,18 @@ def validate(run, dataset):
     return {"val_ang": average(cosines),
             "val_retrieval": retrieval(images, conditions, dataset.subjects[:len(embeddings)]),
             **{name: average([score[name] for score in scores]) for name in scores[0]}}, picture
+
+
+def best_by(scores, registers):
+    """(metric, value) by which the best checkpoint is judged, higher is better; None where validation found no number.
+
+    registers: whether the training has mode 3; else it is judged by its recovery.
+    """
+    metric = "val_dice" if scores.get("val_dice") is not None else "val_imgsim"
+    value = scores.get(metric)
+    if scores and not registers:
+        metric, value = "-val_ang", -scores["val_ang"]
+    return (metric, value) if value is not None and math.isfinite(value) else None
 
 
 def in_order(rows_of_ranks):

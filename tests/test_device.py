@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from Diffusion.gradients import new_gradients
+from Diffusion.optim import new_gradients
 from Runtime.device import autocast, backend, computes_bf16, pick_device, precision
 from Runtime.errors import InputError
 from Runtime.launch import other_device, shared_device
@@ -174,7 +174,7 @@ def test_a_device_without_float64_is_named_with_the_key_to_change():
     ("auto", True, "cpu", "float32", "bfloat16"), (False, True, "meta", "float32", "bfloat16")])
 def test_sums_of_gradients_have_the_types_of_their_keys(exact, bf16, device, dtype, wire):
     sums = new_gradients({"run.exact_sums": exact, "run.bf16_sums": bf16}, torch.device(device))
-    assert (sums["dtype"], sums["wire"]) == (getattr(torch, dtype), getattr(torch, wire))
+    assert (sums.dtype, sums.wire) == (getattr(torch, dtype), getattr(torch, wire))
 
 
 def test_sums_cannot_be_exact_and_in_bf16():

@@ -1,7 +1,7 @@
 """Sums of gradients over batches: the mean, and the same bits in any order."""
 import torch
 
-from Diffusion.gradients import new_gradients, put_together, set_aside
+from Diffusion.optim import new_gradients, put_together, set_aside
 
 
 def mean_of(batches, exact=True):

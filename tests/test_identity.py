@@ -142,8 +142,8 @@ def test_other_volumes_of_a_subject_are_no_negatives(tmp_path):
     net, ddpm = om.build_network(cfg), om.DeformDDPM(cfg)
     batch = om.deform_batch(torch.stack([dataset.image(0), dataset.image(1)]), [(0, 0, 0), (0, 0, 1)], ddpm, cfg)
     for subject, lost in (("a", True), ("b", False)):
-        queue, filled = om.new_queue(cfg, "cpu"), torch.nn.functional.normalize(torch.randn(2, 2, 8), dim=2)
-        om.push(queue, *filled, torch.tensor([subject_key(subject)] * 2))
+        queue, filled = om.embeddings.new_queue(cfg, "cpu"), torch.nn.functional.normalize(torch.randn(2, 2, 8), dim=2)
+        om.embeddings.push(queue, *filled, torch.tensor([subject_key(subject)] * 2))
         known = {**batch, "subjects": dataset.subjects[:2], "queue": queue, "targets": None}
         loss = om.step_contrastive(net, known, cfg)[0].item()
         assert (loss == 0.0) is lost

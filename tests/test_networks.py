@@ -481,7 +481,7 @@ def test_network_with_affine_match_learns_through_it():
 
 @pytest.mark.parametrize("amp", [False, True])
 def test_gradients_lie_in_memory_as_their_weights_do(amp):
-    """Otherwise DDP would copy each of them, and the warning that Diffusion/sharding.py leaves unsaid would be true."""
+    """Otherwise DDP would copy each of them, and the warning that Diffusion/optim.py leaves unsaid would be true."""
     net, t = build_network(config()), torch.tensor([3])
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
         field = net(torch.rand(1, 1, 16, 16, 16), t, torch.rand(1, 2, 16, 16, 16))

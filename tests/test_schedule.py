@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from Diffusion.networks import build_network
-from Diffusion.schedule import ema_weights, learning_rate, new_ema, update_ema
+from Diffusion.optim import ema_weights, learning_rate, new_ema, update_ema
 from tests.tiny import config
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import OM_train_3modes as om
-from Diffusion.sharding import footprint, gather, gather_state
+from Diffusion.optim import footprint, gather, gather_state
 from Runtime import attempts, checkpoint, launch
 from tests import launching, warm
 from tests.tiny import (
@@ -238,8 +238,8 @@ def main(data, folder, changes):
     for writer in STRATEGIES:
         run = start(writer, folder / writer)
         one_step(run)
-        om.save(run, "tmp/000000_step0001_demo.pth")
-        om.finish_saving(run, last=True)
+        om.training_state.save(run, "tmp/000000_step0001_demo.pth")
+        om.training_state.finish_saving(run, last=True)
         seen["moved"][writer] = step_of_no_number(run)
         one_step(run)
         after[writer] = gather(run.net.state_dict(), ranks)
@@ -259,7 +259,7 @@ def main(data, folder, changes):
                 seen["counters"][pair] = [run.progress.step, run.progress.samples, run.queue["next"],
                                           run.progress.sums.steps]
             if writer == "ddp":
-                seen["scores"][reader] = om.validate(run, run.held_out)[0]
+                seen["scores"][reader] = om.validation.validate(run, run.held_out)[0]
             one_step(run)
             weights = gather(run.net.state_dict(), ranks)
             if ranks.rank == 0:

@@ -19,7 +19,7 @@ import OM_prepare
 import OM_train_3modes as om
 from Dataloader.dataset import read_datasets
 from Diffusion.networks import build_network
-from Diffusion.sharding import footprint, replicated
+from Diffusion.optim import footprint, replicated
 from Diffusion.training_state import PRECISIONS
 from Inference.load_model import load_model
 from Inference.registration import register
@@ -387,37 +387,37 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_ends_the_run_in_the_end(d
 
 def test_contrastive_loss_is_zero_until_the_queue_holds_another_subject(data):
     cfg = config(data)
-    net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.new_queue(cfg, "cpu")
+    net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.embeddings.new_queue(cfg, "cpu")
     images, subjects = torch.rand(2, 1, 16, 16, 16), torch.tensor([3, 3])
     batch = {**om.deform_batch(images, [(0, 0, 0), (0, 0, 1)], ddpm, cfg), "subjects": subjects, "queue": queue,
              "targets": None}
     loss, _, kept = om.step_contrastive(net, batch, cfg)
     assert loss.item() == 0.0
-    om.push(queue, *kept, subjects)
+    om.embeddings.push(queue, *kept, subjects)
     assert om.step_contrastive(net, batch, cfg)[0].item() == 0.0
     assert om.step_contrastive(net, {**batch, "subjects": torch.tensor([4, 5])}, cfg)[0].item() > 0.0
 
 
 def test_mode_2_matches_and_keeps_what_the_averaged_weights_make_of_a_sample(data):
     cfg = config(data)
-    net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.new_queue(cfg, "cpu")
+    net, ddpm, queue = om.build_network(cfg), om.DeformDDPM(cfg), om.embeddings.new_queue(cfg, "cpu")
     before = checkpoint.weights_sha256(net.state_dict())
     ema = {name: parameter.detach() + 0.01 * torch.randn_like(parameter) for name, parameter in
                net.named_parameters()}
     batch = {**om.deform_batch(torch.rand(2, 1, 16, 16, 16), [(0, 0, 0), (0, 0, 1)], ddpm, cfg),
              "subjects": torch.tensor([3, 4]), "queue": queue, "targets": None}
-    om.push(queue, *(one.detach() for one in om.embed(net, batch, cfg)), torch.tensor([7, 8]))
+    om.embeddings.push(queue, *(one.detach() for one in om.embeddings.embed(net, batch, cfg)), torch.tensor([7, 8]))
     own = om.step_contrastive(net, batch, cfg)[0].item()
-    assert om.target_embeddings(net, None, [batch, batch], cfg) == [None, None]
-    batch["targets"], = om.target_embeddings(net, ema, [batch], cfg)
+    assert om.embeddings.target_embeddings(net, None, [batch, batch], cfg) == [None, None]
+    batch["targets"], = om.embeddings.target_embeddings(net, ema, [batch], cfg)
     loss, _, kept = om.step_contrastive(net, batch, cfg)
     assert checkpoint.weights_sha256(net.state_dict()) == before, "the weights are back"
     loss.backward()
     assert all(parameter.grad.any() for parameter in net.embedding.parameters())
-    with om.ema_weights(net, ema):
-        expected = om.embed(net, batch, cfg)
+    with om.optim.ema_weights(net, ema):
+        expected = om.embeddings.embed(net, batch, cfg)
     assert all(torch.equal(*pair) for pair in zip(kept, expected)) and not any(one.requires_grad for one in kept)
-    assert not torch.equal(kept[0], om.embed(net, batch, cfg)[0]) and loss.item() != own
+    assert not torch.equal(kept[0], om.embeddings.embed(net, batch, cfg)[0]) and loss.item() != own
 
 
 def test_every_key_is_read(data, tmp_path, monkeypatch):
@@ -442,7 +442,7 @@ def test_every_key_is_read(data, tmp_path, monkeypatch):
     assert om.main(["--config", "any"]) == 0
     run = begin(plain)
     run.cfg = Recorder(plain)
-    om.refuse_nonfinite(run)
+    om.training_state.refuse_nonfinite(run)
     attempts.launcher_begin(["--config", "any", "--launcher-pid", str(os.getpid()), "--tasks", "1"])
     fixed, moving = ((volume, np.eye(4)) for volume in torch.rand(2, 12, 12, 12).numpy())
     register(fixed, moving, (build_network(plain), Recorder(plain)), affine=False, refine=2)

@@ -5,8 +5,7 @@ import torch
 from Diffusion.fields import compose, flow, identity, warp
 from Diffusion.metrics import folding_percent
 from Diffusion.networks import build_network
-from Diffusion.validation import align, best_field, retrieval, validate_registration
-from OM_train_3modes import best_by
+from Diffusion.validation import align, best_by, best_field, retrieval, validate_registration
 from Runtime.config import load_config
 from tests.tiny import ROOT
 

@@ -27,7 +27,7 @@ from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
 from Diffusion.host_memory import activation_bytes, held_bytes, host_room, memory_estimate, staged_bytes
 from Diffusion.networks import build_network, new_network
-from Diffusion.sharding import adam_names
+from Diffusion.optim import adam_names
 from Runtime import launch, memory
 from Runtime.config import modes_of
 from Runtime.device import autocast, backend, pick_device, precision, prepare_device, synchronize

@@ -78,9 +78,9 @@ def take_steps(state, batches, count, seconds):
     for number in tqdm(range(count), "steps", file=sys.stderr, leave=False):
         save = None
         if number % SAVE_EVERY == 0:
-            om.finish_saving(state)  # in a training, where saves are further apart, the write is long over
+            om.training_state.finish_saving(state)  # in a training, where saves are rarer, it is long over
             started = time.perf_counter()
-            om.save(state, f"tmp/step{state.progress.step}.pth")
+            om.training_state.save(state, f"tmp/step{state.progress.step}.pth")
             save = time.perf_counter() - started
         seconds.update(dict.fromkeys(seconds, 0.0))
         writing, started = bool(state.saving and not state.saving.done()), time.perf_counter()
@@ -106,7 +106,7 @@ def measure(cfg, run, steps):
     for number in range(-3 * memory.WINDOW - 2, 0):  # as full as after the first minute of a training
         memory.watch(state.watch, number)
     rows = take_steps(state, batches, steps, seconds)
-    om.finish_saving(state, last=True)
+    om.training_state.finish_saving(state, last=True)
     faulthandler.cancel_dump_traceback_later()  # the deadlines are the training's, not those of what comes next
     watchdog.STATE["file"] = None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

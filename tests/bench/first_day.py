@@ -235,7 +235,8 @@ def losses_and_gradients(cfg, device):
     net = net.to(device)
     rng_keys = [(0, 0, 0), (0, 0, 1)]
     volumes = torch.rand(2, 1, *cfg["data.img_size"]).to(device)
-    batch = {**om.deform_batch(volumes, rng_keys, om.DeformDDPM(cfg), cfg), "queue": om.new_queue(cfg, device),
+    batch = {**om.deform_batch(volumes, rng_keys, om.DeformDDPM(cfg), cfg),
+             "queue": om.embeddings.new_queue(cfg, device),
              "subjects": torch.arange(2, device=device), "targets": None, "moving": volumes[:1], "fixed": volumes[1:]}
     for name in ("images", "conditions"):
         values = torch.randn(batch["queue"][name].shape, generator=torch.Generator().manual_seed(1))
@@ -621,7 +622,7 @@ def ddp(args, folder):
         cfg = configuration(args, folder, run__exact_sums=bool(exact))
         state, batches = new_state(cfg, device)
         if exact is not None:
-            state.model = om.wrap(state.net, om.launch.Ranks(world_size=2), device, state.gradients, cfg)
+            state.model = om.optim.wrap(state.net, om.launch.Ranks(world_size=2), device, state.gradients, cfg)
         steps(state, batches, cfg, 3)
         found[f"{name}_step_s"] = statistics.median(steps(state, batches, cfg, 6))
         state = batches = None
@@ -696,9 +697,9 @@ def checkpoints(args, folder):
     for number in range(3):
         synchronize(device)
         began = time.perf_counter()
-        om.save(state, f"tmp/000000_step{number:04d}_day_om_net.pth")
+        om.training_state.save(state, f"tmp/000000_step{number:04d}_day_om_net.pth")
         stalls.append(time.perf_counter() - began)
-        om.finish_saving(state)
+        om.training_state.finish_saving(state)
         writes.append(state.write_s)
     return {"stall_s": statistics.median(stalls), "write_s": statistics.median(writes),
             "bytes": sum(path.stat().st_size for path in state.folder.rglob("*.pth")) // 3}

@@ -1,10 +1,14 @@
-"""What each rank holds of weights, gradients and Adam's moments (run.strategy), and how whole tensors are made of it.
+"""What moves the weights: sums of gradients, shards, Adam, the learning rate, and the average of the weights.
 
-ddp: everything. zero1: everything but the moments of other ranks' parameters. fsdp: a slice of each weight, gradient
-and moment; the weights of a block are gathered only while it computes. With one rank, each strategy is the plain
-network and plain Adam. A checkpoint holds whole tensors, so it loads with any strategy and any number of ranks.
+run.strategy says what each rank holds. ddp: everything. zero1: everything but the moments of other ranks' parameters.
+fsdp: a slice of each weight, gradient and moment; the weights of a block are gathered only while it computes. With one
+rank, each strategy is the plain network and plain Adam. A checkpoint holds whole tensors, so it loads with any strategy
+and any number of ranks.
 """
+import contextlib
+import dataclasses
 import inspect
+import math
 import resource
 import warnings
 
@@ -14,17 +18,104 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from Diffusion.blocks import ConvBlock, UpsampleConv
-from Diffusion.gradients import sum_over_ranks
 from Diffusion.networks_older import TransposedConv
 from Diffusion.om_net import AttentionBlock
 from Runtime import agree
-from Runtime.errors import InputError
+from Runtime.errors import InputError, first_line
 
 # FSDP gathers the weights of a module when it is called. These are always called; the weights of other modules are
 # gathered with the network.
 BLOCKS = (ConvBlock, UpsampleConv, TransposedConv, AttentionBlock)
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums of gradients over the batches of a step and over the ranks: in float64, or, by key, in float32 or bf16
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class GradientSums:
+    """Gradients of the batches of a step.
+
+    float32 gradients summed in float64 and rounded once at the end give the same float32 in any order. So a step has
+    the same bits for any number of ranks, as long as the batches of a forward are the same. DDP hands over one bucket
+    after the other, while the backward pass goes on: the ranks exchange the first sums while the last gradients are
+    computed.
+    """
+
+    dtype: torch.dtype  # of the sums
+    wire: torch.dtype   # in which the ranks exchange them
+    totals: dict = dataclasses.field(default_factory=dict)  # {parameter: sum so far}
+    # Batches in this step, of all ranks. With fsdp those of this rank: it takes the mean over the ranks after each.
+    parts: int = 1
+
+
+def new_gradients(cfg, device="cpu"):
+    """The GradientSums of a run.
+
+    cfg: run.exact_sums (true: in float64; false: in float32; auto: in float64 on a CPU) and run.bf16_sums (the ranks
+    exchange half of the bytes of float32).
+
+    On an accelerator, where other operations do not repeat bit for bit either, float64 doubles what is communicated.
+    Raises InputError for both kinds at once, and for exact sums on a device that has no float64, which is tried once.
+    """
+    exact, bf16 = cfg["run.exact_sums"], cfg["run.bf16_sums"]
+    if exact == "auto":
+        exact = torch.device(device).type == "cpu" and not bf16
+    if exact and bf16:
+        raise InputError("run.exact_sums and run.bf16_sums are both true, and sums cannot be both: set one to false.")
+    if exact:
+        try:
+            torch.ones(2, dtype=torch.float64, device=device).sum().item()
+        except RuntimeError as error:  # some Intel GPUs
+            raise InputError(f"run.exact_sums: {device} has no float64 ({first_line(error)}); set it to "
+                             "false, and sums depend a little on the number of ranks.") from error
+    dtype = torch.float64 if exact else torch.float32
+    return GradientSums(dtype, wire=torch.bfloat16 if bf16 else dtype)
+
+
+def set_aside(sums, parameters):
+    """Add the gradients of one batch to the totals, and clear the gradients."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.to(sums.dtype, copy=True)  # a graph overwrites its own
+            before = sums.totals.get(parameter)
+            sums.totals[parameter] = gradient if before is None else before.add_(gradient)
+            parameter.grad = None
+
+
+def put_together(sums, parameters):
+    """Make the mean over all batches the gradient. Without DDP there is no communication hook that does it."""
+    if sums.parts > 1:
+        set_aside(sums, parameters)
+        for parameter, total in sums.totals.items():
+            parameter.grad = (total / sums.parts).to(parameter.dtype)
+    sums.totals.clear()
+
+
+def sum_over_ranks(sums, bucket):
+    """Communication hook of DDP: the mean over all batches of all ranks, for one bucket of gradients.
+
+    Returns: a future of the bucket's buffer, which then holds the means.
+    """
+    buffer = bucket.buffer()
+    total = buffer.to(sums.dtype, copy=True)
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
+        before = sums.totals.pop(parameter, None)
+        if before is not None:
+            # In the buffer a gradient has the strides of its parameter, channels last too; bucket.gradients() does not
+            # show that.
+            place = gradient.storage_offset() - buffer.storage_offset()
+            total.as_strided(parameter.size(), parameter.stride(), place).add_(before)
+
+    def mean(future):
+        return buffer.copy_(future.value()[0].to(sums.dtype).div_(sums.parts))
+    return dist.all_reduce(total.to(sums.wire), async_op=True).get_future().then(mean)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The network on its ranks, and Adam
+# ---------------------------------------------------------------------------------------------------------------------
 
 def wrap(net, ranks, device, gradients, cfg):
     """The network as the step functions call it: DDP over all ranks, or `net` itself, on one rank or sharded in place.
@@ -244,3 +335,65 @@ def footprint(net, optimizers, device):
 def local_bytes(tensors):
     """Bytes of tensors on this rank: of a sharded one its slice."""
     return sum(own_part(tensor).nbytes for tensor in tensors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The learning rate over a run, and the moving average of the weights, which registration and augmentation use
+# ---------------------------------------------------------------------------------------------------------------------
+
+def learning_rate(cfg, step, done):
+    """The learning rate of one step: a linear warm-up, then constant, or a cosine down to zero.
+
+    rate = optim.lr * min((step + 1) / optim.warmup_steps, 1), with optim.schedule "cosine" times
+    (1 + cos(pi done)) / 2 (Loshchilov and Hutter, "SGDR", ICLR 2017, without restarts).
+    step: from 0, over the whole run. done: fraction of the run's epochs that is done. It is not counted in steps: an
+    epoch has another number of them when the samples of a step or the data set change.
+    """
+    rate = cfg["optim.lr"] * min((step + 1) / max(cfg["optim.warmup_steps"], 1), 1.0)
+    if cfg["optim.schedule"] == "cosine":
+        rate *= 0.5 + 0.5 * math.cos(math.pi * min(done, 1.0))
+    return rate
+
+
+def new_ema(net, cfg, saved=None):
+    """The exponential moving average of a network's parameters, at its start.
+
+    saved: {name: whole tensor} of a checkpoint, to go on from; None: start from the weights.
+    Returns: {name: tensor}, with fsdp slices like the parameters; None where optim.average is 0.
+    """
+    if not cfg["optim.average"]:
+        return None
+    return {name: parameter.detach().clone() if saved is None else part_like(parameter, saved[name])
+            for name, parameter in net.named_parameters()}
+
+
+@torch.no_grad()
+def update_ema(ema, net, cfg, step):
+    """Move the average towards the weights, in place: ema = decay * ema + (1 - decay) * weights.
+
+    decay = min(optim.average, (1 + step) / (10 + step)), step from 0. It is smaller at first: with a constant decay the
+    first averages would be little but the weights before the training.
+    """
+    if ema:
+        decay = min(cfg["optim.average"], (1 + step) / (10 + step))
+        pairs = [(own_part(ema[name]), own_part(parameter)) for name, parameter in net.named_parameters()]
+        torch._foreach_lerp_(*map(list, zip(*pairs)), 1 - decay)  # a few kernels on a device instead of hundreds
+
+
+@contextlib.contextmanager
+def ema_weights(net, ema):
+    """Within this context the network has the averaged weights; without an average (None), its own."""
+    own = {name: parameter.detach().clone() for name, parameter in net.named_parameters()} if ema else {}
+    try:
+        put_weights(net, ema)
+        yield net
+    finally:
+        put_weights(net, own)
+
+
+@torch.no_grad()
+def put_weights(net, weights):
+    """Copy {name: tensor} into the network's parameters; nothing where there are none."""
+    if weights:
+        pairs = [(own_part(parameter), own_part(weights[name])) for name, parameter in net.named_parameters()]
+        torch._foreach_copy_(*map(list, zip(*pairs)))
