@@ -27,7 +27,7 @@ from Dataloader.identity import agree_on_labels, describe_data, require_same_eve
 from Dataloader.sampler import steps_left
 from Dataloader.staging import release
 from Diffusion import embeddings, graphs, losses, optim, training_state, validation
-from Diffusion.batch_augment import augment, augment_maps, remap
+from Diffusion.batch_augment import augment, augment_maps, remap_intensities
 from Diffusion.cost import dry_run
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import warp
@@ -99,7 +99,7 @@ def deform_batch(images, rng_keys, ddpm, cfg, drawn=None):
     xt, target_field = ddpm.diffuse(x0, times, rng_keys, drawn)                # (B, C, *spatial), (B, N, *spatial)
     return {"xt": xt, "target_field": target_field, "t": send(torch.tensor(times), x0.device),
             "condition": make_condition(x0, cfg["model.condition_type"], rng_keys),
-            "keep": send(uniform(rng_keys, "keep") >= cfg["model.condition_dropout"], x0.device)}
+            "use_condition": send(uniform(rng_keys, "keep") >= cfg["model.condition_dropout"], x0.device)}
 
 
 def volume_batches(run, volumes):
@@ -132,7 +132,7 @@ def pair_batches(run, pairs):
         both = augment(send(images, device), rng_keys, cfg, deformation)       # (2 B, C, *spatial)
         batch = {"moving": both[0::2], "fixed": both[1::2]}                    # (B, C, *spatial) each
         if cfg["augment.remap"]:
-            seen = remap(both, rng_keys, cfg)                                  # (2 B, C, *spatial)
+            seen = remap_intensities(both, rng_keys, cfg)                                  # (2 B, C, *spatial)
             batch["seen"] = {"moving": seen[0::2], "fixed": seen[1::2]}        # (B, C, *spatial) each
         for kind, stored in maps.items():
             both = augment_maps(send(stored, device), rng_keys, cfg, deformation)          # (2 B, 1, *spatial)
@@ -200,7 +200,7 @@ def set_up(cfg, args, ranks, folder):
 def step_diffusion(net, batch, cfg):
     """Mode 1: undo a random deformation, seeing a few slices of the original."""
     with autocast(batch["xt"].device, cfg["run.amp"]):
-        pred_field = net(batch["xt"], batch["t"], batch["condition"], batch["keep"])   # (B, N, *spatial)
+        pred_field = net(batch["xt"], batch["t"], batch["condition"], batch["use_condition"])   # (B, N, *spatial)
     dist, ang = (term.mean() for term in losses.recovery_terms(pred_field, batch["target_field"]))
     regul = losses.regularity(pred_field, cfg["loss.waiver"], cfg["loss.folding"])
     loss = cfg["loss.dist"] * dist + cfg["loss.ang"] * ang + cfg["loss.regul"] * regul
@@ -270,7 +270,7 @@ class Mode(NamedTuple):
 # In the order of a step.
 MODES = {mode.name: mode for mode in (
     Mode("diffusion", step_diffusion, "volumes", ("dist", "ang", "regul"), "total", ("ang", "dist", "regul"),
-         last_use=("target_field", "keep")),
+         last_use=("target_field", "use_condition")),
     Mode("contrastive", step_contrastive, "volumes", ("contrastive",), "contrastive", (), "contrastive.clip_norm",
          needs_condition=True),
     Mode("registration", step_registration, "pairs", ("imgsim", "imgmse", "ddf", "dice"), "regist",

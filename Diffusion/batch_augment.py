@@ -161,7 +161,7 @@ def _random_function(numbers):
     return (table - lowest) / (highest - lowest).clamp(min=1e-3)
 
 
-def remap(images, rng_keys, cfg):
+def remap_intensities(images, rng_keys, cfg):
     """Volumes as another modality might show them: their intensities mapped by a random function each.
 
     A share augment.remap of the volumes is mapped, each channel by a function of its own (`_random_function`); bright

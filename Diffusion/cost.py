@@ -61,7 +61,7 @@ def stand_in(cfg, pair_batch, labels):
     t = torch.zeros(batchsize, dtype=torch.long)
     moving, fixed = torch.zeros(2, pair_batch, cfg["data.channels"], *size)
     maps = {"moving": moving[:, :1], "fixed": fixed[:, :1]}
-    batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "keep": None,
+    batch = {"xt": image, "t": t, "target_field": torch.zeros(batchsize, len(size), *size), "use_condition": None,
              "condition": make_condition(image, kind), "subjects": t, "queue": new_queue(cfg, "cpu"),
              "targets": None, "moving": moving, "fixed": fixed, "mask": maps,
              "label": {**maps, "labelled": [(True, True)] * pair_batch, "values": values}}

@@ -49,14 +49,15 @@ def demons_force(warped, target, mask):
     return (missing * slopes).sum(2) / size.unsqueeze(1)                                        # (B, 3, 128^3)
 
 
-def target_of(condition, keep, groups):
+def target_of(condition, use_condition, groups):
     """What a condition, (B, C + 1, *spatial) float32, is compared as: values, as `compared`; mask; `shown_share`.
 
-    keep: (B,) bool or None; where it is False, the mask is zero, and so are the forces. groups: of `LearnedDescent`.
+    use_condition: (B,) bool or None; where it is False, the mask is zero, and so are the forces. groups: of
+    `LearnedDescent`.
     """
     values, mask = condition[:, :-1], condition[:, -1:]                                         # (B, 1, 128^3) each
-    if keep is not None:
-        mask = mask * keep.view(-1, *[1] * (mask.dim() - 1))                                    # (B, 1, 128^3)
+    if use_condition is not None:
+        mask = mask * use_condition.view(-1, *[1] * (mask.dim() - 1))                           # (B, 1, 128^3)
     shown = shown_share(mask)                                                                   # (B, 1, 128^3)
     return compared(values, mask, shown, groups), mask, shown
 

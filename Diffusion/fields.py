@@ -138,7 +138,7 @@ def integrate_velocity(velocity, counts, region=None):
     associative: the powers velocity^1, ^2, ^4, ^8, ... are made by squaring, once for the whole batch, and each sample
     takes those of the binary digits of its count. So there are log2(n) squarings instead of n - 1 compositions, and
     fewer interpolations. The digits are applied to points that move through the powers, so only `region` is computed.
-    (Squaring as in Arsigny et al., MICCAI 2006, for any n and without scaling; see `flow` for unit time.)
+    (Squaring as in Arsigny et al., MICCAI 2006, for any n and without scaling; see `exponential` for unit time.)
 
     velocity: (B, N, *spatial) displacement in voxels per unit of time. counts: B integers >= 0.
     region: N slices (non-negative start, step 1) of the grid where the result is wanted; default all of it.
@@ -173,7 +173,7 @@ def numbers_of(mask, device):
     return send(mask.nonzero()[:, 0], device)
 
 
-def flow(velocity, squarings=5):
+def exponential(velocity, squarings=5):
     """The displacement after unit time along a stationary velocity: exp(velocity), by scaling and squaring.
 
     exp(v) = exp(v / 2^n) composed with itself 2^n times, n = squarings (Arsigny et al., "A Log-Euclidean Framework for

@@ -2,10 +2,10 @@
 
 Every network is called as net(image, t, condition) and returns one displacement field (B, N, *spatial) in voxels,
 float32:
-  image      (B, C, *spatial), sides of any length; C is data.channels, mostly 1
-  t          (B,) long: 0 .. timesteps - 1 for recovery, timesteps for registration
-  condition  (B, C + 1, *spatial), values x mask and mask; or None
-  keep       (B,) bool, an option: False hides the condition of a sample
+  image          (B, C, *spatial), sides of any length; C is data.channels, mostly 1
+  t              (B,) long: 0 .. timesteps - 1 for recovery, timesteps for registration
+  condition      (B, C + 1, *spatial), values x mask and mask; or None
+  use_condition  (B,) bool, an option: False hides the condition of a sample
 net(image, t, condition, embed=True) returns two unit vectors (B, E) instead, of the image and of the condition.
 Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
 With model.structures, net(image, t, condition, segment=True) returns the field and logits (2 B, K + 1, *spatial): of

@@ -176,15 +176,15 @@ class RecResACNet(nn.Module):
         size = image.shape[2:]
         return crop(self.conv_out(x).float(), size) * side_lengths(size, x.device)   # (B, 3, 128^3)
 
-    def masked(self, image, condition, keep):
+    def masked(self, image, condition, use_condition):
         """The condition, padded; zeros where there is none or it is dropped. None for a network without one."""
         if not self.conditioned:
             return None
         empty = image.new_zeros(len(image), self.shown_channels, *image.shape[2:])   # (B, 2, 128^3)
         condition = empty if condition is None else condition                        # (B, 2, 128^3)
-        if keep is not None:
-            keep = keep.view(-1, *[1] * (self.dims + 1))                             # (B, 1, 1^3)
-            condition = torch.where(keep, condition, empty)                          # (B, 2, 128^3)
+        if use_condition is not None:
+            use_condition = use_condition.view(-1, *[1] * (self.dims + 1))           # (B, 1, 1^3)
+            condition = torch.where(use_condition, condition, empty)                 # (B, 2, 128^3)
         return pad_to_multiple(condition, self.multiple)                             # (B, 2, 128^3)
 
     def embeddings(self, image, condition, time):
@@ -196,16 +196,16 @@ class RecResACNet(nn.Module):
         of_condition = self.features(torch.zeros_like(image), condition, time)[-1]   # (B, 40, 16^3)
         return [unit_embedding(self.embedding, features.flatten(2).mean(2)) for features in (of_image, of_condition)]
 
-    def forward(self, image, t, condition=None, keep=None, embed=False):
+    def forward(self, image, t, condition=None, use_condition=None, embed=False):
         """As every network, see Diffusion/networks.py. In float32 throughout: in bfloat16 a recovery strays."""
         with torch.autocast(image.device.type, enabled=False):
-            return self.answer(image, t, condition, keep, embed)
+            return self.answer(image, t, condition, use_condition, embed)
 
-    def answer(self, image, t, condition, keep, embed):
+    def answer(self, image, t, condition, use_condition, embed):
         """What `forward` returns."""
         # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
         time = self.time_vectors(torch.zeros_like(t) if embed else t)                # (B, 100)
-        condition = self.masked(image, condition, keep)                              # (B, 2, 128^3)
+        condition = self.masked(image, condition, use_condition)                     # (B, 2, 128^3)
         if embed:
             return self.embeddings(image, condition, time)                           # (B, 128) each
 

@@ -496,19 +496,19 @@ class OM_net(nn.Module):
         image = pad_to_multiple(image, self.multiple)                                       # (B, 1, 128^3)
         return torch.cat([image, torch.ones_like(image[:, :1])], dim=1)                     # (B, 2, 128^3)
 
-    def shown_fraction(self, image, condition, keep):
+    def shown_fraction(self, image, condition, use_condition):
         """How much of the volume each sample's condition shows: (B,), 0 where there is none or it is dropped."""
         if condition is None:
             return image.new_zeros(len(image))                                              # (B,)
         fraction = condition[:, -1].flatten(1).mean(1)                                      # (B,)
-        return fraction if keep is None else fraction * keep                                # (B,)
+        return fraction if use_condition is None else fraction * use_condition              # (B,)
 
-    def encode(self, image, condition, keep, time, together):
+    def encode(self, image, condition, use_condition, time, together):
         """Features at every level, of the image and of the condition (None without one).
 
         together: encode both in one batch, which takes less time than one after the other. Otherwise only the condition
         is encoded, and the image's features are None: the passes encode it themselves.
-        keep: (B,) bool; where it is False, the condition's features are zero.
+        use_condition: (B,) bool; where it is False, the condition's features are zero.
         """
         image = self.fully_shown(image)                                                     # (B, 2, 128^3)
         if not self.conditioned or condition is None:
@@ -519,9 +519,9 @@ class OM_net(nn.Module):
             features, encoded = zip(*[level.chunk(2) for level in both])                    # (B, 16, 128^3), ...
         else:
             features, encoded = None, self.encoder(condition, time)                         # (B, 16, 128^3), ...
-        if keep is not None:
-            keep = keep.view(-1, *[1] * (self.dims + 1))                                    # (B, 1, 1^3)
-            encoded = [torch.where(keep, level, level.new_zeros(())) for level in encoded]  # (B, 16, 128^3), ...
+        if use_condition is not None:
+            use_condition = use_condition.view(-1, *[1] * (self.dims + 1))                  # (B, 1, 1^3)
+            encoded = [torch.where(use_condition, level, level.new_zeros(())) for level in encoded]  # as above
         return features, encoded
 
     def align(self, skip, field_norm, affine, t, image_size, padded_size):
@@ -541,13 +541,13 @@ class OM_net(nn.Module):
             return kernels.Warp.apply(skip.movedim(1, -1).contiguous(), field).movedim(-1, 1)       # (B, 32, 64^3)
         return warp(skip, field, padding="border").to(skip.dtype)                           # (B, 32, 64^3)
 
-    def descent_target(self, condition, keep):
+    def descent_target(self, condition, use_condition):
         """What the learned steps compare the image with; None without such steps or without a condition."""
         descent = self.descent or self.fine_descent
         if descent is None or condition is None:
             return None
         with torch.no_grad(), torch.autocast(condition.device.type, enabled=False):
-            return target_of(pad_to_multiple(condition, self.multiple).float(), keep, descent.groups)
+            return target_of(pad_to_multiple(condition, self.multiple).float(), use_condition, descent.groups)
 
     def descend(self, descent, field, affine, x, image, target):
         """The field of a pass after the learned steps of `descent`, see Diffusion/descent.py, on the grid of these.
@@ -606,7 +606,7 @@ class OM_net(nn.Module):
         field = field if affine is None else field + affine                                 # (B, 3, 128^3)
         return crop(field, image_size)                                                      # (B, 3, 128^3)
 
-    def forward(self, image, t, condition=None, keep=None, embed=False, segment=False):
+    def forward(self, image, t, condition=None, use_condition=None, embed=False, segment=False):
         """As every network, see Diffusion/networks.py."""
         if segment == "alone":
             return self.segmenter(image)                                                    # (B, K + 1, 128^3)
@@ -616,14 +616,15 @@ class OM_net(nn.Module):
         time = self.time(torch.zeros_like(t) if embed else t)                               # (B, 64)
         # A first pass without gradient encodes the image itself; the condition, encoded once, keeps its gradient.
         together = embed or not (self.detach and self.rec_num > 1)
-        features, encoded = self.encode(image, condition, keep, time, together)             # (B, 16, 128^3), ...
+        features, encoded = self.encode(image, condition, use_condition, time, together)    # (B, 16, 128^3), ...
         if embed:
             of_image = self.attention.pooled(features[-1], 0)                               # (B, 1024)
             of_condition = self.attention.pooled(encoded[-1], 1) if encoded is not None else of_image   # (B, 1024)
             return [unit_embedding(self.embedding, pooled) for pooled in (of_image, of_condition)]  # (B, 128) each
-        # Only the affine match asks for it.
-        shown_fraction = self.shown_fraction(image, condition, keep) if self.match is not None else None    # (B,)
-        target = self.descent_target(condition, keep)
+        shown_fraction = None  # only the affine match asks for it
+        if self.match is not None:
+            shown_fraction = self.shown_fraction(image, condition, use_condition)           # (B,)
+        target = self.descent_target(condition, use_condition)
 
         def one_pass(warped):
             if warped is image and features:

@@ -119,7 +119,7 @@ def newest_checkpoint(folder, ranks):
         if reason := os.environ.get("OMNIMORPH_STEP_BACK"):
             checkpoint.step_back(folder, reason)
         relative = checkpoint.newest(folder, record=True, patience_s=READ_AGAIN_S) or ""
-    relative = launch.tell(ranks, "newest checkpoint", relative)
+    relative = launch.broadcast(ranks, "newest checkpoint", relative)
     return folder / relative if relative else None
 
 

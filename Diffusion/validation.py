@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from Dataloader.datalist import read_ranges
 from Dataloader.sampler import epoch_pairs
 from Diffusion.diffuser import make_condition
-from Diffusion.fields import compose, flow, warp
+from Diffusion.fields import compose, exponential, warp
 from Diffusion.losses import image_similarity, recovery_terms, structure_shares
 from Diffusion.metrics import average, dice, dice_before_after, folding_percent
 from Runtime import agree, launch, watchdog
@@ -83,7 +83,7 @@ def best_field(net, moving, fixed, cfg):
         seen = moving if field is None else warp(moving, field)
         if cfg["registration.symmetric"]:
             there, back = align(net, torch.cat([seen, fixed]), torch.cat([fixed, seen]), cfg).chunk(2)
-            update = flow(0.5 * (there - back))
+            update = exponential(0.5 * (there - back))
         else:
             update = align(net, seen, fixed, cfg)
         field = update if field is None else compose(first=field, then=update)

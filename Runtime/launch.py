@@ -82,7 +82,7 @@ def debug():
     dist.set_debug_level_from_env()
 
 
-def meet(ranks, seconds, name=""):
+def rendezvous(ranks, seconds, name=""):
     """Meet the other ranks at MASTER_ADDR:MASTER_PORT within `seconds`; sets ranks.store.
 
     name: of the run. Ranks of another run that come to the same port, as after a mistyped one, stay among themselves.
@@ -105,7 +105,7 @@ def meet(ranks, seconds, name=""):
         store.set(f"here/{ranks.rank}", "1")
         if store.add("arrivals", 1) == ranks.world_size:
             store.compare_set("missing", "", NOBODY)
-        missing = roll_call(store, ranks, until) if ranks.rank == 0 else hear(store, ranks, until)
+        missing = roll_call(store, ranks, until) if ranks.rank == 0 else await_roll_call(store, ranks, until)
     except dist.DistError as error:  # rank 0 never came, or it has left after waiting in vain for another rank
         if serves and "address already in use" in str(error).lower():
             raise RuntimeError(f"port {port} of this host is taken by another program: set MASTER_PORT to a free "
@@ -135,7 +135,7 @@ def roll_call(store, ranks, until):
     return missing
 
 
-def hear(store, ranks, until):
+def await_roll_call(store, ranks, until):
     """Any other rank: the answer of rank 0's `roll_call`; "0" if rank 0 itself has not come."""
     timeout = datetime.timedelta(seconds=max(until - time.time(), 0) + HEAR_S)
     try:
@@ -204,7 +204,7 @@ def wait_for_keys(store, keys, until):
     return complete
 
 
-def tell(ranks, key, value=None):
+def broadcast(ranks, key, value=None):
     """Rank 0's `value` (a str) on every rank, through the store: there is no process group yet.
 
     The others wait for as long as rank 0 works at it, see `arrive`.
@@ -226,17 +226,17 @@ def open_run(ranks, cfg, fresh):
     """
     if "OMNIMORPH_RUN" in os.environ:
         return open_launched_run(ranks, cfg)
-    meet(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
+    rendezvous(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
     require_one_config(ranks, cfg)
     if ranks.rank == 0:
         run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh)
         ranks.token = lock_patiently(run, cfg)
         ranks.step = fix_step(run, cfg, ranks.world_size)
         ranks.attempt = attempts.begin(run, ranks.token, ranks.world_size)
-    run = Path(tell(ranks, "run", str(run) if ranks.rank == 0 else None))
-    ranks.attempt = int(tell(ranks, "attempt", str(ranks.attempt)))
-    ranks.step = json.loads(tell(ranks, "step", json.dumps(ranks.step)))
-    hold(run, tell(ranks, "token", ranks.token))
+    run = Path(broadcast(ranks, "run", str(run) if ranks.rank == 0 else None))
+    ranks.attempt = int(broadcast(ranks, "attempt", str(ranks.attempt)))
+    ranks.step = json.loads(broadcast(ranks, "step", json.dumps(ranks.step)))
+    hold(run, broadcast(ranks, "token", ranks.token))
     watchdog.start(run, ranks.rank, ranks.attempt, cfg, launcher=False)
     show_moves(ranks)
     return run
@@ -252,7 +252,7 @@ def open_launched_run(ranks, cfg):
     if ranks.rank == 0:
         lock_patiently(run, cfg, token)
     watchdog.phase("meet")
-    meet(ranks, cfg["run.join_s"], token)
+    rendezvous(ranks, cfg["run.join_s"], token)
     show_moves(ranks)
     require_one_config(ranks, cfg)
     watchdog.event("met")

@@ -53,7 +53,7 @@ class PlainDDPM(DeformDDPM):
 
 def step_diffusion(net, batch, cfg):
     with autocast(batch["xt"].device, cfg["run.amp"]):
-        pred_field = net(batch["xt"], batch["t"], batch["condition"], batch["keep"])
+        pred_field = net(batch["xt"], batch["t"], batch["condition"], batch["use_condition"])
     target_field = batch["target_field"]
     side = torch.tensor(target_field.shape[2:], device=target_field.device).view(1, -1, *[1] * (target_field.dim() - 2))
     target, undone = target_field / side, warp(pred_field.float(), target_field, padding="border") / side

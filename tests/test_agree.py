@@ -44,8 +44,8 @@ def main(folder, waiting_port, other_port):
     ranks = launch.environment()
     rank, seen = ranks.rank, {}
     watchdog.start(folder, rank, 0, CFG, True)
-    launch.meet(ranks, 20)
-    seen["told"] = [launch.tell(ranks, "from", "rank 0" if rank == 0 else None)]
+    launch.rendezvous(ranks, 20)
+    seen["told"] = [launch.broadcast(ranks, "from", "rank 0" if rank == 0 else None)]
     launch.join(ranks, torch.device("cpu"), {"run.deadline_first_s": 20, "run.backend_timeout_s": 20})
     seen["means"] = asdict(agree.agree(ranks, 5, "diffusion", 77, terms=[1.0 + rank, -0.5 * rank]))
     seen["raised"] = [agree.agree(ranks, 5, "contrastive", nonfinite=rank == 1).nonfinite,
@@ -70,7 +70,7 @@ def main(folder, waiting_port, other_port):
     launch.refresh(ranks, torch.device("cpu"), {"run.deadline_first_s": 20, "run.backend_timeout_s": 20})
     seen["refreshed"] = [ranks.generation, agree.gather(ranks, torch.tensor([rank])).flatten().tolist()]
     os.environ["MASTER_PORT"] = str(waiting_port if rank < 2 else other_port)
-    seen["meet"] = error_of(launch.meet, Ranks(rank=rank, world_size=3), 3 if rank < 2 else 1)
+    seen["meet"] = error_of(launch.rendezvous, Ranks(rank=rank, world_size=3), 3 if rank < 2 else 1)
     (folder / f"seen{rank}.json").write_text(json.dumps(seen))
     weights = {name: tensor for name, tensor in WEIGHTS.items() if rank != 1 or name != "head.bias"}
     seen["one less"] = error_of(agree.agree, ranks, 8, "checkpoint", weights=weights)
@@ -148,8 +148,8 @@ def test_meeting_names_who_does_not_come(seen):
 
 
 def test_a_rank_alone_agrees_with_itself_without_any_group():
-    launch.meet(ALONE, 1)
-    assert launch.tell(ALONE, "key", "value") == "value"
+    launch.rendezvous(ALONE, 1)
+    assert launch.broadcast(ALONE, "key", "value") == "value"
     found = agree.agree(ALONE, 3, "registration", 5, WEIGHTS, nonfinite=True, leave="time", terms=[0.25, 4, 1, 2])
     assert found == agree.Agreed(nonfinite=True, leave="time", save=False, terms=[0.25, 4.0, 1.0, 2.0])
     assert agree.gather(ALONE, torch.ones(2, requires_grad=True)).tolist() == [[1.0, 1.0]]
@@ -223,7 +223,7 @@ def test_contradictions_are_refused(environment, variables, text):
 def test_several_ranks_need_a_place_to_meet(environment, variables):
     environment(**variables)
     with pytest.raises(InputError, match=r"MASTER_ADDR is .* and MASTER_PORT .*: with 2 ranks both are needed"):
-        launch.meet(Ranks(rank=0, world_size=2), 1)
+        launch.rendezvous(Ranks(rank=0, world_size=2), 1)
 
 
 def meet_in_threads(people, port, monkeypatch, seconds=10):
@@ -232,7 +232,7 @@ def meet_in_threads(people, port, monkeypatch, seconds=10):
     monkeypatch.setenv("MASTER_PORT", str(port))
 
     def come(ranks, name, cfg):
-        launch.meet(ranks, seconds, name)
+        launch.rendezvous(ranks, seconds, name)
         launch.require_one_config(ranks, cfg)
 
     with concurrent.futures.ThreadPoolExecutor(len(people)) as pool:

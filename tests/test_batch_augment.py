@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from Diffusion.batch_augment import _quantiles, augment, augment_maps, noise, random_affine, remap
+from Diffusion.batch_augment import _quantiles, augment, augment_maps, noise, random_affine, remap_intensities
 from Diffusion.diffuser import DeformDDPM, image_count
 from Diffusion.fields import affine_field, warp
 from Runtime.keyed_random import uniform
@@ -245,10 +245,10 @@ def test_remapped_intensities_are_a_function_of_the_intensity_alone():
     cfg = only(remap=1.0)
     ramp = torch.linspace(0, 1, 6 * 7 * 8).view(1, 1, 6, 7, 8)
     images = torch.cat([ramp, ramp.flip(2, 3, 4)]).repeat(2, 1, 1, 1, 1)
-    mapped = remap(images, [KEYS[0], KEYS[0], KEYS[1], KEYS[1]], cfg)
+    mapped = remap_intensities(images, [KEYS[0], KEYS[0], KEYS[1], KEYS[1]], cfg)
     assert torch.allclose(mapped[0], mapped[1].flip(1, 2, 3), atol=1e-5) and not torch.allclose(mapped[0], mapped[2])
     many = [(0, 0, position) for position in range(200)]
-    values = remap(ramp.expand(200, -1, -1, -1, -1), many, cfg).flatten(1)
+    values = remap_intensities(ramp.expand(200, -1, -1, -1, -1), many, cfg).flatten(1)
     assert values.min() >= 0 and values.max() <= 1 and (values.amax(1) > 0.95).all() and (values.amin(1) < 0.05).all()
     falling, rising = (values.diff(dim=1) <= 1e-6).all(1), (values.diff(dim=1) >= -1e-6).all(1)
     assert falling.any() and rising.any() and not (falling | rising).all(), "brighter, darker, and neither"
@@ -257,10 +257,10 @@ def test_remapped_intensities_are_a_function_of_the_intensity_alone():
 def test_a_share_of_the_volumes_is_remapped_and_channels_by_functions_of_their_own():
     images = torch.rand(200, 2, 4, 5, 6)
     rng_keys = [(0, 0, position) for position in range(200)]
-    assert remap(images, rng_keys, only(remap=0.0)) is images
-    mapped = remap(images, rng_keys, only(remap=0.3))
+    assert remap_intensities(images, rng_keys, only(remap=0.0)) is images
+    mapped = remap_intensities(images, rng_keys, only(remap=0.3))
     changed = (mapped != images).flatten(1).any(1)
     assert 35 < changed.sum() < 85
     same = torch.rand(1, 1, 4, 5, 6).expand(4, 2, -1, -1, -1)
-    both = remap(same, KEYS, only(remap=1.0))
+    both = remap_intensities(same, KEYS, only(remap=1.0))
     assert (both[:, 0] != both[:, 1]).flatten(1).any(1).all()

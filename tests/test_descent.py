@@ -136,9 +136,9 @@ def test_a_new_network_moves_nothing_and_learns_through_its_steps(dims, kind, st
         return
     for descent in steps:
         torch.nn.init.normal_(descent.leave.weight, std=0.1)
-    field = net(*inputs, keep=torch.tensor([True, False]))
+    field = net(*inputs, use_condition=torch.tensor([True, False]))
     assert field.shape == (2, dims, *SIZES[dims]) and field.dtype == torch.float32
-    assert torch.equal(field, net(*inputs, keep=torch.tensor([True, False])))
+    assert torch.equal(field, net(*inputs, use_condition=torch.tensor([True, False])))
     field.square().sum().backward()
     assert all(parameter.grad.any() for descent in steps for parameter in descent.parameters())
     assert net(*inputs[:2]).shape == field.shape, "without a condition there is nothing to descend to"

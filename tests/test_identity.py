@@ -25,7 +25,7 @@ from Dataloader.identity import require_same_everywhere
 from Runtime import launch
 from tests.tiny import config
 ranks = launch.environment()
-launch.meet(ranks, 60)
+launch.rendezvous(ranks, 60)
 launch.join(ranks, torch.device("cpu"), config())
 require_same_everywhere(ranks, "these")
 try:

@@ -139,7 +139,7 @@ def meet():
     ranks = launch.environment()
     if ranks.rank == 1:
         dist.PrefixStore = Slow
-    launch.meet(ranks, 60)
+    launch.rendezvous(ranks, 60)
 
 
 def test_rank_0_leaves_a_meeting_only_when_all_have_heard_its_answer(tmp_path):
@@ -158,10 +158,10 @@ class CountingStore(dist.PrefixStore):
 
 
 def meet_all(ranks, world_size, seconds):
-    """launch.meet of some ranks, each with a client of its own, in threads. Returns their errors."""
+    """launch.rendezvous of some ranks, each with a client of its own, in threads. Returns their errors."""
     def one(rank):
         try:
-            launch.meet(Ranks(rank=rank, world_size=world_size), seconds)
+            launch.rendezvous(Ranks(rank=rank, world_size=world_size), seconds)
         except RuntimeError as error:
             return str(error)
     with ThreadPoolExecutor(len(ranks)) as pool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from Dataloader.synthetic import make_subject
-from Diffusion.fields import flow, warp
+from Diffusion.fields import exponential, warp
 from Diffusion.losses import image_similarity, local_correlation
 from Diffusion.metrics import folding_percent
 from Inference import regularisation
@@ -219,7 +219,7 @@ def test_flow_of_a_linear_velocity_is_the_exponential():
     x = torch.arange(41.0) - 20
     velocity = torch.zeros(1, 2, 41, 41)
     velocity[0, 0] = (0.2 * x)[:, None]
-    found = flow(velocity)[0, 0, 10:31, 20]
+    found = exponential(velocity)[0, 0, 10:31, 20]
     assert torch.allclose(found, x[10:31] * (np.exp(0.2) - 1), atol=0.02)
 
 

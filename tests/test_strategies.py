@@ -223,7 +223,7 @@ def leaves(value, where=()):
 def main(data, folder, changes):
     """One of several ranks: each strategy takes a step, saves and takes another, which all repeat from its file."""
     ranks = launch.environment()
-    launch.meet(ranks, 60)
+    launch.rendezvous(ranks, 60)
     store, number = ranks.store, 0
     seen = {"moved": {}, "whole state": {}, "next step": {}, "scores": {}, "optimizer bytes": {}, "counters": {}}
 
@@ -269,7 +269,7 @@ def main(data, folder, changes):
     if ranks.rank == 0:
         torch.save(after, folder / "after.pth")
         (folder / "seen.json").write_text(json.dumps(seen))
-    launch.tell(ranks, "all done", "yes")
+    launch.broadcast(ranks, "all done", "yes")
     ranks.store.add("heard", 1)
     while ranks.rank == 0 and ranks.store.add("heard", 0) < ranks.world_size:
         time.sleep(0.05)  # the store goes with rank 0

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from Diffusion.fields import compose, flow, identity, warp
+from Diffusion.fields import compose, exponential, identity, warp
 from Diffusion.metrics import folding_percent
 from Diffusion.networks import build_network
 from Diffusion.validation import align, best_by, best_field, retrieval, validate_registration
@@ -76,7 +76,7 @@ def test_the_other_way_round_is_the_inverse_and_nothing_folds():
     assert float(compose(there, back)[inside].abs().max()) < 0.1
     assert folding_percent(rough(MOVING, None, None)) > 0.5
     assert folding_percent(there) == 0.0
-    torch.testing.assert_close(there, flow(velocity))
+    torch.testing.assert_close(there, exponential(velocity))
 
 
 def test_retrieval_counts_whose_own_condition_is_nearest_to_what_is_its_own():

@@ -270,7 +270,7 @@ import os, sys, time
 from pathlib import Path
 from Runtime import launch, watchdog
 ranks = launch.environment()
-launch.meet(ranks, 200)
+launch.rendezvous(ranks, 200)
 watchdog.start(Path(sys.argv[1]), ranks.rank, 0, {"run.deadline_floor_s": 20.0, "run.deadline_factor": 1.0,
                                                      "run.deadline_first_s": 20.0}, True)
 launch.show_moves(ranks)
@@ -288,7 +288,7 @@ print("here", flush=True)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("call, worker", [("launch.arrive(ranks, 'join')", 1),
-                                          ("assert launch.tell(ranks, 'file', 'x.pth') == 'x.pth'", 0)])
+                                          ("assert launch.broadcast(ranks, 'file', 'x.pth') == 'x.pth'", 0)])
 def test_a_rank_waits_as_long_as_the_slowest_one_moves(tmp_path, call, worker):
     """Half as long again as the deadline of who waits; where the slowest one hangs, both end at its deadline."""
     body = RANK.replace("{launch}", call).replace("WORKER", str(worker))

@@ -380,11 +380,11 @@ def reach(address, port, ends):
 
 
 def meet(context):
-    """The store of all ranks, through Runtime.launch.meet as in the training."""
+    """The store of all ranks, through Runtime.launch.rendezvous as in the training."""
     if context["rank"] == 0:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # `serve` holds the store, since this process may be killed
     ranks = launch.Ranks(rank=context["rank"], world_size=context["world_size"])
-    launch.meet(ranks, max(context["ends"] - time.monotonic() - 1, 1))
+    launch.rendezvous(ranks, max(context["ends"] - time.monotonic() - 1, 1))
     return ranks.store
 
 

@@ -239,7 +239,7 @@ def run_rank(args):
     if args.device.type == "cuda":
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(args.folder / f"{args.step}.nccl.%h.%p"))
     if args.world > 1:
-        launch.meet(ranks, args.seconds / 2)
+        launch.rendezvous(ranks, args.seconds / 2)
         dist.init_process_group(backend(args.device), store=ranks.store,
                                 rank=args.rank, world_size=args.world,
                                 timeout=datetime.timedelta(seconds=args.seconds))

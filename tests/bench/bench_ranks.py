@@ -157,13 +157,13 @@ def paper(ranks, dtype_bytes=4):
 
 
 def meet_in_threads(ranks):
-    """Seconds in which so many clients, each with its own connection, meet at one store, as `launch.meet` does it."""
+    """Seconds in which so many clients, each with its own connection, meet at a store, by `launch.rendezvous`."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     spent = []
 
     def one(rank):
         began = time.monotonic()
-        joining.meet(joining.Ranks(rank=rank, world_size=ranks), 120)
+        joining.rendezvous(joining.Ranks(rank=rank, world_size=ranks), 120)
         spent.append((began, time.monotonic()))
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
     for thread in threads:

@@ -127,7 +127,7 @@ def one_of_two():
     """One of two ranks, in a process of its own without a watchdog: prints the median seconds of an agreement."""
     torch.set_num_threads(1)
     ranks = launch.environment()
-    launch.meet(ranks, 60)
+    launch.rendezvous(ranks, 60)
     launch.join(ranks, torch.device("cpu"), {"run.deadline_first_s": 60, "run.backend_timeout_s": 60})
     print(median_s(lambda step: agree.agree(ranks, step, "diffusion", 77, terms=(1, 2, 3, 4)), AGREEMENTS))
     launch.leave(ranks)

@@ -48,7 +48,7 @@ def network_alone(net, batch, moving, fixed, cfg, device):
     """Seconds of forward and backward of the three calls of a step: [diffusion, contrastive, registration]."""
     time_index = torch.full((len(moving),), cfg["diffusion.timesteps"], device=device)
     whole = make_condition(fixed, "volume")
-    calls = [lambda: [net(batch["xt"], batch["t"], batch["condition"], batch["keep"])],
+    calls = [lambda: [net(batch["xt"], batch["t"], batch["condition"], batch["use_condition"])],
              lambda: net(batch["xt"], batch["t"], batch["condition"], embed=True),
              lambda: [net(moving, time_index, whole)]]
     seconds = []
