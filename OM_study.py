@@ -1,11 +1,20 @@
 """From a pair to a study: what people do with the scans of a group, one subcommand each.
 
     python OM_study.py segment --atlases Data/atlases --images Data/brains --out Results/segment
+    python OM_study.py template --images Data/brains --out Results/template
+    python OM_study.py jacobian --results Results/template --out Results/jacobian
+    python OM_study.py jacobian --scans FIRST.nii.gz SECOND.nii.gz --out Results/change
+    python OM_study.py qc --results Results/template Results/segment --out Results/qc
+    python OM_study.py motion --series BOLD.nii.gz --out Results/motion
+    python OM_study.py plan --data Data/brains --for register --out Results/plan
 
-segment: label volumes by a few labelled ones. Every subcommand takes files, a folder, a .csv or .json list or a pattern
-of volumes, resumes where an earlier run of the same options stopped, works on --workers subjects at a time, leaves out
-what cannot be read and names it, and ends with a page and one line of JSON. Exit codes: 0 done, 43 bad input, with
---strict also where a subject was left out.
+segment: label volumes by a few labelled ones. template: the volume in the middle of a group. jacobian: where each
+subject is larger or smaller than the template, or a later scan than an earlier one. qc: all results on one page, with
+verdicts and outliers. motion: the frames of a 4D series aligned. plan: a config for training, with its memory and
+hours. Volumes are named as files, a folder, a .csv or .json list or a pattern. Every subcommand resumes where an
+earlier run of the same options stopped, works on --workers subjects at a time, leaves out what cannot be read and names
+it, and ends with a page and one line of JSON. Exit codes: 0 done, 43 bad input, with --strict also where a subject was
+left out or has failed.
 """
 from Runtime import __version__  # first of all: a Python that is too old ends here, in one sentence
 
@@ -18,7 +27,9 @@ import sys
 from Inference.choices import LABELS, SIMILARITIES
 from Runtime.errors import STOP, InputError, attempt, parse_options
 
-HOMES = {"segment": "atlases"}  # {subcommand: file of Study/ that has a function of this name}
+# {subcommand: file of Study/ that has a function of this name}
+HOMES = {"segment": "atlases", "template": "template", "jacobian": "jacobian", "qc": "qc", "motion": "motion",
+         "plan": "plan"}
 
 
 def parse_arguments(argv=None):
@@ -26,6 +37,11 @@ def parse_arguments(argv=None):
     parser.add_argument("--version", action="version", version=f"omnimorph {__version__}")
     tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK")
     add_segment(tasks)
+    add_template(tasks)
+    add_jacobian(tasks)
+    add_qc(tasks)
+    add_motion(tasks)
+    add_plan(tasks)
     for task in tasks.choices.values():
         refuse_with_43(task)
     return parse_options(parser, argv)
@@ -82,10 +98,73 @@ def add_segment(tasks):
     add_similarity(task)
 
 
+def add_template(tasks):
+    task = new_task(tasks, "template", "make the template of a group: the volume in its middle")
+    add_volumes(task, "--images", "the volumes of the group; their label maps, if any, are carried to the template")
+    task.add_argument("--start", metavar="FILE", help="begin with this volume, whose field of view the template gets "
+                      "(the subject of middle size)")
+    task.add_argument("--rounds", type=int, default=4, metavar="N", help="of registering and averaging, the first half "
+                      "of them with voxels twice as large (%(default)s)")
+    task.add_argument("--spacing", type=float, default=0.0, metavar="MM", help="side of the template's voxels (that of "
+                      "the start volume's)")
+    task.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how much of the edges that averaging "
+                      "blurs is added again; 0 for the plain mean (%(default)s)")
+    task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
+                      "deformation (%(default)s)")
+    add_similarity(task)
+
+
+def add_jacobian(tasks):
+    task = new_task(tasks, "jacobian", "map the change of volume from a template to its subjects, or between scans")
+    task.add_argument("--results", metavar="FOLDER", help="results of a template, or of OM_register.py with one fixed "
+                      "volume: the maps are on its grid")
+    task.add_argument("--scans", nargs="+", default=[], metavar="FILE", help="two or more scans of one subject, the "
+                      "earliest first: the change from it to each, through the point in the middle of all")
+    task.add_argument("--labels", metavar="FILE", help="label map on the template's grid, with --scans on that of the "
+                      "first scan, for a table (the label map of the results, or beside the first scan)")
+    task.add_argument("--smooth", type=float, default=0.0, metavar="MM", help="smooth the maps by a Gaussian of this "
+                      "standard deviation (%(default)s)")
+    task.add_argument("--rounds", type=int, default=4, metavar="N", help="with --scans: of the template in their "
+                      "middle (%(default)s)")
+    task.add_argument("--affine", choices=("rigid", "affine"), default="rigid", help="with --scans: alignment before "
+                      "the deformation (%(default)s)")
+    add_similarity(task)
+
+
+def add_qc(tasks):
+    task = new_task(tasks, "qc", "show all results of a study on one page, with verdicts and outliers")
+    task.add_argument("--results", nargs="+", required=True, metavar="FOLDER", help="the --out of OM_register.py, "
+                      "template or segment, one or several")
+
+
+def add_motion(tasks):
+    task = new_task(tasks, "motion", "align the frames of a 4D series to one of them or to their mean", "blocks")
+    task.add_argument("--series", required=True, metavar="FILE", help="NIfTI file (D, H, W, frames)")
+    task.add_argument("--reference", default="mean", metavar="WHAT", help="mean of the frames after a first pass, "
+                      "middle for the frame in the middle, or the number of a frame from 0 (%(default)s)")
+    task.add_argument("--deform", action="store_true", help="deform each frame too, for organs that breathing moves")
+    add_similarity(task)
+
+
+def add_plan(tasks):
+    task = tasks.add_parser("plan", help="write a config for a training on a folder and this machine",
+                            description="Write a config for a training on a folder and this machine, with its memory "
+                            "and hours, and say which program serves the purpose.")
+    task.add_argument("--data", required=True, metavar="PATH", help="volumes to train on: a folder, list or pattern")
+    task.add_argument("--for", dest="purpose", choices=("register", "augment", "segment"), default="register",
+                      help="what it is for (%(default)s)")
+    task.add_argument("--subject-pattern", default="", metavar="REGEX", help="data.subject_pattern of the config")
+    task.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
+    task.add_argument("--strict", action="store_true", help="exit with 43 where a volume was left out")
+    task.add_argument("--out", required=True, metavar="FOLDER", help="where config.yaml and plan.html go")
+
+
 def run(args):
     """Do what the command line asks for. Returns the exit code."""
-    if args.workers < 1:
-        raise InputError(f"--workers {args.workers}: at least 1 process is needed.")
+    least = {"workers": 1, "rounds": 1, "spacing": 0, "sharpen": 0, "smooth": 0, "most": 0}
+    wrong = next((name for name, number in least.items() if getattr(args, name, number) < number), None)
+    if wrong:
+        raise InputError(f"--{wrong} {getattr(args, wrong)}: it is {least[wrong]} or more.")
     home = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." where it is installed
     module = importlib.import_module(f"{home}Study.{HOMES[args.task]}")  # only now: torch takes seconds
     return getattr(module, args.task)(args)

@@ -117,12 +117,12 @@ def _regular(scores):
 def _labels(scores):
     before, after = scores.get("dice_before"), scores.get("dice")
     if after is not None:
-        if after < before - DICE_LOST:
+        if before is not None and after < before - DICE_LOST:
             return "failed", f"the labels overlap less than before (Dice {before:.3f} before, {after:.3f} after)."
         if after < LEAST_DICE:
             return "failed", f"the labels hardly overlap (Dice {after:.3f}): check that they belong to these volumes."
     before, after = scores.get("tre_before_mm"), scores.get("tre_mm")
-    if after is not None and after > TRE_GAINED * before:
+    if after is not None and before is not None and after > TRE_GAINED * before:
         return "failed", f"the landmarks are further apart than before ({before:.2f} mm before, {after:.2f} mm after)."
     if scores.get("labels_lost"):
         return "doubtful", f"the warped labels lack structures of the fixed volume: {scores['labels_lost'][:5]}."

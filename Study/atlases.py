@@ -5,13 +5,12 @@ An atlas that is the image itself never votes, one that shows the same person on
 would look better than it is on anybody else.
 """
 import functools
-import warnings
 from pathlib import Path
 
 import numpy as np
 
 from Dataloader.grids import require_same_grid
-from Dataloader.nifti import read_label, read_raw_header, read_volume, write_volume
+from Dataloader.nifti import read_label, read_numbers, read_raw_header, read_volume, write_volume
 from Dataloader.transforms import write_matrix
 from Diffusion.metrics import average, dice
 from Inference.labels import apply_label, vote
@@ -24,7 +23,7 @@ from Runtime.device import pick_device
 from Runtime.errors import InputError
 from Runtime.files import sha256
 from Runtime.page import cards_html, findings_html, table_html, write_page
-from Study.common import Folder, dims_of, end, findings_of, finished_row, volumes_of, write_table
+from Study.common import Folder, dims_of, end, findings_of, finished_row, quietly, volumes_of, write_table
 from Study.fusion import fuse
 from Study.thumbnails import gallery_html, thumbnail
 
@@ -152,13 +151,6 @@ def rank(options, pair, folder, earlier):
     return {**finished_row(row, pair, folder, [path]), "warnings": []}
 
 
-def quietly(function, *args, **options):
-    """Call without printing warnings: they are in the result."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return function(*args, **options)
-
-
 def carry_all(images, voting, starts, options, settings, out, args):
     """Register the atlases of the images that are to be done: {name of the pair: row, or sentence why there is none}.
 
@@ -273,7 +265,7 @@ def write_results_page(out, rows, failed, args, count):
     for row in rows:
         dims, folder = dims_of(row["image"]), Path(row["folder"])
         image, affine = read_volume(row["image"], dims)
-        label, doubt = read_label(folder / LABEL, dims)[0], read_volume(folder / DOUBT, dims)[0]
+        label, doubt = read_label(folder / LABEL, dims)[0], read_numbers(folder / DOUBT, dims)[0]
         score = f", Dice {row['dice']:.3f}" if "dice" in row else ""
         pictures.append((row["name"], thumbnail(image, affine, [(label, None)], doubt), row["name"],
                          f"{row['verdict']}, doubt {row['doubt']:.2f}{score}"))

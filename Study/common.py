@@ -3,6 +3,7 @@ import csv
 import io
 import json
 import sys
+import warnings
 from pathlib import Path
 
 from Dataloader.datalist import label_beside, list_volumes, name_subjects, select, volume_id
@@ -70,6 +71,13 @@ class Folder:
 
     def __exit__(self, *_):
         run_lock.unlock(self.path, self.token)
+
+
+def quietly(function, *args, **options):
+    """Call without printing warnings: they are in the result."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return function(*args, **options)
 
 
 def write_table(path, columns, rows):

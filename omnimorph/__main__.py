@@ -1,6 +1,7 @@
 """The command `omnimorph`: the programs of the repository by short names.
 
-    omnimorph register | augment | train | prepare | evaluate | segment [options]
+    omnimorph register | augment | train | prepare | evaluate | segment | template |
+              jacobian | qc | motion | plan [options]
 """
 import importlib
 import importlib.util
@@ -9,7 +10,8 @@ import sys
 from Runtime import __version__
 
 PROGRAMS = {"register": "OM_register", "augment": "OM_augment", "train": "OM_train_3modes", "prepare": "OM_prepare",
-            "evaluate": "OM_evaluate", **dict.fromkeys(["segment"], "OM_study")}
+            "evaluate": "OM_evaluate", **dict.fromkeys(["segment", "template", "jacobian", "qc", "motion", "plan"],
+                                                     "OM_study")}
 USAGE = """usage: omnimorph TASK [options]
 
   register   align pairs of volumes, or apply a saved field
@@ -18,6 +20,11 @@ USAGE = """usage: omnimorph TASK [options]
   prepare    bring a data set onto the training grid, once before the training
   evaluate   score registrations
   segment    label volumes by a few labelled ones
+  template   make the template of a group
+  jacobian   map where subjects differ from a template, or later scans from earlier ones
+  qc         show all results of a study on one page
+  motion     align the frames of a 4D series
+  plan       write a config for a training on your volumes and this machine
 
 omnimorph TASK --help explains the options of each, and omnimorph --version tells the version."""
 

@@ -93,7 +93,7 @@ def test_the_package_says_what_the_repository_says():
 
 @pytest.mark.parametrize("words, code, out, error", [
     ([], 0, "usage: omnimorph TASK", ""), (["--help"], 0, "omnimorph TASK --help", ""),
-    (["fly"], 43, "", "error: fly is no task: it is one of register, augment, train, prepare, evaluate, segment.\n")])
+    (["fly"], 43, "", f"error: fly is no task: it is one of {', '.join(PROGRAMS)}.\n")])
 def test_the_command_names_its_tasks(words, code, out, error, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["omnimorph", *words])
     assert main() == code

@@ -28,6 +28,7 @@ GOOD = {"similarity_before": 0.2, "similarity": 0.8, "covered_percent": 97.0, "s
 
 def test_a_good_pair_is_ok_without_a_reason():
     assert judge(GOOD) == ("ok", "") == judge({})
+    assert judge({**GOOD, "dice_before": None, "tre_before_mm": None}) == ("ok", "")
 
 
 @pytest.mark.parametrize("changes, verdict, words", [

@@ -60,8 +60,14 @@ ELSEWHERE = {
         'docker run --rm --gpus all -v "$PWD:/data" omnimorph:cuda omnimorph register --fixed F.nii.gz '
         "--moving M.nii.gz --out Results/first",
     ], "tests/test_containers.py"),
-    ".venv/bin/python OM_study.py segment --atlases Data/atlases --images Data/new --out Results/segment":
-        "tests/test_segment.py",
+    **{f".venv/bin/python OM_study.py {words}": "tests/test_study_page.py" for words in (
+        "segment --atlases Data/atlases --images Data/new --out Results/segment",
+        "template --images Data/new --out Results/template",
+        "jacobian --results Results/template --smooth 1 --out Results/jacobian",
+        "jacobian --scans F.nii.gz M.nii.gz --out Results/change",
+        "qc --results Results/template Results/segment --out Results/qc",
+        "motion --series BOLD.nii.gz --out Results/motion",
+        "plan --data Data/brains --for register --out Results/plan")},
     ".venv/bin/python tests/bench/bench_registration.py --train-minutes 40 --vxm-minutes 40": "progress.md",  # hours
     ".venv/bin/python tests/bench/bench_default.py --json": "progress.md",
     ".venv/bin/python tests/bench/bench_mouse.py": "progress.md",

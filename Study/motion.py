@@ -1,0 +1,180 @@
+"""Motion in a 4D series: every frame aligned to one frame or to the mean of all, and how far each had moved.
+
+Frames are done in blocks, each frame from where the one before it in its block ended; so the result is the same for any
+number of processes. The map of a frame leads from the reference to where its points lie in that frame.
+"""
+import functools
+from pathlib import Path
+
+import nibabel
+import numpy as np
+from matplotlib.figure import Figure
+
+from Dataloader.nifti import checked_image, open_nifti, read_affine, read_numbers, write_volume
+from Diffusion.metrics import average
+from Inference.registration import register
+from Inference.work import do_all
+from Runtime.device import pick_device
+from Runtime.errors import InputError
+from Runtime.files import sha256, write_file
+from Runtime.page import cards_html, figure_html, findings_html, table_html, write_page
+from Study.common import Folder, end, findings_of, finished_row, quietly, write_table
+from Study.thumbnails import gallery_html, thumbnail
+
+BLOCK = 10  # frames
+RADIUS_MM = 50.0  # of the sphere on which a rotation becomes millimetres (Power et al., NeuroImage 2012)
+MOVED_MM = 0.5  # framewise displacement above which a frame is named, as is usual for brains
+PARAMETERS = ("trans_x", "trans_y", "trans_z", "rot_x", "rot_y", "rot_z")
+
+
+def motion(args):
+    """What `omnimorph motion` does with its options; returns the exit code."""
+    shape, affine = shape_of(args.series)
+    count = shape[-1]
+    if args.reference not in ("mean", "middle") and not (args.reference.isdecimal() and int(args.reference) < count):
+        raise InputError(f"--reference {args.reference}: mean, middle, or the number of a frame, 0 to {count - 1}.")
+    settings = {"program": "motion", "series": sha256(args.series), "reference": args.reference, "deform": args.deform,
+                "similarity": args.similarity}
+    options = {"affine": "rigid", "refine": args.deform, "similarity": args.similarity,
+               "device": str(pick_device(args.device))}
+    with Folder(args.out) as out:
+        first = int(args.reference) if args.reference.isdecimal() else count // 2
+        write_volume(out / "reference.nii.gz", frame_of(args.series, first), affine)
+        passes = 2 if args.reference == "mean" else 1
+        for number in range(passes):
+            where = out / f"pass_{number + 1}"
+            where.mkdir(exist_ok=True)
+            tasks = [({"name": f"frames_{start:05d}", "reference": out / "reference.nii.gz"}, where)
+                     for start in range(0, count, BLOCK)]
+            align = functools.partial(align_block, str(where), str(args.series), count, options)
+            rows, failed = do_all(where, tasks, align, settings, args.workers, f"pass {number + 1} of {passes}",
+                                  "block", args.again)
+            if not rows:
+                raise InputError(failed[0]["reason"])
+            if number < passes - 1:
+                write_volume(out / "reference.nii.gz", mean_of(rows, shape), affine)
+        table = join(out, rows, args.series, shape, affine)
+        page = write_motion_page(out, table, failed, affine, args)
+        moved = [row["framewise_displacement"] for row in table[1:]]
+        return end(out, rows, failed, settings, page, args.strict,
+                   {"frames": len(table), "mean_displacement_mm": round(average(moved), 4)})
+
+
+def shape_of(path):
+    """Shape (D, H, W, T) and affine of a series. Raises InputError for a file that is none."""
+    image = open_nifti(path)
+    if len(image.shape) != 4 or image.shape[3] < 2 or min(image.shape[:3]) < 2:
+        raise InputError(f"{path}: shape {image.shape} is no series of volumes (D, H, W, frames).")
+    return image.shape, read_affine(path, image, 3)
+
+
+def frame_of(path, number):
+    """One frame of a series, (D, H, W) float32."""
+    return checked_image(f"{path}, frame {number}", np.asanyarray(open_nifti(path).dataobj[..., number]))
+
+
+def align_block(out, series, count, options, entry, folder, earlier):
+    """Align the frames of one block; their volumes go to one file, their maps and likeness into the row."""
+    start = int(entry["name"].rpartition("_")[2])
+    affine, matrix, aligned, frames = shape_of(series)[1], None, [], []
+    for number in range(start, min(start + BLOCK, count)):
+        here = options if matrix is None else {**options, "start": matrix}
+        found = quietly(register, entry["reference"], (frame_of(series, number), affine), **here)
+        matrix = found.matrix
+        aligned.append(found.warped)
+        frames.append({"frame": number, "matrix": matrix.tolist(), "similarity": found.similarity,
+                       "similarity_before": found.similarity_before, "verdict": found.verdict, "reason": found.reason})
+    path = folder / f"{entry['name']}.npy"
+    write_file(path, lambda file: np.save(file, np.stack(aligned, -1)))
+    bad = [frame for frame in frames if frame["verdict"] == "failed"]
+    reason = f"frame {bad[0]['frame']}: {bad[0]['reason']}" if bad else ""
+    row = {"name": entry["name"], "folder": str(folder), "frames": frames, "verdict": "failed" if bad else "ok",
+           "reason": reason}
+    return finished_row(row, entry, out, [path])
+
+
+def blocks_of(rows):
+    return [np.load(Path(row["folder"]) / f"{row['name']}.npy", mmap_mode="r") for row in rows]
+
+
+def mean_of(rows, shape):
+    """The mean of all aligned frames, (D, H, W) float32."""
+    total = sum(np.asarray(block, np.float64).sum(-1) for block in blocks_of(rows))
+    return (total / sum(len(row["frames"]) for row in rows)).astype(np.float32)
+
+
+def join(out, rows, series, shape, affine):
+    """Write aligned.nii.gz and motion.tsv. Returns: the rows of the table."""
+    header = nibabel.Nifti1Header()
+    header.set_data_shape(shape)
+    header.set_zooms(open_nifti(series).header.get_zooms()[:4])  # the fourth: the time of a frame
+    header.set_xyzt_units("mm", "sec")
+    write_volume(out / "aligned.nii.gz", np.concatenate(blocks_of(rows), -1), affine, header)
+    centre_mm = (affine @ [*(np.subtract(shape[:3], 1) / 2), 1])[:3]
+    table, before = [], None
+    for frame in (frame for row in rows for frame in row["frames"]):
+        now = parameters_of(np.array(frame["matrix"]), centre_mm)
+        moved = None if before is None else displacement(now - before)
+        table.append({"frame": frame["frame"], **dict(zip(PARAMETERS, now.tolist())), "framewise_displacement": moved,
+                      **{key: frame[key] for key in ("similarity_before", "similarity", "verdict")}})
+        before = now
+    write_table(out / "motion.tsv", list(table[0]), table)
+    return table
+
+
+def parameters_of(matrix, centre_mm):
+    """Shift of a centre in mm and the angles around x, y and z in radians, of a rigid 4x4 map: (6,).
+
+    The turn is Rz Ry Rx, as in most programs for motion.
+    """
+    shift = (matrix @ [*centre_mm, 1])[:3] - centre_mm
+    turn = matrix[:3, :3]
+    return np.array([*shift, np.arctan2(turn[2, 1], turn[2, 2]), -np.arcsin(np.clip(turn[2, 0], -1, 1)),
+                     np.arctan2(turn[1, 0], turn[0, 0])])
+
+
+def displacement(change):
+    """Framewise displacement in mm of a change of the six parameters (Power et al., NeuroImage 2012)."""
+    return float(np.abs(change[:3]).sum() + RADIUS_MM * np.abs(change[3:]).sum())
+
+
+def write_motion_page(out, table, failed, affine, args):
+    """Write motion.html. Returns: the page's path."""
+    moved = [row["framewise_displacement"] for row in table if row["framewise_displacement"] is not None]
+    many = [row for row in table if (row["framewise_displacement"] or 0) > MOVED_MM]
+    cards = [("frames", len(table), f"{len(failed)} blocks left out" if failed else ""),
+             ("mean displacement", f"{average(moved):.3f} mm" if moved else "-", "from frame to frame"),
+             ("largest", f"{max(moved):.2f} mm" if moved else "-", ""), (f"above {MOVED_MM} mm", len(many), "frames")]
+    header = ["frame", *PARAMETERS, "displacement, mm", "similarity before", "similarity", "verdict"]
+    lines = [[row["frame"], *[row[key] for key in PARAMETERS], row["framewise_displacement"],
+              row["similarity_before"], row["similarity"], row["verdict"]] for row in table]
+    reference = read_numbers(out / "reference.nii.gz", 3)[0]
+    aligned = np.asanyarray(open_nifti(out / "aligned.nii.gz").dataobj)
+    spread = aligned.std(-1)
+    pictures = [("reference", thumbnail(reference, affine), "reference", ""),
+                ("mean", thumbnail(aligned.mean(-1), affine), "mean of the aligned frames", ""),
+                ("spread", thumbnail(spread, affine), "standard deviation over the aligned frames", "")]
+    sections = [("", cards_html(cards) + findings_html(findings_of([], failed))),
+                ("Motion", figure_html(motion_figure(table), "Where each frame lies against the reference.")),
+                ("Volumes", gallery_html(pictures)),
+                ("Frames", table_html(header, lines, "Shifts in mm, turns in radians. A click on a heading sorts.",
+                                      [None, *[".4f"] * 6, ".3f", ".3f", ".3f", None]))]
+    return write_page(out / "motion.html", "Motion", f"{args.series}, aligned to {args.reference}.", sections,
+                      sortable=True)
+
+
+def motion_figure(table):
+    """Shifts, turns, and displacement from frame to frame, over the frames."""
+    figure = Figure(figsize=(9.2, 5.4), layout="constrained")
+    panels = (("shift, mm", PARAMETERS[:3]), ("turn, radians", PARAMETERS[3:]),
+              ("displacement, mm", ("framewise_displacement",)))
+    for ax, (title, keys) in zip(figure.subplots(len(panels), 1, sharex=True), panels):
+        for key in keys:
+            values = np.array([row[key] for row in table], float)
+            ax.plot([row["frame"] for row in table], values, label=key, linewidth=1.4)
+        ax.set_ylabel(title)
+        ax.grid(color="#e3e6e9", linewidth=0.8)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    ax.set_xlabel("frame")
+    return figure

@@ -1,0 +1,213 @@
+"""Plan a training for a folder of volumes and this machine: a config, and what it will cost before it runs.
+
+The grid comes from the volumes: their usual voxel side and the box around what they show. The network is one of three
+that were seen to learn, by the size of that grid. Memory and operations of a step are counted by the training program's
+own --dry-run; the time is theirs divided by what this machine does in a convolution of that size.
+"""
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+
+from Dataloader.datalist import list_volumes
+from Dataloader.grids import foreground_box, intensity_range, to_canonical
+from Dataloader.nifti import is_segmentation, read_header, read_volume
+from Inference.pair_row import make_folder
+from Runtime.device import pick_device, synchronize
+from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import write_file
+from Runtime.page import cards_html, findings_html, table_html, write_page
+from Study.common import dims_of
+
+# (most voxels of the grid, config, multiple of the sides, steps that were seen to be enough)
+NETWORKS = ((56 * 64 * 56, "config_hippocampus.yaml", 8, 5_000), (112 ** 3, "config_medium.yaml", 16, 20_000),
+            (128 ** 3, "config_om.yaml", 16, 100_000))
+OPENED = 12  # volumes that are read whole, evenly spread over the folder; of the others the headers
+FEW_LABELLED = 10  # labelled volumes up to which joined atlases are better than a training or as good
+ROOM = 0.8  # of the memory that is free
+SECONDS = 1.0  # of the trial convolution
+ALONE = {"loss": {"dist": 0.0, "ang": 0.0, "regul": 0.0, "contrastive": 0.0}}  # mode 3 alone: for registration
+
+
+def plan(args):
+    """What `omnimorph plan` does with its options; returns the exit code."""
+    items = list_volumes(args.data, args.subject_pattern)
+    seen, bad = look(items)
+    if not seen:
+        raise InputError(f"{args.data}: none of its {len(items)} volumes can be read ({bad[0][1]}).")
+    device, out = pick_device(args.device), Path(args.out)
+    make_folder(out)
+    chosen = choose(seen, len(items) - len(bad), args, device, out)
+    labelled = sum(item["label"] is not None for item in items)
+    advice = advise(args.purpose, len(items), labelled, args.data)
+    page = write_plan_page(out, args, items, seen, bad, chosen, advice)
+    for name, reason in bad:
+        print(f"warning: {name} is left out: {reason}", file=sys.stderr)
+    print(f"{advice}\n\nreport: {page.resolve()}")
+    print(json.dumps({"config": str(out / "config.yaml"), "volumes": len(items), "left_out": len(bad), **chosen}))
+    return STOP if args.strict and bad else DONE
+
+
+def look(items):
+    """What the volumes are like: list of dicts of size_mm (canonical), voxel_mm, and of some box_mm, range, whole; and
+    (id, reason) of those that are no use."""
+    seen, bad = [], []
+    opened = {items[int(place)]["id"] for place in np.linspace(0, len(items) - 1, min(OPENED, len(items)))}
+    for item in items:
+        try:
+            dims = dims_of(item["image"])
+            shape, affine = read_header(item["image"], dims)
+            row = {"id": item["id"], "dims": dims, "shape": shape}
+            canonical, turned = to_canonical(np.empty(shape, np.uint8), affine)
+            row["voxel_mm"] = np.linalg.norm(turned[:3, :dims], axis=0)
+            row["size_mm"] = np.array(canonical.shape) * row["voxel_mm"]
+            if item["id"] in opened:
+                image, turned = to_canonical(*read_volume(item["image"], dims))
+                if is_segmentation(image):
+                    raise InputError(f"{item['image']}: looks like a segmentation; give its image.")
+                low, high = intensity_range(image)
+                box = foreground_box(image > low + 0.05 * (high - low))
+                row.update(box_mm=(box[1] - box[0]) * row["voxel_mm"], range=(low, high))
+            seen.append(row)
+        except InputError as error:
+            bad.append((item["id"], str(error)))
+    if len({row["dims"] for row in seen}) > 1:
+        raise InputError(f"{items[0]['image'].parent}: 2D and 3D volumes are mixed; plan for one kind at a time.")
+    return seen, bad
+
+
+def choose(seen, count, args, device, out):
+    """Write config.yaml, on the finest grid of which a step fits into the memory. Returns: what it costs."""
+    dims = seen[0]["dims"]
+    spacing = float(np.median([np.exp(np.log(row["voxel_mm"]).mean()) for row in seen]))
+    boxes = [row["box_mm"] for row in seen if "box_mm" in row]
+    extent = np.minimum(np.percentile([row["size_mm"] for row in seen], 95, axis=0), 1.05 * np.max(boxes, axis=0))
+    room = ROOM * free_bytes(device)
+    rate = speed(device, dims)
+    while True:
+        size, (_, base, multiple, steps) = grid(extent, spacing)
+        write_config(out, args, base, size, spacing, count)
+        cost = dry_run(out)
+        need = cost["step_memory_bytes"].get(device.type, cost["step_memory_bytes"]["cpu"])
+        if need <= room or min(size) <= 2 * multiple:
+            break
+        spacing *= 1.15
+    if need > room:
+        raise InputError(f"{args.data}: a step needs {need / 2 ** 30:.1f} GiB even at {spacing:.3g} mm, and "
+                         f"{room / 2 ** 30:.1f} are free on {device}; train on a machine with more memory.")
+    step_s = cost["step_flops"] / rate
+    return {"img_size": [int(n) for n in size], "spacing_mm": round(spacing, 4), "base": base,
+            "memory_gib": round(need / 2 ** 30, 2), "step_seconds": round(step_s, 2),
+            "epoch_minutes": round(step_s * cost["steps_per_epoch"] / 60, 2), "steps": steps,
+            "hours": round(step_s * steps / 3600, 2)}
+
+
+def grid(extent_mm, spacing_mm):
+    """The sides of the training grid, and its row of NETWORKS; the last one if none is large enough."""
+    for row in NETWORKS:
+        multiple = row[2]
+        size = np.maximum(np.ceil(extent_mm / spacing_mm / multiple - 0.05), 2).astype(int) * multiple
+        if np.prod(size) <= row[0] * 1.3 or row is NETWORKS[-1]:
+            return size, row
+    return None
+
+
+def write_config(out, args, base, size, spacing_mm, count):
+    """Write config.yaml: only what differs from its base."""
+    epochs = next(row[3] for row in NETWORKS if row[1] == base)
+    content = {"base": base, "model": {"dims": len(size)},
+               "data": {"name": Path(args.data).resolve().stem, "root": str(Path(args.data).resolve()),
+                        "train_ids": "", "val_ids": "", "val_fraction": 0.1, "cache": "auto", "expect_samples": 0,
+                        "subject_pattern": args.subject_pattern, "img_size": [int(n) for n in size],
+                        "spacing_mm": round(float(spacing_mm), 4)}}
+    finest = int(min(size)) // 4 * 4  # about one control point in two voxels of the noise, which covers two images
+    content["diffusion"] = {"grids": sorted({max(4, finest // 2 ** k // 4 * 4) for k in (3, 2, 1, 0)})}
+    if args.purpose == "register":
+        content.update(ALONE)
+    content["run"] = {"epochs": max(1, round(epochs / max(count, 1) / 10))}
+    text = (f"# Written by `omnimorph plan --data {args.data} --for {args.purpose}`. The keys are explained in "
+            f"config_om.yaml; change what you like.\n{yaml.safe_dump(content, sort_keys=False)}")
+    write_file(out / "config.yaml", text)
+
+
+def dry_run(out):
+    """What the training program counts for config.yaml, a dict. Raises InputError with its sentence."""
+    home = str(Path(__file__).resolve().parents[1])
+    command = [sys.executable, "-m", "omnimorph", "train", "--config", str(out / "config.yaml"), "--dry-run"]
+    path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    if done.returncode:
+        raise InputError(f"{out / 'config.yaml'}: {(done.stderr.strip().splitlines() or ['the dry run failed'])[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def free_bytes(device):
+    """Memory that a training may take on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "xpu":
+        return torch.xpu.get_device_properties(device).total_memory
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return available[0] if available else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def speed(device, dims):
+    """Floating-point operations per second of a convolution, forward and backward, as a training does them."""
+    side, channels = (48, 16) if dims == 3 else (256, 16)
+    layer = (torch.nn.Conv3d if dims == 3 else torch.nn.Conv2d)(channels, channels, 3, padding=1).to(device)
+    image = torch.randn(1, channels, *[side] * dims, device=device, requires_grad=True)
+    layer(image).sum().backward()  # the first one is slow
+    synchronize(device)
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < SECONDS:
+        layer(image).sum().backward()
+        synchronize(device)
+        count += 1
+    return count * 3 * 2 * channels ** 2 * 3 ** dims * side ** dims / (time.perf_counter() - began)
+
+
+def advise(purpose, count, labelled, data):
+    """Which program serves the purpose, in a sentence or two."""
+    if purpose == "augment":
+        return ("To augment, no training is needed: omnimorph augment --model none --data "
+                f"{data} --out Data/copies. A trained network draws copies with the shapes of your volumes.")
+    if purpose == "segment":
+        few = f"With labels of {labelled} of {count} volumes, "
+        if not labelled:
+            return "No volume has labels: draw some, or register atlases of another study by omnimorph segment."
+        if labelled <= FEW_LABELLED:
+            return few + f"join atlases: omnimorph segment --atlases {data} --images NEW --out Results/segment."
+        return few + "a segmentation network (nnU-Net) on them and on omnimorph augment's copies does best."
+    return ("To register some pairs, no training is needed: omnimorph register. The config is for thousands of pairs, "
+            "where a network's answer in a second pays.")
+
+
+def write_plan_page(out, args, items, seen, bad, chosen, advice):
+    """Write plan.html. Returns: the page's path."""
+    sizes = [row["size_mm"] for row in seen]
+    cards = [("volumes", len(items), f"{len(bad)} left out" if bad else ""),
+             ("grid", " x ".join(map(str, chosen["img_size"])), f"of {chosen['spacing_mm']} mm"),
+             ("memory of a step", f"{chosen['memory_gib']} GiB", ""),
+             ("a step", f"{chosen['step_seconds']} s", "by a trial convolution: within a factor of two"),
+             ("the training", f"{chosen['hours']} h", f"{chosen['steps']} steps")]
+    rows = [["size, mm", *(f"{n:.0f}" for n in np.min(sizes, 0)), *(f"{n:.0f}" for n in np.max(sizes, 0))],
+            ["voxel, mm", *(f"{n:.2f}" for n in np.min([row["voxel_mm"] for row in seen], 0)),
+             *(f"{n:.2f}" for n in np.max([row["voxel_mm"] for row in seen], 0))]]
+    axes = ["right", "front", "up"][:seen[0]["dims"]]
+    ranges = [[row["id"], *row["range"]] for row in seen if "range" in row]
+    command = f"omnimorph prepare --config {out / 'config.yaml'}, then omnimorph train with the same config"
+    sections = [("", cards_html(cards) + findings_html([("ok", "advice", advice), ("ok", "to train", command),
+                                                        *(("doubtful", "left out", f"{name}: {reason}")
+                                                          for name, reason in bad)])),
+                ("Sizes", table_html(["", *(f"least, {axis}" for axis in axes), *(f"most, {axis}" for axis in axes)],
+                                     rows, "Over all volumes, their axes turned to right, front and up.")),
+                ("Intensities", table_html(["volume", "percentile 0.5", "percentile 99.5"], ranges,
+                                           "Of the volumes that were opened."))]
+    return write_page(out / "plan.html", "Plan", f"{args.data}, to {args.purpose}.", sections)

@@ -1,0 +1,138 @@
+"""Look through all results of a study at once: one page and one table, whatever program made them.
+
+Every row is judged again beside all the others. A number is an outlier where it is further from the median than OUTLIER
+robust standard deviations (1.48 median absolute deviations), on its bad side.
+"""
+import functools
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+
+from Dataloader.nifti import read_label, read_numbers, read_volume
+from Inference.results import read_results
+from Inference.scores import COLUMNS, heading, in_range
+from Inference.verdict import LEAST_LIST, LEAST_SPREAD, OUTLIER, VERDICTS, judge_list
+from Inference.work import do_all
+from Runtime.errors import InputError
+from Runtime.files import write_file
+from Runtime.page import cards_html, findings_html, table_html, write_page
+from Study.common import Folder, dims_of, end, findings_of, finished_row, write_table
+from Study.thumbnails import gallery_html, thumbnail
+
+BAD_SIDE = {"similarity": -1, "dice": -1, "tre_mm": 1, "folding_body_percent": 1, "sdlogj": 1, "covered_percent": -1,
+            "turn_degrees": 1, "scale_most": 1, "scale_least": -1, "shear_degrees": 1, "doubt": 1,
+            "doubtful_percent": 1}
+BRIGHT = 0.3  # of the range of a volume: the outline that stands for a fixed volume without labels
+
+
+def qc(args):
+    """What `omnimorph qc` does with its options; returns the exit code."""
+    rows, failed = all_rows(args.results)
+    with Folder(args.out) as out:
+        settings = {"program": "qc"}
+        tasks = [(entry_of(row), out / "thumbnails") for row in rows]
+        draw = functools.partial(draw_row, str(out), {row["name"]: row for row in rows})
+        drawn, undrawn = do_all(out, tasks, draw, settings, args.workers, "drawing", "subject", args.again)
+        page = write_qc_page(out, drawn, failed + undrawn, args)
+        counts = {word: sum(row["verdict"] == word for row in drawn) for word in VERDICTS}
+        return end(out, drawn, failed + undrawn, settings, page, args.strict,
+                   {**counts, "outliers": sum(bool(row["outlier"]) for row in drawn)})
+
+
+def all_rows(sources):
+    """The rows of several folders of results, judged and named apart; and those that had failed."""
+    rows, failed = [], []
+    for source in map(Path, sources):
+        folder = source if source.is_dir() else source.parent
+        found = list(read_results(folder)["pairs"].values())
+        if not found:
+            raise InputError(f"{source}: no results.json with results; give the --out of register, template or "
+                             "segment.")
+        judged = judge_list(found) if all("similarity" in row for row in found) else found
+        prefix = f"{folder.name}/" if len(sources) > 1 else ""
+        failed += [{**entry, "name": prefix + entry["name"]}
+                   for entry in json.loads((folder / "results.json").read_text()).get("failed", [])]
+        rows += [{**row, **outlier_of(row, judged), "name": prefix + row["name"]} for row in judged]
+    names = [row["name"] for row in rows]
+    if len(set(names)) < len(names):
+        raise InputError(f"{sources[0]}: two of the folders have the same name and subject; give them one by one.")
+    return rows, failed
+
+
+def outlier_of(row, rows):
+    """outlier: the column that is furthest out on its bad side, "" where none is; outlier_z: by how much, robustly."""
+    worst, name = 0.0, ""
+    for key, bad in BAD_SIDE.items():
+        values = [other[key] for other in rows if isinstance(other.get(key), (int, float))]
+        if len(values) < LEAST_LIST or not isinstance(row.get(key), (int, float)):
+            continue
+        middle = statistics.median(values)
+        spread = 1.48 * statistics.median(abs(value - middle) for value in values)
+        far = bad * (row[key] - middle) / max(spread, LEAST_SPREAD * abs(middle), 1e-6)
+        if far > worst:
+            worst, name = far, key
+    return {"outlier": name if worst > OUTLIER else "", "outlier_z": worst}
+
+
+def entry_of(row):
+    """What the picture of a row depends on, for Inference/work.py."""
+    folder = Path(row["folder"])
+    shown = [folder / name for name in ("warped.nii.gz", "warped_label.nii.gz", "label.nii.gz", "doubt.nii.gz")]
+    files = {path.name: path for path in shown if path.is_file()}
+    files.update({key: Path(row[key]) for key in ("fixed", "fixed_label", "image") if key in row})
+    return {"name": row["name"], **files}
+
+
+def draw_row(out, rows, entry, folder, earlier):
+    """Draw one subject; the row is that of its results, with the picture.
+
+    A pair: the warped volume with the outlines of the fixed labels, or of what is bright in the fixed volume, and of
+    the warped labels. A segmentation: the image with its labels and its doubt.
+    """
+    row = rows[entry["name"]]
+    if "label.nii.gz" in entry:
+        dims = dims_of(entry["image"])
+        image, affine = read_volume(entry["image"], dims)
+        outlines = [(read_label(entry["label.nii.gz"], dims)[0], None)]
+        heat = read_numbers(entry["doubt.nii.gz"], dims)[0]
+    elif "warped.nii.gz" in entry and "fixed" in entry:
+        dims, heat = dims_of(entry["fixed"]), None
+        fixed, affine = read_volume(entry["fixed"], dims)
+        image = read_volume(entry["warped.nii.gz"], dims)[0]
+        known = read_label(entry["fixed_label"], dims)[0] if "fixed_label" in entry else None
+        outlines = [((in_range(fixed, fixed) > BRIGHT).astype(np.uint8) if known is None else known, 0)]
+        if known is not None and "warped_label.nii.gz" in entry:
+            outlines.append((read_label(entry["warped_label.nii.gz"], dims)[0], 1))
+    else:
+        raise InputError(f"{row['folder']}: neither a warped volume nor a label map is there; make these results anew.")
+    path = folder / f"{entry['name'].replace('/', '_')}.png"
+    write_file(path, thumbnail(image, affine, outlines, heat))
+    kept = {key: value for key, value in row.items() if key not in ("files", "source", "folder", "warnings")}
+    return finished_row({**kept, "folder": str(folder), "picture": path.name}, entry, out, [path])
+
+
+def write_qc_page(out, rows, failed, args):
+    """Write qc.html and qc.tsv, the worst first. Returns: the page's path."""
+    rows = sorted(rows, key=lambda row: (-VERDICTS.index(row["verdict"]), -row["outlier_z"]))
+    columns = [key for key in dict.fromkeys([*COLUMNS, *BAD_SIDE]) if any(row.get(key) is not None for row in rows)]
+    write_table(out / "qc.tsv", ["name", "verdict", "reason", "outlier", "outlier_z", *columns], rows)
+    shown = [key for key in columns if key in BAD_SIDE]
+    header = ["subject", "verdict", "outlier in", "by", *map(heading, shown)]
+    lines = [[row["name"], row["verdict"], heading(row["outlier"]), row["outlier_z"], *[row.get(key) for key in shown]]
+             for row in rows]
+    counts = [(word, sum(row["verdict"] == word for row in rows), "") for word in VERDICTS]
+    cards = [*counts, ("outliers", sum(bool(row["outlier"]) for row in rows), ""), ("left out", len(failed), "")]
+    pictures = [(row["name"], (out / "thumbnails" / row["picture"]).read_bytes(), row["name"],
+                 row["verdict"] + (f", outlier in {heading(row['outlier'])}" if row["outlier"] else ""))
+                for row in rows]
+    sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed))),
+                ("Numbers", table_html(header, lines, "The worst first. A click on a heading sorts. by: robust "
+                                       "standard deviations from the median, on the bad side; above 5 is an outlier.",
+                                       [None, None, None, ".1f", *[".3g"] * len(shown)])),
+                ("All subjects", gallery_html(pictures) + "<p>Of a pair: the warped volume; orange, the fixed labels "
+                 "or the outline of the fixed volume; blue, the warped labels. Of a segmentation: the image, its "
+                 "labels, and in red their doubt.</p>\n")]
+    return write_page(out / "qc.html", "Quality", f"{len(rows)} results of {', '.join(map(str, args.results))}.",
+                      sections, sortable=True)

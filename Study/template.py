@@ -1,0 +1,405 @@
+"""The template of a group: the volume that lies in the middle of its subjects, in shape and in intensity.
+
+Every subject is registered to the present template; T_i is the affine map and u_i the deformation that lead from the
+template to subject i. The template is then moved to where these have no mean: with the mean of the logarithms of T_i
+and of the deformations, x -> exp(-mean log u)(exp(-mean log T) x) goes before each of them. The mean of the subjects,
+as the moved maps show them, is sharpened and becomes the next template (Avants et al., NeuroImage 2010, "The optimal
+template effect"; logarithms as in Arsigny et al., MICCAI 2006). Rounds begin on coarse grids and end on fine ones.
+"""
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from scipy import linalg, ndimage
+
+from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid
+from Dataloader.nifti import read_label, read_volume, write_field, write_volume
+from Dataloader.volume import read_source
+from Diffusion.fields import across, compose, flow
+from Diffusion.metrics import average, dice
+from Inference.labels import apply_field, apply_label, vote
+from Inference.pair_figures import without_affine
+from Inference.pair_row import scores_of
+from Inference.registration import register
+from Inference.results import damage, read_results, source_digests
+from Inference.verdict import judge_list
+from Inference.work import do_all
+from Runtime.device import pick_device
+from Runtime.errors import InputError
+from Runtime.files import write_file
+from Runtime.page import cards_html, figure_html, findings_html, table_html, write_page
+from Study.common import Folder, dims_of, end, findings_of, finished_row, quietly, volumes_of, write_table
+from Study.thumbnails import gallery_html, thumbnail
+
+TEMPLATE, LABEL = "template.nii.gz", "template_label.nii.gz"
+ENOUGH_LEFT, MOST_PASSES, SMOOTH_MEAN = 0.01, 4, 1.0  # voxels of the mean logarithm, on average; passes; voxels
+SHARPEN, SHARPEN_SIGMA = 1.0, 1.0  # how much of what a Gaussian of so many voxels takes away is added
+FEWEST, LEAST_SIDE = 2, 8  # subjects; voxels along an axis
+DEFORMATION = "deformation.npy"  # of a subject and round: (N, *size), without the affine part
+COLUMNS = ("similarity", "dice", "folding_percent")
+
+
+def template(args):
+    """What `omnimorph template` does with its options; returns the exit code."""
+    items = volumes_of(args.images, args.ids, args.subject_pattern)
+    with Folder(args.out) as out:
+        rows, failed, history, settings = make(items, out, args)
+        page = write_template_page(out, rows, failed, history, args)
+        summary = {"mean_log_voxels": history[-1]["mean_left"], "most_log_voxels": history[-1]["most_left"],
+                   "sharpness": history[-1]["sharpness"],
+                   **({"dice_pairs": history[-1]["dice_pairs"]} if "dice_pairs" in history[-1] else {})}
+        return end(out, rows, failed, settings, page, args.strict, summary)
+
+
+def make(items, out, args):
+    """The template of some items, or that of an earlier run where nothing differs: rows, failed, history, settings.
+
+    out: Path of the results, locked by the caller. args: rounds, affine, similarity, spacing, sharpen, start, device,
+    workers, again.
+    """
+    if len(items) < FEWEST:
+        raise InputError(f"{items[0]['image']}: {len(items)} volume; a template needs {FEWEST} subjects or more.")
+    settings = {"program": "template", "rounds": args.rounds, "affine": args.affine, "similarity": args.similarity,
+                "spacing_mm": args.spacing, "sharpen": args.sharpen, "start": str(args.start or "")}
+    earlier = None if args.again else finished_earlier(items, settings, out)
+    options = {"similarity": args.similarity, "device": str(pick_device(args.device))}
+    return *(earlier or build(items, options, settings, out, args)), settings
+
+
+def entry_of(item):
+    return {"name": item["id"], "moving": item["image"], **({"moving_label": item["label"]} if item["label"] else {})}
+
+
+def finished_earlier(items, settings, out):
+    """rows, failed and history of an earlier run, if it came to its end with these subjects and files; else None."""
+    earlier = read_results(out)
+    try:
+        content = json.loads((out / "results.json").read_text())
+        history = json.loads((out / "convergence.json").read_text())
+    except (OSError, ValueError):
+        return None
+    known = {*earlier["pairs"], *(entry["name"] for entry in content["failed"])}
+    if not content["complete"] or earlier["settings"] != settings or known != {item["id"] for item in items}:
+        return None
+    for item in items:
+        row = earlier["pairs"].get(item["id"])
+        if row and (row["source"] != source_digests(entry_of(item)) or damage(row["files"], out)):
+            return None
+    print(f"{out}: this template is whole from an earlier run, and is kept (--again: make it anew)")
+    return list(earlier["pairs"].values()), content["failed"], history
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rounds
+# ---------------------------------------------------------------------------------------------------------------------
+
+def build(items, options, settings, out, args):
+    """All rounds. Returns: rows of the subjects, failed ones, and the history, a dict for each round."""
+    (out / "results.json").unlink(missing_ok=True)  # of another template
+    left_out, history, starts = {}, [], {}
+    start = read_source(str(args.start or middle_subject(items, left_out)), "start")
+    extent_mm, finest_mm = field_of_view(start, args.spacing)
+    factors = [1, *(2 if number < args.rounds // 2 else 1 for number in range(args.rounds))]
+    image, affine = rescale(start.array, *intensity_range(start.array)), start.affine
+    for number, factor in enumerate(factors):
+        where = out / f"round_{number}"
+        where.mkdir(exist_ok=True)
+        spacing_mm = factor * finest_mm
+        size = np.maximum(np.ceil(extent_mm / spacing_mm - 1e-3).astype(int), LEAST_SIDE)
+        image, affine = to_grid(image, affine, size, spacing_mm)
+        write_volume(where / TEMPLATE, image, affine)
+        tasks = [({"name": item["id"], "moving": item["image"], "fixed": where / TEMPLATE}, where / item["id"])
+                 for item in items if item["id"] not in left_out]
+        how = {**options, "affine": args.affine if number < 2 else False, "refine": number > 0}
+        rows, failed = do_all(where, tasks, functools.partial(onto_template, str(where), how, starts), settings,
+                              args.workers, f"round {number} of {args.rounds}", "subject", args.again)
+        left_out.update({entry["name"]: entry["reason"] for entry in failed})
+        rows = without_strangers(rows, left_out) if number == 1 else rows
+        if len(rows) < FEWEST:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+            raise InputError(f"{args.images[0]}: fewer than {FEWEST} subjects are left ({reasons}).")
+        middle = centre(rows, affine, exact=number == args.rounds)
+        starts = {row["name"]: (np.array(row["matrix"]) @ middle["before"]).tolist() for row in rows}
+        plain, image = average_of(rows, middle, affine, args.sharpen)
+        history.append({"round": number, "spacing_mm": spacing_mm, "moved": middle["moved"],
+                        "mean_left": middle["left"], "most_left": middle["most_left"], "sharpness": sharpness(plain),
+                        "similarity": average([row["similarity"] for row in rows])})
+    return finish(out, rows, middle, image, affine, items, left_out, history)
+
+
+def middle_subject(items, left_out):
+    """The image of the subject whose bright part has the median size; those that cannot be read are left out."""
+    sizes = []
+    for item in items:
+        try:
+            image, affine = read_volume(item["image"], dims_of(item["image"]))
+        except InputError as error:
+            left_out[item["id"]] = str(error)
+            continue
+        low, high = intensity_range(image)
+        voxel = abs(np.linalg.det(affine[:image.ndim, :image.ndim]))
+        sizes.append((float((image > (low + high) / 2).sum() * voxel), item["id"], item["image"]))
+    if not sizes:
+        raise InputError(f"{items[0]['image']}: no volume of the group can be read ({left_out[items[0]['id']]}).")
+    return sorted(sizes)[len(sizes) // 2][2]
+
+
+def field_of_view(volume, spacing_mm):
+    """Extent of a volume along the axes of the world, (N,) in mm, and the voxel side of its template.
+
+    spacing_mm: 0 for the side of a cube as large as the volume's voxels.
+    """
+    canonical, affine = to_canonical(volume.array, volume.affine)
+    voxel_mm = np.linalg.norm(affine[:3, :canonical.ndim], axis=0)
+    return np.array(canonical.shape) * voxel_mm, spacing_mm or float(np.exp(np.log(voxel_mm).mean()))
+
+
+def onto_template(out, options, starts, pair, folder, earlier):
+    """Register one subject to the template; its deformation without the affine part goes to deformation.npy."""
+    if pair["name"] in starts:
+        options = {**options, "start": np.array(starts[pair["name"]])}
+    found = quietly(register, pair["fixed"], pair["moving"], **options)
+    if "moving" in found.segmentations:
+        raise InputError(f"{pair['moving']}: a segmentation; give its image.")
+    rest = without_affine(found.field, found.matrix, found.fixed.affine)
+    path = folder / DEFORMATION
+    write_file(path, lambda file: np.save(file, rest))
+    row = {"name": pair["name"], "folder": str(folder), "moving": str(Path(pair["moving"]).resolve()),
+           **scores_of(found), "verdict": found.verdict, "reason": found.reason, "matrix": found.matrix.tolist()}
+    return {**finished_row(row, pair, out, [path]), "warnings": []}
+
+
+def without_strangers(rows, left_out):
+    """The rows without subjects that failed where most did not: another organ, modality or place. Others are named."""
+    if 2 * sum(row["verdict"] == "failed" for row in rows) > len(rows):
+        return rows  # a blurred template looks like nobody
+    left_out.update({row["name"]: row["reason"] for row in rows if row["verdict"] == "failed"})
+    return [row for row in rows if row["verdict"] != "failed"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The middle
+# ---------------------------------------------------------------------------------------------------------------------
+
+def deformation_of(row, margin=0):
+    """u_i of a row: (1, N, *size) in voxels of the template.
+
+    margin: voxels around the template's grid in which it falls to zero: without them, maps that lead out of the field
+    of view would have no logarithm there.
+    """
+    found = torch.from_numpy(np.load(Path(row["folder"]) / DEFORMATION))[None]
+    if not margin:
+        return found
+    found = torch.nn.functional.pad(found, [margin] * (2 * (found.dim() - 2)), mode="replicate")
+    for axis, n in enumerate(found.shape[2:], 2):
+        inside = torch.minimum(torch.arange(n), torch.arange(n).flip(0)).clamp(max=margin) / margin
+        taper = 0.5 - 0.5 * torch.cos(torch.pi * inside)
+        found = found * taper.view([-1 if k == axis else 1 for k in range(found.dim())])
+    return found
+
+
+def margin_for(rows):
+    """How wide it is for some rows: so that it falls by a quarter of a voxel per voxel, on average; at least 8."""
+    most = 0.0
+    for row in rows:
+        field = deformation_of(row)[0]
+        faces = [field.select(axis, place) for axis in range(1, field.dim()) for place in (0, -1)]
+        most = max(most, *(float(face.abs().max()) for face in faces))
+    return max(8, int(np.ceil(4 * most)))
+
+
+def logarithm(field, rounds=2):
+    """The velocity v with flow(v) = field, for a field that does not fold: (1, N, *size) in voxels.
+
+    v <- v + (field after flow(-v)), the first term of the Baker-Campbell-Hausdorff series (Bossa et al., MICCAI 2007).
+    More rounds gain nothing over the interpolation's errors.
+    field: (1, N, *size) displacement in voxels, zero at the border.
+    """
+    velocity = field
+    for _ in range(rounds):
+        velocity = velocity + compose(first=field, then=flow(-velocity, 4))
+    return velocity
+
+
+def log_matrix(matrix):
+    """The real logarithm of a 4x4 affine map, (4, 4); that of the identity where there is none."""
+    found = linalg.logm(np.asarray(matrix, np.float64))
+    return found.real if np.isrealobj(found) or np.abs(found.imag).max() < 1e-6 else np.zeros((4, 4))
+
+
+def centre(rows, affine, exact):
+    """Where the middle of the subjects is, seen from the present template, whose grid has this affine.
+
+    exact: by the mean of logarithms, in passes until little of it is left; else by the mean of displacements, once,
+    which is near it and costs little. The mean is smoothed by a voxel: where a field nearly folds, its logarithm is
+    coarse.
+    Returns: dict of way, (1, N, *wide) in voxels, x -> x + way(x) leads from the new template to the old one, on the
+    template's grid with `margin` voxels around it; before, 4x4, the affine part of it in the world, which way includes;
+    moved, the mean length of the mean deformation; left and most_left, mean and largest length of the mean logarithm
+    afterwards, both None unless `exact`; voxels.
+    """
+    margin, dims = margin_for(rows), deformation_of(rows[0]).dim() - 2
+    wide = affine.copy()
+    wide[:3, 3] -= affine[:3, :dims] @ np.full(dims, margin)
+    before = linalg.expm(-np.mean([log_matrix(row["matrix"]) for row in rows], axis=0))
+    size = deformation_of(rows[0], margin).shape[2:]
+    way = across(torch.zeros(1, dims, *size), in_voxels(before, wide))
+    middle = {"margin": margin, "affine": wide, "before": before, "moved": None, "left": None, "most_left": None}
+    inner = (..., *(slice(margin, -margin) for _ in size))
+    for number in range(MOST_PASSES if exact else 1):
+        mean = sum(centred_deformation(row, {**middle, "way": way}, exact) for row in rows) / len(rows)
+        length = mean[inner].square().sum(1).sqrt()
+        middle["moved"] = float(length.mean()) if number == 0 else middle["moved"]
+        if exact:
+            middle.update(left=float(length.mean()), most_left=float(length.max()))
+            if middle["left"] < ENOUGH_LEFT or number == MOST_PASSES - 1:
+                break
+        mean = torch.from_numpy(ndimage.gaussian_filter(mean.numpy(), (0, 0, *[SMOOTH_MEAN] * dims)))
+        way = compose(first=way, then=flow(-mean, 4))
+    return {**middle, "way": way}
+
+
+def in_voxels(matrix, affine):
+    """A 4x4 map of the world as one of the voxels of a grid. affine: 4x4 of the grid."""
+    return np.linalg.inv(affine) @ matrix @ affine
+
+
+def centred_field(row, middle):
+    """The whole map from the moved template to a subject: (1, N, *wide), total displacement in voxels of its grid."""
+    field = compose(first=deformation_of(row, middle["margin"]), then=middle["way"])
+    return across(field, in_voxels(np.array(row["matrix"]), middle["affine"]))
+
+
+def centred_deformation(row, middle, exact):
+    """What is left of it without its affine part, T_i after `before`: its logarithm if `exact`, else itself."""
+    own = np.linalg.inv(np.array(row["matrix"]) @ middle["before"])
+    rest = across(centred_field(row, middle), in_voxels(own, middle["affine"]))
+    return logarithm(rest) if exact else rest
+
+
+def field_of(row, middle):
+    """The map from the moved template to a subject on the template's grid: (N, *size) in voxels, an array."""
+    inner = (0, ..., *(slice(middle["margin"], -middle["margin"]) for _ in middle["way"].shape[2:]))
+    return centred_field(row, middle)[inner].numpy()
+
+
+def average_of(rows, middle, affine, amount):
+    """The mean of the subjects in the moved template, plain and sharpened, (*size) float32 in 0..1.
+
+    Each counts where its field of view reaches. amount: of sharpening, see SHARPEN.
+    """
+    total = weight = 0
+    for row in rows:
+        image, own = read_volume(row["moving"], len(middle["way"].shape) - 2)
+        field = field_of(row, middle)
+        seen = apply_field(np.ones(image.shape, np.float32), own, field, affine, order=0)
+        total = total + seen * apply_field(rescale(image, *intensity_range(image)), own, field, affine)
+        weight = weight + seen
+    plain = (total / np.maximum(weight, 1)).astype(np.float32)
+    edges = plain - ndimage.gaussian_filter(plain, SHARPEN_SIGMA)
+    return plain, np.clip(plain + amount * edges, 0, 1).astype(np.float32)
+
+
+def sharpness(image):
+    """The mean length of the gradient, of an image of 0..1, in its range per voxel."""
+    return float(np.sqrt(sum(part ** 2 for part in np.gradient(image))).mean())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is written
+# ---------------------------------------------------------------------------------------------------------------------
+
+def finish(out, rows, middle, image, affine, items, left_out, history):
+    """Write the template, its labels, and each subject's field and volumes. Returns: rows, failed, history."""
+    write_volume(out / TEMPLATE, image, affine)
+    labels = {item["id"]: item["label"] for item in items}
+    done, maps = [], {}
+    for row in rows:
+        folder = out / "subjects" / row["name"]
+        folder.mkdir(parents=True, exist_ok=True)
+        field, own = field_of(row, middle), read_volume(row["moving"], image.ndim)
+        paths = [folder / "field.nii.gz", folder / "warped.nii.gz"]
+        write_field(paths[0], field, affine)
+        write_volume(paths[1], apply_field(*own, field, affine), affine)
+        matrix = (np.array(row["matrix"]) @ middle["before"]).tolist()
+        row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve()), "matrix": matrix}
+        if labels[row["name"]]:
+            paths.append(folder / "warped_label.nii.gz")
+            maps[row["name"]] = apply_label(*read_label(labels[row["name"]], image.ndim), field, affine)
+            write_volume(paths[-1], maps[row["name"]], affine)
+            row["moving_label"] = str(Path(labels[row["name"]]).resolve())
+        item = next(item for item in items if item["id"] == row["name"])
+        done.append(finished_row(row, entry_of(item), out, paths))
+    if maps:
+        label = vote(list(maps.values()))[0]
+        write_volume(out / LABEL, label, affine)
+        values = [int(value) for value in np.unique(label) if value]
+        for row in done:
+            if row["name"] in maps:
+                row["fixed_label"] = str((out / LABEL).resolve())
+                scores = dice(maps[row["name"]], label, values)
+                row["dice"], row["labels"] = average(scores), {str(value): {"dice": None if score != score else score}
+                                                               for value, score in zip(values, scores)}
+        pairs = [average(dice(one, other, values)) for number, one in enumerate(maps.values())
+                 for other in list(maps.values())[:number]]
+        if pairs:
+            history[-1]["dice_pairs"] = float(np.mean(pairs))
+    failed = [{"name": name, "reason": reason} for name, reason in left_out.items()]
+    write_file(out / "convergence.json", json.dumps(history, indent=1) + "\n")
+    for path in out.glob(f"round_*/*/{DEFORMATION}"):
+        path.unlink()
+    return judge_list(done), failed, history
+
+
+def write_template_page(out, rows, failed, history, args):
+    """Write template.html and subjects.tsv. Returns: the page's path."""
+    image, affine = read_volume(out / TEMPLATE, dims_of(out / TEMPLATE))
+    label = read_label(out / LABEL, image.ndim)[0] if any("dice" in row for row in rows) else None
+    outline = [] if label is None else [(label, None)]
+    last = history[-1]
+    rounds, pictures = [], []
+    for entry in history:
+        name = f"round_{entry['round']}"
+        rounds.append((name, thumbnail(*read_volume(out / name / TEMPLATE, image.ndim)),
+                       f"before round {entry['round']}", f"voxels of {entry['spacing_mm']:.3g} mm"))
+    for row in rows:
+        warped, _ = read_volume(Path(row["folder"]) / "warped.nii.gz", image.ndim)
+        score = f", Dice {row['dice']:.3f}" if "dice" in row else ""
+        pictures.append((row["name"], thumbnail(warped, affine, outline), row["name"],
+                         f"{row['verdict']}, similarity {row['similarity']:.2f}{score}"))
+    shown = [column for column in COLUMNS if any(row.get(column) is not None for row in rows)]
+    lines = [[row["name"], row["verdict"], *[row.get(column) for column in shown]] for row in rows]
+    write_table(out / "subjects.tsv", ["name", "verdict", *shown], rows)
+    cards = [("subjects", len(rows), f"{len(failed)} left out" if failed else ""),
+             ("mean of the logarithms", f"{last['mean_left']:.3f}",
+              f"voxels, {last['most_left']:.2f} where it is longest"),
+             ("sharpness", f"{last['sharpness']:.4f}", "mean gradient before sharpening, of the range per voxel")]
+    if "dice_pairs" in last:
+        cards.append(("Dice", f"{last['dice_pairs']:.3f}", "mean over all pairs of subjects, on the template"))
+    sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed))),
+                ("The template", gallery_html([("template", thumbnail(image, affine, outline), TEMPLATE, "")])),
+                ("Convergence", figure_html(convergence_figure(history), "Each round registers all subjects to the "
+                                            "template and moves it to their middle.") + gallery_html(rounds)),
+                ("Subjects", table_html(["subject", "verdict", *[word.replace("_percent", " %") for word in shown]],
+                                        lines, "A click on a heading sorts.", [None, None, *[".3f"] * len(shown)])),
+                ("Subjects on the template", gallery_html(pictures))]
+    lead = f"Of {len(rows)} subjects, in {args.rounds} rounds, on {' x '.join(map(str, image.shape))} voxels."
+    return write_page(out / "template.html", "Template", lead, sections, sortable=True)
+
+
+def convergence_figure(history):
+    """How far the template moves, how sharp it is and how alike the subjects are to it, round by round."""
+    figure = Figure(figsize=(9.2, 2.6), layout="constrained")
+    panels = (("moved", "template moved, mean, voxels"), ("sharpness", "mean gradient of the plain mean"),
+              ("similarity", "similarity, mean of subjects"))
+    for ax, (key, title) in zip(figure.subplots(1, len(panels)), panels):
+        ax.plot([entry["round"] for entry in history], [entry[key] for entry in history], marker="o", color="#1668a8")
+        ax.set_title(title, loc="left", fontsize=9.5)
+        ax.set_xlabel("round")
+        ax.set_xticks([entry["round"] for entry in history])
+        ax.grid(color="#e3e6e9", linewidth=0.8)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure

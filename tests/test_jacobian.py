@@ -1,0 +1,113 @@
+"""Maps of change: a known growth from template to subject, and between two scans in both orders."""
+import json
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+import OM_study
+from Dataloader.nifti import read_numbers, write_field, write_volume
+from Dataloader.synthetic import make_subject
+from Diffusion.fields import jacobian_determinant
+from Study.jacobian import LOCAL, WHOLE, percent
+
+SIZE, AFFINE = (22, 24, 20), np.diag([1.5, 1.5, 1.5, 1.0])
+
+
+def swelling(size, strength, width):
+    """Displacement of a swelling around the middle, strength per voxel there: (3, *size)."""
+    places = np.stack(np.meshgrid(*(np.arange(n) - (n - 1) / 2 for n in size), indexing="ij")).astype(np.float32)
+    return strength * places * np.exp(-0.5 * (places ** 2).sum(0) / width ** 2)
+
+
+def texture(seed, sigma):
+    """Smooth noise of 0..1, by which every voxel can be followed: (*SIZE) float32."""
+    noise = ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=SIZE), sigma)
+    return ((noise - noise.min()) / np.ptp(noise)).astype(np.float32)
+
+
+def run(*words):
+    return OM_study.main(["jacobian", *map(str, words)])
+
+
+def table(path):
+    head, *lines = path.read_text().splitlines()
+    return [dict(zip(head.split("\t"), line.split("\t"))) for line in lines]
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Results as OM_register.py writes them, of two fields that are known: one grows by 3 %, one swells besides."""
+    subject = make_subject(0, SIZE)
+    write_volume(tmp_path / "fixed.nii.gz", subject["image"], AFFINE)
+    label = np.zeros(SIZE, np.uint8)
+    label[9:13, 10:14, 8:12] = 5
+    write_volume(tmp_path / "label.nii.gz", label, AFFINE)
+    grown = np.eye(4)
+    grown[:3, :3] *= 1.01
+    voxels = np.indices(SIZE, np.float32)
+    fields = {"grown": 0.01 * voxels, "swollen": swelling(SIZE, 0.05, 4)}
+    rows = []
+    for name, field in fields.items():
+        write_field(tmp_path / f"reg/{name}/field.nii.gz", field, AFFINE, nibabel.Nifti1Header())
+        rows.append({"name": name, "folder": name, "fixed": str(tmp_path / "fixed.nii.gz"), "labels": {},
+                     "matrix": (grown if name == "grown" else np.eye(4)).tolist()})
+    (tmp_path / "reg/results.json").write_text(json.dumps({"pairs": rows, "failed": [], "complete": True}))
+    return tmp_path, fields
+
+
+def test_maps_and_table_of_known_fields(results, capsys):
+    place, fields = results
+    assert run("--results", place / "reg", "--labels", place / "label.nii.gz", "--out", place / "out") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["done"] == 2
+    np.testing.assert_allclose(read_numbers(place / "out/grown" / WHOLE)[0], 3 * np.log(1.01), atol=1e-4)
+    np.testing.assert_allclose(read_numbers(place / "out/grown" / LOCAL)[0], 0, atol=1e-4)
+    exact = torch.log(jacobian_determinant(torch.from_numpy(fields["swollen"])[None]))[0].numpy()
+    np.testing.assert_allclose(read_numbers(place / "out/swollen" / WHOLE)[0], exact, atol=1e-4)
+    rows = {row["name"]: row for row in table(place / "out/jacobian.tsv")}
+    assert float(rows["grown"]["change_percent"]) == pytest.approx(100 * (1.01 ** 3 - 1), abs=0.01)
+    assert float(rows["grown"]["change_without_affine_percent"]) == pytest.approx(0, abs=0.01)
+    inside = np.zeros(SIZE, bool)
+    inside[9:13, 10:14, 8:12] = True
+    assert float(rows["swollen"]["change_percent"]) == pytest.approx(percent(exact[inside]), abs=0.01)
+    assert rows["swollen"]["voxels"] == "64"
+    assert run("--results", place / "reg", "--smooth", "3", "--out", place / "smooth") == 0
+    smoothed = read_numbers(place / "smooth/swollen" / WHOLE)[0]
+    assert 0 < smoothed.max() < exact.max() and smoothed.mean() == pytest.approx(exact.mean(), abs=1e-3)
+
+
+def test_results_of_two_templates_are_refused(results, capsys):
+    place, _ = results
+    content = json.loads((place / "reg/results.json").read_text())
+    content["pairs"][1]["fixed"] = str(place / "label.nii.gz")
+    (place / "reg/results.json").write_text(json.dumps(content))
+    assert run("--results", place / "reg", "--out", place / "out") == 43
+    assert "maps are compared on one grid" in capsys.readouterr().err
+    assert run("--out", place / "out") == 43 and "give either --results" in capsys.readouterr().err
+    assert run("--results", place / "none", "--out", place / "out") == 43
+    assert "no results of a template" in capsys.readouterr().err
+
+
+def test_two_scans_give_the_same_change_in_both_orders(tmp_path, capsys):
+    """The second scan's middle has shrunk by a known field; the sign turns with the order, within 0.01."""
+    from Inference.labels import apply_field
+
+    first = texture(0, 1.5)
+    field = swelling(SIZE, 0.05, 6)  # of the second scan's grid: it shows what lies further out, so it has shrunk
+    second = apply_field(first, AFFINE, field, AFFINE)
+    noise = np.random.default_rng(0).normal(0, 0.01, (2, *SIZE)).astype(np.float32)
+    write_volume(tmp_path / "one.nii.gz", first + noise[0], AFFINE)
+    write_volume(tmp_path / "two.nii.gz", second + noise[1], AFFINE)
+    maps = {}
+    for order in (("one", "two"), ("two", "one")):
+        out = tmp_path / order[0]
+        assert run("--scans", *(tmp_path / f"{name}.nii.gz" for name in order), "--rounds", "2", "--out", out,
+                   "--device", "cpu") == 0
+        maps[order[1]] = read_numbers(out / order[1] / WHOLE)[0]
+        assert not read_numbers(out / order[0] / WHOLE)[0].any()  # the first scan is what the others are compared with
+    assert np.abs(maps["two"] + maps["one"]).max() < 0.01
+    middle = tuple(slice(n // 2 - 3, n // 2 + 3) for n in SIZE)
+    exact = -percent(np.log(jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()[middle]))
+    assert percent(maps["two"][middle]) == pytest.approx(exact, rel=0.25) and exact < -8

@@ -1,0 +1,48 @@
+"""The plan of a training: a config that the training program takes, for the volumes at hand and within memory."""
+import json
+
+import numpy as np
+
+import OM_study
+from Dataloader.nifti import write_volume
+from Dataloader.synthetic import make_subject, write_dataset
+from Runtime.config import load_config
+from Study.plan import grid
+
+
+def run(*words):
+    return OM_study.main(["plan", *map(str, words), "--device", "cpu"])
+
+
+def test_the_grid_covers_the_extent_and_chooses_the_network():
+    size, row = grid(np.array([38.0, 54.0, 40.0]), 1.0)
+    assert size.tolist() == [40, 56, 40] and row[1] == "config_hippocampus.yaml"
+    size, row = grid(np.array([160.0, 190.0, 150.0]), 2.0)
+    assert size.tolist() == [80, 96, 80] and row[1] == "config_medium.yaml"
+    assert grid(np.array([160.0, 190.0, 150.0]), 1.0)[1][1] == "config_om.yaml"
+
+
+def test_a_config_that_the_training_takes(tmp_path, capsys):
+    write_dataset(tmp_path / "data", range(5), 24)
+    write_volume(tmp_path / "data/imagesTr/flat.nii.gz", np.ones((24, 24, 24), np.float32), np.eye(4))
+    write_volume(tmp_path / "data/labelsTr/flat.nii.gz", np.zeros((24, 24, 24), np.uint8), np.eye(4))
+    (tmp_path / "data/dataset.json").unlink()
+    assert run("--data", tmp_path / "data", "--out", tmp_path / "plan") == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out.splitlines()[-1])
+    cfg = load_config(tmp_path / "plan/config.yaml")
+    assert cfg["data.img_size"] == found["img_size"] and cfg["loss.contrastive"] == 0 and cfg["data.val_fraction"]
+    assert found["left_out"] == 1 and "flat is left out" in printed.err
+    assert found["memory_gib"] > 0 and found["hours"] > 0 and "omnimorph register" in printed.out
+    page = (tmp_path / "plan/plan.html").read_text()
+    assert "within a factor of two" in page and "flat" in page
+
+
+def test_what_cannot_be_planned_is_refused(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    assert run("--data", tmp_path / "data", "--out", tmp_path / "plan") == 43
+    assert "no .nii or .nii.gz volume found" in capsys.readouterr().err
+    write_volume(tmp_path / "data/a.nii.gz", make_subject(0, (16, 16, 16))["image"], np.eye(4))
+    write_volume(tmp_path / "data/b.nii.gz", make_subject(0, (16, 16), dims=2)["image"], np.eye(4))
+    assert run("--data", tmp_path / "data", "--out", tmp_path / "plan") == 43
+    assert "2D and 3D volumes are mixed" in capsys.readouterr().err

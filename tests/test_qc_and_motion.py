@@ -1,0 +1,122 @@
+"""All results on one page, and a series whose motion is known."""
+import json
+
+import numpy as np
+import pytest
+from scipy import ndimage
+
+import OM_study
+from Dataloader.nifti import open_nifti, write_volume
+from Dataloader.synthetic import make_subject
+from Study.motion import displacement, parameters_of
+from Study.qc import outlier_of
+from tests.test_jacobian import texture
+
+SIZE, AFFINE = (22, 24, 20), np.diag([2.0, 2.0, 2.0, 1.0])
+
+
+def run(*words):
+    return OM_study.main([*map(str, words)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# qc
+# ---------------------------------------------------------------------------------------------------------------------
+
+def write_results(place, count, size=SIZE):
+    """Results as OM_register.py writes them, of one warped volume for all; the last one is unlike the others."""
+    subject = make_subject(0, size)
+    write_volume(place / "fixed.nii.gz", subject["image"], AFFINE)
+    write_volume(place / "fixed_label.nii.gz", subject["label"].astype(np.uint8), AFFINE)
+    write_volume(place / "reg/all/warped.nii.gz", subject["image"], AFFINE)
+    write_volume(place / "reg/all/warped_label.nii.gz", subject["label"].astype(np.uint8), AFFINE)
+    rows = [{"name": f"s_{number:03d}", "folder": "all", "fixed": str(place / "fixed.nii.gz"),
+             "fixed_label": str(place / "fixed_label.nii.gz"), "similarity_before": 0.2, "labels": {},
+             "similarity": 0.8 + 0.0001 * number, "dice": 0.8, "warnings": []} for number in range(count)]
+    rows[-1]["similarity"] = 0.5
+    failed = [{"name": "lost", "reason": "lost.nii.gz: no such file; check the path."}]
+    (place / "reg/results.json").write_text(json.dumps({"pairs": rows, "failed": failed, "complete": True}))
+
+
+def test_an_outlier_is_told_by_its_worst_number():
+    rows = [{"similarity": 0.8 + 0.001 * number, "sdlogj": 0.1} for number in range(9)]
+    assert outlier_of(rows[4], rows)["outlier"] == "" and outlier_of({"similarity": 0.9}, rows)["outlier"] == ""
+    found = outlier_of({"similarity": 0.804 - 6 * 0.03 * 0.804, "sdlogj": 0.11}, rows)
+    assert found["outlier"] == "similarity" and found["outlier_z"] == pytest.approx(6, abs=1e-6)
+    assert outlier_of({"similarity": 0.1}, rows[:7])["outlier"] == ""  # too few to say
+
+
+def test_the_page_of_two_hundred_subjects(tmp_path, capsys):
+    write_results(tmp_path, 200)
+    assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1]) == {"ok": 199, "doubtful": 1, "failed": 1, "outliers": 1,
+                                                        "done": 200}
+    page = tmp_path / "qc/qc.html"
+    text = page.read_text()
+    assert page.stat().st_size < 20e6 and text.count('class="thumb"') == 200
+    assert "http" not in text.replace("http-equiv", "") and "aria-sort" in text and "lost.nii.gz" in text
+    head, first, *rest = (tmp_path / "qc/qc.tsv").read_text().splitlines()
+    cells = dict(zip(head.split("\t"), first.split("\t")))
+    assert cells["name"] == "s_199" and cells["verdict"] == "doubtful" and cells["outlier"] == "similarity"
+    assert len(rest) == 199
+    assert run("qc", "--results", tmp_path / "reg", "--strict", "--out", tmp_path / "qc") == 43
+    assert "200 of 200 subjects are whole from an earlier run" in capsys.readouterr().err
+
+
+def test_no_results_are_refused(tmp_path, capsys):
+    assert run("qc", "--results", tmp_path, "--out", tmp_path / "qc") == 43
+    assert "no results.json with results" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# motion
+# ---------------------------------------------------------------------------------------------------------------------
+
+def rigid(shift_mm, degrees, centre_mm):
+    """A turn around z about a centre, then a shift: 4x4."""
+    angle = np.deg2rad(degrees)
+    matrix = np.eye(4)
+    matrix[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    matrix[:3, 3] = centre_mm - matrix[:3, :3] @ centre_mm + shift_mm
+    return matrix
+
+
+def test_parameters_are_those_of_the_map():
+    centre = np.array([10.0, -5.0, 3.0])
+    found = parameters_of(rigid([1.0, 2.0, -3.0], 5.0, centre), centre)
+    np.testing.assert_allclose(found, [1, 2, -3, 0, 0, np.deg2rad(5)], atol=1e-12)
+    assert displacement(np.array([1.0, -2.0, 0, 0, 0.01, 0])) == pytest.approx(3.5)
+
+
+def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
+    image = texture(1, 2.0)
+    centre = (AFFINE @ [*(np.subtract(SIZE, 1) / 2), 1])[:3]
+    given = [([0, 0, 0], 0), ([1.0, 0, -0.6], 2.0), ([-0.8, 1.2, 0], -3.0)]
+    frames = []
+    for shift, degrees in given:
+        matrix = np.linalg.inv(AFFINE) @ np.linalg.inv(rigid(shift, degrees, centre)) @ AFFINE
+        frames.append(ndimage.affine_transform(image, matrix[:3, :3], matrix[:3, 3], order=1))
+    noise = np.random.default_rng(0).normal(0, 0.005, (*SIZE, 3))
+    write_volume(tmp_path / "bold.nii.gz", (np.stack(frames, -1) + noise).astype(np.float32), AFFINE)
+    words = ["motion", "--series", tmp_path / "bold.nii.gz", "--reference", "0", "--out", tmp_path / "out", "--device",
+             "cpu"]
+    assert run(*words) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["frames"] == 3
+    head, *lines = (tmp_path / "out/motion.tsv").read_text().splitlines()
+    assert len(lines) == 3
+    for line, (shift, degrees) in zip(lines, given):
+        cells = dict(zip(head.split("\t"), line.split("\t")))
+        found = [float(cells[key]) for key in ("trans_x", "trans_y", "trans_z", "rot_x", "rot_y", "rot_z")]
+        np.testing.assert_allclose(found[:3], shift, atol=0.5)  # a quarter of a voxel
+        np.testing.assert_allclose(np.rad2deg(found[3:]), [0, 0, degrees], atol=0.7)
+    aligned = np.asanyarray(open_nifti(tmp_path / "out/aligned.nii.gz").dataobj)
+    before = np.abs(np.stack(frames, -1) - image[..., None])[4:-4, 4:-4, 4:-4].mean((0, 1, 2))
+    after = np.abs(aligned - image[..., None])[4:-4, 4:-4, 4:-4].mean((0, 1, 2))
+    assert aligned.shape == (*SIZE, 3) and (after[1:] < 0.6 * before[1:]).all()
+    assert run(*words) == 0 and "1 of 1 blocks are whole" in capsys.readouterr().err
+    assert run("motion", "--series", tmp_path / "bold.nii.gz", "--reference", "9", "--out", tmp_path / "out") == 43
+    assert "--reference 9: mean, middle, or the number" in capsys.readouterr().err
+    write_volume(tmp_path / "flat.nii.gz", image, AFFINE)
+    assert run("motion", "--series", tmp_path / "flat.nii.gz", "--out", tmp_path / "out") == 43
+    assert "is no series of volumes" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""The template of a group: logarithms, the middle of known deformations, and the command on files, resumed."""
+import json
+
+import numpy as np
+import pytest
+import torch
+from scipy import linalg, ndimage
+
+import OM_study
+from Dataloader.nifti import read_field, read_volume, write_volume
+from Dataloader.synthetic import make_subject
+from Diffusion.fields import flow
+from Inference.labels import apply_field
+from Study.template import DEFORMATION, centre, centred_deformation, log_matrix, logarithm, sharpness
+
+SIZE, AFFINE = (20, 22, 18), np.diag([2.0, 2.0, 2.0, 1.0])
+
+
+def smooth_velocity(seed, size=SIZE, most=2.0):
+    """A smooth field that is zero at the border, of at most so many voxels: (1, 3, *size)."""
+    noise = np.random.default_rng(seed).normal(size=(3, *size))
+    field = torch.from_numpy(ndimage.gaussian_filter(noise, (0, 3.5, 3.5, 3.5)).astype(np.float32))[None]
+    window = torch.ones(1)
+    for axis, n in enumerate(size):
+        shape = [1] * 5
+        shape[axis + 2] = n
+        window = window * torch.sin(torch.linspace(0, torch.pi, n)).view(shape)
+    field = field * window
+    return most * field / field.square().sum(1).sqrt().max()
+
+
+def test_the_logarithm_undoes_the_exponential():
+    velocity = smooth_velocity(0, most=1.0)
+    found = logarithm(flow(velocity))
+    apart = [(flow(found) - flow(velocity)).abs(), (found - velocity).abs()]
+    assert all(float(each.mean()) < 0.005 and float(each.max()) < 0.06 for each in apart)  # linear interpolation
+    matrix = np.eye(4)
+    matrix[:3, :3] = [[1.1, 0.1, 0], [-0.1, 0.9, 0], [0, 0, 1.05]]
+    matrix[:3, 3] = 3, -2, 1
+    np.testing.assert_allclose(linalg.expm(log_matrix(matrix)), matrix, atol=1e-10)
+    np.testing.assert_array_equal(log_matrix(np.diag([-1, 1, 1, 1])), np.zeros((4, 4)))  # a mirror has none
+
+
+def rows_of(folder, fields, matrices):
+    rows = []
+    for number, (field, matrix) in enumerate(zip(fields, matrices)):
+        (folder / str(number)).mkdir()
+        np.save(folder / str(number) / DEFORMATION, field[0].numpy())
+        rows.append({"name": str(number), "folder": str(folder / str(number)), "matrix": matrix.tolist()})
+    return rows
+
+
+def test_the_middle_of_known_maps_is_found(tmp_path):
+    """Subjects at exp(c + a), exp(c - a) of the template: it moves by c, and nothing of the mean is left."""
+    both, apart = smooth_velocity(1, most=1.5), smooth_velocity(2, most=1.0)
+    shift = np.eye(4)
+    shift[:3, 3] = 1.0, -2.0, 0.5
+    matrices = [np.diag([1.05, 1, 1, 1]) @ shift, np.diag([1 / 1.05, 1, 1, 1]) @ shift]
+    rows = rows_of(tmp_path, [flow(both + apart), flow(both - apart)], matrices)
+    middle = centre(rows, AFFINE, exact=True)
+    assert middle["left"] < 0.02 and middle["most_left"] < 0.2 and middle["moved"] > 0.1
+    mean = sum(centred_deformation(row, middle, True) for row in rows) / 2
+    assert float(mean.square().sum(1).sqrt().mean()) < 0.02
+    left = sum(log_matrix(np.array(row["matrix"]) @ middle["before"]) for row in rows) / 2
+    assert np.abs(left[:3, :3]).max() < 1e-6 and np.abs(left[:3, 3]).max() < 0.05
+
+
+def test_sharpness_is_the_mean_gradient():
+    ramp = np.broadcast_to(np.arange(10.0)[:, None, None] / 10, (10, 10, 10))
+    assert sharpness(ramp) == pytest.approx(0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Four labelled subjects, one that cannot be read, and the template of the others."""
+    folder = tmp_path_factory.mktemp("template")
+    for seed in range(4):
+        subject = make_subject(seed, SIZE)
+        write_volume(folder / f"group/imagesTr/s_{seed}.nii.gz", subject["image"], AFFINE)
+        write_volume(folder / f"group/labelsTr/s_{seed}.nii.gz", subject["label"].astype(np.uint8), AFFINE)
+    (folder / "broken.nii.gz").write_bytes(b"not a volume")
+    assert run(folder) == 0
+    return folder
+
+
+def run(place, *words, out="out"):
+    return OM_study.main(["template", "--images", str(place / "group"), str(place / "broken.nii.gz"), "--rounds", "2",
+                          "--device", "cpu", "--out", str(place / out), *words])
+
+
+def test_the_template_lies_in_the_middle_and_is_sharper_than_the_mean(place):
+    results = json.loads((place / "out/results.json").read_text())
+    assert results["complete"] and len(results["pairs"]) == 4
+    assert [entry["name"] for entry in results["failed"]] == ["broken"]
+    image, affine = read_volume(place / "out/template.nii.gz")
+    history = json.loads((place / "out/convergence.json").read_text())
+    assert [entry["spacing_mm"] for entry in history] == pytest.approx([2, 4, 2])
+    assert history[-1]["mean_left"] < 0.05 and history[-1]["similarity"] > history[0]["similarity"]
+    assert sharpness(image) > history[-1]["sharpness"] > 0
+    plain = np.mean([read_volume(place / f"group/imagesTr/s_{seed}.nii.gz")[0] for seed in range(4)], axis=0)
+    assert history[-1]["sharpness"] > sharpness(plain / plain.max())
+    assert history[-1]["dice_pairs"] > 0.6
+    logs = []
+    for row in results["pairs"]:
+        field, own = read_field(place / "out" / row["folder"] / "field.nii.gz")
+        np.testing.assert_allclose(own, affine, atol=1e-4)
+        warped = apply_field(*read_volume(row["moving"]), field, affine)
+        np.testing.assert_allclose(warped, read_volume(place / "out" / row["folder"] / "warped.nii.gz")[0], atol=2e-3)
+        logs.append(log_matrix(np.array(row["matrix"])))
+    assert np.abs(np.mean(logs, axis=0)).max() < 0.02  # the mean map neither moves nor grows
+    page = (place / "out/template.html").read_text()
+    assert page.count('class="thumb"') == 4 + 3 + 1 and "http" not in page.replace("http-equiv", "")
+
+
+def test_a_second_run_keeps_it_and_a_broken_off_one_gives_the_same(place, capsys):
+    template = (place / "out/template.nii.gz").read_bytes()
+    assert run(place) == 0 and "is whole from an earlier run" in capsys.readouterr().out
+    results = place / "out/results.json"
+    content = json.loads(results.read_text())
+    results.write_text(json.dumps({**content, "complete": False}))
+    assert run(place, "--strict") == 43  # all anew, and one subject is left out
+    assert "error: broken is left out" in capsys.readouterr().err
+    assert (place / "out/template.nii.gz").read_bytes() == template
+
+
+def test_what_makes_no_group_is_refused(place, capsys):
+    words = ["template", "--images", str(place / "group/imagesTr/s_0.nii.gz"), "--out", str(place / "one")]
+    assert OM_study.main(words) == 43 and "a template needs 2 subjects" in capsys.readouterr().err
+    assert run(place, "--rounds", "0", out="none") == 43 and "--rounds 0: it is 1 or more" in capsys.readouterr().err
