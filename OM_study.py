@@ -124,8 +124,6 @@ def add_jacobian(tasks):
                       "first scan, for a table (the label map of the results, or beside the first scan)")
     task.add_argument("--smooth", type=float, default=0.0, metavar="MM", help="smooth the maps by a Gaussian of this "
                       "standard deviation (%(default)s)")
-    task.add_argument("--rounds", type=int, default=4, metavar="N", help="with --scans: of the template in their "
-                      "middle (%(default)s)")
     task.add_argument("--affine", choices=("rigid", "affine"), default="rigid", help="with --scans: alignment before "
                       "the deformation (%(default)s)")
     add_similarity(task)

@@ -1,32 +1,39 @@
 """Where volumes differ in size: maps of the logarithm of the Jacobian determinant, and their means in labels.
 
-From a template to its subjects: det(d subject / d template), so above 0 the subject is larger there. Between scans of
-one subject: each is registered to the template in their middle, and the change from the first scan to another is the
-difference of their maps. No scan is the fixed one, so nothing depends on which is: exchanging two scans changes the
-sign (Reuter et al., NeuroImage 2012, "Within-subject template estimation for unbiased longitudinal image analysis").
+From a template to its subjects: det(d subject / d template), so above 0 the subject is larger there.
+
+Between scans of one subject: both scans are aligned by half of the rigid map between them each, and meet on a grid in
+the middle. There each is registered to the other; v is half the difference of the logarithms of the two fields, and the
+scans lie at exp(-v / 2) and exp(v / 2) of the middle. The change is the difference of their log determinants. Every
+step treats both scans alike, so exchanging them changes the sign and nothing else: a scan that is kept fixed would seem
+to change less (Reuter et al., "Within-subject template estimation for unbiased longitudinal image analysis", NeuroImage
+2012).
 """
-import argparse
 import functools
 from pathlib import Path
 
 import numpy as np
 import torch
-from scipy import ndimage
+from scipy import linalg, ndimage
 
-from Dataloader.grids import require_same_grid
+from Dataloader.grids import require_same_grid, to_canonical
 from Dataloader.nifti import read_field, read_label, read_numbers, read_volume, write_volume
-from Diffusion.fields import jacobian_determinant
-from Inference.labels import apply_label
+from Dataloader.volume import read_source
+from Diffusion.fields import across, flow, jacobian_determinant
+from Inference.labels import apply_field, apply_label
 from Inference.pair_figures import without_affine
+from Inference.pair_row import scores_of
+from Inference.registration import register
 from Inference.results import read_results
 from Inference.work import do_all
+from Runtime.device import pick_device
 from Runtime.errors import InputError
 from Runtime.page import cards_html, findings_html, table_html, write_page
-from Study.common import Folder, dims_of, end, findings_of, finished_row, volumes_of, write_table
-from Study.template import LABEL, make
+from Study.common import Folder, dims_of, end, findings_of, finished_row, quietly, volumes_of, write_table
+from Study.template import LABEL, in_voxels, log_matrix, logarithm
 from Study.thumbnails import gallery_html, thumbnail
 
-WHOLE, LOCAL = "log_jacobian.nii.gz", "log_jacobian_without_affine.nii.gz"
+WHOLE, LOCAL, MIDDLE = "log_jacobian.nii.gz", "log_jacobian_without_affine.nii.gz", "middle.nii.gz"
 LEAST = 1e-3  # determinant; where a field folds, the map has its logarithm
 SHOWN = 0.3  # logarithm that is drawn in full red
 
@@ -35,113 +42,78 @@ def jacobian(args):
     """What `omnimorph jacobian` does with its options; returns the exit code."""
     if bool(args.results) == bool(args.scans) or len(args.scans) == 1:
         raise InputError("give either --results, or --scans with two or more scans of one subject.")
+    settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity}
     with Folder(args.out) as out:
-        rows, failed, dims = middle_of(out, args) if args.scans else rows_of(args.results)
-        grid, affine = read_volume(rows[0]["fixed"], dims)
-        labels = labels_of(args, rows, grid, affine)
-        settings = {"program": "jacobian", "smooth_mm": args.smooth, "scans": len(args.scans)}
-        first = rows[0] if args.scans else None
-        tasks = [(entry_of(row, first, args.labels), out / row["name"]) for row in rows]
-        map_one = functools.partial(map_volume, str(out), args.smooth, {row["name"]: row for row in rows}, first,
-                                    labels, dims)
-        done, more = do_all(out, tasks, map_one, settings, args.workers, "mapping", "subject", args.again)
-        page = write_maps_page(out, done, failed + more, grid, affine, args, dims)
-        return end(out, done, failed + more, settings, page, args.strict, {})
+        tasks, function, failed = of_scans(out, args) if args.scans else of_results(out, args)
+        rows, more = do_all(out, tasks, function, settings, args.workers, "mapping", "subject", args.again)
+        page = write_maps_page(out, rows, failed + more, args)
+        return end(out, rows, failed + more, settings, page, args.strict, {})
 
 
-def rows_of(results):
-    """The registered subjects of a folder of results, all onto one volume: rows, failed, axes."""
-    folder = Path(results) if Path(results).is_dir() else Path(results).parent
-    found = read_results(folder)
-    rows = [row for row in found["pairs"].values() if "fixed" in row and "matrix" in row]
+def log_determinant(field):
+    """log det of x -> x + field(x). field: (1, N, *size) in voxels. Returns: (*size) float32."""
+    return torch.log(jacobian_determinant(field)[0].clamp(min=LEAST)).numpy()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a template to its subjects
+# ---------------------------------------------------------------------------------------------------------------------
+
+def of_results(out, args):
+    """The tasks of the subjects of a folder of results, all registered to one volume; their function; failed ones."""
+    folder = Path(args.results) if Path(args.results).is_dir() else Path(args.results).parent
+    rows = [row for row in read_results(folder)["pairs"].values() if "fixed" in row and "matrix" in row]
     if not rows:
-        raise InputError(f"{results}: no results of a template or of OM_register.py; give their folder.")
+        raise InputError(f"{args.results}: no results of a template or of OM_register.py; give their folder.")
     targets = sorted({row["fixed"] for row in rows})
     if len(targets) > 1:
-        raise InputError(f"{results}: registered to {targets[0]} and to {targets[1]}; maps are compared on one grid: "
-                         "register all to one volume (--fixed).")
+        raise InputError(f"{args.results}: registered to {targets[0]} and to {targets[1]}; maps are compared on one "
+                         "grid: register all to one volume (--fixed).")
     bad = [{"name": row["name"], "reason": row["reason"]} for row in rows if row.get("verdict") == "failed"]
     rows = [row for row in rows if row.get("verdict") != "failed"]
     if not rows:
-        raise InputError(f"{results}: the registrations of all subjects have failed by their verdict; mend these.")
-    return rows, bad, dims_of(rows[0]["fixed"])
+        raise InputError(f"{args.results}: the registrations of all subjects have failed by their verdict; mend these.")
+    beside = Path(targets[0]).parent / LABEL
+    label = args.labels or rows[0].get("fixed_label") or (beside if beside.is_file() else None)
+    tasks = [({"name": row["name"], "field": Path(row["folder"]) / "field.nii.gz", "fixed": Path(targets[0]),
+               **({"labels": Path(label)} if label else {})}, out / row["name"]) for row in rows]
+    return tasks, functools.partial(map_subject, str(out), args.smooth, {row["name"]: row for row in rows}), bad
 
 
-def middle_of(out, args):
-    """The scans of one subject, each registered to the template in their middle: rows in their order, failed, axes."""
-    items = volumes_of(args.scans)
-    where = out / "middle"
-    where.mkdir(exist_ok=True)
-    how = argparse.Namespace(**{**vars(args), "images": args.scans, "spacing": 0.0, "sharpen": 0.0, "start": None})
-    rows, failed, _, _ = make(items, where, how)
-    rows = {row["name"]: {**row, "folder": str(where / "subjects" / row["name"])} for row in rows}
-    if items[0]["id"] not in rows or len(rows) < 2:
-        reasons = "; ".join(f"{entry['name']}: {entry['reason']}" for entry in failed)
-        raise InputError(f"{args.scans[0]}: the change from it cannot be measured ({reasons}).")
-    return [rows[item["id"]] for item in items if item["id"] in rows], failed, dims_of(args.scans[0])
-
-
-def labels_of(args, rows, grid, affine):
-    """The label map for the table, on the template's grid, as an array; None without one."""
-    beside = Path(rows[0]["fixed"]).parent / LABEL
-    path = args.labels or rows[0].get("fixed_label") or (beside if beside.is_file() else None)
-    if not path:
-        return None
-    label, own = read_label(path, grid.ndim)
-    if args.scans and args.labels:
-        image, image_affine = read_volume(rows[0]["moving"], grid.ndim)
-        require_same_grid(f"{path}: the label map", label.shape, own, rows[0]["moving"], image.shape, image_affine,
-                          "give one of the first scan")
-        return apply_label(label, own, read_field(Path(rows[0]["folder"]) / "field.nii.gz", grid.ndim)[0], affine)
-    require_same_grid(f"{path}: the label map", label.shape, own, rows[0]["fixed"], grid.shape, affine,
-                      "give one on the template's grid")
-    return label
-
-
-def entry_of(row, first, labels):
-    """What the maps of a subject depend on, for Inference/work.py."""
-    files = {"field": Path(row["folder"]) / "field.nii.gz", **({"labels": Path(labels)} if labels else {})}
-    if first is not None:
-        files["first"] = Path(first["folder"]) / "field.nii.gz"
-    return {"name": row["name"], **files}
-
-
-def log_jacobians(row, dims, affine):
-    """log det of the whole field of a row and of what is left without its affine part, (*size) float32 each."""
-    field, _ = read_field(Path(row["folder"]) / "field.nii.gz", dims)
-    parts = field, without_affine(field, np.array(row["matrix"]), affine)
-    return [torch.log(jacobian_determinant(torch.from_numpy(each)[None])[0].clamp(min=LEAST)).numpy()
-            for each in parts]
-
-
-def map_volume(out, smooth_mm, rows, first, labels, dims, entry, folder, earlier):
+def map_subject(out, smooth_mm, rows, entry, folder, earlier):
     """Write both maps of one subject and return its row, with the mean change of each label."""
-    row = rows[entry["name"]]
-    affine = read_volume(row["fixed"], dims)[1]
-    maps = log_jacobians(row, dims, affine)
-    if first is not None:
-        maps = [one - other for one, other in zip(maps, log_jacobians(first, dims, affine))]
+    row, dims = rows[entry["name"]], dims_of(entry["fixed"])
+    grid, affine = read_volume(entry["fixed"], dims)
+    field, _ = read_field(entry["field"], dims)
+    matrix = np.array(row["matrix"])
+    maps = [log_determinant(torch.from_numpy(each)[None]) for each in (field, without_affine(field, matrix, affine))]
+    labels = None
+    if "labels" in entry:
+        labels, own = read_label(entry["labels"], dims)
+        require_same_grid(f"{entry['labels']}: the label map", labels.shape, own, entry["fixed"], grid.shape, affine,
+                          "give one on the template's grid")
+    result = {"background": str(entry["fixed"]), "verdict": row.get("verdict", "ok"), "reason": row.get("reason", "")}
+    return finish(out, folder, entry, result, maps, affine, labels, smooth_mm, [])
+
+
+def finish(out, folder, entry, result, maps, affine, labels, smooth_mm, paths):
+    """Write two maps on a grid, and return the row with what they say of the labels. paths: written before."""
+    dims = maps[0].ndim
     if smooth_mm:
         sigma = smooth_mm / np.linalg.norm(affine[:3, :dims], axis=0)
         maps = [ndimage.gaussian_filter(each, sigma, mode="nearest") for each in maps]
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / WHOLE, folder / LOCAL]
-    for path, each in zip(paths, maps):
-        path.unlink(missing_ok=True)
-        write_volume(path, each, affine)
+    for name, each in zip((WHOLE, LOCAL), maps):
+        (folder / name).unlink(missing_ok=True)
+        write_volume(folder / name, each, affine)
+        paths = [*paths, folder / name]
     changes = {}
     for value in [] if labels is None else [int(value) for value in np.unique(labels) if value]:
         inside = labels == value
-        changes[str(value)] = {"voxels": int(inside.sum()),
-                               "change_percent": percent(maps[0][inside]),
+        changes[str(value)] = {"voxels": int(inside.sum()), "change_percent": percent(maps[0][inside]),
                                "change_without_affine_percent": percent(maps[1][inside]),
                                "mean_log": float(maps[0][inside].mean())}
-    scale = float(np.log(np.linalg.det(np.array(row["matrix"])[:dims, :dims])))
-    if first is not None:
-        scale -= float(np.log(np.linalg.det(np.array(first["matrix"])[:dims, :dims])))
-    result = {"name": row["name"], "folder": str(folder), "affine_percent": 100 * float(np.expm1(scale)),
-              "verdict": row.get("verdict", "ok"), "reason": row.get("reason", ""), "labels": changes}
-    return finished_row(result, entry, out, paths)
+    return finished_row({"name": entry["name"], "folder": str(folder), **result, "labels": changes}, entry, out, paths)
 
 
 def percent(logs):
@@ -149,23 +121,106 @@ def percent(logs):
     return 100 * float(np.expm1(logs.astype(np.float64)).mean())
 
 
-def write_maps_page(out, rows, failed, grid, affine, args, dims):
+# ---------------------------------------------------------------------------------------------------------------------
+# Between scans
+# ---------------------------------------------------------------------------------------------------------------------
+
+def of_scans(out, args):
+    """The tasks of the later scans of one subject, each against the first; their function; no failed ones."""
+    first, *later = volumes_of(args.scans)
+    label = args.labels or first["label"]
+    tasks = [({"name": item["id"], "first": first["image"], "scan": item["image"],
+               **({"labels": Path(label)} if label else {})}, out / item["id"]) for item in later]
+    options = {"similarity": args.similarity, "device": str(pick_device(args.device))}
+    return tasks, functools.partial(map_change, str(out), args.smooth, args.affine, options), []
+
+
+def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
+    """Map the change from the first scan to a later one in their middle, and return its row."""
+    scans = [read_source(str(entry[key]), key) for key in ("first", "scan")]
+    files = [entry["first"], entry["scan"]]
+    there, back = (quietly(register, one, other, affine=kind, refine=False, **options).matrix
+                   for one, other in (files, files[::-1]))
+    whole = 0.5 * (log_matrix(there) - log_matrix(back))  # of the map from the first scan's world to the other's
+    half = linalg.expm(0.5 * whole)
+    to_scan = np.linalg.inv(half), half  # from the middle to the first scan, and to the other
+    size, affine = middle_grid(scans, to_scan)
+    seen = [resampled(scan, matrix, size, affine) for scan, matrix in zip(scans, to_scan)]
+    velocities, worst = [], None
+    for image, file, matrix in ((seen[0], files[1], to_scan[1]), (seen[1], files[0], to_scan[0])):
+        found = quietly(register, (image, affine), file, affine=False, start=matrix, **options)
+        rest = without_affine(found.field, found.matrix, affine)
+        velocities.append(logarithm(torch.from_numpy(rest)[None]))
+        worst = found if worst is None or found.similarity < worst.similarity else worst
+    velocity = 0.5 * (velocities[0] - velocities[1])
+    ahead, behind = flow(0.5 * velocity), flow(-0.5 * velocity)
+    local = log_determinant(ahead) - log_determinant(behind)
+    maps = [local + np.float32(np.trace(whole)), local]  # log det of an exponential is the trace
+    labels = None
+    if "labels" in entry:
+        label, own = read_label(entry["labels"], local.ndim)
+        require_same_grid(f"{entry['labels']}: the label map", label.shape, own, scans[0].name, scans[0].array.shape,
+                          scans[0].affine, "give one of the first scan")
+        labels = apply_label(label, own, across(behind, in_voxels(to_scan[0], affine))[0].numpy(), affine)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_volume(folder / MIDDLE, 0.5 * sum(in_unit_range(image) for image in seen), affine)
+    result = {"background": str(folder / MIDDLE), "verdict": worst.verdict, "reason": worst.reason, **scores_of(worst)}
+    return finish(out, folder, entry, result, maps, affine, labels, smooth_mm, [folder / MIDDLE])
+
+
+def middle_grid(scans, to_scan):
+    """Size and affine of an isotropic grid in the middle of two scans, along the axes of the world.
+
+    It is as wide as the wider scan along each axis, and its voxels are as large as theirs on average.
+    """
+    dims = scans[0].array.ndim
+    extents, voxels, centres = [], [], []
+    for scan, matrix in zip(scans, to_scan):
+        canonical, turned = to_canonical(scan.array, scan.affine)
+        voxel_mm = np.linalg.norm(turned[:3, :dims], axis=0)
+        extents.append(np.array(canonical.shape) * voxel_mm)
+        voxels.append(np.log(voxel_mm).mean())
+        middle = turned @ [*((np.array(canonical.shape) - 1) / 2), *[0] * (3 - dims), 1]
+        centres.append((np.linalg.inv(matrix) @ middle)[:3])
+    spacing_mm = float(np.exp(np.mean(voxels)))
+    size = np.ceil(np.max(extents, axis=0) / spacing_mm - 1e-3).astype(int)
+    affine = np.diag([spacing_mm] * 3 + [1.0])
+    affine[:3, 3] = np.mean(centres, axis=0)
+    affine[:dims, 3] -= spacing_mm * (size - 1) / 2
+    return tuple(int(n) for n in size), affine
+
+
+def resampled(scan, matrix, size, affine):
+    """A scan on the grid in the middle, (*size) float32. matrix: from the middle's world to the scan's."""
+    field = across(torch.zeros(1, len(size), *size), in_voxels(matrix, affine))[0].numpy()
+    return apply_field(scan.array, scan.affine, field, affine)
+
+
+def in_unit_range(image):
+    return (image - image.min()) / max(float(np.ptp(image)), 1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------------------------------------------------
+
+def write_maps_page(out, rows, failed, args):
     """Write jacobian.html and jacobian.tsv. Returns: the page's path."""
     columns = ["change_percent", "change_without_affine_percent", "mean_log", "voxels"]
     table = [{"name": row["name"], "label": label, **values} for row in rows for label, values in row["labels"].items()]
     write_table(out / "jacobian.tsv", ["name", "label", *columns], table)
-    what = "later scan" if args.scans else "subject"
-    shown = rows[1:] if args.scans else rows
-    pictures = []
-    for row in shown:
+    what, pictures = "later scan" if args.scans else "subject", []
+    for row in rows:
+        dims = dims_of(row["background"])
+        grid, affine = read_numbers(row["background"], dims)
         change = read_numbers(Path(row["folder"]) / WHOLE, dims)[0]
         for sign, word in ((1, "larger"), (-1, "smaller")):
             heat = np.clip(sign * change / SHOWN, 0, 1)
             pictures.append((f"{row['name']}_{word}", thumbnail(grid, affine, (), heat), row["name"],
                              f"red: {word}, fully at {SHOWN:.1f} of the logarithm"))
     lines = [[entry["name"], entry["label"], entry["change_percent"], entry["change_without_affine_percent"],
-              entry["voxels"]] for entry in table if not args.scans or entry["name"] != rows[0]["name"]]
-    cards = [(f"{what}s", len(shown), f"{len(failed)} left out" if failed else ""),
+              entry["voxels"]] for entry in table]
+    cards = [(f"{what}s", len(rows), f"{len(failed)} left out" if failed else ""),
              ("labels", len(rows[0]["labels"]) if rows else 0, ""), ("smoothed by", f"{args.smooth:g} mm", "")]
     sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed)))]
     if lines:
@@ -173,7 +228,6 @@ def write_maps_page(out, rows, failed, grid, affine, args, dims):
         sections.append(("Labels", table_html(head, lines, "Mean change of volume. A click on a heading sorts.",
                                               [None, None, ".2f", ".2f", None])))
     sections.append(("Maps", gallery_html(pictures)))
-    lead = ("The change from the first scan to each later one, through the template in their middle." if args.scans else
+    lead = ("The change from the first scan to each later one, in their middle." if args.scans else
             "How much larger or smaller each subject is than the template.")
     return write_page(out / "jacobian.html", "Change of volume", lead, sections, sortable=True)
-

@@ -45,28 +45,18 @@ COLUMNS = ("similarity", "dice", "folding_percent")
 def template(args):
     """What `omnimorph template` does with its options; returns the exit code."""
     items = volumes_of(args.images, args.ids, args.subject_pattern)
-    with Folder(args.out) as out:
-        rows, failed, history, settings = make(items, out, args)
-        page = write_template_page(out, rows, failed, history, args)
-        summary = {"mean_log_voxels": history[-1]["mean_left"], "most_log_voxels": history[-1]["most_left"],
-                   "sharpness": history[-1]["sharpness"],
-                   **({"dice_pairs": history[-1]["dice_pairs"]} if "dice_pairs" in history[-1] else {})}
-        return end(out, rows, failed, settings, page, args.strict, summary)
-
-
-def make(items, out, args):
-    """The template of some items, or that of an earlier run where nothing differs: rows, failed, history, settings.
-
-    out: Path of the results, locked by the caller. args: rounds, affine, similarity, spacing, sharpen, start, device,
-    workers, again.
-    """
     if len(items) < FEWEST:
         raise InputError(f"{items[0]['image']}: {len(items)} volume; a template needs {FEWEST} subjects or more.")
     settings = {"program": "template", "rounds": args.rounds, "affine": args.affine, "similarity": args.similarity,
                 "spacing_mm": args.spacing, "sharpen": args.sharpen, "start": str(args.start or "")}
-    earlier = None if args.again else finished_earlier(items, settings, out)
     options = {"similarity": args.similarity, "device": str(pick_device(args.device))}
-    return *(earlier or build(items, options, settings, out, args)), settings
+    with Folder(args.out) as out:
+        earlier = None if args.again else finished_earlier(items, settings, out)
+        rows, failed, history = earlier or build(items, options, settings, out, args)
+        page = write_template_page(out, rows, failed, history, args)
+        last = history[-1]
+        summary = {key: last[key] for key in ("mean_left", "most_left", "sharpness", "dice_pairs") if key in last}
+        return end(out, rows, failed, settings, page, args.strict, summary)
 
 
 def entry_of(item):

@@ -96,7 +96,7 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
     frames = []
     for shift, degrees in given:
         matrix = np.linalg.inv(AFFINE) @ np.linalg.inv(rigid(shift, degrees, centre)) @ AFFINE
-        frames.append(ndimage.affine_transform(image, matrix[:3, :3], matrix[:3, 3], order=1))
+        frames.append(ndimage.affine_transform(image, matrix[:3, :3], matrix[:3, 3], order=3))
     noise = np.random.default_rng(0).normal(0, 0.005, (*SIZE, 3))
     write_volume(tmp_path / "bold.nii.gz", (np.stack(frames, -1) + noise).astype(np.float32), AFFINE)
     words = ["motion", "--series", tmp_path / "bold.nii.gz", "--reference", "0", "--out", tmp_path / "out", "--device",
@@ -109,7 +109,7 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
         cells = dict(zip(head.split("\t"), line.split("\t")))
         found = [float(cells[key]) for key in ("trans_x", "trans_y", "trans_z", "rot_x", "rot_y", "rot_z")]
         np.testing.assert_allclose(found[:3], shift, atol=0.5)  # a quarter of a voxel
-        np.testing.assert_allclose(np.rad2deg(found[3:]), [0, 0, degrees], atol=0.7)
+        np.testing.assert_allclose(np.rad2deg(found[3:]), [0, 0, degrees], atol=1.0)
     aligned = np.asanyarray(open_nifti(tmp_path / "out/aligned.nii.gz").dataobj)
     before = np.abs(np.stack(frames, -1) - image[..., None])[4:-4, 4:-4, 4:-4].mean((0, 1, 2))
     after = np.abs(aligned - image[..., None])[4:-4, 4:-4, 4:-4].mean((0, 1, 2))
