@@ -19,7 +19,7 @@ from scipy import linalg, ndimage
 from Dataloader.grids import require_same_grid, to_canonical
 from Dataloader.nifti import read_field, read_label, read_numbers, read_volume, write_volume
 from Dataloader.volume import read_source
-from Diffusion.fields import across, flow, jacobian_determinant
+from Diffusion.fields import across, exponential, jacobian_determinant
 from Inference.labels import apply_field, apply_label
 from Inference.pair_figures import without_affine
 from Inference.pair_row import scores_of
@@ -153,7 +153,7 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
         velocities.append(logarithm(torch.from_numpy(rest)[None]))
         worst = found if worst is None or found.similarity < worst.similarity else worst
     velocity = 0.5 * (velocities[0] - velocities[1])
-    ahead, behind = flow(0.5 * velocity), flow(-0.5 * velocity)
+    ahead, behind = exponential(0.5 * velocity), exponential(-0.5 * velocity)
     local = log_determinant(ahead) - log_determinant(behind)
     maps = [local + np.float32(np.trace(whole)), local]  # log det of an exponential is the trace
     labels = None

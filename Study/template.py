@@ -18,7 +18,7 @@ from scipy import linalg, ndimage
 from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid
 from Dataloader.nifti import read_label, read_volume, write_field, write_volume
 from Dataloader.volume import read_source
-from Diffusion.fields import across, compose, flow
+from Diffusion.fields import across, compose, exponential
 from Diffusion.metrics import average, dice
 from Inference.labels import apply_field, apply_label, vote
 from Inference.pair_figures import without_affine
@@ -202,15 +202,15 @@ def margin_for(rows):
 
 
 def logarithm(field, rounds=2):
-    """The velocity v with flow(v) = field, for a field that does not fold: (1, N, *size) in voxels.
+    """The velocity v with exponential(v) = field, for a field that does not fold: (1, N, *size) in voxels.
 
-    v <- v + (field after flow(-v)), the first term of the Baker-Campbell-Hausdorff series (Bossa et al., MICCAI 2007).
+    v <- v + (field after exponential(-v)), the first term of the Baker-Campbell-Hausdorff series (Bossa et al., MICCAI 2007).
     More rounds gain nothing over the interpolation's errors.
     field: (1, N, *size) displacement in voxels, zero at the border.
     """
     velocity = field
     for _ in range(rounds):
-        velocity = velocity + compose(first=field, then=flow(-velocity, 4))
+        velocity = velocity + compose(first=field, then=exponential(-velocity, 4))
     return velocity
 
 
@@ -248,7 +248,7 @@ def centre(rows, affine, exact):
             if middle["left"] < ENOUGH_LEFT or number == MOST_PASSES - 1:
                 break
         mean = torch.from_numpy(ndimage.gaussian_filter(mean.numpy(), (0, 0, *[SMOOTH_MEAN] * dims)))
-        way = compose(first=way, then=flow(-mean, 4))
+        way = compose(first=way, then=exponential(-mean, 4))
     return {**middle, "way": way}
 
 

@@ -9,7 +9,7 @@ from scipy import linalg, ndimage
 import OM_study
 from Dataloader.nifti import read_field, read_volume, write_volume
 from Dataloader.synthetic import make_subject
-from Diffusion.fields import flow
+from Diffusion.fields import exponential
 from Inference.labels import apply_field
 from Study.template import DEFORMATION, centre, centred_deformation, log_matrix, logarithm, sharpness
 
@@ -31,8 +31,8 @@ def smooth_velocity(seed, size=SIZE, most=2.0):
 
 def test_the_logarithm_undoes_the_exponential():
     velocity = smooth_velocity(0, most=1.0)
-    found = logarithm(flow(velocity))
-    apart = [(flow(found) - flow(velocity)).abs(), (found - velocity).abs()]
+    found = logarithm(exponential(velocity))
+    apart = [(exponential(found) - exponential(velocity)).abs(), (found - velocity).abs()]
     assert all(float(each.mean()) < 0.005 and float(each.max()) < 0.06 for each in apart)  # linear interpolation
     matrix = np.eye(4)
     matrix[:3, :3] = [[1.1, 0.1, 0], [-0.1, 0.9, 0], [0, 0, 1.05]]
@@ -56,7 +56,7 @@ def test_the_middle_of_known_maps_is_found(tmp_path):
     shift = np.eye(4)
     shift[:3, 3] = 1.0, -2.0, 0.5
     matrices = [np.diag([1.05, 1, 1, 1]) @ shift, np.diag([1 / 1.05, 1, 1, 1]) @ shift]
-    rows = rows_of(tmp_path, [flow(both + apart), flow(both - apart)], matrices)
+    rows = rows_of(tmp_path, [exponential(both + apart), exponential(both - apart)], matrices)
     middle = centre(rows, AFFINE, exact=True)
     assert middle["left"] < 0.02 and middle["most_left"] < 0.2 and middle["moved"] > 0.1
     mean = sum(centred_deformation(row, middle, True) for row in rows) / 2
