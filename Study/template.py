@@ -202,9 +202,9 @@ def margin_for(rows):
 
 
 def logarithm(field, rounds=2):
-    """The velocity v with exponential(v) = field, for a field that does not fold: (1, N, *size) in voxels.
+    """The velocity v with exp(v) = field, for a field that does not fold: (1, N, *size) in voxels.
 
-    v <- v + (field after exponential(-v)), the first term of the Baker-Campbell-Hausdorff series (Bossa et al., MICCAI 2007).
+    v <- v + (field after exp(-v)), the first term of the Baker-Campbell-Hausdorff series (Bossa et al., MICCAI 2007).
     More rounds gain nothing over the interpolation's errors.
     field: (1, N, *size) displacement in voxels, zero at the border.
     """
