@@ -15,13 +15,15 @@ from Runtime.memory import children  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.tiny import arguments, launcher_environment, make_data  # noqa: E402
 
+# On a machine that other work slows down, FAULTS_SLOW=4 multiplies all deadlines and the delays that outlast them.
+SLOW = float(os.environ.get("FAULTS_SLOW", "1"))
 # Deadlines and pauses scaled to steps of a tenth of a second; float32, which no CPU has to emulate; volumes of 8^3.
 # What is asked is who is found and where the run goes on, and most of the time goes to starting processes anyway.
-SCALED = {"run.deadline_floor_s": 3, "run.deadline_factor": 5, "run.deadline_first_s": 25, "run.join_s": 20,
-          "run.grace_s": 2, "run.pause_planned_s": 0.2, "run.pause_crash_s": 0.2, "run.round_seconds": 600,
-          "run.checkpoint_steps": 4, "run.epochs": 3, "data.repeats": 8, "data.batchsize": 1,
+SCALED = {"run.deadline_floor_s": 3 * SLOW, "run.deadline_factor": 5, "run.deadline_first_s": 25 * SLOW,
+          "run.join_s": 20 * SLOW, "run.grace_s": 2 * SLOW, "run.pause_planned_s": 0.2, "run.pause_crash_s": 0.2,
+          "run.round_seconds": 600, "run.checkpoint_steps": 4, "run.epochs": 3, "data.repeats": 8, "data.batchsize": 1,
           "data.diff_reg_batch_ratio": 1, "data.global_batchsize": 4, "run.val_pairs": 1, "run.amp": "off",
-          "run.patience_s": 60, "data.img_size": 8, "run.picture_every": 0}
+          "run.patience_s": 60 * SLOW, "data.img_size": 8, "run.picture_every": 0}
 STEPS_PER_EPOCH = 12
 
 
@@ -46,7 +48,7 @@ def launch(folder, ranks, faults=(), more=(), cwd=None, root=ROOT, **changes):
 def wait(process, seconds=600):
     """Exit code of a launch; a launch that does not end is killed with all it started, and that is an error."""
     try:
-        return process.wait(seconds)
+        return process.wait(seconds * SLOW)
     except subprocess.TimeoutExpired:
         launching.end(process)
         raise
@@ -79,7 +81,7 @@ def rank_pid(folder, rank, attempt=0):
 
 def until(condition, seconds=120):
     """Wait for a condition to become true; returns its value."""
-    ends = time.time() + seconds
+    ends = time.time() + seconds * SLOW
     while not (value := condition()):
         if time.time() > ends:
             raise TimeoutError(f"waited {seconds} s for {condition}")

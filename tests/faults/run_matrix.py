@@ -33,6 +33,7 @@ from Runtime.watchdog import LOOK_S  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     SCALED,
+    SLOW,
     STEPS_PER_EPOCH,
     end_all,
     ends,
@@ -261,7 +262,8 @@ def stale_handles(folder, ranks, reference):
     faults = [{"do": "kill", **FORWARD}, *({"id": f"stale{n}", "do": "stale_copies", "rank": 0, "phase": "data set",
                                             "attempt": n, "last_attempt": n} for n in (1, 2))]
     (folder / "memory").mkdir()
-    code = wait(launch(folder, ranks, faults, **settings, data__stage=str(folder / "memory"), run__patience_s=90))
+    code = wait(launch(folder, ranks, faults, **settings, data__stage=str(folder / "memory"),
+                       run__patience_s=90 * SLOW))
     since, causes = struck(folder), [end["cause"] for end in ends(folder).values()]
     named = code == DONE and causes == ["killed", "disk", "disk", "done"]
     return result(folder, reference, since, ends(folder)[1]["time"], named, 1), ends(folder)[1]["sentence"]
@@ -577,13 +579,14 @@ def matrix():
             ("a second run on the folder", second_run, (), "now"),
             ("a stopped holder of the lock wakes", stopped_holder_wakes, (), "now"),
             ("validation longer than its deadline", slow_but_well, (
-                {"do": "slow_calls", "module": "Diffusion.validation", "function": "best_field", "seconds": 14,
-                 "rank": 1, "phase": "evaluate"}, 25, {"run__val_pairs": 4, "run__val_every": 3}), "now"),
+                {"do": "slow_calls", "module": "Diffusion.validation", "function": "best_field", "seconds": 14 * SLOW,
+                 "rank": 1, "phase": "evaluate"}, 25 * SLOW, {"run__val_pairs": 4, "run__val_every": 3}), "now"),
             ("reading longer than every deadline", slow_but_well, (
-                {"do": "slow_calls", "module": "Dataloader.dataset", "function": "on_grid", "seconds": 5,
-                 "rank": 1, "phase": "data set"}, 25, {}), "now"),
+                {"do": "slow_calls", "module": "Dataloader.dataset", "function": "on_grid", "seconds": 5 * SLOW,
+                 "rank": 1, "phase": "data set"}, 25 * SLOW, {}), "now"),
             ("restore longer than the join", slow_but_well, (
-                {"do": "nap", "seconds": 22, "rank": 0, "phase": "restore"}, 20, {"run__deadline_first_s": 60}),
+                {"do": "nap", "seconds": 22 * SLOW, "rank": 0, "phase": "restore"}, 20 * SLOW,
+                {"run__deadline_first_s": 60 * SLOW}),
              "now"),
             ("the data away at a restart", data_away, (), "now"),
             ("stale file handles at two restarts", stale_handles, (), "now"),
@@ -664,7 +667,8 @@ def main(argv=None):
             continue
         rows.append({"fault": title, **row, "production": production(kind)})
         print(f"{title}: {said}", file=sys.stderr, flush=True)
-    failed = [row["fault"] for row in rows if not row["named"] or row["equal"] is False or row["detected_s"] > 30]
+    failed = [row["fault"] for row in rows
+              if not row["named"] or row["equal"] is False or row["detected_s"] > 30 * SLOW]
     failed += [title for title in left_out if title not in NEED_RIGHTS]
     show(rows)
     print(json.dumps({"failed": failed, "left_out": left_out, "rows": [
