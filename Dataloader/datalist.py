@@ -15,6 +15,7 @@ from pathlib import Path
 
 from Dataloader.nifti import NIFTI, SUFFIXES, ends_in, read_header
 from Runtime.errors import InputError
+from Runtime.files import no_name_twice
 
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first there is
 SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}  # of a folder without a list: no images
@@ -336,7 +337,7 @@ def _stem(path):
 def read_json(path):
     """The content of a JSON file. Raises OSError where it cannot be read, InputError where it is not valid JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=no_name_twice)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error}); correct the file.") from error
 
@@ -352,7 +353,7 @@ def pair_files(path, number, entry, keys):
         if key not in (*keys, "name"):
             raise InputError(f"{path}: pair {number} has the unknown key {key}; the keys are {', '.join(keys)} and "
                              "name.")
-        if key != "name" and not isinstance(value, str | None):
+        if key != "name" and (not isinstance(value, str | None) or "\0" in (value or "")):
             raise InputError(f"{path}: pair {number}: {key} is {value!r}, not a path; correct it.")
     return {key: path.parent / entry[key] for key in keys if entry.get(key)}
 
@@ -451,14 +452,14 @@ def _checked_entry(path, entry):
     image = entry.get("image") if isinstance(entry, dict) else None
     further = image[1:] if isinstance(image, list) else []
     image = image[0] if isinstance(image, list) and image else image
-    if not all(path and isinstance(path, str) for path in (image, *further)):
+    if not all(isinstance(word, str) and word and "\0" not in word for word in (image, *further)):
         raise InputError(f"{path}: the entry {entry} has no image path; correct it.")
     if len(further) > len(FURTHER):
         raise InputError(f"{path}: the entry {entry} has {1 + len(further)} channels, and a volume has at most "
                          f"{MOST_CHANNELS}; leave some out.")
     name = Path(image).name
     for role in ("label", "mask"):
-        if not isinstance(entry.get(role), str | None):
+        if not isinstance(entry.get(role), str | None) or "\0" in (entry.get(role) or ""):
             raise InputError(f"{path}: the {role} {entry[role]} of {name} is not a path; correct or drop it.")
     for role in ("subject", "modality", "split"):
         if isinstance(entry.get(role), bool) or not isinstance(entry.get(role), str | int | None):
@@ -469,14 +470,11 @@ def _checked_entry(path, entry):
 
 
 def _from_csv(path):
-    (_, header), *rows = read_csv(path)
+    (_, header), *rows = read_csv(path, (*COLUMNS, *FURTHER))
     columns = [cell.lower() for cell in header]
     if "image" not in columns:
         raise InputError(f"{path}: no column \"image\" in the header {','.join(header)}; name the column of the image "
                          "paths so.")
-    for name in (*COLUMNS, *FURTHER):
-        if columns.count(name) > 1:
-            raise InputError(f"{path}: the header has the column \"{name}\" twice; rename or remove one.")
     if not rows:
         raise InputError(f"{path}: a header but no volume; add a row for each.")
     items, listings = [], {}
@@ -494,12 +492,17 @@ def _from_csv(path):
     return items
 
 
-def read_csv(path):
-    """The rows of a CSV file that are not blank, the header first: list of (line number, stripped cells)."""
+def read_csv(path, known):
+    """The rows of a CSV file that are not blank, the header first: list of (line number, stripped cells).
+
+    known: names of columns, in lower case, of which the header may have each once.
+    """
     try:
         text = _read_text(path)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error}); save it as CSV in UTF-8.") from error
+    if "\0" in text:
+        raise InputError(f"{path}: zero bytes in the text, so the file is damaged; save it as CSV in UTF-8 again.")
     # Column names contain no separator, so the header decides; csv.Sniffer would guess.
     header = next((line for line in text.split("\n") if line.strip()), "")
     reader = csv.reader(io.StringIO(text), delimiter=";" if header.count(";") > header.count(",") else ",", strict=True)
@@ -510,6 +513,9 @@ def read_csv(path):
     rows = [(line, cells) for line, cells in rows if any(cells)]
     if not rows:
         raise InputError(f"{path}: an empty list; write a header with the column image, and a row per volume.")
+    columns = [cell.lower() for cell in rows[0][1]]
+    if twice := next((name for name in known if columns.count(name) > 1), None):
+        raise InputError(f"{path}: the header has the column \"{twice}\" twice; rename or remove one.")
     return rows
 
 

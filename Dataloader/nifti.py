@@ -21,6 +21,7 @@ import numpy as np
 from scipy import ndimage
 
 from Dataloader import formats
+from Runtime.config import plain_number
 from Runtime.errors import InputError
 from Runtime.files import require_file, write_file
 
@@ -554,7 +555,7 @@ def _cells(line):
 
 
 def _number(cell):
-    return float(cell.replace(",", "."))
+    return plain_number(cell.replace(",", "."))
 
 
 def _is_number(cell):

@@ -72,7 +72,7 @@ def table_entries(path):
     """The rows of a .csv table as the objects of a JSON list. Other columns than TO_REGISTER and name are left out."""
     if not path.is_file():
         raise InputError(f"{path}: no such list of pairs; check the path.")
-    (_, header), *rows = read_csv(path)
+    (_, header), *rows = read_csv(path, (*TO_REGISTER, "name"))
     columns = [cell.lower() for cell in header]
     entries = []
     for line, cells in rows:

@@ -199,13 +199,23 @@ def convert_number(key, value, kind, low, high, path):
     wanted = "a whole number" if kind == "int" else "a number"
     number = float("nan")
     with contextlib.suppress(TypeError, ValueError):
-        number = float(value) if not isinstance(value, bool) else number
+        number = plain_number(value) if isinstance(value, str) else number if isinstance(value, bool) else float(value)
     if number != number or (kind == "int" and not number.is_integer()):
         raise InputError(f"{path}: {key} is {wanted}, not {value!r}.")
     if (low is not None and number < low) or (high is not None and number > high) or abs(number) == float("inf"):
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InputError(f"{path}: {key} is {wanted} {limits}, not {value!r}.")
-    return int(number) if kind == "int" else number
+    if kind == "int":  # a text of digits is exact beyond 2^53
+        return int(value) if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value) else int(number)
+    return number
+
+
+def plain_number(text):
+    """The number of a text, also "inf" and "nan". Raises ValueError for 1_000 and for digits of other scripts, which
+    Python reads: in a file they are slips."""
+    if "_" in text or not text.isascii():
+        raise ValueError
+    return float(text)
 
 
 def check_name(key, value):

@@ -35,6 +35,15 @@ def require_file(path):
     raise InputError(f"{path}: {what}; check the path.")
 
 
+def no_name_twice(pairs):
+    """A JSON object as a dict: object_pairs_hook. Raises ValueError for a name that it has twice, of which json would
+    take the last."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands twice in one object")
+    return dict(pairs)
+
+
 def write_file(path, content):
     """Write a file atomically and durably; its folder is created if missing.
 

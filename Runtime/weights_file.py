@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from Runtime.errors import InputError
+from Runtime.files import no_name_twice
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -39,7 +40,7 @@ def _read_header(content):
     length = int.from_bytes(content[:8], "little")
     if length > min(MOST_HEADER_BYTES, len(content) - 8):
         raise ValueError(f"its header claims {length} bytes, and the file has {len(content)}")
-    header = json.loads(content[8:8 + length].decode("utf-8"), object_pairs_hook=_no_name_twice)
+    header = json.loads(content[8:8 + length].decode("utf-8"), object_pairs_hook=no_name_twice)
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     metadata = header.pop("__metadata__", {})
@@ -48,15 +49,6 @@ def _read_header(content):
     for name, entry in header.items():
         _check_entry(name, entry)
     return header, metadata, 8 + length
-
-
-def _no_name_twice(pairs):
-    """A JSON object as a dict. Raises ValueError for a name that it has twice, of which json would take the last."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"its header names {twice} twice")
-    return dict(pairs)
 
 
 def _check_entry(name, entry):

@@ -303,7 +303,9 @@ def test_numbers_are_decimal_and_truth_has_its_words():
     assert (cfg["run.epochs"], cfg["optim.lr"], cfg["run.amp"], cfg["data.in_memory"]) == (100, 1e-5, "off", False)
     assert cfg["data.img_size"] == [96, 112, 96]
     assert load_config(OM, ["data.img_size=96,112,96"])["data.img_size"] == [96, 112, 96], "without brackets, too"
-    for wrong in ("run.epochs=1:30", "run.epochs=0x10", "data.in_memory=perhaps"):
+    assert load_config(OM, ["run.seed=9007199254740993"])["run.seed"] == 2 ** 53 + 1, "not as a float"
+    for wrong in ("run.epochs=1:30", "run.epochs=0x10", "run.epochs=1_000", "optim.lr=\u0663",
+                  "data.in_memory=perhaps"):
         with pytest.raises(InputError, match=wrong.split("=")[0]):
             load_config(OM, [wrong])
 

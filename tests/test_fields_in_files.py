@@ -154,6 +154,7 @@ def test_landmarks_as_people_have_them(tmp_path, text, encoding):
 @pytest.mark.parametrize("text, words", [
     ("1,10.5,12.25,-3.5\n", "row 1: 1, 10.5, 12.25, -3.5 is not x, y, z in millimetres; a header row has to say which"),
     ("a,b,c\n1,2,3\n", "header a, b, c does not name the columns x, y and z"),
+    ("1,2,3\n1_000,2,3\n", "row 2: 1_000, 2, 3 is not x, y, z"),
     ("x,y,z\n1,2,3\n1,2\n", "row 3: 1, 2 is not x, y, z"), ("10,5,12,25,-3,5\n", "row 1: 10, 5, 12, 25, -3, 5"),
     ("x,y,z\n1,nan,3\n", "row 2"), ("", "no landmarks")])
 def test_landmarks_that_can_be_read_in_two_ways_are_refused(tmp_path, text, words):

@@ -121,6 +121,17 @@ def test_lists_that_are_none_are_one_sentence(data, tmp_path, capsys, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name, text, said", [
+    ("pairs.json", '[{"fixed": "a.nii", "fixed": "b.nii", "moving": "c.nii"}]', "fixed stands twice in one object"),
+    ("pairs.csv", "fixed,moving,Fixed\na.nii,c.nii,b.nii\n", 'the header has the column "fixed" twice'),
+    ("pairs.csv", "fixed,moving\na.nii,c.n\0i\n", "zero bytes in the text"),
+    ("pairs.json", '[{"fixed": "a.nii", "moving": "c.n\\u0000i"}]', "not a path; correct it")])
+def test_names_that_stand_twice_and_zero_bytes_are_refused(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=said):
+        read_pairs_to_register(tmp_path / name)
+
+
 def test_fields_of_two_pairs_with_one_learn2reg_name_are_refused(data, tmp_path, capsys):
     for subject in ("a", "b"):
         (tmp_path / subject).mkdir()

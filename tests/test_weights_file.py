@@ -68,7 +68,7 @@ GOOD = {"a": entry(0, 8, [2]), "b": entry(8, 12, [1])}
     ({}, "end at byte 0, and there are 12"),
     ({**GOOD, "__metadata__": {"config": 3}}, "__metadata__ are not texts"),
     ({**GOOD, "__metadata__": ["config"]}, "__metadata__ are not texts"),
-    ('{"a": 1, "a": 2}', "names a twice"), ("[" * 100_000, "recursion"),
+    ('{"a": 1, "a": 2}', "a stands twice"), ("[" * 100_000, "recursion"),
     ('{"a\n": 1}', "Invalid control character"),
 ])
 def test_a_header_that_does_not_fit_its_file_is_one_sentence(tmp_path, header, words):
