@@ -443,7 +443,7 @@ def test_csv_quotes_a_path_that_holds_the_separator(tmp_path):
     ("image\na_1.nii.gz\nno.nii\n", "no.nii: the image listed in .*list.csv line 3 is missing; .* drop its entry"),
     ("image,label\na_1.nii.gz,no.nii\n", "no.nii: the label listed in .*list.csv line 2 is missing; .* the label"),
     ("image,mask\na_1.nii.gz,seg\n", "seg: the mask listed in .*list.csv line 2 is missing; .* drop the mask"),
-    ("image\n\0/a.nii\n", "a.nii: the image listed in .*list.csv line 2 is missing"),
+    ("image\n\0/a.nii\n", "list.csv: zero bytes in the text"),
     ("image\n\"a_1.nii.gz\nb_2.nii.gz\n", "list.csv line 3: not valid CSV"),
     ("image,id\na_1.nii.gz,x\nb_2.nii.gz,x\n", "two volumes have the id x .*; rename or remove one, or give each its"),
     ("image,split\na_1.nii.gz,Train\nb_2.nii.gz,held out\n", "line 3: the split held out of b_2.nii.gz is none"),

@@ -259,6 +259,7 @@ def data_away(folder, ranks, reference):
 def stale_handles(folder, ranks, reference):
     """The first two restarts cannot copy the cache: that is the file system, and it passes."""
     settings = prepare(folder.parent)
+    reference = undisturbed(folder.parent, ranks, settings, ", cache")
     faults = [{"do": "kill", **FORWARD}, *({"id": f"stale{n}", "do": "stale_copies", "rank": 0, "phase": "data set",
                                             "attempt": n, "last_attempt": n} for n in (1, 2))]
     (folder / "memory").mkdir()
@@ -427,7 +428,7 @@ def crash_in_the_first_step(folder, ranks, reference):
     decisions = [end["decision"] for end in ends(folder).values()]
     again, launches = wait(launch(folder, ranks)), len(list((run_of(folder) / "launches").iterdir()))
     named = ((code, again, decisions) == (REFUSED, DONE, ["continue", "continue", "step back", "stop"])
-             and resumed_at(folder, launches) == 20 and "is not to blame" in last["sentence"])
+             and resumed_at(folder, launches - 1) == 20 and "is not to blame" in last["sentence"])
     row = result(folder, reference, since, ends(folder)[0]["time"], named, launches - 1)
     return {**row, "steps_lost": 1}, last["sentence"]
 
@@ -647,6 +648,7 @@ def main(argv=None):
     parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N", help="the K-th of N parts of all rows")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run there and leave everything")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would every launcher
     parent = args.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     references, rows, left_out = {}, [], {}
     titles = [title for title, *_ in matrix()]

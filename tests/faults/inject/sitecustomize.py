@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import resource
 import signal
 import sys
@@ -242,7 +243,10 @@ def slow_calls(fault, frame):
 
 
 def stale_copies(fault, frame):
-    """The file handles of what is copied have become stale, as on NFS after its server has started anew."""
+    """The copy is gone, and the file handles of what is copied are stale, as on NFS after its server has started anew."""
+    for copy in (Path(os.environ["FAULT_DIR"]) / "memory").iterdir():
+        shutil.rmtree(copy)  # else the copy of the round before would be taken
+
     def stale(path, target, checksum=None):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
     sys.modules["Dataloader.staging"].copy_file = stale
