@@ -143,8 +143,12 @@ def write_report(folder, manifest, cfg, size):
     if refused:
         sections.append(("Refused", table_html(["id", "file", "why"], refused, "Left out of the cache.")))
     settings = "; ".join(f"{key} {value}" for key, value in cache.settings(cfg).items())
-    return write_page(Path(cfg["run.logs"]) / f"{cfg['data.name']}_prepared.html", f"Prepared: {cfg['data.name']}",
-                      f"{folder}, made with {settings}.", sections).resolve()
+    path = Path(cfg["run.logs"]) / f"{cfg['data.name']}_prepared.html"
+    try:
+        return write_page(path, f"Prepared: {cfg['data.name']}", f"{folder}, made with {settings}.", sections).resolve()
+    except OSError as error:
+        raise InputError(f"run.logs {cfg['run.logs']}: the page of the cache cannot be written there ({error}); name "
+                         "another folder, and run the same command again: the cache itself is done.") from error
 
 
 def sample_of(folder, volumes, channels, most=24):

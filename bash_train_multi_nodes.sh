@@ -41,6 +41,10 @@
 #
 # Paths are relative to the repository's folder; --config and --init-from may also be relative to the current one.
 set -u
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then  # below, an empty array is an unset variable
+    echo "error: bash $BASH_VERSION is too old, 4.4 or newer is needed: load a newer one, or start it by its path" >&2
+    exit 43
+fi
 
 script=$(realpath "${BASH_SOURCE[0]}") typed_in=$PWD
 # Slurm runs a copy of this file from its spool folder.
@@ -303,6 +307,13 @@ for word in "$@"; do
 done
 ((${#arguments[@]})) || arguments=(--config Config/config_om.yaml)
 
+# srun and salloc --pty of old give one task of the job, in which an srun waits for room that never comes. Slurm numbers
+# its batch and interactive steps from 4294967290 on.
+if [[ -n ${SLURM_JOB_ID:-} && -z ${RANKS:-} && ${SLURM_STEP_ID:-} =~ ^[0-9]{1,8}$ ]]; then
+    echo "error: this shell is a task of srun itself (step $SLURM_JOB_ID.$SLURM_STEP_ID), and it cannot start others:" \
+        "use sbatch or salloc, or RANKS=n for processes of this host" >&2
+    exit 43
+fi
 UNDER_SLURM="" STEP_NAME=omnimorph-$$-$RANDOM
 [[ -n ${SLURM_JOB_ID:-} && -z ${RANKS:-} ]] && command -v srun > /dev/null && UNDER_SLURM=1
 # A task of a job array: the first one's number means all of them to `scontrol requeue`.

@@ -43,7 +43,7 @@ WORDS = ("subject", "modality", "split")  # what the data list says of a volume
 LINE = ("id", "subject", "modality", "group", "row", "label", "mask", "split", "bytes")  # columns in the manifest
 PATIENCE_S = 10.0  # longer than OM_prepare.py needs to remove old parts
 OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)|(?:plan|manifest)\.json|refused\.csv)"
-                  r"(\.tmp-\d+)?")
+                  r"(\.tmp-(?:.+-)?\d+)?")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

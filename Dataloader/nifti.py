@@ -40,6 +40,7 @@ MOST_LABELS = 500  # different whole numbers of a label map
 EQUAL_NEIGHBOURS = 0.7  # of the voxels of a label map that show something, those like the next one
 ROUNDED = 1e-3  # of a label: what a scale factor such as 1.000015 may add
 VECTOR = 1007  # NIfTI's intent of a vector per voxel, which ITK and ANTs write for displacement fields
+PLACED_APART = 0.1  # of a voxel: what sform and qform may differ by without a word
 FSL_INTENTS = range(2006, 2020)  # displacements and coefficients of FNIRT and TOPUP
 LPS = np.array([-1.0, -1.0, 1.0])  # signs from RAS to ITK's world, whose first two axes point the other way
 
@@ -247,6 +248,44 @@ def read_affine(path, image, dims):
     return affine
 
 
+def placement_doubts(path, dims=3):
+    """What may be wrong with the place that a file gives its volume in the world: sentences, mostly none.
+
+    path: of a readable volume. Where both matrices are set, nibabel, FSL and this program go by the sform; ITK (ANTs,
+    Slicer, elastix) does so only if its code is 1, and else goes by the qform. Only NIfTI files have two.
+    """
+    header = open_nifti(path).header
+    if not ends_in(path, NIFTI):
+        return []
+    sform, qform = header.get_sform(), header.get_qform()
+    has_sform, has_qform = int(header["sform_code"]) > 0, int(header["qform_code"]) > 0
+    if not (has_sform or has_qform):
+        return [f"{path}: its header does not say where it lies (sform and qform code are 0); here its centre is at 0, "
+                "in ITK its first voxel is: give it a place, for example by fslorient or nibabel."]
+    shape = np.maximum(np.array(header.get_data_shape()[:3]), 1)
+    corners = np.array(list(np.ndindex(*[2] * len(shape)))) * (shape - 1)
+    corners = np.pad(corners, ((0, 0), (0, 3 - len(shape))))
+    least = np.linalg.norm(sform[:3, :dims], axis=0).min()
+
+    def apart(other):
+        return mm_of_unit(header) * np.linalg.norm(corners @ (sform - other)[:3, :3].T + (sform - other)[:3, 3],
+                                                   axis=1).max()
+
+    if has_sform and not is_rigid_and_scaled(sform[:3, :3]):
+        return [f"{path}: the axes of its sform are not at right angles (it is sheared), which a qform cannot say; "
+                "what is written has the sform alone."]
+    if has_sform and has_qform and apart(qform) > PLACED_APART * mm_of_unit(header) * least:
+        return [f"{path}: sform and qform place it up to {apart(qform):.1f} mm apart; here the sform is taken, by ITK "
+                "mostly the qform: make them equal, or set the code of the wrong one to 0."]
+    return []
+
+
+def is_rigid_and_scaled(matrix):
+    """Whether the axes of an affine are at right angles to each other, within a thousandth. matrix: (3, 3)."""
+    axes = matrix / np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
+    return bool(abs(axes.T @ axes - np.diag(np.diag(axes.T @ axes))).max() < 1e-3)
+
+
 def require_volume_name(path):
     """Raises InputError for a path whose suffix is not that of a volume that can be written: before long work."""
     if not ends_in(path, WRITTEN):
@@ -281,7 +320,9 @@ def write_volume(path, array, affine, header=None):
         affine[:3] /= mm_of_unit(header)
     image = nibabel.Nifti1Image(array, affine, header, dtype=array.dtype)
     # The codes of the given header: nibabel resets those of its copy when the affine is another.
-    image.set_qform(affine, 1 if header is None else int(header["qform_code"]) or 1)
+    # A qform has no shear; one without it would place the volume elsewhere in ITK.
+    qform_code = (1 if header is None else int(header["qform_code"]) or 1) if is_rigid_and_scaled(affine[:3, :3]) else 0
+    image.set_qform(affine, qform_code)
     image.set_sform(affine, 1 if header is None else int(header["sform_code"]) or 1)
     if not int(image.header["xyzt_units"]) & 7:
         image.header["xyzt_units"] |= 2  # millimetres; the unit of time stays

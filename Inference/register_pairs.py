@@ -1,5 +1,6 @@
 """What OM_register.py does with its options: register a pair or a list, or apply a saved field."""
 import contextlib
+import dataclasses
 import json
 import sys
 import warnings
@@ -14,6 +15,7 @@ from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
     is_in_mm,
     open_nifti,
+    placement_doubts,
     read_header,
     read_label,
     read_numbers,
@@ -192,6 +194,8 @@ def register_pair(pair, folder, earlier):
                                progress=args.workers == 1, similarity=args.similarity,
                                fixed_mask=pair.get("fixed_mask"), moving_mask=pair.get("moving_mask"),
                                fixed_channels=channels_of(pair, "fixed"), moving_channels=channels_of(pair, "moving"))
+    doubts = [doubt for side in ("fixed", "moving") for doubt in placement_doubts(pair[side], dims)]
+    result = dataclasses.replace(result, warnings=[*doubts, *result.warnings])
     return write_row(folder, out, pair, result, labels, points_mm, disp, args.also, args.labels, not args.no_picture,
                      earlier)
 
@@ -229,6 +233,9 @@ def apply_saved(args):
     header = fixed_header(args, field, affine, dims)
     points_mm = read_points(args.points) if args.points else None
     # Everything is read before anything is written: (target, source, array, its affine).
+    for path in (*args.moving, *args.moving_label):
+        for doubt in placement_doubts(path, dims):
+            print(f"warning: {doubt}", file=sys.stderr)
     images = [(out / warped_name("warped", path, args.moving), path, *read_numbers(path, dims))
               for path in args.moving]
     label_maps = [(out / warped_name("warped_label", path, args.moving_label), path, *read_label(path, dims))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from Runtime.config import load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
-from Runtime.files import append_line, is_passing, patiently, read_lines, write_file
+from Runtime.files import append_line, is_passing, is_there, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import durable_step, durable_steps, newest_write, trust_again
 from Runtime.rules import tell_end
@@ -194,7 +194,7 @@ def launcher_begin(argv):
     argv: the arguments of the training and of the parser here. Raises InputError for a bad config or a folder in use.
     """
     args = parse_begin_arguments(argv)
-    patiently(lambda: Path(args.config).exists() and Path(args.config).read_bytes(), PATIENCE_S, args.config)
+    patiently(lambda: is_there(args.config) and Path(args.config).read_bytes(), PATIENCE_S, args.config)
     cfg = load_config(args.config, args.overrides)
     floor = cfg["run.deadline_floor_s"]
     patience = cfg["run.patience_s"]

@@ -229,6 +229,9 @@ def require_own(state, path):
     format_number = state.get("format") if isinstance(state, dict) else None
     if not isinstance(format_number, int) or not isinstance(state.get("model"), dict):
         raise InputError(f"{path} is not a checkpoint of this project: it has no format number or no model.")
+    for name, tensor in {**state["model"], **(state.get("ema") or {})}.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{path}: its weight {name} is no tensor; take another checkpoint.")
     if format_number > FORMAT:
         raise InputError(f"{path} has format {format_number} and this code reads up to {FORMAT}: update the code.")
     return state

@@ -1,7 +1,7 @@
 """The one way in which files are written: whole or not at all, and durable after a power cut. Needs no torch.
 
-A file is written beside its final place as `.<name>.tmp-<pid>`, flushed to the disk, and then renamed. A reader sees
-the old content or the new content, never a part.
+A file is written beside its final place as `.<name>.tmp-<host>-<pid>`, flushed to the disk, and then renamed. A reader
+sees the old content or the new content, never a part.
 """
 import contextlib
 import errno
@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,15 @@ def require_file(path):
                          "`datalad get` or `git annex get`.")
     what = "a folder, not a file" if path.is_dir() else "no such file"
     raise InputError(f"{path}: {what}; check the path.")
+
+
+def is_there(path):
+    """Whether there is a file or folder. Raises OSError where the file system does not answer: Path.exists says no."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def no_name_twice(pairs):
@@ -74,7 +84,7 @@ def write_flushed(path, content):
 def partial_path(path):
     """Where this process writes a file before the rename. The name is hidden: listings of volumes skip it."""
     path = Path(path)
-    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
 def replace(partial, path):
@@ -90,18 +100,18 @@ def replace(partial, path):
 
 
 def remove_leftovers(folder):
-    """Remove partial files below `folder` that are a day old or whose process is dead on this host.
+    """Remove partial files below `folder` that are a day old or whose process was one of this host and is dead.
 
     Returns: list of the removed paths.
     """
     removed = []
     for path in Path(folder).rglob("*.tmp-*"):
-        pid = path.name.rpartition(".tmp-")[2]
+        host, _, pid = path.name.rpartition(".tmp-")[2].rpartition("-")
         if not pid.isdecimal() or len(pid) >= 10:
             continue
         try:
             is_old = time.time() - path.stat().st_mtime > A_DAY_S
-            if path.is_file() and (is_old or not _is_alive(int(pid))):
+            if path.is_file() and (is_old or host == socket.gethostname() and not _is_alive(int(pid))):
                 path.unlink()
                 removed.append(path)
         except FileNotFoundError:

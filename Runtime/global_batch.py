@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 from Runtime.errors import InputError
-from Runtime.files import write_file
+from Runtime.files import is_there, write_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def known_step(run, cfg):
     run: Path of the run folder. Raises InputError if step.json is damaged.
     """
     path = run / "step.json"
-    if cfg["data.global_batchsize"] or not path.exists():
+    if cfg["data.global_batchsize"] or not is_there(path):
         return None
     try:
         content = json.loads(path.read_text())

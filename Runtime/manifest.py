@@ -13,6 +13,8 @@ from Runtime.files import sha256, write_file
 # What `read_manifest` raises where the manifest is missing or damaged. Another OSError says nothing about the manifest.
 LOST = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError)
 
+KINDS = {"epoch": int, "step": int, "bytes": int, "sha256": str, "weights_sha256": str}  # of an entry
+
 
 def read_manifest(run):
     """{"checkpoints": {relative path: entry}, "best"}, including a save that was killed after its rename.
@@ -22,7 +24,12 @@ def read_manifest(run):
     manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
     entries, best = manifest["checkpoints"], manifest["best"]
     pending = manifest.get("pending")
-    newest_first(entries)  # an entry without epoch or step counts as damage here, not later
+    for name, entry in entries.items():  # what is no entry counts as damage here, not later
+        if any(type(entry[key]) is not kind for key, kind in KINDS.items()):
+            raise ValueError(f"the entry of {name} is damaged")
+    if best is not None and not (type(best["value"]) in (int, float) and isinstance(best["metric"], str)
+                                 and best["checkpoint"] in entries):
+        raise ValueError("its best checkpoint is none")
     if pending and damage(run / pending["checkpoint"], pending["entry"]) is None:
         entries[pending["checkpoint"]] = pending["entry"]
         best = pending["best"] or best

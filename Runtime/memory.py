@@ -69,9 +69,10 @@ def measure(device, limit_bytes=0):
     this process maps. Mapped files are left out, since the kernel can drop them; so is memory that workers share, which
     would count twice. Linux only.
     host_free: the least that the machine, the control groups of this process and limit_bytes leave. Linux only.
-    device_free: of the whole device, for all its processes. device_reserved: held by torch's allocator.
+    device_free: of the whole device, for all its processes. device_reserved: held by torch's allocator;
+    device_allocated: of it in use by tensors.
     """
-    used = host_free = device_free = reserved = None
+    used = host_free = device_free = reserved = allocated = None
     if sys.platform == "linux":
         used = _host_used()
         room = [1024 * _number("MemAvailable", "/proc/meminfo"), *_room_in_groups()]
@@ -80,12 +81,13 @@ def measure(device, limit_bytes=0):
         host_free = min(room)
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        reserved = module.memory_reserved(device)
+        reserved, allocated = module.memory_reserved(device), module.memory_allocated(device)
         try:
             device_free = module.mem_get_info(device)[0]
         except RuntimeError:  # some Intel drivers do not report it
             device_free = module.get_device_properties(device).total_memory - reserved
-    return {"host_used": used, "host_free": host_free, "device_free": device_free, "device_reserved": reserved}
+    return {"host_used": used, "host_free": host_free, "device_free": device_free, "device_reserved": reserved,
+            "device_allocated": allocated}
 
 
 def find_leak(samples, steps):
@@ -94,7 +96,7 @@ def find_leak(samples, steps):
     samples: dicts of `measure`, oldest first; fewer than WINDOW give None, more show leaks in rarer or noisier blocks.
     steps: their step numbers, rising.
     Returns: {"bytes_per_step", "steps_left" (by the fall of free memory, or by the leak itself if that is faster),
-    "sentence", "who"}. who: "graph" (torch's allocator), "driver or communication" (the rest of the device), "loader or
+    "sentence", "who"}. who: "graph" (tensors in use), "driver or communication" (the rest of the device), "loader or
     Python objects" (this process and its children) or "host, outside this run" (other processes, or pages that forked
     workers copy; returned only if memory runs out soon).
     """
@@ -104,7 +106,10 @@ def find_leak(samples, steps):
     host_used, host_free, device_free, reserved = (
         np.array([sample[key] for sample in samples], float) for key in keys)
     steps = np.array(steps, float) - steps[-1]
-    graph = _leak("graph", "device", reserved, device_free, steps)
+    # What the allocator only keeps, it gives back before memory runs out: a graph is told by what is in use.
+    held = [sample.get("device_allocated", sample["device_reserved"]) for sample in samples]
+    allocated = np.array(held, float)
+    graph = _leak("graph", "device", allocated, device_free + reserved - allocated, steps)
     driver = _leak("driver or communication", "device", -reserved - device_free, device_free, steps)
     device = max(filter(None, (graph, driver)), key=lambda leak: leak["bytes_per_step"], default=None)
     host = _leak("loader or Python objects", "host", host_used, host_free, steps)

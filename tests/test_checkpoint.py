@@ -298,7 +298,10 @@ def test_none_that_verifies_never_starts_over(run):
     assert str(run) in str(raised.value) and len(said) == 2
 
 
-@pytest.mark.parametrize("content", [None, b"", b'{"checkpoints": {', b"[]", b'{"checkpoints": {"a": 3}, "best": 0}'])
+@pytest.mark.parametrize("content", [None, b"", b'{"checkpoints": {', b"[]", b'{"checkpoints": {"a": 3}, "best": 0}',
+                                     b'{"checkpoints": {}, "best": {"checkpoint": "a", "metric": "x", "value": "x"}}',
+                                     b'{"checkpoints": {"a": {"epoch": 1, "step": 2, "bytes": {}, "sha256": "",'
+                                     b' "weights_sha256": ""}}, "best": null}'])
 def test_lost_manifest_is_rebuilt_from_the_files_that_load(run, content):
     save_epochs(run, 1, 2, 3, 4)
     before = json.loads((run / "manifest.json").read_text())["checkpoints"]

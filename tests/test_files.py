@@ -2,13 +2,14 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from Runtime.files import partial_path, patiently, read_lines, remove_leftovers, sha256, write_file
+from Runtime.files import is_there, partial_path, patiently, read_lines, remove_leftovers, sha256, write_file
 from tests import launching
 from tests.tiny import ROOT
 
@@ -43,7 +44,7 @@ def test_a_writer_that_is_killed_leaves_the_old_content(tmp_path):
                f"write_file({str(path)!r}, fill)")
     writer = launching.start([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert writer.stdout.readline() == "writing\n"
-    left = tmp_path / f".file.tmp-{writer.pid}"
+    left = tmp_path / f".file.tmp-{socket.gethostname()}-{writer.pid}"
     assert left.read_bytes() == b"half" and remove_leftovers(tmp_path) == []  # its owner lives
     writer.send_signal(signal.SIGKILL)
     writer.wait()
@@ -54,14 +55,15 @@ def test_a_writer_that_is_killed_leaves_the_old_content(tmp_path):
 def test_only_partial_files_without_an_owner_are_removed(tmp_path):
     gone = subprocess.run(["sh", "-c", "echo $$"], stdout=subprocess.PIPE, check=True)
     (tmp_path / "tmp").mkdir()
-    dead, alive = tmp_path / f".a.pth.tmp-{int(gone.stdout)}", partial_path(tmp_path / "tmp/b.pth")
+    dead = tmp_path / f".a.pth.tmp-{socket.gethostname()}-{int(gone.stdout)}"
+    alive, other_host = partial_path(tmp_path / "tmp/b.pth"), tmp_path / f".d.pth.tmp-other-node-{int(gone.stdout)}"
     old, notes = partial_path(tmp_path / "c.pth"), tmp_path / "notes.tmp-mine"
-    for path in (dead, alive, old, notes):
+    for path in (dead, alive, old, notes, other_host):
         path.write_bytes(b"x")
         # One of another host has the number of some process here, but no process writes a file for a day.
         os.utime(path, (time.time() - 90000 * (path in (old, notes)),) * 2)
     assert sorted(remove_leftovers(tmp_path)) == sorted([dead, old])
-    assert alive.exists() and notes.exists() and not dead.exists() and not old.exists()
+    assert alive.exists() and other_host.exists() and notes.exists() and not dead.exists() and not old.exists()
 
 
 def test_sha256_is_that_of_the_content(tmp_path):
@@ -110,3 +112,14 @@ def test_only_faults_that_pass_are_waited_for(capsys):
         with pytest.raises(OSError, match="it says"):
             patiently(lambda error=error: fails(*[error] * 9), seconds, "the disk")
         assert len(said) == tries
+
+
+def test_a_file_system_that_does_not_answer_is_no_missing_file(tmp_path, monkeypatch):
+    """Path.exists says no to a stale handle on Python 3.14, after which the file would be written anew."""
+    def stale(path, **options):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    assert not is_there(tmp_path / "none") and not is_there(tmp_path / "none/below") and is_there(tmp_path)
+    monkeypatch.setattr(os, "stat", stale)
+    with pytest.raises(OSError, match="Stale"):
+        is_there(tmp_path)

@@ -245,6 +245,14 @@ def test_ranks_of_one_host_in_a_job_of_several_are_refused(tmp_path):
     (ROOT / f"Logs/train_multi_many-{os.getpid()}.out").unlink()
 
 
+def test_a_shell_that_is_a_task_of_srun_is_refused(tmp_path):
+    command = ["bash", LAUNCHER, "--config", "Config/config_demo.yaml"]
+    environment = {name: value for name, value in os.environ.items() if name != "RANKS"}
+    done = launching.run(command, cwd=ROOT, env={**environment, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, timeout=60)
+    assert done.returncode == 43 and "a task of srun itself (step 7.0)" in done.stderr
+    assert not (ROOT / "Logs/train_multi_7.out").exists()
+
+
 def test_the_preflight_waits_for_what_may_pass(tmp_path):
     """It fails three times with a fault that may pass, then all is well: more than the one repetition of before."""
     call = """if [[ $1 == Scripts/preflight/preflight.py && " $* " == *" --collect "* ]]; then

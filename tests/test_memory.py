@@ -134,6 +134,15 @@ def test_the_recorded_leaks_are_found(reserved):
         assert runs_out_soon(leak) == (grown is fast)
 
 
+def test_what_the_allocator_only_keeps_is_no_leak():
+    """It gives cached blocks back before memory runs out; tensors that stay are a leak."""
+    kept = series(device_reserved=20 * GIB + STEP * GIB, device_free=40 * GIB - STEP * GIB)
+    assert find_leak([{**sample, "device_allocated": 15.0 * GIB} for sample in kept], STEP) is None
+    used = [{**sample, "device_allocated": 15.0 * GIB + step * GIB} for sample, step in zip(kept, STEP)]
+    leak = find_leak(used, STEP)
+    assert leak["who"] == "graph" and leak["steps_left"] == 26, "21 GiB are free, and 5 kept"
+
+
 def test_a_leak_in_blocks_of_the_allocator_is_found():
     blocks = STEP // 5 * 350 * MIB
     leak = find_leak(series(device_free=60 * GIB - blocks, device_reserved=4 * GIB + blocks), STEP)

@@ -11,7 +11,7 @@ import SimpleITK as sitk
 
 from Dataloader import nifti
 from Dataloader.grids import grid_transform, intensity_range, rescale, to_canonical, to_grid
-from Dataloader.nifti import read_header, read_label, read_volume, write_volume
+from Dataloader.nifti import placement_doubts, read_header, read_label, read_volume, write_volume
 from Dataloader.prepare import on_grid
 from Dataloader.volume import read_mask, read_source
 from Runtime.errors import InputError
@@ -557,3 +557,45 @@ def test_real_volume_on_a_small_grid():
     before, after = centre_mm((label > 0) * 1.0, label_affine), centre_mm((small_label > 0) * 1.0, small_label_affine)
     assert np.abs(before - after).max() < 0.1 * 0.3
     assert np.corrcoef(small.ravel(), small_label.ravel() > 0)[0, 1] > 0.3
+
+
+def test_two_matrices_that_differ_none_and_a_sheared_one_are_told(tmp_path):
+    """Compared with where SimpleITK puts the first voxel and the far corner."""
+    def placed(name, sform, qform, codes):
+        image = nibabel.Nifti1Image(noise(), sform)
+        image.set_qform(qform, codes[0])
+        image.set_sform(sform, codes[1])
+        nibabel.save(image, tmp_path / name)
+        theirs, corner = sitk.ReadImage(str(tmp_path / name)), np.array(noise().shape) - 1
+        ours = read_header(tmp_path / name)[1]
+        points = [(LPS @ theirs.TransformIndexToPhysicalPoint([int(axis) for axis in index]),
+                   ours[:3, :3] @ index + ours[:3, 3]) for index in (0 * corner, corner)]
+        return placement_doubts(tmp_path / name), max(np.linalg.norm(one - other) for one, other in points)
+
+    moved = OBLIQUE.copy()
+    moved[:3, 3] += [0, 8, 0]
+    said, apart = placed("same.nii.gz", OBLIQUE, OBLIQUE, (1, 1))
+    assert said == [] and apart < 1e-3
+    said, apart = placed("one.nii.gz", OBLIQUE, moved, (0, 1))
+    assert said == []
+    said, apart = placed("two.nii.gz", OBLIQUE, moved, (1, 2))
+    assert len(said) == 1 and "up to 8.0 mm apart" in said[0] and apart == pytest.approx(8, abs=0.01)
+    said, _ = placed("none.nii.gz", OBLIQUE, OBLIQUE, (0, 0))
+    assert len(said) == 1 and "does not say where it lies" in said[0]
+
+
+def test_a_sheared_volume_is_written_with_its_sform_alone(tmp_path):
+    shear = np.eye(4)
+    shear[0, 1] = 0.2
+    sheared = OBLIQUE @ shear
+    image = nibabel.Nifti1Image(noise(), sheared)
+    image.set_sform(sheared, 1)
+    nibabel.save(image, tmp_path / "v.nii.gz")
+    said = placement_doubts(tmp_path / "v.nii.gz")
+    assert len(said) == 1 and "sheared" in said[0]
+    write_volume(tmp_path / "w.nii.gz", noise(), sheared, image.header)
+    again = nibabel.load(tmp_path / "w.nii.gz").header
+    assert (int(again["qform_code"]), int(again["sform_code"])) == (0, 1)
+    np.testing.assert_allclose(again.get_sform(), sheared, atol=1e-4)
+    write_volume(tmp_path / "x.nii.gz", noise(), OBLIQUE)
+    assert int(nibabel.load(tmp_path / "x.nii.gz").header["qform_code"]) == 1

@@ -11,8 +11,8 @@ import dataclasses
 import errno
 import json
 import os
-import shutil
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -243,7 +243,7 @@ def slow_calls(fault, frame):
 
 
 def stale_copies(fault, frame):
-    """The copy is gone, and the file handles of what is copied are stale, as on NFS after its server has started anew."""
+    """The copy is gone, and the file handles of what is copied are stale, as after an NFS server has started anew."""
     for copy in (Path(os.environ["FAULT_DIR"]) / "memory").iterdir():
         shutil.rmtree(copy)  # else the copy of the round before would be taken
 
