@@ -284,6 +284,7 @@ esac
 # Arguments
 # ---------------------------------------------------------------------------------------------------------------------
 
+[[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-60}  # bars in a job's log: a line a minute
 unset RANK LOCAL_RANK WORLD_SIZE OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_ATTEMPT OMNIMORPH_ROUND OMNIMORPH_STEP_BACK
 unset OMNIMORPH_STEP OMNIMORPH_PATIENCE_S
 only_preflight="" dry_run="" arguments=() preflight_options=() want_preflight="" before=""

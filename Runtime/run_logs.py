@@ -197,7 +197,7 @@ def read_launches(run):
         config = folder / "config.yaml"
         try:
             flat = flatten(yaml.safe_load(config.read_text()), config)
-        except (OSError, yaml.YAMLError, InputError):
+        except (OSError, ValueError, yaml.YAMLError):
             continue  # a machine died while it was written
         launches.append({**read_json(folder / "launch.json"), "number": folder.name, "config": flat})
     return launches

@@ -3,7 +3,7 @@
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
 #SBATCH --gres=gpu:2
-#SBATCH --cpus-per-task=12
+#SBATCH --cpus-per-task=48
 #SBATCH --time=00:30:00
 #SBATCH --output=Logs/leak_%j.out
 #
@@ -11,6 +11,8 @@
 #
 #   sbatch Scripts/bash_diagnose_leak.sh
 #   bash Scripts/bash_diagnose_leak.sh --scale 0.125 --device cpu     (its options; with --help a list)
+#
+# The header asks for half a node of Dawn: two cards of two tiles, 12 cores for each of the 4 ranks.
 #
 # RANKS=N         ranks, each with a device of its own (default: the devices that torch sees; on a CPU one)
 #

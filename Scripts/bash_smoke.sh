@@ -1,4 +1,10 @@
 #!/usr/bin/env bash
+#SBATCH --job-name=omnimorph-smoke
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=01:00:00
+#SBATCH --output=Logs/smoke_%j.out
+#
 # Smoke ladder, before a campaign on a new cluster: four small trainings that show step by step how far it works.
 #
 #   bash Scripts/bash_smoke.sh [--scale S] [--steps N] [--only 01 02 03 04] [--device D] [--seconds N] [--no-slurm]
@@ -14,7 +20,7 @@
 #
 # 03 and 04 need DeepSpeed: pip install -r requirements-smoke.txt
 # 04 inside an allocation: srun on all its nodes, one task per device (on CPUs two per node). Outside of one it submits
-# itself on two nodes and waits. All steps on compute nodes: sbatch --nodes=2 --ntasks-per-node=2 Scripts/bash_smoke.sh
+# itself on two nodes and waits. All steps on compute nodes: sbatch Scripts/bash_smoke.sh
 #
 # SMOKE_SBATCH="--partition=gpu --gres=gpu:4"   more options of that job; SMOKE_QUEUE_SECONDS (3600): its longest wait
 # SMOKE_LOGS=folder   logs, and checkpoints of up to 15 GB while a step lasts; all nodes see it (default Logs/smoke)
@@ -24,6 +30,7 @@
 #
 # Exit code: 0 all steps asked for have passed, 1 one of them has failed, 43 this command cannot run.
 set -u
+case ${1:-} in -h | --help) sed -n '/^# Smoke/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 root=$(dirname "${BASH_SOURCE[0]}")/..
 [[ -f $root/Scripts/smoke/ladder.py ]] || root=${SLURM_SUBMIT_DIR:-.}  # sbatch runs a copy of this file
 cd "$root" || exit 43
@@ -77,6 +84,7 @@ cores=$((($(nproc) + 1) / 2))
 folder=${SMOKE_FOLDER:-$(realpath -m "${SMOKE_LOGS:-Logs/smoke}")/$(date +%Y%m%d-%H%M%S)-$$}
 mkdir -p "$folder" || exit 43
 ulimit -c 0
+ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
 
 job=""
 # shellcheck disable=SC2317,SC2329  # called by the trap

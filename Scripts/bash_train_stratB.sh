@@ -2,8 +2,8 @@
 #SBATCH --job-name=omnimorph-stratB
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
-#SBATCH --gres=gpu:8
-#SBATCH --cpus-per-task=12
+#SBATCH --gres=gpu:4
+#SBATCH --cpus-per-task=96
 #SBATCH --time=02:15:00
 #SBATCH --output=Logs/stratB_%j.out
 #
@@ -19,11 +19,14 @@
 # STRATB=folder   where all of it goes (default Logs/stratB)
 # RANKS=N         ranks, each with a device of its own (default: the devices that torch sees; on a CPU one)
 #
+# The header asks for a node of Dawn: four cards of two tiles, 12 cores for each of the 8 ranks.
+#
 # Slurm writes its output into the folder Logs, which has to be there when a job is submitted. Without a device:
 # sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
 #
-# Exit code: 0 memory stays where it is, 1 something grows, others: the training's.
+# Exit code: 0 memory stays where it is, 1 something grows, 43 too few steps for a verdict, others: the training's.
 set -u
+case ${1:-} in -h | --help) sed -n '/^#$/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 root=$(dirname "${BASH_SOURCE[0]}")/..
 [[ -f $root/Scripts/site.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}  # sbatch runs a copy of this file
@@ -64,11 +67,14 @@ for pid in "${pids[@]}"; do
     ((ended == 0 || ended == 42)) || code=$ended
 done
 run=$(find "$folder/Models" -mindepth 1 -maxdepth 1 -type d -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)
-echo "steps of rank 0: $(grep -c '"event": "step"' "$run/rank0.jsonl")"
+steps=$(grep -c '"event": "step"' "$run/rank0.jsonl")
+echo "steps of rank 0: $steps"
 leaks=$(grep -o '"sentence": "[^"]*"' "$run"/rank*.jsonl)
 if [[ -n $leaks ]]; then
     echo "$leaks"
     exit 1
 fi
 ((code == 0)) || exit $code
+# The first two steps allocate, and a straight line wants 20 more (WINDOW of Runtime/memory.py).
+((steps >= 22)) || stop "$steps steps are too few for a verdict: at least 22 are needed; raise SECONDS_LONG."
 echo "no rank's memory grows by a MiB a step or more"

@@ -17,7 +17,8 @@
 # sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
 #
 # Exit code: 0 UpsampleConv does not leak, 1 it does, 43 this cannot run.
-set -u
+set -uo pipefail
+case ${1:-} in -h | --help) sed -n '/^#$/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 root=$(dirname "${BASH_SOURCE[0]}")/..
 [[ -f $root/Scripts/site.sh ]] || root=${SLURM_SUBMIT_DIR:-$PWD}  # sbatch runs a copy of this file
@@ -25,10 +26,15 @@ cd "$root" && root=$PWD
 # shellcheck source=/dev/null
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
 
-leaks() {  # operation, options: true if it leaks
-    "${INTERPRETER[@]}" tests/diagnose_xpu_leak_ops.py "${@:2}" --only "$1"
-    local code=$?
+leaks() {  # operation, options: true if it leaks. Without the sentence of a verdict, exit code 1 is a crash
+    local said code
+    said=$("${INTERPRETER[@]}" tests/diagnose_xpu_leak_ops.py "${@:2}" --only "$1" | tee /dev/stderr)
+    code=$?
     ((code <= 1)) || exit $code
+    if ! grep -q '^what grows with every iteration: ' <<< "$said"; then
+        echo "error: there is no verdict on $1: the program ended with exit code $code before it had one" >&2
+        exit 43
+    fi
     return $((1 - code))
 }
 

@@ -42,4 +42,5 @@ INTERPRETER=("$PYTHON")  # a path with blanks is one word
 command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"
 cores=${SLURM_CPUS_PER_TASK:-$(nproc)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
+[[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-60}  # bars in a job's log: a line a minute
 unset RANK LOCAL_RANK WORLD_SIZE

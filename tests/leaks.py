@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from Runtime.device import describe, pick_device, prepare_device, synchronize
-from Runtime.errors import DONE, InputError
+from Runtime.errors import DONE, STOP, InputError, is_out_of_memory
 from Runtime.memory import WINDOW, find_leak, measure, trim
 from Runtime.page import text_table
 
@@ -85,13 +85,29 @@ def watch(name, iteration, device, args, shown=True):
     """Do iteration() again and again, and judge what it leaves behind."""
     gc.collect()
     samples = [in_use(device)]
-    for _ in tqdm(range(args.iterations), name, leave=False, disable=not shown):
-        iteration()
-        if args.plant:
-            PLANTED.append(torch.ones(int(args.plant * 2 ** 20), dtype=torch.uint8, device=device))
-        synchronize(device)
+    for number in tqdm(range(args.iterations), name, leave=False, disable=not shown):
+        try:
+            iteration()
+            if args.plant:
+                PLANTED.append(torch.ones(int(args.plant * 2 ** 20), dtype=torch.uint8, device=device))
+            synchronize(device)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return exhausted(samples, number, device)
         samples.append(in_use(device))
     return judge(samples, device)
+
+
+def exhausted(samples, number, device):
+    """What to say of a case that ran out of memory in iteration `number`, from 0: too large, or a fast leak."""
+    taken = [sample["host_used"] if device.type == "cpu" else -sample["device_free"] for sample in samples]
+    steps = max(len(samples) - 2, 1)
+    verdict = "out of memory: try a smaller --scale"
+    if number > 1:
+        verdict = f"linear, out of memory in iteration {number + 1}"
+    return {"gib_per_step": (taken[-1] - taken[min(1, len(taken) - 1)]) / steps / GIB, "gib_reserved_per_step": 0.0,
+            "gib_once": (taken[min(1, len(taken) - 1)] - taken[0]) / GIB, "verdict": verdict}
 
 
 def start(args, local_rank=0):
@@ -112,4 +128,5 @@ def tell(results, device, args):
     print(f"what grows with every iteration: {', '.join(leaks) or 'nothing'}")
     print(json.dumps({name: {key: value if key == "verdict" else round(value, 6) for key, value in found.items()}
                       for name, found in results.items()}))
-    return LEAKS if leaks else DONE
+    too_large = any(found["verdict"].startswith("out of memory") for found in results.values())
+    return LEAKS if leaks else STOP if too_large else DONE

@@ -88,11 +88,51 @@ def test_the_fix_is_verified_by_both_operations():
     (43, 0, 43, "no such device")])
 def test_what_the_fix_is_worth_follows_from_both_exit_codes(tmp_path, transposed, upsampling, code, said):
     python = tmp_path / "python"
-    python.write_text(f'#!/usr/bin/env bash\n[[ "$*" == *UpsampleConv* ]] && exit {upsampling}\n'
-                      f'(({transposed} == 43)) && echo no such device\nexit {transposed}\n')
+    python.write_text('#!/usr/bin/env bash\n'
+                      f'code={transposed}\n[[ "$*" == *UpsampleConv* ]] && code={upsampling}\n'
+                      '((code == 43)) && echo no such device >&2\n'
+                      '((code <= 1)) && echo "what grows with every iteration: it"\nexit $code\n')
     python.chmod(0o755)
     done = run("bash", ROOT / "Scripts/bash_verify_fix.sh", *SMALL, PYTHON=str(python))
-    assert done.returncode == code and done.stdout.splitlines()[-1].startswith(said)
+    assert done.returncode == code and said in (done.stderr if code == 43 else done.stdout.splitlines()[-1])
+
+
+def test_without_a_verdict_there_is_none(tmp_path):
+    """A Python without torch ends with 1 as well, and so does --help with 0."""
+    python = tmp_path / "python"
+    python.write_text("#!/usr/bin/env bash\necho ModuleNotFoundError: torch >&2\nexit 1\n")
+    python.chmod(0o755)
+    done = run("bash", ROOT / "Scripts/bash_verify_fix.sh", *SMALL, PYTHON=str(python))
+    assert done.returncode == 43 and "there is no verdict on ConvTranspose3d" in done.stderr
+    assert "leak here" not in done.stdout
+
+
+@pytest.mark.parametrize("script", ["verify_fix", "train_stratB", "compare", "infer", "smoke"])
+def test_help_is_a_text(script):
+    done = run("bash", ROOT / f"Scripts/bash_{script}.sh", "--help", PYTHON="/no/such/python")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) > 5 and "set -u" not in done.stdout, done.stderr
+    assert f"Scripts/bash_{script}.sh" in done.stdout
+
+
+def test_a_case_that_runs_out_of_memory_is_told_and_ends_no_table(capsys):
+    args, calls = leaks.parse_arguments("", ["--device", "cpu"]), itertools.count()
+
+    def iteration(last=5):
+        if next(calls) >= last:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def wrong():
+        raise RuntimeError("shape")
+
+    device = torch.device("cpu")
+    found = {"leaking": leaks.watch("leaking", iteration, device, args, shown=False),
+             "too large": leaks.watch("too large", lambda: iteration(0), device, args, shown=False)}
+    assert found["leaking"]["verdict"] == "linear, out of memory in iteration 6"
+    assert found["too large"]["verdict"].startswith("out of memory: try a smaller --scale")
+    assert leaks.tell(found, device, args) == 1
+    assert leaks.tell({"too large": found["too large"]}, device, args) == 43
+    with pytest.raises(RuntimeError, match="shape"):
+        leaks.watch("wrong", wrong, device, args, shown=False)
 
 
 def test_the_plain_step_is_compared(tmp_path):
@@ -110,7 +150,7 @@ def test_the_leak_rate_of_a_training_by_itself(tmp_path):
              "model.attention_width=16", "model.attention_depth=1", "model.attention_heads=2", "diffusion.grids=[4,8]",
              "registration.window=5", "registration.scales=2"]
     done = run("bash", ROOT / "Scripts/bash_train_stratB.sh", *[word for item in words for word in ("--set", item)],
-               STRATB=str(tmp_path), SECONDS_LONG="6", SIDE="16", RANKS="2")
+               STRATB=str(tmp_path), SECONDS_LONG="60", SIDE="16", RANKS="2")
     assert done.returncode == 0, done.stdout + done.stderr
     steps, verdict = done.stdout.splitlines()[-2:]
     assert int(steps.removeprefix("steps of rank 0: ")) > 0 and verdict.startswith("no rank's memory grows")

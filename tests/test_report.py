@@ -121,6 +121,12 @@ def test_a_run_that_has_just_begun_has_a_page(steps, tmp_path):
     assert "no rank has spoken yet" in text and "the config is not known" in text
 
 
+def test_a_config_of_noise_is_left_out(tmp_path):
+    run = made_up_run(tmp_path / "run", 9)
+    (run / "launches/0000/config.yaml").write_bytes(bytes(range(256)))
+    assert "the config is not known" in page_of(run, tmp_path / "page.html")
+
+
 def test_what_a_log_says_is_escaped(tmp_path):
     run = made_up_run(tmp_path / "run", 20, events=[(0, {"event": "leak", "step": 9, "time": 1.0, "who": "graph",
                                                          "bytes_per_step": 1, "steps_left": 3, "sentence": NASTY})],

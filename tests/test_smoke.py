@@ -85,8 +85,24 @@ def test_one_device_and_two_ranks_pass(tmp_path):
         assert (found["ranks"], found["transport"], found["nodes"]) == (ranks, transport, 1)
         assert found["parameters"] == ladder.count(ladder.network(step, 0.02, "meta"))
         assert found["after"] < 0.9 * found["before"] and found["reload"] < 1e-5
+        assert found["samples"] == pytest.approx(found["rate"] * 32 * ranks) and list(found["files"]) == ["state.pt"]
         assert found["rate"] > 0 and 0.05 < found["peak"] < 8
+    assert "with --scale 1" in lines[-1] and "samples/s" in printed and "state.pt" in printed
     assert not list(tmp_path.glob("*/*.checkpoint"))
+
+
+def test_the_recorded_figures_stand_beside_those_of_the_full_size(tmp_path):
+    found = {"device": "cuda", "ranks": 2, "nodes": 1, "parameters": 1, "before": 1.0, "after": 0.5, "rate": 4.0,
+             "samples": 256.0, "peak": 9.0, "transport": "P2P", "scale": 1.0}
+    (tmp_path / "03.json").write_text(json.dumps(found))
+    assert "4.3 steps/s, 9.68 GB" in results.table(tmp_path, ["03"])
+
+
+def test_the_deepspeed_settings_are_the_recorded_ones():
+    settings = ladder.ZERO1
+    assert settings["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8,
+                                             "overlap_comm": True, "contiguous_gradients": True}
+    assert settings["gradient_clipping"] == 1.0 and settings["optimizer"]["type"] == "AdamW"
 
 
 def test_rank_that_dies_is_named_with_its_last_word(tmp_path):

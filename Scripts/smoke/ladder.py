@@ -38,6 +38,7 @@ STEPS = {"01": (1024, 0), "02": (2048, 0), "03": (4096, 6), "04": (4096, 8)}
 ZERO1 = json.loads((ROOT / "Scripts/smoke/zero1.json").read_text())
 BATCH = ZERO1["train_micro_batch_size_per_gpu"]
 SEED = 1
+TELL_EVERY = 25  # steps
 FALL = 0.9  # the last loss must be below this fraction of the first
 # Of a reloaded network, on devices whose results are not the same to the bit. Without its Adam state it is 0.8 % off.
 OUTPUT_TOLERANCE, LOSS_TOLERANCE = 0.05, 1e-3
@@ -116,7 +117,8 @@ def start_zero1(net, device, lr):
         deepspeed.ops.__compatible_ops__ = {}  # take gloo's sums; DeepSpeed's own need a compiler and a minute
     optimizer = {**ZERO1["optimizer"], "params": {**ZERO1["optimizer"]["params"], "lr": lr}}
     engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), dist_init_required=False,
-                                      config={**ZERO1, "optimizer": optimizer})
+                                      config={**ZERO1, "train_batch_size": BATCH * dist.get_world_size(),
+                                              "optimizer": optimizer})
 
     def advance(loss):
         engine.backward(loss)
@@ -166,7 +168,12 @@ def examine(trainer, args):
 def train(trainer, args):
     """Make all training steps. Returns steps per second, without the first one, which compiles and allocates."""
     for number in range(1, args.steps + 1):
-        trainer["advance"](loss_of(trainer, args, number)[1])
+        loss = loss_of(trainer, args, number)[1]
+        trainer["advance"](loss)
+        if number % TELL_EVERY == 0:
+            mean = over_ranks(loss.detach() / args.world, args.device)
+            if args.rank == 0:
+                print(f"step {number}: loss {mean:.4f}, averaged over {args.world} ranks", flush=True)
         if number == 1:
             synchronize(args.device)
             began = time.perf_counter()
@@ -175,10 +182,14 @@ def train(trainer, args):
 
 
 def reload(trainer, args):
-    """Save and train on; then load into a fresh network, which has to do the same. Returns the largest difference."""
+    """Save and train on; then load into a fresh network, which has to do the same.
+
+    Returns: the largest difference, and {path: bytes} of the checkpoint's files.
+    """
     folder = args.folder / f"{args.step}.checkpoint"
     trainer["save"](folder)
     over_ranks(0, args.device)  # nobody reads before it is written
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     output, _ = examine(trainer, args)
     trainer["advance"](loss_of(trainer, args, args.steps + 1)[1])
     _, next_loss = examine(trainer, args)
@@ -193,7 +204,7 @@ def reload(trainer, args):
     if not (difference <= OUTPUT_TOLERANCE and abs(fresh_loss - next_loss) <= LOSS_TOLERANCE * next_loss):
         raise RuntimeError(f"reloaded, the network differs: output by {difference:.3g}, next loss {fresh_loss:.6g} "
                            f"instead of {next_loss:.6g}")
-    return max(difference, abs(fresh_loss - next_loss))
+    return max(difference, abs(fresh_loss - next_loss)), files
 
 
 def peak_gib(device):
@@ -222,9 +233,11 @@ def climb(args):
     if not after < FALL * before:
         raise RuntimeError(f"the loss did not fall: {before:.4g} before, {after:.4g} after {args.steps} steps")
     peak = peak_gib(args.device)
+    difference, files = reload(trainer, args)
     return {"ranks": args.world, "nodes": len(set(nodes)), "device": args.device.type, "parameters": parameters,
-            "before": before, "after": after, "steps": args.steps, "rate": rate, "peak": peak,
-            "reload": reload(trainer, args), "transport": results.transport(args.folder, args.step)}
+            "before": before, "after": after, "steps": args.steps, "rate": rate,
+            "samples": rate * BATCH * args.world, "scale": args.scale, "peak": peak, "reload": difference,
+            "files": files, "transport": results.transport(args.folder, args.step)}
 
 
 def run_rank(args):
