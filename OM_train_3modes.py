@@ -26,7 +26,7 @@ from Dataloader.dataset import NO_LABELS, epoch_batches, read_datasets
 from Dataloader.identity import agree_on_labels, describe_data, require_same_everywhere
 from Dataloader.sampler import steps_left
 from Dataloader.staging import release
-from Diffusion import embeddings, graphs, losses, optim, training_state, validation
+from Diffusion import embeddings, graphs, losses, optim, predict, training_state, validation
 from Diffusion.batch_augment import augment, augment_maps, remap_intensities
 from Diffusion.cost import dry_run
 from Diffusion.diffuser import DeformDDPM, make_condition
@@ -229,10 +229,10 @@ def step_registration(net, batch, cfg):
     shares = None
     if cfg["loss.segment"]:
         # field (B, N, *spatial), logits (2 B, K + 1, *spatial)
-        field, logits = validation.align(net, seen["moving"], seen["fixed"], cfg, segment=True)
+        field, logits = predict.align(net, seen["moving"], seen["fixed"], cfg, segment=True)
         shares = losses.structure_shares(logits.detach()).chunk(2)             # (B, K, *spatial) each
     else:
-        field = validation.align(net, seen["moving"], seen["fixed"], cfg)      # (B, N, *spatial)
+        field = predict.align(net, seen["moving"], seen["fixed"], cfg)         # (B, N, *spatial)
     warped, inside = warp(moving, field), None                                 # (B, C, *spatial)
     if cfg["registration.masks"]:
         warped, inside = losses.warp_inside(moving, field, **batch["mask"])    # (B, C, *spatial), (B, 1, *spatial)

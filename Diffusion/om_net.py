@@ -473,7 +473,7 @@ class OM_net(nn.Module):
     def with_structures(self, image, condition, trained):
         """Image and condition with the shares of the structures in them, and the logits of those.
 
-        Volumes that have these shares already, see `segmented` of Diffusion/validation.py, stay as they are.
+        Volumes that have these shares already, see `segmented` of Diffusion/predict.py, stay as they are.
         Logits (B, K + 1, *spatial): of the image, then, in a second half of the batch, of the condition, if there is
         one. trained: whether these carry a gradient.
         """

@@ -6,88 +6,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from Dataloader.datalist import read_ranges
 from Dataloader.sampler import epoch_pairs
 from Diffusion.diffuser import make_condition
-from Diffusion.fields import compose, exponential, warp
-from Diffusion.losses import image_similarity, recovery_terms, structure_shares
+from Diffusion.fields import warp
+from Diffusion.losses import image_similarity, recovery_terms
 from Diffusion.metrics import average, dice, dice_before_after, folding_percent
+from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Runtime import agree, launch, watchdog
 from Runtime.device import autocast, send
 
 # How val_imgsim is measured, whatever mode 3 raises, so that trainings with other settings can be compared.
 VAL_IMGSIM = {"registration.window": 9, "registration.scales": 3, "registration.squared": True}
-
-
-def align(net, moving, fixed, cfg, **options):
-    """Register volumes by one forward pass, as mode 3 trains it.
-
-    moving, fixed: (B, C, *spatial) in [0, 1]. options: of the network, see Diffusion/networks.py.
-    Returns: field (B, N, *spatial) in voxels, or what the options make of it.
-    """
-    t = torch.full((len(moving),), cfg["diffusion.timesteps"], device=moving.device)
-    kind = "none" if cfg["model.condition_type"] == "none" else "volume"
-    with autocast(moving.device, cfg["run.amp"]):
-        return net(moving, t, make_condition(fixed, kind), **options)
-
-
-def segmented(net, moving, fixed, cfg):
-    """Both volumes with what a network with model.structures segments in them: (B, C + K, *spatial) each, 0 .. 1.
-
-    Where nothing is segmented, or has been already, they stay as they are. So what is warped later need not be
-    segmented anew, warped and interpolated as it is. moving, fixed: (B, C, *spatial).
-    """
-    if not cfg["model.structures"] or moving.shape[1] > cfg["data.channels"]:
-        return moving, fixed
-    volumes = torch.cat([moving, fixed])
-    t = torch.zeros(len(volumes), dtype=torch.long, device=volumes.device)
-    with autocast(volumes.device, cfg["run.amp"]):
-        logits = net(volumes, t, segment="alone")
-    return torch.cat([volumes, structure_shares(logits)], dim=1).chunk(2)
-
-
-def segmented_labels(cfg):
-    """The labels of what a network with model.structures segments, in its order: a list of K ints.
-
-    They are those of the training's label maps, which it writes down as registration.labels; 1 .. K where a checkpoint
-    is of an earlier version.
-    """
-    count, wanted = cfg["model.structures"], cfg["registration.labels"].strip()
-    labels = [value for span in read_ranges(wanted, "registration.labels") for value in span] if wanted else []
-    return labels if len(labels) == count else list(range(1, count + 1))
-
-
-def label_map(shares, labels):
-    """The label that has the largest share in each voxel, (B, *spatial) int64 on the CPU; 0 is background.
-
-    shares: (B, K, *spatial), 0 .. 1, of the structures; the rest is background. labels: of the structures, K ints.
-    """
-    shares = shares.float().cpu()
-    return torch.tensor([0, *labels])[torch.cat([1 - shares.sum(1, keepdim=True), shares], dim=1).argmax(1)]
-
-
-def best_field(net, moving, fixed, cfg):
-    """Register volumes with a trained network, by several forward passes.
-
-    With registration.symmetric both directions are predicted. If they are exp(v) - id and exp(-v) - id, half their
-    difference is v up to third order; errors that do not depend on the direction cancel, and the flow of v does not
-    fold. With registration.rounds > 1 each further round registers the warped volume, and its field is composed with
-    the field so far: it adds what the round before did not reach.
-
-    moving, fixed: (B, C, *spatial) in [0, 1], or what `segmented` made of them.
-    Returns: field (B, N, *spatial) in voxels.
-    """
-    field = None
-    moving, fixed = segmented(net, moving, fixed, cfg)
-    for _ in range(cfg["registration.rounds"]):
-        seen = moving if field is None else warp(moving, field)
-        if cfg["registration.symmetric"]:
-            there, back = align(net, torch.cat([seen, fixed]), torch.cat([fixed, seen]), cfg).chunk(2)
-            update = exponential(0.5 * (there - back))
-        else:
-            update = align(net, seen, fixed, cfg)
-        field = update if field is None else compose(first=field, then=update)
-    return field
 
 
 def cases_of_rank(count, ranks):

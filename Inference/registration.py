@@ -35,7 +35,7 @@ from Dataloader.prepare import intensity_limits
 from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source
 from Diffusion.fields import across, resample, warp
 from Diffusion.losses import local_correlation, mapped_correlation
-from Diffusion.validation import best_field, label_map, segmented, segmented_labels
+from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Inference.affine import WINDOW, align_affine, of_one_modality
 from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS
 from Inference.labels import apply_field

@@ -10,7 +10,7 @@ import OM_train_3modes as om
 from Diffusion.diffuser import DeformDDPM, draw_velocity, image_count, label_count, middle
 from Diffusion.fields import compose, resize_field, warp
 from Diffusion.losses import NEGLIGIBLE, regularity
-from Diffusion.validation import align
+from Diffusion.predict import align
 from Runtime.device import autocast
 
 EPS = 1e-5

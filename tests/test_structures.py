@@ -18,7 +18,8 @@ from Diffusion.fields import warp
 from Diffusion.losses import segmentation_terms
 from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
-from Diffusion.validation import align, best_field, label_map, segmentation_dice, segmented, segmented_labels
+from Diffusion.predict import align, best_field, label_map, segmented, segmented_labels
+from Diffusion.validation import segmentation_dice
 from Inference.labels import apply_label
 from Inference.load_model import load_model
 from Inference.refine import refine

@@ -5,7 +5,8 @@ import torch
 from Diffusion.fields import compose, exponential, identity, warp
 from Diffusion.metrics import folding_percent
 from Diffusion.networks import build_network
-from Diffusion.validation import align, best_by, best_field, retrieval, validate_registration
+from Diffusion.predict import align, best_field
+from Diffusion.validation import best_by, retrieval, validate_registration
 from Runtime.config import load_config
 from tests.tiny import ROOT
 
