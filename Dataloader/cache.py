@@ -256,6 +256,9 @@ def read_manifest(folder, cfg):
     again = "run OM_prepare.py with this config"
     if not (folder / "manifest.json").is_file():
         plan = read_json(folder / "plan.json")
+        if not plan and not Path(cfg["data.root"]).exists():
+            raise InputError(f"data.root {cfg['data.root']}: there is no such data folder or list, and nothing "
+                             f"prepared in data.cache {folder}; name your volumes by --set data.root=FOLDER.")
         if not plan:
             raise InputError(f"data.cache {folder}: there is no prepared cache; {again} first.")
         check_settings(folder, plan["settings"], cfg)

@@ -151,8 +151,12 @@ def dry_run(cfg, world_size, modes):
           f"{on_device['run.amp']}), {memory['cpu'] / 2 ** 30:.1f} on a CPU ({on_cpu['run.amp']}): "
           f"{(memory['cpu'] - max(cost['peak'] for cost in costs.values())) / 2 ** 30:.1f} for weights, moments and "
           "averages, the rest for the largest mode")
-    print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; effective batch "
-          f"{split.samples} (ranks: {world_size})")
+    if volumes:
+        print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; effective batch "
+              f"{split.samples} (ranks: {world_size})")
+    else:
+        print(f"steps per epoch: unknown without volumes ({source}); effective batch {split.samples} (ranks: "
+              f"{world_size})")
     print(json.dumps({"parameters": parameters, "step_flops": sum(cost["flops"] for cost in costs.values()),
                       "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": split.samples}))
     return DONE

@@ -122,7 +122,8 @@ def check_config(flat, path):
     for key in flat:
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
-            raise InputError(f"{path}: unknown key {key}; did you mean {near}?")
+            raise InputError(f"{path}: unknown key {key}; did you mean {near}? A new key needs a line in "
+                             "Config/keys.yaml.")
     cfg = {}
     for key, rule in KEYS.items():
         if key not in flat:

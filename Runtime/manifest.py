@@ -24,8 +24,9 @@ def read_manifest(run):
     manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
     entries, best = manifest["checkpoints"], manifest["best"]
     pending = manifest.get("pending")
-    for name, entry in entries.items():  # what is no entry counts as damage here, not later
-        if any(type(entry[key]) is not kind for key, kind in KINDS.items()):
+    newest_first(entries)  # what is no entry counts as damage here, not later
+    for name, entry in entries.items():
+        if any(type(entry.get(key, kind())) is not kind for key, kind in KINDS.items()):
             raise ValueError(f"the entry of {name} is damaged")
     if best is not None and not (type(best["value"]) in (int, float) and isinstance(best["metric"], str)
                                  and best["checkpoint"] in entries):

@@ -162,7 +162,7 @@ def new_step(step, name="data"):
     """Begin a step of the run. name: its first phase; "data" waits for a batch, "epoch" also starts the loaders."""
     if STATE["file"] is None:
         return
-    STATE.update(step=step, step_began=time.time())
+    STATE.update(step=step, step_began=time.monotonic())
     phase(name)
 
 
@@ -175,9 +175,9 @@ def end_step():
         return {}
     phase("between steps")
     if "first step" not in STATE["took"]:
-        STATE["took"]["first step"] = time.time() - STATE["step_began"]
+        STATE["took"]["first step"] = time.monotonic() - STATE["step_began"]
     else:
-        STATE["steps"].append(time.time() - STATE["step_began"])
+        STATE["steps"].append(time.monotonic() - STATE["step_began"])
     return _take_spent()
 
 

@@ -8,6 +8,7 @@ import pytest
 import SimpleITK as sitk
 from scipy import ndimage
 
+import OM_prepare
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
 from Dataloader.grids import SAME_GRID, from_grid, same_grid
@@ -16,7 +17,7 @@ from Dataloader.prepare import describe, on_grid, original_header, to_original
 from Dataloader.synthetic import make_subject
 from Runtime.errors import InputError
 from tests.test_nifti import OBLIQUE, make_affine, to_itk
-from tests.tiny import ROOT
+from tests.tiny import ROOT, config
 
 WAVES = np.array([[0.11, 0.05, -0.07], [-0.04, 0.12, 0.06], [0.03, -0.08, 0.1]])  # radians per mm
 LOW, HIGH = -1000.0, 2000.0
@@ -332,3 +333,15 @@ def test_a_segmentation_is_no_image(tmp_path):
     item = save(tmp_path, label.astype(np.int16), np.eye(4))
     with pytest.raises(InputError, match="few whole numbers in large patches, a segmentation and no image"):
         on_grid(item, keys((16, 16, 16)))
+
+
+def test_a_page_that_cannot_be_written_blames_the_folder_of_logs(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    image = make_subject(0, 8)["image"]
+    monkeypatch.setattr("Runtime.page.write_page", full)
+    monkeypatch.setattr(OM_prepare, "sample_of", lambda *arguments: [("one", image, None)])
+    manifest = {"volumes": [["one", "one", "", 0, 0, False]], "refused": []}
+    with pytest.raises(InputError, match="run.logs .*: the page of the cache cannot be written there .*No space left"):
+        OM_prepare.write_report(tmp_path, manifest, config(tmp_path), 1)

@@ -1,0 +1,64 @@
+"""What pages say since a review found it missing or wrong, the page of promises, and the table of findings."""
+import os
+import re
+import subprocess
+
+import pytest
+
+from Dataloader.cache import read_manifest
+from Runtime.config import load_config
+from Runtime.errors import InputError
+from tests import findings
+from tests.tiny import ROOT
+
+
+@pytest.mark.parametrize("page, has, has_not", [
+    pytest.param("README.md", "10.1016|103987", None, id="E2"),
+    pytest.param("docs/features.md", "MultiMorph", None, id="E5"),
+    pytest.param("docs/training.md", "what was proven to learn at its size", None, id="C5"),
+    pytest.param("README.md", "--nodes=4 --gres=gpu:4 --ntasks-per-node=4", None, id="G13"),
+    pytest.param("Notebooks/register.ipynb", "100 steps of refinement", "`refine=60` then", id="G21"),
+    pytest.param("docs/registration.md", "OMP_NUM_THREADS.*0\\.71 mm", None, id="H26"),
+    pytest.param("docs/training.md", "so 0\\.92 shows no learning", "1 is what no prediction gets", id="I13"),
+    pytest.param("Diffusion/diffuser.py", "undo", "undo exactly", id="I14"),
+    pytest.param("docs/training.md", "tmux", None, id="F11")])
+def test_pages_say_what_a_review_missed(page, has, has_not):
+    text = (ROOT / page).read_text()
+    assert re.search(has, text, re.S), f"{page} does not say {has}"
+    assert not has_not or has_not not in text
+
+
+def test_a_fresh_clone_is_told_that_no_data_were_named(tmp_path):
+    cfg = load_config("config_om.yaml", [f"data.cache={tmp_path}", f"data.root={tmp_path / 'none'}"])
+    with pytest.raises(InputError, match="data.root .*none: there is no such data folder.*--set data.root=FOLDER"):
+        read_manifest(tmp_path, cfg)
+
+
+def test_bars_of_a_job_print_a_line_a_minute():
+    said = subprocess.run(["bash", "-c", 'root=$PWD; source Scripts/site.sh; echo "$TQDM_MININTERVAL"'], cwd=ROOT,
+                          text=True, capture_output=True, env={**os.environ, "CLUSTER": "local"}, timeout=60)
+    assert said.stdout.strip() == "60", said.stderr
+    assert "TQDM_MININTERVAL" in (ROOT / "bash_train_multi_nodes.sh").read_text()
+
+
+def test_every_promise_has_a_command_that_exists():
+    rows = re.findall(r"^\| \*\*([\d.]+)\*\* \| (.+) \| (.+) \|$", (ROOT / "docs/promises.md").read_text(), re.M)
+    numbers = [1] * 6 + [2] * 3 + [3] + [4] * 3 + [5] * 9 + [6] * 8 + [7] * 3 + [8] * 5
+    assert [int(number.split(".")[0]) for number, *_ in rows] == numbers
+    matrix = (ROOT / "tests/faults/run_matrix.py").read_text()
+    for number, _, commands in rows:
+        files = re.findall(r"(?:tests|Scripts)/[\w/]+(?:\.py|\.sh)?", commands)
+        assert files or "make faults" in commands, number
+        assert all((ROOT / file).exists() for file in files), f"{number}: {commands}"
+        titles = re.findall(r'"([^"]+)"', commands) if "run_matrix" in commands else []
+        assert all(f'"{title}"' in matrix for title in titles), f"{number}: {titles}"
+
+
+def test_the_table_of_findings_has_every_entry_once_and_names_real_tests():
+    ours = [entry for entry in findings.all_entries() if findings.issue_of(entry) == 48]
+    for entry in ours:
+        tables = (findings.MENDED, findings.NO_FAULT, findings.GONE, findings.OPEN)
+        homes = [table for table in tables if entry in table]
+        assert len(homes) == 1, f"{entry} stands in {len(homes)} tables"
+    missing = {entry: findings.missing_tests(entry) for entry in findings.MENDED}
+    assert not any(missing.values()), {entry: names for entry, names in missing.items() if names}
