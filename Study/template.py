@@ -115,7 +115,8 @@ def build(items, options, settings, out, args):
         starts = {row["name"]: (np.array(row["matrix"]) @ middle["before"]).tolist() for row in rows}
         plain, image = average_of(rows, middle, affine, args.sharpen)
         history.append({"round": number, "spacing_mm": spacing_mm, "moved": middle["moved"],
-                        "mean_left": middle["left"], "most_left": middle["most_left"], "sharpness": sharpness(plain),
+                        "mean_left": middle["left"], "most_left": middle["most_left"],
+                        "sharpness": sharpness(plain) / spacing_mm,
                         "similarity": average([row["similarity"] for row in rows])})
     return finish(out, rows, middle, image, affine, items, left_out, history)
 
@@ -366,7 +367,7 @@ def write_template_page(out, rows, failed, history, args):
     cards = [("subjects", len(rows), f"{len(failed)} left out" if failed else ""),
              ("mean of the logarithms", f"{last['mean_left']:.3f}",
               f"voxels, {last['most_left']:.2f} where it is longest"),
-             ("sharpness", f"{last['sharpness']:.4f}", "mean gradient before sharpening, of the range per voxel")]
+             ("sharpness", f"{last['sharpness']:.4f}", "mean gradient before sharpening, of the range per mm")]
     if "dice_pairs" in last:
         cards.append(("Dice", f"{last['dice_pairs']:.3f}", "mean over all pairs of subjects, on the template"))
     sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed))),
@@ -383,7 +384,7 @@ def write_template_page(out, rows, failed, history, args):
 def convergence_figure(history):
     """How far the template moves, how sharp it is and how alike the subjects are to it, round by round."""
     figure = Figure(figsize=(9.2, 2.6), layout="constrained")
-    panels = (("moved", "template moved, mean, voxels"), ("sharpness", "mean gradient of the plain mean"),
+    panels = (("moved", "template moved, mean, voxels"), ("sharpness", "mean gradient of the plain mean, per mm"),
               ("similarity", "similarity, mean of subjects"))
     for ax, (key, title) in zip(figure.subplots(1, len(panels)), panels):
         ax.plot([entry["round"] for entry in history], [entry[key] for entry in history], marker="o", color="#1668a8")

@@ -100,9 +100,9 @@ def test_the_template_lies_in_the_middle_and_is_sharper_than_the_mean(place):
     history = json.loads((place / "out/convergence.json").read_text())
     assert [entry["spacing_mm"] for entry in history] == pytest.approx([2, 4, 2])
     assert history[-1]["mean_left"] < 0.05 and history[-1]["similarity"] > history[0]["similarity"]
-    assert sharpness(image) > history[-1]["sharpness"] > 0
+    assert sharpness(image) / 2 > history[-1]["sharpness"] > 0  # voxels of 2 mm
     plain = np.mean([read_volume(place / f"group/imagesTr/s_{seed}.nii.gz")[0] for seed in range(4)], axis=0)
-    assert history[-1]["sharpness"] > sharpness(plain / plain.max())
+    assert history[-1]["sharpness"] > sharpness(plain / plain.max()) / 2
     assert history[-1]["dice_pairs"] > 0.6
     logs = []
     for row in results["pairs"]:

@@ -1,0 +1,150 @@
+"""Labels from a few labelled volumes: ours beside majority vote, one atlas, and ANTs' joint label fusion.
+
+    python tests/bench/bench_segment.py --json [--sets hippocampus] [--part test] [--limit N] [--peers-python PYTHON]
+
+hippocampus: ATLASES of ids below 203 label crops of ids from 203 on (--part choose: others below 203, on which the
+parameters of Study/fusion.py were chosen). brains: the first seven label the others at 2 mm, tissues and 138 labels.
+All methods join the same registrations, those of `omnimorph segment`: what differs is how labels are joined. ANTs has
+its own fusion (beta 4, radius 2), within two voxels around any label and of intensities of 0 to 100; it is run by
+--peers-python, and without that its column is empty. Dice is the mean over labels, then over images. The last line is
+JSON.
+"""
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from peers import peers_python
+from scipy import ndimage
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+import omnimorph  # noqa: E402
+from Dataloader.grids import intensity_range, rescale, to_grid  # noqa: E402
+from Dataloader.nifti import read_label, read_volume  # noqa: E402
+from Diffusion.metrics import average, dice  # noqa: E402
+from Inference.labels import apply_label, vote  # noqa: E402
+from Runtime.errors import DONE, STOP, InputError  # noqa: E402
+from Study.fusion import fuse  # noqa: E402
+
+DATA = ROOT.parent / "shared/data"
+ATLASES = ("001", "014", "025", "036", "046")  # of the hippocampus, apart from each other: neighbours may be one person
+FIRST_TEST = 203
+KINDS = {"hippocampus": ("labelsTr",), "brains": ("labelsTr", "tissuesTr")}
+METHODS = ("ours", "majority", "one", "jlf")
+JOINT = """
+import sys, numpy as np, ants
+for path in sys.argv[1:]:
+    held = np.load(path)
+    maps = [np.where(label == 0, held["maps"].max() + 1, label).astype(np.float32) for label in held["maps"]]
+    image = lambda array: ants.from_numpy(np.ascontiguousarray(array, np.float32))
+    found = ants.joint_label_fusion(image(held["image"]), image(held["mask"]), [image(each) for each in held["warped"]],
+                                    label_list=[image(each) for each in maps], beta=4, rad=2)["segmentation"].numpy()
+    np.save(path + ".jlf.npy", np.where(found > held["maps"].max(), 0, found))
+"""  # label 0 is none to ANTs, so the background is a label here
+
+
+def subjects(name, part):
+    """Files of the atlases and of the images to label, in two lists."""
+    files = sorted((DATA / name / "imagesTr").glob("*.nii.gz"))
+    if not files:
+        raise InputError(f"{DATA / name}: no volumes there; the benchmark needs that data set.")
+    if name == "brains":
+        return (files[:7], files[7:]) if part == "test" else (files[:5], files[5:7])
+    atlases = [path for path in files if path.name[12:15] in ATLASES]
+    numbers = {path: int(path.name[12:15]) for path in files}
+    wanted = [path for path in files if path not in atlases and (numbers[path] >= FIRST_TEST) == (part == "test")]
+    return atlases, wanted[::max(len(wanted) // 20, 1)]
+
+
+def at_2mm(path, order):
+    """A brain at 2 mm: array, affine."""
+    array, affine = read_volume(path) if order else read_label(path)
+    size = tuple(-(-n // 2) for n in array.shape)
+    return to_grid(array, affine, max(size), 2.0, order=order)
+
+
+def registered(name, atlas, image, out):
+    """An atlas on an image: dict of image, warped and, for each kind of labels, its map and the truth. Kept on disk."""
+    path = out / name / f"{atlas.name[:-7]}_to_{image.name[:-7]}.npz"
+    if path.is_file():
+        return dict(np.load(path))
+    read = at_2mm if name == "brains" else lambda file, order: read_volume(file) if order else read_label(file)
+    found = omnimorph.register(read(image, 1), read(atlas, 1), device="cpu")
+    held = {"image": found.fixed.array, "warped": found.warped}
+    for kind in KINDS[name]:
+        label, affine = read(atlas.parent.parent / kind / atlas.name, 0)
+        held[f"map {kind}"] = apply_label(label, affine, found.field, found.fixed.affine)
+        held[f"truth {kind}"] = read(image.parent.parent / kind / image.name, 0)[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **held)
+    return held
+
+
+def joint_label_fusion(peers, folder, image, warped, maps):
+    """ANTs' joined labels (*size), or None without its environment."""
+    if peers is None:
+        return None
+    mask = ndimage.binary_dilation(np.any([label > 0 for label in maps], axis=0), iterations=2)
+    path = folder / "joint.npz"
+    image, *warped = (100 * rescale(each, *intensity_range(each)) for each in (image, *warped))  # as it needs them
+    np.savez(path, image=image, warped=np.stack(warped), maps=np.stack(maps), mask=mask)
+    done = subprocess.run([peers, "-c", JOINT, str(path)], capture_output=True, text=True)
+    if done.returncode:
+        raise InputError(f"ANTs' joint label fusion failed: {done.stderr.strip().splitlines()[-1]}.")
+    return np.load(f"{path}.jlf.npy")
+
+
+def score(name, part, limit, out, peers):
+    """{method: mean Dice} of a set, for each kind of labels, and how many images and atlases there are."""
+    atlases, images = subjects(name, part)
+    images = images[:limit]
+    found = {kind: {method: [] for method in METHODS} for kind in KINDS[name]}
+    seconds = dict.fromkeys(("ours", "jlf"), 0.0)
+    for number, image in enumerate(images, 1):
+        held = [registered(name, atlas, image, out) for atlas in atlases]
+        warped = [each["warped"] for each in held]
+        for kind in KINDS[name]:
+            maps, truth = [each[f"map {kind}"] for each in held], held[0][f"truth {kind}"]
+            values = [int(value) for value in np.unique(truth) if value]
+            scores = found[kind]
+            began = time.process_time()
+            scores["ours"].append(average(dice(fuse(held[0]["image"], warped, maps)[0], truth, values)))
+            seconds["ours"] += time.process_time() - began
+            scores["majority"].append(average(dice(vote(maps)[0], truth, values)))
+            scores["one"].append(average([average(dice(label, truth, values)) for label in maps]))
+            joined = joint_label_fusion(peers, out, held[0]["image"], warped, maps)
+            if joined is not None:
+                scores["jlf"].append(average(dice(joined, truth, values)))
+        print(f"{name} {number}/{len(images)} {image.name}: "
+              + ", ".join(f"{method} {values[-1]:.4f}" for method, values in scores.items() if values), flush=True)
+    return {**{kind: {method: round(float(np.mean(values)), 4) if values else None for method, values in scores.items()}
+               for kind, scores in found.items()}, "images": len(images), "atlases": len(atlases),
+            "fusion_cpu_seconds": round(seconds["ours"] / max(len(images), 1), 2)}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Labels joined from several atlases, beside other ways.")
+    parser.add_argument("--json", action="store_true", help="print the scores as one line of JSON (always done)")
+    parser.add_argument("--sets", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
+    parser.add_argument("--part", choices=("choose", "test"), default="test")
+    parser.add_argument("--limit", type=int, default=None, metavar="N", help="images of a set")
+    parser.add_argument("--peers-python", metavar="PYTHON", help="interpreter with requirements-peers.txt, for jlf")
+    parser.add_argument("--out", type=Path, default=Path("/tmp/bench-segment"), help="where registrations are kept")
+    args = parser.parse_args(argv)
+    try:
+        peers = str(peers_python(args.peers_python)) if args.peers_python else None
+        found = {name: score(name, args.part, args.limit, args.out, peers) for name in args.sets}
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+    print(json.dumps({"part": args.part, **found}))
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
