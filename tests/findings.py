@@ -125,7 +125,7 @@ OPEN = {
     "B17": "mended: --dry-run, --config=FILE, mawk, PBS -V, partial files of other hosts, Path.exists, old bash; open: "
            "the figure before the epoch's save",
     "C7": "the dry run of config_om.yaml on no data says unknown, without a test",
-    "C8": "pages for part of the points only",
+    "C8": "docs/trouble.md has nine of the points; open: data.train_fraction, old Intel stacks, hours by GPUs",
     "E6": "BIDS derivatives, DICOM, 4D series, the transform of a MONAI Compose",
     "E7": "nitransforms as a judge of matrices",
     "F13": "the sentence is there, without a test",

@@ -16,6 +16,7 @@ from tests.tiny import ROOT
     pytest.param("README.md", "10.1016|103987", None, id="E2"),
     pytest.param("docs/features.md", "MultiMorph", None, id="E5"),
     pytest.param("docs/training.md", "what was proven to learn at its size", None, id="C5"),
+    pytest.param("docs/trouble.md", "refresh_process_group_every.*filter-repo.*squeue", "train_fraction", id="C8"),
     pytest.param("README.md", "--nodes=4 --gres=gpu:4 --ntasks-per-node=4", None, id="G13"),
     pytest.param("Notebooks/register.ipynb", "100 steps of refinement", "`refine=60` then", id="G21"),
     pytest.param("docs/registration.md", "OMP_NUM_THREADS.*0\\.71 mm", None, id="H26"),

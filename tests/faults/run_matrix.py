@@ -260,8 +260,10 @@ def stale_handles(folder, ranks, reference):
     """The first two restarts cannot copy the cache: that is the file system, and it passes."""
     settings = prepare(folder.parent)
     reference = undisturbed(folder.parent, ranks, settings, ", cache")
-    faults = [{"do": "kill", **FORWARD}, *({"id": f"stale{n}", "do": "stale_copies", "rank": 0, "phase": "data set",
-                                            "attempt": n, "last_attempt": n} for n in (1, 2))]
+    # Whichever rank of the node is first copies for both.
+    faults = [{"do": "kill", **FORWARD},
+              *({"id": f"stale{n}rank{rank}", "do": "stale_copies", "rank": rank, "phase": "data set", "attempt": n,
+                 "last_attempt": n} for n in (1, 2) for rank in range(ranks))]
     (folder / "memory").mkdir()
     code = wait(launch(folder, ranks, faults, **settings, data__stage=str(folder / "memory"),
                        run__patience_s=90 * SLOW))

@@ -245,7 +245,7 @@ def slow_calls(fault, frame):
 def stale_copies(fault, frame):
     """The copy is gone, and the file handles of what is copied are stale, as after an NFS server has started anew."""
     for copy in (Path(os.environ["FAULT_DIR"]) / "memory").iterdir():
-        shutil.rmtree(copy)  # else the copy of the round before would be taken
+        shutil.rmtree(copy, ignore_errors=True)  # else the copy of the round before would be taken
 
     def stale(path, target, checksum=None):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
