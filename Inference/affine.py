@@ -12,6 +12,7 @@ import itertools
 
 import numpy as np
 import torch
+from scipy import optimize
 from scipy.spatial.transform import Rotation
 
 from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
@@ -29,12 +30,12 @@ from Runtime.errors import InputError
 
 SIDES = {2: (24, 48, 96, 192), 3: (16, 32, 64, 96)}  # voxels along the longest side, never finer than the volume
 # By registration.similarity: (level, similarity, how many maps go on at most, iterations for each of them).
-STAGES = {"correlation": [(1, "local", 3, 10), (2, "local", 1, 20), (3, "local", 1, 20)]}
+STAGES = {"correlation": [(1, "local", 8, 10), (2, "local", 1, 20), (3, "local", 1, 20)]}
 # Of what compares volumes of different modalities, mutual information alone does not mind how a volume is turned.
 STAGES["mapped"] = STAGES["mind"] = [(1, "mutual", 4, 20), (2, "mutual", 2, 20), (3, "mutual", 1, 10)]
 TURNS = {"global": 500, "mutual": 100}  # that are tried in 3D; neighbours are about 20 and 35 degrees apart
 TURNS_2D = 24
-TRIED = {"global": 10, "mutual": 6}  # maps that are optimised at the coarsest level
+TRIED = {"global": 24, "mutual": 6}  # maps that are optimised at the coarsest level
 STEPS, STEP = 25, 0.03  # of Adam there
 HOPEFUL = 0.8  # similarity, as a fraction of the best map's, below which a map is given up
 WINDOW = 7  # of the local correlation, in voxels of the level
@@ -48,8 +49,9 @@ STRAIN = {"global": 0.7, "local": 0.7, "mutual": 0.0}
 OTHER_SIZE = 1.5  # times by which sizes differ where moments are believed in, and headers are not
 APART = 4  # voxels of the coarsest level, from which on two maps there count as different answers
 MOST_BINS = 32  # of the joint histogram; small volumes, whose voxels would not fill it, have fewer
-NEAR = 45.0  # degrees up to which a map is turned about as the headers say
-LEAP = 0.2  # of what the best map so near lacks to perfect similarity: what one that is turned further gains at least
+NEAR = 75.0  # degrees up to which a map is turned about as the headers say
+LEAP = 0.2  # of what the best map so near lacks to perfect similarity: what one that is turned further gains at least,
+# and of two modalities what any map gains over the best start
 BETTER = 0.02  # of what the header's map lacks to perfect similarity: what another one gains at least
 ONE_SIGN = 0.87  # of the correlation in all windows has one sign where two volumes are taken for one modality
 COMPARED = 2  # level on which structures are compared
@@ -130,24 +132,25 @@ def _found(volumes, frames, header, shapes, kind, similarity, finest):
 
 @torch.no_grad()
 def _of_two_modalities(volumes, frames, header, shapes, kind, finest):
-    """Of the starts and the maps that mutual information finds, the one under which structures are most alike.
+    """The start under which structures are most alike, or what mutual information finds if that gains LEAP over it.
 
     Mutual information of two modalities is small wherever volumes lie, and its maximum may be far from their anatomy.
     A rigid map is tried too, since there is less that can go wrong. Returns: as `_found`, without the levels.
     """
-    found = [(torch.from_numpy(start), {}) for start in header]
-    for each in dict.fromkeys(("rigid", kind)):
-        with torch.enable_grad():
-            matrix, scores, levels = _found(volumes, frames, header, shapes, each, "mind", finest)
-        found.append((matrix, scores))
-    level = levels[COMPARED]
+    found = [_found(volumes, frames, header, shapes, each, "mind", finest) for each in dict.fromkeys(("rigid", kind))]
+    level = found[-1][2][COMPARED]
     described = self_similarity(level["fixed"])
-    structures = []
-    for matrix, _ in found:
+
+    def alike(matrix):
         warped, weight = _shown(matrix[None], level)
-        structures.append(float(likeness(self_similarity(warped * (weight > 0)), described, level["textured"])))
-    matrix, scores = found[int(np.argmax(structures))]
-    return matrix, scores or {**found[-1][1], "affine_similarity": found[-1][1]["affine_similarity_before"]}
+        return float(likeness(self_similarity(warped * (weight > 0)), described, level["textured"]))
+
+    # Not with the centres of intensity matched: of two modalities they are different places.
+    usual = max(map(torch.from_numpy, header[:2]), key=alike)
+    matrix, scores, _ = max(found, key=lambda entry: alike(entry[0]))
+    if alike(matrix) - alike(usual) < LEAP * (1.0 - alike(usual)):
+        return usual, {**scores, "affine_similarity": scores["affine_similarity_before"]}
+    return matrix, scores
 
 
 @torch.no_grad()
@@ -562,15 +565,15 @@ def _distinct(maps, count, level, distance_mm):
 
 def _together(starts, level, similarity):
     """All starts (B, N, N + 1) with parameters after some steps of Adam: list of (start, parameters)."""
-    parameters = torch.zeros(len(starts), len(level["basis"]), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([parameters], lr=STEP)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        _loss(starts, parameters, level, similarity).sum().backward()
-        optimizer.step()
-        schedule.step()
-    parameters = parameters.detach()
+    # Adam by hand (Kingma and Ba, ICLR 2015): torch.optim takes over a second to import torch._dynamo.
+    parameters = torch.zeros(len(starts), len(level["basis"]), dtype=torch.float64)
+    mean, square = torch.zeros_like(parameters), torch.zeros_like(parameters)
+    for number in range(STEPS):
+        slope = _slope(starts, parameters, level, similarity)[1]
+        mean, square = torch.lerp(mean, slope, 0.1), torch.lerp(square, slope.square(), 0.001)
+        step = STEP * (1.0 - 0.9 * number / STEPS)
+        first, second = (1.0 - decay ** (number + 1) for decay in (0.9, 0.999))
+        parameters = parameters - step * (mean / first) / ((square / second).sqrt() + 1e-8)
     # The starts themselves stay among the maps: the header's may be perfect.
     return [*zip(starts[:1], torch.zeros_like(parameters[:1])), *zip(starts, parameters)]
 
@@ -605,20 +608,22 @@ def _kept(found, header, level, similarity):
 
 def _optimise(start, parameters, level, similarity, iterations):
     """The start and its parameters after some iterations of L-BFGS at one level."""
-    parameters = parameters.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([parameters], max_iter=iterations, max_eval=2 * iterations, history_size=12,
-                                  tolerance_grad=1e-6, tolerance_change=1e-7, line_search_fn="strong_wolfe")
+    def loss_and_slope(values):
+        loss, slope = _slope(start[None], torch.from_numpy(values)[None], level, similarity)
+        return float(loss), slope[0].numpy()
 
-    def closure():
-        optimizer.zero_grad()
-        loss = _loss(start[None], parameters[None], level, similarity)[0]
-        loss.backward()
-        return loss
-
-    before = parameters.detach().clone()
-    optimizer.step(closure)
+    found = optimize.minimize(loss_and_slope, parameters.numpy(), jac=True, method="L-BFGS-B", options={
+        "maxiter": iterations, "maxfun": 2 * iterations, "maxcor": 12, "gtol": 1e-6, "ftol": 1e-7})
     # In volumes of a few voxels, which show too little, the parameters can diverge.
-    return start, parameters.detach() if bool(parameters.isfinite().all()) else before
+    return start, torch.from_numpy(found.x) if np.isfinite(found.x).all() else parameters
+
+
+def _slope(starts, parameters, level, similarity):
+    """The sum of the losses of some maps, and its derivatives by their parameters (B, P)."""
+    with torch.enable_grad():
+        parameters = parameters.detach().requires_grad_()
+        loss = _loss(starts, parameters, level, similarity).sum()
+        return loss.detach(), torch.autograd.grad(loss, parameters)[0]
 
 
 @torch.no_grad()
