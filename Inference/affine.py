@@ -50,9 +50,10 @@ OTHER_SIZE = 1.5  # times by which sizes differ where moments are believed in, a
 APART = 4  # voxels of the coarsest level, from which on two maps there count as different answers
 MOST_BINS = 32  # of the joint histogram; small volumes, whose voxels would not fill it, have fewer
 NEAR = 75.0  # degrees up to which a map is turned about as the headers say
-LEAP = 0.2  # of what the best map so near lacks to perfect similarity: what one that is turned further gains at least,
-# and of two modalities what any map gains over the best start
+LEAP = 0.2  # of what the best map so near lacks to perfect similarity: what one that is turned further gains at least
+LEAP_OF_TWO = 0.12  # the same of two modalities, for any map over the best start, by the likeness of structures
 BETTER = 0.02  # of what the header's map lacks to perfect similarity: what another one gains at least
+LEAST_GAIN = 0.001  # what it gains at least whatever that one lacks: two equal volumes have 0.999 by rounding
 ONE_SIGN = 0.87  # of the correlation in all windows has one sign where two volumes are taken for one modality
 COMPARED = 2  # level on which structures are compared
 
@@ -132,7 +133,7 @@ def _found(volumes, frames, header, shapes, kind, similarity, finest):
 
 @torch.no_grad()
 def _of_two_modalities(volumes, frames, header, shapes, kind, finest):
-    """The start under which structures are most alike, or what mutual information finds if that gains LEAP over it.
+    """The start under which structures are most alike, or what mutual information finds if that gains LEAP_OF_TWO.
 
     Mutual information of two modalities is small wherever volumes lie, and its maximum may be far from their anatomy.
     A rigid map is tried too, since there is less that can go wrong. Returns: as `_found`, without the levels.
@@ -148,7 +149,7 @@ def _of_two_modalities(volumes, frames, header, shapes, kind, finest):
     # Not with the centres of intensity matched: of two modalities they are different places.
     usual = max(map(torch.from_numpy, header[:2]), key=alike)
     matrix, scores, _ = max(found, key=lambda entry: alike(entry[0]))
-    if alike(matrix) - alike(usual) < LEAP * (1.0 - alike(usual)):
+    if alike(matrix) - alike(usual) < LEAP_OF_TWO * (1.0 - alike(usual)):
         return usual, {**scores, "affine_similarity": scores["affine_similarity_before"]}
     return matrix, scores
 
@@ -601,7 +602,7 @@ def _kept(found, header, level, similarity):
     grid; where one leads out of the moving volume nothing is alike.
     """
     of_header, of_found = _alike(torch.stack([header, found]), {**level, "attainable": 1.0}, similarity).tolist()
-    if of_found > of_header + BETTER * (1.0 - of_header):
+    if of_found > of_header + max(BETTER * (1.0 - of_header), LEAST_GAIN):
         return found, (of_header, of_found)
     return header, (of_header, of_header)
 
