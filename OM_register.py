@@ -67,8 +67,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--refine", type=int, nargs="?", const=STEPS, metavar="N",
                         help=f"optimise the field for each pair, in N steps ({STEPS}; 0 for none)")
     parser.add_argument("--similarity", choices=SIMILARITIES, help="by what alignment and refinement compare: "
-                        "correlation; for two modalities, such as T1 and T2, mapped or mind (as in the config: "
-                        "correlation, where the model was not trained with another)")
+                        "correlation; for two modalities, such as T1 and T2, mapped or mind; auto asks the "
+                        "pair whether it is of two (as in the config, which says auto)")
     parser.add_argument("--start", choices=STARTS, default="auto", help="where the moving volume begins: as the "
                         "headers say, with the centres of the fields of view on each other, or the more similar of "
                         "the two (%(default)s)")
