@@ -157,7 +157,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
     began = time.perf_counter()
     placed = align(fixed, moving, affine, start, cfg, as_trained=net is not None)
-    cfg = {**cfg, "registration.similarity": placed.compared_by}
+    cfg = cfg | {"registration.similarity": placed.compared_by}
     solution = solve(net, placed, fixed, moving, refine, cfg, device, progress)
     return bring_back(solution, fixed, moving, inverse, cfg, began)
 
