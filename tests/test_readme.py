@@ -226,7 +226,7 @@ def bring(folder, layout, images):
 def edit_config(folder, changes):
     """Change keys of Config/config_om.yaml. changes: {dotted key: value}."""
     path = folder / "Config/config_om.yaml"
-    content = yaml.safe_load(path.read_text())
+    content = yaml.load(path.read_text(), Loader=yaml.BaseLoader)  # `off` stays a text
     for key, value in changes.items():
         section, name = key.split(".")
         content[section][name] = value
