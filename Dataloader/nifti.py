@@ -261,8 +261,8 @@ def placement_doubts(path, dims=3):
     try:
         sform, qform = header.get_sform(), header.get_qform() if has_qform else None
     except ValueError:
-        return [f"{path}: the quaternion of its qform is no rotation, and ITK may refuse the file: repair it, or set the "
-                "qform code to 0."]
+        return [f"{path}: the quaternion of its qform is no rotation, and ITK may refuse the file: repair it, or set "
+                "the qform code to 0."]
     if not (has_sform or has_qform):
         return [f"{path}: its header does not say where it lies (sform and qform code are 0); here its centre is at 0, "
                 "in ITK its first voxel is: give it a place, for example by fslorient or nibabel."]
