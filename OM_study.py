@@ -21,11 +21,10 @@ from Runtime import __version__  # first of all: a Python that is too old ends h
 # isort: split
 import argparse
 import importlib
-import signal
 import sys
 
 from Inference.choices import LABELS, SIMILARITIES
-from Runtime.errors import STOP, InputError, attempt, parse_options
+from Runtime.errors import STOP, InputError, parse_options, run_program
 
 # {subcommand: file of Study/ that has a function of this name}
 HOMES = {"segment": "atlases", "template": "template", "jacobian": "jacobian", "qc": "qc", "motion": "motion",
@@ -169,19 +168,7 @@ def run(args):
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
-    try:
-        code = attempt(args.out, run, args)
-        if not isinstance(code, str):
-            return code
-        print(f"error: {code}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {error.filename or args.out}: {error.strerror or error}; results cannot be written there.",
-              file=sys.stderr)
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again, it goes on", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return STOP
+    return run_program(run, parse_arguments(argv))
 
 
 if __name__ == "__main__":

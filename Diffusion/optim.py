@@ -393,7 +393,7 @@ def ema_weights(net, ema):
 
 @torch.no_grad()
 def put_weights(net, weights):
-    """Copy {name: tensor} into the network's parameters; nothing where there are none."""
+    """Copy {name: tensor} into the network's parameters; an empty dict changes nothing."""
     if weights:
         pairs = [(own_part(parameter), own_part(weights[name])) for name, parameter in net.named_parameters()]
         torch._foreach_copy_(*map(list, zip(*pairs)))

@@ -1,4 +1,4 @@
-"""What a network is asked for: to align two volumes, in one pass or several, and to segment them."""
+"""What a trained network predicts: fields that align two volumes, in one pass or several, and segmentations."""
 import torch
 
 from Dataloader.datalist import read_ranges

@@ -92,14 +92,15 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     frames, header, shapes = _frames(fixed, fixed_affine, moving, moving_affine)
     search = (volumes, frames, header, shapes)
     found = [] if similarity in ("mapped", "mind") else [_found(*search, kind, "correlation", finest)]
-    mixed = similarity == "auto" and _one_sign(*found[0]) < ONE_SIGN
+    one_sign = _one_sign(found[0]) if found else None
+    mixed = similarity == "auto" and one_sign < ONE_SIGN
     if not found or mixed or (similarity == "auto" and _far(found[0][0], header[0])):
         others = [_found(*search, each, "mind", finest) for each in dict.fromkeys(("rigid", kind))]
         leap = LEAP_OF_TWO if similarity == "auto" else 0.0  # who names the measure knows that mutual information suits
         found = [_by_structures(others if mixed else [*found, *others], header, leap)]
-    (matrix, scores, levels), = found
-    scores["one_sign"] = _one_sign(matrix, scores, levels) if similarity in ("correlation", "auto") else None
-    return frames[1] @ _embed(matrix.numpy()) @ np.linalg.inv(frames[0]), scores
+        one_sign = _one_sign(found[0]) if similarity == "auto" else None
+    (matrix, scores, _), = found
+    return frames[1] @ _embed(matrix.numpy()) @ np.linalg.inv(frames[0]), {**scores, "one_sign": one_sign}
 
 
 def of_one_modality(scores):
@@ -151,20 +152,23 @@ def _by_structures(found, header, leap):
         return float(likeness(self_similarity(warped * (weight > 0)), described, level["textured"]))
 
     # Not with the centres of intensity matched: of two modalities they are different places.
-    usual = max(map(torch.from_numpy, header[:2]), key=alike)
-    best = max(found, key=lambda entry: alike(entry[0]))
-    if alike(best[0]) - alike(usual) < leap * (1.0 - alike(usual)):
-        return usual, {**best[1], "affine_similarity": best[1]["affine_similarity_before"]}, best[2]
-    return best
+    starts = [torch.from_numpy(start) for start in header[:2]]
+    of_starts, of_found = [alike(start) for start in starts], [alike(matrix) for matrix, *_ in found]
+    matrix, scores, levels = found[int(np.argmax(of_found))]
+    if max(of_found) - max(of_starts) < leap * (1.0 - max(of_starts)):
+        matrix, scores = starts[int(np.argmax(of_starts))], {
+            **scores, "affine_similarity": scores["affine_similarity_before"]}
+    return matrix, scores, levels
 
 
 @torch.no_grad()
-def _one_sign(matrix, _, levels):
+def _one_sign(found):
     """How much of the correlation in all windows, without its sign, has the sign of the most: 0.5 .. 1.
 
     Volumes of one modality correlate in nearly all windows, those of two in some like this and in some like that.
-    Arguments: of `_found`.
+    found: what `_found` returns.
     """
+    matrix, _, levels = found
     level = levels[COMPARED]
     warped, weight = _shown(matrix[None], level)
     values, counted = local_correlation_map(warped, level["fixed"], WINDOW, False, weight * level["textured"])

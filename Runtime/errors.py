@@ -1,4 +1,5 @@
 """The one exception for bad input, the test for exhausted memory, and the exit codes of all programs."""
+import signal
 import sys
 
 # Any other exit code is a crash, after which the launcher tries again.
@@ -56,3 +57,19 @@ def attempt(name, function, *args):
             raise
         return (f"{name}: there is not enough memory ({first_line(error)}); use a smaller volume, fewer workers, or a "
                 "device or machine with more.")
+
+
+def run_program(run, args):
+    """Call run(args), a program with its options, of which `out` is where its results go. Returns the exit code."""
+    try:
+        code = attempt(args.out, run, args)
+        if not isinstance(code, str):
+            return code
+        print(f"error: {code}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error.filename or args.out}: {error.strerror or error}; results cannot be written there.",
+              file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again, it goes on", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return STOP

@@ -1,8 +1,8 @@
 """Segment volumes by a few labelled ones: the most similar of them are registered to each, and their labels joined.
 
 Every vote is about one image: each atlas is brought to it here, and nothing that was brought elsewhere can take part.
-An atlas that is the image itself never votes, one that shows the same person only where that is asked for: the result
-would look better than it is on anybody else.
+An atlas that is the image itself never votes, and one of the same person votes only on request, since the result would
+look better than it is on anybody else.
 """
 import functools
 from pathlib import Path

@@ -20,7 +20,7 @@ def volumes_of(sources, ids="", pattern=""):
     """The volumes that a command line names, as Dataloader/datalist.py describes them, in its order.
 
     sources: files, folders, lists or patterns. ids: numbers and ranges as in `select`. pattern: names the subjects.
-    Raises InputError where there is none, and for two of one name.
+    Raises InputError if there are none, and if two have the same name.
     """
     items = []
     for source in sources:
@@ -81,7 +81,7 @@ def quietly(function, *args, **options):
 
 
 def write_table(path, columns, rows):
-    """Write a table of tab-separated values, as BIDS has them: n/a where there is none, numbers with 6 digits."""
+    """Write a table of tab-separated values, as BIDS has them: n/a for a missing value, numbers with 6 digits."""
     text = io.StringIO()
     writer = csv.writer(text, delimiter="\t", lineterminator="\n")
     writer.writerow(columns)

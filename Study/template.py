@@ -216,7 +216,7 @@ def logarithm(field, rounds=2):
 
 
 def log_matrix(matrix):
-    """The real logarithm of a 4x4 affine map, (4, 4); that of the identity where there is none."""
+    """The real logarithm of a 4x4 affine map, (4, 4); that of the identity if the map has no real logarithm."""
     found = linalg.logm(np.asarray(matrix, np.float64))
     return found.real if np.isrealobj(found) or np.abs(found.imag).max() < 1e-6 else np.zeros((4, 4))
 
