@@ -2,20 +2,24 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import ANY
 
 import pytest
 
+from Dataloader import cache
+from Dataloader.datalist import read_datalist
+from Dataloader.staging import release, stage
 from Runtime.attempts import free_port
+from Runtime.global_batch import split_step
 from Scripts.preflight import checks, collect, preflight
 from tests import launching
-from tests.tiny import ROOT, arguments, config
+from tests.tiny import ROOT, arguments, config, make_data
 
 GIB, MIB = 2 ** 30, 2 ** 20
 FACTS = {"arrival": {"world_size": 4}, "code": {"python": "3.11.7", "torch": "2.13.0", "commit": "aaa"},
@@ -150,11 +154,11 @@ def test_what_may_pass_is_looked_at_once_more(tmp_path, capsys):
 
 def test_a_late_answer_warns(judge):
     found = healthy()
-    found[2, "memory"].update(late=True, said="activations were not counted in time", do="")
+    found[2, "forward"].update(late=True, said="the processors are busy", do="")
     code, output, rows, printed = judge(found)
     assert (code, output) == (0, "EXCLUDED=\n") and "passed on 2 nodes" in printed
-    assert ["memory", "late", "n2 (h2)", "2", "activations were not counted in time"] in [row[:5] for row in rows]
-    assert ["memory", "ok", "2 nodes", "1 rank", "well"] in rows
+    assert ["forward", "late", "n2 (h2)", "2", "the processors are busy"] in [row[:5] for row in rows]
+    assert ["forward", "ok", "2 nodes", "3 ranks", "well"] in rows
 
 
 def test_no_good_node_stops(judge):
@@ -304,13 +308,11 @@ def test_memory_beyond_what_slurm_gave(tmp_path):
     found = checks.check_memory(given, print)
     # 2 ranks x (1 GiB + 125 MiB + 12 workers x 190 MiB and little more)
     assert not found["ok"]
-    assert re.match(r"needs 6\.7 of 5\.9 GiB: 2 ranks x \(1\.1\d \+ activations 0\.02 \+ 12 workers x 0\.19 \+ batches "
-                    r"0\.00\) \+ checkpoint 0\.00$", found["said"])
+    assert re.match(r"needs 6\.7 of 5\.9 GiB: 2 ranks x \(1\.1\d \+ 12 workers x 0\.19 \+ batches 0\.00\) "
+                    r"\+ checkpoint 0\.00$", found["said"])
     assert found["do"].startswith("data.num_workers=9 would fit")
     given["variables"]["SLURM_MEM_PER_NODE"] = "8000"
-    found = checks.check_memory(given, print)
-    of_each_mode = checks.check_memory({**given, "cfg": {**given["cfg"], "optim.moments": "per_mode"}}, print)
-    assert found["ok"] and 3 * of_each_mode["need"]["checkpoint"] == 7 * found["need"]["checkpoint"]
+    assert checks.check_memory(given, print)["ok"]
     given["cfg"] = config(tmp_path, data__in_memory=True, data__expect_samples=10 ** 6)
     found = checks.check_memory(given, print)
     assert not found["ok"] and found["do"].startswith("set data.in_memory=false")
@@ -343,53 +345,86 @@ def test_answers_of_checks_however_they_end(tmp_path):
 
 def test_a_check_that_only_needs_processor_time_is_late_and_not_failed(tmp_path, monkeypatch):
     given = context(tmp_path)
-    monkeypatch.setattr(checks, "activation_bytes", lambda cfg, world_size, modes: time.sleep(60))
-    found = preflight.answer(checks.check_memory, {**given, "ends": time.monotonic() + 2})
-    assert found["ok"] and found["late"] and found["said"].startswith("activations were not counted in time; the rest")
     monkeypatch.setattr(checks, "build_network", lambda cfg, device: time.sleep(60))
     found = preflight.answer(checks.check_forward, {**given, "ends": time.monotonic() + 1})
     assert found["ok"] and found["late"] and "the processors of this node are busy" in found["said"]
     assert found["process_bytes"] == 0
-    given["variables"]["SLURM_MEM_PER_NODE"] = "500"  # too little without activations
-    found = preflight.answer(checks.check_memory, {**given, "ends": time.monotonic() + 2})
-    assert not found["ok"] and found["said"].startswith("activations were not counted in time; the rest needs 2.")
 
 
-def test_activations_are_counted_once_for_a_config(tmp_path, monkeypatch):
-    counted = []
-
-    def count(cfg, world_size, modes):
-        counted.append(world_size)
-        return 10 * MIB
-    monkeypatch.setattr(checks, "activation_bytes", count)
-    given = context(tmp_path)
-    first = checks.check_memory(given, print)
-    assert first["need"]["activations"] == 10 * MIB and counted == [2]
-    assert checks.check_memory(given, print) == {**first, "room": ANY, "worst": ANY, "said": ANY}
-    assert counted == [2]
-    checks.check_memory({**given, "cfg": config(tmp_path, data__img_size=24)}, print)
-    assert counted == [2, 2], "another config is another count"
-    (tmp_path / "Logs/preflight_activations.json").write_text("{")
-    checks.check_memory(given, print)
-    assert counted == [2, 2, 2]
+def large(**changes):
+    return config(**{"data__img_size": 128, "data__batchsize": 2, "data__diff_reg_batch_ratio": 2,
+                     "data__num_workers": 8, "data__prefetch_factor": 3, "data__in_memory": False, **changes})
 
 
-def test_rank_0_counts_for_all_nodes(tmp_path, monkeypatch):
-    """Two nodes with a rank each, whose checks are processes that meet at a real store."""
-    def count(cfg, world_size, modes):
-        (tmp_path / f"counted by {os.getpid()}").touch()
-        return 7 * MIB
-    monkeypatch.setattr(checks, "activation_bytes", count)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    server = checks.dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, True, wait_for_workers=False)
-    given = context(tmp_path, nodes=["n1", "n2"], tasks=1, ends=time.monotonic() + 20)
-    given["findings"]["rendezvous"] = {"ok": True}
-    with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda rank: preflight.answer(checks.check_memory, {**given, "rank": rank}),
-                              (1, 0)))
-    assert [finding["need"]["activations"] for finding in found] == [7 * MIB] * 2, found
-    assert len(list(tmp_path.glob("counted by *"))) == 1 and server.num_keys()
+def test_what_a_node_needs():
+    def need(on_cpu=False, writes=False, **changes):
+        cfg = large(**changes)
+        return checks.memory_need(cfg, split_step(cfg, 64), 2 * GIB, 10 ** 8, on_cpu, writes)
+
+    volume = 4 * 128 ** 3
+    plain = need()
+    assert plain == {"rank": 2 * GIB + 125 * MIB + 4 * 10 ** 8, "workers": 8, "worker": 190 * MIB + 8 * volume,
+                     "batches": (1 + 8 * 3) * 2 * volume, "checkpoint": 0}
+    assert need(writes=True)["checkpoint"] == 12 * 10 ** 8, "weights and two moments, once"
+    assert need(on_cpu=True)["rank"] - plain["rank"] == 12 * 10 ** 8, "gradients and two moments"
+    alone = need(data__num_workers=0)
+    assert alone["rank"] == plain["rank"] + 8 * volume, "it is the rank that holds what reading takes"
+    assert alone["batches"] == (1 + 3) * 2 * volume and need(True, data__num_workers=0)["batches"] == 2 * volume
+    cached = need(data__cache="x", data__dtype="uint8", data__in_memory=True)
+    assert (cached["worker"], cached["batches"]) == (190 * MIB, plain["batches"] // 4)
+    kept = need(data__in_memory=True, data__root="not there yet", data__expect_samples=100)
+    assert kept["workers"] == 0 and kept["rank"] == plain["rank"] + (100 + 8) * volume
+
+
+@pytest.fixture
+def staged(tmp_path):
+    """(config, manifest) of a cache that is to be staged in /dev/shm."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("needs /dev/shm")
+    make_data(tmp_path)
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    place = tempfile.mkdtemp(dir="/dev/shm")
+    cfg = config(tmp_path, data__cache=folder, data__stage=place)
+    cache.write_manifest(folder, cfg, {0: cache.write_group(folder, 0, read_datalist(cfg["data.root"], 3, ""), cfg)})
+    yield cfg, cache.read_manifest(folder, cfg)
+    release()
+    shutil.rmtree(place)
+
+
+def test_a_staged_cache_counts_once(staged, tmp_path):
+    cfg, manifest = staged
+    size = sum(path.stat().st_size for path in Path(cfg["data.cache"]).glob("*_*"))
+    assert checks.staged_bytes(cfg) == size > 8 * 16 ** 3
+    assert checks.staged_bytes({**cfg, "data.stage": ""}) == 0
+    assert checks.staged_bytes({**cfg, "data.cache": str(tmp_path / "not there yet")}) == 0
+    stage(cfg["data.cache"], manifest, cfg["data.stage"])
+    assert checks.staged_bytes(cfg) == 0, "the copy is there, and the memory that is free is less by it"
+
+
+def test_a_staged_cache_that_is_too_large(staged, tmp_path):
+    cfg, manifest = staged
+    given = context(tmp_path, cfg=cfg, world_size=1, tasks=1)
+    given["findings"]["device"]["devices"] = 1
+    found = checks.check_memory(given, print)
+    assert found["ok"] and re.search(r"\(1\.\d\d \+ 0 workers x 0\.19 \+ batches 0\.00\) \+ checkpoint 0\.00 \+ staged "
+                                     r"cache 0\.00$", found["said"])
+    manifest["files"]["images_00000.npy"][0] = 10 ** 15
+    cache.write_json(cfg["data.cache"], "manifest.json", {**manifest, "sha256": cache.digest(manifest)})
+    found = checks.check_memory(given, print)
+    assert not found["ok"] and found["said"].endswith("+ staged cache 931322.57")
+    assert found["do"].startswith("set data.stage=\"\" or to a folder on a disk")
+
+
+def test_a_folder_in_memory_smaller_than_the_memory(staged):
+    cfg, _ = staged
+    free, short = shutil.disk_usage("/dev/shm").free, checks.short_of_shared_memory
+    assert short(cfg, 2, {"workers": 1, "batches": free // 4}, free // 4) == ("", "")
+    lack, do = short(cfg, 2, {"workers": 1, "batches": free // 2}, free // 2)
+    assert lack.startswith("the staged cache needs") and "set data.stage=\"\"" in do
+    lack, do = short(cfg, 2, {"workers": 1, "batches": free}, 0)
+    assert lack.startswith("the loaders' batches need") and "data.prefetch_factor" in do
+    assert short(cfg, 2, {"workers": 0, "batches": free}, 0) == ("", "")
 
 
 def test_device_counts_and_tasks(tmp_path, monkeypatch):
@@ -480,8 +515,7 @@ def test_two_real_ranks(tmp_path):
                           env={**kept, **variables}, cwd=ROOT)
     assert ended.stdout == "EXCLUDED=\n0 0\n", ended.stderr
     assert "2 ranks by gloo, 4 MiB at" in ended.stderr and "preflight: passed on 1 node x 2 ranks" in ended.stderr
-    assert {path.name for path in tmp_path.rglob("*")} == {"Logs", "Models", "preflight_local.json",
-                                                          "preflight_activations.json"}
+    assert {path.name for path in tmp_path.rglob("*")} == {"Logs", "Models", "preflight_local.json"}
 
 
 def test_errors_of_the_command_line_are_sentences(tmp_path):

@@ -9,7 +9,6 @@ Scripts/preflight/preflight.py runs each check in a process of its own, which it
 import contextlib
 import datetime
 import hashlib
-import json
 import math
 import os
 import platform
@@ -19,26 +18,29 @@ import socket
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from Dataloader.staging import expanded
+from Dataloader.cache import read_manifest
+from Dataloader.dataset import read_datasets
+from Dataloader.staging import copy_of, expanded
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
-from Diffusion.host_memory import activation_bytes, held_bytes, host_room, memory_estimate, staged_bytes
 from Diffusion.networks import build_network, new_network
-from Diffusion.optim import adam_names
 from Runtime import launch, memory
-from Runtime.config import modes_of
-from Runtime.device import autocast, backend, pick_device, precision, prepare_device, synchronize
+from Runtime.device import autocast, backend, pick_device, prepare_device, synchronize
 from Runtime.errors import InputError
-from Runtime.files import sha256, write_file
-from Runtime.global_batch import new_step, usable
+from Runtime.files import write_file
+from Runtime.global_batch import new_step, split_step, usable
 from Runtime.provenance import SETTINGS, git
 
 GIB = 2 ** 30
-ROOT = Path(__file__).resolve().parents[2]
-KEPT_COUNTS = 20  # counts of activations that are kept, by config and code
+# Measured on x86-64 Linux with torch 2.13.0+cpu and glibc's malloc, on trainings of 16^3 to 96^3 voxels.
+TRAINING = 125 * 2 ** 20  # bytes that the smallest training adds to a preflight: its modules, TensorBoard, pictures
+WORKER = 190 * 2 ** 20  # bytes of a loader worker before it reads anything
+READING = 8  # volumes of the training grid in float32 held while one of that size is read from its file: 7.4 measured
+SHM = Path("/dev/shm")
 OPEN_FILES = 4096  # enough for the sockets of all ranks and the shared-memory files of all loader workers
 # Variables that name a node's or a rank's own devices, network cards and caches: they may differ.
 OWN = (*launch.VISIBLE, "CCL_LOCAL_RANK", "CCL_LOCAL_SIZE", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR")
@@ -169,115 +171,105 @@ def check_forward(context, at):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def check_memory(context, at):
-    """The node has enough memory for ranks, their steps on a CPU, loader workers, batches and a cache in memory."""
-    cfg = context["cfg"]
+    """The node has enough memory for ranks, loader workers, batches, and volumes or a cache kept in memory."""
+    cfg, tasks, findings = context["cfg"], context["tasks"], context["findings"]
     at("counting parameters")
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in new_network(cfg).parameters())
     at("counting volumes")
-    from OM_train_3modes import MODES  # here: it takes a moment, and a device that is missing is told before
-    parts = {"held": held_bytes(cfg), "staged": staged_bytes(cfg), "writes": context["rank"] == 0,
-             "adams": len(adam_names(modes_of(cfg, MODES), cfg))}
-    if context["findings"]["device"]["devices"] == 0:
-        parts["on_cpu"] = True
-        rest = judge_memory(context, parameters, parts)
-        rest.update(said=f"activations were not counted in time; the rest {rest['said']}", late=True)
-        at(rest)
-        parts["activations"] = shared_count(context, at)
-        if parts["activations"] is None:
-            return rest
-    return judge_memory(context, parameters, parts)
-
-
-def sharing_ranks(context):
-    """Number of ranks that will divide a step: after nodes are left out, maybe not all that are there."""
-    cfg, world_size, tasks = context["cfg"], context["world_size"], context["tasks"]
-    return math.prod(usable(cfg, new_step(cfg, world_size), world_size // tasks, tasks))
-
-
-def judge_memory(context, parameters, parts):
-    """The finding of `check_memory`. parts: of memory_estimate."""
-    cfg, ranks, variables = context["cfg"], context["tasks"], context["variables"]
-    given = (sharing_ranks(context), ranks, context["findings"]["forward"]["process_bytes"] or 0, parameters)
-    need, room = memory_estimate(cfg, *given, **parts), host_room(cfg, ranks, variables)
-    said = (f"needs {need['total'] / GIB:.1f} of {room / GIB:.1f} GiB: {ranks} ranks x ({need['rank'] / GIB:.2f} + "
-            + f"activations {need['activations'] / GIB:.2f} + " * (need["activations"] > 0)
-            + f"{need['workers']} workers x {need['worker'] / GIB:.2f} + batches {need['batches'] / GIB:.2f})"
-            + "".join(f" + {what} {need[part] / GIB:.2f}" for part, what in (
-                ("checkpoint", "checkpoint"), ("staged", "staged cache")) if need[part]))
-    facts = {"worst": need["total"] / room, "need": need, "room": room}
-    if need["total"] <= room:
-        lack, do = short_of_shared_memory(cfg, ranks, need)
+    staged, on_cpu = staged_bytes(cfg), findings["device"]["devices"] == 0
+    split = split_step(cfg, math.prod(usable(cfg, new_step(cfg, context["world_size"]),
+                                             context["world_size"] // tasks, tasks)))
+    need = memory_need(cfg, split, findings["forward"]["process_bytes"], parameters, on_cpu, context["rank"] == 0)
+    room = host_room(cfg, tasks, context["variables"])
+    together = tasks * (need["rank"] + need["workers"] * need["worker"] + need["batches"]) + need["checkpoint"]
+    total = together + staged * expanded(cfg["data.stage"]).resolve().is_relative_to(SHM)
+    said = (f"needs {total / GIB:.1f} of {room / GIB:.1f} GiB: {tasks} ranks x ({need['rank'] / GIB:.2f} + "
+            f"{need['workers']} workers x {need['worker'] / GIB:.2f} + batches {need['batches'] / GIB:.2f})"
+            + "".join(f" + {what} {size / GIB:.2f}" for what, size in (
+                ("checkpoint", need["checkpoint"]), ("staged cache", total - together)) if size))
+    facts = {"worst": total / room, "need": need, "room": room}
+    if total <= room:
+        lack, do = short_of_shared_memory(cfg, tasks, need, staged)
         return failed(lack, do, **facts) if lack else passed(said, **facts)
-    if need["total"] - need["staged"] <= room:
+    if together <= room:
         return failed(said, "set data.stage=\"\" or to a folder on a disk, or ask for more memory (--mem)", **facts)
-    fits = [count for count in range(need["workers"])
-            if memory_estimate({**cfg, "data.num_workers": count}, *given, **parts)["total"] <= room]
-    if fits:
-        return failed(said, f"data.num_workers={fits[-1]} would fit; or ask for more memory (--mem)", **facts)
-    return failed(said, "set data.in_memory=false, " * (parts["held"] > 0)
+    fit = math.floor((room - together) / (tasks * need["worker"]) + need["workers"]) if need["workers"] else -1
+    if fit >= 0:
+        return failed(said, f"data.num_workers={fit} would fit; or ask for more memory (--mem)", **facts)
+    return failed(said, "set data.in_memory=false, " * (cfg["data.in_memory"] and not cfg["data.cache"])
                   + "ask for more memory (--mem) or fewer tasks on a node", **facts)
 
 
-def shared_count(context, at):
-    """`counted_activations` of rank 0, for the first rank of every node: counting keeps a core busy for some seconds.
+def memory_need(cfg, split, process, parameters, on_cpu, writes):
+    """Host memory that the kernel cannot drop, in bytes, without the activations of a step on a CPU.
 
-    Returns: bytes; None if rank 0 has not counted them.
+    split: of `split_step`. process: bytes of one process without the training. parameters: their number. on_cpu: the
+    network is trained on the host. writes: whether rank 0, which writes checkpoints, is on this node.
+    Returns: {"rank", "worker", "workers" (their number in a rank), "batches" (of one rank), "checkpoint"}. Pages of a
+    cache are mapped files, which the kernel drops.
     """
-    rank, tasks, world_size = context["rank"], context["tasks"], context["world_size"]
-    if rank == 0:
-        count = counted_activations(context, at)
-    if world_size == tasks or not context["findings"]["rendezvous"]["ok"]:
-        return count if rank == 0 else counted_activations(context, at)
-    store = dist.PrefixStore("activations", meet(context))
-    if rank == 0:
-        store.set("bytes", str(count))
-        # The store ends with rank 0, so wait for the others; a node that has failed does not ask.
-        wait_for(store, [f"taken/{first}" for first in range(tasks, world_size, tasks)],
-                 min(context["ends"], time.monotonic() + 5) - 1)
-        return count
-    at("waiting for rank 0 to count activations")
+    cached, weights = bool(cfg["data.cache"]), 4 * parameters
+    voxels = math.prod(cfg["data.img_size"]) * cfg["data.channels"]
+    kept = cfg["data.in_memory"] and not cached
+    workers = 0 if kept else cfg["data.num_workers"]
+    reading = 0 if cached else READING * 4 * voxels
+    # The batch that is being computed, and what each worker, or a thread beside an accelerator, reads ahead.
+    count = 1 + cfg["data.prefetch_factor"] * (workers or not on_cpu)
+    stored = np.dtype(cfg["data.dtype"]).itemsize if cached else 4
+    rank = process + TRAINING + 4 * voxels * (volumes_kept(cfg) if kept else 0) + (0 if workers else reading)
+    # On the host: weights, gradients, two moments, the average. For a device they are initialised there.
+    rank += weights * (4 + bool(cfg["optim.average"]) if on_cpu else 1)
+    return {"rank": rank, "worker": WORKER + reading, "workers": workers,
+            "batches": count * max(split.sample_batch, 2 * split.pair_batch) * stored * voxels,
+            "checkpoint": weights * (3 + bool(cfg["optim.average"])) if writes else 0}
+
+
+def volumes_kept(cfg):
+    """How many volumes a rank keeps with data.in_memory."""
     try:
-        store.wait(["bytes"], datetime.timedelta(seconds=max(context["ends"] - time.monotonic(), 1)))
-        count = int(store.get("bytes"))
-        store.set(f"taken/{rank}", "")
-    except dist.DistError:  # rank 0 was too late itself, and the store ended with it
-        return None
-    return count
+        train, val, _ = read_datasets(cfg, headers_only=True)
+        return len(train) + len(val)
+    except InputError:  # the training reports it; the files may arrive before it starts
+        return cfg["data.expect_samples"]
 
 
-def counted_activations(context, at):
-    """Bytes of a step's activations on a CPU; kept in `<run.logs>/preflight_activations.json`."""
-    cfg, path, known = context["cfg"], Path(context["cfg"]["run.logs"]) / "preflight_activations.json", {}
-    sources = [ROOT / "OM_train_3modes.py", *(ROOT / "Diffusion").glob("*.py")]
-    amp = precision(cfg["run.amp"], torch.device("cpu"))
-    what = [cfg, amp, str(torch.__version__), sharing_ranks(context), [sha256(source) for source in sorted(sources)]]
-    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(path.read_text())
-    if key not in known:
-        at("counting activations")
-        from OM_train_3modes import MODES  # here, since only a training on CPUs needs it
-        count = activation_bytes(cfg, sharing_ranks(context), MODES)
-        known = dict([*known.items(), (key, count)][-KEPT_COUNTS:])
-        with contextlib.suppress(OSError):  # the folder check reports a full disk
-            write_file(path, json.dumps(known, indent=1) + "\n")
-    return known[key]
+def staged_bytes(cfg):
+    """Bytes that data.stage will take on this node; files of the cache that are there already take none."""
+    try:
+        manifest = read_manifest(cfg["data.cache"], cfg) if cfg["data.cache"] and cfg["data.stage"] else {"files": {}}
+    except InputError:
+        return 0
+    copy = copy_of(manifest, expanded(cfg["data.stage"])) if manifest["files"] else None
+    return sum(size for name, (size, _) in manifest["files"].items() if not (copy / name).is_file())
 
 
-def short_of_shared_memory(cfg, ranks, need):
+def host_room(cfg, ranks, variables):
+    """Bytes of host memory that the ranks of this node may take together.
+
+    The least of what the machine and its control groups have free, Slurm's limit, and run.memory_limit_gb of each rank.
+    """
+    room = [memory.measure(torch.device("cpu"))["host_free"] or math.inf]
+    if variables.get("SLURM_MEM_PER_NODE", "0") != "0":  # "0" asks for all of it
+        room.append(int(variables["SLURM_MEM_PER_NODE"]) * 2 ** 20)
+    if cfg["run.memory_limit_gb"]:
+        room.append(cfg["run.memory_limit_gb"] * GIB * ranks)
+    return min(room)
+
+
+def short_of_shared_memory(cfg, ranks, need, staged):
     """(what does not fit into data.stage or /dev/shm, what to do), or ("", ""). Both may be smaller than the memory."""
-    shm, place = Path("/dev/shm"), expanded(cfg["data.stage"])
+    place = expanded(cfg["data.stage"])
     shared = ranks * need["batches"] if need["workers"] else 0
-    if need["staged"]:
+    if staged:
         free = shutil.disk_usage(place).free
-        both = need["staged"] + (shared if place.resolve().is_relative_to(shm) else 0)
+        both = staged + (shared if place.resolve().is_relative_to(SHM) else 0)
         if both > free:
             return (f"the staged cache needs {both / GIB:.1f} GiB with the loaders' batches, data.stage {place} has "
                     f"{free / GIB:.1f}", f"enlarge {place}, or set data.stage=\"\" or to a folder on a disk")
-    if shm.is_dir() and shared > (free := shutil.disk_usage(shm).free):
-        return (f"the loaders' batches need {shared / GIB:.1f} GiB of shared memory, {shm} has {free / GIB:.1f}",
-                f"enlarge {shm}, or lower data.num_workers or data.prefetch_factor")
+    if SHM.is_dir() and shared > (free := shutil.disk_usage(SHM).free):
+        return (f"the loaders' batches need {shared / GIB:.1f} GiB of shared memory, {SHM} has {free / GIB:.1f}",
+                f"enlarge {SHM}, or lower data.num_workers or data.prefetch_factor")
     return "", ""
 
 

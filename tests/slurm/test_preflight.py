@@ -144,7 +144,7 @@ def test_more_loader_workers_than_the_memory_holds(slurm, shared):
     code, _, printed = preflight(slurm, words)
     failed = [line for line in printed.splitlines() if line.startswith("memory") and "FAILED" in line]
     assert code == 43 and len(failed) == 2 and "n1" in failed[0] and "n2" in failed[1]
-    assert re.search(r"needs \d+\.\d of \d+\.\d GiB: 2 ranks x \(0\.\d\d \+ activations \d\.\d\d \+ "
+    assert re.search(r"needs \d+\.\d of \d+\.\d GiB: 2 ranks x \(0\.\d\d \+ "
                      r"500 workers x 0\.19 \+ batches \d\.\d\d\)", failed[0])
     assert re.search(r"data\.num_workers=\d+ would fit", failed[0])
 
