@@ -1,4 +1,4 @@
-"""Pictures of volumes, fields and curves, as matplotlib figures; Runtime/page.py writes them to files and pages."""
+"""Pictures of volumes and fields, as matplotlib figures; Runtime/page.py writes them to files and pages."""
 import textwrap
 
 import numpy as np
@@ -113,35 +113,6 @@ def contact_sheet(volumes):
             for value in np.unique(outline[outline != 0]) if outline is not None else ():
                 ax.contour((outline == value).T, levels=[0.5], colors=[FIXED_LINE], linewidths=0.6)
         row[0].set_title(textwrap.shorten(title, 30), fontsize=7, loc="left", parse_math=False)
-    return figure
-
-
-def curves_figure(history, panels):
-    """Curves over the epochs, one panel below the other, linear axes. None, missing and non-finite values are gaps.
-
-    history: one dict per epoch, e.g. {"epoch": 3, "ang": -0.1, "dist": None}. panels: list of (title, [keys]).
-    Returns: a matplotlib Figure.
-    Raises InputError without panels or if an entry of the history has no epoch.
-    """
-    if not panels or any(entry.get("epoch") is None for entry in history):
-        raise InputError("Curves need at least one panel, and an 'epoch' in every entry of the history.")
-    heights = [max(1.9, 0.45 + 0.23 * len(keys)) for _, keys in panels]
-    figure = Figure(figsize=(9.2, sum(heights) + 0.5), layout="constrained")
-    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for ax, (title, keys) in zip(axes, panels):
-        for number, key in enumerate(keys):
-            values = np.array([entry.get(key) for entry in history], dtype=float)
-            values[~np.isfinite(values)] = np.nan
-            label = key.replace("$", r"\$") + (" (no values)" if np.isnan(values).all() else "")
-            ax.plot([entry["epoch"] for entry in history], values, label=label, color=f"C{number % 10}", linewidth=1.4,
-                    linestyle=("-", "--", ":")[number // 10 % 3], marker="o", markersize=2.5)
-        ax.set_title(title, loc="left", fontsize=10.5, fontweight="bold", parse_math=False)
-        ax.grid(color="#e3e6e9", linewidth=0.8)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.ticklabel_format(axis="y", useOffset=False)
-        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
-    axes[-1].set_xlabel("epoch")
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 

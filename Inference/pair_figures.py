@@ -1,36 +1,21 @@
-"""Figures and report of registrations: checkerboards, box plots, tables, and the page that shows them."""
+"""The report of registrations: pictures, tables, and the page that shows them."""
 import os
 from pathlib import Path
 
 import nibabel
 import numpy as np
 import torch
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from Dataloader.nifti import read_field, read_label, read_volume
 from Diffusion.fields import across
-from Diffusion.figures import CELL, FIXED_LINE, MOVING_LINE, middle_slices, registration_figure
+from Diffusion.figures import registration_figure
 from Diffusion.metrics import spread
 from Inference.labels import apply_field
 from Inference.scores import COLUMNS, body_of, contrast, heading, in_range
 from Inference.verdict import VERDICTS
 from Inference.viewer import viewer_html
-from Runtime.page import (
-    cards_html,
-    figure_html,
-    figure_png,
-    findings_html,
-    png_html,
-    table_html,
-    text_table,
-    write_page,
-)
+from Runtime.page import cards_html, figure_png, findings_html, png_html, table_html, text_table, write_page
 
-WIDTH = 11.2  # inches
-SQUARES = 7  # along the longer side of a slice
-BEFORE, AFTER, LINE = "#c4cad0", MOVING_LINE, "#26323d"
-MOST_BOXES = 40  # labels side by side
 PAIR_PAGE = "pair.html"  # of each pair of a list, in its folder
 BEFORE_OF = {"dice": "dice_before", "hd95_mm": "hd95_before_mm", "tre_mm": "tre_before_mm",
              "similarity": "similarity_before"}
@@ -42,90 +27,6 @@ WORDS_OF_FILES = {"warped.nii.gz": "the moving volume on the fixed grid", "warpe
                   "segmented_fixed.nii.gz": "what the network segments in the fixed volume",
                   "segmented_moving.nii.gz": "what it segments in the moving one",
                   "results.json": "all scores and settings", "results.csv": "the scores as a table, label by label"}
-
-
-def checkerboard_figure(fixed, before, after):
-    """Squares of the fixed and of the moving volume in turn, as the headers place them and after the registration.
-
-    fixed, before, after: (D, H, W) or (H, W) on the fixed grid; before and after: the moving volume there. Where the
-    edges of structures run on from square to square, the volumes agree.
-    Returns: a matplotlib Figure of the middle slices, before on the left, after on the right.
-    """
-    fixed_slices = middle_slices(_grey(fixed))
-    moving_slices = [middle_slices(volume) for volume in _greys_together(before, after)]
-    widths = [plane.shape[0] for plane in fixed_slices]
-    widths = [*widths, 0.05 * sum(widths), *widths]  # a gap between before and after
-    tallest = max(plane.shape[1] for plane in fixed_slices)
-    height = min(tallest * WIDTH / sum(widths), 5 * CELL) + 0.4
-    figure = Figure(figsize=(WIDTH, height))
-    grid = figure.add_gridspec(1, len(widths), width_ratios=widths, left=0.005, right=0.995, bottom=0.01,
-                               top=1 - 0.32 / height, wspace=0.03)
-    for part, word in enumerate(("before", "after")):
-        for number, (fixed_plane, moving_plane) in enumerate(zip(fixed_slices, moving_slices[part])):
-            ax = figure.add_subplot(grid[part * (len(fixed_slices) + 1) + number])
-            side = max(2, round(max(fixed_plane.shape) / SQUARES))
-            odd = (np.indices(fixed_plane.shape) // side).sum(0) % 2 == 1
-            ax.imshow(np.where(odd, moving_plane, fixed_plane).T, cmap="gray", vmin=0, vmax=1, origin="lower",
-                      interpolation="nearest", aspect="equal")
-            ax.set(xticks=[], yticks=[])
-            ax.spines[:].set_color("#c4cad0")
-            ax.set_anchor("S")
-            if number == 0:
-                figure.text(ax.get_position().x0, 1 - 0.22 / height, f"{word}: squares of fixed and "
-                            f"{'warped' if part else 'moving'}", fontsize=10, fontweight="bold")
-    return figure
-
-
-def box_figure(dice, similarity, folding):
-    """How the scores spread over the pairs: Dice of each label and similarity before and after, and folding.
-
-    dice: {label: (values before, values after)}; may be empty. similarity: (values before, values after).
-    folding: percent of voxels. None and NaN are left out. Up to 30 pairs are drawn as points too, fewer than 5 as
-    points alone.
-    Returns: a matplotlib Figure.
-    """
-    labels = list(dice)[:MOST_BOXES]
-    panels = {}  # {key: (title, names below, for each name its groups of values)}
-    if labels:
-        title = "Dice" if len(dice) <= MOST_BOXES else f"Dice, first {MOST_BOXES} labels"
-        panels["dice"] = (title, [str(label) for label in labels], [dice[label] for label in labels])
-    panels["similarity"] = ("local correlation", ["all"], [similarity])
-    panels["folding"] = ("folded voxels, %", [""], [(folding,)])
-    if len(labels) > 8:
-        figure = Figure(figsize=(WIDTH, 5.8))
-        layout, widths = [["dice", "dice"], ["similarity", "folding"]], [1, 1]
-    else:
-        widths = [max(2.2, 0.7 * len(names)) for _, names, _ in panels.values()]
-        figure = Figure(figsize=(sum(widths) + 2.2, 3.3))
-        layout = [list(panels)]
-    figure.set_layout_engine("constrained")
-    axes = figure.subplot_mosaic(layout, width_ratios=widths)
-    for key, (title, names, groups) in panels.items():
-        _box_panel(axes[key], title, names, groups)
-    if labels:
-        axes["dice"].set(xlabel="label", ylim=(-0.02, 1.02))
-    highest = max(_finite(folding), default=0)
-    axes["folding"].set_ylim(-0.02 * max(0.1, highest), 1.05 * max(0.1, highest))
-    figure.legend(handles=[Patch(color=BEFORE, label="before"), Patch(color=AFTER, label="after")], frameon=False,
-                  loc="outside lower right", ncols=2, fontsize=9)
-    return figure
-
-
-def _box_panel(ax, title, names, groups):
-    """Boxes above the names, those of a group (before, after) side by side; a single one is that of after."""
-    for place, group in enumerate(groups):
-        if len(group) == 1:
-            _box(ax, place, _finite(group[0]), AFTER)
-        else:
-            before, after = group
-            _box(ax, place - 0.18, _finite(before), BEFORE)
-            _box(ax, place + 0.18, _finite(after), AFTER)
-    ax.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
-    ax.set(xticks=range(len(names)), xlim=(-0.6, len(names) - 0.4))
-    ax.set_xticklabels(names, fontsize=8.5 if len(names) < 20 else 7)
-    ax.grid(axis="y", color="#e3e6e9", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def read_pair(row, dims):
@@ -219,9 +120,7 @@ def write_report(folder, rows, failed, lead, dims):
                   for line, page in zip(lines, pages)]
         sections += [cards, ("Pairs", table_html(header, linked, f"Worst {order_word} first; a name opens the page of "
                                                  "its pair. Before: as the headers place the volumes. Seconds without "
-                                                 "reading files.", formats)),
-                     ("Spread over the pairs", figure_html(_boxes(rows), "Box: quartiles; line: median; whiskers: "
-                                                           "within 1.5 times the box.", "box plots of the scores"))]
+                                                 "reading files.", formats))]
     return write_page(folder / "report.html", "Registrations", f"{len(rows)} pair{'s' * (len(rows) > 1)}; {lead}.",
                       sections, viewer=True)
 
@@ -272,47 +171,15 @@ def verdicts_html(rows):
 
 
 def pair_sections(row, folder, pair):
-    """The sections of a page that show a pair: the viewer, the picture and the checkerboards.
+    """The sections of a page that show a pair: the viewer and the picture.
 
     The picture is that of the pair's folder where it has been drawn. row: of the results. pair: of `read_pair`.
     """
-    name, images, drawn = pair["name"], pair["images"], Path(row["folder"]) / "picture.png"
+    name, drawn = pair["name"], Path(row["folder"]) / "picture.png"
     png = drawn.read_bytes() if drawn.is_file() else figure_png(pair_figure(pair))
-    slices = png_html(png, "Middle slices, on the fixed grid; grid and Jacobian without the affine part.", name)
-    boards = checkerboard_figure(images["fixed"], images["before"], images["after"])
-    return [("", viewer_html(**pair)), ("Slices", slices + figure_html(boards, "Checkerboards.", name))]
-
-
-def _boxes(rows):
-    """`box_figure` of the rows."""
-    by_label = {}
-    for row in rows:
-        for label, values in row["labels"].items():
-            before, after = by_label.setdefault(label, ([], []))
-            before.append(values["dice_before"])
-            after.append(values["dice"])
-    by_label = dict(sorted(by_label.items(), key=lambda item: int(item[0])))
-    similarity = [[row[key] for row in rows] for key in ("similarity_before", "similarity")]
-    return box_figure(by_label, similarity, [row["folding_percent"] for row in rows])
-
-
-def _box(ax, place, values, color):
-    """One box of values with its points; fewer than 5 values have no quartiles worth drawing and are points alone."""
-    few = len(values) < 5
-    if not few:
-        lines = {"color": LINE, "linewidth": 0.8}
-        ax.boxplot([values], positions=[place], widths=0.3, patch_artist=True, manage_ticks=False, showfliers=False,
-                   boxprops={"facecolor": color, "edgecolor": LINE, "linewidth": 0.8, "alpha": 0.75},
-                   medianprops={"color": FIXED_LINE, "linewidth": 1.6}, whiskerprops=lines, capprops=lines)
-    if len(values) <= 30:
-        aside = 0.1 * np.sin(2.4 * np.arange(len(values)))  # apart, and the same in every drawing
-        ax.plot(place + aside, values, "o", color=color if few else LINE, markersize=6 if few else 1.5,
-                markeredgecolor=LINE, markeredgewidth=0.6, alpha=1 if few else 0.7)
-
-
-def _finite(values):
-    numbers = np.array([np.nan if value is None else value for value in values], np.float64)
-    return numbers[np.isfinite(numbers)]
+    return [("", viewer_html(**pair)),
+            ("Slices", png_html(png, "Middle slices, on the fixed grid; grid and Jacobian without the affine part.",
+                                name))]
 
 
 def _grey(volume, limits=None):

@@ -25,7 +25,7 @@ from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.grids import intensity_range, rescale  # noqa: E402
 from Dataloader.nifti import read_label  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
-from Diffusion.figures import curves_figure, gallery_figure, registration_figure  # noqa: E402
+from Diffusion.figures import gallery_figure, registration_figure  # noqa: E402
 from Diffusion.metrics import average, dice  # noqa: E402
 from Inference.augmentation import augment  # noqa: E402
 from Inference.choices import STEPS  # noqa: E402
@@ -34,6 +34,7 @@ from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Inference.registration import register  # noqa: E402
 from Inference.viewer import PAGE_BYTES, viewer_html  # noqa: E402
 from Runtime import checkpoint, page  # noqa: E402
+from Runtime.charts import grid, line_chart  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
@@ -146,11 +147,21 @@ def write_report(cases, history, model, seconds):
          ("Deformed copies", page.figure_html(
              gallery, "One subject deformed at random, at two times t, and what the network makes of it when it undoes "
                     "what it can: what OM_augment.py writes. Labels move along (outlines).")),
-         ("Training", page.figure_html(curves_figure(history, PANELS), "Averages of each epoch."))],
+         ("Training", curves(history))],
         viewer=True)
     print("\n" + page.text_table(header, rows, formats))
     return {"dice_before": mean["before"], "dice_after": mean["after"], "dice_refined": mean["refined"],
             "folding_percent": mean["folding"], "seconds": seconds}
+
+
+def curves(history):
+    """The averages of each epoch as charts. history: from `read_history`."""
+    charts = []
+    for title, keys in PANELS:
+        known = {key: [line for line in history if line.get(key) is not None] for key in keys}
+        charts.append(line_chart(title, [(key, [line["epoch"] for line in lines], [line[key] for line in lines])
+                                         for key, lines in known.items()], across="epoch"))
+    return grid(charts)
 
 
 def read_history(run):

@@ -15,7 +15,6 @@ from Diffusion.figures import (
     FOLDED,
     MOVING_LINE,
     contact_sheet,
-    curves_figure,
     gallery_figure,
     middle_slices,
     registration_figure,
@@ -139,30 +138,6 @@ def test_shapes_that_do_not_fit_are_named(wrong):
     message = {"moving": "moving has shape", "field": "field of shape", "labels": "warped label", "count": "1 labels"}
     with pytest.raises(InputError, match=message[wrong]):
         registration_figure(moving, volume, volume, field, labels)
-
-
-def test_curves_have_gaps_where_values_are_missing():
-    history = [{"epoch": 1, "a": 1.0, "b": None}, {"epoch": 2, "b": 2.0}, {"epoch": 3, "a": float("nan"), "b": 1.0},
-               {"epoch": 4, "a": 4, "b": float("inf")}]
-    figure = curves_figure(history, [("first", ["a", "b"]), ("second", ["c"])])
-    first, second = figure.axes
-    a, b = (line.get_ydata() for line in first.lines)
-    np.testing.assert_array_equal(a, [1, np.nan, np.nan, 4])
-    np.testing.assert_array_equal(b, [np.nan, 2, 1, np.nan])
-    np.testing.assert_array_equal(first.lines[0].get_xdata(), [1, 2, 3, 4])
-    assert [text.get_text() for text in second.get_legend().get_texts()] == ["c (no values)"]
-    assert second.get_xlabel() == "epoch" and first.get_yscale() == "linear"
-    assert pixels(figure_png(figure)).std() > 5
-    for ax in figure.axes:
-        assert ax.get_legend().get_window_extent().x0 > ax.get_window_extent().x1
-
-
-def test_curves_refuse_what_they_cannot_draw_and_take_an_empty_history():
-    with pytest.raises(InputError, match="panel"):
-        curves_figure([{"epoch": 1}], [])
-    with pytest.raises(InputError, match="epoch"):
-        curves_figure([{"a": 1}], [("a", ["a"])])
-    assert pixels(figure_png(curves_figure([], [("a", ["a"])]))).std() > 1
 
 
 @pytest.mark.parametrize("size", [(16, 20, 24), (16, 20)])

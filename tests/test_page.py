@@ -7,7 +7,7 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 
-from Diffusion.figures import curves_figure, registration_figure
+from Diffusion.figures import gallery_figure, registration_figure
 from Runtime.errors import InputError
 from Runtime.page import cards_html, figure_html, figure_png, table_html, text_table, write_page
 from tests.test_figures import pair, pixels
@@ -47,7 +47,7 @@ def test_a_cell_may_be_a_link_and_everything_is_escaped():
 
 
 def test_figure_html_holds_the_picture_and_escapes_its_texts():
-    figure = curves_figure([{"epoch": 1, "a": 1.0}], [("a", ["a"])])
+    figure = gallery_figure([("a", np.eye(8), np.eye(8), None)])
     html = figure_html(figure, caption=NASTY, alt='a "quoted" curve')
     page = Balance(html)
     attributes = dict(page.attributes)["img"]
@@ -91,7 +91,6 @@ def test_page_is_complete_offline_and_escaped(tmp_path):
     moving, fixed, warped, field, labels = pair((16, 20, 24))
     sections = [("", cards_html([("mean Dice", 0.84371, "30 pairs"), (NASTY, None, ""), ("folded", NASTY, NASTY)])),
                 (NASTY, figure_html(registration_figure(moving, fixed, warped, field, labels), "one pair")),
-                ("Training", figure_html(curves_figure([{"epoch": 1, "a": 2.0}], [("loss", ["a"])]))),
                 ("Scores", table_html(["name", "Dice"], [["a", 0.5]]))]
     path = write_page(tmp_path / "new" / "page.html", NASTY, f"Lead {NASTY}", sections)
     assert [file.name for file in path.parent.iterdir()] == ["page.html"]

@@ -16,7 +16,7 @@ from Dataloader.synthetic import make_subject, random_field
 from Diffusion.metrics import spread
 from Inference import registration
 from Inference.choices import STEPS
-from Inference.pair_figures import SQUARES, box_figure, checkerboard_figure, score_cards, without_affine
+from Inference.pair_figures import score_cards, without_affine
 from Inference.registration import (
     apply_field,
     overlap_percent,
@@ -26,7 +26,6 @@ from Inference.registration import (
 )
 from Inference.scores import COLUMNS
 from Runtime.errors import InputError
-from Runtime.page import figure_png
 from tests import tiny
 from tests.test_fields_in_files import FIXED, smooth
 from tests.test_nifti import OBLIQUE, make_affine, rotation
@@ -431,33 +430,6 @@ def test_a_singular_affine_and_a_broken_network_are_refused():
         register((good, np.eye(4)), (good, np.zeros((4, 4))))
     with pytest.raises(InputError, match="field has NaN"):
         register((good, np.eye(4)), (good, np.eye(4)), (Known(np.inf), settings(16, 1.0)))
-
-
-@pytest.mark.parametrize("shape", [(40, 30, 22), (36, 28)])
-def test_checkerboards_take_turns(shape):
-    rng = np.random.default_rng(0)
-    fixed, before, after = (rng.random(shape).astype(np.float32) for _ in range(3))
-    figure = checkerboard_figure(fixed, before, after)
-    shown = [ax.images[0].get_array() for ax in figure.axes]
-    assert len(shown) == (6 if len(shape) == 3 else 2)
-    first, last = shown[0], shown[len(shown) // 2]
-    same = np.isclose(first, last)
-    assert 0.3 < same.mean() < 0.7, "the fixed volume's squares are the same before and after"
-    side = max(2, round(max(first.shape) / SQUARES))
-    assert same[:side, :side].all() and not same[:side, side:2 * side].all()
-    assert same[side:2 * side, side:2 * side].all()
-
-
-@pytest.mark.parametrize("labels, pairs", [(0, 1), (2, 6), (37, 40)])
-def test_boxes(labels, pairs):
-    values = np.linspace(0.2, 0.9, pairs).tolist()
-    figure = box_figure({str(label): (values, [None, *values[1:]]) for label in range(labels)},
-                        (values, values), [float("nan"), *values[1:]])
-    assert len(figure.axes) == 2 + (labels > 0)
-    if labels:
-        assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == [str(n) for n in range(labels)]
-        assert len(figure.axes[0].patches) == 2 * labels, "a box before and a box after"
-    assert len(figure_png(figure)) > 5000
 
 
 def test_the_header_is_the_identity():
