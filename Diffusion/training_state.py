@@ -24,7 +24,6 @@ from Runtime.files import remove_leftovers, write_file
 from Runtime.global_batch import Split
 from Runtime.progress import Progress, begin_epoch, from_saved, to_saved
 from Runtime.provenance import save_launch
-from Runtime.rules import start_notifying
 
 PRECISIONS = {"bf16": "bf16", "off": "float32"}
 READ_AGAIN_S = 20.0  # for a checkpoint that the file system does not give; then this is a death like others
@@ -197,7 +196,6 @@ def announce(run):
     if held_out == 1:
         print("one validation volume makes no pair, so registration is not validated and no checkpoint is the best: "
               "hold out two volumes (data.val_ids, data.val_fraction)")
-    start_notifying(run.folder, cfg["run.notify"])
     run.curves = writer.new_writer(f"{cfg['run.logs']}/{run.folder.name}", step, run.folder / "pictures")
 
 

@@ -1,8 +1,7 @@
 """Attempts: each launch of a run is one. `<run>/attempts.jsonl` numbers them and says how each ended and what follows.
 
 The launcher (bash_train_multi_nodes.sh) calls `python -m Runtime.attempts begin ...` before and `... end CODE` after
-each round; a training without a launcher calls `begin` and `end` itself. Needs no torch. Runtime/goodput.py adds up the
-time that the attempts cost.
+each round; a training without a launcher calls `begin` and `end` itself. Needs no torch.
 """
 import argparse
 import functools
@@ -317,7 +316,7 @@ def main(argv):
         if not argv or argv[0] not in commands:
             known = ", ".join(commands)
             raise InputError(f"python -m Runtime.attempts is for the launcher and knows {known}; where the "
-                             "time of a run went tells python -m Runtime.goodput Models/<run>.")
+                             "time of a run went tells python -m Runtime.report Models/<run> --text.")
         return commands[argv[0]](argv[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,15 +1,8 @@
-"""How a run spent its wall time, from attempts.jsonl and the log of rank 0.
-
-    python -m Runtime.goodput Models/<run> [--epoch-minutes M]       table: useful, replayed, lost, by kind and by cause
-"""
-import argparse
+"""How a run spent its wall time, from attempts.jsonl and the log of rank 0: useful, replayed, lost, by each cause."""
 import collections
-import sys
-from pathlib import Path
 
 import numpy as np
 
-from Runtime.errors import DONE, STOP, InputError
 from Runtime.page import text_table
 from Runtime.run_logs import read_run
 
@@ -138,12 +131,6 @@ def goodput(kinds):
     return (kinds["useful steps"] + kinds["validation"]) / max(sum(kinds.values()), 1e-9)
 
 
-def goodput_at(kinds, causes, epochs, minutes):
-    """Goodput if an epoch took `minutes` and lost as much time as one of the measured `epochs` did."""
-    lost_s = sum(map(lost_seconds, causes.values())) / max(epochs, 1)
-    return 60 * minutes / (60 * minutes + lost_s)
-
-
 def lost_seconds(costs):
     """Seconds that a cause cost. costs: its Counter of `account`."""
     return costs["detection"] + costs["restart"] + costs["replayed"]
@@ -166,35 +153,9 @@ def causes_table(found):
     return header, rows, [None, "d", ".1f", ".1f", ".1f", ".1f"]
 
 
-def table(run, minutes=0.0):
-    """The goodput table as text. minutes: length of an epoch for a second figure, 0 = leave it out."""
+def table(run):
+    """The goodput table as text."""
     found = read_run(run)
-    kinds, causes = add_up(found)
     (first, *header), rows, formats = kinds_table(found)
-    text = text_table([f"{first} of {run}", *header], rows, formats)
-    text += f"\n\n{text_table(*causes_table(found))}"
-    text += f"\n\ngoodput {100 * goodput(kinds):.2f} %"
-    if minutes:
-        epochs = len(found["epochs"])
-        text += (f"; with the same losses in each of {epochs} epochs of {minutes:g} min: "
-                 f"{100 * goodput_at(kinds, causes, epochs, minutes):.2f} %")
-    return text
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m Runtime.goodput", description="Where the wall time of a run went: "
-                                     "useful steps, replayed steps, detection, restart, by cause.")
-    parser.add_argument("run", type=Path, help="folder of the run, Models/<data>_<net>")
-    parser.add_argument("--epoch-minutes", type=float, default=0.0, metavar="M",
-                        help="also: goodput if the same losses met epochs of M minutes")
-    args = parser.parse_args(argv)
-    try:
-        print(table(args.run, args.epoch_minutes))
-        return DONE
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "\n\n".join([text_table([f"{first} of {run}", *header], rows, formats), text_table(*causes_table(found)),
+                        f"goodput {100 * goodput(add_up(found)[0]):.2f} %"])

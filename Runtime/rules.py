@@ -1,24 +1,15 @@
 """Rules that say what is wrong with a run and what to do, from its logs alone.
 
-    python -m Runtime.rules Models/<run>                  what is found now, a line each
-
 Each rule is a function of what Runtime/run_logs.py has read; it returns findings, dicts of "rule", "sentence", "advice"
-and "step". The report shows them. With run.notify, a process beside rank 0 asks the rules again and again, and runs the
-user's command once for each that is new; it costs the training nothing but that process.
+and "step". The report shows them.
 """
-import argparse
 import os
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
 
-from Runtime.errors import DONE, STOP, InputError
-from Runtime.files import append_line, read_lines
-from Runtime.run_logs import config_of, modes_of, read_launches, read_run, step_columns, tail_of
+from Runtime.run_logs import config_of, modes_of, read_launches, step_columns, tail_of
 
 # What a rank does by itself in a step. In the other phases it also waits for ranks that are slower.
 OWN = ("data", "deform", "embeddings", "forward", "accumulate", "optimizer")
@@ -31,7 +22,7 @@ GATE_STEPS = 200
 WORSE_SINCE, WORSE_SHARE = 5, 0.3  # validations, and share of all of them, since the best one
 METRICS = ("val_dice", "val_imgsim")  # of the validation, higher is better; the first that there is counts
 DISK_FULL, CHECKPOINTS = 0.95, 3  # share of the disk; checkpoints that should still fit
-NOTIFY_S, LOOK_SHARE, COMMAND_S = 20.0, 50, 60.0  # between two looks; longest time for the user's command
+COMMAND_S = 60.0  # longest time for the user's command
 
 
 def find_all(found):
@@ -246,74 +237,17 @@ def last_step(found):
     return int(steps[-1]) if len(steps) else 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One command of the user's for each new finding
-# ---------------------------------------------------------------------------------------------------------------------
+def tell_end(run, line):
+    """Run the user's command (run.notify) when a run is done or needs a person. line: the "end" of attempts.jsonl.
 
-def start_notifying(run, command):
-    """Start the process that looks at the logs and runs `command` (run.notify); "" starts none. Rank 0 calls this."""
-    if not command:
+    sh gets OMNIMORPH_RUN, OMNIMORPH_SUBJECT and OMNIMORPH_MESSAGE. A command that fails or takes longer than COMMAND_S
+    is named on standard error, and nothing else happens.
+    """
+    command = config_of({"launches": read_launches(run)}).get("run.notify")
+    if not command or line["decision"] not in ("done", "stop"):
         return
-    words = [sys.executable, "-m", "Runtime.rules", str(Path(run).resolve()), "--notify", command, "--beside",
-             str(os.getpid())]
-    # By a shell that ends at once: as a child, its memory would count as that of the rank (Runtime/memory.py). And with
-    # an output of its own: whoever reads ours to its end need not wait for it.
-    try:
-        with open(Path(run) / "notify.log", "ab") as log:
-            subprocess.run(["sh", "-c", '"$@" &', "sh", *words], cwd=Path(__file__).parent.parent,
-                           stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    except OSError as error:
-        print(f"run.notify: not started ({error.strerror or error}); the training goes on", file=sys.stderr)
-
-
-def notify(run, command, training):
-    """Ask the rules until the training's process has ended; run the user's command once for each new finding.
-
-    training: its process number. What has been told is kept in <run>/findings.jsonl, so that a restart does not repeat
-    it. Between two looks passes LOOK_SHARE times what a look takes, so that a long log takes a small share of a core.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training, which still has steps to log
-    os.nice(10)
-    alive = True
-    while alive:
-        alive, began = is_alive(training), time.monotonic()
-        try:
-            tell_new(run, command)
-        except (OSError, InputError) as error:  # a file system that does not answer may do so at the next look
-            print(f"run.notify: {error}", file=sys.stderr, flush=True)
-        until = time.monotonic() + max(NOTIFY_S, LOOK_SHARE * (time.monotonic() - began))
-        while time.monotonic() < until and is_alive(training):
-            time.sleep(0.5)
-    return DONE
-
-
-def is_alive(process):
-    """Whether a process of this user, given by its number, has not ended, or has and nobody has asked for its code."""
-    try:
-        os.kill(process, 0)
-        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
-    except ProcessLookupError:
-        return False
-    except OSError:  # no Linux
-        return True
-
-
-def tell_new(run, command):
-    """Run the command for what has been found and not yet been told."""
-    path = run / "findings.jsonl"
-    told = {(line.get("rule"), line.get("about")) for line in read_lines(path)}
-    for new in find_all(read_run(run)):
-        if (new["rule"], new["about"]) not in told:
-            append_line(path, {"event": "finding", "time": time.time(), **new})
-            tell(run, command, new["rule"], f"{new['sentence']}. {new['advice']}.")
-
-
-def tell(run, command, subject, sentence):
-    """Run one command of the user's in a shell; it gets OMNIMORPH_RUN, OMNIMORPH_SUBJECT and OMNIMORPH_MESSAGE.
-
-    A command that fails or takes longer than COMMAND_S is named on standard error, and nothing else happens.
-    """
-    environment = {**os.environ, "OMNIMORPH_RUN": str(run), "OMNIMORPH_SUBJECT": subject, "OMNIMORPH_MESSAGE": sentence}
+    environment = {**os.environ, "OMNIMORPH_RUN": str(run), "OMNIMORPH_SUBJECT": line["decision"],
+                   "OMNIMORPH_MESSAGE": line["sentence"]}
     try:
         # What it prints is for the log: standard output belongs to who called us.
         done = subprocess.run(command, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=2,
@@ -323,36 +257,3 @@ def tell(run, command, subject, sentence):
         return
     if done.returncode:
         print(f"run.notify: {command} ended with exit code {done.returncode}", file=sys.stderr, flush=True)
-
-
-def tell_end(run, line):
-    """Tell by the user's command that a run is done or needs a person. line: the "end" of attempts.jsonl."""
-    command = config_of({"launches": read_launches(run)}).get("run.notify")
-    if command and line["decision"] in ("done", "stop"):
-        tell(run, command, line["decision"], line["sentence"])
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m Runtime.rules", description="What is wrong with a run, and what "
-                                     "to do: a line for each finding, exit code 0.")
-    parser.add_argument("run", type=Path, help="folder of the run, Models/<data>_<net>")
-    parser.add_argument("--notify", metavar="COMMAND", help="run this command for each new finding, until the process "
-                        "of --beside ends; a training with run.notify starts this by itself")
-    parser.add_argument("--beside", type=int, default=os.getppid(), metavar="PID", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    try:
-        if args.notify:
-            return notify(args.run, args.notify, args.beside)
-        findings = find_all(read_run(args.run))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
-    for each in findings:
-        print(f"{each['rule']}, step {each['step']}: {each['sentence']}: {each['advice']}.")
-    if not findings:
-        print("nothing is found")
-    return DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

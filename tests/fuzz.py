@@ -53,7 +53,7 @@ import OM_train_3modes  # noqa: E402
 from Diffusion import figures  # noqa: E402, F401
 from Inference import register_pairs  # noqa: E402, F401
 from omnimorph import explain  # noqa: E402
-from Runtime import checkpoint, goodput, report  # noqa: E402
+from Runtime import checkpoint, report  # noqa: E402
 from Runtime.config import CONFIGS, KEYS, load_config  # noqa: E402
 from Runtime.weights_file import read_weights  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -65,7 +65,7 @@ MOST_MEMORY = 3 * 2 ** 30  # beyond what the process has
 SHAPE = (9, 8, 7)
 AFFINE = np.array([[-1.5, 0.2, 0, 10], [0.1, 1.2, 0.1, -20], [0, 0.3, 2.0, 5], [0, 0, 0, 1]])
 PROGRAMS = {"register": OM_register.main, "evaluate": OM_evaluate.main, "augment": OM_augment.main,
-            "train": OM_train_3modes.main, "report": report.main, "goodput": goodput.main,
+            "train": OM_train_3modes.main, "report": report.main,
             "explain": lambda words: explain.main()}
 NASTY = ["", " ", "0", "-1", "1e3", "1e400", "-1e-400", "nan", "inf", "017", "1:30", "1_000", "0x10", "0o17", "3.0",
          "3.5", ".5", "5.", "+3", "--5", "1,5", "1e", "9007199254740993", "99999999999999999999", "\u0663", "\uff19",
@@ -769,14 +769,14 @@ def logs_case(rng, work):
     if not what:
         what, content = damaged(rng, path.read_bytes())
         path.write_bytes(content)
-    program = rng.choice(["report", "report", "page", "goodput", "explain"])
+    program = rng.choice(["report", "report", "page", "explain"])
     if kind == "number":
         program = "report"
     title = f"{program} {path.name}: {what}"
     if program == "explain":
         return Case(title, "explain", [], stdin=path)
-    words = {"report": [str(run), "--text"], "page": [str(run), "--out", "report.html"], "goodput": [str(run)]}[program]
-    return Case(title, "goodput" if program == "goodput" else "report", words, lambda: log_silent(work, expected))
+    words = {"report": [str(run), "--text"], "page": [str(run), "--out", "report.html"]}[program]
+    return Case(title, "report", words, lambda: log_silent(work, expected))
 
 
 def log_silent(work, expected):
