@@ -28,9 +28,9 @@ from Inference.labels import apply_label
 from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.results import damage, scores_csv
 from Inference.scores import COLUMNS, field_scores, heading, label_scores, point_scores, said_of_labels
+from Report.page import cards_html, table_html, text_table, write_page
 from Runtime.errors import DONE, STOP, InputError, attempt, parse_options
 from Runtime.files import write_file
-from Runtime.page import cards_html, table_html, text_table, write_page
 
 ADVICE = "give the one of this pair"  # where a file is on another grid than the fixed label
 

@@ -132,7 +132,7 @@ def write_report(folder, manifest, cfg, size):
     size: of all files, in bytes.
     """
     from Diffusion.figures import contact_sheet  # here, because the workers need neither torch nor matplotlib
-    from Runtime.page import cards_html, figure_html, table_html, write_page
+    from Report.page import cards_html, figure_html, table_html, write_page
     volumes, refused = manifest["volumes"], manifest["refused"]
     sheet = contact_sheet(sample_of(folder, volumes, cfg["data.channels"]))
     cards = [("volumes", len(volumes), f"{len({line[1] for line in volumes})} subjects"),

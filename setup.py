@@ -12,8 +12,8 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-FOLDERS = ("Runtime", "Dataloader", "Diffusion", "Inference", "Study")
-DATA = ("Runtime/*.css", "Runtime/*.js", "Config/*.yaml", "Inference/*.safetensors", "docs/messages.md")
+FOLDERS = ("Runtime", "Report", "Dataloader", "Diffusion", "Inference", "Study")
+DATA = ("Report/*.css", "Report/*.js", "Config/*.yaml", "Inference/*.safetensors", "docs/messages.md")
 IMPORT = re.compile(rf"^( *)(from|import) (?=({'|'.join(FOLDERS)}|OM_\w+)\b)", re.M)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of volumes and fields, as matplotlib figures; Runtime/page.py writes them to files and pages."""
+"""Pictures of volumes and fields, as matplotlib figures; Report/page.py writes them to files and pages."""
 import textwrap
 
 import numpy as np

@@ -9,7 +9,7 @@ from Diffusion.figures import gallery_figure
 from Inference.augmentation import without_map
 from Inference.draws import MEASURES, draw_paths
 from Inference.viewer import PAGE_BYTES, viewer_html
-from Runtime.page import cards_html, figure_html, table_html, text_table, write_page
+from Report.page import cards_html, figure_html, table_html, text_table, write_page
 
 PICTURED = 3  # volumes that the report shows
 ACROSS = 5  # draws of each of them

@@ -14,7 +14,7 @@ from Inference.labels import apply_field
 from Inference.scores import COLUMNS, body_of, contrast, heading, in_range
 from Inference.verdict import VERDICTS
 from Inference.viewer import viewer_html
-from Runtime.page import cards_html, figure_png, findings_html, png_html, table_html, text_table, write_page
+from Report.page import cards_html, figure_png, findings_html, png_html, table_html, text_table, write_page
 
 PAIR_PAGE = "pair.html"  # of each pair of a list, in its folder
 BEFORE_OF = {"dice": "dice_before", "hd95_mm": "hd95_before_mm", "tre_mm": "tre_before_mm",

@@ -13,9 +13,9 @@ from Inference.pair_lists import CHANNELS, TO_REGISTER
 from Inference.results import file_digests, output_files, remove_outputs, require_apart, source_digests, write_results
 from Inference.scores import COLUMNS, label_scores, point_scores, said_of_labels
 from Inference.verdict import judge, judge_list
+from Report.page import figure_png
 from Runtime.errors import InputError
 from Runtime.files import write_file
-from Runtime.page import figure_png
 
 # Beside COLUMNS; what `judge` looks at is among them.
 ROW = ("overlap_percent", "covered_percent", "body_overlap", "folding_body_percent", "inverse_error_max_mm",

@@ -1,6 +1,6 @@
 """A viewer for pages: slices of volumes, compared under one's finger, with grid and Jacobian on top.
 
-Runtime/viewer.js draws it, from voxels that lie packed in the page. Without JavaScript nothing of it is seen.
+Report/viewer.js draws it, from voxels that lie packed in the page. Without JavaScript nothing of it is seen.
 """
 import base64
 import json
@@ -20,7 +20,7 @@ from Diffusion.figures import FIXED_LINE, FOLDED, GRID_LINES, MOVING_LINE, NOT_F
 PAGE_BYTES = 3_000_000  # of all viewers of a page; what does not fit is shown coarser
 MOST_VOXELS = 2_000_000  # of a volume; more never fit
 HUNDREDTHS = 100  # of a voxel: the unit of the packed field
-NO_NODE = -32768  # of the packed field: Runtime/viewer.js draws no line to it
+NO_NODE = -32768  # of the packed field: Report/viewer.js draws no line to it
 LEVELS = 31  # of the determinant's colours: few, as they pack well
 
 
@@ -101,7 +101,7 @@ def coarser(shape, spacing, voxels):
 
 
 def pack_all(turned, shape):
-    """What Runtime/viewer.js reads, as plain JSON. turned: of `turn_to_screen`. shape: of the grid that is shown."""
+    """What Report/viewer.js reads, as plain JSON. turned: of `turn_to_screen`. shape: of the grid that is shown."""
     scale = np.divide(turned["shape"], shape)
     spacing = scale * turned["spacing"]
     images = {word: np.rint(255 * averaged(image, shape)) for word, image in turned["images"].items()}
@@ -218,7 +218,7 @@ def button_html(data, text, letter):
 
 
 def legends_html(fixed, half, grid_words=""):
-    """What the colours mean; Runtime/viewer.js shows each beside what it explains."""
+    """What the colours mean; Report/viewer.js shows each beside what it explains."""
     stops = ", ".join("rgb({:.0f} {:.0f} {:.0f} / {:.2f})".format(*colour, opacity / 255)
                       for *colour, opacity in determinant_colours()[1:-1:3])
     return f"""<p data-legend="labels"><span><i style="background: {FIXED_LINE}"></i>{escape(fixed)}</span>

@@ -10,20 +10,23 @@ import json
 import math
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from Runtime.config import load_config
+import yaml
+
+from Runtime.config import flatten, load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import append_line, is_passing, is_there, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import durable_step, durable_steps, newest_write, trust_again
-from Runtime.rules import tell_end
 from Runtime.run_lock import TakenOver, hold, lock, run_folder, slurm_job, touch, unlock
 from Runtime.verdict import judge, read_rank, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # after so many without a new durable step the loop stops
+COMMAND_S = 60.0  # longest time for the user's command (run.notify)
 PATIENCE_S = 600.0  # for a file system that does not answer, before the config with run.patience_s is read
 SILENT = ("vanished", "frozen", "never started", "a rank did not arrive")  # causes that may be those of a node
 # Phases before the first step: a refusal there would recur in every round.
@@ -94,6 +97,34 @@ def keep_stacks(run, attempt, rank):
     except OSError as error:
         print(f"{run / 'stacks'}: the stacks of attempt {attempt} are lost ({error.strerror or error})",
               file=sys.stderr, flush=True)
+
+
+def tell_end(run, line):
+    """Run the user's command (run.notify) when a run is done or needs a person. line: the "end" of attempts.jsonl.
+
+    sh gets OMNIMORPH_RUN, OMNIMORPH_SUBJECT and OMNIMORPH_MESSAGE. A command that fails or takes longer than COMMAND_S
+    is named on standard error, and nothing else happens.
+    """
+    configs = sorted(run.glob("launches/*/config.yaml"))
+    if line["decision"] not in ("done", "stop") or not configs:
+        return
+    try:
+        command = flatten(yaml.safe_load(configs[-1].read_text()), configs[-1]).get("run.notify")
+    except (OSError, ValueError, yaml.YAMLError):  # a machine died while it was written
+        return
+    if not command:
+        return
+    environment = {**os.environ, "OMNIMORPH_RUN": str(run), "OMNIMORPH_SUBJECT": line["decision"],
+                   "OMNIMORPH_MESSAGE": line["sentence"]}
+    try:
+        # What it prints is for the log: standard output belongs to who called us.
+        done = subprocess.run(command, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=2,
+                              timeout=COMMAND_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"run.notify: {command}: {error}", file=sys.stderr, flush=True)
+        return
+    if done.returncode:
+        print(f"run.notify: {command} ended with exit code {done.returncode}", file=sys.stderr, flush=True)
 
 
 def judged(run, attempt, code, patience_s):
@@ -316,7 +347,7 @@ def main(argv):
         if not argv or argv[0] not in commands:
             known = ", ".join(commands)
             raise InputError(f"python -m Runtime.attempts is for the launcher and knows {known}; where the "
-                             "time of a run went tells python -m Runtime.report Models/<run> --text.")
+                             "time of a run went tells python -m Report.run Models/<run> --text.")
         return commands[argv[0]](argv[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

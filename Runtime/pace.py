@@ -1,7 +1,7 @@
 """What every rank writes down of its own steps: where their time went, its memory, and on rank 0 the space on the disk.
 
-Every EVERY steps each rank adds a line "pace" to its log, from which Runtime/report.py draws the ranks side by side and
-Runtime/rules.py finds the slow one. Rank 0 gives the same figures to TensorBoard.
+Every EVERY steps each rank adds a line "pace" to its log, from which Report/run.py draws the ranks side by side and
+Report/rules.py finds the slow one. Rank 0 gives the same figures to TensorBoard.
 """
 import collections
 import shutil

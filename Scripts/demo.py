@@ -33,14 +33,15 @@ from Inference.labels import apply_label  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Inference.registration import register  # noqa: E402
 from Inference.viewer import PAGE_BYTES, viewer_html  # noqa: E402
-from Runtime import checkpoint, page  # noqa: E402
-from Runtime.charts import grid, line_chart  # noqa: E402
+from Report import page  # noqa: E402
+from Report.charts import grid, line_chart  # noqa: E402
+from Report.run_logs import log_lines  # noqa: E402
+from Runtime import checkpoint  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
 from Runtime.files import write_file  # noqa: E402
 from Runtime.run_lock import run_folder  # noqa: E402
-from Runtime.run_logs import log_lines  # noqa: E402
 
 CONFIG = "Config/config_demo.yaml"
 TRAIN, VALIDATION = range(0, 40), range(900, 908)

@@ -20,12 +20,12 @@ sys.path.insert(0, str(ROOT))
 import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
 
 # isort: split
+from Report.charts import grid, line_chart  # noqa: E402
+from Report.page import table_html, text_table, write_page  # noqa: E402
+from Report.run_logs import log_lines, ranks_of, read_launches  # noqa: E402
 from Runtime.attempts import history  # noqa: E402
-from Runtime.charts import grid, line_chart  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
 from Runtime.global_batch import known_step, split_step  # noqa: E402
-from Runtime.page import table_html, text_table, write_page  # noqa: E402
-from Runtime.run_logs import log_lines, ranks_of, read_launches  # noqa: E402
 from Runtime.watchdog import ONE_OFF  # noqa: E402
 
 WARM_UP = 3

@@ -19,10 +19,10 @@ from Inference.pair_row import scores_of
 from Inference.registration import register
 from Inference.results import damage, read_results, require_apart, source_digests
 from Inference.work import do_all
+from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
 from Runtime.files import sha256
-from Runtime.page import cards_html, findings_html, table_html, write_page
 from Study.common import Folder, dims_of, end, findings_of, finished_row, quietly, volumes_of, write_table
 from Study.fusion import fuse
 from Study.thumbnails import gallery_html, thumbnail

@@ -26,9 +26,9 @@ from Inference.pair_row import scores_of
 from Inference.registration import register
 from Inference.results import read_results
 from Inference.work import do_all
+from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
-from Runtime.page import cards_html, findings_html, table_html, write_page
 from Study.common import Folder, dims_of, end, findings_of, finished_row, quietly, volumes_of, write_table
 from Study.template import LABEL, in_voxels, log_matrix, logarithm
 from Study.thumbnails import gallery_html, thumbnail

@@ -14,10 +14,10 @@ from Dataloader.nifti import checked_image, open_nifti, read_affine, read_number
 from Diffusion.metrics import average
 from Inference.registration import register
 from Inference.work import do_all
+from Report.page import cards_html, figure_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
-from Runtime.page import cards_html, figure_html, findings_html, table_html, write_page
 from Study.common import Folder, end, findings_of, finished_row, quietly, write_table
 from Study.thumbnails import gallery_html, thumbnail
 

@@ -19,10 +19,10 @@ from Dataloader.datalist import list_volumes
 from Dataloader.grids import foreground_box, intensity_range, to_canonical
 from Dataloader.nifti import is_segmentation, read_header, read_volume
 from Inference.pair_row import make_folder
+from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device, synchronize
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
-from Runtime.page import cards_html, findings_html, table_html, write_page
 from Study.common import dims_of
 
 # (most voxels of the grid, config, multiple of the sides, steps that were seen to be enough)

@@ -15,9 +15,9 @@ from Inference.results import read_results
 from Inference.scores import COLUMNS, heading, in_range
 from Inference.verdict import LEAST_LIST, LEAST_SPREAD, OUTLIER, VERDICTS, judge_list
 from Inference.work import do_all
+from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.errors import InputError
 from Runtime.files import write_file
-from Runtime.page import cards_html, findings_html, table_html, write_page
 from Study.common import Folder, dims_of, end, findings_of, finished_row, write_table
 from Study.thumbnails import gallery_html, thumbnail
 

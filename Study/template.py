@@ -27,10 +27,10 @@ from Inference.registration import register
 from Inference.results import damage, read_results, source_digests
 from Inference.verdict import judge_list
 from Inference.work import do_all
+from Report.page import cards_html, figure_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
 from Runtime.files import write_file
-from Runtime.page import cards_html, figure_html, findings_html, table_html, write_page
 from Study.common import Folder, dims_of, end, findings_of, finished_row, quietly, volumes_of, write_table
 from Study.thumbnails import gallery_html, thumbnail
 

@@ -24,10 +24,10 @@ from Dataloader.synthetic import make_subject  # noqa: E402
 from Diffusion.diffuser import DeformDDPM  # noqa: E402
 from Diffusion.embeddings import new_queue  # noqa: E402
 from Diffusion.networks import build_network  # noqa: E402
+from Report.page import text_table  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device, synchronize  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
-from Runtime.page import text_table  # noqa: E402
 from tests import plain_step  # noqa: E402
 
 PARTS = ("deform", "diffusion", "contrastive", "registration")

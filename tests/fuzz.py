@@ -53,7 +53,8 @@ import OM_train_3modes  # noqa: E402
 from Diffusion import figures  # noqa: E402, F401
 from Inference import register_pairs  # noqa: E402, F401
 from omnimorph import explain  # noqa: E402
-from Runtime import checkpoint, report  # noqa: E402
+from Report import run as report  # noqa: E402
+from Runtime import checkpoint  # noqa: E402
 from Runtime.config import CONFIGS, KEYS, load_config  # noqa: E402
 from Runtime.weights_file import read_weights  # noqa: E402
 from tests import tiny  # noqa: E402

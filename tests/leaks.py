@@ -7,10 +7,10 @@ import re
 import torch
 from tqdm import tqdm
 
+from Report.page import text_table
 from Runtime.device import describe, pick_device, prepare_device, synchronize
 from Runtime.errors import DONE, STOP, InputError, is_out_of_memory
 from Runtime.memory import WINDOW, find_leak, measure, trim
-from Runtime.page import text_table
 
 GIB = 2 ** 30
 ONE_TIME = 2 ** 20  # bytes; less than this is nothing

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from Report.goodput import account, goodput, table
 from Runtime.attempts import begin, end, history, share_out
 from Runtime.errors import InputError
-from Runtime.goodput import account, goodput, table
 from Runtime.manifest import durable_step
 from tests import launching
 from tests.test_verdict import END, died, finish, write_rank
@@ -469,7 +469,7 @@ def test_errors_of_the_command_line_are_sentences(tmp_path):
     assert (bad.returncode, bad.stdout) == (43, "") and "error: " in bad.stderr and "run.epochs" in bad.stderr
     assert "Traceback" not in bad.stderr and not (tmp_path / "Models").exists()
     none = call(tmp_path / "nowhere")
-    assert none.returncode == 43 and "time of a run went tells python -m Runtime.report" in none.stderr
+    assert none.returncode == 43 and "time of a run went tells python -m Report.run" in none.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------

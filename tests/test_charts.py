@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from Runtime.charts import empty_chart, line_chart, merge_marks, number, spark, stacked_chart, thin, ticks
+from Report.charts import empty_chart, line_chart, merge_marks, number, spark, stacked_chart, thin, ticks
 from tests.test_page import NASTY, Balance
 
 

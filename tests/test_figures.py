@@ -19,8 +19,8 @@ from Diffusion.figures import (
     middle_slices,
     registration_figure,
 )
+from Report.page import figure_png
 from Runtime.errors import InputError
-from Runtime.page import figure_png
 
 
 def pair(size):

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("Runtime", "Dataloader", "Diffusion", "Inference", "Study", "programs")  # programs: OM_*.py and Scripts
+# programs: OM_*.py and Scripts
+FLOORS = ("Runtime", "Report", "Dataloader", "Diffusion", "Inference", "Study", "programs")
 
 
 def modules():

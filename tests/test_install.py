@@ -20,7 +20,7 @@ from tests import launching
 from tests.tiny import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-HOUSE = {"Runtime", "Dataloader", "Diffusion", "Inference", "Study", *PROGRAMS.values()}
+HOUSE = {"Runtime", "Report", "Dataloader", "Diffusion", "Inference", "Study", *PROGRAMS.values()}
 # A stranger's own modules, of the same names as ours.
 STRANGER = """
 import Runtime, Config, tests
@@ -78,7 +78,7 @@ def test_all_of_the_package_is_under_one_name(tmp_path):
     configs = {path.name for path in (ROOT / "Config").glob("*.yaml")}
     assert {path.name for path in (built / "omnimorph/Config").iterdir()} == configs
     for name in ("page.css", "sort.js", "viewer.css", "viewer.js"):
-        assert (built / "omnimorph/Runtime" / name).read_text() == (ROOT / "Runtime" / name).read_text()
+        assert (built / "omnimorph/Report" / name).read_text() == (ROOT / "Report" / name).read_text()
 
 
 def test_the_package_says_what_the_repository_says():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from Diffusion.figures import gallery_figure, registration_figure
+from Report.page import cards_html, figure_html, figure_png, table_html, text_table, write_page
 from Runtime.errors import InputError
-from Runtime.page import cards_html, figure_html, figure_png, table_html, text_table, write_page
 from tests.test_figures import pair, pixels
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}

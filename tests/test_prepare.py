@@ -340,7 +340,7 @@ def test_a_page_that_cannot_be_written_blames_the_folder_of_logs(tmp_path, monke
         raise OSError(28, "No space left on device")
 
     image = make_subject(0, 8)["image"]
-    monkeypatch.setattr("Runtime.page.write_page", full)
+    monkeypatch.setattr("Report.page.write_page", full)
     monkeypatch.setattr(OM_prepare, "sample_of", lambda *arguments: [("one", image, None)])
     manifest = {"volumes": [["one", "one", "", 0, 0, False]], "refused": []}
     with pytest.raises(InputError, match="run.logs .*: the page of the cache cannot be written there .*No space left"):

@@ -10,14 +10,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import OM_train_3modes as om
-from Runtime import report
-from Runtime.compare import PLACES, differing_keys, short_names
+from Report import compare
+from Report import run as report
+from Report.compare import PLACES, differing_keys, short_names
+from Report.goodput import account, over_time
+from Report.rules import find_all
+from Report.run import main
+from Report.run_logs import read_run
+from Report.run_state import duration, state_of
 from Runtime.errors import InputError
-from Runtime.goodput import account, over_time
-from Runtime.report import main
-from Runtime.rules import find_all
-from Runtime.run_logs import read_run
-from Runtime.run_state import duration, state_of
 from tests import launching
 from tests.faults.common import run_of
 from tests.made_up_run import START, STEP_S, made_up_run
@@ -173,7 +174,7 @@ def test_follow_keeps_page_and_terminal_up_to_date_until_the_end(tmp_path):
     with open(run / "rank0.jsonl", "a") as log:  # a rank that is heard of now
         log.write(json.dumps({"event": "now", "attempt": 0, "rank": 0, "step": 29, "mode": "", "phase": "data",
                               "number": 1, "time": time.time(), "deadline": 900, "host": "h"}) + "\n")
-    body = (f"import sys\nfrom Runtime import report\nreport.FOLLOW_S = 0.3\nreport.FOLLOW_SHARE = 0\n"
+    body = (f"import sys\nfrom Report import run as report\nreport.FOLLOW_S = 0.3\nreport.FOLLOW_SHARE = 0\n"
             f"sys.exit(report.main([{str(run)!r}, '--follow', '--text']))")
     process = launching.start([sys.executable, "-c", body], cwd=ROOT, stdout=-1, text=True)
     until = time.time() + 20
@@ -213,7 +214,7 @@ def test_compare_puts_runs_side_by_side(tmp_path, capsys):
     runs = [made_up_run(tmp_path / f"Models/run-{seed}", 100, run__seed=seed, optim__lr=1e-4 * (1 + (seed == 2)))
             for seed in range(3)]
     out = tmp_path / "compare.html"
-    assert main(["compare", *map(str, runs), "--out", str(out)]) == 0
+    assert compare.main([*map(str, runs), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^optim.lr +0.0001 +0.0001 +0.0002$", shown, re.M)
     assert re.search(r"^run.seed +0 +1 +2$", shown, re.M)
@@ -225,8 +226,8 @@ def test_compare_puts_runs_side_by_side(tmp_path, capsys):
 
 def test_compare_refuses_one_run_and_the_same_one_twice(tmp_path, capsys):
     run = str(made_up_run(tmp_path / "run", 20))
-    assert main(["compare", run]) == 43 and "name two runs or more" in capsys.readouterr().err
-    assert main(["compare", run, run]) == 43 and "the same run is named twice" in capsys.readouterr().err
+    assert compare.main([run]) == 43 and "name two runs or more" in capsys.readouterr().err
+    assert compare.main([run, run]) == 43 and "the same run is named twice" in capsys.readouterr().err
 
 
 def test_names_and_keys_tell_runs_apart(tmp_path):

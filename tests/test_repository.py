@@ -13,8 +13,8 @@ import yaml
 from Runtime.config import KEYS
 from tests.tiny import ROOT
 
-FOLDERS = ["", "omnimorph", "Runtime", "Dataloader", "Diffusion", "Inference", "Study", "Scripts", "Scripts/preflight",
-           "Scripts/smoke", "Scripts/containers"]
+FOLDERS = ["", "omnimorph", "Runtime", "Report", "Dataloader", "Diffusion", "Inference", "Study", "Scripts",
+           "Scripts/preflight", "Scripts/smoke", "Scripts/containers"]
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 PROGRAMS = [path for folder in [*FOLDERS, "tests", ".ci"] for path in (ROOT / folder).glob("*")
            if path.is_file() and path.read_bytes()[:19] == b"#!/usr/bin/env bash"]
@@ -63,7 +63,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_files_that_are_named_exist():
-    folders = "Config|Inference|Diffusion|Dataloader|Runtime|Scripts|tests|docs"
+    folders = "Config|Inference|Diffusion|Dataloader|Runtime|Report|Scripts|tests|docs"
     name = rf"`((?:{folders})/[\w./-]*|(?:OM_|bash_|requirements|README|progress|mkdocs)[\w.-]*\.\w+)`"
     named = {(page.name, path) for page in PAGES for path in re.findall(name, prose(page))}
     assert len(named) > 60

@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from Runtime import rules
-from Runtime.rules import find_all, tell_end
-from Runtime.run_logs import read_run
+from Report.rules import find_all
+from Report.run_logs import read_run
+from Runtime import attempts
 from tests import warm
 from tests.faults.common import launch, new_folder, run_of, wait
 from tests.faults.run_matrix import small_disk
@@ -188,10 +188,10 @@ def test_real_logs_of_overfitting(tmp_path):
 
 
 def test_a_command_that_fails_or_hangs_is_named_and_nothing_else(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(rules, "COMMAND_S", 0.2)
+    monkeypatch.setattr(attempts, "COMMAND_S", 0.2)
     for number, command in enumerate(("exit 7", "sleep 5")):
         run = made_up_run(tmp_path / str(number), 5, run__notify=command)
-        tell_end(run, {"decision": "stop", "sentence": "x"})
-        tell_end(run, {"decision": "continue", "sentence": "x"})
+        attempts.tell_end(run, {"decision": "stop", "sentence": "x"})
+        attempts.tell_end(run, {"decision": "continue", "sentence": "x"})
     said = capfd.readouterr().err.splitlines()
     assert said[0] == "run.notify: exit 7 ended with exit code 7" and "timed out" in said[1] and len(said) == 2

@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
+from Report.goodput import account
+from Report.run_logs import read_run, step_columns
 from Runtime.errors import InputError
-from Runtime.goodput import account
-from Runtime.run_logs import read_run, step_columns
 
 
 def write_lines(path, *lines):

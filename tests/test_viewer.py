@@ -17,7 +17,7 @@ from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject, random_field
 from Inference.pair_figures import read_pair
 from Inference.viewer import LEVELS, NO_NODE, PAGE_BYTES, coarser, viewer_html
-from Runtime.page import VIEWER_SCRIPT, write_page
+from Report.page import VIEWER_SCRIPT, write_page
 from tests.browser import CHROMIUM, browser
 from tests.test_nifti import make_affine
 from tests.test_page import NASTY, Balance

@@ -9,8 +9,8 @@ import time
 
 import torch.distributed as dist
 
+from Report.page import text_table
 from Runtime.errors import InputError
-from Runtime.page import text_table
 
 # Steps per second and peak memory on A100 80 GB PCIe.
 RECORDED = {"01": "one GPU: 95.0 steps/s, 0.52 GB", "02": "two GPUs, SHM: 23.7 steps/s, 2.44 GB",

@@ -58,12 +58,12 @@ from Inference.augmentation import STRIDE, augment, pick_target, subject_number 
 from Inference.labels import apply_label, vote  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Inference.registration import register  # noqa: E402
+from Report.page import text_table  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import autocast  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
 from Runtime.files import sha256, write_file  # noqa: E402
 from Runtime.keyed_random import generator, uniform  # noqa: E402
-from Runtime.page import text_table  # noqa: E402
 
 DATA = ROOT.parent / "shared/data/hippocampus"
 CONFIG = ROOT / "Config/config_hippocampus.yaml"

@@ -56,10 +56,10 @@ from Dataloader.grids import intensity_range, rescale  # noqa: E402
 from Dataloader.nifti import read_label, read_volume, write_volume  # noqa: E402
 from Diffusion.metrics import average, dice, folding_percent  # noqa: E402
 from Inference.load_model import DEFAULTS  # noqa: E402
+from Report.page import text_table  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
 from Runtime.files import write_file  # noqa: E402
-from Runtime.page import text_table  # noqa: E402
 
 HERE, DATA, SEED = Path(__file__).resolve().parent, ROOT.parent / "shared/data", 46
 PAIRS, HIPPOCAMPUS_PAIRS, SCORED = (HERE / f"{name}" for name in ("default_pairs.json", "hippocampus_pairs.json",

@@ -37,10 +37,10 @@ from remappings import REMAPPINGS, remap
 from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import read_volume, write_volume
 from Diffusion.metrics import average
+from Report.page import figure_html, table_html
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
-from Runtime.page import figure_html, table_html
 
 PEERS = {  # name: the method of peers.py and its options, the best of a few on pairs of the volumes 201-230
     # Both stages by mutual information. Dice of twelve pairs 0.68; with a rigid stage before 0.67; from the centres of

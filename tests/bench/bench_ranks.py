@@ -37,10 +37,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
+from Report.page import text_table  # noqa: E402
 from Runtime import launch as joining  # noqa: E402
 from Runtime.attempts import free_port, read_lines  # noqa: E402
 from Runtime.device import describe  # noqa: E402
-from Runtime.page import text_table  # noqa: E402
 from Runtime.verdict import judge  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     ends,

@@ -23,10 +23,10 @@ import bench_runtime  # first: it also puts the repository on the path
 from bench_step import ROOT, configuration
 from tqdm import tqdm
 
+from Report.page import text_table
+from Report.rules import find_all
+from Report.run_logs import read_run
 from Runtime import pace, watchdog, writer
-from Runtime.page import text_table
-from Runtime.rules import find_all
-from Runtime.run_logs import read_run
 from tests.faults.common import end_all, launch, new_folder, run_of, until, wait
 from tests.made_up_run import made_up_run
 
@@ -41,7 +41,7 @@ def open_page(parent, steps):
     """(seconds of the command, seconds of a browser or None, bytes of the page)."""
     run = made_up_run(parent / "long", steps)
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "Runtime.report", run], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "Report.run", run], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     built = time.perf_counter() - began
     page, browser = run / "report.html", next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:

@@ -25,9 +25,9 @@ import OM_train_3modes as om  # noqa: E402
 from Dataloader.dataset import epoch_batches  # noqa: E402
 from Dataloader.synthetic import write_dataset  # noqa: E402
 from Diffusion.diffuser import make_condition  # noqa: E402
+from Report.page import text_table  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, synchronize  # noqa: E402
-from Runtime.page import text_table  # noqa: E402
 from tests.tiny import begin  # noqa: E402
 
 WARM_UP = 5

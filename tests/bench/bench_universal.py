@@ -41,10 +41,10 @@ from bench_registration import (  # and sys.path
 from peers import begin, peers_python
 
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
+from Report.page import text_table
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import sha256
-from Runtime.page import text_table
 
 SHOWN = ("dice", "dice_smooth", "hd95_mm", "folding_percent", "seconds", "seconds_mean", "processor_seconds")
 

@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm  # noqa: E402
 
+from Report.goodput import account, goodput, table  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
-from Runtime.goodput import account, goodput, table  # noqa: E402
 from Runtime.manifest import durable_step  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     STEPS_PER_EPOCH,

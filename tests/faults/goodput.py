@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+from Report.goodput import account, goodput, lost_seconds, table  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
-from Runtime.goodput import account, goodput, lost_seconds, table  # noqa: E402
 from tests.faults.common import ends, launch, new_folder, run_of, wait  # noqa: E402
 from tests.tiny import make_data  # noqa: E402
 

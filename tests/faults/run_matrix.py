@@ -25,10 +25,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+from Report.page import text_table  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.memory import WINDOW  # noqa: E402
-from Runtime.page import text_table  # noqa: E402
 from Runtime.watchdog import LOOK_S  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.faults.common import (  # noqa: E402
@@ -275,7 +275,7 @@ def stale_handles(folder, ranks, reference):
 def half_a_line_saved(folder, ranks, reference):
     """Somebody edits the code while the run trains from it, and it does not parse when a round begins."""
     code_folder = folder / "checkout"
-    for name in ("Config", "Dataloader", "Diffusion", "Inference", "Runtime", "Scripts"):
+    for name in ("Config", "Dataloader", "Diffusion", "Inference", "Report", "Runtime", "Scripts"):
         shutil.copytree(ROOT / name, code_folder / name)
     for name in ("OM_train_3modes.py", "bash_train_multi_nodes.sh"):
         shutil.copy(ROOT / name, code_folder)

@@ -1,11 +1,11 @@
-"""The charts of a run, from what Runtime/run_logs.py has read: losses, validation, gradients, speed, ranks, time."""
+"""The charts of a run, from what Report/run_logs.py has read: losses, validation, gradients, speed, ranks, time."""
 import numpy as np
 
-from Runtime.charts import line_chart, stacked_chart
-from Runtime.goodput import KINDS, attempts_of, over_time
-from Runtime.rules import own_of
-from Runtime.run_logs import config_of, losses_of, modes_of, step_columns
-from Runtime.run_state import step_seconds
+from Report.charts import line_chart, stacked_chart
+from Report.goodput import KINDS, attempts_of, over_time
+from Report.rules import own_of
+from Report.run_logs import config_of, losses_of, modes_of, step_columns
+from Report.run_state import step_seconds
 
 SHOWN_RANKS = 8  # drawn as a curve each; of more ranks the median and the two that differ most from it
 PLANNED = ("first start", "planned restart", "done", "running")  # what a restart may follow besides deaths

@@ -3,8 +3,8 @@ import collections
 
 import numpy as np
 
-from Runtime.page import text_table
-from Runtime.run_logs import read_run
+from Report.page import text_table
+from Report.run_logs import read_run
 
 # Phases of the log by the kind of time in the table; any other phase belongs to a restart.
 STEP = ("deform", "embeddings", "forward", "accumulate", "agree", "backward", "optimizer", "between steps")

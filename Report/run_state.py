@@ -1,11 +1,11 @@
-"""How a run stands and what it has cost, in words and numbers, from what Runtime/run_logs.py has read."""
+"""How a run stands and what it has cost, in words and numbers, from what Report/run_logs.py has read."""
 import time
 
 import numpy as np
 
-from Runtime.charts import number
-from Runtime.goodput import add_up, attempts_of, goodput
-from Runtime.run_logs import config_of, step_columns, tail_of
+from Report.charts import number
+from Report.goodput import add_up, attempts_of, goodput
+from Report.run_logs import config_of, step_columns, tail_of
 
 QUIET_S = 10.0  # so long after its deadline a rank has not been heard of, the run counts as silent
 

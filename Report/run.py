@@ -1,9 +1,8 @@
 """What a run does, did and cost, from its logs alone: one page that needs nothing else, or the same on a terminal.
 
-    python -m Runtime.report Models/<run>                   write Models/<run>/report.html
-    python -m Runtime.report Models/<run> --text            the same for a terminal
-    python -m Runtime.report Models/<run> --follow          keep both up to date while the run goes on
-    python -m Runtime.report compare RUN RUN...             runs side by side (Runtime/compare.py)
+    python -m Report.run Models/<run>                       write Models/<run>/report.html
+    python -m Report.run Models/<run> --text                the same for a terminal
+    python -m Report.run Models/<run> --follow              keep both up to date while the run goes on
 
 It reads what a training writes and changes nothing of it, so that it may run at any time and on a copied folder.
 """
@@ -15,13 +14,12 @@ import time
 from html import escape
 from pathlib import Path
 
-from Runtime import compare
-from Runtime.charts import grid, number, spark
-from Runtime.errors import DONE, STOP, InputError
-from Runtime.goodput import add_up, attempts_of, causes_table, goodput, kinds_table
-from Runtime.page import cards_html, table_html, text_table, write_page
-from Runtime.rules import find_all, host_of, own_seconds, size_text
-from Runtime.run_charts import (
+from Report import compare
+from Report.charts import grid, number, spark
+from Report.goodput import add_up, attempts_of, causes_table, goodput, kinds_table
+from Report.page import cards_html, table_html, text_table, write_page
+from Report.rules import find_all, host_of, own_seconds, size_text
+from Report.run_charts import (
     gradient_charts,
     loss_charts,
     rank_charts,
@@ -29,8 +27,9 @@ from Runtime.run_charts import (
     time_chart,
     validation_charts,
 )
-from Runtime.run_logs import config_of, losses_of, read_json, read_run, step_columns
-from Runtime.run_state import duration, headline, moment, state_of
+from Report.run_logs import config_of, losses_of, read_json, read_run, step_columns
+from Report.run_state import duration, headline, moment, state_of
+from Runtime.errors import DONE, STOP, InputError
 
 FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # seconds between two looks of --follow, and at least so many times what a look takes
 PICTURE_BYTES = 3 * 2 ** 20  # of all pictures of a page together, which stays below 5 MB
@@ -308,8 +307,8 @@ def follow(args):
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(
-        prog="python -m Runtime.report", description="What a run does, did and cost, as one page that needs nothing "
-        "else. `python -m Runtime.report compare RUN RUN...` puts runs side by side.")
+        prog="python -m Report.run", description="What a run does, did and cost, as one page that needs nothing "
+        "else. `python -m Report.compare RUN RUN...` puts runs side by side.")
     parser.add_argument("run", type=Path, help="folder of the run, Models/<data>_<net>; a copy will do")
     parser.add_argument("--text", action="store_true", help="print it for a terminal instead")
     parser.add_argument("--follow", action="store_true", help="do it again every ten seconds, until the run has ended")
@@ -318,10 +317,7 @@ def parse_arguments(argv=None):
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
     try:
-        if argv[:1] == ["compare"]:
-            return compare.main(argv[1:])
         args = parse_arguments(argv)
         if args.follow:
             return follow(args)

@@ -1,15 +1,12 @@
 """Rules that say what is wrong with a run and what to do, from its logs alone.
 
-Each rule is a function of what Runtime/run_logs.py has read; it returns findings, dicts of "rule", "sentence", "advice"
+Each rule is a function of what Report/run_logs.py has read; it returns findings, dicts of "rule", "sentence", "advice"
 and "step". The report shows them.
 """
-import os
-import subprocess
-import sys
 
 import numpy as np
 
-from Runtime.run_logs import config_of, modes_of, read_launches, step_columns, tail_of
+from Report.run_logs import config_of, modes_of, step_columns, tail_of
 
 # What a rank does by itself in a step. In the other phases it also waits for ranks that are slower.
 OWN = ("data", "deform", "embeddings", "forward", "accumulate", "optimizer")
@@ -22,7 +19,6 @@ GATE_STEPS = 200
 WORSE_SINCE, WORSE_SHARE = 5, 0.3  # validations, and share of all of them, since the best one
 METRICS = ("val_dice", "val_imgsim")  # of the validation, higher is better; the first that there is counts
 DISK_FULL, CHECKPOINTS = 0.95, 3  # share of the disk; checkpoints that should still fit
-COMMAND_S = 60.0  # longest time for the user's command
 
 
 def find_all(found):
@@ -235,25 +231,3 @@ def last_step(found):
     """The last step that a rank has logged."""
     steps = found["steps"]["step"]
     return int(steps[-1]) if len(steps) else 0
-
-
-def tell_end(run, line):
-    """Run the user's command (run.notify) when a run is done or needs a person. line: the "end" of attempts.jsonl.
-
-    sh gets OMNIMORPH_RUN, OMNIMORPH_SUBJECT and OMNIMORPH_MESSAGE. A command that fails or takes longer than COMMAND_S
-    is named on standard error, and nothing else happens.
-    """
-    command = config_of({"launches": read_launches(run)}).get("run.notify")
-    if not command or line["decision"] not in ("done", "stop"):
-        return
-    environment = {**os.environ, "OMNIMORPH_RUN": str(run), "OMNIMORPH_SUBJECT": line["decision"],
-                   "OMNIMORPH_MESSAGE": line["sentence"]}
-    try:
-        # What it prints is for the log: standard output belongs to who called us.
-        done = subprocess.run(command, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=2,
-                              timeout=COMMAND_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"run.notify: {command}: {error}", file=sys.stderr, flush=True)
-        return
-    if done.returncode:
-        print(f"run.notify: {command} ended with exit code {done.returncode}", file=sys.stderr, flush=True)

@@ -1,22 +1,23 @@
-"""Runs side by side: `python -m Runtime.report compare RUN RUN...`.
+"""Runs side by side: `python -m Report.compare RUN RUN...`.
 
 Which keys differ, the curves on one axis, what came out and what it cost. Writes one page and prints the final figures,
 also as a table for progress.md.
 """
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 
-from Runtime.charts import grid, line_chart
-from Runtime.errors import DONE, InputError
+from Report.charts import grid, line_chart
+from Report.goodput import add_up, goodput
+from Report.page import table_html, text_table, write_page
+from Report.run_charts import smoothed
+from Report.run_logs import config_of, losses_of, read_launches, read_run, step_columns
+from Report.run_state import duration, speed, state_of
+from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import read_lines
-from Runtime.goodput import add_up, goodput
-from Runtime.page import table_html, text_table, write_page
-from Runtime.run_charts import smoothed
-from Runtime.run_logs import config_of, losses_of, read_launches, read_run, step_columns
-from Runtime.run_state import duration, speed, state_of
 
 # Keys that say where a run is, not what it does.
 PLACES = ("run.models", "run.logs", "run.notify", "data.name", "data.cache", "data.stage")
@@ -100,16 +101,12 @@ def markdown(header, rows):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def main(argv):
-    """The program. Returns the exit code. Raises InputError for what is no run and for fewer than two."""
-    parser = argparse.ArgumentParser(prog="python -m Runtime.report compare", description="Runs side by side: keys "
-                                     "that differ, curves on one axis, final figures, cost; also for progress.md.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
-    parser.add_argument("--out", type=Path, default=Path("Logs/compare.html"), metavar="FILE", help="the page")
-    args = parser.parse_args(argv)
-    if len(args.runs) < 2:
-        raise InputError(f"compare {args.runs[0]}: name two runs or more.")
-    names, runs = short_names(args.runs), [read_run(run) for run in args.runs]
+def compared(runs, out):
+    """Write the page of some runs and print its figures. Raises InputError for what is no run and for fewer than two.
+    """
+    if len(runs) < 2:
+        raise InputError(f"compare {runs[0]}: name two runs or more.")
+    names, runs = short_names(runs), [read_run(run) for run in runs]
     keys = differing_keys([config_of(found) for found in runs], PLACES)
     columns = [figures(found) for found in runs]
     rows = [[name, *(column.get(name) for column in columns)]
@@ -117,11 +114,28 @@ def main(argv):
     sections = [("Keys that differ", table_html(["key", *names], keys) if keys else "<p>None.</p>"),
                 ("Curves", overlaid(runs, names)), ("What came out, and what it cost", table_html(["", *names], rows))]
     try:
-        page = write_page(args.out, "Runs side by side", ", ".join(names), sections)
+        page = write_page(out, "Runs side by side", ", ".join(names), sections)
     except OSError as error:
-        raise InputError(f"{args.out}: the page cannot be written there ({error.strerror or error}); give another file "
+        raise InputError(f"{out}: the page cannot be written there ({error.strerror or error}); give another file "
                          "with --out.") from None
     print(text_table(["key", *names], keys) if keys else "no key differs")
     print(f"\n{text_table(['', *names], rows)}\n\nfor progress.md:\n\n{markdown(['', *names], [*keys, *rows])}\n\n"
           f"report: {page.resolve()}")
-    return DONE
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m Report.compare", description="Runs side by side: keys "
+                                     "that differ, curves on one axis, final figures, cost; also for progress.md.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
+    parser.add_argument("--out", type=Path, default=Path("Logs/compare.html"), metavar="FILE", help="the page")
+    args = parser.parse_args(argv)
+    try:
+        compared(args.runs, args.out)
+        return DONE
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+
+
+if __name__ == "__main__":
+    sys.exit(main())
