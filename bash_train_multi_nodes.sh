@@ -286,7 +286,7 @@ esac
 
 [[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-60}  # bars in a job's log: a line a minute
 unset RANK LOCAL_RANK WORLD_SIZE OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_ATTEMPT OMNIMORPH_ROUND OMNIMORPH_STEP_BACK
-unset OMNIMORPH_STEP OMNIMORPH_PATIENCE_S
+unset OMNIMORPH_STEP OMNIMORPH_PATIENCE_S OMNIMORPH_STAGE
 only_preflight="" dry_run="" arguments=() preflight_options=() want_preflight="" before=""
 for word in "$@"; do
     # A path that exists in the folder where the command was typed is relative to that folder.
@@ -424,8 +424,19 @@ requeue() {  # put the job back into the queue; false if that would only repeat 
     echo "it could not be put back into the queue: the same command that submitted it continues the run"
 }
 
+remove_copies() {  # of the cache (data.stage), on each node: ranks that were killed have left them
+    local node
+    local -a pids=() command=("${INTERPRETER[@]}" -m Dataloader.staging "$OMNIMORPH_STAGE")
+    for node in $HOSTS; do
+        if [[ -n $UNDER_SLURM ]]; then on_node "$node" "${command[@]}" & else "${command[@]}" & fi
+        pids+=($!)
+    done
+    for node in "${pids[@]}"; do await "$node" 40; done
+}
+
 finish() {  # exit code, message: unlock the folder, print the message, requeue if the time limit is near, exit
     [[ -n $UNDER_SLURM ]] && end_steps
+    [[ -n ${OMNIMORPH_STAGE:-} ]] && remove_copies
     [[ -n ${OMNIMORPH_TOKEN:-} ]] && ask 60 "${INTERPRETER[@]}" -m Runtime.attempts unlock
     say "$2"
     if [[ $leaving == USR1 && $1 == 42 && -n $UNDER_SLURM ]]; then requeue || exit 43; fi
@@ -631,7 +642,7 @@ begin_round() {  # lock the folder and number the attempt; retry while the fault
     done
     take OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_STEP_BACK OMNIMORPH_STEP OMNIMORPH_ATTEMPT OMNIMORPH_ROUND \
         OMNIMORPH_PATIENCE_S NODE_COUNT TASKS_PER_NODE RANKS FREE_PORT ROUND_SECONDS LEAVE_AFTER MAX_ROUNDS \
-        PAUSE_PLANNED PAUSE_CRASH GRACE START_SECONDS LINGER LEAVE_SECONDS
+        PAUSE_PLANNED PAUSE_CRASH GRACE START_SECONDS LINGER LEAVE_SECONDS OMNIMORPH_STAGE
     NODES=$(cut -d ' ' -f "1-$NODE_COUNT" <<< "$HOSTS")  # the nodes that can divide a step evenly
 }
 

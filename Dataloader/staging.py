@@ -1,8 +1,9 @@
 """A copy of the cache on each node's own disk or in its memory, made once for all ranks of the node.
 
 The ranks of a node coordinate by a lock on the copy. A copy stays between two rounds of a training; the first rank of
-the next round compares it with its checksums. The last rank of a training that is done removes it, and a training that
-copies another cache to the same place removes copies that nobody holds.
+the next round compares it with its checksums. The last rank of a training that is done removes it; a training that
+copies another cache to the same place removes copies that nobody holds, and so does the launcher on each node when it
+ends, whatever the ranks died of: `python -m Dataloader.staging PLACE`.
 
 Everybody may write to the place (/dev/shm). So a copy is a folder of this user that nobody else may enter. Where
 another user has taken its name, that folder is left alone and the copy gets another name.
@@ -14,6 +15,7 @@ import hashlib
 import os
 import shutil
 import stat
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -246,8 +248,8 @@ def copy_file(path, target, checksum=None):
     os.replace(partial, target)
 
 
-def remove_unused(parent, target):
-    """Delete this user's copies of other caches that no process holds. Copies of other users are not touched."""
+def remove_unused(parent, target=None):
+    """Delete this user's copies, but `target`, that no process holds. Copies of other users are not touched."""
     for other in parent.glob(f"omnimorph_{os.getuid()}_*"):
         if other != target and is_ours(other) and os.path.lexists(other / ".lock"):
             # Another copy that cannot be opened or removed must not stop this training.
@@ -262,3 +264,7 @@ def remove_if_unused(target, handle):
         removed = target.with_name(f"{target.name}.removed-{os.getpid()}")
         os.replace(target, removed)
         shutil.rmtree(removed, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    remove_unused(expanded(sys.argv[1]))

@@ -5,7 +5,7 @@ import numpy as np
 
 from Report.page import text_table
 from Report.run_logs import read_run
-
+from Runtime.verdict import STARTING
 # Phases of the log by the kind of time in the table; any other phase belongs to a restart.
 STEP = ("deform", "embeddings", "forward", "accumulate", "agree", "backward", "optimizer", "between steps")
 PHASES = {"data": "waiting for data", "epoch": "waiting for data", "checkpoint": "checkpoints",
@@ -57,17 +57,24 @@ def attempts_of(found):
         end = ends.get(begun["attempt"])
         ended = end["time"] if end else max(last_sign, begun["time"])
         verdict = end["verdict"] if end else {"dead": False, "cause": "running"}
+        waits_for_person = bool(end) and is_refused_start(end)
         began = begun["time"] if end_before is None else end_before
         detection = float(ended - last_sign) if verdict["dead"] and len(rows) else 0.0
-        restart = float(max(ended - began - sum(spent.values()) - detection, 0.0))
+        restart = 0.0 if waits_for_person else float(max(ended - began - sum(spent.values()) - detection, 0.0))
         costs.append({"attempt": begun["attempt"], "begin": begun, "end": end, "began": began, "ended": float(ended),
                       "began_after": cause, "cause": verdict["cause"], "spent": spent, "restart": restart,
                       "detection": detection, "rows": rows})
         cause = verdict["cause"]
-        # The time between the end of a training and its continuation with more epochs belongs to no attempt.
-        end_before = None if cause == "done" else ended
+        # The time until a training that is done gets more epochs, or a refused one its correction, is nobody's.
+        end_before = None if cause == "done" or waits_for_person else ended
     found["costs"] = costs
     return costs
+
+
+def is_refused_start(end):
+    """Whether an attempt was refused before its first step and has to be corrected by a person: it is no death, and its
+    time is not lost by the run. end: the line of attempts.jsonl."""
+    return (end["cause"], end.get("decision")) == ("refused", "stop") and end["verdict"]["phase"] in STARTING
 
 
 def replayed_rows(steps):

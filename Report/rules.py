@@ -216,7 +216,16 @@ def full_disk(found):
                     "a full disk does not end a healthy run, but three failed checkpoints in a row do")]
 
 
-RULES = (straggler, leak, nonfinite, clipped_away, stuck_gate, overfitting, full_disk)
+def stopped(found):
+    """The run has stopped, and only a person can start it again."""
+    last = found["attempts"][-1]
+    if last["event"] != "end" or last.get("decision") != "stop":
+        return []
+    return [finding("stopped", last_step(found), last.get("sentence", last["cause"]).rstrip("."), "docs/trouble.md says "
+                    "for each cause what to do; afterwards the same command continues the run", last["attempt"])]
+
+
+RULES = (stopped, straggler, leak, nonfinite, clipped_away, stuck_gate, overfitting, full_disk)
 
 
 def size_text(size):

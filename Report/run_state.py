@@ -4,7 +4,7 @@ import time
 import numpy as np
 
 from Report.charts import number
-from Report.goodput import add_up, attempts_of, goodput
+from Report.goodput import add_up, attempts_of, goodput, is_refused_start
 from Report.run_logs import config_of, step_columns, tail_of
 
 QUIET_S = 10.0  # so long after its deadline a rank has not been heard of, the run counts as silent
@@ -72,13 +72,16 @@ def headline(found, findings):
     steps, cfg, attempts = step_columns(found), config_of(found), attempts_of(found)
     wall, done = sum(kinds.values()), len(steps["step"])
     epochs, of = len(found["epochs"]), cfg.get("run.epochs")
-    died = sum(bool(each["end"] and each["end"]["verdict"]["dead"]) for each in attempts)
+    ends = [each["end"] for each in attempts if each["end"]]
+    refused = sum(map(is_refused_start, ends))
+    died = sum(bool(end["verdict"]["dead"]) for end in ends) - refused
     rate = speed(found)
     return [("Epochs", f"{epochs} of {of}" if of else epochs, f"{done} steps"),
             ("Time left", time_left(found, kinds), "at this pace"),
             ("Goodput", f"{100 * goodput(kinds):.1f} %" if wall else "-", f"of {duration(wall)}"),
             ("Samples/s", number(rate) if rate else "-", "in 100 steps"),
-            ("Deaths", died, f"in {len(attempts)} attempt{'s' * (len(attempts) != 1)}"),
+            ("Deaths", died, f"in {len(attempts)} attempt{'s' * (len(attempts) != 1)}"
+             + f", {refused} refused at {'their' if refused > 1 else 'its'} start" * (refused > 0)),
             ("Findings", len(findings), "see below" if findings else "nothing is found")]
 
 

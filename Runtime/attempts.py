@@ -4,6 +4,7 @@ The launcher (bash_train_multi_nodes.sh) calls `python -m Runtime.attempts begin
 each round; a training without a launcher calls `begin` and `end` itself. Needs no torch.
 """
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -23,14 +24,12 @@ from Runtime.files import append_line, is_passing, is_there, patiently, read_lin
 from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import durable_step, durable_steps, newest_write, trust_again
 from Runtime.run_lock import TakenOver, hold, lock, run_folder, slurm_job, touch, unlock
-from Runtime.verdict import judge, read_rank, sentence
+from Runtime.verdict import STARTING, judge, read_rank, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # after so many without a new durable step the loop stops
 COMMAND_S = 60.0  # longest time for the user's command (run.notify)
 PATIENCE_S = 600.0  # for a file system that does not answer, before the config with run.patience_s is read
 SILENT = ("vanished", "frozen", "never started", "a rank did not arrive")  # causes that may be those of a node
-# Phases before the first step: a refusal there would recur in every round.
-STARTING = ("launch", "start", "meet", "data set", "stage", "join", "restore")
 
 
 def history(run):
@@ -81,6 +80,19 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
         print(line["sentence"], file=sys.stderr, flush=True)
     tell_end(run, line)
     return line["decision"]
+
+
+def remove_refused(run):
+    """Remove a run folder in which nothing but a refused first start has happened. Its sentence has been printed."""
+    lines = history(run)
+    if len(lines) != 2 or not is_refusal(lines[-1]) or lines[-1]["decision"] != "stop" or (run / "launches").exists():
+        return
+    with contextlib.suppress(OSError):  # somebody keeps more in it, or the file system does not answer
+        (run / "tmp").rmdir()
+        names = ("attempts.jsonl", "step.json", "verdict.json", ".lock")
+        for path in (*run.glob("rank*"), *(run / name for name in names)):
+            path.unlink(missing_ok=True)
+        run.rmdir()
 
 
 def keep_stacks(run, attempt, rank):
@@ -242,7 +254,7 @@ def launcher_begin(argv):
                  # A healthy round saves and leaves before its time limit, which ends only those that hang.
                  "LEAVE_AFTER": f"{max(0.9 * cfg['run.round_seconds'], cfg['run.round_seconds'] - 300):.10g}",
                  "PAUSE_PLANNED": cfg["run.pause_planned_s"], "PAUSE_CRASH": cfg["run.pause_crash_s"],
-                 "OMNIMORPH_PATIENCE_S": cfg["run.patience_s"],
+                 "OMNIMORPH_PATIENCE_S": cfg["run.patience_s"], "OMNIMORPH_STAGE": cfg["data.stage"],
                  "GRACE": math.ceil(cfg["run.grace_s"]), "START_SECONDS": math.ceil(cfg["run.deadline_first_s"]),
                  "LINGER": math.ceil(max(floor, 10)), "LEAVE_SECONDS": math.ceil(max(3 * floor, 10))}
     for name, value in variables.items():

@@ -300,6 +300,7 @@ def close_run(ranks, run, code):
         try:
             attempts.end(run, ranks.attempt, code, quiet=True, patience_s=LOCK_S)
             unlock(run, ranks.token)
+            attempts.remove_refused(run)
         except OSError as error:  # the next launch judges this attempt from its logs
             print(f"{run}: how this attempt ended could not be written: {error}", file=sys.stderr)
 

@@ -32,6 +32,8 @@ KINDS = {
     "weights not finite": ("not finite",),
     "a checkpoint that does not load": ("weights only load failed", "weights_only"),
     "a rank did not arrive": ("did not arrive", "cannot be reached")}
+# Phases before the first step: a refusal there would recur in every round.
+STARTING = ("launch", "start", "meet", "data set", "stage", "join", "restore")
 SYNCHRONISED = ("agree", "backward", "refresh")  # phases that no rank can leave before all ranks have arrived
 BAD_USAGE = (2, STOP)  # exit codes of a rank that refuses its command line, before it has a log
 TAIL = 2 ** 20  # bytes of a rank's log that are read

@@ -5,11 +5,19 @@ import subprocess
 
 import pytest
 
+import OM_train_3modes as om
 from Dataloader.cache import read_manifest
 from Runtime.config import load_config
 from Runtime.errors import InputError
+from Runtime.goodput import add_up
+from Runtime.rules import find_all
+from Runtime.run_logs import read_run
+from Runtime.run_state import headline
 from tests import findings
-from tests.tiny import ROOT
+from tests.tiny import QUICK, ROOT, arguments, make_data
+
+
+ONE_SUBJECT = {"data__train_ids": "", "data__val_ids": "", "data__subject_pattern": "(subject)"}
 
 
 @pytest.mark.parametrize("page, has, has_not", [
@@ -40,6 +48,27 @@ def test_bars_of_a_job_print_a_line_a_minute():
                           text=True, capture_output=True, env={**os.environ, "CLUSTER": "local"}, timeout=60)
     assert said.stdout.strip() == "60", said.stderr
     assert "TQDM_MININTERVAL" in (ROOT / "bash_train_multi_nodes.sh").read_text()
+
+
+def test_a_refused_start_leaves_no_folder_and_is_no_death(tmp_path, capsys):
+    """G14: a first start that is refused leaves nothing; one in a folder with a run is neither a death nor lost time.
+    F13: whose volumes are of one subject is told why mode 2 stays 0."""
+    run, changes = tmp_path / "Models/demo_om_net", {**QUICK, **ONE_SUBJECT}
+    assert om.main(arguments(tmp_path, **changes)) == 43 and "no such data" in capsys.readouterr().err
+    assert list((tmp_path / "Models").iterdir()) == [] and not (tmp_path / "Logs").exists()
+    make_data(tmp_path)
+    assert om.main(arguments(tmp_path, **changes, run__epochs=1)) == 0
+    assert "all training volumes are of one subject, so mode 2 has nobody" in capsys.readouterr().out
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    before = read_run(run)
+    assert find_all(before) == []
+    assert om.main(arguments(tmp_path, **changes, run__epochs=2)) == 43
+    after = read_run(run)
+    cards = {label: (value, note) for label, value, note in headline(after, [])}
+    assert cards["Deaths"] == (0, "in 2 attempts, 1 refused at its start")
+    assert add_up(after)[0]["restart"] == add_up(before)[0]["restart"]
+    [each] = find_all(after)
+    assert each["rule"] == "stopped" and "This needs a person" in each["sentence"]
 
 
 def test_every_promise_has_a_command_that_exists():

@@ -4,6 +4,7 @@ The ranks are stand-ins, which say that they are there and then do what a test w
 before, between and after them. Everything else, the attempts and the lock too, is real.
 """
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -221,6 +222,19 @@ def test_an_option_that_does_not_exist_stops_at_once(tmp_path):
         assert process.wait(60) == 43
     assert ended(tmp_path) == ["stop"] and "--fersh" in (tmp_path / "log.txt").read_text()
     assert history(run_of(tmp_path))[-1]["cause"] == "refused"
+
+
+def test_copies_of_volumes_do_not_stay_where_the_launcher_stops(tmp_path):
+    """Ranks that are killed cannot remove them. A copy that a process of another training holds stays."""
+    kept = tmp_path / f"stage/omnimorph_{os.getuid()}_held"
+    kept.mkdir(parents=True)
+    rank = """copy=$FOLDER/stage/omnimorph_$(id -u)_0123; mkdir "$copy"; touch "$copy/.lock" "$copy/images_00000.npy"
+        exit 2"""
+    with open(kept / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        with launched(tmp_path, rank=rank, more=["--set", f"data.stage={tmp_path / 'stage'}"]) as process:
+            assert process.wait(60) == 43
+        assert list((tmp_path / "stage").iterdir()) == [kept], (tmp_path / "log.txt").read_text()
 
 
 def test_a_dry_run_is_passed_on(tmp_path):
