@@ -9,6 +9,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -202,7 +203,7 @@ def split_volumes(source, items, cfg):
     Volumes that the list keeps for test are not used. Held out are those that the list keeps for validation; if there
     are none, those of data.val_ids; without these and without data.train_ids, data.val_fraction of the subjects
     (`held_out_subjects`). data.train_ids and data.val_ids narrow what the list says. With data.val_ids alone, all other
-    subjects are trained on.
+    subjects are trained on; a data.train_ids such as "25%" takes a share of those who would be trained on without it.
     source: what the errors begin with. items: from `list_volumes` or a cache.
     Returns: two lists of items in their order. Raises InputError for ids that select nothing.
     """
@@ -211,14 +212,16 @@ def split_volumes(source, items, cfg):
     val_fraction = cfg["data.val_fraction"]
     free = trainable(source, items)
     marked = [item for item in items if item["split"] == "val"]
-    train = select(source, free, train_ids)
     if marked:
-        return train, select(source, marked, val_ids)
+        return select(source, free, train_ids), select(source, marked, val_ids)
+    names_all = train_ids.strip() and not share_of(train_ids)
+    val = []
     if val_ids.strip():
         val = select(source, free, val_ids)
-        return (train if train_ids.strip() else without(free, {item["subject"] for item in val})), val
-    held_out = set() if train_ids.strip() else held_out_subjects(train, val_fraction)
-    return without(train, held_out), [item for item in train if item["subject"] in held_out]
+    elif not names_all:
+        held_out = held_out_subjects(free, val_fraction)
+        val = [item for item in free if item["subject"] in held_out]
+    return select(source, free if names_all else without(free, {item["subject"] for item in val}), train_ids), val
 
 
 def without(items, subjects):
@@ -265,12 +268,17 @@ def select(source, items, ids):
 
     source: what the errors begin with, such as the data folder. items: dicts with "id" and maybe "subject". ids:
     numbers and rising ranges such as "1-60,75"; "" takes all. They are compared with the last number in an id, or in
-    the subject where the id begins with it, so that the volumes of a subject stay together.
+    the subject where the id begins with it, so that the volumes of a subject stay together. A share of the subjects,
+    such as "25%", takes those with the highest `_place`: a larger share has all of a smaller one.
     Returns: list of items in their order. Raises InputError for ids that cannot be read or select nothing.
     """
     ids = str(ids)
     if not ids.strip():
         return items
+    if share := share_of(ids):
+        subjects = sorted({item.get("subject", item["id"]) for item in items}, key=_place, reverse=True)
+        taken = set(subjects[:math.ceil(share * len(subjects))])
+        return [item for item in items if item.get("subject", item["id"]) in taken]
     ranges = read_ranges(ids, f"{source}: ids")
     chosen = []
     for item in items:
@@ -282,6 +290,15 @@ def select(source, items, ids):
         raise InputError(f"{source}: ids \"{ids}\" select none of the {len(items)} volumes from {items[0]['id']} to "
                          f"{items[-1]['id']}; correct the ids.")
     return chosen
+
+
+def share_of(ids):
+    """The share that ids such as "25%" name, 0 .. 1; 0 for numbers and ranges. Raises InputError for another share."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", ids)
+    share = float(match[1]) / 100 if match else 0.0
+    if match and not 0 < share <= 1:
+        raise InputError(f"ids \"{ids}\": a share of the subjects lies above 0% and is at most 100%.")
+    return share
 
 
 def read_ranges(text, where):

@@ -74,7 +74,8 @@ def attempts_of(found):
 def is_refused_start(end):
     """Whether an attempt was refused before its first step and has to be corrected by a person: it is no death, and its
     time is not lost by the run. end: the line of attempts.jsonl."""
-    return (end["cause"], end.get("decision")) == ("refused", "stop") and end["verdict"]["phase"] in STARTING
+    verdict = end["verdict"]
+    return (verdict["cause"], end.get("decision")) == ("refused", "stop") and verdict["phase"] in STARTING
 
 
 def replayed_rows(steps):

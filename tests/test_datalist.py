@@ -575,6 +575,28 @@ def test_volumes_that_are_added_move_nobody():
         assert held_out_subjects(people(some), 0.1) == everybody & set(some)
 
 
+def test_a_larger_share_of_the_subjects_has_all_of_a_smaller_one_and_nobody_who_is_held_out():
+    items = [{"id": f"s{number:03d}_{scan}", "subject": f"s{number:03d}", "split": "train"}
+             for number in range(80) for scan in "ab"]
+
+    def sides(train_ids, val_ids=""):
+        cfg = {"data.train_ids": train_ids, "data.val_ids": val_ids, "data.val_fraction": 0.1}
+        return [{item["subject"] for item in side} for side in split_volumes("list", items, cfg)]
+
+    everybody, held_out = sides("")
+    assert sides("100%") == [everybody, held_out]
+    shares = [sides(f"{percent}%") for percent in (10, 25, 50)]
+    assert all(val == held_out for _, val in shares)
+    some, more, most = (train for train, _ in shares)
+    assert some < more < most < everybody
+    assert [len(train) / len(everybody) for train in (some, more, most)] == pytest.approx([0.1, 0.25, 0.5], abs=0.02)
+    train, val = sides("50%", "0-9")
+    assert len(train) == 35 and val == {f"s00{number}" for number in range(10)} and not train & val
+    for ids in ("0%", "101%", "%", "2 5%", "1_0%", "1-5%"):
+        with pytest.raises(InputError, match="share of the subjects|bad part"):
+            sides(ids)
+
+
 def test_two_volumes_at_least_are_held_out_for_a_pair_where_subjects_are_not_few():
     for seed in range(40):
         names = [f"{seed} {number}" for number in range(12)]
