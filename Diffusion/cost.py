@@ -1,7 +1,10 @@
 """What a training step costs, counted without computing it: `python OM_train_3modes.py --config C --dry-run`."""
 import contextlib
 import functools
+import glob
 import json
+import math
+import time
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,9 +18,12 @@ from Diffusion.fake_device import AliveBytes, DeviceAutocast
 from Diffusion.networks import new_network
 from Diffusion.optim import adam_names, local_bytes
 from Runtime.config import modes_of
-from Runtime.device import precision
+from Runtime.device import autocast, pick_device, precision, synchronize
 from Runtime.errors import DONE, InputError
 from Runtime.global_batch import split_step
+from Runtime.memory import measure
+
+TRIAL_S = 1.0  # of the trial convolution
 
 
 def count_costs(loss_function, network, alive):
@@ -103,8 +109,9 @@ def training_volumes(cfg):
 
     Returns: number of volumes; listed pairs or None; where the number comes from, as a text; how many labels loss.dice
     would compare, as the first volume that has some says, else 1.
+    Raises InputError for data that are there, but refused, such as ids that select nothing.
     """
-    why = ""
+    why, refused = "", None
     for place, source_cfg in ((cfg["data.cache"], cfg), (cfg["data.root"], {**cfg, "data.cache": ""})):
         if place:
             try:
@@ -112,6 +119,9 @@ def training_volumes(cfg):
                 return len(dataset), listed, place + why, labels_of_first(dataset, source_cfg)
             except InputError as error:
                 why = f", since {error}"
+                refused = error if glob.glob(str(place)) else refused
+    if refused:
+        raise refused
     return cfg["data.expect_samples"], None, f"data.expect_samples{why}", 1
 
 
@@ -121,6 +131,59 @@ def labels_of_first(dataset, cfg):
         return 1
     first = next(number for number, item in enumerate(dataset.items) if item["label"])
     return max(len(labels_in(dataset, [first], cfg)), 1)
+
+
+def speed(cfg, device):
+    """Floating-point operations per second of this machine in a convolution of the size of the network's second level,
+    forward and backward: what a training does is within a factor of about two."""
+    channels, batch = cfg["model.channels"][1], cfg["data.batchsize"]
+    size = [max(n // 2, 4) for n in cfg["data.img_size"]]
+    conv, count = (torch.nn.Conv3d, torch.nn.Conv2d)[len(size) == 2], 0
+    layer = conv(channels, channels, 3, padding=1).to(device)
+    image = torch.randn(batch, channels, *size, device=device, requires_grad=True)
+
+    def one_pass():
+        with autocast(device, cfg["run.amp"]):
+            loss = layer(image).sum()
+        loss.backward()
+        synchronize(device)
+
+    one_pass()  # the first one is slow
+    began = time.perf_counter()
+    while time.perf_counter() - began < TRIAL_S:
+        one_pass()
+        count += 1
+    operations = 3 * 2 * channels ** 2 * 3 ** len(size) * math.prod(size) * batch
+    return count * operations / (time.perf_counter() - began)
+
+
+def this_machine(cfg, costs, memory, split):
+    """What a step would take here: {"device", "free_bytes" (None where unknown), "fits", "step_seconds"}; {} where
+    run.device is not here, as on a login node.
+
+    costs: of `mode_costs`. memory: {device type: bytes of a step}. split: of `split_step`.
+    """
+    try:
+        device = pick_device(cfg["run.device"])
+    except InputError:
+        return {}
+    room = measure(device)
+    free = room["host_free" if device.type == "cpu" else "device_free"]
+    operations = sum(cost["flops"] * (split.pair_batches if mode == "registration" else split.sample_batches)
+                     for mode, cost in costs.items())
+    return {"device": device.type, "free_bytes": free, "step_seconds": operations / speed(cfg, device),
+            "fits": None if free is None else memory.get(device.type, memory["cpu"]) <= free}
+
+
+def fit_text(here, cfg):
+    """Whether a step fits into the memory that is free, in words. here: of `this_machine`."""
+    if here["fits"] is None:
+        return "its free memory is unknown"
+    free = f"{here['free_bytes'] / 2 ** 30:.1f} GiB are free"
+    if here["fits"]:
+        return f"it fits ({free})"
+    lower = "lower data.batchsize" if cfg["data.batchsize"] > 1 else "set a smaller data.img_size"
+    return f"it does NOT fit ({free}): {lower}, or set model.use_checkpoint to true"
 
 
 def dry_run(cfg, world_size, modes):
@@ -151,12 +214,20 @@ def dry_run(cfg, world_size, modes):
           f"{on_device['run.amp']}), {memory['cpu'] / 2 ** 30:.1f} on a CPU ({on_cpu['run.amp']}): "
           f"{(memory['cpu'] - max(cost['peak'] for cost in costs.values())) / 2 ** 30:.1f} for weights, moments and "
           "averages, the rest for the largest mode")
+    each = f" x {split.sample_batches} batches one after the other" * (split.sample_batches > 1)
+    batch = f"effective batch {split.samples} (ranks: {world_size}{each})"
     if volumes:
-        print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; effective batch "
-              f"{split.samples} (ranks: {world_size})")
+        print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; {batch}")
     else:
-        print(f"steps per epoch: unknown without volumes ({source}); effective batch {split.samples} (ranks: "
-              f"{world_size})")
+        print(f"steps per epoch: unknown without volumes ({source}); {batch}")
+    here = this_machine(cfg, costs, memory, split)
+    if here:
+        print(f"on this machine ({here['device']}): {fit_text(here, cfg)}; a step takes about "
+              f"{here['step_seconds']:.2g} s" + f", all {cfg['run.epochs']} epochs "
+              f"{here['step_seconds'] * steps * cfg['run.epochs'] / 3600:.3g} h" * bool(volumes)
+              + ", by a trial convolution: within a factor of about two")
+    else:
+        print(f"on this machine: no {cfg['run.device']}, so no time is given")
     print(json.dumps({"parameters": parameters, "step_flops": sum(cost["flops"] for cost in costs.values()),
-                      "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": split.samples}))
+                      "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": split.samples, **here}))
     return DONE

@@ -221,8 +221,9 @@ def stopped(found):
     last = found["attempts"][-1]
     if last["event"] != "end" or last.get("decision") != "stop":
         return []
-    return [finding("stopped", last_step(found), last.get("sentence", last["cause"]).rstrip("."), "docs/trouble.md says "
-                    "for each cause what to do; afterwards the same command continues the run", last["attempt"])]
+    return [finding("stopped", last_step(found), last.get("sentence", last["cause"]).rstrip("."),
+                    "docs/trouble.md says for each cause what to do; afterwards the same command continues the run",
+                    last["attempt"])]
 
 
 RULES = (stopped, straggler, leak, nonfinite, clipped_away, stuck_gate, overfitting, full_disk)

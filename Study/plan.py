@@ -2,17 +2,16 @@
 
 The grid comes from the volumes: their usual voxel side and the box around what they show. The network is one of three
 that were seen to learn, by the size of that grid. Memory and operations of a step are counted by the training program's
-own --dry-run; the time is theirs divided by what this machine does in a convolution of that size.
+own --dry-run, which also tries how fast this machine is.
 """
 import json
+import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
-import torch
 import yaml
 
 from Dataloader.datalist import list_volumes
@@ -20,7 +19,7 @@ from Dataloader.grids import foreground_box, intensity_range, to_canonical
 from Dataloader.nifti import is_segmentation, read_header, read_volume
 from Inference.pair_row import make_folder
 from Report.page import cards_html, findings_html, table_html, write_page
-from Runtime.device import pick_device, synchronize
+from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
 from Study.common import dims_of
@@ -31,7 +30,6 @@ NETWORKS = ((56 * 64 * 56, "config_hippocampus.yaml", 8, 5_000), (112 ** 3, "con
 OPENED = 12  # volumes that are read whole, evenly spread over the folder; of the others the headers
 FEW_LABELLED = 10  # labelled volumes up to which joined atlases are better than a training or as good
 ROOM = 0.8  # of the memory that is free
-SECONDS = 1.0  # of the trial convolution
 ALONE = {"loss": {"dist": 0.0, "ang": 0.0, "regul": 0.0, "contrastive": 0.0}}  # mode 3 alone: for registration
 
 
@@ -84,24 +82,22 @@ def look(items):
 
 def choose(seen, count, args, device, out):
     """Write config.yaml, on the finest grid of which a step fits into the memory. Returns: what it costs."""
-    dims = seen[0]["dims"]
     spacing = float(np.median([np.exp(np.log(row["voxel_mm"]).mean()) for row in seen]))
     boxes = [row["box_mm"] for row in seen if "box_mm" in row]
     extent = np.minimum(np.percentile([row["size_mm"] for row in seen], 95, axis=0), 1.05 * np.max(boxes, axis=0))
-    room = ROOM * free_bytes(device)
-    rate = speed(device, dims)
     while True:
         size, (_, base, multiple, steps) = grid(extent, spacing)
         write_config(out, args, base, size, spacing, count)
-        cost = dry_run(out)
+        cost = dry_run(out, device)
         need = cost["step_memory_bytes"].get(device.type, cost["step_memory_bytes"]["cpu"])
+        room = ROOM * (cost["free_bytes"] or math.inf)
         if need <= room or min(size) <= 2 * multiple:
             break
         spacing *= 1.15
     if need > room:
         raise InputError(f"{args.data}: a step needs {need / 2 ** 30:.1f} GiB even at {spacing:.3g} mm, and "
                          f"{room / 2 ** 30:.1f} are free on {device}; train on a machine with more memory.")
-    step_s = cost["step_flops"] / rate
+    step_s = cost["step_seconds"]
     return {"img_size": [int(n) for n in size], "spacing_mm": round(spacing, 4), "base": base,
             "memory_gib": round(need / 2 ** 30, 2), "step_seconds": round(step_s, 2),
             "epoch_minutes": round(step_s * cost["steps_per_epoch"] / 60, 2), "steps": steps,
@@ -136,41 +132,16 @@ def write_config(out, args, base, size, spacing_mm, count):
     write_file(out / "config.yaml", text)
 
 
-def dry_run(out):
-    """What the training program counts for config.yaml, a dict. Raises InputError with its sentence."""
+def dry_run(out, device):
+    """What the training program counts for config.yaml on a device, a dict. Raises InputError with its sentence."""
     home = str(Path(__file__).resolve().parents[1])
-    command = [sys.executable, "-m", "omnimorph", "train", "--config", str(out / "config.yaml"), "--dry-run"]
+    command = [sys.executable, "-m", "omnimorph", "train", "--config", str(out / "config.yaml"), "--dry-run", "--set",
+               f"run.device={device.type}"]
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     if done.returncode:
         raise InputError(f"{out / 'config.yaml'}: {(done.stderr.strip().splitlines() or ['the dry run failed'])[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def free_bytes(device):
-    """Memory that a training may take on a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "xpu":
-        return torch.xpu.get_device_properties(device).total_memory
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    return available[0] if available else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def speed(device, dims):
-    """Floating-point operations per second of a convolution, forward and backward, as a training does them."""
-    side, channels = (48, 16) if dims == 3 else (256, 16)
-    layer = (torch.nn.Conv3d if dims == 3 else torch.nn.Conv2d)(channels, channels, 3, padding=1).to(device)
-    image = torch.randn(1, channels, *[side] * dims, device=device, requires_grad=True)
-    layer(image).sum().backward()  # the first one is slow
-    synchronize(device)
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < SECONDS:
-        layer(image).sum().backward()
-        synchronize(device)
-        count += 1
-    return count * 3 * 2 * channels ** 2 * 3 ** dims * side ** dims / (time.perf_counter() - began)
 
 
 def advise(purpose, count, labelled, data):

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import OM_train_3modes as om
-from Diffusion.cost import count_costs, mode_costs, step_memory
+from Diffusion.cost import count_costs, fit_text, mode_costs, step_memory
 from Diffusion.fake_device import AliveBytes
 from tests.tiny import ROOT, arguments, config, make_data
 
@@ -56,11 +56,21 @@ def test_dry_run_costs_nothing_and_ends_in_json(tmp_path, capsys):
 def test_what_is_not_prepared_yet_is_counted_from_the_files(tmp_path, capsys):
     make_data(tmp_path)
     assert om.main(arguments(tmp_path, "--dry-run", data__cache=tmp_path / "cache", data__expect_samples=0)) == 0
-    *_, counted, costs = capsys.readouterr().out.strip().splitlines()
-    assert json.loads(costs)["steps_per_epoch"] == 6
+    *_, counted, here, costs = capsys.readouterr().out.strip().splitlines()
+    costs = json.loads(costs)
+    assert costs["steps_per_epoch"] == 6 and costs["device"] == "cpu" and costs["fits"] and costs["step_seconds"] > 0
+    assert here.startswith("on this machine (cpu): it fits (") and "all 2 epochs" in here and "by a trial" in here
     assert f"6 volumes (from {tmp_path / 'data'}, since data.cache" in counted and "run OM_prepare.py" in counted
     assert om.main(arguments(tmp_path / "none", "--dry-run", data__cache=tmp_path / "cache")) == 0
     assert f"(from data.expect_samples, since {tmp_path / 'none/data'}: no such" in capsys.readouterr().out
+    assert om.main(arguments(tmp_path, "--dry-run", data__train_ids="70-80")) == 43
+    assert 'ids "70-80" select none of the 8 volumes' in capsys.readouterr().err
+
+
+def test_a_step_that_does_not_fit_is_told_with_what_to_change():
+    here = {"fits": False, "free_bytes": 2 ** 31}
+    assert "does NOT fit (2.0 GiB are free): lower data.batchsize" in fit_text(here, {"data.batchsize": 2})
+    assert "smaller data.img_size" in fit_text(here, {"data.batchsize": 1})
 
 
 def test_averaged_weights_cost_mode_2_another_forward():
@@ -84,6 +94,8 @@ def test_production_config_has_its_recorded_size(capsys):
     costs = json.loads(output.strip().splitlines()[-1])
     assert 216e6 <= costs["parameters"] <= 264e6
     assert 15e9 < costs["step_memory_bytes"]["cuda"] < 20e9, "batch 2 on a device of 24 GiB"
+    assert "steps per epoch: unknown without volumes (data.expect_samples, since data.root" in output
+    assert "0 steps" not in output and "epochs" not in output, "nothing is said of what is not known"
     assert "128x128x128" in output and "batch 2" in output and "80 timesteps" in output
 
 
@@ -93,5 +105,7 @@ def test_dry_run_of_several_ranks_counts_their_common_batch(tmp_path, capsys, mo
     monkeypatch.setenv("WORLD_SIZE", "3")
     for total, batch, steps in ((0, 6, 2), (12, 12, 1)):
         assert om.main(arguments(tmp_path, "--dry-run", data__global_batchsize=total)) == 0
-        costs = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        printed = capsys.readouterr().out
+        costs = json.loads(printed.strip().splitlines()[-1])
         assert costs["effective_batch"] == batch and costs["steps_per_epoch"] == steps
+    assert "effective batch 12 (ranks: 3 x 2 batches one after the other)" in printed

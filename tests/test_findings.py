@@ -7,15 +7,14 @@ import pytest
 
 import OM_train_3modes as om
 from Dataloader.cache import read_manifest
+from Report.goodput import add_up
+from Report.rules import find_all
+from Report.run_logs import read_run
+from Report.run_state import headline
 from Runtime.config import load_config
 from Runtime.errors import InputError
-from Runtime.goodput import add_up
-from Runtime.rules import find_all
-from Runtime.run_logs import read_run
-from Runtime.run_state import headline
 from tests import findings
 from tests.tiny import QUICK, ROOT, arguments, make_data
-
 
 ONE_SUBJECT = {"data__train_ids": "", "data__val_ids": "", "data__subject_pattern": "(subject)"}
 

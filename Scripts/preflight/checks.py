@@ -25,6 +25,7 @@ import torch.distributed as dist
 from Dataloader.cache import read_manifest
 from Dataloader.dataset import read_datasets
 from Dataloader.staging import copy_of, expanded
+from Diffusion.cost import training_volumes
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
 from Diffusion.networks import build_network, new_network
@@ -164,6 +165,15 @@ def check_forward(context, at):
     seconds = time.monotonic() - began
     return passed(f"forward and backward on {device.type} in {seconds:.1f} s", worst=seconds,
                   process_bytes=memory.measure(device)["host_used"])
+
+
+def check_data(context, at):
+    """The cache, or else the folder or list, can be read on this node and has the volumes that the config names."""
+    at(late("the volumes were not listed in time", "look at the file system of data.root on this node"))
+    volumes, _, source, _ = training_volumes(context["cfg"])
+    if source.startswith("data.expect_samples"):  # a new site, or volumes that are being copied
+        return skipped(source.removeprefix("data.expect_samples, since "))
+    return passed(f"{volumes} training volumes (from {source.split(', since ')[0]})")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -498,6 +508,7 @@ CHECKS = {
     "rendezvous": (check_rendezvous, 0.75, ()),
     "node collective": (check_node_collective, 0.81, ("rendezvous",)),
     "collective": (check_collective, 0.87, ("rendezvous",)),
+    "data": (check_data, 0.91, ()),
     "memory": (check_memory, 0.95, ("forward",)),
 }
-OF_THE_NODE = ("memory", "folder")  # checks that only the first rank of a node runs
+OF_THE_NODE = ("data", "memory", "folder")  # checks that only the first rank of a node runs
