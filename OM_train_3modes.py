@@ -504,16 +504,20 @@ def finish_epoch(run, began):
                  "nonfinite": sums.nonfinite, **scores}
         watchdog.event("epoch", **{**entry, "epoch": epoch, "step": progress.step})
         show_epoch(run.curves, entry, progress, cfg, time.time() - began)
-        if picture and cfg["run.picture_every"] and ((epoch + 1) % cfg["run.picture_every"] == 0 or last):
-            from Diffusion.figures import registration_figure  # here: matplotlib would slow the start of every rank
-            figure = registration_figure(*picture, title=f"epoch {epoch + 1}")
-            writer.add_figure(run.curves, "registration", figure, progress.step)
         writer.flush(run.curves)
 
     begin_epoch(progress, epoch + 1, run.terms)
     best = validation.best_by(scores, any(mode.name == "registration" for mode in run.modes))
     name = checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"])
     training_state.save(run, name, metrics=scores or None, best=best)
+
+    # After the save: an error of the picture must not cost the epoch.
+    if run.curves and picture and cfg["run.picture_every"] and ((epoch + 1) % cfg["run.picture_every"] == 0 or last):
+        from Diffusion.figures import registration_figure  # here: matplotlib would slow the start of every rank
+        watchdog.phase("evaluate")
+        writer.add_figure(run.curves, "registration", registration_figure(*picture, title=f"epoch {epoch + 1}"),
+                          progress.step)
+        writer.flush(run.curves)
 
 
 def main(argv=None):

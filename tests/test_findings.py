@@ -11,9 +11,11 @@ from Report.goodput import add_up
 from Report.rules import find_all
 from Report.run_logs import read_run
 from Report.run_state import headline
+from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests import findings
+from tests.faults.common import until
 from tests.tiny import QUICK, ROOT, arguments, make_data
 
 ONE_SUBJECT = {"data__train_ids": "", "data__val_ids": "", "data__subject_pattern": "(subject)"}
@@ -68,6 +70,19 @@ def test_a_refused_start_leaves_no_folder_and_is_no_death(tmp_path, capsys):
     assert add_up(after)[0]["restart"] == add_up(before)[0]["restart"]
     [each] = find_all(after)
     assert each["rule"] == "stopped" and "This needs a person" in each["sentence"]
+
+
+def test_an_error_of_the_picture_does_not_cost_the_epoch(tmp_path, monkeypatch):
+    """B17: its checkpoint is written before the figure is drawn."""
+    def no_font(*_, **__):
+        raise RuntimeError("the font is gone")
+
+    make_data(tmp_path)
+    monkeypatch.setattr("Diffusion.figures.registration_figure", no_font)
+    with pytest.raises(RuntimeError, match="the font is gone"):
+        om.main(arguments(tmp_path, **{**QUICK, "run__picture_every": 1}, run__checkpoint_steps=0))
+    run = tmp_path / "Models/demo_om_net"
+    assert until(lambda: checkpoint.newest(run), 60) == "000001_demo_om_net.pth", "a thread writes it"
 
 
 def test_every_promise_has_a_command_that_exists():
