@@ -283,7 +283,7 @@ def take_folder(cfg, fresh, launcher_pid):
     folder_of_job = wait(lambda: run_of_job(cfg)) if was_requeued else None
     run = os.environ.get("OMNIMORPH_RUN") or folder_of_job
     if not run:
-        run = wait(lambda: run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh))
+        run = wait(lambda: run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh, cfg))
     run = Path(run)
     token = wait(lambda: lock(run, stale_after_s(cfg), pid=launcher_pid, token=os.environ.get("OMNIMORPH_TOKEN")))
     return run, token, bool(folder_of_job)

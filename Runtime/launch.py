@@ -229,7 +229,7 @@ def open_run(ranks, cfg, fresh):
     rendezvous(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
     require_one_config(ranks, cfg)
     if ranks.rank == 0:
-        run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh)
+        run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh, cfg)
         ranks.token = lock_patiently(run, cfg)
         ranks.step = fix_step(run, cfg, ranks.world_size)
         ranks.attempt = attempts.begin(run, ranks.token, ranks.world_size)

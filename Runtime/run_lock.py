@@ -13,11 +13,12 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
 
-from Runtime.config import check_name
+from Runtime.config import PATHS, check_name, load_config
 from Runtime.errors import InputError
 from Runtime.files import read_lines, write_file
 
@@ -28,6 +29,8 @@ except ImportError:  # Windows, where the tools run too
 
 STALE_S = 3600.0  # for outputs of tools: a lock of another machine untouched for so long belongs to a dead process
 CLAIM_S = 30.0  # longer than reading and writing a lock ever takes
+MAY_DIFFER = (*PATHS, "data.stage", "data.num_workers", "data.prefetch_factor", "data.in_memory",
+              "registration.labels")  # between launches of one run; the labels are found by the training
 HELD = {}  # {run folder: token} of the locks under which this process works
 
 
@@ -35,20 +38,38 @@ class TakenOver(InputError):
     """Another launch has taken over the folder in which this process worked."""
 
 
-def run_folder(root, data_name, net_name, fresh=False):
+def run_folder(root, data_name, net_name, fresh=False, cfg=None):
     """Folder of the run: the newest generation of `<root>/<data>_<net>`, `...-2`, `...-3`; created with its `tmp/`.
 
-    fresh: begin the next generation instead of continuing the newest. Returns: Path.
-    Raises InputError for a data_name that cannot be part of a file name.
+    fresh: begin the next generation instead of continuing one. cfg: of the training; of several generations the newest
+    that was trained with these settings is continued, and the newest of all where there is none. A line says so.
+    Returns: Path. Raises InputError for a data_name that cannot be part of a file name.
     """
     check_name("data.name", data_name)
     root, name = Path(root), f"{data_name}_{net_name}"
     matches = [re.fullmatch(re.escape(name) + r"(?:-([1-9]\d*))?", path.name) for path in root.glob("*")]
-    highest = max([int(match[1] or 1) for match in matches if match], default=0)
-    generation = highest + 1 if fresh else max(highest, 1)
-    run = root / (name if generation == 1 else f"{name}-{generation}")
+    numbers = sorted((int(match[1] or 1) for match in matches if match), reverse=True)
+    if fresh or not numbers:
+        numbers = [numbers[0] + 1 if numbers else 1]
+    newest, *others = (root / (name if number == 1 else f"{name}-{number}") for number in numbers)
+    run = newest
+    if cfg and others and not has_settings(newest, cfg):
+        run = next((other for other in others if has_settings(other, cfg)), newest)
+        why = "no run of this name has these settings" if run == newest else f"it has these settings, {newest} has others"
+        print(f"{run} is continued: {why}", file=sys.stderr)
     (run / "tmp").mkdir(parents=True, exist_ok=True)
     return run
+
+
+def has_settings(run, cfg):
+    """Whether a run was last trained with the settings of a config, or not at all yet. How and where it runs, and where
+    its data are, may differ."""
+    files = sorted(run.glob("launches/*/config.yaml"))
+    try:
+        trained = load_config(files[-1]) if files else cfg
+    except InputError:  # of another version
+        return False
+    return all(trained[key] == cfg[key] for key in cfg if not key.startswith("run.") and key not in MAY_DIFFER)
 
 
 def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with --fresh"):

@@ -9,11 +9,12 @@ import time
 
 import pytest
 
+from Runtime.config import save_config
 from Runtime.errors import InputError
 from Runtime.files import is_passing, patiently
 from Runtime.run_lock import CLAIM_S, TakenOver, assert_held, lock, run_folder, touch, unlock
 from tests import launching
-from tests.tiny import ROOT
+from tests.tiny import ROOT, config
 
 HOLD = """
 import errno, fcntl, sys, time
@@ -350,6 +351,25 @@ def test_runs_continue_the_newest_generation_and_fresh_makes_the_next(tmp_path):
     assert run.name == "brain_net-10" and (run / "tmp").is_dir()
     assert run_folder(tmp_path, "brain", "net", fresh=True).name == "brain_net-11"
     assert run_folder(tmp_path, "brain.", "net").name == "brain._net"
+
+
+def test_of_several_generations_that_with_the_settings_of_the_command_is_continued(tmp_path, capsys):
+    """G7: run 1 can be continued after --fresh, and run 2 does not go on under the settings of run 1."""
+    cfg = config(tmp_path)
+    for number, (generation, regul) in enumerate((("brain_net", 10.0), ("brain_net-2", 5.0))):
+        (tmp_path / generation / f"launches/000{number}").mkdir(parents=True)
+        save_config({**cfg, "loss.regul": regul}, tmp_path / generation / f"launches/000{number}/config.yaml")
+
+    def chosen(**changes):
+        return run_folder(tmp_path, "brain", "net", cfg={**cfg, **changes}).name, capsys.readouterr().err
+
+    assert chosen(**{"loss.regul": 5.0, "run.epochs": 7, "data.root": "/elsewhere"}) == ("brain_net-2", "")
+    name, said = chosen(**{"loss.regul": 10.0})
+    assert name == "brain_net" and "it has these settings" in said and "brain_net-2 has others" in said
+    name, said = chosen(**{"loss.regul": 3.0})
+    assert name == "brain_net-2" and "no run of this name has these settings" in said
+    (tmp_path / "brain_net-3").mkdir()  # a --fresh that never came to train
+    assert chosen(**{"loss.regul": 10.0}) == ("brain_net-3", "")
 
 
 @pytest.mark.parametrize("name", ["a/b", "../up", "", ".hidden", "-x", "a b", "brains*", "a\nb"])
