@@ -55,7 +55,8 @@ def run_folder(root, data_name, net_name, fresh=False, cfg=None):
     run = newest
     if cfg and others and not has_settings(newest, cfg):
         run = next((other for other in others if has_settings(other, cfg)), newest)
-        why = "no run of this name has these settings" if run == newest else f"it has these settings, {newest} has others"
+        why = f"it has these settings, {newest} has others"
+        why = "no run of this name has these settings" if run == newest else why
         print(f"{run} is continued: {why}", file=sys.stderr)
     (run / "tmp").mkdir(parents=True, exist_ok=True)
     return run
