@@ -31,7 +31,7 @@ from Diffusion.batch_augment import augment, augment_maps, remap_intensities
 from Diffusion.cost import dry_run
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import warp
-from Diffusion.networks import build_network, compile_network
+from Diffusion.networks import build_network
 from Inference.load_model import find_checkpoint, load_state
 from Runtime import agree, checkpoint, launch, memory, watchdog, writer
 from Runtime.config import load_config, modes_of
@@ -184,8 +184,6 @@ def set_up(cfg, args, ranks, folder):
     if content:
         training_state.restore(run, content, start, continues=bool(newest))
     run.model = optim.wrap(run.net, ranks, device, run.gradients, cfg)
-    if cfg["run.compile"] == "step":
-        compile_network(run.net, device)
     run.optimizers = optim.make_optimizers(run.net, ranks, [mode.name for mode in run.modes], cfg)
     run.ema = optim.new_ema(run.net, cfg, content.get("ema") if newest else None)
     if newest:

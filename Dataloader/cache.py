@@ -27,7 +27,6 @@ from pathlib import Path
 
 import numpy as np
 
-from Dataloader.datalist import bids_subject
 from Dataloader.prepare import KINDS, describe, on_grid
 from Dataloader.staging import damaged, file_sizes, stage
 from Runtime.errors import InputError
@@ -35,7 +34,7 @@ from Runtime.files import sha256, write_file
 
 FORMAT = 1
 SETTINGS = ("data.name", "data.root", "model.dims", "data.img_size", "data.spacing_mm", "data.crop_above",
-            "data.percentiles", "data.window", "data.dtype")
+            "data.percentiles", "data.window", "data.dtype", "data.channels")
 MOST_VOLUMES = 16  # in a part
 MOST_BYTES = 64 * 2 ** 20  # of a part's images
 OPEN_FILES = 128  # mapped at a time by a process; each takes a file handle, and some systems allow only 1024
@@ -52,9 +51,7 @@ OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)
 
 def settings(cfg):
     """The part of a config on which the content of a cache depends, as JSON can hold it."""
-    # Named only where there are several: a cache of earlier versions is that of one.
-    channels = {"data.channels": cfg["data.channels"]} if cfg["data.channels"] > 1 else {}
-    return {"format": FORMAT, **{key: cfg[key] for key in SETTINGS}, **channels}
+    return {"format": FORMAT, **{key: cfg[key] for key in SETTINGS}}
 
 
 def group_size(cfg):
@@ -277,9 +274,8 @@ def read_manifest(folder, cfg):
 
 def check_settings(folder, made_with, cfg):
     """Raises InputError naming the settings that were different when the cache was made. made_with: its settings."""
-    made_with = {"data.channels": 1, **made_with}
     wrong = [f"{key} {made_with.get(key)} (the config says {value})"
-             for key, value in {"data.channels": 1, **settings(cfg)}.items() if made_with.get(key) != value]
+             for key, value in settings(cfg).items() if made_with.get(key) != value]
     if wrong:
         raise InputError(f"data.cache {folder} was made with {', '.join(wrong)}; set these back, name another "
                          "data.cache, or make it anew: OM_prepare.py with this config and --fresh.")
@@ -409,7 +405,7 @@ def look_into(folder, cfg, ranks, show):
     if problems:
         raise InputError(f"data.cache {folder} is not complete: {some(problems)}; run OM_prepare.py with this "
                          "config and --repair.")
-    pattern = manifest.get("subject_pattern", "")
+    pattern = manifest["subject_pattern"]
     if pattern != cfg["data.subject_pattern"]:
         raise InputError(f"data.cache {folder} was made with data.subject_pattern \"{pattern}\" (the config says "
                          f"\"{cfg['data.subject_pattern']}\"); run OM_prepare.py with this config, which reads no "
@@ -419,10 +415,7 @@ def look_into(folder, cfg, ranks, show):
         folder = stage(folder, manifest, cfg["data.stage"], show)
     elif ranks and cfg["data.verify"]:
         require_undamaged(folder, manifest, ranks, show)
-    volumes = [{"split": "", "bytes": None, **dict(zip(LINE, line))} for line in manifest["volumes"]]
-    if "subject_pattern" not in manifest:  # made by an earlier version, which did not read BIDS names
-        for line in volumes:
-            line["subject"] = (line["subject"] == line["id"] and bids_subject(line["id"])) or line["subject"]
+    volumes = [dict(zip(LINE, line)) for line in manifest["volumes"]]
     return {"folder": Path(folder), "groups": [line.pop("group") for line in volumes],
             "rows": [line.pop("row") for line in volumes], "items": volumes, "refused": manifest["refused"],
             "staged": staged}

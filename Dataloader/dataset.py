@@ -21,7 +21,6 @@ from Dataloader.datalist import list_volumes, read_pairs, read_ranges, select, s
 from Dataloader.nifti import read_header
 from Dataloader.prepare import KINDS, on_grid
 from Dataloader.sampler import (
-    all_pairs,
     batches,
     epoch_order,
     epoch_pair_count,
@@ -338,8 +337,6 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
         require_masks(root, train)
     rule = pair_rule(cfg, train)
     listed = read_pairs(cfg["data.pair_list"], train) if cfg["data.pair_list"] else None
-    if cfg["data.pairing"] == "all":
-        listed = all_pairs(len(train), rule)
     source = {"cache": cache, "cfg": cfg, "in_memory": cfg["data.in_memory"] and not headers_only,
               "show": ranks.rank == 0}
     train_set = make_dataset(train, rule, "training volumes", ("image", *wanted_maps(cfg)), **source)
@@ -391,14 +388,13 @@ def labelled_volumes(items, cfg):
     """Arguments of `with_labelled`: the volumes that have labels and the rule of their pairs; None without such pairs.
 
     items: of the training, after `with_usable_labels`. Raises InputError where data.labelled_pairs asks for pairs and
-    loss.dice for no labels, or data.pairing takes all pairs, or no pair of labelled volumes is permitted.
+    loss.dice for no labels, or no pair of labelled volumes is permitted.
     """
     if not cfg["data.labelled_pairs"]:
         return None
-    if not cfg["loss.dice"] or cfg["data.pairing"] == "all":
-        other = "data.pairing=all takes every pair as it is" if cfg["loss.dice"] else "loss.dice is 0, so none counts"
+    if not cfg["loss.dice"]:
         raise InputError(f"data.labelled_pairs={cfg['data.labelled_pairs']} draws more pairs of labelled volumes, but "
-                         f"{other}: set data.labelled_pairs=0, or change that.")
+                         "loss.dice is 0, so none counts: set data.labelled_pairs=0, or change that.")
     labelled = [number for number, item in enumerate(items) if item["label"]]
     return {"labelled": labelled, "rule": pair_rule(cfg, [items[number] for number in labelled])}
 

@@ -17,8 +17,8 @@ MOST_LABELS = 64  # that loss.dice compares
 def describe_data(cfg, dataset, held_out):
     """A run's data as a checkpoint keeps them, as JSON: the name, and id, subject, split and bytes of each volume.
 
-    dataset, held_out: training and validation VolumeDataset. The bytes are those of the image's file; null with a cache
-    of an earlier version, which does not know them. Where the files are does not matter.
+    dataset, held_out: training and validation VolumeDataset. The bytes are those of the image's file. Where the
+    files are does not matter.
     """
     rows = []
     for split, volumes in (("train", dataset), ("val", held_out)):
@@ -83,7 +83,7 @@ def compare_data(before, now, path):
     """
     name = json.loads(before)["name"]
     old, new = by_id(before), by_id(now)
-    same = [identity for identity in old if identity in new and same_size(old[identity], new[identity])]
+    same = [identity for identity in old if identity in new and old[identity]["bytes"] == new[identity]["bytes"]]
     if 2 * len(same) < len(old):
         raise InputError(f"{path} was trained on other data of the same name {name}: of its {len(old)} volumes "
                          f"{len(same)} are among the {len(new)} of now; give these a data.name of their own, or start "
@@ -99,11 +99,6 @@ def compare_data(before, now, path):
 def by_id(described):
     """{id: dict of id, subject, split, bytes}. described: from `describe_data`."""
     return {row[0]: dict(zip(("id", "subject", "split", "bytes"), row)) for row in volumes_of(described)}
-
-
-def same_size(one, other):
-    """Whether the image files of two rows have one size, as far as it is known."""
-    return None in (one["bytes"], other["bytes"]) or one["bytes"] == other["bytes"]
 
 
 def order(volumes):

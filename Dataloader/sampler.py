@@ -5,8 +5,6 @@ import torch
 from Runtime.errors import InputError
 from Runtime.keyed_random import generator
 
-MOST_PAIRS = 2_000_000  # of data.pairing=all; more take too much memory as a list
-
 
 def epoch_order(seed, epoch, volumes, repeats=1):
     """Volume index at each position of an epoch: `repeats` shuffles, one after the other. Returns: list of ints."""
@@ -27,7 +25,7 @@ def pair_rule(cfg, items):
     """
     words = {key: cfg[key] for key in ("data.pair_subjects", "data.pair_modalities")}
     choices = [f"{key}={word}" for key, word in words.items() if word != "any"]
-    others = ["data.pairing=all"] * (cfg["data.pairing"] == "all") + choices
+    others = list(choices)
     if cfg["data.labelled_pairs"]:
         others.append(f"data.labelled_pairs={cfg['data.labelled_pairs']}")
     if cfg["data.pair_list"] and others:
@@ -43,18 +41,6 @@ def pair_rule(cfg, items):
                          f"modalities: {modalities}); set any instead, or name the subjects and modalities in the "
                          "data list.")
     return rule
-
-
-def all_pairs(volumes, rule):
-    """Every permitted (moving, fixed) pair of different volumes, as a list of index tuples.
-
-    rule: from `pair_rule`. Raises InputError where there are more than MOST_PAIRS.
-    """
-    total = volumes * (volumes - 1) if rule is None else int(_partners(rule).sum())
-    if total > MOST_PAIRS:
-        raise InputError(f"data.pairing=all makes {total} pairs of {volumes} volumes, more than {MOST_PAIRS}: set "
-                         "data.pairing=random.")
-    return [(moving, fixed) for moving in range(volumes) for fixed in _permitted(volumes, rule, moving).tolist()]
 
 
 def epoch_pairs(seed, epoch, volumes, count, listed=None, rule=None):

@@ -102,7 +102,6 @@ def make_private(target):
         os.mkdir(target, 0o700)
     if not is_ours(target):
         return False
-    os.chmod(target, 0o700)  # an earlier version let everybody read it
     return True
 
 

@@ -22,9 +22,9 @@ SETTINGS = {"as on a device": None, "kernels": True, "held": None}
 
 
 def accelerated(x):
-    """Whether an operation on x is done in the device's way. Where torch compiles it fuses the plain one by itself."""
+    """Whether an operation on x is done in the device's way."""
     wanted = SETTINGS["as on a device"]
-    return (x.device.type != "cpu" if wanted is None else wanted) and not torch.compiler.is_compiling()
+    return (x.device.type != "cpu" if wanted is None else wanted)
 
 
 def kernels_for(x):

@@ -26,7 +26,7 @@ def new_graphs(cfg, device, ranks):
 
     Masks and label maps are left to the plain way: what a batch holds of them is not the same each time.
     """
-    plain = cfg["run.graphs"] == "off" or cfg["run.compile"] != "off" or cfg["loss.dice"] or cfg["registration.masks"]
+    plain = cfg["run.graphs"] == "off" or cfg["loss.dice"] or cfg["registration.masks"]
     if plain or device.type != "cuda" or torch.version.hip or ranks.world_size > 1 or cfg["run.strategy"] == "fsdp":
         return None
     return {"calls": {}, "recorded": {}, "pool": None}

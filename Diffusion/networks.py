@@ -21,7 +21,7 @@ import torch
 from Diffusion.diffuser import typical_displacement
 from Diffusion.networks_older import RecMulModMutAttnNet, RecResACNet
 from Diffusion.om_net import OM_net
-from Runtime.errors import InputError, first_line
+from Runtime.errors import InputError
 
 NETWORKS = {
     "om_net": OM_net,
@@ -88,20 +88,3 @@ def build_network(cfg, device="cpu"):
         memory_format = torch.channels_last_3d if cfg["model.dims"] == 3 else torch.channels_last
         network = network.to(memory_format=memory_format)
     return network.to(device)
-
-
-def compile_network(network, device):
-    """Have torch.compile fuse a network's operations, in place: its parameters and their names stay.
-
-    Every mode, and validation, compiles when it first runs, which takes minutes. The fused operations round otherwise.
-    Raises InputError where torch cannot compile for the device, which is tried once.
-    """
-    try:
-        torch.compile(lambda x: x.sin() + 1.0)(torch.ones(4, device=device))
-    except (RuntimeError, ImportError, OSError) as error:  # no compiler, no Triton, nowhere to write
-        reason = first_line(error)
-        raise InputError(f"run.compile: torch cannot compile for {device} on this machine ({reason}); set it to "
-                         "off.") from error
-    # Each function is compiled for every size that it gets: once for each level, mode and kind of batch.
-    torch._dynamo.config.recompile_limit = 64
-    network.compile(dynamic=False)

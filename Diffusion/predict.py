@@ -38,8 +38,8 @@ def segmented(net, moving, fixed, cfg):
 def segmented_labels(cfg):
     """The labels of what a network with model.structures segments, in its order: a list of K ints.
 
-    They are those of the training's label maps, which it writes down as registration.labels; 1 .. K where a checkpoint
-    is of an earlier version.
+    They are those of the training's label maps, which it writes down as registration.labels; 1 .. K where those
+    are not K.
     """
     count, wanted = cfg["model.structures"], cfg["registration.labels"].strip()
     labels = [value for span in read_ranges(wanted, "registration.labels") for value in span] if wanted else []

@@ -96,8 +96,7 @@ def append_records(file, records):
 def missing_draws(item, draws, records, out):
     """Numbers of the draws of a volume that have to be made: without a record, or with other files than it says.
 
-    draws: how many are asked for. Records of older versions have no sizes: their files were not flushed to the disk, so
-    these draws are made anew.
+    draws: how many are asked for.
     """
     digests = source_digests(item) if records else None
     missing = []

@@ -262,9 +262,6 @@ def check_together(cfg, path):
     if cfg["run.refresh_process_group_every"] and cfg["run.strategy"] != "ddp":
         raise InputError(f"{path}: run.refresh_process_group_every needs run.strategy ddp, not {cfg['run.strategy']}; "
                          "set it to 0.")
-    if cfg["run.compile"] != "off" and cfg["run.strategy"] == "fsdp":
-        raise InputError(f"{path}: run.compile {cfg['run.compile']} needs run.strategy ddp or zero1, not fsdp; set it "
-                         "to off.")
 
 
 def modes_of(cfg, modes):

@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT))
 import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
 
 # isort: split
-from Dataloader.datalist import read_datalist  # noqa: E402
 from Dataloader.identity import volumes_of  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model, load_state  # noqa: E402
 from OM_train_3modes import MODES  # noqa: E402
@@ -145,25 +144,13 @@ def write_weights(path, weights, config, commit):
     return sha256(path)
 
 
-def training_volumes(state, cfg):
-    """How many volumes it was trained on, in words.
-
-    The checkpoint says so. For one of an older version the volumes are counted where the data are here; else the config
-    tells.
-    """
-    if "data" in state:
-        counts = {}
-        for side in ("train", "val"):
-            rows = [row for row in volumes_of(state["data"]) if row[2] == side]
-            counts[side] = f"{len(rows)} (subjects: {len({row[1] for row in rows})})"
-        return f"volumes: {counts['train']}; held out for validation: {counts['val']}"
-    try:
-        items = read_datalist(cfg["data.root"], cfg["model.dims"], cfg["data.train_ids"], channels=cfg["data.channels"])
-        count = f"{len(items)} volumes"
-    except InputError:
-        expected = cfg["data.expect_samples"]
-        count = f"at least {expected} volumes" if expected else "number of volumes not recorded"
-    return f"{count}, ids {cfg['data.train_ids'] or 'all'}; validation ids {cfg['data.val_ids'] or 'none'}"
+def training_volumes(state):
+    """How many volumes it was trained on, in words."""
+    counts = {}
+    for side in ("train", "val"):
+        rows = [row for row in volumes_of(state["data"]) if row[2] == side]
+        counts[side] = f"{len(rows)} (subjects: {len({row[1] for row in rows})})"
+    return f"volumes: {counts['train']}; held out for validation: {counts['val']}"
 
 
 def table(rows):
@@ -192,7 +179,7 @@ def training(state, cfg, about):
     losses = ", ".join(f"{key.removeprefix('loss.')} {value:g}" for key, value in cfg.items()
                        if key.startswith("loss."))
     return table([
-        ("Data", f"{cfg['data.name']}, {training_volumes(state, cfg)}"),
+        ("Data", f"{cfg['data.name']}, {training_volumes(state)}"),
         ("Length", f"{state['epoch']} epochs and {state['step_in_epoch']} steps, {state['step']} steps in all"),
         ("Batch", f"{cfg['data.global_batchsize'] or cfg['data.batchsize']} "
                   f"({'of all ranks' if cfg['data.global_batchsize'] else 'on each rank'})"),

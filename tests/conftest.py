@@ -32,7 +32,7 @@ LONG = ("faults", "train", "networks", "strategies", "ranks", "watchdog", "om_au
 
 # Files for `make test-all`: they install, start or train programs as a whole, count or simulate devices, or ask tools
 # of the tests themselves. What a commit breaks first has its test in the other files.
-SLOW = ("anatomies", "bench_augment", "bench_default", "bench_multimodal", "bench_original", "compile", "containers",
+SLOW = ("anatomies", "bench_augment", "bench_default", "bench_multimodal", "bench_original", "containers",
         "demo", "diagnostics", "fake_device", "install", "launching", "nnunet", "notebooks",
         "simulated_device", "smoke", "universal", "3modes_opt_equivalence")
 

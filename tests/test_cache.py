@@ -625,21 +625,6 @@ def test_a_cache_of_another_pattern_is_refused_until_its_words_are_made_anew(mad
     assert sorted({item["subject"] for item in train.items}) == ["0", "1", "2", "3"]
 
 
-def test_a_cache_of_an_earlier_version_goes_on_and_knows_bids_names(tmp_path):
-    for name in ("sub-01_ses-1_T1w", "sub-01_ses-2_T1w", "sub-02_T1w", "sub-03_T1w"):
-        write_raw(tmp_path / f"data/{name}.nii", np.random.default_rng(0).integers(0, 99, (SIDE,) * 3, np.uint8))
-    place = tmp_path / "cache"
-    assert run_here(tmp_path, place, "--workers", "1") == DONE
-    manifest = cache.read_json(place / "manifest.json")
-    del manifest["subject_pattern"]
-    manifest["volumes"] = [[line[0], line[0], *line[2:7]] for line in manifest["volumes"]]
-    cache.write_json(place, "manifest.json", {**manifest, "sha256": cache.digest(manifest)})
-    cfg = cached(tmp_path, place, data__train_ids="1-2", data__val_ids="3", data__expect_samples=0)
-    train, val, _ = read_datasets(cfg)
-    assert [item["subject"] for item in (*train.items, *val.items)] == ["sub-01", "sub-01", "sub-02", "sub-03"]
-    assert train.items[0]["bytes"] is None and torch.equal(train.subjects[:1], train.subjects[1:2])
-
-
 def test_settings_of_a_run_that_was_killed_count_too(made, place, capsys):
     (place / "manifest.json").unlink()
     for name in ("volumes_00000.json", "volumes_00001.json"):
@@ -850,8 +835,6 @@ def test_a_copy_is_for_its_user_alone(made, tmp_path):
         os.umask(before)
     assert copy.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in copy.iterdir()} == {0o600}
-    copy.chmod(0o755)  # as an earlier version made it
-    assert staged_here(made / "cache", tmp_path).stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to another user")

@@ -190,13 +190,6 @@ def test_only_ddp_makes_its_communicator_anew(strategy):
         load_config(OM, [f"run.strategy={strategy}", "run.refresh_process_group_every=1"])
 
 
-def test_compilation_is_off_or_of_the_step_and_not_with_fsdp():
-    assert load_config(OM)["run.compile"] == "off"
-    assert load_config(OM, ["run.compile=step", "run.strategy=zero1"])["run.compile"] == "step"
-    with pytest.raises(InputError, match="run.compile step needs run.strategy ddp or zero1, not fsdp; set it to off"):
-        load_config(OM, ["run.compile=step", "run.strategy=fsdp"])
-
-
 def test_the_table_of_keys_says_type_and_limits():
     """Config/keys.yaml: its numbers are numbers, its words are words (YAML reads a bare off as false)."""
     assert len(KEYS) > 80 and all("." in key for key in KEYS)

@@ -29,7 +29,7 @@ def make_run(folder, ema=False, changed=False):
     weights = {name: torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else tensor
                for name, tensor in net.state_dict().items()}
     state = {"format": 1, "model": weights, "optimizer": {}, "queue": {}, "config": cfg, "epoch": 2, "step_in_epoch": 0,
-             "step": 30}
+             "step": 30, "data": json.dumps({"name": "demo", "volumes": [["a", "a", "train", 5]]})}
     if ema:
         state["ema"] = weights = {name: tensor * 0.5 for name, tensor in weights.items()}
     checkpoint.save(run, checkpoint.epoch_name(2, "demo", "om_net"), state,
@@ -40,7 +40,7 @@ def make_run(folder, ema=False, changed=False):
 def test_the_card_counts_what_the_checkpoint_says_it_was_trained_on():
     rows = [["a_1", "a", "train", 5], ["a_2", "a", "train", 5], ["b_1", "b", "train", 5], ["c_1", "c", "val", 5]]
     state = {"data": json.dumps({"name": "demo", "volumes": rows})}
-    said = export_model.training_volumes(state, {})
+    said = export_model.training_volumes(state)
     assert said == "volumes: 3 (subjects: 2); held out for validation: 1 (subjects: 1)"
 
 

@@ -10,8 +10,6 @@ from scipy.stats import chisquare
 
 from Dataloader.dataset import VolumeDataset, epoch_batches
 from Dataloader.sampler import (
-    MOST_PAIRS,
-    all_pairs,
     batches,
     epoch_order,
     epoch_pair_count,
@@ -218,7 +216,7 @@ def test_draws_without_a_rule_are_those_of_earlier_runs():
 
 
 def test_a_rule_holds_the_codes_of_the_items_and_the_words():
-    assert ruled("any", "any") is None and ruled("any", "any", data__pairing="all") is None
+    assert ruled("any", "any") is None
     rule = ruled("same", "different")
     assert (rule["subjects"], rule["modalities"]) == ("same", "different")
     for name in ("subject", "modality"):
@@ -231,7 +229,6 @@ def test_a_rule_holds_the_codes_of_the_items_and_the_words():
 @pytest.mark.parametrize("modalities", WORDS)
 def test_pairs_of_every_rule_are_those_of_brute_force(subjects, modalities):
     rule, expected = ruled(subjects, modalities), permitted(GROUPS, subjects, modalities)
-    assert all_pairs(len(GROUPS), rule) == expected
     count = 20000
     drawn = epoch_pairs(0, 1, len(GROUPS), count, rule=rule)
     assert len(drawn) == count and set(drawn) == set(expected)
@@ -248,7 +245,6 @@ def test_rules_on_random_groups(seed):
     items = [{"subject": f"s{draws.integers(12)}", "modality": f"m{draws.integers(4)}"} for _ in range(40)]
     for subjects, modalities in itertools.product(WORDS, WORDS):
         rule, expected = ruled(subjects, modalities, items), permitted(items, subjects, modalities)
-        assert all_pairs(40, rule) == expected
         assert set(epoch_pairs(seed, 0, 40, 500, rule=rule)) <= set(expected)
 
 
@@ -294,25 +290,6 @@ def test_pairs_under_a_rule_are_the_same_for_any_number_of_ranks():
     assert all(i != j and i // 3 == j // 3 for i, j in zip(pairs[0::2], pairs[1::2]))
 
 
-def test_every_pair_once_is_a_list_that_an_epoch_shuffles():
-    listed = all_pairs(len(GROUPS), ruled("same", "different"))
-    once = epoch_pairs(0, 0, len(GROUPS), 3, listed)
-    assert sorted(once) == listed and once != listed
-    assert epoch_pair_count(config(data__pairs=3), len(GROUPS), listed, split_step(config(), 1)) == len(listed)
-
-
-def test_more_than_two_million_pairs_are_refused():
-    assert MOST_PAIRS == 2_000_000
-    assert len(all_pairs(1414, None)) == 1414 * 1413
-    with pytest.raises(InputError, match="data.pairing=all makes 2000810 pairs of 1415 volumes, more than 2000000: set "
-                                         "data.pairing=random"):
-        all_pairs(1415, None)
-    items = [{"subject": f"s{number // 2}", "modality": ""} for number in range(1500)]
-    assert len(all_pairs(1500, ruled("same", "any", items))) == 1500
-    with pytest.raises(InputError, match="makes 2247000 pairs of 1500 volumes"):
-        all_pairs(1500, ruled("different", "any", items))
-
-
 @pytest.mark.parametrize("subjects, modalities, items, message", [
     ("same", "any", [{"subject": "a", "modality": ""}, {"subject": "b", "modality": ""}],
      r"data.pair_subjects=same: no pair is left among 2 volumes \(subjects: 2, modalities: 1\); set any instead"),
@@ -329,9 +306,9 @@ def test_a_rule_that_leaves_no_pair_is_one_sentence(subjects, modalities, items,
 
 
 @pytest.mark.parametrize("changes, choices", [
-    ({"data__pairing": "all"}, "data.pairing=all"), ({"data__pair_subjects": "same"}, "data.pair_subjects=same"),
-    ({"data__pairing": "all", "data__pair_subjects": "different", "data__pair_modalities": "same"},
-     "data.pairing=all and data.pair_subjects=different and data.pair_modalities=same"),
+    ({"data__pair_subjects": "same"}, "data.pair_subjects=same"),
+    ({"data__pair_subjects": "different", "data__pair_modalities": "same"},
+     "data.pair_subjects=different and data.pair_modalities=same"),
 ])
 def test_a_pair_list_beside_another_choice_of_pairs_is_a_contradiction(changes, choices):
     with pytest.raises(InputError, match=f"data.pair_list p.json already says .*: drop it, or drop {choices}."):

@@ -1,7 +1,6 @@
 """What a training step takes on a CPU, in float32 and in bf16, with AVX-512 and without, beside an earlier commit.
 
     python tests/bench/bench_cpu.py [--steps 12] [--rounds 2] [--base ae2d719 | --base none] [--configs demo ...]
-                                      [--compile]
 
 Every figure comes from the training itself: OM_train_3modes.py is started with a shipped config, makes some steps and
 leaves, and its log says when each ended. The second half of them is counted: in the first ones oneDNN makes its
@@ -14,7 +13,7 @@ that torch falls back to where it leaves oneDNN out.
 many desktops are; oneDNN then also says that it does not compute bf16, so bf16 is measured where it does. Volumes of
 the hippocampus come from ../shared/data/hippocampus where that is present, else synthetic ones of that size. "om" is
 the network of config_om.yaml, 233 M parameters, at 64^3 with a batch of one; it takes half an hour by itself, and is
-not profiled. --compile trains this tree a second time with run.compile: step, not profiled either.
+not profiled.
 """
 import argparse
 import json
@@ -38,7 +37,6 @@ from Runtime.device import computes_bf16, describe  # noqa: E402
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 PROFILED = 4
-MORE = {"now, compiled": ["run.compile=step"]}  # overrides of a tree
 KINDS = {
     "slow_conv3d": "slow_conv3d", "convolution": "convolution", "normalisation": "group_norm|layer_norm",
     "warping, resampling": "grid_sampler|upsample|interpolate|avg_pool",
@@ -128,9 +126,9 @@ def measure(trees, words, steps, rounds):
         seconds = {name: [] for name in trees}
         for _ in range(rounds):
             for name, tree in trees.items():
-                seconds[name] += step_seconds(tree, config, amp, words[config] + MORE.get(name, []), fast[isa], steps)
+                seconds[name] += step_seconds(tree, config, amp, words[config], fast[isa], steps)
         for name, tree in trees.items():
-            if config == "om" or name in MORE:  # torch's profiler takes more memory for om than there is
+            if config == "om":  # torch's profiler takes more memory for om than there is
                 shares, calls = dict.fromkeys(KINDS, float("nan")), float("nan")
             else:
                 shares, calls = profile(tree, config, amp, words[config], fast[isa])
@@ -155,12 +153,11 @@ def main():
     parser.add_argument("--configs", nargs="+", choices=("demo", "hippocampus", "om"), default=["demo", "hippocampus"],
                         help="which are trained (demo and hippocampus)")
     parser.add_argument("--base", default="ae2d719", help="commit to compare with, or none (%(default)s)")
-    parser.add_argument("--compile", action="store_true", help="this tree with run.compile: step too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         trees = {} if args.base == "none" else {args.base: unpack(args.base, Path(name) / "base")}
         words = {config: of for config, of in volumes(Path(name)).items() if config in args.configs}
-        trees = {**trees, "now": ROOT, **({"now, compiled": ROOT} if args.compile else {})}
+        trees = {**trees, "now": ROOT}
         rows = measure(trees, words, args.steps, args.rounds)
     print(f"{describe(torch.device('cpu'))}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}; "
           f"mode 3 in every step; medians over {args.rounds} x {args.steps // 2 - 1} steps\n")

@@ -512,8 +512,8 @@ def choices(args, folder):
              "checkpointing off": {"model__use_checkpoint": False}, "batch 4": {"data__batchsize": 4},
              "batch 8": {"data__batchsize": 8}, "local_match off": {"model__local_match": False},
              "kernels off": {}, "plain norm and upsampling": {}, "exact_sums off": {"run__exact_sums": False},
-             "cudnn.benchmark": {}, "compile": {}}
-    if device.type == "cpu":  # compiling takes minutes there
+             "cudnn.benchmark": {}}
+    if device.type == "cpu":
         cases = {name: cases[name] for name in ("as it is", "channels_last off", "checkpointing off")}
     found = {}
     for name, changes in cases.items():
@@ -524,12 +524,10 @@ def choices(args, folder):
         try:
             cfg = configuration(args, folder, **changes)
             state, batches = new_state(cfg, device)
-            if name == "compile":
-                om.compile_network(state.net, device)
             first = steps(state, batches, cfg, 3)
             found[name] = {"step_s": statistics.median(steps(state, batches, cfg, 5)), "first_s": first[0],
                            "allocated_bytes": peak_bytes(device)[0], "reserved_bytes": peak_bytes(device)[1]}
-        except Exception as error:  # one that does not fit or does not compile; the others still count
+        except Exception as error:  # one that does not fit; the others still count
             found[name] = {"left_out": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
         state = batches = None
     return found
