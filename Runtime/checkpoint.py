@@ -38,8 +38,7 @@ REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "c
 # Exceptions that reading a damaged or foreign file raises: flipped bits in the pickle lead to all of these.
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
               OverflowError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile)
-LATEST = {"ended": threading.Event()}  # the event that the last `save_in_background` sets when it ends
-LATEST["ended"].set()
+LAST = {"save": None}  # the Future of the last `save_in_background`
 TURN = threading.RLock()  # held while the manifest is read and written: otherwise two threads could lose an entry
 
 
@@ -102,21 +101,20 @@ def save_in_background(run, relative, state, metrics=None, best=None, keep=None)
     """Copy `state` to CPU memory, then `save` the copy in a thread.
 
     metrics, best: as in `save`. keep: (keep_last, keep_every, keep_tmp) to `prune` with after the save; if the disk is
-    full, also before a second try. A second call queues behind the first: wait for the former future before calling
-    again, or two copies are in memory. Python does not exit before all is written.
+    full, also before a second try. A second call waits for the first, so that no two copies are in memory. Python does
+    not exit before all is written.
     Returns: Future of the result of `save`. Raises at once for a state that `save` refuses.
     """
+    if LAST["save"]:
+        concurrent.futures.wait([LAST["save"]])
     plain = _savable(state, relative, copy=True)
     # A new thread for each file: OpenMP keeps the helper threads of a thread in which torch has computed until that
     # thread ends, and if helpers outnumber the cores, all of them sleep between operations. With one lasting thread,
     # each step on a CPU took half as long again after the first checkpoint.
     thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-    ended = threading.Event()
-    future = thread.submit(_save_in_turn, LATEST["ended"], ended, run, relative, plain, metrics and dict(metrics), best,
-                           keep)
-    LATEST["ended"] = ended  # only now: if the thread could not start, nobody would ever set it
+    LAST["save"] = thread.submit(_save_and_prune, run, relative, plain, metrics and dict(metrics), best, keep)
     thread.shutdown(wait=False)
-    return future
+    return LAST["save"]
 
 
 def verify(run, relative):
@@ -328,15 +326,6 @@ def _kept_by_rule(entries, counted, keep_last, keep_every, keep_tmp):
     if keep_every > 0:
         keep.update(name for name in epochs if entries[name]["epoch"] % keep_every == 0)
     return keep
-
-
-def _save_in_turn(earlier, ended, *arguments):
-    """In the thread: wait for the save before this one (its event), then save, and set the event of this one."""
-    try:
-        earlier.wait()
-        return _save_and_prune(*arguments)
-    finally:
-        ended.set()
 
 
 def _save_and_prune(run, relative, plain, metrics, best, keep):

@@ -34,7 +34,7 @@ COUNT, SIDE = 40, 20
 LOCKS = {".lock", "lock.json", ".readers"}
 OTHER = {"data.name": "other", "data.root": "elsewhere", "model.dims": 2, "data.img_size": "[16, 16, 20]",
          "data.spacing_mm": 1.5, "data.crop_above": 0.25, "data.percentiles": "[1.0, 99.0]",
-         "data.window": "[-100, 300]", "data.dtype": "float16"}
+         "data.window": "[-100, 300]", "data.dtype": "float16", "data.channels": 2}
 SAME_DATA = """
 import hashlib, multiprocessing, sys
 from pathlib import Path
