@@ -62,7 +62,7 @@ def test_the_program_writes_the_same_weights_and_a_card(tmp_path):
     page = (run / "MODEL_CARD.md").read_text()
     parameters = sum(parameter.numel() for parameter in net.parameters())
     for part in (sha256(target), "CC-BY-SA 4.0", f"{parameters:,} parameters", "16 x 16 x 16 voxels", "0.7123",
-                 "30 steps in all", "0123abcd", "9.9", "ids 0-5", "as the last step left them"):
+                 "30 steps in all", "0123abcd", "9.9", "volumes: 1 (subjects: 1)", "as the last step left them"):
         assert part in page, part
     assert "| val_ang | - |" in page and "with local changes" not in page and str(tmp_path) not in page
     assert not list(run.glob("*.tmp-*"))
