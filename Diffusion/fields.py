@@ -92,7 +92,7 @@ def masked(resample, image, mask):
     return resample(image * mask) / shown.clamp(min=1e-3), shown
 
 
-def across(field, change):
+def then_affine(field, change):
     """The field by which `warp` samples a volume on another grid: x -> change(x + field(x)) - x.
 
     field: (B, N, *spatial) displacement in voxels of its own, fixed grid. change: from voxels of that grid to voxels of
@@ -110,10 +110,10 @@ def across(field, change):
 def resample(volumes, change, size, padding="zeros"):
     """Volumes, or fields, on another grid, interpolated linearly; the numbers of a field stay in voxels of its own.
 
-    volumes: (B, C, *spatial). change: from voxels of the other grid to theirs, as for `across`. size: of the other
+    volumes: (B, C, *spatial). change: from voxels of the other grid to theirs, as for `then_affine`. size: of the other
     grid. padding: what lies outside, see `warp`. Returns: (B, C, *size) float32.
     """
-    there = across(torch.zeros(1, len(size), *size, device=volumes.device), change)
+    there = then_affine(torch.zeros(1, len(size), *size, device=volumes.device), change)
     return warp(volumes, there.expand(len(volumes), *there.shape[1:]), padding=padding)
 
 

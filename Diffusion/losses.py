@@ -346,7 +346,7 @@ def each_channel(image):
     return image.flatten(0, 1).unsqueeze(1)
 
 
-def likeness(described, target, weight=None):
+def mind_similarity(described, target, weight=None):
     """How alike the descriptions of two images by `self_similarity` are: 1 - mean squared difference, 1 is perfect.
 
     described, target: (B, C, *spatial). weight: (B, 1, *spatial) or None. Returns: a scalar, 0 .. 1.
@@ -408,7 +408,7 @@ def table_lookup(image, table):
 
 
 def image_similarity(image, target, cfg, weight=None):
-    """What mode 3 raises, by registration.similarity: `mslncc`, `mapped_correlation` or `likeness`, over the scales.
+    """What mode 3 raises, by registration.similarity: one of three measures, over the scales.
 
     "auto" is the correlation here: a batch is of one training, whose volumes are mostly of one modality.
 
@@ -426,7 +426,7 @@ def image_similarity(image, target, cfg, weight=None):
         if kind == "mapped":
             total = total + mapped_correlation(image, target, window, squared, weight)
         else:
-            total = total + likeness(self_similarity(image), self_similarity(target), weight)
+            total = total + mind_similarity(self_similarity(image), self_similarity(target), weight)
     return total / scales
 
 

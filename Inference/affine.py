@@ -19,9 +19,9 @@ from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
 from Diffusion.fields import identity, warp
 from Diffusion.losses import (
     box_mean,
-    likeness,
     local_correlation,
     local_correlation_map,
+    mind_similarity,
     mutual_information,
     self_similarity,
     weighted_variance,
@@ -149,7 +149,7 @@ def _by_structures(found, header, leap):
 
     def alike(matrix):
         warped, weight = _shown(matrix[None], level)
-        return float(likeness(self_similarity(warped * (weight > 0)), described, level["textured"]))
+        return float(mind_similarity(self_similarity(warped * (weight > 0)), described, level["textured"]))
 
     # Not with the centres of intensity matched: of two modalities they are different places.
     starts = [torch.from_numpy(start) for start in header[:2]]

@@ -11,7 +11,7 @@ import torch
 from Dataloader.grids import foreground_box, grid_transform, rescale, to_canonical, to_grid
 from Dataloader.prepare import intensity_limits
 from Diffusion.diffuser import DeformDDPM, make_condition
-from Diffusion.fields import across, jacobian_determinant, warp
+from Diffusion.fields import jacobian_determinant, then_affine, warp
 from Inference.labels import label_at
 from Inference.load_model import default_config
 from Inference.registration import total_field
@@ -79,7 +79,7 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
     if turn is not None:
         image, mask, *channels = (None if one is None else turned(one, turn) for one in (image, mask, *channels))
         field = _draw_unturned(image, affine, cfg, rng_key, start, net, None, stride, mask, device, channels)
-        return across(torch.from_numpy(field)[None], turn)[0].numpy()
+        return then_affine(torch.from_numpy(field)[None], turn)[0].numpy()
     return _draw_unturned(image, affine, cfg, rng_key, start, net, condition, stride, mask, device, channels)
 
 
@@ -142,7 +142,7 @@ def without_map(field, affine, matrix):
     if matrix is None:
         return field
     back = np.linalg.inv(np.linalg.inv(affine) @ matrix @ affine)
-    return across(torch.from_numpy(field)[None], back)[0].numpy()
+    return then_affine(torch.from_numpy(field)[None], back)[0].numpy()
 
 
 def subject_number(subject):

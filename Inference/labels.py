@@ -3,7 +3,7 @@ import numpy as np
 import torch
 from scipy import ndimage
 
-from Diffusion.fields import across, warp
+from Diffusion.fields import then_affine, warp
 
 SIGMA = 0.8  # voxels by which labels are smoothed; chosen on pairs of hippocampi that no training and no test has seen
 VOTE_SIGMA = 0.5  # voxels by which the votes are smoothed; decides where as many say one thing as another
@@ -20,7 +20,7 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     Returns: (*fixed); outside the image its least intensity, for labels 0.
     """
     change = np.linalg.inv(affine) @ fixed_affine
-    moving_field = across(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)
+    moving_field = then_affine(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)
     lowest = np.float32(image.min()) if order else 0  # `warp` gives 0 outside
     above = torch.from_numpy(np.asarray(image, np.float32) - lowest)[None, None]
     warped = warp(above, moving_field, mode="bilinear" if order else "nearest")[0, 0].numpy() + lowest
@@ -38,7 +38,7 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     if labels == "nearest":
         return apply_field(label, affine, field, fixed_affine, order=0)
     change = np.linalg.inv(affine) @ fixed_affine
-    moving_field = across(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)[0].numpy()
+    moving_field = then_affine(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)[0].numpy()
     return label_at(label, np.indices(field.shape[1:], np.float32) + moving_field)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from Dataloader.nifti import read_field, read_label, read_volume
-from Diffusion.fields import across
+from Diffusion.fields import then_affine
 from Diffusion.figures import registration_figure
 from Diffusion.metrics import spread
 from Inference.labels import apply_field
@@ -62,7 +62,7 @@ def without_affine(field, matrix, affine):
     field: (N, *fixed) in voxels. matrix: 4x4, fixed to moving world. affine: 4x4 of the fixed grid. Returns: as field.
     """
     back = np.linalg.inv(affine) @ np.linalg.inv(matrix) @ affine
-    return across(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None], back)[0].numpy()
+    return then_affine(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None], back)[0].numpy()
 
 
 def pair_figure(pair):

@@ -19,8 +19,8 @@ from Diffusion.losses import (
     conditional_means,
     correlation_slope,
     each_channel,
-    likeness,
     local_correlation_map,
+    mind_similarity,
     self_similarity,
     soft_dice,
     table_lookup,
@@ -99,7 +99,7 @@ def unseen_similarity(pair, field, measured, cfg):
     warped, weight = warp_pair(small, field)
     measured, fixed = measured if weight is None else measured * weight, small["fixed"]
     if cfg["registration.similarity"] == "mind":
-        return float(likeness(warped, fixed, measured))
+        return float(mind_similarity(warped, fixed, measured))
     if cfg["registration.similarity"] == "mapped":
         fixed = as_moving(fixed, warped, weight)
     images = small["images"]
@@ -203,7 +203,7 @@ def force(warped, weight, pair, statistics, cfg):
     compared, window, kind = pair["compared"], cfg["refine.window"], cfg["registration.similarity"]
     image, fixed, there = warped[:, :compared], pair["fixed"][:, :compared], pair["fixed"][:, compared:]
     if kind == "mind":
-        by_value = slope_of(lambda seen: likeness(seen, fixed, weight), image)
+        by_value = slope_of(lambda seen: mind_similarity(seen, fixed, weight), image)
     else:
         fixed = as_moving(fixed, image, weight) if kind == "mapped" else fixed
         statistics = statistics or window_statistics(fixed, window, weight)

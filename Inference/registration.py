@@ -33,7 +33,7 @@ from Dataloader.grids import (
 from Dataloader.nifti import one_plane
 from Dataloader.prepare import intensity_limits
 from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source
-from Diffusion.fields import across, resample, warp
+from Diffusion.fields import resample, then_affine, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Inference.affine import WINDOW, align_affine, of_one_modality
@@ -545,7 +545,7 @@ def inverse_field(work_field, before, after, shape, rounds=50):
     Returns: (N, *shape) float32; lengths of v + u(y + v) that are left, (*shape) in voxels of the working grid.
     """
     v = torch.zeros(1, len(shape), *shape)
-    y = across(v, before)
+    y = then_affine(v, before)
     for _ in range(rounds):
         rest = v + warp(work_field, y + v, padding="border")
         if float(rest.square().sum(1).max()) < 1e-6:
@@ -563,7 +563,7 @@ def _joined(sampled, before, after):
     dims = sampled.shape[1]
     linear = torch.from_numpy(np.asarray(after, np.float64)[:dims, :dims].astype(np.float32))
     turned = (linear @ sampled.flatten(2)).view(sampled.shape)
-    return (across(torch.zeros_like(sampled), np.round(after @ before, 12)) + turned)[0].numpy()
+    return (then_affine(torch.zeros_like(sampled), np.round(after @ before, 12)) + turned)[0].numpy()
 
 
 def _inverse(solution, moving):

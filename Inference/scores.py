@@ -4,7 +4,7 @@ import torch
 from scipy import ndimage
 
 from Dataloader.nifti import is_segmentation, move_points
-from Diffusion.fields import across, warp
+from Diffusion.fields import then_affine, warp
 from Diffusion.metrics import average, dice, folding_percent, folding_scores, hd95, sdlogj
 from Inference.labels import apply_field
 from Inference.verdict import judge
@@ -135,7 +135,7 @@ def there_and_back_mm(field, affine, back, back_affine):
     dims = len(field)
     tensor, back = (torch.from_numpy(np.ascontiguousarray(each, np.float32))[None] for each in (field, back))
     change = np.linalg.inv(back_affine) @ affine
-    there = across(tensor, change)  # of the voxels of `field`, in voxels of the other grid, less their own number
+    there = then_affine(tensor, change)  # of the voxels of `field`, in voxels of the other grid, less their own number
     step = warp(back, there, padding="border")
     rows = torch.from_numpy(change[:dims, :dims].astype(np.float32))
     came_to = (rows @ tensor.flatten(2)).view_as(tensor) + step  # as a vector in voxels of the other grid

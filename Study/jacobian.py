@@ -19,7 +19,7 @@ from scipy import linalg, ndimage
 from Dataloader.grids import require_same_grid, to_canonical
 from Dataloader.nifti import read_field, read_label, read_numbers, read_volume, write_volume
 from Dataloader.volume import read_source
-from Diffusion.fields import across, exponential, jacobian_determinant
+from Diffusion.fields import exponential, jacobian_determinant, then_affine
 from Inference.labels import apply_field, apply_label
 from Inference.pair_figures import without_affine
 from Inference.pair_row import scores_of
@@ -161,7 +161,7 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
         label, own = read_label(entry["labels"], local.ndim)
         require_same_grid(f"{entry['labels']}: the label map", label.shape, own, scans[0].name, scans[0].array.shape,
                           scans[0].affine, "give one of the first scan")
-        labels = apply_label(label, own, across(behind, in_voxels(to_scan[0], affine))[0].numpy(), affine)
+        labels = apply_label(label, own, then_affine(behind, in_voxels(to_scan[0], affine))[0].numpy(), affine)
     folder.mkdir(parents=True, exist_ok=True)
     write_volume(folder / MIDDLE, 0.5 * sum(in_unit_range(image) for image in seen), affine)
     result = {"background": str(folder / MIDDLE), "verdict": worst.verdict, "reason": worst.reason, **scores_of(worst)}
@@ -192,7 +192,7 @@ def middle_grid(scans, to_scan):
 
 def resampled(scan, matrix, size, affine):
     """A scan on the grid in the middle, (*size) float32. matrix: from the middle's world to the scan's."""
-    field = across(torch.zeros(1, len(size), *size), in_voxels(matrix, affine))[0].numpy()
+    field = then_affine(torch.zeros(1, len(size), *size), in_voxels(matrix, affine))[0].numpy()
     return apply_field(scan.array, scan.affine, field, affine)
 
 

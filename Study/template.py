@@ -18,7 +18,7 @@ from scipy import linalg, ndimage
 from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid
 from Dataloader.nifti import read_label, read_volume, write_field, write_volume
 from Dataloader.volume import read_source
-from Diffusion.fields import across, compose, exponential
+from Diffusion.fields import compose, exponential, then_affine
 from Diffusion.metrics import average, dice
 from Inference.labels import apply_field, apply_label, vote
 from Inference.pair_figures import without_affine
@@ -237,7 +237,7 @@ def centre(rows, affine, exact):
     wide[:3, 3] -= affine[:3, :dims] @ np.full(dims, margin)
     before = linalg.expm(-np.mean([log_matrix(row["matrix"]) for row in rows], axis=0))
     size = deformation_of(rows[0], margin).shape[2:]
-    way = across(torch.zeros(1, dims, *size), in_voxels(before, wide))
+    way = then_affine(torch.zeros(1, dims, *size), in_voxels(before, wide))
     middle = {"margin": margin, "affine": wide, "before": before, "moved": None, "left": None, "most_left": None}
     inner = (..., *(slice(margin, -margin) for _ in size))
     for number in range(MOST_PASSES if exact else 1):
@@ -261,13 +261,13 @@ def in_voxels(matrix, affine):
 def centred_field(row, middle):
     """The whole map from the moved template to a subject: (1, N, *wide), total displacement in voxels of its grid."""
     field = compose(first=deformation_of(row, middle["margin"]), then=middle["way"])
-    return across(field, in_voxels(np.array(row["matrix"]), middle["affine"]))
+    return then_affine(field, in_voxels(np.array(row["matrix"]), middle["affine"]))
 
 
 def centred_deformation(row, middle, exact):
     """What is left of it without its affine part, T_i after `before`: its logarithm if `exact`, else itself."""
     own = np.linalg.inv(np.array(row["matrix"]) @ middle["before"])
-    rest = across(centred_field(row, middle), in_voxels(own, middle["affine"]))
+    rest = then_affine(centred_field(row, middle), in_voxels(own, middle["affine"]))
     return logarithm(rest) if exact else rest
 
 

@@ -12,7 +12,7 @@ from scipy.spatial.transform import Rotation
 from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import read_label, read_volume
 from Dataloader.synthetic import make_subject
-from Diffusion.fields import across, warp
+from Diffusion.fields import then_affine, warp
 from Diffusion.losses import local_correlation
 from Diffusion.metrics import average, dice
 from Inference.affine import align_affine, all_turns, global_correlation
@@ -259,7 +259,7 @@ def real_pair_scores(paths):
         labels = sorted(set(label.unique().tolist()) - {0})
         scores.append([])
         for found in (np.eye(4), align_affine(image, affine, other, other_affine)[0]):
-            field = across(still, (np.linalg.inv(other_affine) @ found @ affine)[:3])
+            field = then_affine(still, (np.linalg.inv(other_affine) @ found @ affine)[:3])
             warped = warp(other_label[None, None].float(), field, mode="nearest")[0, 0]
             scores[-1].append(average(dice(warped, label, labels)))
     return np.array(scores)

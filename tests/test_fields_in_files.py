@@ -19,7 +19,7 @@ from Dataloader.nifti import (
     write_volume,
 )
 from Dataloader.synthetic import random_field
-from Diffusion.fields import across, warp
+from Diffusion.fields import then_affine, warp
 from Runtime.errors import InputError
 from tests.test_nifti import OBLIQUE, blob, make_affine
 
@@ -55,13 +55,13 @@ def test_simpleitk_warps_by_our_file_as_we_do(tmp_path, fixed, moving):
     theirs = sitk.GetArrayFromImage(theirs).T
 
     change = (np.linalg.inv(other) @ affine)[:3]
-    moved = across(torch.from_numpy(field)[None], change)
+    moved = then_affine(torch.from_numpy(field)[None], change)
     ours = warp(torch.from_numpy(image)[None, None], moved)[0, 0].numpy()
     inside = warp(torch.ones(1, 1, *other_shape), moved)[0, 0].numpy() > 0.999  # ITK ends half a voxel further out
     assert inside.mean() > 0.1 and ours[inside].std() > 0.05
     assert np.abs(ours - theirs)[inside].max() < 1e-3 * image.max()
     # The displacement matters: without it the images differ.
-    plain = warp(torch.from_numpy(image)[None, None], across(torch.zeros(1, 3, *shape), change))[0, 0].numpy()
+    plain = warp(torch.from_numpy(image)[None, None], then_affine(torch.zeros(1, 3, *shape), change))[0, 0].numpy()
     assert np.abs(plain - theirs)[inside].max() > 0.02 * image.max()
 
 

@@ -11,8 +11,8 @@ from Dataloader.synthetic import make_subject
 from Diffusion.losses import (
     conditional_means,
     image_similarity,
-    likeness,
     mapped_correlation,
+    mind_similarity,
     mutual_information,
     self_similarity,
     table_lookup,
@@ -52,9 +52,9 @@ def test_self_similarity_is_the_same_for_inverted_contrast(size):
     described = self_similarity(image)
     assert described.shape == (1, 12 if len(size) == 3 else 4, *size)
     assert 0 <= described.min() and described.max() <= 1
-    assert float(likeness(described, self_similarity(1.0 - image))) == pytest.approx(1.0, abs=1e-4)
-    assert float(likeness(described, self_similarity(3.0 * image + 2.0))) == pytest.approx(1.0, abs=1e-3)
-    assert float(likeness(described, self_similarity(other))) < 0.95
+    assert float(mind_similarity(described, self_similarity(1.0 - image))) == pytest.approx(1.0, abs=1e-4)
+    assert float(mind_similarity(described, self_similarity(3.0 * image + 2.0))) == pytest.approx(1.0, abs=1e-3)
+    assert float(mind_similarity(described, self_similarity(other))) < 0.95
 
 
 def test_self_similarity_of_an_edge_is_analytic():

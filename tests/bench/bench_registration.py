@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))
 
 from Dataloader.grids import intensity_range, rescale  # noqa: E402
 from Dataloader.nifti import read_header, read_label, read_volume, write_volume  # noqa: E402
-from Diffusion.fields import across  # noqa: E402
+from Diffusion.fields import then_affine  # noqa: E402
 from Diffusion.metrics import average, dice, folding_percent, hd95  # noqa: E402
 from Inference.labels import apply_label  # noqa: E402
 from Inference.load_model import UNIVERSAL, find_checkpoint, load_model  # noqa: E402
@@ -153,7 +153,7 @@ def identity(pairs):
         fixed, fixed_affine = read_label(pair["fixed_label"])
         change = np.linalg.inv(fixed_affine) @ pair["start"] @ fixed_affine
         still = torch.zeros(1, 3, *fixed.shape)
-        yield across(still, change)[0].numpy(), None, (0.0, 0.0)
+        yield then_affine(still, change)[0].numpy(), None, (0.0, 0.0)
 
 
 def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True, **more):
