@@ -108,50 +108,31 @@ def read_rank_log(run, rank, found, steps, tail):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def new_columns():
-    """Rows without columns yet: {"rows": their number, "blocks": {(prefix, names): numbers of rows, and their values}}.
+    """Rows without columns yet: {name: one float for each row so far that had one or came later}."""
+    return {name: array.array("d") for name in (*PLAIN, "is_step")}
 
-    Nearly all lines have the same names, so their values stand in one block, one row behind the other.
+
+def add_row(columns, line):
+    """Add the numbers of a line "step", or of the "end" of an attempt, which has the time since its last step.
+
+    A key of NESTED becomes one name with it: "terms.ang". What a line has not, or not as a number, is NaN.
     """
-    return {"rows": 0, "blocks": {}}
+    row = {name: line[name] for name in PLAIN if name in line}
+    row["is_step"] = line["event"] == "step"
+    for section in NESTED:
+        row.update({f"{section}.{name}": value for name, value in (line.get(section) or {}).items()})
+    rows = len(columns["is_step"])
+    for name, value in row.items():
+        column = columns.setdefault(name, array.array("d"))
+        if len(column) < rows:
+            column.extend([NAN] * (rows - len(column)))
+        column.append(value if isinstance(value, (int, float)) else NAN)
 
 
-def add_row(table, line):
-    """Add the numbers of a line "step", or of the "end" of an attempt, which has the time since its last step."""
-    plain = {name: line[name] for name in PLAIN if name in line}
-    plain["is_step"] = line["event"] == "step"
-    add_values(table, "", plain)
-    for name in NESTED:
-        if line.get(name):
-            add_values(table, f"{name}.", line[name])
-    table["rows"] += 1
-
-
-def add_values(table, prefix, values):
-    """Add {name: number or None} to the row that begins. prefix: of the names."""
-    block = table["blocks"].get((prefix, *values))
-    if block is None:
-        block = table["blocks"][prefix, *values] = {"rows": array.array("q"), "values": array.array("d")}
-    block["rows"].append(table["rows"])
-    try:
-        block["values"].extend(values.values())
-    except TypeError:  # None, or a text that somebody has written; what came before it has been added already
-        whole = (len(block["rows"]) - 1) * len(values)
-        del block["values"][whole:]
-        block["values"].extend(value if isinstance(value, (int, float)) else NAN for value in values.values())
-
-
-def to_numpy(table):
-    """{name: float64 array of one value per row}, NaN where a line had none; always with PLAIN and "is_step".
-
-    A key of NESTED becomes one name with it: "terms.ang".
-    """
-    columns = {name: np.full(table["rows"], NAN) for name in (*PLAIN, "is_step")}
-    for (prefix, *names), block in table["blocks"].items():
-        rows, values = np.array(block["rows"]), np.array(block["values"]).reshape(-1, len(names))
-        for place, name in enumerate(names):
-            column = columns.setdefault(prefix + name, np.full(table["rows"], NAN))
-            column[rows] = values[:, place]
-    return columns
+def to_numpy(columns):
+    """{name: float64 array of one value per row}; always with PLAIN and "is_step". columns: of `add_row`."""
+    rows = len(columns["is_step"])
+    return {name: np.array([*column, *[NAN] * (rows - len(column))]) for name, column in columns.items()}
 
 
 def step_columns(found):
