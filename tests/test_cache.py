@@ -282,6 +282,7 @@ def test_2d_images_go_the_whole_way(tmp_path):
     assert np.abs(back - np.clip(source, low, high))[4:20].max() <= (high - low) * 0.51 / 255
 
 
+@pytest.mark.slow
 def test_training_data_are_those_of_the_files_bit_for_bit_with_any_number_of_workers(tmp_path):
     add_masks(make_data(tmp_path, size=20))
     assert run_here(tmp_path, tmp_path / "cache", "--workers", "1", data__dtype="float32") == DONE
@@ -318,6 +319,7 @@ def kill_at(folder, place, rng, new_parts, workers, **changes):
     return len(list(place.glob("volumes_*.json")))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_with_the_same_bits(made, tmp_path):
     place, rng = tmp_path / "cache", random.Random(0)
     for parts, workers in ((0, 3), (1, 1)):
@@ -519,6 +521,7 @@ def reader(made, place):
     return process
 
 
+@pytest.mark.slow
 def test_nothing_is_taken_from_under_a_training(tmp_path, capsys):
     write_volumes(tmp_path, range(20))
     place = tmp_path / "cache"
@@ -887,6 +890,7 @@ def test_a_copy_of_an_earlier_round_is_compared_with_its_checksums(made, tmp_pat
     assert changed == {"images_00001.npy", "labels_00002.npy", "manifest.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_trainings_that_come_and_go_never_see_half_a_copy(tmp_path):
     for word in ("one", "two", "stage"):

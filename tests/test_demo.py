@@ -22,7 +22,7 @@ def test_demo_ends_in_json_and_a_report(tmp_path):
     report = tmp_path / "Logs/demo/report.html"
     assert str(report) in run.stdout
     page = report.read_text()
-    assert page.count("data:image/png;base64,") == 4 and "subject_5000 to subject_5001" in page
+    assert page.count("data:image/png;base64,") == 3 and "subject_5000 to subject_5001" in page
     assert "http://" not in page and "https://" not in page
     again = launching.run([*command, "--set", "data.expect_samples=99"], cwd=tmp_path)
     assert again.returncode == 43 and "data.expect_samples" in again.stderr and "Traceback" not in again.stderr

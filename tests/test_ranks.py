@@ -96,6 +96,7 @@ def test_two_ranks_train_as_one_with_moments_of_each_mode_too(data, tmp_path, al
     assert sha256(tmp_path / "together") == sha256(tmp_path / "alone") != sha256(alone)
 
 
+@pytest.mark.slow
 def test_planned_restarts_of_two_ranks_by_the_launcher_and_debugging_give_the_same_bits(data, tmp_path, together):
     ended = by_launcher(2, *options(data, tmp_path, "--max-steps-before-restart", "2", "--debug"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -190,6 +191,7 @@ def test_a_meeting_names_who_did_not_come_to_all_who_did(counted):
     assert said == ["rank 3, 5 of 7 did not arrive within 2 s"] * 5
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_too(data, tmp_path, together):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     # Rank 0 writes down how the attempt ended: not before the others have said so, however slow they are.

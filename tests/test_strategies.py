@@ -328,6 +328,7 @@ def check_alone(after, folder, data, ranks, monkeypatch, tolerance=TOLERANCE, **
         assert worst <= (0 if writer in EXACT else tolerance), (writer, strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["shared", "per_mode"])
 def test_every_strategy_goes_on_from_every_checkpoint(data, tmp_path, monkeypatch, moments):
     """om_net with accumulation and with activation checkpointing."""

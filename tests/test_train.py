@@ -114,6 +114,7 @@ def test_planned_restarts_at_any_step_give_the_same_weights_and_averages(data, t
         assert one["steps"] == 6 and one["open_share"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FAST_BF16, reason="bfloat16 is emulated here")
 def test_they_do_so_in_bfloat16_too(data, tmp_path, undisturbed):
     changes = {"run__amp": "bf16", "run__epochs": 1}
@@ -182,6 +183,7 @@ def test_the_average_of_the_weights_survives_restarts_and_is_what_later_tools_lo
     assert all(torch.equal(tensor, states[0]["ema"][name]) for name, tensor in net.state_dict().items())
 
 
+@pytest.mark.slow
 def test_moments_of_each_mode_survive_restarts(data, tmp_path, undisturbed, capfd):
     changes = {"optim__moments": "per_mode", "registration__gate": 0.0}  # closed in some steps
     assert run_here(data, tmp_path / "whole", **changes) == 0
