@@ -113,8 +113,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(data, tmp_path, alone):
     assert "continuing from" in printed and sha256(tmp_path) == sha256(alone)
 
 
-@pytest.mark.parametrize("changes, tolerance", [({"run__exact_sums": "false"}, TOLERANCE),
-                                                ({"run__bf16_sums": "true"}, 2e-4)], ids=["float32", "bf16"])
+@pytest.mark.parametrize("changes, tolerance", [
+    ({"run__exact_sums": "false"}, TOLERANCE),
+    pytest.param({"run__bf16_sums": "true"}, 2e-4, marks=pytest.mark.slow)], ids=["float32", "bf16"])
 def test_without_exact_sums_the_ranks_differ_by_rounding_only(data, tmp_path, alone, changes, tolerance):
     warm.train(2, tmp_path / "log", options(data, tmp_path, **changes))
     assert_close(final_state(tmp_path), final_state(alone), tolerance)
@@ -204,6 +205,7 @@ def test_torchrun_starts_ranks_too(data, tmp_path, together):
     assert (tmp_path / "slow").exists() and not (tmp_path / "Models/demo_om_net/lock.json").exists()
 
 
+@pytest.mark.slow
 def test_a_communicator_made_anew_between_epochs_changes_nothing(data, tmp_path):
     states = []
     for every in (0, 1):

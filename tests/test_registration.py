@@ -276,7 +276,7 @@ def test_headers_that_are_right_are_kept_though_the_fields_of_view_differ():
     assert register((image, affine), (image, affine)).start == "header"
 
 
-@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("affine", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_padding_changes_nothing(affine):
     """The body of both volumes fills its field of view, so that its percentiles, moments and grid could be changed."""
     subjects = [make_subject(seed, (30, 36, 28))["image"] + 0.2 for seed in (1, 2)]

@@ -247,8 +247,8 @@ OFF = {"diffusion": ("total", {"loss__dist": 0.0, "loss__ang": 0.0, "loss__regul
        "registration": ("regist", {"loss__imgsim": 0.0, "loss__imgmse": 0.0, "loss__ddf": 0.0})}
 
 
-@pytest.mark.parametrize("wanted", [["registration"], ["contrastive"], ["diffusion", "registration"],
-                                    ["contrastive", "registration"]], ids="+".join)
+@pytest.mark.parametrize("wanted", [["registration"], *(pytest.param(modes, marks=pytest.mark.slow) for modes in (
+    ["contrastive"], ["diffusion", "registration"], ["contrastive", "registration"]))], ids="+".join)
 def test_a_mode_without_weights_is_not_computed_and_resuming_stays_exact(wanted, data, tmp_path, capfd, monkeypatch):
     changes = {key: value for mode, (_, keys) in OFF.items() if mode not in wanted for key, value in keys.items()}
     for mode in set(OFF) - set(wanted):
