@@ -98,6 +98,7 @@ def test_a_known_map_is_recovered_between_any_two_grids(dims, kind, seed):
         assert np.linalg.det(found[:3, :3]) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_fine_levels_can_be_left_to_what_comes_after():
     numbers, fixed = np.random.default_rng(2), subject(3, 2)
     header = np.diag([1.0, 1.0, 1.0, 1.0])

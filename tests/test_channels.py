@@ -272,6 +272,7 @@ def test_weights_of_another_number_of_channels_are_refused(data, trained, tmp_pa
     assert "data.channels is 2 in the checkpoint and 1 in the config" in message
 
 
+@pytest.mark.slow
 def test_the_dry_run_counts_channels(data, tmp_path, capsys):
     flops = []
     for channels in (2, 5):

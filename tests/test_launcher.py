@@ -267,6 +267,7 @@ def test_a_shell_that_is_a_task_of_srun_is_refused(tmp_path):
     assert not (ROOT / "Logs/train_multi_7.out").exists()
 
 
+@pytest.mark.slow
 def test_the_preflight_waits_for_what_may_pass(tmp_path):
     """It fails three times with a fault that may pass, then all is well: more than the one repetition of before."""
     call = """if [[ $1 == Scripts/preflight/preflight.py && " $* " == *" --collect "* ]]; then

@@ -98,6 +98,7 @@ def test_it_recovers_and_does_not_register(folder, tmp_path, capsys):
         register(image, image, model=load_model(model))
 
 
+@pytest.mark.slow
 def test_copies_by_the_published_weights(folder, tmp_path, capsys):
     """Two copies, from starts of 48 and 50; the second is the one that the function gives."""
     model, small = folder / "000000_cmr_recresacnet.pth", "data.img_size=64"

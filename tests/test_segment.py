@@ -146,6 +146,7 @@ def test_a_second_run_does_nothing_and_a_lost_file_is_made_again(place, capsys):
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.slow
 def test_the_most_similar_atlases_and_two_processes_give_labels_too(place, capsys):
     assert run(place, "--ids", "3", "--most", "2", "--join", "majority", "--workers", "2", out="most") == 0
     [row] = json.loads((place / "most/results.json").read_text())["pairs"]

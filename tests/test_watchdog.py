@@ -451,6 +451,7 @@ sys.exit(om.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_saving_has_the_time_that_a_write_takes_and_not_only_the_copy(tmp_path):
     """Each save waits for the write before it, and the end of the run for the last one."""
     words = arguments(make_data(tmp_path), run__epochs=1, run__deadline_floor_s=1, run__deadline_first_s=60,
