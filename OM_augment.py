@@ -19,7 +19,6 @@ import Runtime  # noqa: F401  first of all: a Python that is too old ends here, 
 import argparse
 import functools
 import json
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -65,7 +64,7 @@ from Inference.registration import register
 from Runtime import run_lock
 from Runtime.config import load_config
 from Runtime.device import pick_device
-from Runtime.errors import DONE, STOP, InputError, attempt, parse_options
+from Runtime.errors import DONE, STOP, InputError, attempt, parse_options, run_program
 from Runtime.keyed_random import generator
 from Runtime.workers import run_tasks
 
@@ -421,20 +420,9 @@ def run(args):
 
 
 def main(argv=None):
-    args, threads = parse_arguments(argv), torch.get_num_threads()
+    threads = torch.get_num_threads()
     try:
-        code = attempt(args.out, run, args)
-        if not isinstance(code, str):
-            return code
-        print(f"error: {code}", file=sys.stderr)
-        return STOP
-    except OSError as error:
-        print(f"error: --out {args.out}: reading or writing failed ({error}); make room, or correct the path, and run "
-              "the same command again: it goes on.", file=sys.stderr)
-        return STOP
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again, it goes on", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return run_program(run, parse_arguments(argv))
     finally:
         torch.set_num_threads(threads)
 

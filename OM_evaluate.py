@@ -29,7 +29,7 @@ from Inference.pair_lists import TO_SCORE, read_pairs_to_score
 from Inference.results import damage, scores_csv
 from Inference.scores import COLUMNS, field_scores, heading, label_scores, point_scores, said_of_labels
 from Report.page import cards_html, table_html, text_table, write_page
-from Runtime.errors import DONE, STOP, InputError, attempt, parse_options
+from Runtime.errors import DONE, STOP, InputError, attempt, parse_options, run_program
 from Runtime.files import write_file
 
 ADVICE = "give the one of this pair"  # where a file is on another grid than the fixed label
@@ -163,7 +163,7 @@ def table_rows(scores, columns):
 
 
 def score_all(args):
-    """Score one pair or a list, and write the scores. Returns: the pairs that failed, dicts of name and reason."""
+    """Score one pair or a list, and write the scores. Returns the exit code."""
     pairs, dims = asked_pairs(args)
     scores, failed = [], []
     with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
@@ -177,24 +177,14 @@ def score_all(args):
                     tqdm.write(f"warning: {score['name']}: {sentence}", file=sys.stderr)
     if scores:
         write_scores(Path(args.out), scores, failed)
-    return failed
-
-
-def main(argv=None):
-    args = parse_arguments(argv)
-    try:
-        failed = score_all(args)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
-    except OSError as error:
-        print(f"error: {error.filename or args.out}: {error.strerror or error}; the scores cannot be written there.",
-              file=sys.stderr)
-        return STOP
     for entry in failed:
         print(f"error: {entry['name']}: {entry['reason']}" if args.pairs else f"error: {entry['reason']}",
               file=sys.stderr)
     return STOP if failed else DONE
+
+
+def main(argv=None):
+    return run_program(score_all, parse_arguments(argv))
 
 
 if __name__ == "__main__":

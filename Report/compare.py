@@ -16,7 +16,7 @@ from Report.page import table_html, text_table, write_page
 from Report.run_charts import smoothed
 from Report.run_logs import config_of, losses_of, read_launches, read_run, step_columns
 from Report.run_state import duration, speed, state_of
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE, InputError, run_program
 from Runtime.files import read_lines
 
 # Keys that say where a run is, not what it does.
@@ -121,6 +121,8 @@ def compared(runs, out):
     print(text_table(["key", *names], keys) if keys else "no key differs")
     print(f"\n{text_table(['', *names], rows)}\n\nfor progress.md:\n\n{markdown(['', *names], [*keys, *rows])}\n\n"
           f"report: {page.resolve()}")
+    return DONE
+
 
 
 def main(argv=None):
@@ -128,13 +130,7 @@ def main(argv=None):
                                      "that differ, curves on one axis, final figures, cost; also for progress.md.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
     parser.add_argument("--out", type=Path, default=Path("Logs/compare.html"), metavar="FILE", help="the page")
-    args = parser.parse_args(argv)
-    try:
-        compared(args.runs, args.out)
-        return DONE
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    return run_program(lambda args: compared(args.runs, args.out), parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from Report.run_charts import (
 )
 from Report.run_logs import config_of, losses_of, read_json, read_run, step_columns
 from Report.run_state import duration, headline, moment, state_of
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE, InputError, run_program
 
 FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # seconds between two looks of --follow, and at least so many times what a look takes
 PICTURE_BYTES = 3 * 2 ** 20  # of all pictures of a page together, which stays below 5 MB
@@ -293,11 +293,11 @@ def report(args):
     return word
 
 
-def follow(args):
-    """Look again and again until the run is done or stopped, or Ctrl-C."""
+def look(args):
+    """Look once; with --follow again and again until the run is done or stopped, or Ctrl-C. Returns the exit code."""
     while True:
         began = time.monotonic()
-        if report(args) in ("done", "stopped"):
+        if report(args) in ("done", "stopped") or not args.follow:
             return DONE
         try:
             time.sleep(max(FOLLOW_S, FOLLOW_SHARE * (time.monotonic() - began)))
@@ -317,15 +317,7 @@ def parse_arguments(argv=None):
 
 
 def main(argv=None):
-    try:
-        args = parse_arguments(argv)
-        if args.follow:
-            return follow(args)
-        report(args)
-        return DONE
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    return run_program(look, parse_arguments(argv))
 
 
 if __name__ == "__main__":

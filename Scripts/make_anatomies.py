@@ -26,7 +26,7 @@ from Dataloader.anatomies import LEAST_SIDE, MOST_LABELS, contrast_of, label_map
 from Dataloader.nifti import write_volume  # noqa: E402
 from Diffusion.diffuser import DeformDDPM  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
-from Runtime.errors import DONE, STOP, InputError  # noqa: E402
+from Runtime.errors import DONE, InputError, run_program  # noqa: E402
 from Runtime.files import write_file  # noqa: E402
 from Runtime.keyed_random import uniform  # noqa: E402
 from Runtime.workers import run_tasks  # noqa: E402
@@ -110,7 +110,7 @@ def claim(folder, settings):
 
 
 def write_anatomies(args):
-    """Write all that is missing, and then the list."""
+    """Write all that is missing, and then the list. Returns the exit code."""
     cfg = load_config(args.config, args.overrides)
     size = check_arguments(args, cfg["model.dims"])
     drawn_by = {key: value for key, value in cfg.items() if key.startswith("diffusion.")}
@@ -127,21 +127,12 @@ def write_anatomies(args):
                 write_anatomy(*task)
                 bar.update()
     write_file(args.out / "dataset.json", json.dumps(content_of(args, cfg["model.dims"]), indent=1) + "\n")
+    print(f"{args.out / 'dataset.json'}: {args.count} anatomies in {args.views} views each")
+    return DONE
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
-    try:
-        write_anatomies(args)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
-    except OSError as error:
-        print(f"error: {error.filename or args.out}: {error.strerror or error}; the anatomies cannot be written there.",
-              file=sys.stderr)
-        return STOP
-    print(f"{args.out / 'dataset.json'}: {args.count} anatomies in {args.views} views each")
-    return DONE
+    return run_program(write_anatomies, parse_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from Report.charts import grid, line_chart  # noqa: E402
 from Report.page import table_html, text_table, write_page  # noqa: E402
 from Report.run_logs import log_lines, ranks_of, read_launches  # noqa: E402
 from Runtime.attempts import history  # noqa: E402
-from Runtime.errors import DONE, STOP, InputError  # noqa: E402
+from Runtime.errors import DONE, InputError, run_program  # noqa: E402
 from Runtime.global_batch import known_step, split_step  # noqa: E402
 from Runtime.watchdog import ONE_OFF  # noqa: E402
 
@@ -187,12 +187,7 @@ def main(argv=None):
                                      "efficiency; table and page, last a line of JSON.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
     parser.add_argument("--out", type=Path, default=Path("Logs/scaling"), metavar="FOLDER", help="for the page")
-    args = parser.parse_args(argv)
-    try:
-        return report(args.runs, args.out)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    return run_program(lambda args: report(args.runs, args.out), parser.parse_args(argv))
 
 
 if __name__ == "__main__":
