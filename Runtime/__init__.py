@@ -1,7 +1,7 @@
 """Modules that keep a run alive. Every program imports this first: a Python that is too old ends in one sentence."""
 import sys
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 OLDEST = (3, 11)
 
 if sys.version_info < OLDEST:
