@@ -23,9 +23,10 @@ from tests.tiny import ROOT, launcher_environment
 
 # README.md and all of docs/, in the order of the walk: what a page uses has been made by those before it.
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "install", "data", "training", "report", "trouble", "registration", "augmentation", "evaluation", "study",
-    "clusters", "site_dawn", "site_lumi", "site_gilbreth", "site_torch-hpc", "site_local", "configuration",
-    "benchmarks", "features", "paper", "faults", "messages", "code", "new_loss", "promises", "index"))]
+    "install", "data", "training", "report", "trouble", "registration", "coming_from", "how_long", "looks_wrong",
+    "augmentation", "evaluation", "study", "clusters", "site_dawn", "site_lumi", "site_gilbreth", "site_torch-hpc",
+    "site_local", "configuration", "benchmarks", "features", "paper", "faults", "messages", "code", "new_loss",
+    "promises", "index"))]
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 HIPPOCAMPUS = ROOT.parent / "shared/data/hippocampus"
 VOLUMES = 60  # in Data/brains; those after them are the files of the examples
