@@ -24,7 +24,7 @@ ONE_SUBJECT = {"data__train_ids": "", "data__val_ids": "", "data__subject_patter
 @pytest.mark.parametrize("page, has, has_not", [
     pytest.param("README.md", "10.1016|103987", None, id="E2"),
     pytest.param("docs/features.md", "MultiMorph", None, id="E5"),
-    pytest.param("docs/training.md", "what was proven to learn at its size", None, id="C5"),
+    pytest.param("docs/training.md", "shown to learn at that size", None, id="C5"),
     pytest.param("docs/trouble.md", "refresh_process_group_every.*filter-repo.*squeue", "train_fraction", id="C8"),
     pytest.param("README.md", "--nodes=4 --gres=gpu:4 --ntasks-per-node=4", None, id="G13"),
     pytest.param("Notebooks/register.ipynb", "100 steps of refinement", "`refine=60` then", id="G21"),
