@@ -38,6 +38,7 @@ def results(out):
     return json.loads((out / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_folder_onto_one_volume_is_kept_where_it_grows_and_survives_a_bad_one(data, tmp_path, capsys):
     words = ("--fixed", data / "sub-00_T1w.nii.gz", "--moving", data, "--out", tmp_path / "out")
     last = data / "sub-03_T1w.nii.gz"

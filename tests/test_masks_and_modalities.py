@@ -143,8 +143,10 @@ def test_refinement_finds_a_known_deformation_in_another_contrast(kind):
     assert folding_percent(field) < 0.1
 
 
-@pytest.mark.parametrize("contrast, compared_by", [(lambda image: image, "correlation"), (lambda image: 1.0 - image,
-                                                    "correlation"), (other_contrast, "mind")])
+@pytest.mark.parametrize("contrast, compared_by", [
+    pytest.param(lambda image: image, "correlation", marks=pytest.mark.slow),
+    (lambda image: 1.0 - image, "correlation"),
+    pytest.param(other_contrast, "mind", marks=pytest.mark.slow)])
 def test_the_pair_tells_whether_it_is_of_two_modalities(contrast, compared_by):
     fixed, moving = (make_subject(seed, (40, 44, 36))["image"] for seed in (3, 4))
     found = register((fixed, SPACING_MM), (contrast(moving), SPACING_MM), refine=5, config=config())

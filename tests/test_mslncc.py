@@ -148,8 +148,8 @@ def test_a_mask_of_ones_is_no_mask(size, squared):
         assert float((one - other).norm() / one.norm()) < 1e-4
 
 
-@pytest.mark.parametrize("squared", [True, False])
-@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("squared, masks", [(True, False), (False, True), *(
+    pytest.param(*both, marks=pytest.mark.slow) for both in ((True, True), (False, False)))])
 def test_windows_in_which_the_target_is_flat_do_not_count(size, squared, masks):
     narrow, wide = ([with_frame(x, width) for x in pair(size)] for width in (8, 12))
     values = [float(local_correlation(*x, squared=squared, weight=torch.ones_like(x[0]) if masks else None))

@@ -116,6 +116,7 @@ def test_the_template_lies_in_the_middle_and_is_sharper_than_the_mean(place):
     assert page.count('class="thumb"') == 4 + 3 + 1 and "http" not in page.replace("http-equiv", "")
 
 
+@pytest.mark.slow
 def test_a_second_run_keeps_it_and_a_broken_off_one_gives_the_same(place, capsys):
     template = (place / "out/template.nii.gz").read_bytes()
     assert run(place) == 0 and "is whole from an earlier run" in capsys.readouterr().out
