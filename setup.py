@@ -13,7 +13,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 FOLDERS = ("Runtime", "Report", "Dataloader", "Diffusion", "Inference", "Study")
-DATA = ("Report/*.css", "Report/*.js", "Config/*.yaml", "Inference/*.safetensors", "docs/messages.md")
+DATA = ("Report/*.css", "Report/*.js", "Config/*.yaml", "Inference/*.safetensors", "Inference/*.md", "docs/messages.md")
 IMPORT = re.compile(rf"^( *)(from|import) (?=({'|'.join(FOLDERS)}|OM_\w+)\b)", re.M)
 
 

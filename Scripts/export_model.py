@@ -118,16 +118,17 @@ def about_run(path, state):
     return about
 
 
-def write_weights(path, weights, config, commit):
+def write_weights(path, weights, config, commit, licence):
     """Write `path` (.safetensors) and read it back before it gets its name.
 
-    weights: {name: tensor}. config: flat dict. commit: text or None. Returns: the SHA-256 of the file.
+    weights: {name: tensor}. config: flat dict. commit: text or None. licence: text. Returns: the SHA-256 of the file.
     Raises OSError where the file reads back differently.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
     digest = checkpoint.weights_sha256(weights)
-    metadata = {"format": "pt", "config": json.dumps(config), "commit": commit or "", "weights_sha256": digest}
+    metadata = {"format": "pt", "config": json.dumps(config), "commit": commit or "", "weights_sha256": digest,
+                "license": licence}
     partial = partial_path(path)
     try:
         # Clones, because safetensors refuses tensors that share memory.
@@ -196,14 +197,13 @@ def card(name, net, state, cfg, about, digest, licence):
     """The text of MODEL_CARD.md.
 
     name: of the .safetensors file. state: content of the checkpoint. about: from `about_run`. digest: SHA-256 of the
-    file. licence: of the weights, or None.
+    file. licence: of the weights.
     """
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
     labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
     modes = [SENTENCES[mode.name].format(condition=shown, labels=labels) for mode in modes_of(cfg, MODES)]
     published = state.get("published", False)
-    licence = licence or (PUBLISHED_LICENCE if published else UNSTATED)
     figures = table((key, "-" if value is None else f"{value:.4g}") for key, value in about["metrics"].items())
     return CARD.format(
         licence_json=json.dumps(licence), data=cfg["data.name"], name=name, architecture=architecture(net, cfg),
@@ -238,7 +238,8 @@ def export(model, out=None, licence=None, overrides=()):
     target = folder / f"{source.stem}.safetensors"
     about = {"metrics": {}, "commit": None} if state.get("published") else about_run(source, state)
     weights = state.get("ema") or state["model"]
-    digest = write_weights(target, weights, config, about["commit"])
+    licence = licence or (PUBLISHED_LICENCE if state.get("published") else UNSTATED)
+    digest = write_weights(target, weights, config, about["commit"], licence)
     page = folder / "MODEL_CARD.md"
     write_file(page, card(target.name, net, state, cfg, about, digest, licence))
     return target, page

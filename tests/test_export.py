@@ -76,6 +76,7 @@ def test_the_file_says_what_it_is(tmp_path):
         found = file.metadata()
     assert json.loads(found["config"])["model.name"] == "om_net"
     assert str(tmp_path) not in found["config"], "folders of this machine are given away with it"
+    assert found["license"] in page.read_text() and found["license"]
     assert found["format"] == "pt" and found["commit"] == "0123abcd with local changes"
     assert found["weights_sha256"] == checkpoint.weights_sha256(weights)
 

@@ -26,6 +26,8 @@ ONE_SUBJECT = {"data__train_ids": "", "data__val_ids": "", "data__subject_patter
     pytest.param("docs/features.md", "MultiMorph", None, id="E5"),
     pytest.param("docs/training.md", "shown to learn at that size", None, id="C5"),
     pytest.param("docs/trouble.md", "refresh_process_group_every.*filter-repo.*squeue", "train_fraction", id="C8"),
+    pytest.param("README.md", "only want to register.*train mode 3.*a third of the time", None, id="G11"),
+    pytest.param("Config/config_om.yaml", "To register alone, mode 3 suffices.*All three pay", None, id="G11-config"),
     pytest.param("README.md", "--nodes=4 --gres=gpu:4 --ntasks-per-node=4", None, id="G13"),
     pytest.param("Notebooks/register.ipynb", "100 steps of refinement", "`refine=60` then", id="G21"),
     pytest.param("docs/registration.md", "OMP_NUM_THREADS.*0\\.71 mm", None, id="H26"),

@@ -25,6 +25,7 @@ from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from Runtime.files import sha256
+from Runtime.weights_file import read_weights
 from tests import launching
 from tests.test_anatomies import CONFIG, TINY
 from tests.test_weights_file import write
@@ -100,6 +101,14 @@ def test_the_file_that_comes_along_brings_subjects_together_that_it_has_never_se
     moved = warp(labels[1][None, None], torch.from_numpy(found.field)[None], mode="nearest")[0, 0]
     before, after = (average(dice(label, labels[0], range(1, 7))) for label in (labels[1], moved))
     assert after > before + gain and found.folding_percent < 0.05
+
+
+def test_its_licence_is_in_the_file_and_in_its_card():
+    """G18: who has only one of the two knows what the weights may be used for."""
+    licence = read_weights(loading.UNIVERSAL)[1]["license"]
+    assert licence == "Apache-2.0" and f'license: "{licence}"' in loading.UNIVERSAL.with_suffix(".md").read_text()
+    setup = (ROOT / "setup.py").read_text()
+    assert '"Inference/*.md"' in setup and '"Inference/*.safetensors"' in setup
 
 
 def test_its_place_is_in_the_package_and_not_ignored():
