@@ -42,6 +42,8 @@ MENDED = {
     "B13": ["run_lock::another_machine_of_the_same_name_keeps_its_lock"],
     "B14": ["validation::only_a_number_can_be_the_best"],
     "B15": ["memory::what_the_allocator_only_keeps_is_no_leak"],
+    "B16": ["launcher::copies_of_volumes_do_not_stay_where_the_launcher_stops"],
+    "B17": ["findings::an_error_of_the_picture_does_not_cost_the_epoch", "launcher::a_dry_run_is_passed_on"],
     "C1": ["repository::the_job_of_every_site_survives_its_time_limit"],
     "C2": ["verdict::the_first_own_exception_is_the_cause"],
     "C3": ["diagnostics::without_a_verdict_there_is_none a_case_that_runs_out_of_memory_is_told_and_ends_no_table "
@@ -50,12 +52,16 @@ MENDED = {
            "the_deepspeed_settings_are_the_recorded_ones"],
     "C5": [f"{PAGES}[C5]"],
     "C6": ["diagnostics::help_is_a_text", "launcher::help_is_a_text_and_starts_nothing"],
+    "C7": ["cost::production_config_has_its_recorded_size"],
+    "C8": [f"{PAGES}[C8]",
+           "datalist::a_larger_share_of_the_subjects_has_all_of_a_smaller_one_and_nobody_who_is_held_out"],
     "C9": ["explain::recorded_texts_find_their_row every_fragment_of_the_page_is_found_by_its_own_text"],
     "E1": ["device::an_intel_package_for_another_torch_is_not_imported an_intel_package_that_raises_is_survived"],
     "E2": [f"{PAGES}[E2]"],
     "E3": ["runtime::the_tools_work_without_fcntl without_fcntl_a_training_is_one_sentence"],
     "E4": ["device::a_device_without_float64_is_named_with_the_key_to_change"],
     "E5": [f"{PAGES}[E5]"],
+    "E7": ["transforms::nitransforms_writes_what_we_read"],
     "F1": ["validation::a_single_volume_is_not_registered_to_itself"],
     "F2": ["agree::ranks_with_different_configs_are_all_refused "
            "ranks_of_two_trainings_at_one_port_do_not_become_one_model"],
@@ -69,14 +75,25 @@ MENDED = {
     "F10": ["launcher::a_shell_that_is_a_task_of_srun_is_refused"],
     "F11": ["watchdog::a_signal_asks_and_does_not_end who_presses_ctrl_c_twice_does_not_wait"],
     "F12": ["config::home_and_variables_in_paths_are_those_of_a_shell"],
+    "F13": ["findings::a_refused_start_leaves_no_folder_and_is_no_death"],
+    "F14": ["launcher::copies_of_volumes_do_not_stay_where_the_launcher_stops"],
     "F15": ["launcher::an_option_that_does_not_exist_stops_at_once a_wrong_number_of_ranks_is_one_sentence "
             "ranks_of_one_host_in_a_job_of_several_are_refused", "agree::a_port_that_is_taken_is_named",
             "prepare::a_page_that_cannot_be_written_blames_the_folder_of_logs"],
     "G5": ["segment"],
+    "G7": ["run_lock::of_several_generations_that_with_the_settings_of_the_command_is_continued"],
+    "G9": ["cost::what_is_not_prepared_yet_is_counted_from_the_files "
+           "a_step_that_does_not_fit_is_told_with_what_to_change",
+           "preflight::ids_that_select_nothing_fail_before_the_training"],
     "G10": ["plan"],
+    "G11": [f"{PAGES}[G11]", f"{PAGES}[G11-config]"],
     "G13": [f"{PAGES}[G13]"],
+    "G14": ["findings::a_refused_start_leaves_no_folder_and_is_no_death"],
     "G15": ["config::bad_files_are_one_sentence missing_file_and_missing_key_are_named"],
     "G17": ["findings::bars_of_a_job_print_a_line_a_minute"],
+    "G18": ["universal::its_licence_is_in_the_file_and_in_its_card", "export::the_file_says_what_it_is",
+            "install::the_commands_explain_themselves"],
+    "G20": [f"{PAGES}[G20]", f"{PAGES}[G20-page]", f"{PAGES}[G20-codes]"],
     "G21": [f"{PAGES}[G21]"],
     "G12": ["pair_verdict", "scores"],
     "G16": ["default::what_needs_no_torch_is_told_at_once"],
@@ -121,21 +138,7 @@ NO_FAULT = {
 }
 GONE = {"F7": "PBS support was removed whole"}
 OPEN = {
-    "B16": "copies of volumes leave nodes with a signal, an end and a refusal, but stay after the launcher's own 43",
-    "B17": "mended: --dry-run, --config=FILE, mawk, PBS -V, partial files of other hosts, Path.exists, old bash; open: "
-           "the figure before the epoch's save",
-    "C7": "the dry run of config_om.yaml on no data says unknown, without a test",
-    "C8": "docs/trouble.md has nine of the points; open: data.train_fraction, old Intel stacks, hours by GPUs",
-    "E6": "BIDS derivatives, DICOM, 4D series, the transform of a MONAI Compose",
-    "E7": "nitransforms as a judge of matrices",
-    "F13": "the sentence is there, without a test",
-    "F14": "as B16",
-    "G7": "the run whose config matches, after --fresh",
-    "G9": "ids that select nothing, hours and memory in the dry run",
-    "G11": "one mode by default, or when three pay",
-    "G14": "a refused start leaves folders and counts as a death",
-    "G18": "licence and card of the weights in the wheel and the file",
-    "G20": "a table program x system; a page \"my registration looks wrong\"",
+    "E6": "BIDS derivatives, DICOM",
 }
 
 

@@ -458,6 +458,22 @@ def test_forward_of_every_network(tmp_path, name, dims):
     assert 50 * MIB < found["process_bytes"] < 2 * GIB
 
 
+def test_ids_that_select_nothing_fail_before_the_training(tmp_path):
+    """G9: the preflight opens the data as the training will. Where there are none yet it has nothing to say."""
+    assert checks.check_data(context(tmp_path), print)["ok"] is None
+    make_data(tmp_path)
+    found = checks.check_data(context(tmp_path), print)
+    assert found["ok"] and found["said"].startswith("6 training volumes (from ")
+    found = preflight.answer(checks.check_data, {**context(tmp_path), "cfg": config(tmp_path, data__train_ids="70-80")})
+    assert found["ok"] is False and 'ids "70-80" select none of the 8 volumes' in found["said"]
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/manifest.json").write_text("{")
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    damaged = config(tmp_path, data__cache=tmp_path / "cache")
+    found = preflight.answer(checks.check_data, {**context(tmp_path), "cfg": damaged})
+    assert found["ok"] is False and "damaged" in found["said"]
+
+
 def test_settings_leave_out_what_is_a_nodes_own(tmp_path):
     variables = {"NCCL_DEBUG": "INFO", "FI_PROVIDER": "cxi", "PYTHONPATH": "x", "NCCL_SOCKET_IFNAME": "eth0",
                  "ZE_AFFINITY_MASK": "1", "HIP_VISIBLE_DEVICES": "0", "HOME": "/root", "FIRST": "x"}
