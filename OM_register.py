@@ -74,7 +74,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--initial", metavar="FILE", help="begin from this instead: a matrix of ITK or ANTs (.mat, "
                         ".txt, .tfm), FSL (.mat) or FreeSurfer (.lta), or a field, fixed to moving (.nii.gz, .h5)")
     parser.add_argument("--also", nargs="+", default=[], choices=ALSO, help="for other programs too: h5 (the field as "
-                        "a transform), mat (the alignment before it), or the warped volumes as nrrd, mha, mgz")
+                        "a transform), mat (the alignment before it), the warped volumes as nrrd, mha, mgz, or all "
+                        "under the names of BIDS derivatives (bids), in OUT/bids")
     parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are carried: smooth (each "
                         "one smoothed slightly and sampled linearly, the largest wins) or nearest, the label of the "
                         "nearest voxel (%(default)s)")

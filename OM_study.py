@@ -94,6 +94,8 @@ def add_segment(tasks):
                       "deformation (%(default)s)")
     task.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are carried (%(default)s)")
     task.add_argument("--keep", action="store_true", help="keep the registered atlases, in atlases/")
+    task.add_argument("--bids", action="store_true", help="the results also under the names of BIDS derivatives, in "
+                      "OUT/bids")
     add_similarity(task)
 
 
@@ -110,6 +112,8 @@ def add_template(tasks):
                       "blurs is added again; 0 for the plain mean (%(default)s)")
     task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
                       "deformation (%(default)s)")
+    task.add_argument("--bids", action="store_true", help="the results also under the names of BIDS derivatives, in "
+                      "OUT/bids")
     add_similarity(task)
 
 
@@ -164,7 +168,11 @@ def run(args):
         raise InputError(f"--{wrong} {getattr(args, wrong)}: it is {least[wrong]} or more.")
     home = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." where it is installed
     module = importlib.import_module(f"{home}Study.{HOMES[args.task]}")  # only now: torch takes seconds
-    return getattr(module, args.task)(args)
+    code = getattr(module, args.task)(args)
+    if getattr(args, "bids", False):
+        print(f"BIDS derivatives: {importlib.import_module(f'{home}Inference.bids').write_bids(args.out).resolve()}",
+              file=sys.stderr)
+    return code
 
 
 def main(argv=None):

@@ -7,7 +7,7 @@ AFFINES = ("rigid", "affine")
 STARTS = ("auto", "header", "centre")
 SIMILARITIES = ("auto", "correlation", "mapped", "mind")
 LABELS = ("smooth", "nearest")  # ways to carry label maps
-ALSO = ("h5", "mat", "nrrd", "mha", "mgz")  # what is written for other programs on request
+ALSO = ("h5", "mat", "nrrd", "mha", "mgz", "bids")  # what is written for other programs on request
 
 
 def is_list(args):

@@ -25,6 +25,7 @@ from Dataloader.nifti import (
 from Dataloader.transforms import read_any_field
 from Dataloader.volume import axes
 from Diffusion.metrics import folding_percent
+from Inference.bids import require_own_names, write_bids
 from Inference.choices import is_list
 from Inference.initial import register_from
 from Inference.labels import apply_field, apply_label
@@ -97,6 +98,7 @@ def settings_of(args, model, cfg):
     """All settings on which the results depend, as plain JSON."""
     asked = {key: getattr(args, key) for key in ("affine", "refine", "similarity", "start", "labels", "inverse",
                                                  "learn2reg", "no_picture", "also", "resample_labels")}
+    asked["also"] = [word for word in args.also if word != "bids"]  # copies of what there is
     weights = checkpoint.weights_sha256(model[0].state_dict()) if model else None
     initial = sha256(args.initial) if args.initial and Path(args.initial).is_file() else None
     return json.loads(json.dumps({"weights": weights, "initial": initial, **asked, "config": cfg}))
@@ -137,6 +139,8 @@ def register_all(args):
     settings = settings_of(args, model, cfg)
     if args.learn2reg:
         require_own_disps(pairs, cfg["model.dims"])
+    if "bids" in args.also:
+        require_own_names(pairs)
     make_folder(out)
     token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
@@ -147,6 +151,8 @@ def register_all(args):
             print(f"\nreport: {page.resolve()}")
             print(json.dumps(means(rows, failed)))
         write_results(out, rows, failed, settings, complete=True)
+        if "bids" in args.also:
+            write_bids(out)
     finally:
         run_lock.unlock(out, token)
     for entry in failed:

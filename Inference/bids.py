@@ -1,0 +1,86 @@
+"""Results under the names of BIDS derivatives, in bids/ beside results.json: `--also bids`, and --bids of OM_study.py.
+
+    bids/sub-01/ses-1/anat/sub-01_ses-1_space-F_T1w.nii.gz                       the warped volume, F the fixed one
+    bids/sub-01/ses-1/anat/sub-01_ses-1_space-F_dseg.nii.gz                      its label map
+    bids/sub-01/ses-1/anat/sub-01_ses-1_from-T1w_to-F_mode-image_xfm.nii.gz      the field, also as .h5
+
+A segmentation stays on the grid of its volume and is sub-01_ses-1_desc-omnimorph_dseg.nii.gz. Source:
+https://bids-specification.readthedocs.io, "Derivatives"; transforms as its proposal BEP014 and fMRIPrep name them.
+"""
+import json
+import re
+from pathlib import Path
+
+from Dataloader.datalist import ENTITIES, read_json, volume_id
+from Runtime import __version__
+from Runtime.errors import InputError
+from Runtime.files import write_file
+
+NAME = re.compile(r"(sub-[A-Za-z0-9]+(?:_[A-Za-z]+-[A-Za-z0-9]+)*)_([A-Za-z0-9]+)")  # entities, suffix
+KINDS = ("anat", "func", "dwi", "fmap", "perf", "pet", "micr")  # folders of BIDS; anat where the source lies elsewhere
+# {file of a pair: what its name ends in}; a name in braces is filled in.
+OF_A_PAIR = {"warped.nii.gz": "space-{space}_{suffix}.nii.gz", "warped_label.nii.gz": "space-{space}_dseg.nii.gz",
+             "field.nii.gz": "from-{suffix}_to-{space}_mode-image_xfm.nii.gz",
+             "field.h5": "from-{suffix}_to-{space}_mode-image_xfm.h5",
+             "inverse_field.nii.gz": "from-{space}_to-{suffix}_mode-image_xfm.nii.gz",
+             "inverse_field.h5": "from-{space}_to-{suffix}_mode-image_xfm.h5",
+             "affine.mat": "from-{suffix}_to-{space}_mode-image_desc-affine_xfm.mat"}
+OF_A_SEGMENTATION = {"label.nii.gz": "desc-omnimorph_dseg.nii.gz"}
+
+
+def split_name(path):
+    """Entities without those of a derivative, and suffix of a BIDS name: ("sub-01_ses-1", "T1w").
+
+    Raises InputError for another name.
+    """
+    found = NAME.fullmatch(volume_id(path))
+    if not found:
+        raise InputError(f"{path}: no BIDS name, so its derivatives have none; name it like sub-01_T1w.nii.gz.")
+    return ENTITIES.sub("", found[1]), found[2]
+
+
+def targets(row):
+    """{name of a result: its path below bids/} of a row of results.json."""
+    source = Path(row["image"] if "image" in row else row["moving"])
+    entities, suffix = split_name(source)
+    session = re.search(r"_(ses-[A-Za-z0-9]+)", entities)
+    kind = source.parent.name if source.parent.name in KINDS else "anat"
+    folder = Path(entities.split("_")[0], session[1] if session else "", kind)
+    space = re.sub(r"[^A-Za-z0-9]", "", volume_id(row["fixed"])) if "fixed" in row else ""
+    return {name: folder / f"{entities}_{ending.format(space=space, suffix=suffix)}"
+            for name, ending in (OF_A_SEGMENTATION if "image" in row else OF_A_PAIR).items()}
+
+
+def require_own_names(rows):
+    """Raise InputError where a volume has no BIDS name, or where two results would have one name.
+
+    rows: of results.json, or pairs to register.
+    """
+    taken = {}
+    for row in rows:
+        name = next(iter(targets(row).values())).name
+        if name in taken:
+            raise InputError(f"BIDS derivatives: {taken[name]} and {row['name']} would both be {name}; leave one out, "
+                             "or take two folders.")
+        taken[name] = row["name"]
+
+
+def write_bids(out):
+    """Copy the results of a folder to bids/, each with a sidecar that names its sources. Returns: Path of bids/."""
+    out = Path(out)
+    rows = read_json(out / "results.json")["pairs"]
+    require_own_names(rows)
+    about = {"Name": "OmniMorph", "BIDSVersion": "1.10.0", "DatasetType": "derivative",
+             "GeneratedBy": [{"Name": "OmniMorph", "Version": __version__}]}
+    (out / "bids").mkdir(exist_ok=True)
+    write_file(out / "bids/dataset_description.json", json.dumps(about, indent=1) + "\n")
+    for row in rows:
+        sources = [row["image"]] if "image" in row else [row["moving"], row["fixed"]]
+        sidecar = {"Sources": sources, **({"SpatialReference": row["fixed"]} if "fixed" in row else {})}
+        for name, below in targets(row).items():
+            path, target = out / row["folder"] / name, out / "bids" / below
+            if path.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_file(target, path.read_bytes())
+                write_file(target.with_name(f"{target.name.split('.')[0]}.json"), json.dumps(sidecar, indent=1) + "\n")
+    return out / "bids"

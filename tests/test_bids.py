@@ -1,0 +1,73 @@
+"""Results under the names of BIDS derivatives (finding E6), as the commands write them."""
+import json
+
+import numpy as np
+import pytest
+
+import OM_register
+import OM_study
+from Dataloader.nifti import read_field, read_label, write_volume
+from Dataloader.synthetic import make_subject
+from Inference.bids import split_name
+from Runtime.errors import InputError
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Two labelled scans of a BIDS study, and a fixed volume F."""
+    for number, name in enumerate(("F", "study/sub-01/ses-1/anat/sub-01_ses-1_T1w", "study/sub-02/anat/sub-02_T1w")):
+        subject, path = make_subject(number, (14, 16, 18)), tmp_path / f"{name}.nii.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_volume(path, subject["image"], np.eye(4))
+        write_volume(path.with_name(path.name.replace("T1w", "dseg").replace("F.", "F_dseg.")), subject["label"],
+                     np.eye(4))
+    return tmp_path
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_registered_list(study):
+    out = study / "out"
+    assert OM_register.main(["--fixed", str(study / "F.nii.gz"), "--moving", str(study / "study"), "--affine", "none",
+                             "--refine", "2", "--also", "bids", "h5", "--device", "cpu", "--out", str(out)]) == 0
+    first, second = "sub-01/ses-1/anat/sub-01_ses-1", "sub-02/anat/sub-02"
+    ends = ("from-T1w_to-F_mode-image_xfm.h5", "from-T1w_to-F_mode-image_xfm.json",
+            "from-T1w_to-F_mode-image_xfm.nii.gz", "space-F_T1w.json", "space-F_T1w.nii.gz", "space-F_dseg.json",
+            "space-F_dseg.nii.gz")
+    assert files(out / "bids") == sorted(["dataset_description.json", *(f"{name}_{end}" for name in (first, second)
+                                                                        for end in ends)])
+    about = json.loads((out / "bids/dataset_description.json").read_text())
+    assert about["DatasetType"] == "derivative" and about["GeneratedBy"][0]["Name"] == "OmniMorph"
+    sidecar = json.loads((out / f"bids/{second}_space-F_T1w.json").read_text())
+    assert sidecar["SpatialReference"] == str(study / "F.nii.gz")
+    assert sidecar["Sources"] == [str(study / "study/sub-02/anat/sub-02_T1w.nii.gz"), str(study / "F.nii.gz")]
+    assert read_field(out / f"bids/{first}_{ends[2]}")[0].shape == (3, 14, 16, 18)
+    assert read_label(out / f"bids/{first}_space-F_dseg.nii.gz")[0].any()
+
+
+def test_a_segmented_list(study):
+    out = study / "out"
+    assert OM_study.main(["segment", "--atlases", str(study / "study"), "--images", str(study / "study/sub-02"),
+                          "--affine", "rigid", "--device", "cpu", "--bids", "--out", str(out)]) == 0
+    assert files(out / "bids") == ["dataset_description.json", "sub-02/anat/sub-02_desc-omnimorph_dseg.json",
+                                   "sub-02/anat/sub-02_desc-omnimorph_dseg.nii.gz"]
+
+
+def test_names_that_are_no_bids_or_meet_are_refused_before_the_work(study, capsys):
+    words = ["--moving", str(study / "F.nii.gz"), "--fixed", str(study / "study/sub-02/anat/sub-02_T1w.nii.gz"),
+             "--also", "bids", "--out", str(study / "out")]
+    assert OM_register.main(words) == 43 and not (study / "out").exists()
+    assert "F.nii.gz: no BIDS name, so its derivatives have none; name it like sub-01_T1w" in capsys.readouterr().err
+    moving = study / "study/sub-02/anat/sub-02_T1w.nii.gz"
+    (study / "pairs.csv").write_text(f"name,fixed,moving\na,F.nii.gz,{moving}\nb,F.nii.gz,{moving}\n")
+    assert OM_register.main(["--pairs", str(study / "pairs.csv"), "--also", "bids", "--out", str(study / "out")]) == 43
+    assert "a and b would both be sub-02_space-F_T1w.nii.gz" in capsys.readouterr().err
+
+
+def test_entities_of_a_derivative_are_not_those_of_its_results():
+    assert split_name("x/sub-1_acq-a_space-MNI_desc-preproc_T2w.nii.gz") == ("sub-1_acq-a", "T2w")
+    for name in ("T1w", "sub-1", "sub-_T1w", "sub-1_run_T1w"):
+        with pytest.raises(InputError, match="no BIDS name"):
+            split_name(f"{name}.nii.gz")
