@@ -56,7 +56,7 @@ bench-registration: .venv/.ready   ## registration against ANTs, DIPY, ConvexAda
 
 docs: .venv/.ready   ## the pages of docs/ as a site with a search, in site/
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt 1>&2
-	$(PY) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 	@echo "$(CURDIR)/site/index.html"
 
 lint: .venv/.ready   ## style of the code
