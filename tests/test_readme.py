@@ -13,10 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nibabel
+import numpy as np
 import pytest
 import yaml
 
 from Dataloader.synthetic import write_dataset
+from Dataloader.transforms import write_matrix
 from Runtime.config import load_config
 from tests import launching
 from tests.tiny import ROOT, launcher_environment
@@ -362,3 +365,43 @@ def test_the_walk(layout, tmp_path):
         return
     text = (folder / "Models/brains_om_net/data.csv").read_text().splitlines()
     assert len(text) == 1 + VOLUMES and 2 <= sum(",val," in line for line in text) <= 10
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What users of other programs type
+# ---------------------------------------------------------------------------------------------------------------------
+
+def coming_from():
+    """The commands in the tables of docs/coming_from.md, in order and each once."""
+    found = re.findall(r"`(OM_\w+\.py [^`]* --out [^`]*)`", TEXT["docs/coming_from.md"])
+    return list(dict.fromkeys(found))
+
+
+def bring_others(folder):
+    """Files of the page, small: two synthetic subjects, masks, a series, and matrices of FSL and of ANTs."""
+    write_dataset(folder, range(2), 24)
+    images, labels = (sorted((folder / name).glob("*.nii.gz")) for name in ("imagesTr", "labelsTr"))
+    for name, source in (("F", images[0]), ("M", images[1]), ("OTHER", images[1]), ("M_label", labels[1])):
+        shutil.copy(source, folder / f"{name}.nii.gz")
+    volume = nibabel.load(images[0])
+    array = volume.get_fdata(dtype=np.float32)
+    for name in ("FMASK", "MMASK"):
+        nibabel.save(nibabel.Nifti1Image(np.ones_like(array), volume.affine), folder / f"{name}.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(np.stack([array] * 3, -1), volume.affine), folder / "BOLD.nii.gz")
+    np.savetxt(folder / "A.mat", np.eye(4))
+    write_matrix(folder / "P_0GenericAffine.mat", np.eye(4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_commands_for_users_of_other_programs_run(tmp_path):
+    bring_others(tmp_path)
+    lines = coming_from()
+    assert len(lines) >= 18
+    for line in lines:
+        program, *words = shlex.split(line)
+        done = launching.run([sys.executable, ROOT / program, *words], cwd=tmp_path, timeout=300,
+                             stderr=subprocess.STDOUT)
+        assert done.returncode == 0 and "Traceback" not in done.stdout, f"{line}\n{done.stdout[-2000:]}"
+        out = tmp_path / words[words.index("--out") + 1]
+        assert list(out.glob("*warped*.nii.gz")) or (out / "aligned.nii.gz").exists(), line
