@@ -81,37 +81,39 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Write deformed copies of images with their labels and fields.")
     parser.add_argument("--image", help="one volume, .nii or .nii.gz")
     parser.add_argument("--label", help="its label image")
-    parser.add_argument("--data", help="or many: folder with dataset.json, .json or .csv list, or a folder of volumes")
+    parser.add_argument("--data", help="or many volumes: a folder with dataset.json, a .json or .csv list, or a "
+                        "folder of volumes")
     parser.add_argument("--ids", default="", help='volumes of --data to take, such as "1-60,75" (default: all)')
     parser.add_argument("--model", required=True, help="checkpoint, .safetensors file or run folder; universal: the "
                         "network for any volumes; none: random deformations without a network")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the copies go")
-    parser.add_argument("--nnunet", metavar="NAME", help="write originals and copies as a data set of nnU-Net v2 too, "
-                        "such as Dataset501_Brains; X_0000, X_0001 are deformed alike then, as channels of X")
-    parser.add_argument("--draws", type=int, help=f"copies of each volume ({DRAWS}; with --register as many as there "
-                        "are other volumes to register to)")
-    parser.add_argument("--start", metavar="T", help="time of the random deformation, the larger the stronger, or a "
-                        "range such as 40-79, or 48+2: 48, and 2 more every other copy (default: copies.start of the "
-                        "config, mostly the largest)")
-    parser.add_argument("--target", help="volume towards which the network deforms; or a folder or list of volumes, as "
-                        "for --data: every draw towards one of them, drawn at random, never itself")
-    parser.add_argument("--register", type=int, nargs="?", const=STEPS, metavar="STEPS", help="with --target: each "
-                        "copy is the volume registered to another one of these, with its shape, on its grid: affine "
-                        f"stage, the network if there is one, and so many steps of refinement ({STEPS})")
-    parser.add_argument("--condition", choices=("slice", "volume", "none"), help="what the network is shown of the "
-                        "target (default: what it was trained with)")
-    parser.add_argument("--slices", type=int, default=0, help="planes of the target that are shown (default: a random "
-                        "number, as in training)")
+    parser.add_argument("--nnunet", metavar="NAME", help="also write originals and copies as a data set of nnU-Net "
+                        "v2, such as Dataset501_Brains; X_0000 and X_0001 are then deformed alike, as channels of X")
+    parser.add_argument("--draws", type=int, help=f"copies of each volume ({DRAWS}; with --register the number of "
+                        "other volumes to register to)")
+    parser.add_argument("--start", metavar="T", help="time of the random deformation (larger is stronger), a range "
+                        "such as 40-79, or 48+2: 48, and 2 more in every other copy (default: copies.start of the "
+                        "config, usually the largest)")
+    parser.add_argument("--target", help="volume towards which the network deforms; or a folder or list of volumes, "
+                        "as for --data, from which each draw takes a random one, never the volume itself")
+    parser.add_argument("--register", type=int, nargs="?", const=STEPS, metavar="STEPS",
+                        help="with --target: register the volume to another one of these, so that each copy has its "
+                        "shape and grid, by the affine stage, the network if given, and this many steps of "
+                        f"refinement ({STEPS})")
+    parser.add_argument("--condition", choices=("slice", "volume", "none"), help="what the network sees of the target "
+                        "(default: what it was trained with)")
+    parser.add_argument("--slices", type=int, default=0, help="number of planes of the target that the network sees "
+                        "(default: a random number, as in training)")
     parser.add_argument("--stride", type=int, help="times per step of the recovery; 1 is finest and slowest "
                         f"({STRIDE}; copies.recover published takes every time)")
-    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels and masks are carried: smooth "
-                        "(each one smoothed slightly and sampled linearly, the largest wins) or nearest, the label of "
+    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels and masks are warped: smooth "
+                        "(each one slightly smoothed and sampled linearly, the largest wins) or nearest, the label of "
                         "the nearest voxel (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="another one gives other draws (%(default)s)")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes on a CPU, each with one thread "
-                        "(%(default)s)")
-    parser.add_argument("--config", help=f"with --model none: whose diffusion.*, copies.* and data.* keys are "
-                        f"taken (default: Config/{DEFAULTS.name})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (%(default)s)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of processes on a CPU, each with "
+                        "one thread (%(default)s)")
+    parser.add_argument("--config", help="with --model none: config with the diffusion.*, copies.* and data.* keys "
+                        f"(default: Config/{DEFAULTS.name})")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, e.g. --set diffusion.v_scale=6e-5; may be repeated")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, xpu or auto, for the network (%(default)s)")

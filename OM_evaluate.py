@@ -43,14 +43,15 @@ def parse_arguments(argv=None):
     parser.add_argument("--fixed-label", help="label image of the fixed volume")
     parser.add_argument("--moving-label", help="label image of the moving volume, on any grid")
     parser.add_argument("--field", help="deformation field on the fixed grid")
-    parser.add_argument("--warped-label", help="label image that has been warped already, on the fixed grid: instead "
-                        "of --field or beside it")
-    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how moving labels are carried: smooth "
-                        "(each one smoothed slightly and sampled linearly, the largest wins) or nearest, the label of "
+    parser.add_argument("--warped-label", help="label image that is already warped, on the fixed grid, instead of "
+                        "--field or in addition to it")
+    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how moving labels are warped: smooth "
+                        "(each one slightly smoothed and sampled linearly, the largest wins) or nearest, the label of "
                         "the nearest voxel (%(default)s)")
     parser.add_argument("--fixed-points", help="CSV of landmarks of the fixed volume: x,y,z in mm, RAS")
     parser.add_argument("--moving-points", help="the same landmarks in the moving volume")
-    parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes (what results.json says, else 3)")
+    parser.add_argument("--dims", type=int, choices=(2, 3), help="number of axes of the volumes (as in results.json, "
+                        "else 3)")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the scores go")
     return parse_options(parser, argv)
 

@@ -43,20 +43,22 @@ WORKER = {"counter": None}  # of each worker: how many volumes are done, shared 
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Prepare the volumes of data.root once for all trainings: data.cache. "
-                                     "Run the same command again to go on after a kill, or after adding volumes.")
+                                     "Run the same command again to continue after an interruption, or after adding "
+                                     "volumes.")
     parser.add_argument("--config", required=True, help="YAML file with every key, e.g. Config/config_om.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, e.g. --set data.root=/data/brains; may be repeated")
     parser.add_argument("--workers", type=int, default=CORES, metavar="N",
-                        help="processes that read and resample (default: the cores of this machine, %(default)s)")
+                        help="number of processes that read and resample (default: the cores of this machine, "
+                        "%(default)s)")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--verify", action="store_true", help="read everything and name each damaged, missing or "
-                        "foreign file; changes nothing")
-    action.add_argument("--repair", action="store_true", help="the same, and make anew the parts that are damaged or "
+                        "foreign file, without changing anything")
+    action.add_argument("--repair", action="store_true", help="the same, and rebuild the parts that are damaged or "
                         "from which volumes were refused")
-    action.add_argument("--fresh", action="store_true", help="remove the cache and make it anew")
-    action.add_argument("--export", nargs=2, metavar=("ID", "FOLDER"), help="write one prepared volume as NIfTI files: "
-                        "as the training sees it, and mapped back to the grid of its own file")
+    action.add_argument("--fresh", action="store_true", help="remove the cache and rebuild it")
+    action.add_argument("--export", nargs=2, metavar=("ID", "FOLDER"), help="write one prepared volume as NIfTI "
+                        "files: as the training sees it, and mapped back to the grid of its own file")
     return parse_options(parser, argv)
 
 

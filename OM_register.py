@@ -31,63 +31,63 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Register volumes of any size, spacing and orientation, or apply a "
                                      "field to further images, labels and landmarks.")
     parser.add_argument("--version", action="version", version=f"omnimorph {__version__}")
-    parser.add_argument("--fixed", help="volume that stays; with --apply: whose grid the field has to be on")
-    parser.add_argument("--moving", nargs="+", default=[], help="volume that is deformed; several files, a folder or a "
-                        "pattern such as 'Data/**/*_T1w.nii.gz': each of them onto --fixed")
-    parser.add_argument("--fixed-label", help="its label image, to score the registration")
-    parser.add_argument("--moving-label", nargs="+", default=[], help="label image to carry over; for several moving "
-                        "volumes as many, in the same order")
-    parser.add_argument("--resample-labels", action="store_true", help="bring a label on another grid than its image "
-                        "onto that of the image first")
-    parser.add_argument("--fixed-mask", help="image on the grid of the fixed volume: only where it is above 0 do "
-                        "alignment, refinement and similarity look")
+    parser.add_argument("--fixed", help="the volume that stays; with --apply: the volume on whose grid the field is")
+    parser.add_argument("--moving", nargs="+", default=[], help="the volume to deform; several files, a folder or a "
+                        "pattern such as 'Data/**/*_T1w.nii.gz' are each registered to --fixed")
+    parser.add_argument("--fixed-label", help="label image of the fixed volume, to score the registration")
+    parser.add_argument("--moving-label", nargs="+", default=[], help="label image to warp; for several moving "
+                        "volumes one each, in the same order")
+    parser.add_argument("--resample-labels", action="store_true", help="resample a label that is on another grid than "
+                        "its image")
+    parser.add_argument("--fixed-mask", help="mask on the grid of the fixed volume: alignment, refinement and "
+                        "similarity use only voxels above 0")
     parser.add_argument("--moving-mask", help="the same for the moving volume, on its own grid")
-    parser.add_argument("--fixed-channels", nargs="+", default=[], metavar="FILE", help="further channels of the fixed "
-                        "volume, on its grid: refinement and similarity compare them too")
-    parser.add_argument("--moving-channels", nargs="+", default=[], metavar="FILE", help="those of the moving volume, "
-                        "in the same order; they are warped along")
-    parser.add_argument("--points", help="CSV of landmarks of the fixed volume: x,y,z in mm, RAS; they are moved into "
+    parser.add_argument("--fixed-channels", nargs="+", default=[], metavar="FILE",
+                        help="further channels of the fixed volume, on its grid, for refinement and similarity")
+    parser.add_argument("--moving-channels", nargs="+", default=[], metavar="FILE",
+                        help="further channels of the moving volume, in the same order; they are warped too")
+    parser.add_argument("--points", help="CSV of landmarks of the fixed volume (x,y,z in mm, RAS) to transform into "
                         "the moving volume")
     parser.add_argument("--moving-points", help="the same landmarks in the moving volume, to score the registration")
     parser.add_argument("--pairs", metavar="LIST", help=".csv table or .json list with fixed, moving, fixed_label, "
-                        "moving_label, fixed_mask, moving_mask, fixed_channel_2, ..., points, name, or Learn2Reg's; "
-                        "paths are relative to it. With --fixed a folder, as --moving FOLDER")
-    parser.add_argument("--list", metavar="KEY", help="which list of that file, such as registration_val")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="pairs of a list at a time, each in a "
-                        "process of its own (%(default)s)")
-    parser.add_argument("--again", action="store_true", help="register the pairs of a list anew that an earlier run "
-                        "of the same options has done")
-    parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of looking for one")
-    parser.add_argument("--model", default="none", metavar="FILE", help="begin with a network's answer: "
-                        "checkpoint, .safetensors file or run folder; universal, the bundled network for any volumes "
-                        "(%(default)s)")
+                        "moving_label, fixed_mask, moving_mask, fixed_channel_2, ..., points, name, or a Learn2Reg "
+                        "file; paths are relative to it. With --fixed it may be a folder, as with --moving FOLDER")
+    parser.add_argument("--list", metavar="KEY", help="which list in that file, such as registration_val")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of pairs to register at a time, "
+                        "each in its own process (%(default)s)")
+    parser.add_argument("--again", action="store_true", help="register again the pairs of a list that an earlier run "
+                        "with the same options has completed")
+    parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of registering")
+    parser.add_argument("--model", default="none", metavar="FILE", help="start from the prediction of a network: "
+                        "checkpoint, .safetensors file or run folder, or universal, the bundled network for any "
+                        "volumes (%(default)s)")
     parser.add_argument("--affine", nargs="?", const="affine", choices=(*AFFINES, "none"),
-                        help="align by this first (affine; with --initial none)")
+                        help="alignment before the deformation (affine; with --initial none)")
     parser.add_argument("--refine", type=int, nargs="?", const=STEPS, metavar="N",
-                        help=f"optimise the field for each pair, in N steps ({STEPS}; 0 for none)")
-    parser.add_argument("--similarity", choices=SIMILARITIES, help="by what alignment and refinement compare: "
-                        "correlation; for two modalities, such as T1 and T2, mapped or mind; auto asks the "
-                        "pair whether it is of two (as in the config, which says auto)")
-    parser.add_argument("--start", choices=STARTS, default="auto", help="where the moving volume begins: as the "
-                        "headers say, with the centres of the fields of view on each other, or the more similar of "
-                        "the two (%(default)s)")
-    parser.add_argument("--initial", metavar="FILE", help="begin from this instead: a matrix of ITK or ANTs (.mat, "
-                        ".txt, .tfm), FSL (.mat) or FreeSurfer (.lta), or a field, fixed to moving (.nii.gz, .h5)")
-    parser.add_argument("--also", nargs="+", default=[], choices=ALSO, help="for other programs too: h5 (the field as "
-                        "a transform), mat (the alignment before it), the warped volumes as nrrd, mha, mgz, or all "
-                        "under the names of BIDS derivatives (bids), in OUT/bids")
-    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are carried: smooth (each "
-                        "one smoothed slightly and sampled linearly, the largest wins) or nearest, the label of the "
+                        help=f"number of steps that optimise the field for each pair ({STEPS}; 0 for none)")
+    parser.add_argument("--similarity", choices=SIMILARITIES, help="how alignment and refinement compare the volumes: "
+                        "correlation; for two modalities, such as T1 and T2, mapped or mind; auto decides from the "
+                        "pair (as in the config, which has auto)")
+    parser.add_argument("--start", choices=STARTS, default="auto", help="start where the headers place the moving "
+                        "volume, with the centres of the fields of view on each other, or at the more similar of the "
+                        "two (%(default)s)")
+    parser.add_argument("--initial", metavar="FILE", help="start from a transform: a matrix of ITK or ANTs (.mat, "
+                        ".txt, .tfm), FSL (.mat) or FreeSurfer (.lta), or a field from fixed to moving (.nii.gz, .h5)")
+    parser.add_argument("--also", nargs="+", default=[], choices=ALSO, help="write files for other programs too: h5 "
+                        "(the field as a transform), mat (the affine alignment), the warped volumes as nrrd, mha, "
+                        "mgz, or all under the names of BIDS derivatives (bids), in OUT/bids")
+    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are warped: smooth (each one "
+                        "slightly smoothed and sampled linearly, the largest wins) or nearest, the label of the "
                         "nearest voxel (%(default)s)")
     parser.add_argument("--inverse", action="store_true", help="write inverse_field.nii.gz too, on the moving grid")
     parser.add_argument("--learn2reg", action="store_true", help="write disp_<fixed>_<moving>.nii.gz too")
-    parser.add_argument("--strict", action="store_true", help="exit with 43 where the verdict on a pair is failed")
-    parser.add_argument("--no-picture", action="store_true", help="no picture.png for each pair, nor the pages of the "
-                        "pairs of a list")
-    parser.add_argument("--dims", type=int, choices=(2, 3), help="axes of the volumes, without a model (those of the "
-                        "first fixed volume)")
+    parser.add_argument("--strict", action="store_true", help="exit with code 43 if a pair gets the verdict failed")
+    parser.add_argument("--no-picture", action="store_true", help="write no picture.png for each pair and no pages "
+                        "for the pairs of a list")
+    parser.add_argument("--dims", type=int, choices=(2, 3), help="number of axes of the volumes, without a model "
+                        "(that of the first fixed volume)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
-    parser.add_argument("--config", help="config file of refine.* and data.* where there is no model "
+    parser.add_argument("--config", help="config file with refine.* and data.*, without a model "
                         "(Config/config_om.yaml)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the results go")

@@ -59,41 +59,43 @@ def new_task(tasks, name, purpose, unit="subjects"):
     """A subcommand with the options that all have."""
     task = tasks.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
     task.add_argument("--out", required=True, metavar="FOLDER", help="where the results go")
-    task.add_argument("--workers", type=int, default=1, metavar="N", help=f"{unit} at a time, each in a process of its "
-                      "own (%(default)s)")
-    task.add_argument("--again", action="store_true", help="do anew what an earlier run of the same options has done")
-    task.add_argument("--strict", action="store_true", help="exit with 43 where one was left out or has failed")
+    task.add_argument("--workers", type=int, default=1, metavar="N", help=f"number of {unit} to process at a time, "
+                      "each in its own process (%(default)s)")
+    task.add_argument("--again", action="store_true", help="repeat what an earlier run with the same options has "
+                      "completed")
+    task.add_argument("--strict", action="store_true", help="exit with code 43 if a subject was left out or has "
+                      "failed")
     task.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
     return task
 
 
 def add_volumes(task, name, purpose):
     task.add_argument(name, nargs="+", required=True, metavar="PATH", help=purpose)
-    task.add_argument("--ids", default="", metavar="NUMBERS", help="only those whose names end in these numbers, such "
-                      "as 1-60,75")
-    task.add_argument("--subject-pattern", default="", metavar="REGEX", help="its group names the subject in a path; "
-                      "without it sub-XX of BIDS names, else each volume is a subject of its own")
+    task.add_argument("--ids", default="", metavar="NUMBERS", help="use only volumes whose names end in these "
+                      "numbers, such as 1-60,75")
+    task.add_argument("--subject-pattern", default="", metavar="REGEX", help="regular expression whose group is the "
+                      "subject in a path (default: sub-XX of BIDS names, else each volume is a subject)")
 
 
 def add_similarity(task):
-    task.add_argument("--similarity", choices=SIMILARITIES, help="by what volumes are compared: correlation; for two "
+    task.add_argument("--similarity", choices=SIMILARITIES, help="how volumes are compared: correlation; for two "
                       "modalities mapped or mind (as in the config: correlation)")
 
 
 def add_segment(tasks):
     task = new_task(tasks, "segment", "label volumes by a few labelled ones", "registrations")
     task.add_argument("--atlases", required=True, metavar="PATH", help="volumes with label maps: a folder with "
-                      "imagesTr and labelsTr, NAME.nii.gz beside NAME_dseg.nii.gz, or a list")
+                      "imagesTr and labelsTr, NAME.nii.gz next to NAME_dseg.nii.gz, or a list")
     add_volumes(task, "--images", "volumes to segment; where they have label maps, those score the result")
     task.add_argument("--most", type=int, default=10, metavar="N", help="register at most N atlases to an image, the "
-                      "most similar ones after an affine alignment; 0 for all (%(default)s)")
+                      "most similar ones after an affine alignment (%(default)s; 0 for all)")
     task.add_argument("--same-subject", action="store_true", help="let other scans of the same subject vote too")
-    task.add_argument("--join", choices=("joint", "majority"), default="joint", help="joint: each atlas by how alike "
-                      "it is around the voxel; majority: all alike (%(default)s)")
+    task.add_argument("--join", choices=("joint", "majority"), default="joint", help="joint: weight each atlas by its "
+                      "similarity around the voxel; majority: one vote each (%(default)s)")
     task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
                       "deformation (%(default)s)")
-    task.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are carried (%(default)s)")
-    task.add_argument("--keep", action="store_true", help="keep the registered atlases, in atlases/")
+    task.add_argument("--labels", choices=LABELS, default="smooth", help="how labels are warped (%(default)s)")
+    task.add_argument("--keep", action="store_true", help="keep the registered atlases in atlases/")
     task.add_argument("--bids", action="store_true", help="the results also under the names of BIDS derivatives, in "
                       "OUT/bids")
     add_similarity(task)
@@ -102,14 +104,14 @@ def add_segment(tasks):
 def add_template(tasks):
     task = new_task(tasks, "template", "make the template of a group: the volume in its middle")
     add_volumes(task, "--images", "the volumes of the group; their label maps, if any, are carried to the template")
-    task.add_argument("--start", metavar="FILE", help="begin with this volume, whose field of view the template gets "
+    task.add_argument("--start", metavar="FILE", help="start with this volume; the template has its field of view "
                       "(the subject of middle size)")
-    task.add_argument("--rounds", type=int, default=4, metavar="N", help="of registering and averaging, the first half "
-                      "of them with voxels twice as large (%(default)s)")
+    task.add_argument("--rounds", type=int, default=4, metavar="N", help="rounds of registering and averaging, the "
+                      "first half of them with voxels twice as large (%(default)s)")
     task.add_argument("--spacing", type=float, default=0.0, metavar="MM", help="side of the template's voxels (that of "
                       "the start volume's)")
-    task.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how much of the edges that averaging "
-                      "blurs is added again; 0 for the plain mean (%(default)s)")
+    task.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how much to restore of the edges that "
+                      "averaging blurs; 0 for the plain mean (%(default)s)")
     task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
                       "deformation (%(default)s)")
     task.add_argument("--bids", action="store_true", help="the results also under the names of BIDS derivatives, in "
@@ -122,11 +124,11 @@ def add_jacobian(tasks):
     task.add_argument("--results", metavar="FOLDER", help="results of a template, or of OM_register.py with one fixed "
                       "volume: the maps are on its grid")
     task.add_argument("--scans", nargs="+", default=[], metavar="FILE", help="two or more scans of one subject, the "
-                      "earliest first: the change from it to each, through the point in the middle of all")
-    task.add_argument("--labels", metavar="FILE", help="label map on the template's grid, with --scans on that of the "
-                      "first scan, for a table (the label map of the results, or beside the first scan)")
+                      "earliest first: maps the change from it to each, through their middle")
+    task.add_argument("--labels", metavar="FILE", help="label map for a table, on the grid of the template or, with "
+                      "--scans, of the first scan (default: the label map of the results, or next to the first scan)")
     task.add_argument("--smooth", type=float, default=0.0, metavar="MM", help="smooth the maps by a Gaussian of this "
-                      "standard deviation (%(default)s)")
+                      "standard deviation in mm (%(default)s)")
     task.add_argument("--affine", choices=("rigid", "affine"), default="rigid", help="with --scans: alignment before "
                       "the deformation (%(default)s)")
     add_similarity(task)
@@ -134,15 +136,15 @@ def add_jacobian(tasks):
 
 def add_qc(tasks):
     task = new_task(tasks, "qc", "show all results of a study on one page, with verdicts and outliers")
-    task.add_argument("--results", nargs="+", required=True, metavar="FOLDER", help="the --out of OM_register.py, "
-                      "template or segment, one or several")
+    task.add_argument("--results", nargs="+", required=True, metavar="FOLDER", help="one or more result folders "
+                      "(--out) of OM_register.py, template or segment")
 
 
 def add_motion(tasks):
     task = new_task(tasks, "motion", "align the frames of a 4D series to one of them or to their mean", "blocks")
     task.add_argument("--series", required=True, metavar="FILE", help="NIfTI file (D, H, W, frames)")
-    task.add_argument("--reference", default="mean", metavar="WHAT", help="mean of the frames after a first pass, "
-                      "middle for the frame in the middle, or the number of a frame from 0 (%(default)s)")
+    task.add_argument("--reference", default="mean", metavar="WHAT", help="reference frame: mean of the frames after "
+                      "a first pass, middle, or the number of a frame from 0 (%(default)s)")
     task.add_argument("--deform", action="store_true", help="deform each frame too, for organs that breathing moves")
     add_similarity(task)
 
@@ -153,10 +155,10 @@ def add_plan(tasks):
                             "and hours, and say which program serves the purpose.")
     task.add_argument("--data", required=True, metavar="PATH", help="volumes to train on: a folder, list or pattern")
     task.add_argument("--for", dest="purpose", choices=("register", "augment", "segment"), default="register",
-                      help="what it is for (%(default)s)")
+                      help="purpose of the training (%(default)s)")
     task.add_argument("--subject-pattern", default="", metavar="REGEX", help="data.subject_pattern of the config")
     task.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
-    task.add_argument("--strict", action="store_true", help="exit with 43 where a volume was left out")
+    task.add_argument("--strict", action="store_true", help="exit with code 43 if a volume was left out")
     task.add_argument("--out", required=True, metavar="FOLDER", help="where config.yaml and plan.html go")
 
 

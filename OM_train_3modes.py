@@ -74,13 +74,13 @@ def parse_arguments(argv=None):
                         ".safetensors file, a run's folder, or universal, the network for any volumes")
     parser.add_argument("--dry-run", action="store_true", help="build everything, print sizes and costs, and exit")
     parser.add_argument("--max-steps-before-restart", type=int, default=0, metavar="N",
-                        help="after N steps save and exit with 42, for a launcher to start again (0 = off)")
+                        help="save after N steps and exit with 42, so that a launcher starts again (0 = off)")
     parser.add_argument("--max-seconds-before-restart", type=float, default=0, metavar="S",
-                        help="the same after S seconds: a launcher passes on its own time limit (0 = off)")
+                        help="the same after S seconds; a launcher passes on its own time limit (0 = off)")
     parser.add_argument("--debug", action="store_true",
-                        help="find a crash: blocking launches, checked collectives, all details of the libraries")
+                        help="locate a crash: blocking launches, checked collectives, all details of the libraries")
     parser.add_argument("--profile", metavar="START:STEPS",
-                        help="trace so many steps of rank 0 from step START on, for the report of the run")
+                        help="trace STEPS steps of rank 0, from step START on, for the report of the run")
     return parser.parse_args(argv)
 
 
