@@ -109,7 +109,7 @@ def check_arguments(args):
         args.affine = args.affine or ("none" if args.initial else "affine")
         args.affine = None if args.affine == "none" else args.affine
         args.refine = STEPS if args.refine is None else args.refine
-        if args.model == "none" and not (args.refine or args.affine):
+        if args.model == "none" and not (args.refine or args.affine or args.initial):
             raise InputError("--affine none and --refine 0 without a --model: nothing would be registered; leave one "
                              "out.")
         if args.model != "none" and (args.config or args.dims):
