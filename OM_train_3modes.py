@@ -184,7 +184,8 @@ def set_up(cfg, args, ranks, folder):
     if content:
         training_state.restore(run, content, start, continues=bool(newest))
     run.model = optim.wrap(run.net, ranks, device, run.gradients, cfg)
-    run.optimizers = optim.make_optimizers(run.net, ranks, [mode.name for mode in run.modes], cfg)
+    run.optimizers = {name: optim.make_optimizer(run.net, ranks, cfg)
+                      for name in optim.adam_names([mode.name for mode in run.modes], cfg)}
     run.ema = optim.new_ema(run.net, cfg, content.get("ema") if newest else None)
     if newest:
         optim.load_optimizers(run.optimizers, content["optimizer"])

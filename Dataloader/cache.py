@@ -107,7 +107,10 @@ def plan(folder, items, cfg):
         taken.add(number)
         usable = record and record["settings"] == settings(cfg) and not wrong_files(sizes, record["files"])
         lines = all_lines(record) if usable else []
-        if lines and all(line["id"] in wanted and same_files(line, wanted[line["id"]]) for line in lines):
+        # They are in the list, and their files are those that it names now, unchanged.
+        if lines and all(line["id"] in wanted and all(
+                line.get(key) == value for key, value in wanted[line["id"]].items() if key not in WORDS)
+                for line in lines):
             for line in lines:
                 line.update({word: wanted[line["id"]][word] for word in WORDS})
             kept[number] = record
@@ -123,11 +126,6 @@ def plan(folder, items, cfg):
 def all_lines(record):
     """The lines of a part's volumes, those that were refused included."""
     return record["volumes"] + record["refused"]
-
-
-def same_files(line, wanted):
-    """Whether a volume of a record has the files that the list names now, unchanged."""
-    return all(line.get(key) == value for key, value in wanted.items() if key not in WORDS)
 
 
 def record_paths(folder):

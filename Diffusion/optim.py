@@ -187,11 +187,6 @@ def adam_names(modes, cfg):
     return list(modes) if cfg["optim.moments"] == "per_mode" else ["shared"]
 
 
-def make_optimizers(net, ranks, modes, cfg):
-    """{name: Adam} over the same parameters, with moments and step counts of their own. modes: of the training."""
-    return {name: make_optimizer(net, ranks, cfg) for name in adam_names(modes, cfg)}
-
-
 def make_optimizer(net, ranks, cfg):
     """Adam over the parameters of a network; with fsdp, to be made after `wrap`, which replaces the parameters."""
     options = {"lr": cfg["optim.lr"], "fused": True}

@@ -14,7 +14,7 @@ from Report.charts import grid, line_chart
 from Report.goodput import add_up, goodput
 from Report.page import table_html, text_table, write_page
 from Report.run_charts import smoothed
-from Report.run_logs import config_of, losses_of, read_launches, read_run, step_columns
+from Report.run_logs import config_of, losses_of, read_run, step_columns
 from Report.run_state import duration, speed, state_of
 from Runtime.errors import DONE, InputError, run_program
 from Runtime.files import read_lines
@@ -28,11 +28,6 @@ def first_begin(path):
     """When the run of an attempts.jsonl began, as time.time; None where the file does not say."""
     times = [line["time"] for line in read_lines(path) if line.get("event") == "begin"]
     return min(times, default=None)
-
-
-def last_config(run):
-    """The flat config of the newest launch of a run; {} where there is none."""
-    return config_of({"launches": read_launches(run)})
 
 
 def short_names(runs):

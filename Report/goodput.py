@@ -15,19 +15,13 @@ PHASES = {"data": "waiting for data", "epoch": "waiting for data", "checkpoint":
 KINDS = ("useful steps", "validation", "checkpoints", "waiting for data", "process-group refresh", "replayed steps")
 
 
-def account(run):
+def add_up(found):
     """Wall seconds of a run by kind, and the cost of each cause of an attempt's end.
 
-    run: Path of the run folder.
+    found: of run_logs.read_run.
     Returns: (Counter of seconds by kind, {cause: Counter of times, detection, restart, replayed}). "useful steps" are
     those whose work is in the result; "replayed steps" had to be done again.
-    Raises InputError if the folder has no attempts.jsonl.
     """
-    return add_up(read_run(run))
-
-
-def add_up(found):
-    """`account` of logs that have been read. found: of run_logs.read_run."""
     kinds, causes = collections.Counter(), collections.defaultdict(collections.Counter)
     for attempt in attempts_of(found):
         kinds.update({**attempt["spent"], "restart": attempt["restart"], "detection": attempt["detection"]})
@@ -141,7 +135,7 @@ def goodput(kinds):
 
 
 def lost_seconds(costs):
-    """Seconds that a cause cost. costs: its Counter of `account`."""
+    """Seconds that a cause cost. costs: its Counter of `add_up`."""
     return costs["detection"] + costs["restart"] + costs["replayed"]
 
 

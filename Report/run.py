@@ -27,7 +27,7 @@ from Report.run_charts import (
     time_chart,
     validation_charts,
 )
-from Report.run_logs import config_of, losses_of, read_json, read_run, step_columns
+from Report.run_logs import config_of, losses_of, read_json, read_launches, read_run, step_columns
 from Report.run_state import duration, headline, moment, state_of
 from Runtime.errors import DONE, InputError, run_program
 
@@ -204,7 +204,7 @@ def run_before(found):
         if other is not None and other < began:
             candidates.append((other, path.parent))
     for _, folder in sorted(candidates, reverse=True):
-        config = compare.last_config(folder)
+        config = config_of({"launches": read_launches(folder)})
         if config:
             return folder.name, config
     return None

@@ -68,7 +68,8 @@ def save(run, relative, state, metrics=None, best=None):
     plain = _savable(state, relative, copy=False)
     run, target = Path(run), Path(run) / relative
     if metrics:
-        metrics = {name: _finite_or_none(value) for name, value in metrics.items()}
+        metrics = {name: float(value) if value is not None and math.isfinite(value) else None
+                   for name, value in metrics.items()}
     if best is not None:
         best = {"checkpoint": relative, "metric": best[0], "value": float(best[1])}
     partial = partial_path(target)
@@ -91,10 +92,6 @@ def save(run, relative, state, metrics=None, best=None):
             if partial.exists():
                 partial.unlink()
     return entry
-
-
-def _finite_or_none(value):
-    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def save_in_background(run, relative, state, metrics=None, best=None, keep=None):

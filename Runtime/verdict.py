@@ -69,7 +69,10 @@ def judge(run, attempt, world_size, code):
     planned restart)}.
     """
     records = [read_rank(run, rank, attempt) for rank in range(world_size)]
-    cause, culprit, detail = find_cause(records, code)
+    # The surest evidence first.
+    cause, culprit, detail = what_ranks_said(records, code) or what_killed_ranks(records) or what_is_missing(
+        records, code) or ("vanished", None, "no rank left last words: a node died, or the launcher was killed with "
+                           "them")
     refused = last_event(records[culprit], "refused") if culprit is not None else None
     record = records[culprit] if culprit is not None else max(records, key=position)
     now, started = record["now"] or {}, last_event(record, "start") or {}
@@ -100,12 +103,6 @@ def ranges(numbers):
         else:
             parts.append([number, number])
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def find_cause(records, code):
-    """(cause, rank or None, detail), the surest evidence first. code: as in `judge`."""
-    return (what_ranks_said(records, code) or what_killed_ranks(records) or what_is_missing(records, code)
-            or ("vanished", None, "no rank left last words: a node died, or the launcher was killed with them"))
 
 
 def what_ranks_said(records, code):

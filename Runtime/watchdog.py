@@ -57,7 +57,7 @@ def start(run, rank, attempt, cfg, launcher):
     STATE.update(spent=collections.Counter())  # seconds in each phase since the end of the last step
     faulthandler.enable(file=stack)
     sys.excepthook = _log_exception
-    _introduce()
+    event("start", host=STATE["host"], pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
     phase("start")
 
 
@@ -78,11 +78,6 @@ def open_log(run, rank):
     if end and os.pread(file, 1, end - 1) != b"\n":
         end += os.pwrite(file, b"\n", end)  # a node died in the middle of a line
     return {"file": file, "end": end}
-
-
-def _introduce():
-    """The first line of an attempt, and of each further part of its log: who writes here."""
-    event("start", host=STATE["host"], pid=os.getpid(), node=os.environ.get("SLURMD_NODENAME", ""))
 
 
 def phase(name, mode=""):

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from Report.goodput import account, goodput, table
+from Report.goodput import add_up, goodput, table
+from Report.run_logs import read_run
 from Runtime.attempts import begin, end, history, share_out
 from Runtime.errors import InputError
 from Runtime.manifest import durable_step
@@ -498,7 +499,7 @@ def run(tmp_path):
 
 
 def test_kinds_add_up_to_the_wall_time(run):
-    kinds, causes = account(run)
+    kinds, causes = add_up(read_run(run))
     assert sum(kinds.values()) == pytest.approx(200.0)
     expected = {"useful steps": 8 + 8 + 12 + 20, "replayed steps": 10, "waiting for data": 2, "checkpoints": 2,
                 "validation": 30, "process-group refresh": 4, "detection": 60}
@@ -510,7 +511,7 @@ def test_kinds_add_up_to_the_wall_time(run):
 
 
 def test_goodput_as_a_table(run):
-    assert goodput(account(run)[0]) == pytest.approx((48 + 30) / 200)
+    assert goodput(add_up(read_run(run))[0]) == pytest.approx((48 + 30) / 200)
     text = table(run)
     assert "goodput 39.00 %" in text
     assert [line for line in text.splitlines() if "killed" in line][0].split()[-4:] == ["60.0", "34.0", "10.0", "104.0"]
@@ -521,12 +522,12 @@ def test_the_time_between_a_finished_run_and_more_epochs_does_not_count(run):
         file.write(json.dumps({"event": "begin", "attempt": 2, "time": 90000.0}) + "\n")
         file.write(json.dumps({"event": "end", "attempt": 2, "time": 90007.0,
                                "verdict": {"dead": False, "cause": "done"}}) + "\n")
-    kinds, _ = account(run)
+    kinds, _ = add_up(read_run(run))
     assert sum(kinds.values()) == pytest.approx(207.0)
 
 
 def test_a_run_that_is_still_going_on_counts_up_to_its_last_step(run):
     lines = (run / "attempts.jsonl").read_text().splitlines()[:3]
     (run / "attempts.jsonl").write_text("\n".join(lines) + "\n")
-    kinds, causes = account(run)
+    kinds, causes = add_up(read_run(run))
     assert sum(kinds.values()) == pytest.approx(190.0) and causes["running"]["times"] == 1

@@ -13,7 +13,7 @@ import OM_train_3modes as om
 from Report import compare
 from Report import run as report
 from Report.compare import PLACES, differing_keys, short_names
-from Report.goodput import account, over_time
+from Report.goodput import add_up, over_time
 from Report.rules import find_all
 from Report.run import main
 from Report.run_logs import read_run
@@ -284,7 +284,7 @@ def test_the_parts_of_the_run_add_up_to_what_it_took(tmp_path):
             file.write(json.dumps({"event": "step", "attempt": 1, "rank": 0, "step": step, "open": True, "nonfinite": 0,
                                    "time": START + 80 + step - 90, "epoch": 0, "spent": {"forward": 1.0}}) + "\n")
     edges, seconds = over_time(read_run(run), 10)
-    kinds, _ = account(run)
+    kinds, _ = add_up(read_run(run))
     wall = edges[-1] - edges[0]
     assert wall == pytest.approx(109) == sum(kinds.values())
     assert sum(values.sum() for values in seconds.values()) == pytest.approx(wall)

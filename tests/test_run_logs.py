@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from Report.goodput import account
+from Report.goodput import add_up
 from Report.run_logs import read_run, step_columns
 from Runtime.errors import InputError
 
@@ -55,7 +55,7 @@ def test_a_torn_last_line_is_left_out(torn, tmp_path):
     with open(tmp_path / "attempts.jsonl", "ab") as file:
         file.write(torn)
     assert step_columns(read_run(tmp_path))["step"].tolist() == [0, 1]
-    assert account(tmp_path)[0]["useful steps"] == 2
+    assert add_up(read_run(tmp_path))[0]["useful steps"] == 2
 
 
 def test_lines_are_sorted_by_what_they_are(tmp_path):

@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm  # noqa: E402
 
-from Report.goodput import account, goodput, table  # noqa: E402
+from Report.goodput import add_up, goodput, table  # noqa: E402
+from Report.run_logs import read_run  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.manifest import durable_step  # noqa: E402
 from tests.faults.common import (  # noqa: E402
@@ -122,7 +123,7 @@ def main(argv=None):
     print(f"{len(killed)} ranks killed, {len(killed) - len(wrong)} of them named, {len(found)} attempts; weights "
           f"{'bitwise equal' if equal else 'DIFFERENT'} to those of the undisturbed run")
     print(json.dumps({"kills": len(killed), "named": len(killed) - len(wrong), "equal": equal,
-                      "goodput": round(goodput(account(run_of(chaos))[0]), 4)}))
+                      "goodput": round(goodput(add_up(read_run(run_of(chaos)))[0]), 4)}))
     if not args.keep:
         shutil.rmtree(parent)
     return 0 if equal and len(killed) == args.kills and not wrong else 1

@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from Report.goodput import account, goodput, lost_seconds, table  # noqa: E402
+from Report.goodput import add_up, goodput, lost_seconds, table  # noqa: E402
+from Report.run_logs import read_run  # noqa: E402
 from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from tests.faults.common import ends, launch, new_folder, run_of, wait  # noqa: E402
@@ -66,7 +67,7 @@ def main(argv=None):
     code = wait(launch(folder, args.ranks, faults, run__epochs=args.epochs, data__pairs=4 * steps,
                        run__round_seconds=3600, **changes), 3600)
     run = run_of(folder)
-    kinds, causes = account(run)
+    kinds, causes = add_up(read_run(run))
     print(table(run))
     hangs = [end["sentence"] for end in ends(folder).values() if end["cause"] == "hang"]
     reached, lost = goodput(kinds), sum(map(lost_seconds, causes.values())) / args.epochs
