@@ -27,14 +27,14 @@ HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, sign
 HOOK = sys.excepthook
 launching.mark_this_process()
 # Files that take long, the longest first: begun last, one of them would run alone while the other processes wait.
-LONG = ("faults", "train", "networks", "strategies", "ranks", "watchdog", "om_augment", "register", "cache",
-        "checkpoint", "cost", "preflight", "launcher", "scaling", "data")
+LONG = ("faults", "strategies", "om_augment", "affine", "train", "ranks", "launcher", "cache", "masks_and_modalities",
+        "register", "watchdog", "networks", "preflight", "scaling", "segment", "mslncc", "checkpoint", "data")
 
 # Files for `make test-all`: they install, start or train programs as a whole, count or simulate devices, or ask tools
 # of the tests themselves. What a commit breaks first has its test in the other files.
 SLOW = ("anatomies", "bench_augment", "bench_default", "bench_multimodal", "bench_original", "containers",
-        "demo", "diagnostics", "fake_device", "install", "launching", "nnunet", "notebooks",
-        "simulated_device", "smoke", "universal", "3modes_opt_equivalence")
+        "demo", "diagnostics", "fake_device", "fuzz", "install", "kernels", "launching", "nnunet", "notebooks",
+        "simulated_device", "smoke", "step_cost", "universal", "3modes_opt_equivalence")
 
 
 def pytest_collection_modifyitems(items):

@@ -362,6 +362,7 @@ def test_ten_kills_at_random_moments_change_no_bit(tmp_path, seed):
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_one_at_a_time_and_a_killed_worker_is_one_sentence(made, tmp_path, capsys):
     place = tmp_path / "cache"
     place.mkdir()
@@ -380,6 +381,7 @@ def test_one_at_a_time_and_a_killed_worker_is_one_sentence(made, tmp_path, capsy
     assert contents(place) == contents(made / "cache")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(made, tmp_path):
     place = tmp_path / "cache"
     for limit in (600, 40000):  # not even plan.json may be written whole, or no part of 16 volumes
@@ -595,6 +597,7 @@ def test_a_cache_of_other_settings_is_refused_with_both_values(made, place, key,
         assert said in text and f"{key} {before} (the config says {now})" in text and "--fresh" in text
 
 
+@pytest.mark.slow
 def test_other_words_of_the_list_read_no_volume_again(made, place, tmp_path, capsys):
     """Subjects and splits are no voxels: a part keeps its arrays when only they change."""
     rows = [f"{made}/data/imagesTr/v_{number:05d}.nii,{made}/data/labelsTr/v_{number:05d}.nii"
@@ -711,6 +714,7 @@ def test_no_usable_volume_at_all_is_an_error(tmp_path):
     assert not (tmp_path / "cache/manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_added_changed_and_removed_volumes(tmp_path):
     write_volumes(tmp_path, range(36))
     place = tmp_path / "cache"

@@ -1,6 +1,7 @@
 """Costs counted without doing the work, against what is known by hand and what is really kept."""
 import json
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -53,6 +54,7 @@ def test_dry_run_costs_nothing_and_ends_in_json(tmp_path, capsys):
     assert not (tmp_path / "Models").exists()
 
 
+@pytest.mark.slow
 def test_what_is_not_prepared_yet_is_counted_from_the_files(tmp_path, capsys):
     make_data(tmp_path)
     assert om.main(arguments(tmp_path, "--dry-run", data__cache=tmp_path / "cache", data__expect_samples=0)) == 0
@@ -73,6 +75,7 @@ def test_a_step_that_does_not_fit_is_told_with_what_to_change():
     assert "smaller data.img_size" in fit_text(here, {"data.batchsize": 1})
 
 
+@pytest.mark.slow
 def test_averaged_weights_cost_mode_2_another_forward():
     counted = [mode_costs(config(optim__average=average), 1, om.MODES)[1] for average in (0.0, 0.9)]
     without, beside = (costs.pop("contrastive") for costs in counted)
@@ -80,6 +83,7 @@ def test_averaged_weights_cost_mode_2_another_forward():
     assert counted[0] == counted[1]
 
 
+@pytest.mark.slow
 def test_each_label_of_the_dice_takes_some_volumes():
     cfg = config(loss__dice=0.1)
     plain, one, ten = (mode_costs(cfg | {"loss.dice": dice}, 1, om.MODES, labels=labels)[1]["registration"]["kept"]
@@ -88,6 +92,7 @@ def test_each_label_of_the_dice_takes_some_volumes():
     assert plain < one < ten and 2 * 9 * volume <= ten - one <= 4 * 9 * volume
 
 
+@pytest.mark.slow
 def test_production_config_has_its_recorded_size(capsys):
     assert om.main(["--config", str(ROOT / "Config/config_om.yaml"), "--dry-run"]) == 0
     output = capsys.readouterr().out
@@ -99,6 +104,7 @@ def test_production_config_has_its_recorded_size(capsys):
     assert "128x128x128" in output and "batch 2" in output and "80 timesteps" in output
 
 
+@pytest.mark.slow
 def test_dry_run_of_several_ranks_counts_their_common_batch(tmp_path, capsys, monkeypatch):
     make_data(tmp_path)
     monkeypatch.setenv("RANK", "0")

@@ -202,6 +202,7 @@ def test_masked_lesions_do_not_pull_on_each_other():
     assert missed < 0.6 * missed_pulled and with_masks > without + 0.03
 
 
+@pytest.mark.slow
 def test_intensities_that_a_mask_leaves_out_change_nothing():
     """Whatever lies in the lesion of either volume: the same alignment, field and similarity."""
     fixed, moving = (make_subject(seed, SIZE)["image"] for seed in (7, 8))

@@ -403,6 +403,7 @@ def test_a_network_changes_the_draws_and_a_target_changes_them_again(data, model
     assert np.array_equal(np.rint(copy), written)
 
 
+@pytest.mark.slow
 def test_every_draw_goes_towards_another_volume_of_a_data_set(data, model, capsys):
     image, others = data / "data/imagesTr/s_001.nii.gz", data / "data/imagesTr"
     write_subject(data / "data", 3)
@@ -435,6 +436,7 @@ def test_every_draw_goes_towards_another_volume_of_a_data_set(data, model, capsy
 # Registered copies
 # ---------------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_a_registered_copy_has_the_shape_and_the_grid_of_its_target(data, capsys):
     sources, labels = data / "data/imagesTr", data / "data/labelsTr"
     for number, stretch, shape in ((2, [1.1, 0.9, 1.2, 1], (28, 26, 30)), (3, [0.8, 1, 0.9, 1], (26, 30, 28))):

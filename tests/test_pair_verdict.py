@@ -97,6 +97,7 @@ def found_by(fixed, moving, moving_affine=None, **options):
         return register((fixed, np.eye(4)), placed, **{"affine": False, "refine": False, **options})
 
 
+@pytest.mark.slow
 def test_registered_pairs_know_their_own_verdict():
     fixed, moving = brain(0), brain(1)
     good = found_by(fixed, moving, affine=True, refine=20)

@@ -2,6 +2,7 @@
 import json
 
 import numpy as np
+import pytest
 
 import OM_study
 from Dataloader.nifti import write_volume
@@ -22,6 +23,7 @@ def test_the_grid_covers_the_extent_and_chooses_the_network():
     assert grid(np.array([160.0, 190.0, 150.0]), 1.0)[1][1] == "config_om.yaml"
 
 
+@pytest.mark.slow
 def test_a_config_that_the_training_takes(tmp_path, capsys):
     write_dataset(tmp_path / "data", range(5), 24)
     write_volume(tmp_path / "data/imagesTr/flat.nii.gz", np.ones((24, 24, 24), np.float32), np.eye(4))

@@ -64,6 +64,7 @@ def test_more_terms_than_are_exchanged_are_named():
         agree.agree(ALONE, 0, "diffusion", terms=[1.0] * 17)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
 def test_the_recipe_of_a_new_loss(tmp_path):
     code = tmp_path / "code"

@@ -119,6 +119,7 @@ def test_more_weight_is_a_smoother_field():
     assert rough[0] > 1.2 * rough[1] > 1.44 * rough[2] > 0
 
 
+@pytest.mark.slow
 def test_the_weight_follows_from_the_pair():
     """One anatomy: little smoothing where it is bent finely and shown clearly, much where smoothly and with noise.
 

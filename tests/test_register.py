@@ -246,6 +246,7 @@ def killed_in_the_second_pair(words):
     OM_register.main(words)
 
 
+@pytest.mark.slow
 def test_a_kill_between_two_files_leaves_no_pair_that_looks_whole(place, tmp_path, capsys):
     words, out = listed(place, tmp_path), tmp_path / "out"
     assert OM_register.main(words) == 0, "an earlier registration, with other settings"

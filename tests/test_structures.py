@@ -240,6 +240,7 @@ def trained(data, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_training_learns_to_segment(trained):
     epochs = log_lines(trained, "epoch")
     assert epochs[-1]["segment"] < 0.75 * epochs[0]["segment"] and epochs[-1]["segmented"] == 1.0
@@ -348,6 +349,7 @@ def test_another_number_of_labels_is_one_sentence(data, tmp_path, capfd):
             "6): set it to that number, or name those that count by registration.labels.") in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_step_is_counted_before_the_data_are_there(capfd):
     thousands = {}
     for structures in (0, 2):

@@ -141,6 +141,7 @@ def test_a_run_goes_on_in_the_precision_in_which_it_began(data, tmp_path, capfd)
     assert load_model(run, overrides=[f"run.amp={other}"])[1]["run.amp"] == other
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_in_a_planned_restart_too(data, tmp_path, undisturbed, capfd):
     assert run_here(data, tmp_path, "--max-seconds-before-restart", "0.001") == 42
     run = tmp_path / "Models/demo_om_net"
@@ -151,6 +152,7 @@ def test_a_time_limit_ends_in_a_planned_restart_too(data, tmp_path, undisturbed,
     assert final_weights(capfd.readouterr().out) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_restart_at_the_end_of_an_epoch_leaves_the_validation_to_the_next_launch(data, tmp_path, undisturbed, capfd):
     assert run_here(data, tmp_path, "--max-steps-before-restart", "6") == 42
     run = tmp_path / "Models/demo_om_net"
@@ -559,6 +561,7 @@ def test_two_dimensions(tmp_path):
     assert all(entry[name] is not None for name in AVERAGES) and entry["val_dice"] is not None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_beyond_the_end_of_a_shortened_epoch_goes_on_with_the_next(data, tmp_path):
     assert run_here(data, tmp_path, "--max-steps-before-restart", "5") == 42
     assert run_here(data, tmp_path, data__repeats=1) == 0
