@@ -1,9 +1,10 @@
 """The affine stage: an affine or rigid map between two volumes, by the similarity that the networks train on.
 
 Multi-start optimisation. On a coarse grid all turns are tried, evenly spread, with the sizes that the headers say and
-with those that the volumes' moments say, in case a header has lost orientation or spacing. The best maps, and the
-header's, are optimised there together, and the best of these by L-BFGS on finer grids. A map is its start times the
-matrix exponential of a generator, so that rotation, scale and shear are numbers of one size.
+with those that the volumes' moments say, in case a header has lost orientation or spacing. The correlation of all
+voxels, which is quick, sifts them; the local one, which tells the true map from the others even there, orders what is
+left. The best maps, and the header's, are optimised together, and the best of these by L-BFGS on finer grids. A map is
+its start times the matrix exponential of a generator, so that rotation, scale and shear are numbers of one size.
 
 The maps live between two frames, one for each volume: millimetres along its (orthonormalised) axes from its centre of
 intensity. There a map has small numbers whatever the headers say, and 2D and 3D are the same code.
@@ -19,7 +20,6 @@ from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
 from Diffusion.fields import identity, warp
 from Diffusion.losses import (
     box_mean,
-    local_correlation,
     local_correlation_map,
     mind_similarity,
     mutual_information,
@@ -33,9 +33,10 @@ SIDES = {2: (24, 48, 96, 192), 3: (16, 32, 64, 96)}  # voxels along the longest 
 STAGES = {"correlation": [(1, "local", 8, 10), (2, "local", 1, 20), (3, "local", 1, 20)]}
 # Of what compares volumes of different modalities, mutual information alone does not mind how a volume is turned.
 STAGES["mapped"] = STAGES["mind"] = [(1, "mutual", 4, 20), (2, "mutual", 2, 20), (3, "mutual", 1, 10)]
-TURNS = {"global": 500, "mutual": 100}  # that are tried in 3D; neighbours are about 20 and 35 degrees apart
+TURNS = {"local": 500, "mutual": 100}  # that are tried in 3D; neighbours are about 20 and 35 degrees apart
 TURNS_2D = 24
-TRIED = {"global": 24, "mutual": 6}  # maps that are optimised at the coarsest level
+SIFTED = 400  # of the maps tried, those that the correlation of all voxels leaves for the local one
+TRIED = {"local": 12, "mutual": 6}  # maps that are optimised at the coarsest level
 STEPS, STEP = 25, 0.03  # of Adam there
 HOPEFUL = 0.8  # similarity, as a fraction of the best map's, below which a map is given up
 WINDOW = 7  # of the local correlation, in voxels of the level
@@ -45,15 +46,15 @@ MARGIN = 0.1  # around the foreground of the fixed volume, as a fraction of its 
 THINNEST = 4  # voxels that a level has at least along the shortest side
 # Norm of the logarithmic strain above which it costs; 0.7 is 1.5 times as large along every axis. Mutual information
 # gains by squeezing one volume into a bright part of the other, so with it every strain costs.
-STRAIN = {"global": 0.7, "local": 0.7, "mutual": 0.0}
+STRAIN = {"local": 0.7, "mutual": 0.0}
 OTHER_SIZE = 1.5  # times by which sizes differ where moments are believed in, and headers are not
 APART = 4  # voxels of the coarsest level, from which on two maps there count as different answers
 MOST_BINS = 32  # of the joint histogram; small volumes, whose voxels would not fill it, have fewer
 NEAR = 75.0  # degrees up to which a map is turned about as the headers say
 LEAP = 0.2  # of what the best map so near lacks to perfect similarity: what one that is turned further gains at least
 # The same for any map over the best start, by the likeness of structures, where two modalities are suspected. True
-# maps of one modality gain 0.5 to 0.8, wrong ones of MR and ultrasound up to 0.19.
-LEAP_OF_TWO = 0.3
+# maps that lie far from the headers gain 0.6 to 0.86, wrong ones up to 0.31.
+LEAP_OF_TWO = 0.45
 BETTER = 0.02  # of what the header's map lacks to perfect similarity: what another one gains at least
 LEAST_GAIN = 0.001  # what it gains at least whatever that one lacks: two equal volumes have 0.999 by rounding
 ONE_SIGN = 0.87  # of the correlation in all windows has one sign where two volumes are taken for one modality
@@ -91,15 +92,18 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     volumes = (fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine)
     frames, header, shapes = _frames(fixed, fixed_affine, moving, moving_affine)
     search = (volumes, frames, header, shapes)
-    found = [] if similarity in ("mapped", "mind") else [_found(*search, kind, "correlation", finest)]
-    one_sign = _one_sign(found[0]) if found else None
-    mixed = similarity == "auto" and one_sign < ONE_SIGN
-    if not found or mixed or (similarity == "auto" and _far(found[0][0], header[0])):
+    found = one_sign = None
+    if similarity not in ("mapped", "mind"):
+        found = _found(*search, kind, "correlation", finest)
+        one_sign = _one_sign(found)
+    if found is None or (similarity == "auto" and (one_sign < ONE_SIGN or _leads_astray(found, header))):
         others = [_found(*search, each, "mind", finest) for each in dict.fromkeys(("rigid", kind))]
-        leap = LEAP_OF_TWO if similarity == "auto" else 0.0  # who names the measure knows that mutual information suits
-        found = [_by_structures(others if mixed else [*found, *others], header, leap)]
-        one_sign = _one_sign(found[0]) if similarity == "auto" else None
-    (matrix, scores, _), = found
+        if one_sign is not None and one_sign >= ONE_SIGN:
+            others.append(found)
+        # Whoever names the measure knows that mutual information suits the pair.
+        found = _by_structures(others, header, LEAP_OF_TWO if similarity == "auto" else 0.0)
+        one_sign = _one_sign(found) if similarity == "auto" else None
+    matrix, scores, _ = found
     return frames[1] @ _embed(matrix.numpy()) @ np.linalg.inv(frames[0]), {**scores, "one_sign": one_sign}
 
 
@@ -113,7 +117,7 @@ def _found(volumes, frames, header, shapes, kind, similarity, finest):
     dims = volumes[0].ndim
     levels = _levels(volumes, frames, _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0)
     stages = _stages(similarity, dims, finest)
-    coarse = "mutual" if stages[0][1] == "mutual" else "global"
+    coarse = stages[0][1]
     tried = torch.from_numpy(np.stack([*header, *_turned(header, shapes, kind, TURNS[coarse])]))
     candidates = _together(_first(tried, len(header), levels[0], coarse), levels[0], coarse)
     done, level, compared_by, runner_up = set(), levels[0], coarse, None
@@ -144,21 +148,38 @@ def _by_structures(found, header, leap):
     Mutual information of two modalities is small wherever volumes lie, and its maximum may be far from their anatomy;
     so may that of the correlation. header: of `_frames`. Returns: as `_found`.
     """
-    level = found[-1][2][COMPARED]
-    described = self_similarity(level["fixed"])
-
-    def alike(matrix):
-        warped, weight = _shown(matrix[None], level)
-        return float(mind_similarity(self_similarity(warped * (weight > 0)), described, level["textured"]))
-
-    # Not with the centres of intensity matched: of two modalities they are different places.
-    starts = [torch.from_numpy(start) for start in header[:2]]
-    of_starts, of_found = [alike(start) for start in starts], [alike(matrix) for matrix, *_ in found]
+    starts, of_starts, of_found = _structures_alike(found, header)
     matrix, scores, levels = found[int(np.argmax(of_found))]
     if max(of_found) - max(of_starts) < leap * (1.0 - max(of_starts)):
         matrix, scores = starts[int(np.argmax(of_starts))], {
             **scores, "affine_similarity": scores["affine_similarity_before"]}
     return matrix, scores, levels
+
+
+@torch.no_grad()
+def _leads_astray(found, header):
+    """Whether a result of `_found` lies far from the headers and shows structures that are hardly more alike there."""
+    if not _far(found[0], header[0]):
+        return False
+    _, of_starts, (of_found,) = _structures_alike([found], header)
+    return of_found - max(of_starts) < LEAP_OF_TWO * (1.0 - max(of_starts))
+
+
+def _structures_alike(found, header):
+    """How alike the structures of two volumes are under the starts and under some results of `_found`.
+
+    Returns: the starts, maps (N, N + 1); a list of floats for them; another for what was found. The start that matches
+    the centres of intensity is left out: in two modalities they are different places.
+    """
+    level = found[-1][2][COMPARED]
+    described = self_similarity(level["fixed"])
+    starts = [torch.from_numpy(start) for start in header[:2]]
+
+    def alike(matrix):
+        warped, weight = _shown(matrix[None], level)
+        return float(mind_similarity(self_similarity(warped * (weight > 0)), described, level["textured"]))
+
+    return starts, [alike(start) for start in starts], [alike(matrix) for matrix, *_ in found]
 
 
 @torch.no_grad()
@@ -526,10 +547,13 @@ def _alike(maps, level, similarity):
     fixed = level["fixed"].expand_as(warped)
     if similarity == "global":
         alike = global_correlation(fixed, warped, weight)
+    elif similarity == "local":
+        values, counted = local_correlation_map(warped, fixed, WINDOW, weight=weight)
+        counted = weight * counted
+        alike = (values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1.0)
     else:
         bins = min(MOST_BINS, round(level["fixed"].numel() ** (1 / 3)))
-        alike = torch.stack([local_correlation(image[None], target[None], WINDOW, weight=count[None])
-                             if similarity == "local" else mutual_information(image, target, count, bins)
+        alike = torch.stack([mutual_information(image, target, count, bins)
                              for image, target, count in zip(warped, fixed, weight)])
     return alike * _overlap(weight, level)
 
@@ -556,7 +580,13 @@ def _first(maps, kept, level, similarity):
 
     Returns: (K, N, N + 1), at most TRIED of them.
     """
-    scores = torch.cat([_alike(some, level, similarity) for some in maps.split(250)])
+    def scores_of(some, measure):
+        return torch.cat([_alike(part, level, measure) for part in some.split(100)])
+
+    if similarity == "local":
+        best = scores_of(maps[kept:], "global").topk(min(SIFTED, len(maps) - kept)).indices
+        maps = torch.cat([maps[:kept], maps[kept:][best]])
+    scores = scores_of(maps, similarity)
     best = int(scores[:kept].argmax())
     order = [best, *(number for number in scores.argsort(descending=True, stable=True).tolist() if number != best)]
     chosen = _distinct([maps[number] for number in order], TRIED[similarity], level, APART * level["spacing_mm"])

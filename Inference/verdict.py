@@ -11,6 +11,7 @@ VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
 # (doubtful, failed): beyond the first number a pair is doubtful, beyond the second it has failed.
 ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed one
 ALIKE_OF_TWO = (1.0, 0.2)  # the same of two modalities, of which nothing here tells whether they lie well
+LOST = 0.01  # of the similarity, what smoothing may cost two volumes that were alike from the start
 COVERED_PERCENT = (75.0, 20.0)  # least part of the fixed body that the moving one covers: a part may be all there is
 SCALES = (1.5, 3.0)  # most by which an axis is stretched or shrunk
 SHEAR_DEGREES = (25.0, 45.0)
@@ -88,7 +89,7 @@ def _alike(scores):
     if level != "ok":
         return level, (f"the volumes are hardly alike after the registration (similarity {after:.2f}): check that both "
                        "show the same organ.")
-    if after < before:
+    if after < before - LOST:
         return "doubtful", f"the volumes are less alike than before (similarity {before:.2f}, after it {after:.2f})."
     return None
 
