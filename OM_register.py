@@ -22,7 +22,7 @@ import argparse
 import os
 import sys
 
-from Inference.choices import AFFINES, ALSO, LABELS, SIMILARITIES, STARTS, STEPS, is_list
+from Inference.choices import AFFINES, ALSO, LABELS, SIMILARITIES, STARTS, STEPS, is_dicom_folder, is_list
 from Runtime.errors import InputError, parse_options, run_program
 from Runtime.files import require_file
 
@@ -122,7 +122,8 @@ def check_arguments(args):
              args.initial, args.apply, *args.fixed_channels, *args.moving_channels, *args.moving_label,
              *(args.moving if args.apply or not is_list(args) else ())]
     for path in filter(None, files):
-        require_file(path)
+        if not is_dicom_folder(path):
+            require_file(path)
     if args.pairs and not os.path.exists(args.pairs):
         raise InputError(f"{args.pairs}: no such list of pairs; check the path.")
 

@@ -14,6 +14,7 @@ import os
 import re
 from pathlib import Path
 
+from Dataloader.formats import is_series
 from Dataloader.nifti import NIFTI, SUFFIXES, ends_in, read_header
 from Runtime.errors import InputError
 from Runtime.files import no_name_twice
@@ -574,7 +575,8 @@ def _from_paths(root, paths, channels):
 
 
 def _volumes_under(base):
-    """Paths of the NIfTI files anywhere in a folder; without any, of the volumes in other formats.
+    """Paths of the NIfTI files anywhere in a folder; without any, of the volumes in other formats, of which a folder of
+    DICOM slices is one.
 
     Raises InputError for links to files that are not there.
     """
@@ -582,6 +584,9 @@ def _volumes_under(base):
     for folder, inner, names in os.walk(base):
         # Names with a leading dot are unfinished writes, macOS resource forks, and the .git/annex of a DataLad set.
         inner[:] = sorted(name for name in set(inner) - SIDE_FOLDERS - NO_DATA if not name.startswith("."))
+        if is_series(folder):  # the folder is the volume
+            paths.append(Path(folder))
+            continue
         there = _file_names(folder)
         volumes = [name for name in sorted(names) if ends_in(name, SUFFIXES) and not name.startswith(".")]
         paths += [Path(folder, name) for name in volumes if name in there]

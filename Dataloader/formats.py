@@ -1,8 +1,11 @@
-"""NRRD and MetaImage files (.nrrd, .nhdr, .mha, .mhd), read and written by SimpleITK, which is optional.
+"""NRRD and MetaImage files (.nrrd, .nhdr, .mha, .mhd), and DICOM, by SimpleITK, which is optional.
+
+A DICOM series is read, not written: a folder with its slices, or a file of several frames.
 
 ITK's world has x and y the other way round (LPS) and its arrays the axes in reverse; what leaves this file is as in
 Dataloader/nifti.py: axes i, j, k, affine 4x4 voxel to world in millimetres, RAS.
 """
+import os
 import tempfile
 from pathlib import Path
 
@@ -12,7 +15,8 @@ import numpy as np
 from Runtime.errors import InputError
 from Runtime.files import write_file
 
-READ = (".nrrd", ".nhdr", ".mha", ".mhd")
+READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
+UNEVEN = 0.02  # of the step between slices: what two steps may differ by
 WRITTEN = (".nrrd", ".mha")  # the others keep their voxels in a second file
 NUMBERS = {"sitkInt8": "int8", "sitkUInt8": "uint8", "sitkInt16": "int16", "sitkUInt16": "uint16",
            "sitkInt32": "int32", "sitkUInt32": "uint32", "sitkInt64": "int64", "sitkUInt64": "uint64",
@@ -21,8 +25,20 @@ TO_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])  # its own inverse
 
 
 def is_itk(path):
-    """Whether a path is one of a file that is read by SimpleITK."""
-    return Path(path).suffix.lower() in READ
+    """Whether a path is one of a file, or of a folder of DICOM slices, that is read by SimpleITK."""
+    return Path(path).suffix.lower() in READ or is_series(path)
+
+
+def is_series(path):
+    """Whether a path is a folder whose first file is of DICOM, whatever its name ends in."""
+    if not os.path.isdir(path):
+        return False
+    files = sorted(item.path for item in os.scandir(path) if item.is_file() and not item.name.startswith("."))
+    files = [file for file in files if os.path.basename(file) != "DICOMDIR"]
+    if not files:
+        return False
+    with open(files[0], "rb") as file:
+        return file.read(132)[128:] == b"DICM"
 
 
 def import_sitk(path):
@@ -33,8 +49,8 @@ def import_sitk(path):
     try:
         import SimpleITK
     except ImportError:
-        raise InputError(f"{path}: {Path(path).suffix} files need a package: pip install SimpleITK, or convert it to "
-                         ".nii.gz.") from None
+        kind = "a DICOM series needs" if os.path.isdir(path) else f"{Path(path).suffix} files need"
+        raise InputError(f"{path}: {kind} a package: pip install SimpleITK, or convert it to .nii.gz.") from None
     return SimpleITK
 
 
@@ -44,28 +60,79 @@ def open_itk(path):
     Raises InputError, naming the file, where it cannot be read or has several numbers in a voxel.
     """
     sitk = import_sitk(path)
+    if os.path.isdir(path):
+        return _open_series(sitk, path)
+    reader = _header(sitk, path, path)
+    if Path(path).suffix.lower() == ".dcm" and reader.GetSize()[2:] == (1,):
+        raise InputError(f"{path}: one slice of a DICOM series; give the folder with all of its slices.")
+    return _empty_image(sitk, path, reader, reader.GetSize(), affine_of(reader.GetDirection(), reader.GetSpacing(),
+                                                                        reader.GetOrigin()))
+
+
+def _header(sitk, file, path):
+    """A reader that has read what a file says of itself. path: what errors call it."""
     reader = sitk.ImageFileReader()
-    reader.SetFileName(str(path))
+    reader.SetFileName(str(file))
     try:
         reader.ReadImageInformation()
     except RuntimeError as error:
         raise _unreadable(path, error) from error
+    return reader
+
+
+def _empty_image(sitk, path, reader, size, affine):
     types = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}
     if reader.GetNumberOfComponents() != 1 or reader.GetPixelID() not in types:
         raise InputError(f"{path}: voxels of type {sitk.GetPixelIDValueAsString(reader.GetPixelID())} are not one real "
                          "number each; convert it.")
-    empty = np.broadcast_to(np.zeros((), types[reader.GetPixelID()]), reader.GetSize())
-    affine = affine_of(reader.GetDirection(), reader.GetSpacing(), reader.GetOrigin())
+    empty = np.broadcast_to(np.zeros((), types[reader.GetPixelID()]), size)
     image = nibabel.Nifti1Image(empty, affine, dtype=empty.dtype)
     image.header.set_xyzt_units("mm")
     return image
 
 
+def series_files(sitk, path):
+    """The files of the one DICOM series in a folder. Raises InputError where there are several, or none."""
+    names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(str(path))
+    if len(names) != 1:
+        raise InputError(f"{path}: {len(names)} DICOM series in one folder; put each into a folder of its own.")
+    return list(sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(path), names[0]))
+
+
+def _open_series(sitk, path):
+    """`open_itk` of a folder of slices, which lie as their own positions say: a tilted gantry makes a sheared affine.
+
+    Raises InputError for slices of several sizes or directions, and for steps between them that differ.
+    """
+    files = series_files(sitk, path)
+    headers = [_header(sitk, file, path) for file in files]
+    first, count = headers[0], len(files)
+    if count == 1:
+        return _empty_image(sitk, path, first, first.GetSize(), affine_of(first.GetDirection(), first.GetSpacing(),
+                                                                          first.GetOrigin()))
+    planes = [(header.GetSize(), np.round([*header.GetDirection(), *header.GetSpacing()[:2]], 3).tolist())
+              for header in headers]
+    if any(plane != planes[0] for plane in planes):
+        raise InputError(f"{path}: slices of several sizes or directions; put each stack into a folder of its own.")
+    steps = np.diff([header.GetOrigin() for header in headers], axis=0)
+    step = steps.mean(axis=0)
+    length = np.linalg.norm(step)
+    if np.linalg.norm(steps - step, axis=1).max() > UNEVEN * max(length, 1e-3):
+        lengths = np.linalg.norm(steps, axis=1)
+        raise InputError(f"{path}: the steps between its {count} slices are from {lengths.min():.2f} to "
+                         f"{lengths.max():.2f} mm; slices are missing, or several volumes are mixed: put the slices of "
+                         "one volume into a folder of its own.")
+    affine = affine_of(first.GetDirection(), first.GetSpacing(), first.GetOrigin())
+    affine[:3, 2] = (TO_LPS[:3, :3] @ step)
+    return _empty_image(sitk, path, first, (*first.GetSize()[:2], count), affine)
+
+
 def read_itk(path):
-    """All voxels of a file, axes i, j, k. Raises InputError where it is damaged."""
+    """All voxels of a file or a DICOM series, axes i, j, k. Raises InputError where it is damaged."""
     sitk = import_sitk(path)
     try:
-        return sitk.GetArrayFromImage(sitk.ReadImage(str(path))).T
+        files = series_files(sitk, path) if os.path.isdir(path) else [str(path)]
+        return sitk.GetArrayFromImage(sitk.ReadImage(files if len(files) > 1 else files[0])).T
     except RuntimeError as error:
         raise _unreadable(path, error) from error
 

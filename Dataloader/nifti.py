@@ -1,7 +1,7 @@
 """Volumes in and out: images, label maps, and deformation fields as ITK, ANTs, Slicer and Learn2Reg read them.
 
-They are NIfTI files, and for whoever has others also .mgz and .mgh of FreeSurfer (by nibabel), .nrrd and MetaImage
-(Dataloader/formats.py). Whatever a file is, it is opened as a nibabel NIfTI image.
+They are NIfTI files, and for whoever has others also .mgz and .mgh of FreeSurfer (by nibabel), .nrrd, MetaImage
+and DICOM (Dataloader/formats.py). Whatever a file is, it is opened as a nibabel NIfTI image.
 
 The nibabel array is used untransposed: D, H, W are its i, j, k (2D: H, W are i, j). Affines are 4x4 float64, voxel to
 world in millimetres, RAS, in 2D too. Those of a file in other units are converted, as ITK does.
@@ -186,7 +186,8 @@ def open_nifti(path):
     Of a file that is no NIfTI file it has shape, affine and number type; its voxels come from `read_voxels`.
     """
     path = Path(path)
-    require_file(path)
+    if not formats.is_series(path):
+        require_file(path)
     if path.suffix.lower() in (".zst", ".bz2", ".xz"):
         raise InputError(f"{path}: compressed as {path.suffix}; unpack it, or store it as .nii.gz.")
     if formats.is_itk(path):

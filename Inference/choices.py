@@ -13,5 +13,14 @@ ALSO = ("h5", "mat", "nrrd", "mha", "mgz", "bids")  # what is written for other 
 def is_list(args):
     """Whether the options of OM_register.py name a list: --pairs, several --moving, a folder or a pattern of files."""
     first = args.moving[0] if args.moving else ""
-    return bool(args.pairs or len(args.moving) > 1 or os.path.isdir(first)
+    return bool(args.pairs or len(args.moving) > 1 or os.path.isdir(first) and not is_dicom_folder(first)
                 or (glob.has_magic(first) and not os.path.exists(first)))
+
+
+def is_dicom_folder(path):
+    """Whether a path is a folder of DICOM slices, which is one volume."""
+    if not os.path.isdir(path):
+        return False
+    from Dataloader.formats import is_series  # here: nibabel takes a moment
+
+    return is_series(path)

@@ -5,6 +5,7 @@ with other files than its row says, counts as not done: a kill between two files
 pair are removed before the first new one, so that a new image never lies beside an old field.
 """
 import csv
+import hashlib
 import io
 import json
 import os
@@ -92,8 +93,16 @@ def kept_rows(earlier, settings, pairs, out):
 
 
 def source_digests(pair):
-    """SHA-256 of each file of a pair, {key: hex}; None for one that is missing."""
-    return {key: sha256(path) if Path(path).is_file() else None for key, path in pair.items() if key != "name"}
+    """SHA-256 of each file of a pair, {key: hex}, of a folder of DICOM slices one of all; None for a missing one."""
+    return {key: digest(Path(path)) for key, path in pair.items() if key != "name"}
+
+
+def digest(path):
+    """SHA-256 of a file, or of those of the files in a folder; None where there is neither."""
+    if path.is_dir():
+        parts = [sha256(file) for file in sorted(path.iterdir()) if file.is_file()]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+    return sha256(path) if path.is_file() else None
 
 
 def output_files(folder, disp=None):

@@ -1,0 +1,148 @@
+"""DICOM series in (finding E6): pydicom, which the program does not use, writes them."""
+import json
+
+import numpy as np
+import pydicom
+import pytest
+from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.uid import CTImageStorage, EnhancedCTImageStorage, ExplicitVRLittleEndian, generate_uid
+
+import OM_register
+from Dataloader.datalist import list_volumes
+from Dataloader.nifti import read_header, read_volume
+from Dataloader.synthetic import make_subject
+from Runtime.errors import InputError
+
+SERIES = "1.2.826.0.1.3680043.8.498.1"
+ROW, COLUMN = np.array([0.96, 0.28, 0.0]), np.array([-0.28, 0.96, 0.0])  # LPS: of the columns' index, of the rows'
+STEP = np.array([0.0, 0.3, 2.5])  # a tilted gantry: not along the normal
+ORIGIN, SPACING = np.array([-40.0, 25.0, 7.0]), (1.5, 0.8)  # of rows, of columns, mm
+
+
+def write_slice(path, plane, number, series=SERIES):
+    """One slice, (rows, columns) of int16, stored as (value + 100) / 2."""
+    item = Dataset()
+    item.file_meta = FileMetaDataset()
+    item.file_meta.TransferSyntaxUID, item.file_meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
+    item.SOPClassUID, item.SOPInstanceUID, item.Modality = CTImageStorage, generate_uid(), "CT"
+    item.file_meta.MediaStorageSOPInstanceUID = item.SOPInstanceUID
+    item.StudyInstanceUID, item.SeriesInstanceUID, item.InstanceNumber = SERIES + ".9", series, number + 1
+    item.PatientName, item.PatientID, item.FrameOfReferenceUID = "A^B", "1", SERIES + ".8"
+    item.Rows, item.Columns = plane.shape[-2:]
+    item.PixelSpacing, item.SliceThickness = list(SPACING), 2.5
+    item.ImageOrientationPatient = [*ROW, *COLUMN]
+    item.ImagePositionPatient = [round(float(value), 4) for value in ORIGIN + number * STEP]
+    item.SamplesPerPixel, item.PhotometricInterpretation = 1, "MONOCHROME2"
+    item.BitsAllocated, item.BitsStored, item.HighBit, item.PixelRepresentation = 16, 16, 15, 1
+    item.RescaleSlope, item.RescaleIntercept = 2, -100
+    item.PixelData = ((plane + 100) // 2).astype("<i2").tobytes()
+    pydicom.dcmwrite(path, item, enforce_file_format=True)
+
+
+def write_series(folder, volume, **options):
+    """volume: (columns, rows, slices), as it is read again. The names say nothing of the order."""
+    folder.mkdir(parents=True)
+    for number in range(volume.shape[2]):
+        write_slice(folder / f"IM{number * 7 % 19:03d}", volume[:, :, number].T, number, **options)
+    return folder
+
+
+@pytest.fixture
+def volume():
+    return 2 * np.random.default_rng(0).integers(-50, 400, (7, 9, 6)).astype(np.int16)
+
+
+def test_a_folder_of_slices(tmp_path, volume):
+    array, affine = read_volume(write_series(tmp_path / "sub-01", volume))
+    np.testing.assert_array_equal(array, volume)
+    lps = np.eye(4)
+    lps[:3] = np.stack([ROW * SPACING[1], COLUMN * SPACING[0], STEP, ORIGIN], axis=1)
+    np.testing.assert_allclose(affine, np.diag([-1, -1, 1, 1]) @ lps, atol=1e-3)
+    assert read_header(tmp_path / "sub-01")[0] == volume.shape
+
+
+@pytest.mark.parametrize("step", [np.cross(ROW, COLUMN) * 2.5, np.cross(ROW, COLUMN) * -2.5], ids=["up", "down"])
+def test_a_file_of_several_frames(tmp_path, volume, step):
+    item = Dataset()
+    item.file_meta = FileMetaDataset()
+    item.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    item.file_meta.MediaStorageSOPClassUID = EnhancedCTImageStorage
+    item.SOPClassUID, item.SOPInstanceUID, item.Modality = EnhancedCTImageStorage, generate_uid(), "CT"
+    item.file_meta.MediaStorageSOPInstanceUID = item.SOPInstanceUID
+    item.StudyInstanceUID, item.SeriesInstanceUID, item.FrameOfReferenceUID = SERIES + ".9", SERIES, SERIES + ".8"
+    item.Columns, item.Rows, item.NumberOfFrames = volume.shape
+    item.SamplesPerPixel, item.PhotometricInterpretation = 1, "MONOCHROME2"
+    item.BitsAllocated, item.BitsStored, item.HighBit, item.PixelRepresentation = 16, 16, 15, 1
+
+    def group(**sequences):
+        found = Dataset()
+        for name, values in sequences.items():
+            part = Dataset()
+            for key, value in values.items():
+                setattr(part, key, value)
+            setattr(found, name, [part])
+        return found
+
+    item.SharedFunctionalGroupsSequence = [group(
+        PixelMeasuresSequence={"PixelSpacing": list(SPACING), "SliceThickness": 2.5, "SpacingBetweenSlices": 2.5},
+        PlaneOrientationSequence={"ImageOrientationPatient": [*ROW, *COLUMN]},
+        PixelValueTransformationSequence={"RescaleSlope": 2, "RescaleIntercept": -100, "RescaleType": "HU"})]
+    item.PerFrameFunctionalGroupsSequence = [group(PlanePositionSequence={
+        "ImagePositionPatient": [round(float(value), 4) for value in ORIGIN + number * step]})
+        for number in range(volume.shape[2])]
+    item.PixelData = ((volume.transpose(2, 1, 0) + 100) // 2).astype("<i2").tobytes()
+    pydicom.dcmwrite(tmp_path / "scan.dcm", item, enforce_file_format=True)
+    array, affine = read_volume(tmp_path / "scan.dcm")
+    lps = np.eye(4)
+    lps[:3] = np.stack([ROW * SPACING[1], COLUMN * SPACING[0], step, ORIGIN], axis=1)
+    here, there = np.array([[1, 2, 3, 1]]).T, np.linalg.inv(np.diag([-1, -1, 1, 1]) @ lps)
+    i, j, k = np.rint(there @ affine @ here)[:3, 0].astype(int)
+    assert array.shape == volume.shape and array[1, 2, 3] == volume[i, j, k]
+    np.testing.assert_allclose(affine, np.diag([-1, -1, 1, 1]) @ lps, atol=1e-3)
+
+
+def test_folders_of_a_study_are_its_volumes(tmp_path, volume):
+    for name in ("sub-01", "sub-02/ses-1"):
+        write_series(tmp_path / name, volume)
+    items = list_volumes(tmp_path)
+    assert [(item["id"], item["image"]) for item in items] == [
+        ("ses-1", tmp_path / "sub-02/ses-1"), ("sub-01", tmp_path / "sub-01")]
+
+
+def test_what_is_no_whole_volume_is_one_sentence(tmp_path, volume):
+    folder = write_series(tmp_path / "gap", volume)
+    (folder / "IM009").unlink()
+    with pytest.raises(InputError, match=r"gap: the steps between its 5 slices are from 2\.52 to 5\.04 mm; slices"):
+        read_header(folder)
+    folder = write_series(tmp_path / "two", volume)
+    write_slice(folder / "other", volume[:, :, 0].T, 0, series=SERIES + ".5")
+    with pytest.raises(InputError, match="two: 2 DICOM series in one folder; put each into a folder of its own"):
+        read_header(folder)
+    write_slice(tmp_path / "one.dcm", volume[:, :, 0].T, 0)
+    with pytest.raises(InputError, match="one.dcm: one slice of a DICOM series; give the folder with all"):
+        read_header(tmp_path / "one.dcm")
+    folder = write_series(tmp_path / "turned", volume)
+    write_slice(folder / "IM000", volume[:, :5, 0].T, 0)
+    with pytest.raises(InputError, match="turned: slices of several sizes or directions"):
+        read_header(folder)
+
+
+def test_without_simpleitk_a_sentence_says_what_to_install(tmp_path, volume, monkeypatch):
+    folder = write_series(tmp_path / "scan", volume)
+    monkeypatch.setitem(__import__("sys").modules, "SimpleITK", None)
+    with pytest.raises(InputError, match="scan: a DICOM series needs a package: pip install SimpleITK, or convert"):
+        read_volume(folder)
+
+
+def test_a_series_is_registered(tmp_path, capsys):
+    for number, name in enumerate(("F", "M")):
+        image = make_subject(number, (14, 16, 18))["image"]
+        write_series(tmp_path / name, 2 * np.round(400 * image).astype(np.int16))
+    words = ["--fixed", tmp_path / "F", "--moving", tmp_path / "M", "--affine", "none", "--refine", "2", "--device",
+             "cpu", "--out", tmp_path / "out"]
+    assert OM_register.main(list(map(str, words))) == 0, capsys.readouterr().err
+    [row] = json.loads((tmp_path / "out/results.json").read_text())["pairs"]
+    assert row["name"] == "M to F" and len(row["source"]["moving"]) == 64
+    warped, affine = read_volume(tmp_path / "out/warped.nii.gz")
+    assert warped.shape == (14, 16, 18)
+    np.testing.assert_allclose(affine, read_header(tmp_path / "F")[1], atol=1e-4)
