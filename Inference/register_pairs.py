@@ -246,7 +246,7 @@ def apply_saved(args):
               for path in args.moving]
     label_maps = [(out / warped_name("warped_label", path, args.moving_label), path, *read_label(path, dims))
                   for path in args.moving_label]
-    tell_field(args.apply, field, affine, [entry[1:] for entry in images + label_maps])
+    describe_field(args.apply, field, affine, [entry[1:] for entry in images + label_maps])
     make_folder(out)
     token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
@@ -267,7 +267,7 @@ def apply_saved(args):
     return DONE
 
 
-def tell_field(path, field, affine, moved):
+def describe_field(path, field, affine, moved):
     """Print in which unit a field was read, and warn of one that is hardly what was meant.
 
     field: (N, *fixed) in voxels. affine: its 4x4. moved: (source, array, affine) of each volume.

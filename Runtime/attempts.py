@@ -78,7 +78,7 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
         keep_stacks(run, attempt, line["verdict"]["rank"] or 0)
     if not quiet:
         print(line["sentence"], file=sys.stderr, flush=True)
-    tell_end(run, line)
+    notify_end(run, line)
     return line["decision"]
 
 
@@ -111,7 +111,7 @@ def keep_stacks(run, attempt, rank):
               file=sys.stderr, flush=True)
 
 
-def tell_end(run, line):
+def notify_end(run, line):
     """Run the user's command (run.notify) when a run is done or needs a person. line: the "end" of attempts.jsonl.
 
     sh gets OMNIMORPH_RUN, OMNIMORPH_SUBJECT and OMNIMORPH_MESSAGE. A command that fails or takes longer than COMMAND_S

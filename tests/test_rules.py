@@ -191,7 +191,7 @@ def test_a_command_that_fails_or_hangs_is_named_and_nothing_else(tmp_path, capfd
     monkeypatch.setattr(attempts, "COMMAND_S", 0.2)
     for number, command in enumerate(("exit 7", "sleep 5")):
         run = made_up_run(tmp_path / str(number), 5, run__notify=command)
-        attempts.tell_end(run, {"decision": "stop", "sentence": "x"})
-        attempts.tell_end(run, {"decision": "continue", "sentence": "x"})
+        attempts.notify_end(run, {"decision": "stop", "sentence": "x"})
+        attempts.notify_end(run, {"decision": "continue", "sentence": "x"})
     said = capfd.readouterr().err.splitlines()
     assert said[0] == "run.notify: exit 7 ended with exit code 7" and "timed out" in said[1] and len(said) == 2

@@ -381,7 +381,7 @@ def reach(address, port, ends):
         time.sleep(0.2)
 
 
-def meet(context):
+def common_store(context):
     """The store of all ranks, through Runtime.launch.rendezvous as in the training."""
     if context["rank"] == 0:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # `serve` holds the store, since this process may be killed
@@ -412,7 +412,7 @@ def check_rendezvous(context, at):
         return failed(f"cannot reach MASTER_ADDR {address} port {port} ({why})", advice, unreachable=True)
     try:
         at(f"meeting at {address}:{port}")
-        meet(context)
+        common_store(context)
     except RuntimeError as error:
         if error.__cause__ or not str(error).startswith("rank "):
             return failed(f"no store at MASTER_ADDR {address} port {port} ({first_line(error)})", advice,
@@ -437,7 +437,7 @@ def together(context, at, peers, name, compute):
     if len(peers) == 1:
         return passed("one rank" + " on each node" * (context["world_size"] > 1))
     at("meeting")
-    store = dist.PrefixStore(f"{name} {peers[0]}", meet(context))
+    store = dist.PrefixStore(f"{name} {peers[0]}", common_store(context))
     ill = next((check for check in ("device", "forward", "node collective")
                 if check in context["findings"] and not context["findings"][check]["ok"]), "")
     store.set(f"in/{context['rank']}", ill)
