@@ -543,8 +543,9 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 export PYTHON
 split_python
-missing=$("${INTERPRETER[@]}" -c 'import importlib.util as util
-print(*(name for name in ("torch", "numpy", "nibabel", "scipy", "yaml") if not util.find_spec(name)))') || missing=Python
+needed='("torch", "numpy", "nibabel", "scipy", "yaml")'
+missing=$("${INTERPRETER[@]}" -c "import importlib.util as u; print(*(n for n in $needed if not u.find_spec(n)))") \
+    || missing=Python
 if [[ -n $missing ]]; then
     echo "error: $PYTHON lacks $missing: name the interpreter of the environment with PYTHON=path, or install what it" \
         "lacks (docs/install.md)"
