@@ -5,6 +5,7 @@ A DICOM series is read, not written: a folder with its slices, or a file of seve
 ITK's world has x and y the other way round (LPS) and its arrays the axes in reverse; what leaves this file is as in
 Dataloader/nifti.py: axes i, j, k, affine 4x4 voxel to world in millimetres, RAS.
 """
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -33,12 +34,12 @@ def is_series(path):
     """Whether a path is a folder whose first file is of DICOM, whatever its name ends in."""
     if not os.path.isdir(path):
         return False
-    files = sorted(item.path for item in os.scandir(path) if item.is_file() and not item.name.startswith("."))
-    files = [file for file in files if os.path.basename(file) != "DICOMDIR"]
-    if not files:
-        return False
-    with open(files[0], "rb") as file:
-        return file.read(132)[128:] == b"DICM"
+    with contextlib.suppress(OSError):  # what may not be read is told where it is read
+        names = [item.name for item in os.scandir(path) if item.is_file() and not item.name.startswith((".", "DICOMDIR"))]
+        if names:
+            with open(os.path.join(path, min(names)), "rb") as file:
+                return file.read(132)[128:] == b"DICM"
+    return False
 
 
 def import_sitk(path):
