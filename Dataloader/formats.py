@@ -35,7 +35,8 @@ def is_series(path):
     if not os.path.isdir(path):
         return False
     with contextlib.suppress(OSError):  # what may not be read is told where it is read
-        names = [item.name for item in os.scandir(path) if item.is_file() and not item.name.startswith((".", "DICOMDIR"))]
+        names = [item.name for item in os.scandir(path) if item.is_file()]
+        names = [name for name in names if not name.startswith((".", "DICOMDIR"))]
         if names:
             with open(os.path.join(path, min(names)), "rb") as file:
                 return file.read(132)[128:] == b"DICM"
