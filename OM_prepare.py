@@ -339,7 +339,7 @@ def main(argv=None):
             return run(Path(cfg["data.cache"]), cfg, args)
         except OSError as error:
             raise InputError(f"data.cache {cfg['data.cache']}: reading or writing failed ({error}); make room, or "
-                             "correct the path, and run the same command again: it goes on.") from error
+                             "correct the path, and run the same command again: it continues.") from error
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP

@@ -100,7 +100,7 @@ def check_arguments(args):
     if args.apply:
         if any((args.pairs, args.model != "none", args.affine, args.refine, args.initial, args.also, args.similarity,
                 also_seen)):
-            raise InputError("--apply takes a field that is there: leave out --pairs, --model, --affine, --refine, "
+            raise InputError("--apply uses an existing field: leave out --pairs, --model, --affine, --refine, "
                              "--initial, --also, --similarity, masks and channels.")
         if not (args.moving or args.moving_label or args.points):
             raise InputError("--apply needs something to move: --moving, --moving-label or --points.")
@@ -140,7 +140,7 @@ def check_pairs(args, also_seen):
     if not several and len(args.moving_label) > 1:
         raise InputError("--moving-label names several files for one moving volume; give the one that belongs to it.")
     if args.initial and (several or args.start != "auto"):
-        raise InputError("--initial says where one pair begins: leave out --pairs and --start.")
+        raise InputError("--initial sets the start of one pair: leave out --pairs and --start.")
 
 
 def run(args):

@@ -262,7 +262,7 @@ def read_manifest(folder, cfg):
         names = [name for ids in missing.values() for name in ids]
         raise InputError(f"data.cache {folder} is not complete: {len(names)} of its "
                          f"{sum(map(len, plan['groups'].values()))} volumes are missing "
-                         f"({some(names) or 'the manifest is'}); {again}, which goes on where it stopped.")
+                         f"({some(names) or 'the manifest is'}); {again}, which continues where it stopped.")
     manifest = read_json(folder / "manifest.json")
     if not manifest:
         raise InputError(f"{folder / 'manifest.json'} is damaged; {again} and --repair.")
@@ -276,7 +276,7 @@ def check_settings(folder, made_with, cfg):
              for key, value in settings(cfg).items() if made_with.get(key) != value]
     if wrong:
         raise InputError(f"data.cache {folder} was made with {', '.join(wrong)}; set these back, name another "
-                         "data.cache, or make it anew: OM_prepare.py with this config and --fresh.")
+                         "data.cache, or rebuild it: OM_prepare.py with this config and --fresh.")
 
 
 def forget_damaged(folder, progress=iter):
@@ -454,7 +454,8 @@ def hold(folder, show):
             return None
         if time.monotonic() > ends:
             readers.close()
-            raise InputError(f"data.cache {folder}: OM_prepare.py is making it anew; wait for its end and start again.")
+            raise InputError(f"data.cache {folder}: OM_prepare.py is rebuilding it; wait until it has finished "
+                             "and start again.")
         time.sleep(0.1)
 
 

@@ -288,8 +288,8 @@ def select(source, items, ids):
         if numbers and any(int(numbers[-1]) in span for span in ranges):
             chosen.append(item)
     if not chosen:
-        raise InputError(f"{source}: ids \"{ids}\" select none of the {len(items)} volumes from {items[0]['id']} to "
-                         f"{items[-1]['id']}; correct the ids.")
+        raise InputError(f"{source}: ids \"{ids}\" select no volume of the {len(items)} volumes from {items[0]['id']} "
+                         f"to {items[-1]['id']}; correct the ids.")
     return chosen
 
 
@@ -434,7 +434,8 @@ def _from_nnunet(path, content):
     """
     names, ending = content["channel_names"], content.get("file_ending", ".nii.gz")
     if not isinstance(names, dict) or ending not in SUFFIXES:
-        raise InputError(f"{path}: channel_names {names} and file_ending {ending} are none of nnU-Net's; correct them.")
+        raise InputError(f"{path}: channel_names {names} and file_ending {ending} are not those of nnU-Net; "
+                         "correct them.")
     items, listings = [], {}
     for name in sorted(_file_names(path.parent / "imagesTr") or ()):
         match = re.fullmatch(rf"(.+)_(\d{{4}}){re.escape(ending)}", name)

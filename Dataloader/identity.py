@@ -86,8 +86,8 @@ def compare_data(before, now, path):
     same = [identity for identity in old if identity in new and old[identity]["bytes"] == new[identity]["bytes"]]
     if 2 * len(same) < len(old):
         raise InputError(f"{path} was trained on other data of the same name {name}: of its {len(old)} volumes "
-                         f"{len(same)} are among the {len(new)} of now; give these a data.name of their own, or start "
-                         "a new run with --fresh.")
+                         f"{len(same)} are among the {len(new)} present ones; give these a data.name of their own, "
+                         "or start a new run with --fresh.")
     trained = {row["subject"] for row in old.values() if row["split"] == "train"}
     moved = sorted({row["subject"] for row in new.values() if row["split"] == "val"} & trained)
     if moved:

@@ -131,8 +131,8 @@ def is_segmentation(volume):
 def require_image(path, volume):
     """Raise InputError where a volume looks like a segmentation. path: of its file. volume: (D, H, W) or (H, W)."""
     if is_segmentation(volume):
-        raise InputError(f"{path}: few whole numbers in large patches, a segmentation and no image; list it as the "
-                         "label of its image, or choose the images by a pattern such as \"Data/**/*_T1w.nii.gz\".")
+        raise InputError(f"{path}: few whole numbers in large patches, a segmentation instead of an image; list it "
+                         "as the label of its image, or choose the images by a pattern such as \"Data/**/*_T1w.nii.gz\".")
 
 
 def read_label(path, dims=3):
@@ -400,8 +400,8 @@ def _decompressed(path, image):
             parts += [part] if size < needed else []
             size += len(part)
             if size > needed + MOST_AFTER:
-                raise InputError(f"{path}: goes on for more than {MOST_AFTER / 2 ** 20:.0f} MiB after its last voxel; "
-                                 "export it again.")
+                raise InputError(f"{path}: continues for more than {MOST_AFTER / 2 ** 20:.0f} MiB after its last "
+                                 "voxel; export it again.")
     return b"".join(parts)
 
 
@@ -497,8 +497,8 @@ def read_field(path, dims=3):
     shape = image.shape
     in_mm = is_in_mm(shape)
     if not in_mm and not (len(shape) == 4 and shape[3] == 3):
-        raise InputError(f"{path}: shape {shape} is no displacement field; it has to be (X, Y, Z, 1, 3) in millimetres "
-                         "(ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
+        raise InputError(f"{path}: shape {shape} is not a displacement field; it has to be (X, Y, Z, 1, 3) in "
+                         "millimetres (ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
     if dims == 2 and shape[2] != 1:
         raise InputError(f"{path}: a field of {shape[2]} planes for 2D volumes; give one of a single plane.")
     affine = read_affine(path, image, dims)

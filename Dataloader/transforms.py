@@ -121,7 +121,7 @@ def _from_itk(path, name, parameters, centre):
     elif kind == "TranslationTransform":
         linear, shift, centre = np.eye(len(parameters)), parameters, np.zeros(len(parameters))
     else:
-        raise InputError(f"{path}: {name} is no affine matrix; give an AffineTransform, or a field.")
+        raise InputError(f"{path}: {name} is not an affine matrix; give an AffineTransform, or a field.")
     lps, dims = np.eye(4), len(shift)
     lps[:dims, :dims] = linear
     lps[:dims, 3] = shift + centre - linear @ centre

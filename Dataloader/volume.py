@@ -113,7 +113,7 @@ def _of_sitk(image, name):
 def _of_array(array, affine, name):
     array = array.detach().cpu() if hasattr(array, "detach") else array  # a tensor, also one with a gradient
     if not hasattr(array, "__array__"):
-        raise InputError(f"{name}: {type(array).__name__} is no volume; {KINDS}.")
+        raise InputError(f"{name}: {type(array).__name__} is not a volume; {KINDS}.")
     array = np.asarray(array)
     if array.ndim not in (2, 3):
         raise InputError(f"{name}: shape {array.shape} is neither 2D nor 3D; split it into one file per volume.")
@@ -124,10 +124,10 @@ def _affine(affine, name):
     try:
         affine = np.array(affine, np.float64)
     except (TypeError, ValueError):
-        raise InputError(f"{name}: a {type(affine).__name__} stands where its affine belongs; {KINDS}.") from None
+        raise InputError(f"{name}: a {type(affine).__name__} is in the place of its affine; {KINDS}.") from None
     if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine)) < 1e-12:
         shown = affine.tolist() if affine.size <= 16 else f"of shape {affine.shape}"
-        raise InputError(f"{name}: the affine {shown} is no invertible 4x4 matrix; give the volume's.")
+        raise InputError(f"{name}: the affine {shown} is not an invertible 4x4 matrix; give that of the volume.")
     return affine
 
 

@@ -59,7 +59,7 @@ def claim_folder(out, settings):
     if not path.is_file():
         others = [entry.name for entry in out.iterdir() if entry.name not in ("lock.json", ".lock")]
         if others:
-            raise InputError(f"{out} holds other things ({sorted(others)[0]}); name a new folder.")
+            raise InputError(f"{out} contains other files ({sorted(others)[0]}); name a new folder.")
     elif records:
         try:
             earlier = json.loads(path.read_text())

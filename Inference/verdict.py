@@ -90,7 +90,7 @@ def _alike(scores):
         return level, (f"the volumes are hardly alike after the registration (similarity {after:.2f}): check that both "
                        "show the same organ.")
     if after < before - LOST:
-        return "doubtful", f"the volumes are less alike than before (similarity {before:.2f}, after it {after:.2f})."
+        return "doubtful", f"the volumes are less similar than before (similarity {before:.2f}, after it {after:.2f})."
     return None
 
 

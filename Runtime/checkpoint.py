@@ -226,7 +226,7 @@ def require_own(state, path):
         raise InputError(f"{path} is not a checkpoint of this project: it has no format number or no model.")
     for name, tensor in {**state["model"], **(state.get("ema") or {})}.items():
         if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{path}: its weight {name} is no tensor; take another checkpoint.")
+            raise InputError(f"{path}: its weight {name} is not a tensor; use another checkpoint.")
     if format_number > FORMAT:
         raise InputError(f"{path} has format {format_number} and this code reads up to {FORMAT}: update the code.")
     return state

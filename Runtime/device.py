@@ -34,7 +34,7 @@ def pick_device(name, local_rank=0):
         return torch.device("cpu")
     if accelerator is None or (name != "auto" and accelerator.type != name):
         seen = accelerator.type if accelerator else "none"
-        raise InputError(f"run.device: {name} is asked for, but torch {torch.__version__} sees no such device (it "
+        raise InputError(f"run.device: {name} is requested, but torch {torch.__version__} sees no such device (it "
                          f"sees: {seen}); install the matching torch build or set run.device to auto.")
     count = torch.accelerator.device_count()
     if 1 < count <= local_rank and accelerator.type != "cpu":

@@ -32,8 +32,8 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
             for future in ended:
                 yield waiting.pop(future), future.result()
     except (BrokenProcessPool, MemoryError):
-        raise InputError(f"{what}: a worker was killed or gave up, most likely for want of memory; run the same "
-                         f"command again with fewer --workers than {workers}, it goes on where it stopped.") from None
+        raise InputError(f"{what}: a worker was killed or gave up, most likely because memory ran out; run the same "
+                         f"command again with fewer --workers than {workers}, it continues where it stopped.") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

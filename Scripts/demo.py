@@ -185,7 +185,7 @@ def train(overrides):
         command += ["--set", override]
     code = subprocess.run(command).returncode
     if code:
-        raise InputError(f"the training ended with exit code {code}; what it said stands above.")
+        raise InputError(f"the training ended with exit code {code}; its messages are above.")
 
 
 def main(argv=None):

@@ -64,7 +64,7 @@ def shape_of(path):
     """Shape (D, H, W, T) and affine of a series. Raises InputError for a file that is none."""
     image = open_nifti(path)
     if len(image.shape) != 4 or image.shape[3] < 2 or min(image.shape[:3]) < 2:
-        raise InputError(f"{path}: shape {image.shape} is no series of volumes (D, H, W, frames).")
+        raise InputError(f"{path}: shape {image.shape} is not a series of volumes (D, H, W, frames).")
     return image.shape, read_affine(path, image, 3)
 
 

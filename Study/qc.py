@@ -106,7 +106,8 @@ def draw_row(out, rows, entry, folder, earlier):
         if known is not None and "warped_label.nii.gz" in entry:
             outlines.append((read_label(entry["warped_label.nii.gz"], dims)[0], 1))
     else:
-        raise InputError(f"{row['folder']}: neither a warped volume nor a label map is there; make these results anew.")
+        raise InputError(f"{row['folder']}: neither a warped volume nor a label map is there; compute these "
+                         "results again.")
     path = folder / f"{entry['name'].replace('/', '_')}.png"
     write_file(path, thumbnail(image, affine, outlines, heat))
     kept = {key: value for key, value in row.items() if key not in ("files", "source", "folder", "warnings")}

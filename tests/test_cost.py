@@ -66,7 +66,7 @@ def test_what_is_not_prepared_yet_is_counted_from_the_files(tmp_path, capsys):
     assert om.main(arguments(tmp_path / "none", "--dry-run", data__cache=tmp_path / "cache")) == 0
     assert f"(from data.expect_samples, since {tmp_path / 'none/data'}: no such" in capsys.readouterr().out
     assert om.main(arguments(tmp_path, "--dry-run", data__train_ids="70-80")) == 43
-    assert 'ids "70-80" select none of the 8 volumes' in capsys.readouterr().err
+    assert 'ids "70-80" select no volume of the 8 volumes' in capsys.readouterr().err
 
 
 def test_a_step_that_does_not_fit_is_told_with_what_to_change():

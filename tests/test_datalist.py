@@ -125,7 +125,7 @@ def test_bad_ids(tmp_path, ids):
 
 def test_ids_that_select_nothing_name_what_exists(tmp_path):
     decathlon(tmp_path, ["a_3.nii.gz", "a_7.nii.gz", "no_number.nii.gz"])
-    with refused(f"{re.escape(str(tmp_path))}: ids \"4-6\" select none of the 3 volumes from a_3 to no_number"):
+    with refused(f"{re.escape(str(tmp_path))}: ids \"4-6\" select no volume of the 3 volumes from a_3 to no_number"):
         read_datalist(tmp_path, ids="4-6")
 
 
@@ -463,7 +463,7 @@ def test_csv_that_is_not_utf8(tmp_path, encoding):
 def test_select_takes_any_dicts_with_ids():
     items = [{"id": f"v_{number}", "row": number} for number in (1, 2, 3)]
     assert select("Cache/x", items, "2-3") == items[1:] and select("Cache/x", items, "") == items
-    with refused("Cache/x: ids \"9\" select none of the 3 volumes from v_1 to v_3"):
+    with refused("Cache/x: ids \"9\" select no volume of the 3 volumes from v_1 to v_3"):
         select("Cache/x", items, 9)
     with refused("Cache/x: ids \"3-1\" has the bad part \"3-1\""):
         select("Cache/x", items, "3-1")
@@ -527,7 +527,7 @@ def test_a_split_column_says_who_is_held_out(tmp_path):
     assert told(items, "id", "split") == [("X_0001_0001", "train"), ("a_1", ""), ("b_2", "val"), ("m", "test")]
     assert ids_of(split_volumes("x", items, keys())) == (["X_0001_0001", "a_1"], ["b_2"])
     assert ids_of(split_volumes("x", items, keys(train_ids="1", val_fraction=0.9))) == (["X_0001_0001", "a_1"], ["b_2"])
-    with refused("ids \"1\" select none of the 1 volumes"):
+    with refused("ids \"1\" select no volume of the 1 volumes"):
         split_volumes("x", items, keys(val_ids="1"))
     assert told(read_datalist(tmp_path / "list.csv"), "id") == [("X_0001_0001",), ("a_1",)], "to train on"
     assert len(read_datalist(tmp_path / "list.csv", held_out=True)) == 4

@@ -81,9 +81,9 @@ GOOD = np.random.default_rng(0).random((8, 9, 10))
 
 
 @pytest.mark.parametrize("source, words", [
-    (None, "moving: NoneType is no volume; give a path, a nibabel or SimpleITK image, an array"),
-    ((GOOD, nibabel.Nifti1Header()), "moving: a Nifti1Header stands where its affine belongs"),
-    ((GOOD, GOOD), "moving: the affine of shape .8, 9, 10. is no invertible 4x4 matrix"),
+    (None, "moving: NoneType is not a volume; give a path, a nibabel or SimpleITK image, an array"),
+    ((GOOD, nibabel.Nifti1Header()), "moving: a Nifti1Header is in the place of its affine"),
+    ((GOOD, GOOD), "moving: the affine of shape .8, 9, 10. is not an invertible 4x4 matrix"),
     ((GOOD, np.eye(4), 1), "moving: 3 things instead of an array and its affine"),
     ((GOOD.astype(complex), np.eye(4)), "moving: voxels of type complex128"),
     ("nowhere.nii.gz", "nowhere.nii.gz: no such file"),
@@ -97,7 +97,7 @@ def test_what_holds_no_volume_is_one_sentence(source, words):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 @pytest.mark.parametrize("device", ["cuda", "gpu"])
 def test_a_device_that_is_not_there_is_one_sentence(device):
-    with pytest.raises(omnimorph.InputError, match=f"{device} is asked for, but torch .* sees no such device") as error:
+    with pytest.raises(omnimorph.InputError, match=f"{device} is requested, but torch .* sees no such device") as error:
         omnimorph.register((GOOD, np.eye(4)), (GOOD, np.eye(4)), device=device)
     assert "\n" not in str(error.value)
 

@@ -60,7 +60,7 @@ def test_the_cpu_is_always_there():
     assert pick_device("cpu", 3) == torch.device("cpu")
     if torch.accelerator.current_accelerator(check_available=True) is None:
         assert pick_device("auto", 3) == torch.device("cpu")
-        with pytest.raises(InputError, match="run.device: cuda is asked for, but torch .* sees no such device"):
+        with pytest.raises(InputError, match="run.device: cuda is requested, but torch .* sees no such device"):
             pick_device("cuda")
 
 
@@ -87,7 +87,7 @@ def test_on_a_mac_auto_takes_the_cpu_and_says_so(monkeypatch, capsys):
     assert pick_device("cpu") == torch.device("cpu") and not capsys.readouterr().err
     with pytest.raises(InputError, match="run.device: mps lacks .*; set it to cpu"):
         pick_device("mps")
-    with pytest.raises(InputError, match="cuda is asked for, but torch .* sees no such device .it sees: mps."):
+    with pytest.raises(InputError, match="cuda is requested, but torch .* sees no such device .it sees: mps."):
         pick_device("cuda")
 
 

@@ -60,7 +60,7 @@ def test_the_same_data_say_nothing_and_added_ones_say_what():
 
 
 @pytest.mark.parametrize("now, said", [
-    ([(name, size + 1) for name, size in SOME], "of its 8 volumes 0 are among the 8 of now"),
+    ([(name, size + 1) for name, size in SOME], "of its 8 volumes 0 are among the 8 present ones"),
     ([(f"other_{number}", 100) for number in range(9)], "of its 8 volumes 0 are among the 9"),
     (SOME[:3], "of its 8 volumes 3 are among the 3"),
 ])

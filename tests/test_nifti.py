@@ -281,7 +281,7 @@ def test_a_gz_cannot_take_all_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(nifti, "MOST_AFTER", 10 ** 6)
     (tmp_path / "bomb.nii.gz").write_bytes(gzip.compress(content + bytes(10 ** 8)))
     tracemalloc.start()
-    with refused("bomb.nii.gz", "goes on for more than 1 MiB after its last voxel; export it again"):
+    with refused("bomb.nii.gz", "continues for more than 1 MiB after its last voxel; export it again"):
         read_volume(tmp_path / "bomb.nii.gz")
     assert tracemalloc.get_traced_memory()[1] < 4 * nifti.CHUNK
     tracemalloc.stop()

@@ -34,7 +34,7 @@ def test_a_good_pair_is_ok_without_a_reason():
 @pytest.mark.parametrize("changes, verdict, words", [
     ({"similarity": 0.97 * ALIKE[0] - 0.01}, "doubtful", "hardly alike"),
     ({"similarity": 0.97 * ALIKE[1] - 0.01}, "failed", "hardly alike"),
-    ({"similarity_before": 0.9}, "doubtful", "less alike than before"),
+    ({"similarity_before": 0.9}, "doubtful", "less similar than before"),
     ({"covered_percent": COVERED_PERCENT[0] - 1}, "doubtful", "covers 74 %"),
     ({"covered_percent": COVERED_PERCENT[1] - 1}, "failed", "covers 19 %"),
     ({"covered_percent": 40.0, "similarity": 0.3}, "doubtful", "covers 40 %"),

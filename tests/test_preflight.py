@@ -465,7 +465,7 @@ def test_ids_that_select_nothing_fail_before_the_training(tmp_path):
     found = checks.check_data(context(tmp_path), print)
     assert found["ok"] and found["said"].startswith("6 training volumes (from ")
     found = preflight.answer(checks.check_data, {**context(tmp_path), "cfg": config(tmp_path, data__train_ids="70-80")})
-    assert found["ok"] is False and 'ids "70-80" select none of the 8 volumes' in found["said"]
+    assert found["ok"] is False and 'ids "70-80" select no volume of the 8 volumes' in found["said"]
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/manifest.json").write_text("{")
     (tmp_path / "data").rename(tmp_path / "elsewhere")

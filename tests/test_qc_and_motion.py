@@ -119,4 +119,4 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
     assert "--reference 9: mean, middle, or the number" in capsys.readouterr().err
     write_volume(tmp_path / "flat.nii.gz", image, AFFINE)
     assert run("motion", "--series", tmp_path / "flat.nii.gz", "--out", tmp_path / "out") == 43
-    assert "is no series of volumes" in capsys.readouterr().err
+    assert "is not a series of volumes" in capsys.readouterr().err

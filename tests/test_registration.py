@@ -426,7 +426,7 @@ def test_bad_input_is_one_sentence(fixed, moving, more, words):
 
 def test_a_singular_affine_and_a_broken_network_are_refused():
     good = np.random.default_rng(1).random((8, 9, 10))
-    with pytest.raises(InputError, match="moving: the affine .* is no invertible 4x4"):
+    with pytest.raises(InputError, match="moving: the affine .* is not an invertible 4x4"):
         register((good, np.eye(4)), (good, np.zeros((4, 4))))
     with pytest.raises(InputError, match="field has NaN"):
         register((good, np.eye(4)), (good, np.eye(4)), (Known(np.inf), settings(16, 1.0)))

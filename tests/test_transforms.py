@@ -164,7 +164,7 @@ def test_nitransforms_writes_what_we_read(tmp_path, pair, suffix, program, movin
     ("a.lta", b"type = 14\n1 4 4\n" + b"1 0 0 0\n" * 4, "of type 14"),
     ("a.xfm", b"1 2 3", "a matrix ends in .mat"), ("a.txt", b"0 " * 16, "cannot be inverted"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: BSplineTransform_double_3_3\nParameters: 1\n"
-     b"FixedParameters: 0 0 0\n", "is no affine matrix"),
+     b"FixedParameters: 0 0 0\n", "is not an affine matrix"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: AffineTransform_double_3_3\nParameters: 1 x\n",
      "not a readable transform of ITK"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: CompositeTransform_double_3_3\n", "1 transforms")])
@@ -220,7 +220,7 @@ def test_a_field_of_one_plane(tmp_path):
 def test_what_is_no_field_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "a.h5").write_bytes(b"nothing")
     sitk.WriteTransform(ITK["affine"], str(tmp_path / "matrix.h5"))
-    for name, reason in (("a.h5", "no displacement field"), ("matrix.h5", "no displacement field"),
+    for name, reason in (("a.h5", "not a displacement field"), ("matrix.h5", "not a displacement field"),
                          ("none.h5", "no such file")):
         with refused(name, reason):
             read_any_field(tmp_path / name)
@@ -310,7 +310,7 @@ def test_the_program_takes_it_and_leaves_files_for_others(far_apart, tmp_path, c
 
 
 @pytest.mark.parametrize("words, sentence", [
-    (["--pairs", "p.json", "--initial", "a.mat", "--model", "none", "--refine"], "--initial says where one pair"),
+    (["--pairs", "p.json", "--initial", "a.mat", "--model", "none", "--refine"], "--initial sets the start of one pair"),
     (["--start", "centre", "--initial", "a.mat", "--model", "none", "--refine"], "leave out --pairs and --start"),
     (["--apply", "f.nii.gz", "--also", "h5"], "leave out --pairs, --model, --affine, --refine, --initial, --also, "),
     (["--initial", "none.mat", "--model", "none", "--refine"], "none.mat: no such file"),
