@@ -132,7 +132,8 @@ def require_image(path, volume):
     """Raise InputError where a volume looks like a segmentation. path: of its file. volume: (D, H, W) or (H, W)."""
     if is_segmentation(volume):
         raise InputError(f"{path}: few whole numbers in large patches, a segmentation instead of an image; list it "
-                         "as the label of its image, or choose the images by a pattern such as \"Data/**/*_T1w.nii.gz\".")
+                         "as the label of its image, or choose the images by a pattern such as "
+                         "\"Data/**/*_T1w.nii.gz\".")
 
 
 def read_label(path, dims=3):

@@ -554,7 +554,7 @@ def test_a_training_waits_for_the_preparation_and_then_says_so(made, place, monk
     monkeypatch.setattr(cache, "PATIENCE_S", 0.3)
     with cache.without_readers(place) as free:
         assert free
-        with pytest.raises(InputError, match="OM_prepare.py is rebuilding it; wait until it has finished and start again"):
+        with pytest.raises(InputError, match="OM_prepare.py is rebuilding it; wait until it has finished"):
             read_datasets(cached(made, place))
         read_datasets(cached(made, place), headers_only=True)
     kept = read_datasets(cached(made, place))

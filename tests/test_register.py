@@ -480,8 +480,8 @@ def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
     field = ["--apply", place / "pair/field.nii.gz", "--out", tmp_path / "out"]
     refused(capsys, r"field.nii.gz: the field is on another grid than .*b_0002.nii.gz \(shapes", *field, "--moving",
             image(place, "a_0001"), "--fixed", image(place, "b_0002"))
-    refused(capsys, "a_0001.nii.gz: shape .* is not a displacement field", "--apply", image(place, "a_0001"), "--moving",
-            image(place, "a_0001"), "--out", tmp_path / "out")
+    refused(capsys, "a_0001.nii.gz: shape .* is not a displacement field", "--apply", image(place, "a_0001"),
+            "--moving", image(place, "a_0001"), "--out", tmp_path / "out")
     refused(capsys, "--apply needs something to move", *field)
     refused(capsys, "leave out --pairs, --model", *field, "--moving", image(place, "a_0001"), "--refine", 3)
 

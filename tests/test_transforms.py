@@ -220,7 +220,7 @@ def test_a_field_of_one_plane(tmp_path):
 def test_what_is_no_field_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "a.h5").write_bytes(b"nothing")
     sitk.WriteTransform(ITK["affine"], str(tmp_path / "matrix.h5"))
-    for name, reason in (("a.h5", "not a displacement field"), ("matrix.h5", "not a displacement field"),
+    for name, reason in (("a.h5", "no displacement field"), ("matrix.h5", "no displacement field"),
                          ("none.h5", "no such file")):
         with refused(name, reason):
             read_any_field(tmp_path / name)
@@ -310,7 +310,7 @@ def test_the_program_takes_it_and_leaves_files_for_others(far_apart, tmp_path, c
 
 
 @pytest.mark.parametrize("words, sentence", [
-    (["--pairs", "p.json", "--initial", "a.mat", "--model", "none", "--refine"], "--initial sets the start of one pair"),
+    (["--pairs", "p.json", "--initial", "a.mat", "--model", "none", "--refine"], "sets the start of one pair"),
     (["--start", "centre", "--initial", "a.mat", "--model", "none", "--refine"], "leave out --pairs and --start"),
     (["--apply", "f.nii.gz", "--also", "h5"], "leave out --pairs, --model, --affine, --refine, --initial, --also, "),
     (["--initial", "none.mat", "--model", "none", "--refine"], "none.mat: no such file"),
