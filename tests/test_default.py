@@ -103,8 +103,8 @@ def test_a_device_that_is_not_there_is_one_sentence(device):
 
 
 @pytest.mark.parametrize("words, code, said", [
-    (["OM_register.py", "--help"], 0, "--model FILE"), (["OM_register.py", "--version"], 0, "omnimorph 0."),
-    (["-m", "omnimorph", "--version"], 0, "omnimorph 0."),
+    (["OM_register.py", "--help"], 0, "--model FILE"), (["OM_register.py", "--version"], 0, "omnimorph 1."),
+    (["-m", "omnimorph", "--version"], 0, "omnimorph 1."),
     (["-m", "omnimorph", "register", "--help"], 0, "--model FILE"),
     (["OM_register.py", "--fixed", "none.nii", "--moving", "none.nii", "--out", "x"], 43, "none.nii: no such file"),
     (["OM_register.py", "--pairs", "none.csv", "--out", "x"], 43, "none.csv: no such list of pairs"),
