@@ -166,7 +166,7 @@ def verdicts_html(rows):
     if len(bad) < len(rows):
         count = len(rows) - len(bad)
         lines.append(("ok", "ok", f"{count} pair{'s' * (count > 1)} of {len(rows)}." if len(rows) > 1 else
-                      f"{rows[0]['name']}: nothing speaks against this registration."))
+                      f"{rows[0]['name']}: no sign of a failure was found."))
     return findings_html(lines)
 
 

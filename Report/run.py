@@ -69,8 +69,8 @@ def write_report(found, path, refresh_s=None):
 
 def findings_html(findings):
     if not findings:
-        return nothing("The rules find nothing: no slow rank, leak, non-finite losses, mode that is clipped away, "
-                       "stuck gate, overfitting or full disk.")
+        return nothing("The rules find nothing: no slow rank, no leak, no non-finite losses, no mode clipped away, no "
+                       "stuck gate, no overfitting, no full disk.")
     items = "".join(f"<li><b>{escape(each['rule'])}</b> (step {each['step']}): {escape(each['sentence'])}. <br>"
                     f"<i>What to do:</i> {escape(each['advice'])}.</li>\n" for each in findings)
     return f'<ul class="findings">\n{items}</ul>\n'

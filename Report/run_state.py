@@ -75,25 +75,28 @@ def headline(found, findings):
     ends = [each["end"] for each in attempts if each["end"]]
     refused = sum(map(is_refused_start, ends))
     died = sum(bool(end["verdict"]["dead"]) for end in ends) - refused
-    rate = speed(found)
+    rate, left = speed(found), time_left(found, kinds)
     return [("Epochs", f"{epochs} of {of}" if of else epochs, f"{done} steps"),
-            ("Time left", time_left(found, kinds), "at this pace"),
+            *([("Time left", left, "at this pace")] if left else []),
             ("Goodput", f"{100 * goodput(kinds):.1f} %" if wall else "-", f"of {duration(wall)}"),
             ("Samples/s", number(rate) if rate else "-", "in 100 steps"),
             ("Deaths", died, f"in {len(attempts)} attempt{'s' * (len(attempts) != 1)}"
              + f", {refused} refused at {'their' if refused > 1 else 'its'} start" * (refused > 0)),
-            ("Findings", len(findings), "see below" if findings else "nothing is found")]
+            ("Findings", len(findings), "see below" if findings else "no problem found")]
 
 
 def time_left(found, kinds):
-    """The time until the last epoch, in words, by epochs done and the wall time that they took; "-" before the first.
+    """The time until the last epoch, in words, by epochs done and the wall time that they took.
+
+    None before the first epoch and after the last one.
     """
     epochs, of = found["epochs"], config_of(found).get("run.epochs")
     if not epochs or not of:
-        return "-"
+        return None
     per_epoch = np.median([line["steps"] for line in epochs])
     done = len(step_columns(found)["step"])
-    return duration(max(of * per_epoch - done, 0) * sum(kinds.values()) / max(done, 1))
+    steps_left = of * per_epoch - done
+    return duration(steps_left * sum(kinds.values()) / max(done, 1)) if steps_left > 0 else None
 
 
 def speed(found, last=100):

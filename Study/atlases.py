@@ -270,12 +270,12 @@ def write_results_page(out, rows, failed, args, count):
         pictures.append((row["name"], thumbnail(image, affine, [(label, None)], doubt), row["name"],
                          f"{row['verdict']}, doubt {row['doubt']:.2f}{score}"))
     cards = [("images", len(rows), f"{len(failed)} left out" if failed else ""), ("atlases", count, ""),
-             ("doubt", average([row["doubt"] for row in rows]) if rows else None, "mean over what is labelled")]
+             ("doubt", average([row["doubt"] for row in rows]) if rows else None, "mean over the labelled voxels")]
     sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed))),
                 ("Images", table_html(header, lines, "A click on a heading sorts. labels.tsv has every label: volume, "
                                       "doubt and, where the image has labels of its own, Dice.", formats)),
                 ("Labels and doubt", gallery_html(pictures) + "<p>Outlines: the labels. Red: doubt, the share of the "
                  "votes that the label did not get.</p>\n")]
-    how = "joined by how alike each atlas is around the voxel" if args.join == "joint" else "by majority"
+    how = "joined by the local similarity of each atlas" if args.join == "joint" else "by majority"
     return write_page(out / "segment.html", "Segmentation by atlases", f"Labels of {args.atlases}, {how}.", sections,
                       sortable=True)
