@@ -508,9 +508,7 @@ def test_bad_input_is_one_sentence(data, tmp_path, capfd, changes, words):
     assert run_here(data, tmp_path, **changes) == 43
     message = capfd.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("error: ") and all(word in message for word in words), message
-    run = next((tmp_path / "Models").iterdir())
-    assert not list(run.rglob("*.pth")) and not (run / "lock.json").exists()
-    assert [line["decision"] for line in attempts.history(run) if line["event"] == "end"] == ["stop"]
+    assert not list((tmp_path / "Models").rglob("*")), "a refused first start leaves nothing"
 
 
 def test_a_volume_that_a_worker_cannot_read_is_one_sentence_too(tmp_path):
