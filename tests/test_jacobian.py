@@ -13,6 +13,7 @@ from Dataloader.synthetic import make_subject
 from Diffusion.fields import jacobian_determinant
 from Inference.labels import apply_field
 from Study.jacobian import LOCAL, WHOLE, percent
+from tests.bench.bench_change import change_percent, shrinking_field
 
 SIZE, AFFINE = (22, 24, 20), np.diag([1.5, 1.5, 1.5, 1.0])
 
@@ -110,3 +111,12 @@ def test_two_scans_give_the_same_change_in_both_orders(tmp_path, capsys):
     middle = tuple(slice(n // 2 - 3, n // 2 + 3) for n in SIZE)
     exact = -percent(np.log(jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()[middle]))
     assert percent(maps["two"][middle]) == pytest.approx(exact, rel=0.35) and exact < -8
+
+
+def test_the_benchmark_makes_the_change_that_it_says():
+    places = np.stack(np.meshgrid(*(np.arange(n) - n / 2 for n in (50, 48, 46)), indexing="ij"))
+    inside = np.hypot(np.hypot(places[0] / 10, places[1] / 8), places[2] / 7) < 1
+    field = shrinking_field(inside, 1.0)
+    assert change_percent(field, inside) == pytest.approx(-1.0, abs=1e-3)
+    shown = ndimage.map_coordinates(inside.astype(float), np.indices(inside.shape) + field, order=1)
+    assert 100 * (shown.sum() / inside.sum() - 1) == pytest.approx(-1.0, abs=0.1)  # counted in the second scan

@@ -1,0 +1,109 @@
+"""Does `omnimorph jacobian --scans` find a change of 1 % of one structure of a brain?
+
+A crop of a real scan is the first scan. The second one is the same crop under a smooth field by which one label shrinks
+by 1 % on average: the divergence of the field is the label's smoothed mask, and nothing else changes its size. Both get
+noise of their own. Prints one line of JSON: the change that was made and the one that the label's table says, in
+percent; --both for both orders of the scans.
+
+    python tests/bench/bench_change.py --data FOLDER --case oasis_1036:35 oasis_1000:35
+"""
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy import ndimage
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import OM_study  # noqa: E402
+from Dataloader.nifti import read_label, read_volume, write_volume  # noqa: E402
+from Diffusion.fields import jacobian_determinant  # noqa: E402
+
+MARGIN, SMOOTH, NOISE = 14, 2.0, 0.02  # voxels around the label; of its mask; of the 99th percentile of the scan
+
+
+def shrinking_field(inside, percent):
+    """A field y -> y + u(y) of the second scan's grid by which a region has shrunk by a percentage on average.
+
+    It shows what lies further out. inside: (*size) bool. Returns: (3, *size) float64 in voxels.
+    """
+    source = ndimage.gaussian_filter(inside.astype(float), SMOOTH)
+    padded = np.pad(source, [(n // 2, n // 2) for n in source.shape])
+    places = np.meshgrid(*(np.fft.fftfreq(n) * 2 * np.pi for n in padded.shape), indexing="ij")
+    square = sum(place ** 2 for place in places)
+    square[0, 0, 0] = 1.0
+    spectrum = np.fft.fftn(padded - padded.mean()) / square
+    box = tuple(slice(n // 2, n // 2 + m) for n, m in zip(source.shape, source.shape))
+    field = np.stack([-np.fft.ifftn(1j * place * spectrum).real[box] for place in places])
+    fading = np.minimum.reduce(np.meshgrid(*(np.minimum(np.arange(n), np.arange(n)[::-1]) / (MARGIN / 2)
+                                             for n in source.shape), indexing="ij"))
+    field *= np.clip(fading, 0, 1)
+    scale = 0.01 * percent
+    for _ in range(5):
+        scale *= percent / -change_percent(scale * field, inside)
+    return scale * field
+
+
+def change_percent(field, inside):
+    """The change of volume of a region of the first scan: (3, *size) leads from the second scan's grid to it."""
+    determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
+    seen = ndimage.map_coordinates(inside.astype(float), np.indices(inside.shape) + field, order=1)
+    return 100 * (seen.sum() / (seen * determinant).sum() - 1)
+
+
+def write_scans(folder, image, label, affine, value, percent, seed=0):
+    """Write one.nii.gz, one_dseg.nii.gz and two.nii.gz. Returns: the change of the label that was made, in percent."""
+    box = tuple(slice(max(at.start - MARGIN, 0), at.stop + MARGIN)
+                for at in ndimage.find_objects((label == value).astype(np.uint8))[0])
+    image, inside = image[box], label[box] == value
+    affine = affine.copy()
+    affine[:3, 3] += affine[:3, :3] @ [at.start for at in box]
+    field = shrinking_field(inside, percent)
+    second = ndimage.map_coordinates(image, np.indices(image.shape) + field, order=3, mode="nearest")
+    noise = np.random.default_rng(seed).normal(0, NOISE * np.percentile(image, 99), (2, *image.shape))
+    write_volume(folder / "one.nii.gz", (image + noise[0]).astype(np.float32), affine)
+    write_volume(folder / "two.nii.gz", (second + noise[1]).astype(np.float32), affine)
+    write_volume(folder / "one_dseg.nii.gz", inside.astype(np.uint8), affine)
+    write_volume(folder / "two_dseg.nii.gz", (ndimage.map_coordinates(
+        inside.astype(float), np.indices(image.shape) + field, order=1) > 0.5).astype(np.uint8), affine)
+    return change_percent(field, inside)
+
+
+def found_percent(folder, first, second, *words):
+    """The change of the label from one scan to the other, as the table of the command says it."""
+    out = folder / f"{first}_{second}"
+    code = OM_study.main(["jacobian", "--scans", str(folder / f"{first}.nii.gz"), str(folder / f"{second}.nii.gz"),
+                          "--out", str(out), "--device", "cpu", *words])
+    if code:
+        raise SystemExit(f"omnimorph jacobian ends with {code}")
+    [row] = json.loads((out / "results.json").read_text())["pairs"]
+    return row["labels"]["1"]["change_percent"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", required=True, type=Path, help="folder with imagesTr and labelsTr")
+    parser.add_argument("--case", nargs="+", required=True, metavar="NAME:LABEL")
+    parser.add_argument("--percent", type=float, default=1.0, help="how much the label shrinks (%(default)s)")
+    parser.add_argument("--both", action="store_true", help="also from the second scan to the first")
+    args, found = parser.parse_args(), {}
+    for case in args.case:
+        name, _, value = case.partition(":")
+        image, affine = read_volume(args.data / f"imagesTr/{name}.nii.gz")
+        label, _ = read_label(args.data / f"labelsTr/{name}.nii.gz")
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+            made = write_scans(Path(folder), image, label, affine, int(value), args.percent)
+            found[case] = {"made": round(made, 3), "found": round(found_percent(Path(folder), "one", "two"), 3)}
+            if args.both:
+                found[case]["found_back"] = round(found_percent(Path(folder), "two", "one"), 3)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
