@@ -1,4 +1,4 @@
-"""Each program on a study, killed again and again and run once more: the same results, and nothing done twice."""
+"""Programs on a study, killed again and again and run once more: the same results, and nothing done twice."""
 import json
 import multiprocessing
 import signal
@@ -15,7 +15,7 @@ from tests.test_qc_and_motion import write_results
 
 pytestmark = pytest.mark.slow
 SIZE, AFFINE = (12, 13, 11), np.diag([2.0, 2.0, 2.0, 1.0])
-PROGRAMS = ("atlases", "template", "jacobian", "qc", "motion")
+PROGRAMS = ("atlases", "jacobian", "qc")
 STARTED = multiprocessing.get_context("forkserver")  # a new process has all modules, so each kill hits the work
 STARTED.set_forkserver_preload([f"Study.{name}" for name in PROGRAMS])
 KILLS = 3  # in equal parts of the time that a whole run takes, each at a random moment of its part
@@ -37,7 +37,7 @@ def ended(words, after_s=None):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Volumes with labels in two folders, scans of one subject, a series, and results to look through."""
+    """Volumes with labels in two folders, scans of one subject, and results to look through."""
     folder = tmp_path_factory.mktemp("killed")
     for number in range(5):
         subject, where = make_subject(number, SIZE), folder / ("atlases" if number < 2 else "images")
@@ -47,18 +47,14 @@ def place(tmp_path_factory):
     for number in range(3):
         noisy = image + rng.normal(0, 0.02, SIZE).astype(np.float32)
         write_volume(folder / f"scan_{number}.nii.gz", noisy, AFFINE)
-    series = image[..., None] + rng.normal(0, 0.02, (*SIZE, 23)).astype(np.float32)
-    write_volume(folder / "series.nii.gz", series, AFFINE)
     write_results(folder, 40)
     return folder
 
 
 WORDS = {
     "segment": "--atlases {0}/atlases --images {0}/images --most 1 --keep",
-    "template": "--images {0}/images --rounds 2",
     "jacobian": "--scans {0}/scan_0.nii.gz {0}/scan_1.nii.gz {0}/scan_2.nii.gz",
     "qc": "--results {0}/reg",
-    "motion": "--series {0}/series.nii.gz",
 }
 
 
