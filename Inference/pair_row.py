@@ -18,9 +18,9 @@ from Runtime.errors import InputError
 from Runtime.files import write_file
 
 # Beside COLUMNS; what `judge` looks at is among them.
-ROW = ("overlap_percent", "covered_percent", "body_overlap", "folding_body_percent", "inverse_error_max_mm",
-       "affine_similarity_before", "affine_similarity", "affine_runner_up", "one_sign", "scale_least", "scale_most",
-       "turn_degrees", "shear_degrees", "mirrors", "segmentations", "compared_by",
+ROW = ("overlap_percent", "covered_percent", "body_overlap", "folding_body_percent", "stretched_percent",
+       "inverse_error_max_mm", "affine_similarity_before", "affine_similarity", "affine_runner_up", "one_sign",
+       "scale_least", "scale_most", "turn_degrees", "shear_degrees", "mirrors", "segmentations", "compared_by",
        "warnings", "start")
 
 

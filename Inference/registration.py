@@ -74,6 +74,7 @@ class Result:
     folding_any_percent: float  # by one-sided determinants, see `folding_scores`; and within the fixed body
     folding_body_percent: float
     ndv_percent: float
+    stretched_percent: float  # of the fixed body, where the deformation changes volume beyond sense
     sdlogj: float | None  # fewer than 5 voxels along an axis
     scale_least: float  # of the matrix, see `affine_scores`
     scale_most: float

@@ -4,7 +4,7 @@ import torch
 from scipy import ndimage
 
 from Dataloader.nifti import is_segmentation, move_points
-from Diffusion.fields import then_affine, warp
+from Diffusion.fields import jacobian_determinant, then_affine, warp
 from Diffusion.metrics import average, dice, folding_percent, folding_scores, hd95, sdlogj
 from Inference.labels import apply_field
 from Inference.verdict import judge
@@ -16,6 +16,7 @@ COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_m
            "folding_any_percent": ".4f", "ndv_percent": ".4f", "sdlogj": ".4f", "inverse_error_mm": ".3f",
            "inverse_consistency_mm": ".3f", "seconds": ".2f"}
 WINDOW = 9  # voxels of the fixed grid, side of the cubes of `local_similarity`
+STRETCHED = 5  # times by which a deformation changes volume where nothing anatomical does
 CONTRAST = 0.03  # standard deviation in a cube, of the range of the volume, above which a volume shows something there
 
 
@@ -35,6 +36,8 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
     seen_before, seen = (apply_field(known, moving.affine, each, fixed.affine, order=order) > 0.999
                          for each in (by_header, field))
     scores, body = image_scores(fixed.array, source, before, warped, seen_before, seen, fixed.mask)
+    to_moving = np.linalg.inv(moving.affine) @ matrix @ fixed.affine
+    scores["stretched_percent"] = stretched_percent(field, to_moving, body)
     scores.update(field_scores(field, body), **affine_scores(matrix, len(field)), compared_by=compared_by,
                   segmentations=[side for side, volume in (("fixed", fixed), ("moving", moving))
                                  if is_segmentation(volume.array)])
@@ -123,6 +126,18 @@ def field_scores(field, body=None):
     tensor = torch.from_numpy(np.ascontiguousarray(field, np.float32))
     return {"folding_percent": folding_percent(tensor[None]), **folding_scores(tensor, body),
             "sdlogj": sdlogj(tensor[None]) if min(field.shape[1:]) > 4 else None}
+
+
+def stretched_percent(field, to_moving, body):
+    """The part of the body whose volume the deformation changes more than STRETCHED times, beyond the affine part.
+
+    Where the moving volume lacks a part, what is left of it is stretched over the gap.
+    field: (N, *spatial) in voxels. to_moving: 4x4, the affine part, voxel to voxel. body: booleans (*spatial).
+    """
+    dims = len(field)
+    change = jacobian_determinant(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None])[0].numpy()
+    change = change.reshape(body.shape)[body] / np.linalg.det(to_moving[:dims, :dims])
+    return 100.0 * float(((change < 1 / STRETCHED) | (change > STRETCHED)).mean())
 
 
 def there_and_back_mm(field, affine, back, back_affine):

@@ -17,6 +17,7 @@ SCALES = (1.5, 3.0)  # most by which an axis is stretched or shrunk
 SHEAR_DEGREES = (25.0, 45.0)
 TURN_DEGREES = 75.0  # against the headers; beyond, a volume may lie mirrored and still look alike
 FOLDED_PERCENT = (1.0, 10.0)  # of the voxels of the body, by one-sided determinants
+STRETCHED_PERCENT = (5.0, 100.0)  # of the body, see `stretched_percent` in scores.py; never failed for it alone
 INVERSE_ERROR_MM = (1.0, 5.0)
 DICE_LOST, TRE_GAINED = 0.02, 1.05  # by how much Dice may fall, and to what the landmarks' error may rise
 LEAST_DICE = 0.1
@@ -109,6 +110,10 @@ def _regular(scores):
     level = _level(scores.get("folding_body_percent"), FOLDED_PERCENT)
     if level != "ok":
         return level, f"the field folds in {scores['folding_body_percent']:.2g} % of the body: raise refine.weight."
+    level = _level(scores.get("stretched_percent"), STRETCHED_PERCENT)
+    if level != "ok":
+        return level, (f"the deformation changes the volume of {scores['stretched_percent']:.0f} % of the body more "
+                       "than five times: check that the moving volume shows all of it.")
     level = _level(scores.get("inverse_error_mm"), INVERSE_ERROR_MM)
     if level != "ok":
         return level, f"there and back misses by {scores['inverse_error_mm']:.2g} mm on average: leave the inverse."

@@ -7,6 +7,7 @@ from scipy import ndimage
 
 from Dataloader.synthetic import make_subject
 from Inference.registration import register
+from Inference.scores import stretched_percent
 from Inference.verdict import (
     ALIKE,
     COVERED_PERCENT,
@@ -15,6 +16,7 @@ from Inference.verdict import (
     LEAST_LIST,
     SCALES,
     SHEAR_DEGREES,
+    STRETCHED_PERCENT,
     TURN_DEGREES,
     judge,
     judge_list,
@@ -47,6 +49,7 @@ def test_a_good_pair_is_ok_without_a_reason():
     ({"segmentations": ["fixed", "moving"]}, "doubtful", "both volumes are segmentations"),
     ({"folding_body_percent": FOLDED_PERCENT[0] + 0.5}, "doubtful", "folds in 1.5 %"),
     ({"folding_body_percent": FOLDED_PERCENT[1] + 5}, "failed", "folds in 15 %"),
+    ({"stretched_percent": STRETCHED_PERCENT[0] + 1}, "doubtful", "changes the volume of 6 % of the body"),
     ({"inverse_error_mm": INVERSE_ERROR_MM[0] + 0.5}, "doubtful", "misses by 1.5 mm"),
     ({"dice": 0.45}, "failed", "overlap less than before"),
     ({"dice_before": 0.0, "dice": 0.05}, "failed", "hardly overlap"),
@@ -95,6 +98,16 @@ def found_by(fixed, moving, moving_affine=None, **options):
         warnings.simplefilter("ignore", UserWarning)
         placed = moving, np.eye(4) if moving_affine is None else moving_affine
         return register((fixed, np.eye(4)), placed, **{"affine": False, "refine": False, **options})
+
+
+def test_a_part_stretched_over_a_gap_is_told_from_an_affine_change_of_size():
+    body = np.ones((20, 8, 8), bool)
+    field = np.zeros((3, *body.shape), np.float32)
+    field[0, 10:] = -0.9 * np.arange(10)[:, None, None]  # the second half shows a tenth of its length
+    assert 45 <= stretched_percent(field, np.eye(4), body) <= 50
+    field[0] = -0.9 * np.arange(20)[:, None, None]
+    assert stretched_percent(field, np.eye(4), body) == 100
+    assert stretched_percent(field, np.diag([0.1, 1, 1, 1]), body) == 0
 
 
 @pytest.mark.slow
