@@ -44,7 +44,10 @@ def stage(folder, manifest, place, show=True):
     if "$" in str(parent) or not parent.is_dir():
         raise InputError(f"data.stage {place}: no folder {parent} on this node; correct it, or set it to \"\".")
     remove_unused(parent, copy_of(manifest, parent))
-    while (target := copy_of(manifest, parent)) not in HELD:
+    while True:
+        target = copy_of(manifest, parent)
+        if target in HELD:
+            break
         if not make_private(target):
             continue  # another user took this name meanwhile: try the next
         handle, alone = open_lock(target, len(manifest["files"]), show)

@@ -258,7 +258,7 @@ def test_labels_are_found_by_all_ranks_together(data):
     ({"data__label_ids": "3"}, ["but 1 of 6 training volumes have labels that data.label_ids 3 permits", "or set"]),
     ({"data__labelled_pairs": 0.5, "loss__dice": 0}, ["data.labelled_pairs=0.5", "loss.dice is 0"]),
     ({"data__labelled_pairs": 0.5, "data__pair_subjects": "same"}, ["no pair is left among"]),
-    ({"data__label_ids": "70-80"}, ["ids \"70-80\" select none"]),
+    ({"data__label_ids": "70-80"}, ["ids \"70-80\" select no volume"]),
     ({"registration__masks": True, "data__train_ids": "2,3", "data__expect_samples": 2}, ["none of 2", "has a mask"]),
     ({"registration__labels": "7-9"}, ["no label but the background among registration.labels 7-9"]),
     ({"registration__labels": "3-1"}, ["registration.labels \"3-1\" has the bad part"]),
