@@ -8,6 +8,9 @@ ends, whatever the ranks died of: `python -m Dataloader.staging PLACE`.
 Everybody may write to the place (/dev/shm). So a copy is a folder of this user that nobody else may enter. Where
 another user has taken its name, that folder is left alone and the copy gets another name.
 """
+import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+
+# isort: split
 import contextlib
 import errno
 import fcntl
@@ -240,7 +243,7 @@ def copy_file(path, target, checksum=None):
     partial = target.with_name(f"{target.name}.tmp")
     total = hashlib.sha256()
     with open(path, "rb") as file, open(partial, "wb", opener=private) as copy:
-        while chunk := file.read(CHUNK):
+        for chunk in iter(lambda: file.read(CHUNK), b""):
             total.update(chunk)
             copy.write(chunk)
     if checksum and total.hexdigest() != checksum:
