@@ -253,7 +253,7 @@ def check_together(cfg, path):
     for key in ("registration.window", "refine.window"):
         if cfg[key] % 2 == 0:
             raise InputError(f"{path}: {key} must be odd, not {cfg[key]}.")
-    if min(size) < 2 ** (cfg["registration.scales"] - 1):
+    if cfg["registration.scales"] > min(size).bit_length():  # no power: the number may be astronomical
         raise InputError(f"{path}: data.img_size {size} cannot be halved for registration.scales "
                          f"{cfg['registration.scales']}.")
     if cfg["loss.segment"] and not (cfg["model.structures"] and cfg["loss.dice"]):

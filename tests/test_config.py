@@ -49,6 +49,16 @@ def test_the_production_config_has_the_recipe_of_the_small_ones():
     assert om["data.expect_samples"] == 0
 
 
+@pytest.mark.parametrize("scales, fits", [(8, True), (9, False), (2 ** 53 + 1, False)])
+def test_an_image_is_halved_no_more_often_than_it_can_be(scales, fits):
+    words = [f"registration.scales={scales}"]
+    if fits:
+        assert load_config(ROOT / "Config/config_om.yaml", words)["registration.scales"] == scales
+    else:
+        with pytest.raises(InputError, match=f"cannot be halved for registration.scales {scales}"):
+            load_config(ROOT / "Config/config_om.yaml", words)
+
+
 @pytest.mark.parametrize("name, base", [
     *[(name, "config_om.yaml") for name in ("config_medium", "config_hippocampus", "config_demo", "config_universal",
                                             "config_cmr")], ("config_lung_ct", "config_cmr.yaml")])
