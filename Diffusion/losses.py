@@ -126,12 +126,14 @@ class _ShiftedMean(torch.autograd.Function):
         return _ShiftedMean.apply(grad, ctx.window, not ctx.transposed), None, None
 
 
-def _counted_mean(values, counted):
-    """The mean over the samples of each one's mean of values (B, C, *spatial) under `counted`, of the same shape.
+def counted_means(values, counted):
+    """Each sample's mean of values (B, C, *spatial) under `counted`, of the same shape: (B,); 0 if nothing counts."""
+    return (values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1.0)
 
-    A sample of which nothing counts adds 0.
-    """
-    return ((values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1.0)).mean()
+
+def _counted_mean(values, counted):
+    """The mean over the samples of their `counted_means`."""
+    return counted_means(values, counted).mean()
 
 
 class _LocalCorrelation(torch.autograd.Function):

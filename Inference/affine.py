@@ -20,6 +20,7 @@ from Dataloader.grids import foreground_box, rescale, to_canonical, to_grid
 from Diffusion.fields import identity, warp
 from Diffusion.losses import (
     box_mean,
+    counted_means,
     local_correlation_map,
     mind_similarity,
     mutual_information,
@@ -549,8 +550,7 @@ def _alike(maps, level, similarity):
         alike = global_correlation(fixed, warped, weight)
     elif similarity == "local":
         values, counted = local_correlation_map(warped, fixed, WINDOW, weight=weight)
-        counted = weight * counted
-        alike = (values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1.0)
+        alike = counted_means(values, weight * counted)
     else:
         bins = min(MOST_BINS, round(level["fixed"].numel() ** (1 / 3)))
         alike = torch.stack([mutual_information(image, target, count, bins)

@@ -96,7 +96,7 @@ def append_records(file, records):
 def missing_draws(item, draws, records, out):
     """Numbers of the draws of a volume that have to be made: without a record, or with other files than it says.
 
-    draws: how many are asked for.
+    draws: the number of copies to draw.
     """
     digests = source_digests(item) if records else None
     missing = []

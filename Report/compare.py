@@ -119,7 +119,6 @@ def compared(runs, out):
     return DONE
 
 
-
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m Report.compare", description="Runs side by side: keys "
                                      "that differ, curves on one axis, final figures, cost; also for progress.md.")

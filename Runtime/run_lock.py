@@ -41,8 +41,8 @@ class TakenOver(InputError):
 def run_folder(root, data_name, net_name, fresh=False, cfg=None):
     """Folder of the run: the newest generation of `<root>/<data>_<net>`, `...-2`, `...-3`; created with its `tmp/`.
 
-    fresh: begin the next generation instead of continuing one. cfg: of the training; of several generations the newest
-    that was trained with these settings is continued, and the newest of all where there is none. A line says so.
+    fresh: begin the next generation instead of continuing one. cfg: of the training. Of several generations, this takes
+    the newest that was trained with these settings, else the newest of all, and prints which.
     Returns: Path. Raises InputError for a data_name that cannot be part of a file name.
     """
     check_name("data.name", data_name)

@@ -459,7 +459,7 @@ def test_forward_of_every_network(tmp_path, name, dims):
 
 
 def test_ids_that_select_nothing_fail_before_the_training(tmp_path):
-    """G9: the preflight opens the data as the training will. Where there are none yet it has nothing to say."""
+    """G9: the preflight opens the data as the training will. Without data yet, it says nothing."""
     assert checks.check_data(context(tmp_path), print)["ok"] is None
     make_data(tmp_path)
     found = checks.check_data(context(tmp_path), print)

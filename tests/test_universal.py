@@ -105,7 +105,7 @@ def test_the_file_that_comes_along_brings_subjects_together_that_it_has_never_se
 
 
 def test_its_licence_is_in_the_file_and_in_its_card():
-    """G18: who has only one of the two knows what the weights may be used for."""
+    """G18: the weights and their card each name the licence."""
     licence = read_weights(loading.UNIVERSAL)[1]["license"]
     assert licence == "Apache-2.0" and f'license: "{licence}"' in loading.UNIVERSAL.with_suffix(".md").read_text()
     setup = (ROOT / "setup.py").read_text()
