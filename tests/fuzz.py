@@ -19,6 +19,7 @@ import csv
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -270,6 +271,15 @@ def moved_line(rng, text):
     return f"line {place + 1} {what}: {lines[place][:40]}", "\n".join(kinds[what])
 
 
+def list_in_lines(text, key):
+    """The list that stands below a key with one item a line, as bytes for each item; None for any other value."""
+    lines = [line for line in text.split(b"\n") if not line.startswith(b"#")]
+    if (head := b"  " + key.split(".")[1].encode() + b":") not in lines:
+        return None
+    return [line[4:] for line in itertools.takewhile(lambda line: line.startswith(b"  - "),
+                                                     lines[lines.index(head) + 1:])]
+
+
 DERIVED = {"data.root": {"data.name", "data.cache"}, "data.name": {"data.cache"}}
 
 
@@ -284,7 +294,8 @@ def config_silent(work, changed, expected):
         if key == changed:
             if expected is not None and not any(same_value(key, value, right) for right in expected):
                 return f"{key} became {value!r}, right is {expected}"
-        elif value != whole[key] and key.split(".")[1].encode() + b": " + yaml_text(value) not in text:
+        elif value != whole[key] and key.split(".")[1].encode() + b": " + yaml_text(value) not in text \
+                and list_in_lines(text, key) != [*map(yaml_text, np.atleast_1d(value).tolist())]:
             return f"{key} became {value!r} from {whole[key]!r}"
     return ""
 
