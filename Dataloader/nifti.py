@@ -31,7 +31,8 @@ SUFFIXES = (*NIFTI, *FREESURFER, *formats.READ)  # of the files that hold volume
 WRITTEN = (*NIFTI, *FREESURFER, *formats.WRITTEN)
 READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError,
                nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError, gzip.BadGzipFile,
-               TypeError)  # nibabel's answer to a .mgh file that is shorter than its header
+               TypeError,  # nibabel's answer to a .mgh file that is shorter than its header
+               OverflowError)  # and to voxels that begin at infinity
 MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes of metre and micrometre; ITK takes all others for millimetres
 MOST_BYTES = 16 * 2 ** 30  # of a compressed file's voxels, so that a damaged header cannot ask for all memory
 CHUNK = 8 * 2 ** 20  # bytes decompressed at a time
@@ -40,6 +41,7 @@ MOST_LABELS = 500  # different whole numbers of a label map
 EQUAL_NEIGHBOURS = 0.7  # of the voxels of a label map that show something, those like the next one
 ROUNDED = 1e-3  # of a label: what a scale factor such as 1.000015 may add
 VECTOR = 1007  # NIfTI's intent of a vector per voxel, which ITK and ANTs write for displacement fields
+PLACE_CODES = range(6)  # of sform and qform
 PLACED_APART = 0.1  # of a voxel: what sform and qform may differ by without a word
 FSL_INTENTS = range(2006, 2020)  # displacements and coefficients of FNIRT and TOPUP
 LPS = np.array([-1.0, -1.0, 1.0])  # signs from RAS to ITK's world, whose first two axes point the other way
@@ -202,9 +204,20 @@ def open_nifti(path):
         return as_nifti(image)
     if not isinstance(image, nibabel.Nifti1Image):
         raise InputError(f"{path}: {type(image).__name__} is not single-file NIfTI; convert it to .nii.gz.")
+    _require_place_codes(path, image)
     if not ends_in(path, ".gz"):
         _require_bytes(path, image, path.stat().st_size)
     return image
+
+
+def _require_place_codes(path, image):
+    """Raise InputError for a code that NIfTI does not define: nibabel would ignore its matrix, and ITK would not."""
+    with nibabel.openers.ImageOpener(path) as file:
+        header = type(image.header).from_fileobj(file, check=False)
+    for name in ("sform_code", "qform_code"):
+        if int(header[name]) not in PLACE_CODES:
+            raise InputError(f"{path}: its {name} is {int(header[name])}, and NIfTI defines 0 to {PLACE_CODES[-1]}; "
+                             "the header is damaged: export the file again, or set the code with nibabel or fslorient.")
 
 
 def as_nifti(image):

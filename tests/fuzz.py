@@ -31,6 +31,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -988,12 +989,21 @@ def fuzz(count, seed, kinds=tuple(KINDS), workers=1, only=(), keep=None, tell=No
                 os._exit(code)
         os.close(writing)
         children.append((pid, reading))
-    for pid, reading in children:
+
+    def collect(reading):
         with open(reading) as pipe:
             for line in pipe:
                 rows.append(json.loads(line))
                 if tell:
                     tell(rows[-1])
+
+    # All pipes at once: a worker whose pipe is full would wait until the workers before it have ended.
+    readers = [threading.Thread(target=collect, args=(reading,)) for _, reading in children]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    for pid, _ in children:
         os.waitpid(pid, 0)
     if len(rows) < len(numbers):
         raise RuntimeError(f"{len(numbers) - len(rows)} inputs were not tried: a worker ended")

@@ -1,6 +1,7 @@
 import gzip
 import itertools
 import os
+import struct
 import tracemalloc
 from pathlib import Path
 
@@ -250,6 +251,19 @@ def test_other_image_format(tmp_path):
     nibabel.save(nibabel.Spm99AnalyzeImage(noise(), np.eye(4)), tmp_path / "v.img")
     with refused("v.img", "not single-file NIfTI"):
         read_volume(tmp_path / "v.img")
+
+
+@pytest.mark.parametrize("at, form, value, reason", [
+    (254, "<h", 8, "its sform_code is 8"), (252, "<h", -1, "its qform_code is -1"),
+    (108, "<f", np.inf, "not a readable NIfTI file")])
+def test_header_fields_that_mean_nothing_are_refused(tmp_path, at, form, value, reason):
+    """nibabel sets such a code to 0 and goes by the other matrix; ITK goes by the matrix of the code."""
+    write_volume(tmp_path / "v.nii", noise(), OBLIQUE)
+    content = bytearray((tmp_path / "v.nii").read_bytes())
+    struct.pack_into(form, content, at, value)
+    (tmp_path / "v.nii").write_bytes(content)
+    with pytest.raises(InputError, match=f"v.nii: {reason}"):
+        read_header(tmp_path / "v.nii")
 
 
 @pytest.mark.parametrize("read", [read_volume, read_label])
