@@ -36,7 +36,7 @@ from Inference.load_model import find_checkpoint, load_state
 from Runtime import agree, checkpoint, launch, memory, watchdog, writer
 from Runtime.config import load_config, modes_of
 from Runtime.device import autocast, pick_device, prepare_device, send
-from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
+from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError, keep_freed_memory
 from Runtime.files import is_passing, passing_fault, patiently
 from Runtime.global_batch import split_step
 from Runtime.keyed_random import uniform
@@ -521,6 +521,7 @@ def finish_epoch(run, began):
 
 def main(argv=None):
     args = parse_arguments(argv)
+    keep_freed_memory()
     run = None
     try:
         cfg = load_config(args.config, args.overrides)

@@ -131,7 +131,7 @@ def clipped_away(found):
     """A mode whose gradient is cut so far that Adam, which all modes share, hardly sees it."""
     cfg, steps = config_of(found), tail_of(step_columns(found), CLIP_STEPS)
     modes = {mode["name"]: mode for mode in modes_of(found)}
-    limits = {name: cfg.get(mode["clip_norm"]) for name, mode in modes.items()}
+    limits = {name: cfg.get(mode.get("clip_norm")) for name, mode in modes.items()}
     norms, kept = {}, {}
     for name, column in steps.items():
         mode = name.removeprefix("norms.")
@@ -157,7 +157,7 @@ def clipped_away(found):
 def stuck_gate(found):
     """A mode waits behind its gate, and `ang` does not come nearer to it."""
     cfg, steps = config_of(found), step_columns(found)
-    mode = next((mode for mode in modes_of(found) if mode["gate"]), None)
+    mode = next((mode for mode in modes_of(found) if mode.get("gate")), None)
     if mode is None or len(steps["step"]) < GATE_STEPS:
         return []
     gate = cfg[mode["gate"]]

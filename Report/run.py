@@ -82,6 +82,8 @@ def nothing(sentence):
 
 def time_html(found):
     """Goodput over the time, by kind and by the cause of each end."""
+    if not attempts_of(found):
+        return nothing("attempts.jsonl has no line of a beginning that can be read.")
     return (grid([time_chart(found)]).replace('class="charts"', 'class="charts one"')
             + captioned(kinds_table(found), f"Goodput {100 * goodput(add_up(found)[0]):.1f} %")
             + captioned(causes_table(found), "What each cause has cost"))
@@ -167,7 +169,7 @@ def pictures_html(found):
 def profile_html(found):
     """The operations that took most time in the newest profile (--profile)."""
     paths = sorted((found["run"] / "profile").glob("*.json"))
-    profile = read_json(paths[-1]) if paths else {}
+    profile = read_json(paths[-1], {}) if paths else {}
     if not profile.get("top"):
         return ""
     rows = [[row["name"], row["calls"], row["ms"], row["share"]] for row in profile["top"]]

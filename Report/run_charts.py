@@ -50,14 +50,14 @@ def gradient_charts(found):
     x, charts, rates, modes = steps["step"], [], [], {mode["name"]: mode for mode in modes_of(found)}
     for name in [name for name in steps if name.startswith("norms.")]:
         mode, column = name.removeprefix("norms."), steps[name]
-        limit = cfg.get(modes[mode]["clip_norm"]) if mode in modes else None
+        limit = cfg.get(modes[mode].get("clip_norm")) if mode in modes else None
         charts.append(line_chart(f"gradient norm, {mode}", [(mode, x, column)], marks, log=True,
                                  limits=[(f"clipped to {limit:g}", limit)] if limit else [],
                                  note=f"dashed: clipped to {limit:g}" if limit else "not clipped"))
         if limit:
             rates.append((mode, x, np.where(np.isfinite(column), 100.0 * (column > limit), np.nan)))
     charts.append(line_chart("steps that are clipped, %", smoothed(rates), marks, note="mean of 50 steps"))
-    for mode in [mode for mode in modes.values() if mode["gate"]]:
+    for mode in [mode for mode in modes.values() if mode.get("gate")]:
         charts.append(line_chart("gate open, % of the steps", smoothed([("open", x, 100 * steps["open"])]), marks,
                                  note=f"{mode['name']} runs where ang is below {cfg.get(mode['gate'], '-')}; "
                                  "mean of 50 steps"))

@@ -22,6 +22,11 @@ NESTED = ("terms", "norms", "spent")  # dicts of numbers in a line "step"; each 
 PLAIN = ("step", "attempt", "time", "epoch", "open", "nonfinite", "lr", "samples")
 FEW_RANKS = 8  # are read whole; of each of many ranks at most the share of READ_BYTES at the end of its log
 READ_BYTES = 64 * 2 ** 20
+# What the files beside the logs have to look like (`of_form`), as far as a report goes by it.
+MODE = {"name": str, "curve": str, "terms": [str]}
+FORMS = {"launch": {"command": [str], "modes": [{**MODE, "clip_norm": str, "gate": str}], "packages": {},
+                    "settings": {}, "job": {}},
+         "manifest": {"checkpoints": {"*": {"bytes": (int, float)}}}, "lock": {}}
 
 
 def read_run(run):
@@ -50,7 +55,7 @@ def read_run(run):
     found["epochs"] = [found["epochs"][number] for number in sorted(found["epochs"])]
     found["events"].sort(key=lambda line: line.get("time", 0))
     for name in ("lock", "manifest"):
-        found[name] = read_json(run / f"{name}.json")
+        found[name] = read_json(run / f"{name}.json", FORMS[name])
     pictures = sorted((run / "pictures").glob("*.png"))
     return {**found, "launches": read_launches(run), "pictures": pictures}
 
@@ -162,13 +167,28 @@ def tail_of(columns, count):
 # What belongs to the run beside its logs
 # ---------------------------------------------------------------------------------------------------------------------
 
-def read_json(path):
-    """The object in a JSON file; {} where there is none, or none that is whole."""
+def read_json(path, form):
+    """What a JSON file holds of a form (see `of_form`); {} if it is missing or damaged."""
     try:
         content = json.loads(path.read_text(errors="replace"))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return of_form(content, form) if isinstance(content, dict) else {}
+
+
+def of_form(content, form):
+    """The parts of a JSON value that have the form of what was written: damage costs the parts that it hit.
+
+    form: a type or tuple of types; [form] for a list of such values; {name: form} for an object, whose other names are
+    kept as they are, or {"*": form} for one whose values are all alike. Returns: those parts, None where nothing fits.
+    """
+    if isinstance(form, list) and isinstance(content, list):
+        parts = [of_form(part, form[0]) for part in content]
+        return [part for part in parts if part is not None]
+    if isinstance(form, dict) and isinstance(content, dict):
+        parts = {name: of_form(part, form.get(name, form.get("*", object))) for name, part in content.items()}
+        return {name: part for name, part in parts.items() if part is not None}
+    return content if isinstance(form, (type, tuple)) and isinstance(content, form) else None
 
 
 def read_launches(run):
@@ -180,13 +200,14 @@ def read_launches(run):
             flat = flatten(yaml.safe_load(config.read_text()), config)
         except (OSError, ValueError, yaml.YAMLError):
             continue  # a machine died while it was written
-        launches.append({**read_json(folder / "launch.json"), "number": folder.name, "config": flat})
+        launches.append({**read_json(folder / "launch.json", FORMS["launch"]), "number": folder.name, "config": flat})
     return launches
 
 
 def modes_of(found):
-    """The modes of the newest launch, as `provenance.described` has them, in order. found: of `read_run`."""
-    return found["launches"][-1].get("modes", []) if found["launches"] else []
+    """The modes of the newest launch, as `provenance.described` has them, without None. found: of `read_run`."""
+    modes = found["launches"][-1].get("modes", []) if found["launches"] else []
+    return [mode for mode in modes if MODE.keys() <= mode.keys()]
 
 
 def losses_of(found):

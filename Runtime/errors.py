@@ -1,4 +1,5 @@
 """The one exception for bad input, the test for exhausted memory, and the exit codes of all programs."""
+import ctypes
 import signal
 import sys
 
@@ -7,6 +8,8 @@ DONE = 0
 PLANNED_RESTART = 42
 STOP = 43  # a person is needed
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+
 
 class InputError(ValueError):
     """Something the user gave us is wrong: a file, a key, a checkpoint.
@@ -14,6 +17,10 @@ class InputError(ValueError):
     The message is one sentence that names the input and says what to do. Programs print it without a traceback and
     exit with STOP, which the restart loop does not retry.
     """
+
+    def __init__(self, sentence):
+        # What a file says may hold characters that would break the line or move the cursor of a terminal.
+        super().__init__("".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in sentence))
 
 
 def parse_options(parser, argv=None):
@@ -59,8 +66,21 @@ def attempt(name, function, *args):
                 "device or machine with more.")
 
 
+def keep_freed_memory(keep=True):
+    """Have glibc keep freed memory for the next tensors of this process, or, with keep=False, give it back as usual.
+
+    By default it returns each block of 32 MiB or more to Linux at once and gets it back page by page: a tenth of the
+    time of a pair of brains, and a fifth of that of a training step at 96^3. Kept, memory rises by up to a half.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0 if keep else 65536)
+        libc.mallopt(M_TRIM_THRESHOLD, -1 if keep else 2 ** 17)
+
+
 def run_program(run, args):
     """Call run(args), a program with its options, of which `out` is where its results go. Returns the exit code."""
+    keep_freed_memory()
     try:
         code = attempt(args.out, run, args)
         if not isinstance(code, str):

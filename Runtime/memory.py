@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from Runtime import watchdog
+from Runtime.errors import keep_freed_memory
 
 XPU_SHARE = 0.7
+SHORT = 0.5  # of what is used on the host: with less that is free, malloc keeps no freed memory any more
 WINDOW = 20  # samples needed to judge
 # What counts as a leak: a straight line through the samples that rises
 LEAST_SLOPE = 2 ** 20  # by so many bytes per step
@@ -51,8 +53,12 @@ def watch(state, step):
     Returns: whether memory runs out soon.
     """
     state["count"] += 1
+    sample = measure(state["device"], state["limit"])
+    if sample["host_free"] is not None and sample["host_free"] < SHORT * sample["host_used"]:
+        keep_freed_memory(False)
+        trim()
     if state["count"] > 2:  # the jump of the first steps would hide a small leak
-        state["samples"].append(measure(state["device"], state["limit"]))
+        state["samples"].append(sample)
         state["steps"].append(step)
         leak = find_leak(state["samples"], state["steps"])
         if leak and not state["leak"]:

@@ -6,7 +6,7 @@ import signal
 import threading
 from concurrent.futures.process import BrokenProcessPool
 
-from Runtime.errors import InputError
+from Runtime.errors import InputError, keep_freed_memory
 
 POLL_S = 0.3
 
@@ -39,9 +39,10 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
 
 
 def _begin(begin, arguments):
-    """In a new process: leave Ctrl-C to the main process, and end with it."""
+    """In a new process: leave Ctrl-C to the main process, end with it, and allocate as it does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    keep_freed_memory()
     if begin:
         begin(*arguments)
 

@@ -232,6 +232,30 @@ def test_what_the_c_library_keeps_is_given_back():
     assert kept - _host_used() > 150 * MIB and blocks
 
 
+FREED = """
+import resource, sys, torch
+from Runtime.errors import keep_freed_memory
+if sys.argv[1] != "as it is":
+    keep_freed_memory()
+for number in range(40):
+    if number == 30 and sys.argv[1] == "given back":
+        keep_freed_memory(False)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2 ** 22)  # 16 MiB
+    torch.ones(2 ** 25)  # 128 MiB
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@linux
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep other amounts")
+def test_freed_memory_is_kept_for_the_next_tensor():
+    """By itself glibc gets the pages of each large tensor from Linux anew."""
+    pages = {word: int(subprocess.run([sys.executable, "-c", FREED, word], cwd=ROOT, check=True, capture_output=True,
+                                      text=True).stdout) for word in ("as it is", "kept", "given back")}
+    assert pages["kept"] < 50 < min(pages["as it is"], pages["given back"]), pages  # 64 where pages are huge
+
+
 def test_processes_that_end_while_they_are_counted():
     """Loader workers come and go at any time; a process may be gone between two looks at it."""
     with subprocess.Popen(["sleep", "60"]) as sleeping:

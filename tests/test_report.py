@@ -128,6 +128,25 @@ def test_a_config_of_noise_is_left_out(tmp_path):
     assert "the config is not known" in page_of(run, tmp_path / "page.html")
 
 
+def test_damage_costs_the_parts_that_it_hit(tmp_path, capsys):
+    """Each was a traceback of the report: tests/fuzz.py found them."""
+    run = made_up_run(tmp_path / "run", 60)
+    path = run / "launches/0000/launch.json"
+    launch = json.loads(path.read_text())
+    terms = launch["modes"][0]["terms"]
+    launch["command"][1:1], terms[1:1] = [True, {}, None], [[], 7]
+    launch["modes"].append({"name": 3})
+    path.write_text(json.dumps({**launch, "packages": []}))
+    (run / "manifest.json").write_text('{"checkpoints": {"a": null, "b": {"bytes": "many"}}}')
+    page = page_of(run, tmp_path / "page.html")
+    assert " ".join(word for word in launch["command"] if isinstance(word, str)) in page
+    assert main([str(run), "--text"]) == 0 and all(name in capsys.readouterr().out for name in terms[:1])
+    lines = (run / "attempts.jsonl").read_text().splitlines()
+    kept = [line for line in lines if '"begin"' not in line]
+    (run / "attempts.jsonl").write_text("\n".join([*kept, '{"event": "x", "attempt": 0}', ""]))
+    assert "no line of a beginning" in page_of(run, tmp_path / "page.html")
+
+
 def test_what_a_log_says_is_escaped(tmp_path):
     run = made_up_run(tmp_path / "run", 20, events=[(0, {"event": "leak", "step": 9, "time": 1.0, "who": "graph",
                                                          "bytes_per_step": 1, "steps_left": 3, "sentence": NASTY})],
