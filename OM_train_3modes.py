@@ -54,6 +54,7 @@ from Runtime.progress import (
     show_epoch,
     show_progress,
 )
+from Supervisor.run import close_run, open_run
 
 WHY_LEFT = {"steps": "--max-steps-before-restart", "time": "--max-seconds-before-restart",
             "signal": "asked by a signal", "memory": "memory of another rank runs out"}
@@ -531,7 +532,7 @@ def main(argv=None):
         modes_of(cfg, MODES)  # a config without any ends here, before a folder is made
         if args.dry_run:
             return dry_run(cfg, ranks.world_size, MODES)
-        run = launch.open_run(ranks, cfg, args.fresh)
+        run = open_run(ranks, cfg, args.fresh)
         code = train(cfg, args, ranks, run)
     except OSError as error:
         if run or is_passing(error):
@@ -550,7 +551,7 @@ def main(argv=None):
         release(remove=True)
         code = STOP
     if run:
-        launch.close_run(ranks, run, code)
+        close_run(ranks, run, code)
     return code
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-FOLDERS = ("Runtime", "Report", "Dataloader", "Diffusion", "Inference", "Study")
+FOLDERS = ("Runtime", "Supervisor", "Report", "Dataloader", "Diffusion", "Inference", "Study")
 DATA = ("Report/*.css", "Report/*.js", "Config/*.yaml", "Inference/*.safetensors", "Inference/*.md", "docs/messages.md")
 IMPORT = re.compile(rf"^( *)(from|import) (?=({'|'.join(FOLDERS)}|OM_\w+)\b)", re.M)
 

@@ -49,6 +49,17 @@ def first_line(error):
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
+def ranges(numbers):
+    """[0, 1, 2, 5] becomes "0-2, 5"."""
+    parts = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
+
+
 def attempt(name, function, *args):
     """Call function(*args), so that one bad input of many does not end the work on the others.
 

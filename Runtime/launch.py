@@ -9,20 +9,14 @@ import gc
 import json
 import os
 import socket
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from Runtime import attempts, watchdog
+from Runtime import watchdog
 from Runtime.device import backend
-from Runtime.errors import InputError
-from Runtime.files import patiently
-from Runtime.global_batch import fix_step
-from Runtime.run_lock import hold, is_held, lock, run_folder, unlock
-from Runtime.verdict import ranges
+from Runtime.errors import InputError, ranges
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world_size": ("WORLD_SIZE", "SLURM_NTASKS")}
@@ -30,8 +24,6 @@ NOBODY = "nobody"  # is missing; not empty, which is what a key of the store is 
 HEAR_S = 10.0  # time for all ranks to read the result of rank 0's roll call
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 OF_A_NODE = ("data.stage", "run.threads")  # keys in which ranks may differ
-LOCK_S = 60.0  # rank 0 tries for so long to write the lock, while the others wait for it
-LAST_WORDS_S = 10.0  # rank 0 judges the attempt when all ranks have closed their logs, or after this time
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
 
 
@@ -217,48 +209,6 @@ def broadcast(ranks, key, value=None):
     return ranks.store.get(key).decode()
 
 
-def open_run(ranks, cfg, fresh):
-    """Meet the other ranks and agree on the run's folder; lock it, number the attempt, start the watchdog.
-
-    Sets ranks.step: samples and pairs of a step, fixed by the first launch of the run (Runtime/global_batch.py).
-    A launcher has done all but the meeting, and passes the results as OMNIMORPH_* variables.
-    fresh: begin a new folder. Returns: Path of the folder.
-    """
-    if "OMNIMORPH_RUN" in os.environ:
-        return open_launched_run(ranks, cfg)
-    rendezvous(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
-    require_one_config(ranks, cfg)
-    if ranks.rank == 0:
-        run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh, cfg)
-        ranks.token = lock_patiently(run, cfg)
-        ranks.step = fix_step(run, cfg, ranks.world_size)
-        ranks.attempt = attempts.begin(run, ranks.token, ranks.world_size)
-    run = Path(broadcast(ranks, "run", str(run) if ranks.rank == 0 else None))
-    ranks.attempt = int(broadcast(ranks, "attempt", str(ranks.attempt)))
-    ranks.step = json.loads(broadcast(ranks, "step", json.dumps(ranks.step)))
-    hold(run, broadcast(ranks, "token", ranks.token))
-    watchdog.start(run, ranks.rank, ranks.attempt, cfg, launcher=False)
-    show_moves(ranks)
-    return run
-
-
-def open_launched_run(ranks, cfg):
-    """`open_run` in a rank that the launcher has started."""
-    run = Path(os.environ["OMNIMORPH_RUN"])
-    token = os.environ["OMNIMORPH_TOKEN"]
-    ranks.step = json.loads(os.environ["OMNIMORPH_STEP"])
-    watchdog.start(run, ranks.rank, int(os.environ["OMNIMORPH_ATTEMPT"]), cfg, launcher=True)
-    hold(run, token)
-    if ranks.rank == 0:
-        lock_patiently(run, cfg, token)
-    watchdog.phase("meet")
-    rendezvous(ranks, cfg["run.join_s"], token)
-    show_moves(ranks)
-    require_one_config(ranks, cfg)
-    watchdog.event("met")
-    return run
-
-
 def require_one_config(ranks, cfg):
     """Raise InputError on every rank if the configs of two ranks differ, naming the first that does, and the key."""
     if ranks.world_size == 1:
@@ -274,35 +224,6 @@ def require_one_config(ranks, cfg):
                   f"{configs[0].get(key)!r}: start all ranks with the same config and --set.")
     if sentence := store.get("other config").decode():
         raise InputError(sentence)
-
-
-def lock_patiently(run, cfg, token=None):
-    """Take or join the lock of a run folder, see `lock`; wait for a file system that does not answer."""
-    return patiently(lambda: lock(run, attempts.stale_after_s(cfg), token=token),
-                     min(cfg["run.patience_s"], LOCK_S), f"the lock of {run}")
-
-
-def close_run(ranks, run, code):
-    """Close the log; without a launcher, rank 0 also writes how the attempt ended and unlocks the folder.
-
-    code: exit code of this process.
-    """
-    if not is_held(run):
-        return  # another launch writes there now
-    watchdog.finish()
-    if ranks.attempt is not None and ranks.world_size > 1:
-        with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may be dead
-            ranks.store.set(f"closed/{ranks.rank}", "1")
-        if ranks.rank == 0:
-            keys = [f"closed/{rank}" for rank in range(ranks.world_size)]
-            wait_for_keys(ranks.store, keys, time.time() + LAST_WORDS_S)
-    if ranks.token is not None:
-        try:
-            attempts.end(run, ranks.attempt, code, quiet=True, patience_s=LOCK_S)
-            unlock(run, ranks.token)
-            attempts.remove_refused(run)
-        except OSError as error:  # the next launch judges this attempt from its logs
-            print(f"{run}: how this attempt ended could not be written: {error}", file=sys.stderr)
 
 
 def join(ranks, device, cfg):

@@ -5,7 +5,7 @@ Below, a record is what `read_rank` returns; `records` has one for each rank, in
 """
 import signal
 
-from Runtime.errors import PLANNED_RESTART, STOP
+from Runtime.errors import PLANNED_RESTART, STOP, ranges
 from Runtime.files import PASSING, read_lines
 
 # Errors of a backend when another rank is gone: a consequence, never the cause.
@@ -92,17 +92,6 @@ def places(records):
     for record in records:
         numbers.setdefault(where(record), []).append(record["rank"])
     return "; ".join(f"rank {ranges(there)}: {place}" for place, there in numbers.items())
-
-
-def ranges(numbers):
-    """[0, 1, 2, 5] becomes "0-2, 5"."""
-    parts = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def what_ranks_said(records, code):

@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # In a checkout the code lies beside this package, after `pip install` in it.
 ROOT = HERE if (HERE / "Runtime").is_dir() else HERE.parent
-FOLDERS = ("Runtime", "Report", "Dataloader", "Diffusion", "Inference", "Study", "Scripts")
+FOLDERS = ("Runtime", "Supervisor", "Report", "Dataloader", "Diffusion", "Inference", "Study", "Scripts")
 LEAST_LITERAL = 12  # letters of a refusal that have to be in a text: fewer would fit anything
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PRODUCT = ("OM_*.py", "setup.py", "omnimorph/**/*.py", "Scripts/**/*.py", "Runtime/**/*.py", "Report/**/*.py",
-           "Dataloader/**/*.py", "Diffusion/**/*.py", "Inference/**/*.py", "Study/**/*.py")
+PRODUCT = ("OM_*.py", "setup.py", "omnimorph/**/*.py", "Scripts/**/*.py", "Runtime/**/*.py", "Supervisor/**/*.py",
+           "Report/**/*.py", "Dataloader/**/*.py", "Diffusion/**/*.py", "Inference/**/*.py", "Study/**/*.py")
 SHOWN = ("Diffusion/figures.py", "Inference/pair_figures.py", "Inference/viewer.py", "Report/page.py")  # a pair's page
 
 

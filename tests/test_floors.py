@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # programs: OM_*.py and Scripts
-FLOORS = ("Runtime", "Report", "Dataloader", "Diffusion", "Inference", "Study", "programs")
+FLOORS = ("Runtime", "Supervisor", "Report", "Dataloader", "Diffusion", "Inference", "Study", "programs")
 
 
 def modules():

@@ -20,7 +20,7 @@ from tests import launching
 from tests.tiny import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-HOUSE = {"Runtime", "Report", "Dataloader", "Diffusion", "Inference", "Study", *PROGRAMS.values()}
+HOUSE = {"Runtime", "Supervisor", "Report", "Dataloader", "Diffusion", "Inference", "Study", *PROGRAMS.values()}
 # A stranger's own modules, of the same names as ours.
 STRANGER = """
 import Runtime, Config, tests

@@ -68,7 +68,8 @@ def test_more_terms_than_are_exchanged_are_named():
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
 def test_the_recipe_of_a_new_loss(tmp_path):
     code = tmp_path / "code"
-    for folder in ("Config", "Dataloader", "Diffusion", "Inference", "Report", "Runtime", "Scripts", "Study", "tests"):
+    for folder in ("Config", "Dataloader", "Diffusion", "Inference", "Report", "Runtime", "Scripts", "Study",
+                   "Supervisor", "tests"):
         shutil.copytree(ROOT / folder, code / folder, ignore=shutil.ignore_patterns("__pycache__", ".pytest_cache"))
     shutil.copy(ROOT / "OM_train_3modes.py", code)
     recipe = re.search(r"```diff\n(.*?)```", (ROOT / "docs/new_loss.md").read_text(), re.S)[1]

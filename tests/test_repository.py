@@ -13,8 +13,8 @@ import yaml
 from Runtime.config import KEYS
 from tests.tiny import ROOT
 
-FOLDERS = ["", "omnimorph", "Runtime", "Report", "Dataloader", "Diffusion", "Inference", "Study", "Scripts",
-           "Scripts/preflight", "Scripts/smoke", "Scripts/containers"]
+FOLDERS = ["", "omnimorph", "Runtime", "Supervisor", "Report", "Dataloader", "Diffusion", "Inference", "Study",
+           "Scripts", "Scripts/preflight", "Scripts/smoke", "Scripts/containers"]
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
 PROGRAMS = [path for folder in [*FOLDERS, "tests", ".ci"] for path in (ROOT / folder).glob("*")
            if path.is_file() and path.read_bytes()[:19] == b"#!/usr/bin/env bash"]

@@ -15,10 +15,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from Report.page import text_table
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE, STOP, InputError, ranges
 from Runtime.files import write_file
 from Runtime.global_batch import new_step, usable
-from Runtime.verdict import ranges
 from Scripts.preflight.checks import CHECKS, OF_THE_NODE, skipped
 
 # Exit codes beside those of Runtime/errors.py

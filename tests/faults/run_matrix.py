@@ -275,7 +275,7 @@ def stale_handles(folder, ranks, reference):
 def half_a_line_saved(folder, ranks, reference):
     """Somebody edits the code while the run trains from it, and it does not parse when a round begins."""
     code_folder = folder / "checkout"
-    for name in ("Config", "Dataloader", "Diffusion", "Inference", "Report", "Runtime", "Scripts"):
+    for name in ("Config", "Dataloader", "Diffusion", "Inference", "Report", "Runtime", "Scripts", "Supervisor"):
         shutil.copytree(ROOT / name, code_folder / name)
     for name in ("OM_train_3modes.py", "bash_train_multi_nodes.sh"):
         shutil.copy(ROOT / name, code_folder)

@@ -160,7 +160,7 @@ def test_a_wrong_master_address(slurm, shared):
 def test_ranks_at_different_commits(slurm, shared):
     clone, python = shared / "clone", shared / "python"
     subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
-    for name in ("Config", "Dataloader", "Diffusion", "Inference", "Report", "Runtime", "Scripts"):
+    for name in ("Config", "Dataloader", "Diffusion", "Inference", "Report", "Runtime", "Scripts", "Supervisor"):
         shutil.copytree(ROOT / name, clone / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-C", clone, "-c", "user.name=test", "-c", "user.email=test@localhost"]
     subprocess.run([*git, "commit", "--quiet", "--all", "--allow-empty", "-m", "another commit"], check=True)

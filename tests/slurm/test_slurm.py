@@ -27,7 +27,7 @@ RANKS, NODES = 4, 2
 def checkout(tmp_path_factory):
     """The files of this checkout in a folder of their own, whose Logs stay there."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("Config", "Dataloader", "Diffusion", "Inference", "Report", "Runtime", "Scripts"):
+    for name in ("Config", "Dataloader", "Diffusion", "Inference", "Report", "Runtime", "Scripts", "Supervisor"):
         shutil.copytree(ROOT / name, folder / name)
     for name in ("OM_train_3modes.py", "bash_train_multi_nodes.sh"):
         shutil.copy(ROOT / name, folder)

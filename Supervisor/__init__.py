@@ -1,0 +1,1 @@
+"""What starts, watches and judges the ranks of a run from outside."""
