@@ -408,7 +408,7 @@ seconds_to_leave() {  # print how long a round may go on before the time limit; 
 requeue() {  # put the job back into the queue; false if that would only repeat this start of it
     local tries left
     [[ $(job_word JobState) == CANCELLED* ]] && return  # by a person, meanwhile
-    if [[ -z ${OMNIMORPH_TOKEN:-} ]] || ! ask 60 "${INTERPRETER[@]}" -m Runtime.attempts gained || ((code)); then
+    if [[ -z ${OMNIMORPH_TOKEN:-} ]] || ! ask 60 "${INTERPRETER[@]}" -m Supervisor.attempts gained || ((code)); then
         left=$(seconds_left)
         if ((${left:-0} < 1200)); then  # else it was preempted, and has had no chance
             say "job $JOB is not put back into the queue: it has reached its time limit without saving a single new" \
@@ -437,7 +437,7 @@ remove_copies() {  # of the cache (data.stage), on each node: ranks that were ki
 finish() {  # exit code, message: unlock the folder, print the message, requeue if the time limit is near, exit
     [[ -n $UNDER_SLURM ]] && end_steps
     [[ -n ${OMNIMORPH_STAGE:-} ]] && remove_copies
-    [[ -n ${OMNIMORPH_TOKEN:-} ]] && ask 60 "${INTERPRETER[@]}" -m Runtime.attempts unlock
+    [[ -n ${OMNIMORPH_TOKEN:-} ]] && ask 60 "${INTERPRETER[@]}" -m Supervisor.attempts unlock
     say "$2"
     if [[ $leaving == USR1 && $1 == 42 && -n $UNDER_SLURM ]]; then requeue || exit 43; fi
     exit "$1"
@@ -458,7 +458,7 @@ on_node() {  # node, command: run a single task there, with a time limit
 choose_port() {  # port, free on this host: set MASTER_PORT to the user's, to one free on rank 0's node, or to it
     MASTER_PORT=${fixed_port:-$1}
     if [[ -z $fixed_port && -n $UNDER_SLURM && ${SLURMD_NODENAME:-} != "${NODES%% *}" ]]; then
-        MASTER_PORT=$(on_node "${NODES%% *}" "${INTERPRETER[@]}" -m Runtime.attempts port)
+        MASTER_PORT=$(on_node "${NODES%% *}" "${INTERPRETER[@]}" -m Supervisor.attempts port)
         [[ $MASTER_PORT =~ ^[0-9]+$ ]] || MASTER_PORT=$1  # most likely it is free there too
     fi
 }
@@ -594,7 +594,7 @@ preflight() {  # options: keep in NODES those that work; end the script if too f
     local EXCLUDED="" ends=$((SECONDS + patience))
     local -a repeat=(--may-repeat)
     while :; do
-        ask 60 "${INTERPRETER[@]}" -m Runtime.attempts port
+        ask 60 "${INTERPRETER[@]}" -m Supervisor.attempts port
         choose_port "$answer"
         say "preflight of $RANKS ranks on $NODES"
         look "$@"
@@ -632,7 +632,7 @@ begin_round() {  # lock the folder and number the attempt; retry while the fault
     local ends=$((SECONDS + patience)) nodes
     while :; do
         nodes=$(wc -w <<< "$HOSTS")
-        stoppable=1 ask 3600 "${INTERPRETER[@]}" -m Runtime.attempts begin "${arguments[@]}" --launcher-pid $$ \
+        stoppable=1 ask 3600 "${INTERPRETER[@]}" -m Supervisor.attempts begin "${arguments[@]}" --launcher-pid $$ \
             --nodes "$nodes" --tasks "$TASKS" --of "$RANKS_ASKED"
         [[ $code == 0 ]] && break
         [[ -n $leaving ]] && finish 42 "left by $leaving before round $round; the same command continues the run"
@@ -650,7 +650,7 @@ begin_round() {  # lock the folder and number the attempt; retry while the fault
 end_round() {  # exit code of the round: have it judged, set `decision`
     local seconds=900
     [[ $leaving == USR1 ]] && seconds=30
-    ask "$seconds" "${INTERPRETER[@]}" -m Runtime.attempts end "$1"
+    ask "$seconds" "${INTERPRETER[@]}" -m Supervisor.attempts end "$1"
     decision=$code
 }
 

@@ -5,7 +5,7 @@ import numpy as np
 
 from Report.page import text_table
 from Report.run_logs import read_run
-from Runtime.verdict import STARTING
+from Supervisor.verdict import STARTING
 
 # Phases of the log by the kind of time in the table; any other phase belongs to a restart.
 STEP = ("deform", "embeddings", "forward", "accumulate", "agree", "backward", "optimizer", "between steps")

@@ -45,7 +45,7 @@ training=("${INTERPRETER[@]}" OM_train_3modes.py --config Config/config_om.yaml 
     --set data.expect_samples=0 --set data.pairs=0 --set data.in_memory=true --set data.repeats=100000
     --set registration.gate=2 --set run.checkpoint_steps=0 --set run.checkpoint_minutes=0
     --set run.models="$folder/Models" --set run.logs="$folder" "$@")
-port=$("${INTERPRETER[@]}" -c "from Runtime.attempts import free_port; print(free_port())") || exit 43
+port=$("${INTERPRETER[@]}" -c "from Supervisor.attempts import free_port; print(free_port())") || exit 43
 pids=()
 trap 'kill "${pids[@]}" 2> /dev/null' INT TERM  # the ranks save and leave
 for ((rank = RANKS - 1; rank >= 0; rank--)); do

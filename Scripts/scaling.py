@@ -23,10 +23,10 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 from Report.charts import grid, line_chart  # noqa: E402
 from Report.page import table_html, text_table, write_page  # noqa: E402
 from Report.run_logs import log_lines, ranks_of, read_launches  # noqa: E402
-from Runtime.attempts import history  # noqa: E402
 from Runtime.errors import DONE, InputError, run_program  # noqa: E402
 from Runtime.global_batch import known_step, split_step  # noqa: E402
 from Runtime.watchdog import ONE_OFF  # noqa: E402
+from Supervisor.attempts import history  # noqa: E402
 
 WARM_UP = 3
 # Rows that differ in these did not do the same work.

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from Runtime import attempts, launch, watchdog
+from Runtime import launch, watchdog
 from Runtime.files import patiently
 from Runtime.global_batch import fix_step
 from Runtime.run_lock import hold, is_held, lock, run_folder, unlock
+from Supervisor import attempts
 
 LOCK_S = 60.0  # rank 0 tries for so long to write the lock, while the others wait for it
 LAST_WORDS_S = 10.0  # rank 0 judges the attempt when all ranks have closed their logs, or after this time

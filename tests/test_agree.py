@@ -10,9 +10,9 @@ import torch
 
 from Diffusion.training_state import agree_on_precision
 from Runtime import agree, launch, watchdog
-from Runtime.attempts import free_port
 from Runtime.errors import InputError
 from Runtime.launch import Ranks
+from Supervisor.attempts import free_port
 from tests import warm
 
 CFG = {"run.deadline_floor_s": 30.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}

@@ -11,9 +11,9 @@ from Dataloader.datalist import read_datalist
 from Dataloader.nifti import read_label, read_volume
 from Diffusion.networks import build_network
 from Inference.load_model import load_model
-from Runtime.attempts import read_lines
 from Runtime.config import load_config
 from Scripts import make_anatomies
+from Supervisor.attempts import read_lines
 from tests.tiny import ROOT
 
 CONFIG = str(ROOT / "Config/config_universal.yaml")

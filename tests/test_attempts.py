@@ -12,9 +12,9 @@ import pytest
 
 from Report.goodput import add_up, goodput, table
 from Report.run_logs import read_run
-from Runtime.attempts import begin, end, history, share_out
 from Runtime.errors import InputError
 from Runtime.manifest import durable_step
+from Supervisor.attempts import begin, end, history, share_out
 from tests import launching
 from tests.test_verdict import END, died, finish, write_rank
 from tests.tiny import ROOT, arguments, config
@@ -276,9 +276,9 @@ def test_a_line_cut_short_costs_only_itself(tmp_path, cut):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def call(*words, **variables):
-    """`python -m Runtime.attempts ...`: code, output and errors."""
+    """`python -m Supervisor.attempts ...`: code, output and errors."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OMNIMORPH_")}
-    return launching.run([sys.executable, "-m", "Runtime.attempts", *words], cwd=ROOT, timeout=30,
+    return launching.run([sys.executable, "-m", "Supervisor.attempts", *words], cwd=ROOT, timeout=30,
                          env={**kept, **variables, "OMP_NUM_THREADS": "1"})
 
 
@@ -410,7 +410,7 @@ import contextlib, io, json, os, subprocess, sys, threading
 from pathlib import Path
 folder, freed_after, words = Path(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
-from Runtime.attempts import main
+from Supervisor.attempts import main
 from Runtime.run_lock import run_folder
 run_folder(folder / "Models", "demo", "om_net")
 def fill():

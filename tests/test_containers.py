@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from Runtime.attempts import history, read_lines
+from Supervisor.attempts import history, read_lines
 from tests import launching
 from tests.faults.common import until
 from tests.test_install import PROGRAMS, copy_sources

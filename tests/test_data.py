@@ -25,7 +25,7 @@ from Runtime.global_batch import split_step
 from Runtime.keyed_random import generator, normal, uniform
 from Runtime.launch import Ranks
 from Runtime.progress import Progress
-from Runtime.verdict import ECHOES, name_error
+from Supervisor.verdict import ECHOES, name_error
 from tests import launching
 from tests.tiny import ROOT, config, make_data
 

@@ -14,8 +14,8 @@ from Dataloader.dataset import read_datasets
 from Dataloader.identity import as_csv, compare_data, describe_data
 from Dataloader.synthetic import write_dataset
 from Runtime import checkpoint
-from Runtime.attempts import free_port
 from Runtime.errors import InputError
+from Supervisor.attempts import free_port
 from tests import launching
 from tests.tiny import ROOT, arguments, config, log_lines, make_data
 

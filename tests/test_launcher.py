@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from Runtime.attempts import history, read_lines
+from Supervisor.attempts import history, read_lines
 from tests import launching
 from tests.faults.common import until
 from tests.tiny import ROOT, arguments, launcher_environment
 
 LAUNCHER = ROOT / "bash_train_multi_nodes.sh"
-# In place of Python: what a rank does, and what stands before a call of Runtime.attempts.
+# In place of Python: what a rank does, and what stands before a call of Supervisor.attempts.
 STAND_IN = """#!/bin/bash
 log=$OMNIMORPH_RUN/rank$RANK.jsonl
 speak() {{

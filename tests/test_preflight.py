@@ -15,9 +15,9 @@ import pytest
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
 from Dataloader.staging import release, stage
-from Runtime.attempts import free_port
 from Runtime.global_batch import split_step
 from Scripts.preflight import checks, collect, preflight
+from Supervisor.attempts import free_port
 from tests import launching
 from tests.tiny import ROOT, arguments, config, make_data
 

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import OM_train_3modes as om
-from Runtime import attempts, checkpoint, launch
-from Runtime.attempts import free_port
+from Runtime import checkpoint, launch
 from Runtime.launch import Ranks
+from Supervisor import attempts
+from Supervisor.attempts import free_port
 from tests import launching, warm
 from tests.tiny import QUICK, ROOT, arguments, config, launcher_environment, log_lines, make_data
 

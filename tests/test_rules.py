@@ -5,7 +5,7 @@ import pytest
 
 from Report.rules import find_all
 from Report.run_logs import read_run
-from Runtime import attempts
+from Supervisor import attempts
 from tests import warm
 from tests.faults.common import launch, new_folder, run_of, wait
 from tests.faults.run_matrix import small_disk

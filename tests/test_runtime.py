@@ -46,7 +46,7 @@ def test_there_are_programs():
 @pytest.mark.skipif(not OLD, reason="no Python older than 3.11 here")
 def test_real_old_pythons_say_the_same():
     for python in OLD:
-        for words in (["OM_register.py"], ["Scripts/demo.py"], ["-m", "Runtime.attempts"]):
+        for words in (["OM_register.py"], ["Scripts/demo.py"], ["-m", "Supervisor.attempts"]):
             ended = launching.run([str(python), "-B", *words], cwd=ROOT, timeout=60)
             if "pyenv: " in ended.stderr:  # a shim whose version is not chosen
                 continue

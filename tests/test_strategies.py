@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import OM_train_3modes as om
 from Diffusion.optim import footprint, gather, gather_state
-from Runtime import attempts, checkpoint, launch
+from Runtime import checkpoint, launch
+from Supervisor import attempts
 from tests import launching, warm
 from tests.tiny import (
     FAST_BF16,

@@ -23,8 +23,9 @@ from Diffusion.optim import footprint, replicated
 from Diffusion.training_state import PRECISIONS
 from Inference.load_model import load_model
 from Inference.registration import register
-from Runtime import attempts, checkpoint
+from Runtime import checkpoint
 from Runtime.device import precision
+from Supervisor import attempts
 from tests import launching, warm
 from tests.tiny import FAST_BF16, QUICK, ROOT, arguments, begin, config, first_batches, log_lines, make_data
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from Runtime.files import PASSING
-from Runtime.verdict import judge, read_rank, sentence
+from Supervisor.verdict import judge, read_rank, sentence
 from tests import launching
 from tests.tiny import ROOT
 

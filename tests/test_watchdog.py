@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from Runtime.attempts import free_port
+from Supervisor.attempts import free_port
 from tests import launching
 from tests.tiny import ROOT, arguments, log_lines, make_data
 

@@ -13,8 +13,8 @@ from Dataloader.dataset import epoch_batches
 from Dataloader.nifti import read_label, write_volume
 from Dataloader.synthetic import write_dataset
 from Runtime import checkpoint
-from Runtime.attempts import read_lines
 from Runtime.config import load_config
+from Supervisor.attempts import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = str(ROOT / "Config/config_demo.yaml")

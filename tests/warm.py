@@ -22,7 +22,7 @@ import torch.distributed.tensor  # noqa: F401
 
 import Diffusion.figures  # noqa: F401
 import OM_train_3modes as om
-from Runtime.attempts import free_port
+from Supervisor.attempts import free_port
 from tests.tiny import ROOT, launcher_environment
 
 SERVER = multiprocessing.get_context("forkserver")

@@ -27,11 +27,11 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from Runtime import launch  # noqa: E402
-from Runtime.attempts import free_port  # noqa: E402
 from Runtime.device import backend, pick_device, prepare_device, synchronize  # noqa: E402
 from Runtime.errors import STOP, InputError  # noqa: E402
 from Runtime.keyed_random import generator  # noqa: E402
 from Scripts.smoke import results  # noqa: E402
+from Supervisor.attempts import free_port  # noqa: E402
 
 # Width h and number of blocks. No blocks: h -> 4h -> 4h -> h in float32; else bf16 and ZeRO-1.
 STEPS = {"01": (1024, 0), "02": (2048, 0), "03": (4096, 6), "04": (4096, 8)}

@@ -32,8 +32,8 @@ sys.path.insert(0, str(ROOT))
 
 from Dataloader.synthetic import write_dataset  # noqa: E402
 from Report.page import text_table  # noqa: E402
-from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.device import computes_bf16, describe  # noqa: E402
+from Supervisor.attempts import read_lines  # noqa: E402
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 PROFILED = 4

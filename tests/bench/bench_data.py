@@ -42,9 +42,9 @@ from Dataloader.grids import rescale  # noqa: E402
 from Dataloader.synthetic import make_subject, write_dataset  # noqa: E402
 from Diffusion.batch_augment import augment  # noqa: E402
 from Report.page import text_table  # noqa: E402
-from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.errors import PLANNED_RESTART  # noqa: E402
+from Supervisor.attempts import read_lines  # noqa: E402
 
 SIDE, BATCH, ROUNDS, DIFFERENT = 128, 2, 7, 6
 TARGETS = {"cache_vs_nibabel": (30, "least"), "cache_vs_monai": (2, "least"), "pss_growth": (0.10, "most"),

@@ -26,8 +26,8 @@ from bench_registration import DATA, ROOT, TRAINING, set_words, subjects, write_
 from Inference.load_model import find_checkpoint
 from OM_train_3modes import MODES
 from Report.page import text_table
-from Runtime.attempts import read_lines
 from Runtime.errors import DONE, STOP, InputError
+from Supervisor.attempts import read_lines
 
 CONFIG, AUGMENT = ROOT / "Config/config_hippocampus.yaml", ROOT / "tests/bench/bench_augment.py"
 KEYS = dict(zip("123", (mode.weights for mode in MODES.values())))  # the weights of each mode by its number

@@ -39,9 +39,9 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from Report.page import text_table  # noqa: E402
 from Runtime import launch as joining  # noqa: E402
-from Runtime.attempts import free_port, read_lines  # noqa: E402
 from Runtime.device import describe  # noqa: E402
-from Runtime.verdict import judge  # noqa: E402
+from Supervisor.attempts import free_port, read_lines  # noqa: E402
+from Supervisor.verdict import judge  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     ends,
     final_weights,

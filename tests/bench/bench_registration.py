@@ -50,10 +50,10 @@ from Inference.load_model import UNIVERSAL, find_checkpoint, load_model  # noqa:
 from Inference.registration import register, start_matrix  # noqa: E402
 from Report.page import cards_html, figure_html, table_html, text_table, write_page  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
-from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError  # noqa: E402
 from Runtime.files import sha256  # noqa: E402
+from Supervisor.attempts import read_lines  # noqa: E402
 
 LIST, DATA = Path(__file__).parent / "hippocampus_pairs.json", ROOT.parent / "shared/data/hippocampus"
 TRAINING, VALIDATION, TEST = range(1, 61), range(201, 231), range(231, 281)

@@ -33,11 +33,11 @@ from Dataloader.dataset import epoch_batches
 from Dataloader.sampler import steps_left
 from Report.page import text_table
 from Runtime import agree, checkpoint, launch, memory, watchdog
-from Runtime.attempts import free_port, read_lines
 from Runtime.config import save_config
 from Runtime.device import describe, synchronize
 from Runtime.errors import PLANNED_RESTART
 from Runtime.run_lock import run_folder
+from Supervisor.attempts import free_port, read_lines
 from tests.tiny import begin
 
 WARM_UP, AGREEMENTS, LATE_STEP = 5, 400, 20000

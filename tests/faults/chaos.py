@@ -22,8 +22,8 @@ from tqdm import tqdm  # noqa: E402
 
 from Report.goodput import add_up, goodput, table  # noqa: E402
 from Report.run_logs import read_run  # noqa: E402
-from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.manifest import durable_step  # noqa: E402
+from Supervisor.attempts import read_lines  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     STEPS_PER_EPOCH,
     ends,

@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.checkpoint import load, weights_sha256  # noqa: E402
 from Runtime.memory import children  # noqa: E402
+from Supervisor.attempts import read_lines  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.tiny import arguments, launcher_environment, make_data  # noqa: E402
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from Report.goodput import add_up, goodput, lost_seconds, table  # noqa: E402
 from Report.run_logs import read_run  # noqa: E402
-from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
+from Supervisor.attempts import read_lines  # noqa: E402
 from tests.faults.common import ends, launch, new_folder, run_of, wait  # noqa: E402
 from tests.tiny import make_data  # noqa: E402
 

@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from Report.page import text_table  # noqa: E402
-from Runtime.attempts import read_lines  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.memory import WINDOW  # noqa: E402
 from Runtime.watchdog import LOOK_S  # noqa: E402
+from Supervisor.attempts import read_lines  # noqa: E402
 from tests import launching  # noqa: E402
 from tests.faults.common import (  # noqa: E402
     SCALED,
@@ -489,7 +489,7 @@ def stopped_between_rounds(folder, ranks, reference):
     def begins():
         for pid in family(process.pid) if ends(folder) else ():
             with contextlib.suppress(OSError):  # it has ended meanwhile
-                if b"Runtime.attempts\0begin" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"Supervisor.attempts\0begin" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return True
     until(begins)
     since = time.time()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slurm
 # What bash_train_multi_nodes.sh does, without what comes before and after it.
 DRIVER = r"""
 NODES=$(scontrol show hostnames | paste -sd ' ') TASKS_PER_NODE=$SLURM_NTASKS_PER_NODE
-MASTER_PORT=$("$PYTHON" -c 'from Runtime.attempts import free_port; print(free_port())')
+MASTER_PORT=$("$PYTHON" -c 'from Supervisor.attempts import free_port; print(free_port())')
 export NODES TASKS_PER_NODE MASTER_PORT
 timeout --kill-after=5 "$PREFLIGHT_SECONDS" srun --kill-on-bad-exit=0 --export=ALL bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS

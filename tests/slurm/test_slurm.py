@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from Runtime.attempts import read_lines
 from Runtime.checkpoint import newest
 from Runtime.errors import InputError
 from Runtime.run_lock import lock
+from Supervisor.attempts import read_lines
 from tests.faults.common import SCALED, ends, final_weights, launch, run_of, steps_done, until, wait
 from tests.tiny import ROOT, arguments, launcher_environment, make_data
 

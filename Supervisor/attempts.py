@@ -1,6 +1,6 @@
 """Attempts: each launch of a run is one. `<run>/attempts.jsonl` numbers them and says how each ended and what follows.
 
-The launcher (bash_train_multi_nodes.sh) calls `python -m Runtime.attempts begin ...` before and `... end CODE` after
+The launcher (bash_train_multi_nodes.sh) calls `python -m Supervisor.attempts begin ...` before and `... end CODE` after
 each round; a training without a launcher calls `begin` and `end` itself. Needs no torch.
 """
 import argparse
@@ -24,7 +24,7 @@ from Runtime.files import append_line, is_passing, is_there, patiently, read_lin
 from Runtime.global_batch import fix_step, split_step, usable
 from Runtime.manifest import durable_step, durable_steps, newest_write, trust_again
 from Runtime.run_lock import TakenOver, hold, lock, run_folder, slurm_job, touch, unlock
-from Runtime.verdict import STARTING, judge, read_rank, sentence
+from Supervisor.verdict import STARTING, judge, read_rank, sentence
 
 SAME_DEATHS, ANY_DEATHS = 3, 10  # after so many without a new durable step the loop stops
 COMMAND_S = 60.0  # longest time for the user's command (run.notify)
@@ -358,7 +358,7 @@ def main(argv):
                     "unlock": lambda _: unlock(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])}
         if not argv or argv[0] not in commands:
             known = ", ".join(commands)
-            raise InputError(f"python -m Runtime.attempts is for the launcher and knows {known}; where the "
+            raise InputError(f"python -m Supervisor.attempts is for the launcher and knows {known}; where the "
                              "time of a run went tells python -m Report.run Models/<run> --text.")
         return commands[argv[0]](argv[1:])
     except InputError as error:
