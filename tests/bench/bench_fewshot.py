@@ -1,0 +1,407 @@
+"""The claim of the published method in its form: a plain U-Net from a few labelled volumes, by how they are augmented.
+
+    python tests/bench/bench_fewshot.py --json [--checkpoint universal] [--minutes 70] [--resume]
+
+Hippocampus (MR crops, 1 mm, two labels). MONAI's U-Net (WIDTHS) learns from 1, 2, 5 or 10 labelled volumes of ids 1-60,
+and is scored on all volumes of ids 231-280; whatever was chosen here (rate, steps, widths) was chosen on ids 201-230.
+The rows:
+  none              the labelled volumes as they are
+  flips_affine      mirrored left to right, turned up to 15 degrees, scaled by up to 15 %, shifted by up to 5 %
+  elastic           random elastic deformations as in MONAI's tutorials: sigma 5-7 voxels, magnitude 50-150
+  nnunet            the set of nnU-Net's trainer, from batchgenerators: turns to 30 degrees, scaling 0.7-1.4, noise,
+                    blur, brightness, contrast, low resolution, gamma, all axes mirrored
+  bigaug            the nine operations of BigAug (Zhang et al., IEEE TMI 39, 2020), each with probability 1/2:
+                    sharpening, blur, noise, brightness, gamma, perturbation, turns, scaling, deformation
+  random            copies before recovery: random deformations of the diffusion model, times 48, 50, 50, 52, ...
+  moved             copies registered to unlabelled volumes of ids 1-60 (OM_augment.py --register)
+  recovered         the draws of `random` after recovery by the network of --checkpoint, as in the paper
+  towards           the same draws recovered towards unlabelled volumes of ids 1-60, which the network is shown
+  moved_nnunet, recovered_nnunet   those copies, and nnunet on top of them
+The simple rows draw anew in every step. Copies are drawn once: 16 of a volume that is alone, 8 of each of two, 4 of
+each of five or ten; a sample is a copy with probability SHARE, else the volume itself. Volumes lie on one grid of
+40 x 56 x 40 voxels, mean 0, variance 1. Network, steps, first weights and order of the volumes are the same in all
+rows; the row's own augmentation is all that is added.
+
+Each seed takes other labelled volumes (those of 1 are among those of 2, 5 and 10) and other first weights. Dice is the
+mean over both labels, then over the seeds; its 95 % interval is that over the test volumes by Student's t, as is that
+of the difference from the best simple row (the first five). What another choice of labelled volumes changes is seen in
+the seeds, which are given too. Cells run in the order of the table, 1 volume first; --minutes stops it after so many
+processor minutes, and what was not run is named. One file for each cell and each volume's copies; --resume continues.
+MONAI is in requirements-bench.txt, and batchgenerators for the rows with nnunet.
+"""
+import argparse
+import functools
+import itertools
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from bench_augment import (  # and sys.path
+    CONFIG,
+    DATA,
+    LABELS,
+    ROOT,
+    brought_copies,
+    keep,
+    kept,
+    loss_of,
+    on_grid,
+    orders_of,
+    read,
+)
+from scipy import ndimage, stats
+from tqdm import tqdm
+
+from Dataloader.datalist import read_datalist
+from Dataloader.grids import intensity_range
+from Diffusion.batch_augment import random_affine
+from Diffusion.fields import affine_field, warp
+from Diffusion.metrics import average, dice
+from Inference.augmentation import augment, pick_target, subject_number
+from Inference.load_model import find_checkpoint, load_model
+from Report.page import text_table
+from Runtime.config import load_config
+from Runtime.device import autocast
+from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import sha256, write_file
+from Runtime.keyed_random import generator, uniform
+
+SIMPLE = ("none", "flips_affine", "elastic", "nnunet", "bigaug")
+COMBINED = {"moved_nnunet": "moved", "recovered_nnunet": "recovered"}  # copies, and nnunet on top
+COPIES = ("random", "moved", "recovered", "towards")
+METHODS = (*SIMPLE, *COPIES, *COMBINED)
+COUNTS = {1: 16, 2: 8}  # copies of each volume, by how many have labels; LEAST of more
+LEAST, SHARE, START = 4, 0.8, "48+2"
+TRAIN_IDS, TEST_IDS = "1-60", "231-280"
+WIDTHS, BATCH, STEPS, LR = (16, 32, 64, 64), 2, 250, 3e-3
+TURN = {"augment.rotation": 15.0, "augment.scaling": 0.15, "augment.shift": 0.05, "augment.flip": 0.5}
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Few-shot segmentation by how the labelled volumes are augmented.")
+    parser.add_argument("--json", action="store_true", help="print the table as one line of JSON (always done)")
+    parser.add_argument("--data", default=str(DATA), help="volumes with labels 1 and 2 (%(default)s)")
+    parser.add_argument("--checkpoint", default="universal", help="network of the rows with recovery (%(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="ROW",
+                        help=f"some of {', '.join(METHODS)}")
+    parser.add_argument("--shots", nargs="+", type=int, default=[1, 2, 5, 10], metavar="K", help="labelled volumes")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="choices of volumes (%(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each training (%(default)s)")
+    parser.add_argument("--rate", type=float, default=LR, help="learning rate of Adam (%(default)s)")
+    parser.add_argument("--test-ids", default=TEST_IDS, help="(%(default)s)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further cell after so many "
+                        "processor minutes of this run")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="(%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="continue with what is in the folder of --out")
+    parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_fewshot", metavar="FOLDER")
+    return parser.parse_args(argv)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Augmentation: a function of (image, label, key) to (image, label), arrays on the grid, for each row that draws anew
+# ---------------------------------------------------------------------------------------------------------------------
+
+def warped_by(image, label, field):
+    """Both arrays warped by a field (1, 3, *size) in voxels."""
+    image = warp(torch.from_numpy(image)[None, None], field, padding="border")
+    label = warp(torch.from_numpy(label)[None, None], field, mode="nearest", padding="border")
+    return image[0, 0].numpy(), label[0, 0].numpy()
+
+
+def flips_affine(image, label, key):
+    return warped_by(image, label, affine_field(random_affine([key], 3, image.shape, TURN), image.shape))
+
+
+def elastic(image, label, key, sigma=(5, 7), magnitude=(50, 150), probability=SHARE):
+    """White noise of -1 to 1 at every voxel, smoothed by a Gaussian of `sigma` voxels, times the magnitude."""
+    draws = np.random.default_rng(number_of(key, "elastic"))
+    if draws.random() >= probability:
+        return image, label
+    width, strength = draws.uniform(*sigma), draws.uniform(*magnitude)
+    waves = np.fft.rfftn(draws.uniform(-1, 1, (3, *image.shape)), axes=(1, 2, 3))
+    smooth = [ndimage.fourier_gaussian(wave, width, image.shape[-1]) for wave in waves]
+    field = strength * np.fft.irfftn(smooth, image.shape, axes=(1, 2, 3))
+    return warped_by(image, label, torch.from_numpy(np.float32(field))[None])
+
+
+@functools.cache
+def nnunet_transforms(size):
+    """What nnU-Net's trainer does to a patch in 3D, with its settings."""
+    from batchgenerators.transforms import color_transforms as color
+    from batchgenerators.transforms.abstract_transforms import Compose
+    from batchgenerators.transforms.noise_transforms import GaussianBlurTransform, GaussianNoiseTransform
+    from batchgenerators.transforms.resample_transforms import SimulateLowResolutionTransform
+    from batchgenerators.transforms.spatial_transforms import MirrorTransform, SpatialTransform
+    angle = (-np.pi / 6, np.pi / 6)
+    return Compose([
+        SpatialTransform(size, None, do_elastic_deform=False, do_rotation=True, angle_x=angle, angle_y=angle,
+                         angle_z=angle, p_rot_per_axis=1, do_scale=True, scale=(0.7, 1.4), border_mode_data="constant",
+                         border_cval_data=0, order_data=3, border_mode_seg="constant", border_cval_seg=0, order_seg=1,
+                         random_crop=False, p_rot_per_sample=0.2, p_scale_per_sample=0.2),
+        GaussianNoiseTransform(p_per_sample=0.1),
+        GaussianBlurTransform((0.5, 1.0), different_sigma_per_channel=True, p_per_sample=0.2, p_per_channel=0.5),
+        color.BrightnessMultiplicativeTransform((0.75, 1.25), p_per_sample=0.15),
+        color.ContrastAugmentationTransform(p_per_sample=0.15),
+        SimulateLowResolutionTransform(zoom_range=(0.5, 1), per_channel=True, p_per_channel=0.5, order_downsample=0,
+                                       order_upsample=3, p_per_sample=0.25),
+        color.GammaTransform((0.7, 1.5), True, True, retain_stats=True, p_per_sample=0.1),
+        color.GammaTransform((0.7, 1.5), False, True, retain_stats=True, p_per_sample=0.3),
+        MirrorTransform((0, 1, 2)),
+    ])
+
+
+def nnunet(image, label, key):
+    np.random.seed(number_of(key, "nnunet"))  # batchgenerators draws from numpy's and Python's global generators
+    random.seed(number_of(key, "nnunet"))
+    found = nnunet_transforms(image.shape)(data=image[None, None], seg=label[None, None])
+    return np.float32(found["data"][0, 0]), np.float32(found["seg"][0, 0])
+
+
+def bigaug(image, label, key):
+    draws = np.random.default_rng(number_of(key, "bigaug"))
+    happens, of = draws.random(9) < 0.5, draws.uniform
+    if happens[0]:
+        soft = ndimage.gaussian_filter(image, of(0.25, 1.5))
+        image = soft + of(10, 30) * (soft - ndimage.gaussian_filter(soft, of(0.25, 1.5)))
+    if happens[1]:
+        image = ndimage.gaussian_filter(image, of(0.25, 1.5))
+    if happens[2]:
+        image = image + of(0.1, 1.0) * draws.standard_normal(image.shape)
+    if happens[3]:
+        image = image + of(-0.1, 0.1)
+    if happens[4]:
+        low, reach = image.min(), np.ptp(image) + 1e-6
+        image = ((image - low) / reach) ** of(0.5, 4.5) * reach + low
+    if happens[5]:
+        image = image * (1 + of(-0.1, 0.1)) + of(-0.1, 0.1)
+    image = np.float32(image)
+    if happens[6] or happens[7]:
+        how = {"augment.rotation": 20.0 * happens[6], "augment.scaling": 0.0, "augment.shift": 0.0, "augment.flip": 0.0}
+        matrix = random_affine([key], 3, image.shape, how)
+        matrix[:, :, :3] /= of(0.4, 1.6) if happens[7] else 1.0
+        image, label = warped_by(image, label, affine_field(matrix, image.shape))
+    if happens[8]:
+        image, label = elastic(image, label, key, (10, 13), (0, 1000), probability=1.0)
+    return image, label
+
+
+ANEW = {"flips_affine": flips_affine, "elastic": elastic, "nnunet": nnunet, "bigaug": bigaug,
+        **dict.fromkeys(COMBINED, nnunet)}
+
+
+def number_of(key, purpose):
+    """A number below 2^32 for the generators of other programs. key: ints."""
+    return int(torch.randint(2 ** 32, (), generator=generator(key[0], purpose, *key[1:])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Volumes and their copies
+# ---------------------------------------------------------------------------------------------------------------------
+
+def standard(image, label):
+    """Arrays of a volume as the U-Net takes them: image of mean 0 and variance 1, label, both (*size) float32."""
+    image, label = image[0].numpy(), label[0].numpy()
+    return (image - image.mean()) / (image.std() + 1e-6), label
+
+
+def counts_of(orders, shots):
+    """How many copies each volume needs: {id: number}. orders: of the volumes, one for each seed."""
+    needed = {}
+    for order, labelled in itertools.product(orders, shots):
+        for volume in order[:labelled]:
+            needed[volume[0]] = max(needed.get(volume[0], 0), COUNTS.get(labelled, LEAST))
+    return needed
+
+
+def drawn_copies(method, volume, count, model, cfg, others):
+    """Copies of one volume on the grid: list of (image, label). others: the unlabelled volumes, in some order."""
+    identity, image, label, affine = volume
+    others = [other for other in others if other[0] != identity]
+    if method == "moved":
+        return brought_copies(volume, others, argparse.Namespace(draws=count), cfg)["moved"]
+    limits, made = intensity_range(image, *cfg["data.percentiles"]), []
+    for number in tqdm(range(count), f"{method} copies of {identity}", unit="copy", leave=False):
+        shown = pick_target(others, (0, subject_number(identity), number)) if method == "towards" else [None] * 4
+        copy, moved, _ = augment(image, label, affine, None if method == "random" else model, START, draw=number,
+                                 target=shown[1], target_affine=shown[3], subject=identity, cfg=model[1])
+        made.append(on_grid(copy, moved, affine, limits, cfg))
+    return made
+
+
+def pool_of(method, volume, count, labelled, model, args, cfg, others):
+    """Samples of one labelled volume, itself first: list of (image, label), arrays on the grid.
+
+    count: how many copies are kept of it, of which the first ones are taken when `labelled` volumes have labels.
+    """
+    itself = on_grid(*volume[1:], intensity_range(volume[1], *cfg["data.percentiles"]), cfg)
+    source = COMBINED.get(method, method)
+    if source not in COPIES:
+        return [standard(*itself)]
+    settings = json.dumps([count, START, cfg, sha256(find_checkpoint(args.checkpoint))], sort_keys=True)
+    path = args.out / "copies" / source / f"{volume[0]}.npz"
+    found = kept(path, settings, args.resume)
+    if found is None:
+        images, labels = (torch.stack(parts).numpy()
+                          for parts in zip(*drawn_copies(source, volume, count, model, cfg, others)))
+        keep(path, settings, images=images.astype(np.float16), labels=labels.astype(np.uint8))
+        found = kept(path, settings, True)
+    copies = [(torch.from_numpy(image).float(), torch.from_numpy(label).float())
+              for image, label in zip(found["images"], found["labels"])]
+    return [standard(*drawn) for drawn in (itself, *copies[:COUNTS.get(labelled, LEAST)])]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One cell: a training and its scores
+# ---------------------------------------------------------------------------------------------------------------------
+
+def new_net(seed):
+    """MONAI's U-Net; its first weights are a function of the seed."""
+    from monai.networks.nets import UNet
+    with torch.random.fork_rng():
+        torch.manual_seed(number_of((seed,), "few-shot weights"))
+        return UNet(3, 1, len(LABELS) + 1, WIDTHS, (2,) * (len(WIDTHS) - 1))
+
+
+def sample(pool, method, key):
+    """Image and label of one sample, (1, *size) tensors. key: (seed, step, place in the batch)."""
+    volume, drawn, number = uniform([key], "sample", 3)[0].tolist()
+    versions = pool[int(volume * len(pool))]
+    copies = len(versions) - 1
+    image, label = versions[1 + int(number * copies) if copies and drawn < SHARE else 0]
+    if method in ANEW:
+        image, label = ANEW[method](image, label, key)
+    return torch.from_numpy(image)[None], torch.from_numpy(label)[None]
+
+
+def train(pool, method, seed, args, cfg):
+    """The U-Net after --steps steps. pool: for each labelled volume its samples."""
+    net = new_net(seed)
+    optimizer = torch.optim.Adam(net.parameters(), lr=args.rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    for step in tqdm(range(args.steps), f"{method}, {len(pool)} volumes, seed {seed}", unit="step", leave=False):
+        batch = [sample(pool, method, (seed, step, place)) for place in range(BATCH)]
+        image, label = (torch.stack(parts) for parts in zip(*batch))
+        optimizer.zero_grad(set_to_none=True)
+        with autocast(image.device, cfg["run.amp"]):
+            logits = net(image)
+        loss_of(logits.float(), label).backward()
+        optimizer.step()
+        schedule.step()
+    return net.eval()
+
+
+@torch.no_grad()
+def scores_of(net, held_out):
+    """Dice of each test volume, the mean over its labels."""
+    return [average(dice(net(torch.from_numpy(image)[None, None]).argmax(1)[0], torch.from_numpy(label), LABELS))
+            for image, label in held_out]
+
+
+def cell(method, labelled, seed, order, needed, held_out, model, args, cfg):
+    """{"dice": of each test volume, "copies_s", "train_s": processor seconds}, from its file or run now."""
+    weights = sha256(find_checkpoint(args.checkpoint)) if COMBINED.get(method, method) in COPIES else None
+    settings = json.loads(json.dumps([args.steps, args.rate, args.test_ids, WIDTHS, COUNTS, LEAST, cfg, weights]))
+    path = args.out / "cells" / f"{method}_{labelled}_{seed}.json"
+    if args.resume and path.is_file() and (found := json.loads(path.read_text()))["settings"] == settings:
+        return found
+    began = time.process_time()
+    pool = [pool_of(method, volume, needed[volume[0]], labelled, model, args, cfg, order)
+            for volume in order[:labelled]]
+    drawn = time.process_time()
+    net = train(pool, method, seed, args, cfg)
+    trained = time.process_time()
+    found = {"settings": settings, "labelled": [volume[0] for volume in order[:labelled]],
+             "dice": scores_of(net, held_out), "copies_s": drawn - began, "train_s": trained - drawn}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(found) + "\n")
+    print(f"{method}, {labelled} volumes, seed {seed}: Dice {np.mean(found['dice']):.4f}, copies "
+          f"{found['copies_s']:.0f} s, training {found['train_s']:.0f} s", flush=True)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------------------------------------------------
+
+def interval(values):
+    """Mean of a number for each test volume, and the ends of its 95 % interval by Student's t."""
+    values = np.asarray(values, np.float64)
+    reach = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return float(values.mean()), float(values.mean() - reach), float(values.mean() + reach)
+
+
+def summarised(found):
+    """Of each complete row its Dice, interval, seeds, and difference from the best simple row; and what was not run.
+
+    found: {(method, labelled, seed): Dice of each test volume, or None}.
+    """
+    table, missing = {}, []
+    for (method, labelled), cells in itertools.groupby(found.items(), lambda one: one[0][:2]):
+        each = [dices for _, dices in cells]
+        if None in each:
+            missing.append(f"{method} {labelled}")
+        else:
+            table.setdefault(labelled, {})[method] = np.array(each, np.float64)
+    rows = {}
+    for labelled, by_method in table.items():
+        simple = {method: float(each.mean()) for method, each in by_method.items() if method in SIMPLE}
+        best = max(simple, key=simple.get, default=None)
+        for method, each in by_method.items():
+            mean, low, high = interval(each.mean(0))
+            row = {"dice": mean, "low": low, "high": high, "seeds": each.mean(1).tolist()}
+            if best and method != best:
+                row["less_best"] = dict(zip(("mean", "low", "high"), interval((each - by_method[best]).mean(0))))
+            rows.setdefault(str(labelled), {"best_simple": best, "rows": {}})["rows"][method] = row
+    return rows, missing
+
+
+def publish(found, args, volumes):
+    rows, missing = summarised({key: value and value["dice"] for key, value in found.items()})
+    for labelled, part in rows.items():
+        print(f"\n{labelled} labelled volumes, {args.seeds} seeds, {args.steps} steps of {BATCH}, {volumes} test "
+              f"volumes; best simple row: {part['best_simple']}")
+        shown = [[method, row["dice"], row["low"], row["high"], " ".join(f"{one:.3f}" for one in row["seeds"]),
+                  *(row.get("less_best") or dict.fromkeys(("mean", "low", "high"))).values()]
+                 for method, row in part["rows"].items()]
+        print(text_table(["row", "Dice", "from", "to", "seeds", "less the best", "from", "to"], shown,
+                         [None, ".4f", ".4f", ".4f", None, ".4f", ".4f", ".4f"]))
+    print(f"\nnot run: {', '.join(missing) or 'nothing'}")
+    minutes = {kind: round(sum(cells[f"{kind}_s"] for cells in found.values() if cells) / 60, 1)
+               for kind in ("copies", "train")}
+    print(json.dumps({"shots": rows, "not_run": missing, "seeds": args.seeds, "steps": args.steps, "volumes": volumes,
+                      "processor_minutes": minutes}))
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    torch.set_num_threads(args.threads)
+    try:
+        model = load_model(args.checkpoint)
+        cfg = load_config(CONFIG)
+        volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
+        if max(args.shots) > len(volumes):
+            raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes of ids {TRAIN_IDS}.")
+        held_out = [standard(*on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg))
+                    for _, image, label, affine in read(read_datalist(args.data, 3, args.test_ids))]
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOP
+    orders = orders_of(volumes, args.seeds)
+    needed = counts_of(orders, args.shots)
+    found, began = {}, time.process_time()
+    work = sorted(itertools.product(args.shots, METHODS), key=lambda one: one[1] in COMBINED)  # these come last
+    work = [(method, labelled) for labelled, method in work if method in args.methods]
+    for (method, labelled), seed in itertools.product(work, range(args.seeds)):
+        key = (method, labelled, seed)
+        over = time.process_time() - began > 60 * args.minutes
+        found[key] = None if over else cell(*key, orders[seed], needed, held_out, model, args, cfg)
+    publish(found, args, len(held_out))
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
