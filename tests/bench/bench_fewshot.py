@@ -13,6 +13,7 @@ The rows:
   bigaug            the nine operations of BigAug (Zhang et al., IEEE TMI 39, 2020), each with probability 1/2:
                     sharpening, blur, noise, brightness, gamma, perturbation, turns, scaling, deformation
   random            copies before recovery: random deformations of the diffusion model, times 48, 50, 50, 52, ...
+  wide              the same with diffusion.v_scale 1e-4, not 4e-5: as far as real subjects differ (bench_spread.py)
   moved             copies registered to unlabelled volumes of ids 1-60 (OM_augment.py --register)
   recovered         the draws of `random` after recovery by the network of --checkpoint, as in the paper
   towards           the same draws recovered towards unlabelled volumes of ids 1-60, which the network is shown
@@ -72,11 +73,13 @@ from Runtime.keyed_random import generator, uniform
 
 SIMPLE = ("none", "flips_affine", "elastic", "nnunet", "bigaug")
 COMBINED = {"moved_nnunet": "moved", "recovered_nnunet": "recovered"}  # copies, and nnunet on top
-COPIES = ("random", "moved", "recovered", "towards")
+COPIES = ("random", "wide", "moved", "recovered", "towards")
 METHODS = (*SIMPLE, *COPIES, *COMBINED)
 COUNTS = {1: 16, 2: 8}  # copies of each volume, by how many have labels; LEAST of more
+WIDE = 1e-4
 LEAST, SHARE, START = 4, 0.8, "48+2"
 TRAIN_IDS, TEST_IDS = "1-60", "231-280"
+SIGMA, MAGNITUDE = (5, 7), (50, 150)  # of `elastic`, in voxels
 WIDTHS, BATCH, STEPS, LR = (16, 32, 64, 64), 2, 250, 3e-3
 TURN = {"augment.rotation": 15.0, "augment.scaling": 0.15, "augment.shift": 0.05, "augment.flip": 0.5}
 
@@ -116,16 +119,19 @@ def flips_affine(image, label, key):
     return warped_by(image, label, affine_field(random_affine([key], 3, image.shape, TURN), image.shape))
 
 
-def elastic(image, label, key, sigma=(5, 7), magnitude=(50, 150), probability=SHARE):
-    """White noise of -1 to 1 at every voxel, smoothed by a Gaussian of `sigma` voxels, times the magnitude."""
+def elastic_field(size, draws, sigma, magnitude):
+    """White noise of -1 to 1, smoothed by a Gaussian of `sigma` voxels, times the magnitude: (3, *size) in voxels."""
+    width, strength = draws.uniform(*sigma), draws.uniform(*magnitude)
+    waves = np.fft.rfftn(draws.uniform(-1, 1, (3, *size)), axes=(1, 2, 3))
+    smooth = [ndimage.fourier_gaussian(wave, width, size[-1]) for wave in waves]
+    return np.float32(strength * np.fft.irfftn(smooth, size, axes=(1, 2, 3)))
+
+
+def elastic(image, label, key, sigma=SIGMA, magnitude=MAGNITUDE, probability=SHARE):
     draws = np.random.default_rng(number_of(key, "elastic"))
     if draws.random() >= probability:
         return image, label
-    width, strength = draws.uniform(*sigma), draws.uniform(*magnitude)
-    waves = np.fft.rfftn(draws.uniform(-1, 1, (3, *image.shape)), axes=(1, 2, 3))
-    smooth = [ndimage.fourier_gaussian(wave, width, image.shape[-1]) for wave in waves]
-    field = strength * np.fft.irfftn(smooth, image.shape, axes=(1, 2, 3))
-    return warped_by(image, label, torch.from_numpy(np.float32(field))[None])
+    return warped_by(image, label, torch.from_numpy(elastic_field(image.shape, draws, sigma, magnitude))[None])
 
 
 @functools.cache
@@ -223,11 +229,12 @@ def drawn_copies(method, volume, count, model, cfg, others):
     others = [other for other in others if other[0] != identity]
     if method == "moved":
         return brought_copies(volume, others, argparse.Namespace(draws=count), cfg)["moved"]
+    drawing = model[1] | ({"diffusion.v_scale": WIDE} if method == "wide" else {})
     limits, made = intensity_range(image, *cfg["data.percentiles"]), []
     for number in tqdm(range(count), f"{method} copies of {identity}", unit="copy", leave=False):
         shown = pick_target(others, (0, subject_number(identity), number)) if method == "towards" else [None] * 4
-        copy, moved, _ = augment(image, label, affine, None if method == "random" else model, START, draw=number,
-                                 target=shown[1], target_affine=shown[3], subject=identity, cfg=model[1])
+        copy, moved, _ = augment(image, label, affine, None if method in ("random", "wide") else model, START,
+                                 draw=number, target=shown[1], target_affine=shown[3], subject=identity, cfg=drawing)
         made.append(on_grid(copy, moved, affine, limits, cfg))
     return made
 
