@@ -168,6 +168,9 @@ def make_job(args):
     draw_start(job["start"], (0, 0, 0), cfg)  # refuses a time that the config does not have
     for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
         placed_target(number)  # one that cannot be used is named before anything is drawn
+    if args.model != "none" and not args.target and not (cfg["loss.dist"] or cfg["loss.ang"]):
+        print(f"warning: {args.model} was not trained to recover (loss.dist and loss.ang are 0), so its copies are no "
+              "likelier than random ones; use --model none, or name a --target, best with --register.", file=sys.stderr)
     if args.target and args.register is None:
         job["condition"] = shown_kind(args.condition, args.slices, cfg)
         show(placed_target(0), job["condition"], job["slices"], (0, 0, 0), cfg)

@@ -732,3 +732,16 @@ def test_one_run_at_a_time(data, capsys):
     assert "is in use by process" in capsys.readouterr().err
     run_lock.unlock(data / "out", token)
     assert run(*words) == 0
+
+
+def test_a_network_that_has_not_learned_to_recover_is_named(data, model, capsys):
+    content = checkpoint.load(model)
+    content["config"] |= {"loss.dist": 0.0, "loss.ang": 0.0}
+    checkpoint.save(data / "registers", "000001_demo_om_net.pth", content)
+    words = ["--image", data / "data/imagesTr/s_001.nii.gz", "--draws", 1]
+    registers = ["--model", data / "registers/000001_demo_om_net.pth"]
+    target = ["--target", data / "data/imagesTr/s_002.nii.gz"]
+    for number, (more, warned) in enumerate(((["--model", model], False), (registers, True),
+                                             ([*registers, *target], False), (["--model", "none"], False))):
+        assert run(*words, *more, "--out", data / f"recovers {number}") == 0
+        assert ("was not trained to recover" in capsys.readouterr().err) == warned
