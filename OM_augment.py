@@ -88,7 +88,8 @@ def parse_arguments(argv=None):
                         "network for any volumes; none: random deformations without a network")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the copies go")
     parser.add_argument("--nnunet", metavar="NAME", help="also write originals and copies as a data set of nnU-Net "
-                        "v2, such as Dataset501_Brains; X_0000 and X_0001 are then deformed alike, as channels of X")
+                                                         "v2, such as Dataset501_Brains; X_0000 and X_0001 then get "
+                                                         "the same deformation, as channels of X")
     parser.add_argument("--draws", type=int, help=f"copies of each volume ({DRAWS}; with --register the number of "
                         "other volumes to register to)")
     parser.add_argument("--start", metavar="T", help="time of the random deformation (larger is stronger), a range "
@@ -124,26 +125,30 @@ def check_arguments(args):
     """Raise InputError for options that are wrong or do not fit together, before any file is read."""
     wrong = [
         (bool(args.image) == bool(args.data), "give either --image or --data."),
-        (args.label and not args.image, "--label belongs to --image; with --data the list names the labels."),
-        (args.ids and not args.data, "--ids belongs to --data; one --image is taken as it is."),
-        (args.draws is not None and args.draws < 1, f"--draws {args.draws}: ask for at least 1 copy."),
+        (args.label and not args.image, "--label needs --image; with --data the list names the labels."),
+        (args.ids and not args.data, "--ids needs --data; leave it out for a single --image."),
+        (args.draws is not None and args.draws < 1, f"--draws {args.draws}: at least 1 copy is needed."),
         (args.workers < 1, f"--workers {args.workers}: at least 1 process is needed."),
         (args.stride is not None and args.stride < 1, f"--stride {args.stride}: the recovery goes at least 1 "
          "time on in each step."),
         (args.slices < 0, f"--slices {args.slices}: give a number of planes, or 0 for a random one."),
-        (args.model != "none" and args.config, "--config is for --model none; a model has a config of its own, of "
-         "which --set changes keys."),
+        (args.model != "none" and args.config, "--config is for --model none; a model has its own config, whose "
+                                               "keys --set changes."),
         (args.register is not None and not args.target, "--register: name the volumes to register to by --target."),
-        (args.register is not None and args.register < 0, f"--register {args.register}: a number of steps is 0 or "
-         "more."),
+        (args.register is not None and args.register < 0, f"--register {args.register}: the number of steps must be "
+                                                          "0 or more."),
         (args.register is not None and (args.start or args.condition or args.slices), "--register makes no random "
-         "deformation and shows all of the target: leave out --start, --condition and --slices."),
-        (args.model == "none" and args.target and args.register is None, "--target: only a network can deform towards "
-         "it; give a --model, or --register."),
-        (not args.target and args.condition not in (None, "none"), f"--condition {args.condition} is about a --target; "
-         "give one."),
-        (args.target and args.condition == "none", "--target: with --condition none it would not be looked at; leave "
-         "out one of the two."),
+                                                                                      "deformation and uses the "
+                                                                                      "whole target: leave out "
+                                                                                      "--start, --condition and "
+                                                                                      "--slices."),
+        (args.model == "none" and args.target and args.register is None, "--target: only a network can deform an "
+                                                                         "image towards a target; give a --model, "
+                                                                         "or --register."),
+        (not args.target and args.condition not in (None, "none"), f"--condition {args.condition} needs a --target; "
+                                                                   "give one."),
+        (args.target and args.condition == "none", "--target: with --condition none the target is not used; leave "
+                                                   "out one of the two."),
     ]
     for is_wrong, sentence in wrong:
         if is_wrong:
@@ -163,8 +168,8 @@ def make_job(args):
     prepare_worker(job)
     cfg = WORKER["cfg"]
     if args.stride and cfg["copies.recover"] == "published":
-        raise InputError("--stride: copies.recover published takes every time; leave it out, or set copies.recover to "
-                         "scaled.")
+        raise InputError("--stride: copies.recover published uses every time step; leave out --stride, or set "
+                         "copies.recover to scaled.")
     draw_start(job["start"], (0, 0, 0), cfg)  # refuses a time that the config does not have
     for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
         placed_target(number)  # one that cannot be used is named before anything is drawn

@@ -32,12 +32,12 @@ from Report.page import cards_html, table_html, text_table, write_page
 from Runtime.errors import DONE, STOP, InputError, attempt, parse_options, run_program
 from Runtime.files import write_file
 
-ADVICE = "give the one of this pair"  # where a file is on another grid than the fixed label
+ADVICE = "give the one for this pair"  # where a file is on another grid than the fixed label
 
 
 def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description="Score registrations: Dice and HD95 for each label, landmark error, "
-                                     "folding and SDlogJ of the fields.")
+    parser = argparse.ArgumentParser(description="Score registrations by Dice and HD95 of each label, landmark "
+                                                 "error, and folding and SDlogJ of the fields.")
     parser.add_argument("--pairs", metavar="JSON", help="results.json of OM_register.py, or a list of pairs with "
                         "the keys fixed_label, moving_label, field, ...")
     parser.add_argument("--fixed-label", help="label image of the fixed volume")
@@ -98,7 +98,7 @@ def score_labels(pair, field, grid, dims, carried, scores):
                           fixed_affine, ADVICE)
         label_maps[""] = warped
     if not fixed.any():
-        raise InputError(f"{pair['fixed_label']}: no label but 0; give a label image.")
+        raise InputError(f"{pair['fixed_label']}: it has no label above 0; give a label image.")
     spacing_mm = np.linalg.norm(fixed_affine[:3, :dims], axis=0)
     scores.update(label_scores(label_maps, fixed, spacing_mm))
 

@@ -42,9 +42,9 @@ WORKER = {"counter": None}  # of each worker: how many volumes are done, shared 
 
 
 def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description="Prepare the volumes of data.root once for all trainings: data.cache. "
-                                     "Run the same command again to continue after an interruption, or after adding "
-                                     "volumes.")
+    parser = argparse.ArgumentParser(description="Prepare the volumes of data.root once for all training runs, in "
+                                                 "data.cache. Run the same command again to continue after an "
+                                                 "interruption, or after adding volumes.")
     parser.add_argument("--config", required=True, help="YAML file with every key, e.g. Config/config_om.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override one key, e.g. --set data.root=/data/brains; may be repeated")
@@ -214,10 +214,10 @@ def check(folder, cfg):
         print(f"error: {folder}: {len(damaged)} of {len(manifest['files'])} files are damaged; run OM_prepare.py with "
               "this config and --repair.", file=sys.stderr)
     elif wrong:
-        print(f"error: {folder}: all {len(manifest['files'])} files of the cache are whole, but {len(wrong)} others "
-              "are there; move away what is not of the cache, and run OM_prepare.py to its end.", file=sys.stderr)
+        print(f"error: {folder}: all {len(manifest['files'])} files of the cache are intact, but the folder has "
+              f"{len(wrong)} other files; move them away, and run OM_prepare.py until it is done.", file=sys.stderr)
     else:
-        print(f"{folder}: all {len(manifest['files'])} files of {len(manifest['volumes'])} volumes are whole")
+        print(f"{folder}: all {len(manifest['files'])} files of {len(manifest['volumes'])} volumes are intact")
     return STOP if wrong else DONE
 
 
@@ -254,7 +254,7 @@ def prepare(folder, cfg, args):
         kept.update(make_groups(folder, groups, cfg, max(args.workers, 1), before))
     if not any(record["volumes"] for record in kept.values()):
         first = next(line for record in kept.values() for line in record["refused"])
-        raise InputError(f"{cfg['data.root']}: not one of the {len(items)} volumes can be used; the first, "
+        raise InputError(f"{cfg['data.root']}: none of the {len(items)} volumes can be used; the first, "
                          f"{first['reason']}")
     manifest = cache.write_manifest(folder, cfg, kept)
     remove_old(folder, {*manifest["files"], "manifest.json", "refused.csv"}, args.fresh or args.repair)
@@ -270,7 +270,7 @@ def forget_damaged(folder):
             yield name
 
     removed = cache.forget_damaged(folder, progress)
-    print(f"{folder}: {len(removed)} parts that are damaged or lack a volume are made anew")
+    print(f"{folder}: rebuilding {len(removed)} parts that are damaged or lack a volume")
 
 
 def write_plan(folder, kept, groups, cfg):
@@ -292,8 +292,8 @@ def remove_old(folder, keep, alone):
         if free:
             cache.remove_all(folder, keep)
         elif old:
-            print(f"{folder}: a training reads this cache, so {len(old)} files of before stay: its next start takes "
-                  "the new ones; to remove the old ones, run the same command again after that")
+            print(f"{folder}: a training run reads this cache, so {len(old)} old files stay until its next start, "
+                  "which uses the new ones; run the same command again after that to remove them")
 
 
 def require_room(folder, groups, cfg):
@@ -304,8 +304,8 @@ def require_room(folder, groups, cfg):
     images = volumes * cfg["data.channels"] * np.dtype(cfg["data.dtype"]).itemsize
     need = math.prod(cfg["data.img_size"]) * (images + labels)
     if need > free:
-        raise InputError(f"data.cache {folder}: {volumes} volumes need about {need / 2 ** 30:.1f} GiB, free are "
-                         f"{free / 2 ** 30:.1f}; make room, or name another folder.")
+        raise InputError(f"data.cache {folder}: {volumes} volumes need about {need / 2 ** 30:.1f} GiB, but only "
+                         f"{free / 2 ** 30:.1f} are free; make room, or name another folder.")
 
 
 def run(folder, cfg, args):
@@ -321,8 +321,8 @@ def run(folder, cfg, args):
             return prepare(folder, cfg, args)
         with cache.without_readers(folder) as free:
             if not free:
-                raise InputError(f"data.cache {folder} is read by a training: let it finish or stop it, or name "
-                                 "another data.cache.")
+                raise InputError(f"data.cache {folder} is in use by a training run: let it finish or stop it, or "
+                                 "name another data.cache.")
             return prepare(folder, cfg, args)
     finally:
         run_lock.unlock(folder, token)
@@ -344,7 +344,7 @@ def main(argv=None):
         print(f"error: {error}", file=sys.stderr)
         return STOP
     except KeyboardInterrupt:
-        print("interrupted: run the same command again, it goes on", file=sys.stderr)
+        print("interrupted: run the same command again to continue", file=sys.stderr)
         return 128 + signal.SIGINT
 
 

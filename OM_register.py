@@ -110,12 +110,12 @@ def check_arguments(args):
         args.affine = None if args.affine == "none" else args.affine
         args.refine = STEPS if args.refine is None else args.refine
         if args.model == "none" and not (args.refine or args.affine or args.initial):
-            raise InputError("--affine none and --refine 0 without a --model: nothing would be registered; leave one "
-                             "out.")
+            raise InputError("--affine none and --refine 0 without a --model: nothing would be registered; leave "
+                             "one of them out.")
         if args.model != "none" and (args.config or args.dims):
-            raise InputError("--config and --dims are for --model none: a model brings its own config.")
+            raise InputError("--config and --dims are for --model none: a model has its own config.")
         if args.refine < 0:
-            raise InputError(f"--refine {args.refine}: a number of steps is 0 or more.")
+            raise InputError(f"--refine {args.refine}: the number of steps must be 0 or more.")
         if args.workers < 1:
             raise InputError(f"--workers {args.workers}: at least 1 process is needed.")
     files = [args.fixed, args.fixed_label, args.fixed_mask, args.moving_mask, args.points, args.moving_points,

@@ -32,7 +32,7 @@ HOMES = {"segment": "atlases", "template": "template", "jacobian": "jacobian", "
 
 
 def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description="What people do with the scans of a group.")
+    parser = argparse.ArgumentParser(description="Label, average, compare and check the scans of a group.")
     parser.add_argument("--version", action="version", version=f"omnimorph {__version__}")
     tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK")
     add_segment(tasks)
@@ -83,7 +83,7 @@ def add_similarity(task):
 
 
 def add_segment(tasks):
-    task = new_task(tasks, "segment", "label volumes by a few labelled ones", "registrations")
+    task = new_task(tasks, "segment", "label volumes with the help of a few labelled ones", "registrations")
     task.add_argument("--atlases", required=True, metavar="PATH", help="volumes with label maps: a folder with "
                       "imagesTr and labelsTr, NAME.nii.gz next to NAME_dseg.nii.gz, or a list")
     add_volumes(task, "--images", "volumes to segment; where they have label maps, those score the result")
@@ -102,14 +102,14 @@ def add_segment(tasks):
 
 
 def add_template(tasks):
-    task = new_task(tasks, "template", "make the template of a group: the volume in its middle")
+    task = new_task(tasks, "template", "make the template of a group, the volume in its middle")
     add_volumes(task, "--images", "the volumes of the group; their label maps, if any, are carried to the template")
-    task.add_argument("--start", metavar="FILE", help="start with this volume; the template has its field of view "
-                      "(the subject of middle size)")
+    task.add_argument("--start", metavar="FILE", help="start with this volume, which gives the template its field "
+                                                      "of view (the subject of median size)")
     task.add_argument("--rounds", type=int, default=4, metavar="N", help="rounds of registering and averaging, the "
                       "first half of them with voxels twice as large (%(default)s)")
-    task.add_argument("--spacing", type=float, default=0.0, metavar="MM", help="side of the template's voxels (that of "
-                      "the start volume's)")
+    task.add_argument("--spacing", type=float, default=0.0, metavar="MM", help="voxel size of the template in mm "
+                                                                               "(that of the start volume)")
     task.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how much to restore of the edges that "
                       "averaging blurs; 0 for the plain mean (%(default)s)")
     task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
@@ -124,7 +124,9 @@ def add_jacobian(tasks):
     task.add_argument("--results", metavar="FOLDER", help="results of a template, or of OM_register.py with one fixed "
                       "volume: the maps are on its grid")
     task.add_argument("--scans", nargs="+", default=[], metavar="FILE", help="two or more scans of one subject, the "
-                      "earliest first: maps the change from it to each, through their middle")
+                                                                             "earliest first: maps the change from "
+                                                                             "the first to each other scan, "
+                                                                             "half-way between them")
     task.add_argument("--labels", metavar="FILE", help="label map for a table, on the grid of the template or, with "
                       "--scans, of the first scan (default: the label map of the results, or next to the first scan)")
     task.add_argument("--smooth", type=float, default=0.0, metavar="MM", help="smooth the maps by a Gaussian of this "
@@ -145,14 +147,15 @@ def add_motion(tasks):
     task.add_argument("--series", required=True, metavar="FILE", help="NIfTI file (D, H, W, frames)")
     task.add_argument("--reference", default="mean", metavar="WHAT", help="reference frame: mean of the frames after "
                       "a first pass, middle, or the number of a frame from 0 (%(default)s)")
-    task.add_argument("--deform", action="store_true", help="deform each frame too, for organs that breathing moves")
+    task.add_argument("--deform", action="store_true", help="also deform each frame, for organs that move with "
+                                                            "breathing")
     add_similarity(task)
 
 
 def add_plan(tasks):
-    task = tasks.add_parser("plan", help="write a config for a training on a folder and this machine",
-                            description="Write a config for a training on a folder and this machine, with its memory "
-                            "and hours, and say which program serves the purpose.")
+    task = tasks.add_parser("plan", help="write a config for training on a folder of volumes and this machine",
+                            description="Write a config for training on a folder of volumes and this machine, "
+                                        "estimate memory and hours, and advise which program to use.")
     task.add_argument("--data", required=True, metavar="PATH", help="volumes to train on: a folder, list or pattern")
     task.add_argument("--for", dest="purpose", choices=("register", "augment", "segment"), default="register",
                       help="purpose of the training (%(default)s)")
@@ -167,7 +170,7 @@ def run(args):
     least = {"workers": 1, "rounds": 1, "spacing": 0, "sharpen": 0, "smooth": 0, "most": 0}
     wrong = next((name for name, number in least.items() if getattr(args, name, number) < number), None)
     if wrong:
-        raise InputError(f"--{wrong} {getattr(args, wrong)}: it is {least[wrong]} or more.")
+        raise InputError(f"--{wrong} {getattr(args, wrong)}: it must be {least[wrong]} or more.")
     home = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." where it is installed
     module = importlib.import_module(f"{home}Study.{HOMES[args.task]}")  # only now: torch takes seconds
     code = getattr(module, args.task)(args)

@@ -537,8 +537,8 @@ def main(argv=None):
     except OSError as error:
         if run or is_passing(error):
             raise
-        print(f"error: {error.filename or 'the run'}: {error.strerror or error}: name another folder (run.models), or "
-              "have this one's rights corrected.", file=sys.stderr)
+        print(f"error: {error.filename or 'the run'}: {error.strerror or error}: name another folder (run.models), "
+              "or have the permissions of this one corrected.", file=sys.stderr)
         code = STOP
     except InputError as error:
         # From a loader's worker it comes with the worker's traceback in front of the sentence.

@@ -1,11 +1,12 @@
-"""Synthetic anatomies for a network that has to know volumes of any kind: made of noise, in random contrasts.
+"""Synthetic anatomies, made of noise in random contrasts, for a network that handles volumes of any kind.
 
-After SynthMorph (Hoffmann et al., IEEE TMI 2022): labels are where one of several warped maps of smooth noise is the
-largest, and each label gets random intensities, so that neither shape nor contrast of any real organ is learned. Added
-here are structures within structures, fields of view, and spacings. One anatomy has several views, which differ by
-deformation, contrast, blur, bias, noise, field of view and spacing; views of one anatomy are pairs with true labels.
+After SynthMorph (Hoffmann et al., IEEE TMI 2022): each label is the region where one of several warped maps of smooth
+noise is the largest, and gets random intensities, so that the network learns neither the shape nor the contrast of any
+real organ. Added here are structures within structures, fields of view, and spacings. One anatomy has several views,
+which differ by deformation, contrast, blur, bias, noise, field of view and spacing; views of one anatomy are pairs with
+true labels.
 
-Everything is a function of (seed, number of the anatomy, number of the view): nothing depends on what was made before.
+Everything depends only on (seed, number of the anatomy, number of the view).
 Scripts/make_anatomies.py writes them as a data set.
 """
 import itertools

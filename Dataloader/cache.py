@@ -50,7 +50,7 @@ OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)
 # ---------------------------------------------------------------------------------------------------------------------
 
 def settings(cfg):
-    """The part of a config on which the content of a cache depends, as JSON can hold it."""
+    """The part of a config on which the content of a cache depends, as plain JSON."""
     return {"format": FORMAT, **{key: cfg[key] for key in SETTINGS}}
 
 
@@ -72,7 +72,7 @@ def decode(image):
 
 
 def source(item):
-    """Size and time of each file of a volume, by which a change is seen; None where a file is missing."""
+    """Size and time of each file of a volume, to detect changes; None for a missing file."""
     paths = [item[kind] for kind in KINDS if item[kind]] + item.get("channels", [])
     try:
         return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, paths)]
@@ -90,11 +90,11 @@ def entry(item, root):
 
 
 def plan(folder, items, cfg):
-    """Which parts of a cache are there, and which are to be made: the same parts after any interruption.
+    """Which parts of a cache exist and which must be made: the same parts after any interruption.
 
-    A part whose source files have changed, or are no longer in the list, is made anew, under another number as long as
-    a finished cache needs the old one. A part stays where the list only gives its volumes other words (subject,
-    modality, split); the record then gets these.
+    A part whose source files have changed, or are no longer in the list, is rebuilt, under another number as long as a
+    finished cache needs the old one. A part stays if the list only changes words of its volumes (subject, modality,
+    split); its record is then updated.
     folder: of the cache. items: from the data list.
     Returns: {number: record} of the parts that stay; {number: items} of those to make.
     """
@@ -280,7 +280,7 @@ def check_settings(folder, made_with, cfg):
 
 
 def forget_damaged(folder, progress=iter):
-    """Remove the manifest, and the records of parts that are damaged or refused a volume, so that they are made anew.
+    """Remove the manifest, and the records of parts that are damaged or refused a volume, so that they are rebuilt.
 
     progress: see `verify`. Returns: the names of the records removed.
     """
@@ -329,7 +329,7 @@ def verify(folder, manifest, progress=iter):
     wrong = {text.split(" ")[0]: text for text in wrong_files(file_sizes(folder), manifest["files"])}
     known = {*manifest["files"], "manifest.json", "refused.csv", "plan.json", ".lock", "lock.json", ".readers"}
     for name in sorted(set(os.listdir(folder)) - known):
-        wrong[name] = (f"{name} is of a run of OM_prepare.py that has not ended" if OURS.fullmatch(name) else
+        wrong[name] = (f"{name} belongs to a run of OM_prepare.py that has not ended" if OURS.fullmatch(name) else
                        f"{name} does not belong to the cache")
     for name in progress(sorted(set(manifest["files"]) - set(wrong))):
         if sha256(Path(folder) / name) != manifest["files"][name][1]:
@@ -443,7 +443,7 @@ def hold(folder, show):
     ends = time.monotonic() + PATIENCE_S
     readers = open_readers(folder)
     if readers is None:
-        cannot_lock(folder, "no file can be made there", show)
+        cannot_lock(folder, "no file can be created there", show)
     while readers is not None:
         try:
             if lock_now(readers, fcntl.LOCK_SH):
@@ -461,7 +461,7 @@ def hold(folder, show):
 
 @contextlib.contextmanager
 def without_readers(folder):
-    """Keep trainings from opening a cache. Yields: whether none reads it; True also where there are no locks."""
+    """Keep training runs from opening a cache. Yields: whether none reads it; True also without file locks."""
     readers = open_readers(folder)
     free = True
     try:
@@ -492,10 +492,10 @@ def lock_now(readers, kind):
 
 
 def cannot_lock(folder, reason, show):
-    """Warn, where `show` says so, that nothing keeps OM_prepare.py from changing a cache that is being read."""
+    """Warn, if `show` is set, that nothing keeps OM_prepare.py from changing a cache that is being read."""
     if show:
-        print(f"data.cache {folder} cannot be locked ({reason}): do not run OM_prepare.py on it while a training reads "
-              "it", file=sys.stderr, flush=True)
+        print(f"data.cache {folder} cannot be locked ({reason}): do not run OM_prepare.py on it during training",
+              file=sys.stderr, flush=True)
 
 
 def record(folder, identity):

@@ -1,6 +1,7 @@
 """Data lists: which volumes and pairs a run uses, of which subjects, and which are held out.
 
-Read are Decathlon and Learn2Reg JSON files, CSV lists, and folders of NIfTI files, or of others where there are none.
+It reads Decathlon and Learn2Reg JSON files, CSV lists, and folders of NIfTI files or, if they have none, of other
+formats.
 """
 import collections
 import csv
@@ -46,8 +47,8 @@ def read_datalist(root, dims=3, ids="", pattern="", held_out=False, channels=1):
       "validation" stands for its two images; other keys are ignored;
     - a .csv file: a header row with the column image and, if wanted, image_2 to image_5 (further channels), label,
       mask, id, subject, modality, split; comma or semicolon, UTF-8; an empty cell is absent, other columns are ignored;
-    - another folder: all NIfTI files in its imagesTr, else anywhere under it; where there is none, all volumes of the
-      other formats (.mgz, .nrrd, .mha and so on). A labelsTr beside them must hold the label of every image, a masksTr
+    - another folder: all NIfTI files in its imagesTr, else anywhere under it; if it has none, all volumes of the other
+    formats (.mgz, .nrrd, .mha and so on). A labelsTr beside them must hold the label of every image, a masksTr
       the mask of at least one: an image without a mask is used as a whole. Without a labelsTr a file whose name ends in
       _seg, _dseg, _label or _mask is the label of the image that it is named after. Folders whose names begin with a
       dot, and derivatives and sourcedata of BIDS, are left out;
@@ -78,7 +79,7 @@ def list_volumes(root, pattern="", channels=1):
         raise InputError(f"{root}: no such data folder or list; check the path.")
     items = _read_items(root, channels)
     if not items:
-        raise InputError(f"{root}: no .nii or .nii.gz volume found, nor one of another format; check the folder.")
+        raise InputError(f"{root}: found no .nii, .nii.gz or other volume; check the folder.")
     if channels > 1 and not any("channels" in item for item in items):
         items = with_named_channels(items)
     require_channels(root, items, channels)
@@ -133,8 +134,8 @@ def require_channels(root, items, count):
     for item in items:
         found = 1 + len(item.get("channels", []))
         if found > 1 and found != count:
-            raise InputError(f"{root}: {item['image'].name} has {found} channels, and data.channels is {count}; set it "
-                             f"to {found}, or give each file an entry of its own, with the same \"subject\".")
+            raise InputError(f"{root}: {item['image'].name} has {found} channels, but data.channels is {count}; set "
+                             f'it to {found}, or give each file its own entry with the same "subject".')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def name_subjects(root, items, pattern=""):
 
     The subject of the list comes first. Then, in this order: the group of the regular expression `pattern`, which must
     match in the path of every image below the data folder; sub-XX at the start of a BIDS name; X_0001 where all names
-    of the data set end like X_0001_0000 and X_0001_0001. Otherwise each volume is a subject of its own.
+    of the data set end like X_0001_0000 and X_0001_0001. Otherwise each volume is its own subject.
     root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" where the list names none.
     Raises InputError for a pattern that cannot be used, or that does not match in the path of an image.
     """
@@ -298,7 +299,7 @@ def share_of(ids):
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", ids)
     share = float(match[1]) / 100 if match else 0.0
     if match and not 0 < share <= 1:
-        raise InputError(f"ids \"{ids}\": a share of the subjects lies above 0% and is at most 100%.")
+        raise InputError(f'ids "{ids}": a share of the subjects must be above 0% and at most 100%.')
     return share
 
 
@@ -311,8 +312,8 @@ def read_ranges(text, where):
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         if not match or int(match[2] or match[1]) < int(match[1]):
-            raise InputError(f"{where} \"{text}\" has the bad part \"{part}\"; write numbers and rising ranges, such "
-                             "as \"1-60,75\".")
+            raise InputError(f'{where} "{text}": "{part}" is not a number or a rising range; write numbers and '
+                             'rising ranges, such as "1-60,75".')
         ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
     return ranges
 
@@ -399,8 +400,8 @@ def _read_items(root, channels):
         # Learn2Reg names its list after the task: OASIS_dataset.json.
         lists = [root / "dataset.json"] if (root / "dataset.json").is_file() else sorted(root.glob("*_dataset.json"))
         if len(lists) > 1:
-            raise InputError(f"{root}: which list, {lists[0].name} or {lists[1].name}? Give the file instead of the "
-                             "folder.")
+            raise InputError(f"{root}: the folder has two lists, {lists[0].name} and {lists[1].name}; give one of "
+                             "these files instead of the folder.")
         return _from_json(lists[0]) if lists else _from_folder(root, channels)
     if not root.exists():  # a pattern
         paths = [Path(path) for path in sorted(glob.glob(str(root), recursive=True)) if ends_in(path, SUFFIXES)]
@@ -416,7 +417,8 @@ def _from_json(path):
     if entries is None and isinstance(content, dict) and "channel_names" in content:
         return _from_nnunet(path, content)
     if not isinstance(entries, list):
-        raise InputError(f"{path}: no list under \"training\"; add one with an image and a label path per volume.")
+        raise InputError(f'{path}: there is no list under "training"; add one with an image and a label path per '
+                         "volume.")
     modalities = content.get("modality")
     if not isinstance(modalities, dict) or len(modalities) < 2:
         modalities = {}
@@ -474,7 +476,7 @@ def _checked_entry(path, entry):
     if not all(isinstance(word, str) and word and "\0" not in word for word in (image, *further)):
         raise InputError(f"{path}: the entry {entry} has no image path; correct it.")
     if len(further) > len(FURTHER):
-        raise InputError(f"{path}: the entry {entry} has {1 + len(further)} channels, and a volume has at most "
+        raise InputError(f"{path}: the entry {entry} has {1 + len(further)} channels, but a volume can have at most "
                          f"{MOST_CHANNELS}; leave some out.")
     name = Path(image).name
     for role in ("label", "mask"):
@@ -492,10 +494,10 @@ def _from_csv(path):
     (_, header), *rows = read_csv(path, (*COLUMNS, *FURTHER))
     columns = [cell.lower() for cell in header]
     if "image" not in columns:
-        raise InputError(f"{path}: no column \"image\" in the header {','.join(header)}; name the column of the image "
-                         "paths so.")
+        raise InputError(f"{path}: the header {','.join(header)} has no column \"image\"; give this name to the "
+                         "column of the image paths.")
     if not rows:
-        raise InputError(f"{path}: a header but no volume; add a row for each.")
+        raise InputError(f"{path}: the list has a header but no volumes; add a row for each volume.")
     items, listings = [], {}
     for line, cells in rows:
         where = f"{path} line {line}"
@@ -506,7 +508,8 @@ def _from_csv(path):
         if "image" not in entry:
             raise InputError(f"{where}: no image path; fill the cell or remove the row.")
         if "/" in entry.get("id", ""):
-            raise InputError(f"{where}: the id {entry['id']} holds a slash, which no file name can; choose another.")
+            raise InputError(f"{where}: the id {entry['id']} contains a slash, which a file name cannot; choose "
+                             "another.")
         items.append(_listed_item(where, path.parent, entry, listings, {}))
     return items
 
@@ -521,7 +524,8 @@ def read_csv(path, known):
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error}); save it as CSV in UTF-8.") from error
     if "\0" in text:
-        raise InputError(f"{path}: zero bytes in the text, so the file is damaged; save it as CSV in UTF-8 again.")
+        raise InputError(f"{path}: the text contains zero bytes, so the file is damaged; save it as CSV in UTF-8 "
+                         "again.")
     # Column names contain no separator, so the header decides; csv.Sniffer would guess.
     header = next((line for line in text.split("\n") if line.strip()), "")
     reader = csv.reader(io.StringIO(text), delimiter=";" if header.count(";") > header.count(",") else ",", strict=True)
@@ -547,8 +551,8 @@ def _listed_item(where, folder, entry, listings, modalities):
             whose = "its" if role.startswith("image") else f"the {role}"
             raise InputError(f"{path}: the {role} listed in {where} is missing; restore it or drop {whose} entry.")
     if entry.get("split", "train").lower() not in SPLITS:
-        raise InputError(f"{where}: the split {entry['split']} of {paths['image'].name} is none of train, val and "
-                         "test; correct the word, or leave it out for training.")
+        raise InputError(f"{where}: the split {entry['split']} of {paths['image'].name} is not train, val or test; "
+                         "correct it, or leave it empty for training.")
     item = _item(**paths, words=entry, modalities=modalities)
     return {**item, "channels": list(further.values())} if further else item
 
@@ -562,8 +566,8 @@ def _from_paths(root, paths, channels):
     """The items of some volumes with their labels and masks; what is a segmentation by its name is no image."""
     images, items, listings = [path for path in paths if not is_named_segmentation(path)], [], {}
     if paths and not images:
-        raise InputError(f"{root}: all {len(paths)} volumes are segmentations by their names, such as {paths[0].name}; "
-                         "give the folder of the images.")
+        raise InputError(f"{root}: the names of all {len(paths)} volumes mark them as segmentations, such as "
+                         f"{paths[0].name}; give the folder of the images.")
     for image in images:
         label = _sibling(root, image, "labelsTr", listings, channels) or label_beside(image, listings)
         mask = _sibling(root, image, "masksTr", listings, channels)
@@ -593,13 +597,14 @@ def _volumes_under(base):
         paths += [Path(folder, name) for name in volumes if name in there]
         lost += [Path(folder, name) for name in volumes if name not in there and os.path.islink(Path(folder, name))]
     if lost:
-        raise InputError(f"{lost[0]}: a link to {os.readlink(lost[0])}, which is not there ({len(lost)} such links in "
-                         f"{base}); fetch the content, such as by `datalad get` or `git annex get`, or remove them.")
+        raise InputError(f"{lost[0]}: a link to {os.readlink(lost[0])}, which does not exist ({len(lost)} such "
+                         f"links in {base}); fetch the content, for example with `datalad get` or `git annex get`, "
+                         "or remove the links.")
     return [path for path in paths if ends_in(path, NIFTI)] or paths
 
 
 def is_named_segmentation(path):
-    """Whether a file is a segmentation by its name, such as sub-01_dseg.nii.gz."""
+    """Whether the name of a file marks it as a segmentation, such as sub-01_dseg.nii.gz."""
     return bool(SEGMENTATION.fullmatch(_stem(path)))
 
 

@@ -166,7 +166,7 @@ def stacked(arrays, indices, channels=1):
 
 
 def as_it_is(batch):
-    """A collate function for what is a batch already; a lambda could not be pickled for a worker."""
+    """A collate function for ready batches; a lambda could not be pickled for a worker."""
     return batch
 
 
@@ -192,9 +192,9 @@ def workers_of(cfg):
 
 
 def require_room_for_workers(cfg):
-    """Raise InputError where a worker could not hand over a batch: it would fail in a thread of torch, with no word.
+    """Raise InputError if a worker could not hand over a batch: it would fail in a thread of torch, without a message.
 
-    It does so in /dev/shm, and by a socket in the folder for temporary files, whose path may be short only.
+    It needs /dev/shm, and a socket in the folder for temporary files, whose path must be short.
     """
     if not workers_of(cfg):
         return
@@ -238,8 +238,8 @@ def read_ahead(loader, ahead, prepare=lambda number, batch: batch):
 def leave_signals_to_the_rank(worker):
     """Ignore signals in a worker.
 
-    A scheduler signals every process of a job, a terminal every one of a command. The rank then saves and leaves, and
-    needs its workers until that.
+    A scheduler signals every process of a job, a terminal every one of a command. The rank then saves and exits, and
+    needs its workers until then.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -250,7 +250,7 @@ def leave_signals_to_the_rank(worker):
 
 @atexit.register
 def end_workers():
-    """Kill the workers at exit: multiprocessing sends SIGTERM, which they ignore, and then waits for them for ever."""
+    """Kill the workers at exit: multiprocessing sends SIGTERM, which they ignore, and then waits forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch reports the death of a worker as an error
     for worker in multiprocessing.active_children():
         worker.kill()
@@ -354,8 +354,8 @@ def require_usable(root, train, val, cfg, cache):
         refused = f" ({len(cache['refused'])} were refused when it was prepared)" if cache and cache["refused"] else ""
         held = f" ({len(val)} more are held out)" if val else ""
         raise InputError(f"{root}: {len(train)} training volumes{refused}, but data.expect_samples says "
-                         f"{cfg['data.expect_samples']}{held}; restore the missing files, or lower the key if the "
-                         "smaller set is meant.")
+                         f"{cfg['data.expect_samples']}{held}; restore the missing files, or lower the key if you "
+                         "mean the smaller set.")
     shared = sorted({item["subject"] for item in train} & {item["subject"] for item in val})
     if shared:
         raise InputError(f"{root}: {shared[0]} is in the training set and in that of data.val_ids or of the list's "
@@ -363,8 +363,8 @@ def require_usable(root, train, val, cfg, cache):
                          "correct the list.")
     if len(train) < 2:
         few = "one training volume is" if train else "no training volumes are"
-        raise InputError(f"{root}: {few} not enough, mode 3 needs pairs; add volumes, widen data.train_ids or lower "
-                         "data.val_fraction.")
+        raise InputError(f"{root}: {few} not enough, because mode 3 needs pairs; add volumes, widen data.train_ids "
+                         "or lower data.val_fraction.")
     for items in (train, val):
         if items and not cache:
             read_header(items[0]["image"], cfg["model.dims"], cfg["data.channels"])
@@ -379,8 +379,8 @@ def with_usable_labels(root, items, cfg):
     if len(usable) < 2:
         permitted = f" that data.label_ids {cfg['data.label_ids']} permits" if cfg["data.label_ids"] else ""
         raise InputError(f"{root}: loss.dice {cfg['loss.dice']} compares the labels of pairs, but {len(usable)} of "
-                         f"{len(items)} training volumes have labels{permitted}, and it needs two; name more, or set "
-                         "loss.dice to 0.")
+                         f"{len(items)} training volumes have labels{permitted}, and two are needed; name more, or "
+                         "set loss.dice to 0.")
     return [item if item["id"] in usable else {**item, "label": None} for item in items]
 
 
@@ -393,8 +393,9 @@ def labelled_volumes(items, cfg):
     if not cfg["data.labelled_pairs"]:
         return None
     if not cfg["loss.dice"]:
-        raise InputError(f"data.labelled_pairs={cfg['data.labelled_pairs']} draws more pairs of labelled volumes, but "
-                         "loss.dice is 0, so none counts: set data.labelled_pairs=0, or change that.")
+        raise InputError(f"data.labelled_pairs={cfg['data.labelled_pairs']} draws more pairs of labelled volumes, "
+                         "but loss.dice is 0, so their labels are not used: set data.labelled_pairs to 0, or "
+                         "loss.dice to a value above 0.")
     labelled = [number for number, item in enumerate(items) if item["label"]]
     return {"labelled": labelled, "rule": pair_rule(cfg, [items[number] for number in labelled])}
 
@@ -402,9 +403,9 @@ def labelled_volumes(items, cfg):
 def require_masks(root, items):
     """Raises InputError where registration.masks asks for masks and no training volume has one."""
     if not any(item["mask"] for item in items):
-        raise InputError(f"{root}: registration.masks is true, but none of {len(items)} training volumes has a mask: "
-                         "name them in the data list (and run OM_prepare.py again, where there is a cache), or set it "
-                         "to false.")
+        raise InputError(f"{root}: registration.masks is true, but none of {len(items)} training volumes has a "
+                         "mask: name masks in the data list (and run OM_prepare.py again if you use a cache), or "
+                         "set registration.masks to false.")
 
 
 def find_labels(dataset, ranks, cfg):

@@ -1,9 +1,9 @@
-"""NRRD and MetaImage files (.nrrd, .nhdr, .mha, .mhd), and DICOM, by SimpleITK, which is optional.
+"""NRRD and MetaImage files (.nrrd, .nhdr, .mha, .mhd) and DICOM, with SimpleITK, which is optional.
 
 A DICOM series is read, not written: a folder with its slices, or a file of several frames.
 
-ITK's world has x and y the other way round (LPS) and its arrays the axes in reverse; what leaves this file is as in
-Dataloader/nifti.py: axes i, j, k, affine 4x4 voxel to world in millimetres, RAS.
+ITK's world has x and y reversed (LPS) and its arrays have the axes in reverse order; this file returns volumes as
+Dataloader/nifti.py does: axes i, j, k, affine 4x4 voxel to world in millimetres, RAS.
 """
 import contextlib
 import os
@@ -44,7 +44,7 @@ def is_series(path):
 
 
 def import_sitk(path):
-    """SimpleITK, loaded only here, as that takes time. path: of the file for which it is needed.
+    """SimpleITK, imported only when needed, because that takes time. path: of the file that needs it.
 
     Raises InputError where it is missing.
     """
@@ -52,7 +52,7 @@ def import_sitk(path):
         import SimpleITK
     except ImportError:
         kind = "a DICOM series needs" if os.path.isdir(path) else f"{Path(path).suffix} files need"
-        raise InputError(f"{path}: {kind} a package: pip install SimpleITK, or convert it to .nii.gz.") from None
+        raise InputError(f"{path}: {kind} SimpleITK: pip install SimpleITK, or convert it to .nii.gz.") from None
     return SimpleITK
 
 
@@ -66,7 +66,7 @@ def open_itk(path):
         return _open_series(sitk, path)
     reader = _header(sitk, path, path)
     if Path(path).suffix.lower() == ".dcm" and reader.GetSize()[2:] == (1,):
-        raise InputError(f"{path}: one slice of a DICOM series; give the folder with all of its slices.")
+        raise InputError(f"{path}: this is one slice of a DICOM series; give the folder with all of its slices.")
     return _empty_image(sitk, path, reader, reader.GetSize(), affine_of(reader.GetDirection(), reader.GetSpacing(),
                                                                         reader.GetOrigin()))
 
@@ -85,8 +85,8 @@ def _header(sitk, file, path):
 def _empty_image(sitk, path, reader, size, affine):
     types = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}
     if reader.GetNumberOfComponents() != 1 or reader.GetPixelID() not in types:
-        raise InputError(f"{path}: voxels of type {sitk.GetPixelIDValueAsString(reader.GetPixelID())} are not one real "
-                         "number each; convert it.")
+        raise InputError(f"{path}: each voxel must be one real number, but the type is "
+                         f"{sitk.GetPixelIDValueAsString(reader.GetPixelID())}; convert the volume.")
     empty = np.broadcast_to(np.zeros((), types[reader.GetPixelID()]), size)
     image = nibabel.Nifti1Image(empty, affine, dtype=empty.dtype)
     image.header.set_xyzt_units("mm")
@@ -97,7 +97,7 @@ def series_files(sitk, path):
     """The files of the one DICOM series in a folder. Raises InputError where there are several, or none."""
     names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(str(path))
     if len(names) != 1:
-        raise InputError(f"{path}: {len(names)} DICOM series in one folder; put each into a folder of its own.")
+        raise InputError(f"{path}: the folder has {len(names)} DICOM series; put each into its own folder.")
     return list(sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(path), names[0]))
 
 
@@ -115,15 +115,15 @@ def _open_series(sitk, path):
     planes = [(header.GetSize(), np.round([*header.GetDirection(), *header.GetSpacing()[:2]], 3).tolist())
               for header in headers]
     if any(plane != planes[0] for plane in planes):
-        raise InputError(f"{path}: slices of several sizes or directions; put each stack into a folder of its own.")
+        raise InputError(f"{path}: the slices have several sizes or directions; put each stack into its own folder.")
     steps = np.diff([header.GetOrigin() for header in headers], axis=0)
     step = steps.mean(axis=0)
     length = np.linalg.norm(step)
     if np.linalg.norm(steps - step, axis=1).max() > UNEVEN * max(length, 1e-3):
         lengths = np.linalg.norm(steps, axis=1)
-        raise InputError(f"{path}: the steps between its {count} slices are from {lengths.min():.2f} to "
-                         f"{lengths.max():.2f} mm; slices are missing, or several volumes are mixed: put the slices of "
-                         "one volume into a folder of its own.")
+        raise InputError(f"{path}: the distances between its {count} slices range from {lengths.min():.2f} to "
+                         f"{lengths.max():.2f} mm, so slices are missing or several volumes are mixed: put the "
+                         "slices of each volume into its own folder.")
     affine = affine_of(first.GetDirection(), first.GetSpacing(), first.GetOrigin())
     affine[:3, 2] = (TO_LPS[:3, :3] @ step)
     return _empty_image(sitk, path, first, (*first.GetSize()[:2], count), affine)

@@ -56,10 +56,10 @@ def corners_apart(shape, affine, other):
 
 
 def same_grid(shape, affine, other_shape, other_affine):
-    """Whether two grids have one shape and corners that lie at most SAME_GRID voxels apart.
+    """Whether two grids have the same shape and corners at most SAME_GRID voxels apart.
 
-    shape, other_shape: D, H, W or H, W. affine, other_affine: 4x4, voxel to world in mm. Affines of one grid differ by
-    rounding, depending on the program that wrote the file.
+    shape, other_shape: D, H, W or H, W. affine, other_affine: 4x4, voxel to world in mm. The affine of one grid differs
+    by rounding between programs.
     """
     return tuple(shape) == tuple(other_shape) and corners_apart(shape, affine, other_affine) <= SAME_GRID
 

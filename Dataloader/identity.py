@@ -1,4 +1,4 @@
-"""Which data a run trains on: what a checkpoint keeps of them, and whether a run may continue with others."""
+"""Which data a run trains on: what a checkpoint stores about them, and whether a run may continue with other data."""
 import csv
 import io
 import itertools
@@ -41,12 +41,13 @@ def volumes_of(described):
 
 
 def require_same_everywhere(ranks, described):
-    """Raises InputError, on every rank, if any rank reads other data than rank 0. Every rank calls this."""
+    """Raises InputError, on every rank, if any rank reads different data from rank 0. Every rank calls this."""
     digests = agree.gather(ranks, torch.tensor(agree.digest(described))).tolist()
     others = [str(rank) for rank, value in enumerate(digests) if value != digests[0]]
     if others:
-        raise InputError(f"rank {', '.join(others)} of {len(digests)} reads other data than rank 0: data.root or "
-                         "data.cache must be the same on all nodes, and be left alone while ranks start; start again.")
+        raise InputError(f"rank {', '.join(others)} of {len(digests)} reads different data from rank 0: data.root "
+                         "and data.cache must be the same on all nodes and must not change while ranks start; start "
+                         "again.")
 
 
 def agree_on_labels(ranks, own, cfg):
@@ -85,14 +86,14 @@ def compare_data(before, now, path):
     old, new = by_id(before), by_id(now)
     same = [identity for identity in old if identity in new and old[identity]["bytes"] == new[identity]["bytes"]]
     if 2 * len(same) < len(old):
-        raise InputError(f"{path} was trained on other data of the same name {name}: of its {len(old)} volumes "
-                         f"{len(same)} are among the {len(new)} present ones; give these a data.name of their own, "
-                         "or start a new run with --fresh.")
+        raise InputError(f"{path} was trained on different data with the same name {name}: of its {len(old)} "
+                         f"volumes, {len(same)} are among the {len(new)} of this data set; give this data set its "
+                         "own data.name, or start a new run with --fresh.")
     trained = {row["subject"] for row in old.values() if row["split"] == "train"}
     moved = sorted({row["subject"] for row in new.values() if row["split"] == "val"} & trained)
     if moved:
-        raise InputError(f"{path} was trained on {some(moved)}, held out for validation now: set the data.* keys or "
-                         "the list back, or start a new run with --fresh.")
+        raise InputError(f"{path} was trained on {some(moved)}, which would now be held out for validation: set the "
+                         "data.* keys or the list back, or start a new run with --fresh.")
     return order(old) != order(new), differences(old, new, same)
 
 

@@ -1,14 +1,14 @@
 """Volumes in and out: images, label maps, and deformation fields as ITK, ANTs, Slicer and Learn2Reg read them.
 
-They are NIfTI files, and for whoever has others also .mgz and .mgh of FreeSurfer (by nibabel), .nrrd, MetaImage
-and DICOM (Dataloader/formats.py). Whatever a file is, it is opened as a nibabel NIfTI image.
+They are NIfTI files, but also FreeSurfer's .mgz and .mgh (by nibabel), .nrrd, MetaImage and DICOM
+(Dataloader/formats.py). Every file is opened as a nibabel NIfTI image.
 
 The nibabel array is used untransposed: D, H, W are its i, j, k (2D: H, W are i, j). Affines are 4x4 float64, voxel to
 world in millimetres, RAS, in 2D too. Those of a file in other units are converted, as ITK does.
 
 A field is (N, *spatial) on the fixed grid, displacement in voxels, channel 0 along the first axis of the array: voxel x
-of the fixed volume corresponds to A_moving^-1 A_fixed (x + field(x)) in the moving one. Of a file whose header names
-another unit of length, ITK converts the grid but not the vectors: they are millimetres in every file.
+of the fixed volume corresponds to A_moving^-1 A_fixed (x + field(x)) in the moving one. If a header names another unit
+of length, ITK converts the grid but not the vectors, which are millimetres in every file.
 """
 import gzip
 import math
@@ -94,8 +94,8 @@ def _channel_shape(path, shape, dims):
     """
     spatial, rest = tuple(shape[:dims]), [n for n in shape[dims:] if n != 1]
     if len(rest) != 1 or min(spatial) < 1:
-        raise InputError(f"{path}: shape {tuple(shape)} is not {dims}D with one axis more, that of the channels; split "
-                         f"it into one {dims}D file per channel.")
+        raise InputError(f"{path}: shape {tuple(shape)} is not {dims}D plus one axis for the channels; split it "
+                         f"into one {dims}D file per channel.")
     return (*spatial, *rest)
 
 
@@ -105,21 +105,23 @@ def checked_image(path, array):
     Raises InputError for one that `read_volume` refuses.
     """
     if array.dtype.kind not in "buif":
-        raise InputError(f"{path}: voxels of type {array.dtype} are not one real number each; convert it.")
+        raise InputError(f"{path}: each voxel must be one real number, but the type is {array.dtype}; convert the "
+                         "volume.")
     if array.size == 0:
-        raise InputError(f"{path}: shape {array.shape} holds no voxel; give a volume.")
+        raise InputError(f"{path}: shape {array.shape} has no voxels; give a volume.")
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(array, dtype=np.float32)
     _require_finite(path, array)
     if array.min() == array.max():
-        raise InputError(f"{path}: every voxel is {array.flat[0]:g}, an empty volume; remove it from the data set.")
+        raise InputError(f"{path}: every voxel is {array.flat[0]:g}, so the volume is empty; remove it from the "
+                         "data set.")
     return array
 
 
 def is_segmentation(volume):
     """Whether a volume looks like a label map: few whole numbers, and nearly all neighbours are equal.
 
-    volume: (D, H, W) or (H, W). In an image of few grey levels neighbours differ wherever it shows something.
+    volume: (D, H, W) or (H, W). In an image with few grey levels, neighbours differ wherever it has contrast.
     """
     some = volume[tuple(slice(None, None, 4) for _ in volume.shape)]  # enough to tell most images, in little time
     for part in (some, volume):
@@ -133,9 +135,9 @@ def is_segmentation(volume):
 def require_image(path, volume):
     """Raise InputError where a volume looks like a segmentation. path: of its file. volume: (D, H, W) or (H, W)."""
     if is_segmentation(volume):
-        raise InputError(f"{path}: few whole numbers in large patches, a segmentation instead of an image; list it "
-                         "as the label of its image, or choose the images by a pattern such as "
-                         "\"Data/**/*_T1w.nii.gz\".")
+        raise InputError(f"{path}: it has only a few whole numbers in large patches, so it is a segmentation and "
+                         "not an image; list it as the label of its image, or choose the images by a pattern such "
+                         'as "Data/**/*_T1w.nii.gz".')
 
 
 def read_label(path, dims=3):
@@ -264,10 +266,10 @@ def read_affine(path, image, dims):
 
 
 def placement_doubts(path, dims=3):
-    """What may be wrong with the place that a file gives its volume in the world: sentences, mostly none.
+    """Possible errors in the position that a header gives: sentences, usually none.
 
-    path: of a readable volume. Where both matrices are set, nibabel, FSL and this program go by the sform; ITK (ANTs,
-    Slicer, elastix) does so only if its code is 1, and else goes by the qform. Only NIfTI files have two.
+    path: of a readable volume. If both matrices are set, nibabel, FSL and this program use the sform; ITK (ANTs,
+    Slicer, elastix) uses it only if its code is 1, and otherwise the qform. Only NIfTI files have two.
     """
     header = open_nifti(path).header
     if not ends_in(path, NIFTI):
@@ -276,11 +278,11 @@ def placement_doubts(path, dims=3):
     try:
         sform, qform = header.get_sform(), header.get_qform() if has_qform else None
     except ValueError:
-        return [f"{path}: the quaternion of its qform is no rotation, and ITK may refuse the file: repair it, or set "
-                "the qform code to 0."]
+        return [f"{path}: the quaternion of its qform is not a rotation, and ITK may refuse the file: repair it, or "
+                "set the qform code to 0."]
     if not (has_sform or has_qform):
-        return [f"{path}: its header does not say where it lies (sform and qform code are 0); here its centre is at 0, "
-                "in ITK its first voxel is: give it a place, for example by fslorient or nibabel."]
+        return [f"{path}: its header gives no position (sform and qform code are 0). OmniMorph places its centre at "
+                "0, ITK its first voxel; set a position, for example with fslorient or nibabel."]
     shape = np.maximum(np.array(header.get_data_shape()[:3]), 1)
     corners = np.array(list(np.ndindex(*[2] * len(shape)))) * (shape - 1)
     corners = np.pad(corners, ((0, 0), (0, 3 - len(shape))))
@@ -291,11 +293,11 @@ def placement_doubts(path, dims=3):
                                                    axis=1).max()
 
     if has_sform and not is_rigid_and_scaled(sform[:3, :3]):
-        return [f"{path}: the axes of its sform are not at right angles (it is sheared), which a qform cannot say; "
-                "what is written has the sform alone."]
+        return [f"{path}: the axes of its sform are not at right angles (it is sheared), which a qform cannot "
+                "express; output files have only the sform."]
     if has_sform and has_qform and apart(qform) > PLACED_APART * mm_of_unit(header) * least:
-        return [f"{path}: sform and qform place it up to {apart(qform):.1f} mm apart; here the sform is taken, by ITK "
-                "mostly the qform: make them equal, or set the code of the wrong one to 0."]
+        return [f"{path}: its sform and qform differ by up to {apart(qform):.1f} mm. OmniMorph uses the sform, ITK "
+                "mostly the qform; make them equal, or set the code of the wrong one to 0."]
     return []
 
 
@@ -397,7 +399,8 @@ def read_voxels(path, image):
     except READ_ERRORS as error:
         raise InputError(f"{path}: truncated or corrupt ({error}); copy or download it again.") from error
     if array.dtype.kind not in "buif":
-        raise InputError(f"{path}: voxels of type {array.dtype} are not one real number each; convert it.")
+        raise InputError(f"{path}: each voxel must be one real number, but the type is {array.dtype}; convert the "
+                         "volume.")
     return array
 
 
@@ -414,7 +417,7 @@ def _decompressed(path, image):
             parts += [part] if size < needed else []
             size += len(part)
             if size > needed + MOST_AFTER:
-                raise InputError(f"{path}: continues for more than {MOST_AFTER / 2 ** 20:.0f} MiB after its last "
+                raise InputError(f"{path}: the file has more than {MOST_AFTER / 2 ** 20:.0f} MiB after its last "
                                  "voxel; export it again.")
     return b"".join(parts)
 
@@ -437,9 +440,9 @@ def _require_finite(path, array):
 
 
 def one_plane(shape):
-    """What to say of a volume that is one plane along another axis than the last."""
-    return (f"shape {tuple(shape)} is one plane along axis {shape.index(1)}, and a 2D volume has it along the last; "
-            "reorder the axes, as numpy.moveaxis or fslswapdim does.")
+    """The message for a volume with one plane along an axis other than the last."""
+    return (f"shape {tuple(shape)} is one plane along axis {shape.index(1)}, but a 2D volume must have it along the "
+            "last axis; reorder the axes, for example with numpy.moveaxis or fslswapdim.")
 
 
 def _squeezed_shape(path, shape, dims):
@@ -514,13 +517,14 @@ def read_field(path, dims=3):
         raise InputError(f"{path}: shape {shape} is not a displacement field; it has to be (X, Y, Z, 1, 3) in "
                          "millimetres (ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
     if dims == 2 and shape[2] != 1:
-        raise InputError(f"{path}: a field of {shape[2]} planes for 2D volumes; give one of a single plane.")
+        raise InputError(f"{path}: the field has {shape[2]} planes, but the volumes are 2D; give a field with a "
+                         "single plane.")
     affine = read_affine(path, image, dims)
     vectors = read_voxels(path, image).astype(np.float64)
     vectors = np.moveaxis(vectors.reshape(*shape[:3], 3), -1, 0)
     if not np.isfinite(vectors).all():
-        raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors))} numbers are NaN or infinite; make it "
-                         "anew.")
+        raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors))} numbers are NaN or infinite; compute "
+                         "the field again.")
     vectors = vectors[..., 0] if dims == 2 else vectors
     if not in_mm:
         return vectors[:dims].astype(np.float32), affine
@@ -545,12 +549,12 @@ def _require_ours(path, header):
     elif name == "Mapping" or Path(path).name.startswith(("y_", "iy_")):
         theirs = "a deformation of SPM, which stores positions"
     if theirs:
-        raise InputError(f"{path}: {theirs}, not displacements as ITK, ANTs or Learn2Reg have them; convert it to "
-                         "ITK's, for example by wb_command -convert-warpfield ... -to-itk.")
+        raise InputError(f"{path}: {theirs}, not displacements as ITK, ANTs or Learn2Reg write them; convert the "
+                         "field to ITK's format, for example with wb_command -convert-warpfield ... -to-itk.")
 
 
 def move_points(points_mm, field, affine):
-    """Where points of the fixed volume are in the moving one: x_mm + A u(A^-1 x_mm), in millimetres, RAS.
+    """The positions of points of the fixed volume in the moving one: x_mm + A u(A^-1 x_mm), in millimetres, RAS.
 
     The displacement u is interpolated linearly; outside the grid it is that of the border.
     points_mm: (P, 3). field: (3, D, H, W) in voxels. affine: 4x4, of the fixed volume. Returns: (P, 3) float64.
@@ -584,11 +588,11 @@ def read_points(path):
     for number, row in enumerate(rows[first:], first + 1):
         wanted = len(rows[0]) if first else 3
         if len(row) != wanted or not all(_is_number(row[column]) for column in columns):
-            advice = "" if first or len(row) < 4 else "; a header row has to say which columns are x, y and z"
+            advice = "" if first or len(row) < 4 else "; a header row must name the columns x, y and z"
             raise InputError(f"{path} row {number}: {', '.join(row)} is not x, y, z in millimetres{advice}.")
         points_mm.append([_number(row[column]) for column in columns])
     if not points_mm:
-        raise InputError(f"{path}: no landmarks; write x,y,z in millimetres in each row.")
+        raise InputError(f"{path}: the file has no landmarks; write x,y,z in millimetres in each row.")
     return np.array(points_mm)
 
 

@@ -17,11 +17,11 @@ from Dataloader.nifti import read_channels, read_label, read_raw_header, read_vo
 from Runtime.errors import InputError
 
 KINDS = ("image", "label", "mask")
-RESAMPLE = "resample it, such as by nibabel.processing.resample_from_to(label, image, order=0)"
+RESAMPLE = "resample it, for example with nibabel.processing.resample_from_to(label, image, order=0)"
 
 
 def on_grid(item, cfg, kinds=KINDS):
-    """Read an image, its label and mask onto the training grid, with one interpolation, as the data.* keys say.
+    """Read an image, its label and mask onto the training grid, with one interpolation, by the data.* keys.
 
     item: from `read_datalist`. cfg: flat config. kinds: which of KINDS are wanted.
     Returns: dict of image (D, H, W) float32 in [0, 1], with data.channels C > 1 (C, D, H, W); label, mask (D, H, W)
@@ -45,8 +45,8 @@ def on_grid(item, cfg, kinds=KINDS):
     for kind, other in others.items():
         if kind in kinds:
             if other.dtype != np.int16:
-                raise InputError(f"{item[kind]}: labels from {other.min()} to {other.max()} do not fit int16, as a "
-                                 "training stores them; renumber them.")
+                raise InputError(f"{item[kind]}: labels from {other.min()} to {other.max()} do not fit int16, in "
+                                 "which the cache stores them; renumber them.")
             arrays[kind] = np.ascontiguousarray(to_grid(other, affine, size, spacing_mm, 0, box)[0])
     image, (low, high) = placed[0][0], limits[0]
     if len(placed) > 1:
@@ -82,7 +82,7 @@ def intensity_limits(array, cfg):
 
 
 def describe(item, prepared):
-    """What the cache keeps of a volume besides its voxels, as JSON can hold it. prepared: from `on_grid`."""
+    """What the cache stores of a volume besides its voxels, as plain JSON. prepared: from `on_grid`."""
     header = read_raw_header(item["image"])
     return {"shape": list(prepared["shape"]), "affine": prepared["affine"].tolist(),
             "grid_affine": prepared["grid_affine"].tolist(), "low": as_json(prepared["low"]),

@@ -1,4 +1,4 @@
-"""The order of volumes and pairs in an epoch: a function of (seed, epoch) alone, so any step can be resumed."""
+"""The order of volumes and pairs in an epoch: it depends only on (seed, epoch), so any step can be resumed."""
 import numpy as np
 import torch
 
@@ -29,7 +29,7 @@ def pair_rule(cfg, items):
     if cfg["data.labelled_pairs"]:
         others.append(f"data.labelled_pairs={cfg['data.labelled_pairs']}")
     if cfg["data.pair_list"] and others:
-        raise InputError(f"data.pair_list {cfg['data.pair_list']} already says which pairs to take: drop it, or drop "
+        raise InputError(f"data.pair_list {cfg['data.pair_list']} already lists the pairs: remove it, or remove "
                          f"{' and '.join(others)}.")
     if not choices:
         return None

@@ -1,12 +1,12 @@
 """A copy of the cache on each node's own disk or in its memory, made once for all ranks of the node.
 
-The ranks of a node coordinate by a lock on the copy. A copy stays between two rounds of a training; the first rank of
-the next round compares it with its checksums. The last rank of a training that is done removes it; a training that
-copies another cache to the same place removes copies that nobody holds, and so does the launcher on each node when it
-ends, whatever the ranks died of: `python -m Dataloader.staging PLACE`.
+The ranks of a node coordinate by a lock on the copy. A copy stays between two rounds of a run; the first rank of the
+next round compares it with its checksums. When training is done, the last rank removes it. A run that copies another
+cache to the same place removes copies that nobody holds. So does the launcher on each node when it ends, whatever ended
+the ranks: `python -m Dataloader.staging PLACE`.
 
-Everybody may write to the place (/dev/shm). So a copy is a folder of this user that nobody else may enter. Where
-another user has taken its name, that folder is left alone and the copy gets another name.
+Everybody may write to the place (/dev/shm), so a copy is a folder that only this user may enter. If another user has
+taken its name, that folder is left alone and the copy gets another name.
 """
 import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
 
@@ -36,7 +36,7 @@ HELD = {}  # {folder of a copy: its open lock file}; the lock ends when the file
 
 
 def stage(folder, manifest, place, show=True):
-    """Copy a cache to a folder of its own in `place`, unless it is there. Returns: that folder.
+    """Copy a cache to its own folder in `place`, unless it is there. Returns: that folder.
 
     Every file is compared with its checksum: while it is copied, or, in a copy of an earlier round, by the first rank.
     Damaged files of a copy are copied again.
@@ -70,8 +70,8 @@ def stage(folder, manifest, place, show=True):
                 handle.close()
     missing = not_copied(manifest, target)
     if missing:
-        raise InputError(f"data.stage {place}: {next(iter(missing))} of the copy is gone or not whole; remove {target} "
-                         "and start again.")
+        raise InputError(f"data.stage {place}: {next(iter(missing))} of the copy is missing or incomplete; remove "
+                         f"{target} and start again.")
     return target
 
 
@@ -90,8 +90,8 @@ def copy_of(manifest, parent):
         target = parent / (f"{name}.{number}" if number else name)
         if not os.path.lexists(target) or is_ours(target):
             return target
-    raise InputError(f"data.stage {parent}: {name} and {MOST_TAKEN - 1} names like it belong to other users; name "
-                     "another folder, or set data.stage to \"\".")
+    raise InputError(f"data.stage {parent}: {name} and {MOST_TAKEN - 1} folders with similar names belong to other "
+                     'users; name another folder, or set data.stage to "".')
 
 
 def is_ours(path):
@@ -142,7 +142,7 @@ def open_lock(target, files, show):
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise InputError(f"{target / '.lock'} is a link, which no training makes; remove {target}.") from error
+        raise InputError(f"{target / '.lock'} is a link, which OmniMorph never creates; remove {target}.") from error
     alone = wait_for(handle, target, files, show)
     if is_lock_of(handle, target):
         return handle, alone
@@ -230,8 +230,8 @@ def copy_all(folder, manifest, target, files, show):
     """Copy files ({name: bytes}) of a cache, and the manifest after them."""
     need, free = sum(files.values()), shutil.disk_usage(target).free
     if need > free:
-        raise InputError(f"data.stage {target.parent}: the cache needs {need / 2 ** 30:.1f} GiB, free are "
-                         f"{free / 2 ** 30:.1f}; name a larger folder, or set data.stage to \"\".")
+        raise InputError(f"data.stage {target.parent}: the cache needs {need / 2 ** 30:.1f} GiB, but only "
+                         f'{free / 2 ** 30:.1f} are free; name a larger folder, or set data.stage to "".')
     for name in tqdm(files, f"copying the cache to {target}", unit="file", leave=False, disable=not show):
         watchdog.phase("stage")
         copy_file(folder / name, target / name, manifest["files"][name][1])

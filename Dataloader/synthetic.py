@@ -29,7 +29,7 @@ MOST_THREADS = 8  # that write subjects: one at 128^3 needs half a GiB while it 
 
 
 def template(size, dims=3):
-    """The anatomy of which every subject is a deformed copy: a head with six labelled structures, always the same.
+    """The anatomy that every subject is a deformed copy of: a head with six labelled structures, always the same.
 
     size: int or one per axis. dims: 2 or 3; the 2D anatomy is the middle plane of the 3D one.
     Returns: image float32 in [0, 1], 0 at the border; label int16, 0 to 6 as in LABELS; both of shape `size`.
@@ -71,7 +71,7 @@ def random_field(seed, size, amplitude=AMPLITUDE, dims=3):
 
 
 def make_subject(seed, size, amplitude=AMPLITUDE, dims=3):
-    """One deformed subject with a contrast of its own, a pure function of the arguments.
+    """One deformed subject with its own contrast, a pure function of the arguments.
 
     image(x) = template(x + field(x)), linear, then a gamma within 0.8 to 1.25, a slow multiplicative bias within 15 %
     and Gaussian noise of 0.02, clipped at 0. label(x) = template label(x + field(x)), nearest.

@@ -1,8 +1,8 @@
 """Transforms in and out as ITK, ANTs, Slicer, FSL and FreeSurfer have them: matrices, and fields in .h5 files.
 
 A matrix T is 4x4 in millimetres of the RAS world, from a point of the fixed volume to the same point of the moving one:
-the direction in which an image is resampled. ITK has that direction too, but x and y the other way round (LPS). FSL and
-FreeSurfer have the opposite direction, from moving to fixed.
+the direction in which an image is resampled. ITK uses that direction too, but with x and y reversed (LPS). FSL and
+FreeSurfer use the opposite direction, from moving to fixed.
 """
 import io
 import tempfile
@@ -61,7 +61,7 @@ def read_matrix(path, fixed, moving, dims=3):
 
 def _require_invertible(path, matrix):
     if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
-        raise InputError(f"{path}: its matrix {matrix.round(4).tolist()} cannot be inverted; make it anew.")
+        raise InputError(f"{path}: its matrix {matrix.round(4).tolist()} cannot be inverted; compute it again.")
 
 
 def write_matrix(path, matrix):
@@ -92,9 +92,10 @@ def _itk_text(path, text):
     try:
         numbers = {key: np.array(value.split(), np.float64) for key, value in lines if key.endswith("Parameters")}
     except ValueError as error:
-        raise InputError(f"{path}: not a readable transform of ITK ({error}); export it again.") from error
+        raise InputError(f"{path}: not a readable ITK transform ({error}); export it again.") from error
     if len(names) != 1 or len(numbers) != 2:
-        raise InputError(f"{path}: {len(names)} transforms; give a file of one, such as ANTs' 0GenericAffine.mat.")
+        raise InputError(f"{path}: the file has {len(names)} transforms; give a file with one, such as ANTs' "
+                         "0GenericAffine.mat.")
     return names[0], numbers["Parameters"], numbers["FixedParameters"]
 
 
@@ -103,10 +104,10 @@ def _itk_matlab(path, content):
     try:
         found = loadmat(io.BytesIO(content))
     except (ValueError, TypeError, KeyError, IndexError, OSError, NotImplementedError, MatReadError) as error:
-        raise InputError(f"{path}: neither ITK's nor FSL's matrix ({error}); export it again.") from error
+        raise InputError(f"{path}: neither an ITK matrix nor an FSL matrix ({error}); export it again.") from error
     names = [name for name in found if not name.startswith("__") and name != "fixed"]
     if len(names) != 1 or "fixed" not in found:
-        raise InputError(f"{path}: no transform of ITK ({', '.join(names)}); give one such as ANTs' "
+        raise InputError(f"{path}: not an ITK transform ({', '.join(names)}); give one such as ANTs' "
                          "0GenericAffine.mat.")
     return names[0], found[names[0]].ravel().astype(np.float64), found["fixed"].ravel().astype(np.float64)
 
@@ -174,9 +175,10 @@ def _from_lta(path, text):
             source, target = (_lta_volume(lines, f"{side} volume info") for side in ("src", "dst"))
             matrix = target @ matrix @ np.linalg.inv(source)
     except (KeyError, ValueError, IndexError, np.linalg.LinAlgError) as error:
-        raise InputError(f"{path}: not a readable .lta file of one matrix ({error}); export it again.") from error
+        raise InputError(f"{path}: not a readable .lta file with one matrix ({error}); export it again.") from error
     if kind not in (VOX_TO_VOX, RAS_TO_RAS):
-        raise InputError(f"{path}: a .lta of type {kind}; convert it by lta_convert --inlta A.lta --outlta B.lta.")
+        raise InputError(f"{path}: this .lta has type {kind}; convert it with lta_convert --inlta A.lta --outlta "
+                         "B.lta.")
     return np.linalg.inv(matrix)
 
 
@@ -222,13 +224,13 @@ def read_any_field(path, dims=3):
     try:
         transform = sitk.DisplacementFieldTransform(sitk.ReadTransform(str(path)))
     except RuntimeError as error:
-        raise InputError(f"{path}: no displacement field of ITK ({str(error).strip().splitlines()[-1].strip()}); write "
-                         "the field alone, or as .nii.gz.") from error
+        raise InputError(f"{path}: not an ITK displacement field ({str(error).strip().splitlines()[-1].strip()}); "
+                         "write the field alone, or as .nii.gz.") from error
     image = transform.GetDisplacementField()
     affine = affine_of(image.GetDirection(), image.GetSpacing(), image.GetOrigin())
     vectors_mm = np.moveaxis(sitk.GetArrayFromImage(image).transpose(2, 1, 0, 3), -1, 0)
     if dims == 2 and vectors_mm.shape[-1] != 1:
-        raise InputError(f"{path}: a field of {vectors_mm.shape[-1]} planes for 2D volumes; give one of a single "
-                         "plane.")
+        raise InputError(f"{path}: the field has {vectors_mm.shape[-1]} planes, but the volumes are 2D; give a "
+                         "field with a single plane.")
     vectors_mm = vectors_mm[..., 0] if dims == 2 else vectors_mm
     return to_voxels(vectors_mm * LPS.reshape(3, *[1] * dims), affine), affine

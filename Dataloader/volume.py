@@ -26,7 +26,7 @@ KINDS = "give a path, a nibabel or SimpleITK image, an array, or (array, affine 
 
 @dataclasses.dataclass(frozen=True)
 class Volume:
-    """One image and what lies on its grid.
+    """One image, its mask and further channels on the same grid.
 
     array: (D, H, W) or (H, W) float32, intensities as stored. affine: 4x4 float64, voxel to world in mm, RAS.
     name: its path as given, or what errors call it. path: of the file, None for what was handed over in memory.
@@ -69,11 +69,11 @@ def read_source(source, name):
         return _of_sitk(source, name)
     if isinstance(source, tuple | list):
         if len(source) != 2:
-            raise InputError(f"{name}: {len(source)} things instead of an array and its affine; {KINDS}.")
+            raise InputError(f"{name}: {len(source)} values instead of an array and its affine; {KINDS}.")
         return _of_array(source[0], _affine(source[1], name), name)
     volume = _of_array(source, np.eye(4), name)
-    warnings.warn(f"{name}: an array alone does not say its spacing, and voxels of 1 mm are assumed; give (array, "
-                  "affine) where that is wrong.", stacklevel=4)
+    warnings.warn(f"{name}: an array alone has no spacing, so voxels of 1 mm are assumed; give (array, affine) if "
+                  "that is wrong.", stacklevel=4)
     return volume
 
 
@@ -103,7 +103,8 @@ def _of_sitk(image, name):
     import SimpleITK
 
     if image.GetNumberOfComponentsPerPixel() != 1:
-        raise InputError(f"{name}: {image.GetNumberOfComponentsPerPixel()} numbers in a voxel; give an image of one.")
+        raise InputError(f"{name}: each voxel has {image.GetNumberOfComponentsPerPixel()} numbers; give an image "
+                         "with one.")
     array = SimpleITK.GetArrayFromImage(image).T
     dims = axes(name, array.shape)
     affine = formats.affine_of(image.GetDirection(), image.GetSpacing(), image.GetOrigin())
@@ -124,7 +125,7 @@ def _affine(affine, name):
     try:
         affine = np.array(affine, np.float64)
     except (TypeError, ValueError):
-        raise InputError(f"{name}: a {type(affine).__name__} is in the place of its affine; {KINDS}.") from None
+        raise InputError(f"{name}: its affine is a {type(affine).__name__}; {KINDS}.") from None
     if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine)) < 1e-12:
         shown = affine.tolist() if affine.size <= 16 else f"of shape {affine.shape}"
         raise InputError(f"{name}: the affine {shown} is not an invertible 4x4 matrix; give that of the volume.")
@@ -146,8 +147,8 @@ def read_mask(source, volume):
     require_same_grid(f"{word}: the mask", mask.shape, affine, f"its volume {volume.name}", volume.array.shape,
                       volume.affine, "resample it to the volume")
     if not (mask > 0).any():
-        raise InputError(f"{word}: the mask is nowhere above 0, so nothing of {volume.name} would count; mark what "
-                         "shall.")
+        raise InputError(f"{word}: the mask is nowhere above 0, so no voxel of {volume.name} would count; set it "
+                         "above 0 where voxels should count.")
     return (mask > 0).astype(np.float32)
 
 

@@ -127,7 +127,7 @@ def augment(images, rng_keys, cfg, deformation=None):
 
     After the affine, intensities v become v ^ exp(+-gamma), then 0.5 + (v - 0.5) exp(+-contrast) +- brightness, then
     noise is added. They may leave [0, 1].
-    images: (B, C, *spatial) as stored, on any device; not changed. rng_keys: B tuples (seed, epoch, sample).
+    images: (B, C, *spatial) as stored, on any device; unchanged. rng_keys: B tuples (seed, epoch, sample).
     deformation: (B, N, *spatial) in voxels, of DeformDDPM.draw_pair_fields, by which they are warped as well; or None.
     Returns: (B, C, *spatial) float32; `images` itself where they are float32 and all augment.* keys are 0.
     """
@@ -162,10 +162,10 @@ def _random_function(numbers):
 
 
 def remap_intensities(images, rng_keys, cfg):
-    """Volumes as another modality might show them: their intensities mapped by a random function each.
+    """Volumes as another modality might show them: each with its intensities mapped by a random function.
 
-    A share augment.remap of the volumes is mapped, each channel by a function of its own (`_random_function`); bright
-    may become dark, and different intensities may become the same one.
+    A share augment.remap of the volumes is mapped, each channel by its own function (`_random_function`). Bright may
+    become dark, and different intensities may become equal.
     images: (B, C, *spatial) float32; not changed. rng_keys: B tuples (seed, epoch, sample).
     Returns: (B, C, *spatial) in 0 .. 1 where they are mapped; `images` itself where augment.remap is 0.
     """

@@ -30,8 +30,8 @@ def dtype_on_cpu(x):
 def must_be_float32(x, layer):
     """Whether a convolution of x on a CPU would be in bfloat16 and its kernel is longer than the volume along an axis.
 
-    Then the weight gradient of oneDNN, on processors with AVX512-BF16 and without AMX, is memory that nobody wrote
-    (torch 2.13): not finite, or 1e30, and another one each time.
+    In that case the weight gradient of oneDNN, on processors with AVX512-BF16 and without AMX, is uninitialised memory
+    (torch 2.13): not finite or as large as 1e30, and different each time.
     x: (B, C, *spatial). layer: nn.Conv2d or nn.Conv3d.
     """
     lengths = (step * (k - 1) + 1 for k, step in zip(layer.kernel_size, layer.dilation))
@@ -53,9 +53,9 @@ def pointwise_convolution(x, weight, bias):
 
 
 def convolve_in_slabs(x, weight, bias, stride, padding, dilation):
-    """The 3D convolution of one sample, cut along the first axis into a batch of two slabs, which oneDNN takes.
+    """The 3D convolution of one sample, cut along the first axis into a batch of two slabs, which oneDNN supports.
 
-    The slabs overlap by what the kernel reaches, so the result is that of F.conv3d up to rounding.
+    The slabs overlap by the reach of the kernel, so the result equals that of F.conv3d up to rounding.
 
     x: (1, C, D, H, W). Returns: (1, K, ...).
     """
@@ -78,7 +78,7 @@ def on_device_in_bfloat16(x):
 
 
 def convolve_in_eights(convolve, x, weight, bias):
-    """A convolution in bfloat16 of x with channels of zeros added up to a multiple of 8, with which cuDNN is faster.
+    """A convolution in bfloat16 of x, padded with zero channels to a multiple of 8, with which cuDNN is faster.
 
     On an H200 at 128^3 by a tenth from 2 channels and by 40 % from 3; channels added to the result gain nothing.
     x: (B, C, *spatial). Returns: (B, K, *spatial), what convolve(x, weight, bias) returns up to rounding.
@@ -102,7 +102,7 @@ def is_plain_cube(layer):
 
 
 def convolve_on_device(layer, convolve, x, weight, bias):
-    """What `layer` returns for x by its `convolve`, for what an accelerator computes in bfloat16."""
+    """The result of `layer` for x by its `convolve`, if an accelerator computes it in bfloat16."""
     if is_pointwise(layer):
         return product_over_channels(x, weight, bias).movedim(-1, 1)                    # (B, K, *spatial)
     kernels = kernels_for(x)
@@ -113,7 +113,7 @@ def convolve_on_device(layer, convolve, x, weight, bias):
 
 
 class Conv3d(nn.Conv3d):
-    """nn.Conv3d that on a CPU stays with oneDNN in float32, and is right in bfloat16.
+    """nn.Conv3d that on a CPU uses oneDNN in float32 and is correct in bfloat16.
 
     In float32 torch takes `slow_conv3d`, four times slower, for one small sample, and with one thread also for 1x1x1
     kernels (use_mkldnn in ATen/native/Convolution.cpp). The two functions above avoid both.
@@ -133,7 +133,7 @@ class Conv3d(nn.Conv3d):
 
 
 class Conv2d(nn.Conv2d):
-    """nn.Conv2d that on a CPU is right in bfloat16."""
+    """nn.Conv2d that is correct in bfloat16 on a CPU."""
 
     def _conv_forward(self, x, weight, bias):
         if must_be_float32(x, self):
@@ -184,7 +184,8 @@ def sinusoids(positions, width, longest):
 class TimeEmbedding(nn.Module):
     """Embeds the time t of the forward process: sinusoids, then a perceptron of two layers.
 
-    t = timesteps means registration. It is a task and no later time, so it has a learned vector instead of sinusoids.
+    t = timesteps means registration. That is a task and not a later time, so it has a learned vector instead of
+    sinusoids.
     """
 
     def __init__(self, timesteps, width):
@@ -203,8 +204,8 @@ class TimeEmbedding(nn.Module):
 class FieldScale(nn.Module):
     """Scales a network's output of order one to voxels: field = field_norm x typical displacement at t x side.
 
-    What mode 1 has to undo grows a hundredfold from t = 1 to the last t. Without the scale the network would have to
-    learn that factor first, and every step of registration would upset the smallest t.
+    The deformation that mode 1 undoes grows a hundredfold from t = 1 to the last t. Without the scale the network would
+    first have to learn that factor, and every step of registration would disturb predictions at small t.
     """
 
     def __init__(self, typical_norm):
@@ -228,7 +229,8 @@ class ConvBlock(nn.Module):
     """Convolution, group norm, scale and shift by time, activation.
 
     y = LeakyReLU((1 + scale(t)) x GroupNorm(conv(x)) + shift(t)), modulation by channel as in FiLM (Perez et al., AAAI
-    2018). Scale and shift start at zero, so that a new block treats all times alike; with time_width None they stay so.
+    2018). Scale and shift start at zero, so that a new block treats all times equally; with time_width None they stay
+    zero.
     """
 
     def __init__(self, dims, in_channels, out_channels, time_width, stride=1, dilation=1):
@@ -261,7 +263,7 @@ class UpsampleConv(nn.Module):
 
     Transposed convolutions leave checkerboards (Odena et al., Distill 2016), and leaked memory with one driver.
     A 1x1x1 convolution reduces the channels first: it commutes with the interpolation, and is factor^N times cheaper
-    before it. smooth=False leaves out the 3x3x3 convolution, for where another one follows.
+    before it. smooth=False leaves out the 3x3x3 convolution, for use before another one.
     """
 
     def __init__(self, dims, in_channels, out_channels, smooth=True):
@@ -298,7 +300,7 @@ def recurse(one_pass, image, rec_num, detach):
 
 
 def unit_embedding(layer, pooled):
-    """Unit vectors (B, E) of pooled features (B, C). Float32: bf16 rounds away what tells subjects apart."""
+    """Unit vectors (B, E) of pooled features (B, C). Float32: bf16 rounds away the differences between subjects."""
     with torch.autocast(pooled.device.type, enabled=False):
         return F.normalize(layer(pooled.float()), dim=1)
 

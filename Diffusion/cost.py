@@ -1,4 +1,4 @@
-"""What a training step costs, counted without computing it: `python OM_train_3modes.py --config C --dry-run`."""
+"""The cost of a training step, counted without computing it: `python OM_train_3modes.py --config C --dry-run`."""
 import contextlib
 import functools
 import glob
@@ -97,8 +97,8 @@ def mode_costs(cfg, pair_batch, modes, rules=None, labels=1):
 def step_memory(costs, network, cfg):
     """Bytes that the step of one rank takes at its peak, without sharding: weights, Adam's moments, average, a mode.
 
-    Not counted is what kernels need while they run, which on a GPU are some hundred MiB of cuDNN, what the allocator
-    rounds up, and the driver's context. costs, network: of `mode_costs`.
+    This leaves out the workspace of kernels (a few hundred MiB of cuDNN on a GPU), the allocator's rounding, and the
+    driver's context. costs, network: of `mode_costs`.
     """
     copies = 1 + 2 * len(adam_names(costs, cfg)) + bool(cfg["optim.average"])
     return copies * local_bytes(network.parameters()) + max(cost["peak"] for cost in costs.values())
@@ -214,12 +214,12 @@ def dry_run(cfg, world_size, modes):
           f"{on_device['run.amp']}), {memory['cpu'] / 2 ** 30:.1f} on a CPU ({on_cpu['run.amp']}): "
           f"{(memory['cpu'] - max(cost['peak'] for cost in costs.values())) / 2 ** 30:.1f} for weights, moments and "
           "averages, the rest for the largest mode")
-    each = f" x {split.sample_batches} batches one after the other" * (split.sample_batches > 1)
+    each = f"x {split.sample_batches} batches, one after another" * (split.sample_batches > 1)
     batch = f"effective batch {split.samples} (ranks: {world_size}{each})"
     if volumes:
         print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; {batch}")
     else:
-        print(f"steps per epoch: unknown without volumes ({source}); {batch}")
+        print(f"steps per epoch: unknown without the volumes ({source}); {batch}")
     here = this_machine(cfg, costs, memory, split)
     if here:
         print(f"on this machine ({here['device']}): {fit_text(here, cfg)}; a step takes about "
@@ -227,7 +227,7 @@ def dry_run(cfg, world_size, modes):
               f"{here['step_seconds'] * steps * cfg['run.epochs'] / 3600:.3g} h" * bool(volumes)
               + ", by a trial convolution: within a factor of about two")
     else:
-        print(f"on this machine: no {cfg['run.device']}, so no time is given")
+        print(f"on this machine: no {cfg['run.device']}, so the time is unknown")
     print(json.dumps({"parameters": parameters, "step_flops": sum(cost["flops"] for cost in costs.values()),
                       "step_memory_bytes": memory, "steps_per_epoch": steps, "effective_batch": split.samples, **here}))
     return DONE

@@ -1,10 +1,10 @@
-"""Learned steps of descent at the end of a pass of OM_net: from what still differs between image and condition.
+"""Learned steps of descent at the end of a pass of OM_net, from the remaining difference between image and condition.
 
-A forward pass predicts a field without looking at what it does. Here it does look: the image is warped by the field so
-far, at each voxel a force says which way its values come closer to the condition's, and a small network makes a step of
-that, several times over. Unrolled gradient steps of a registration network: Qiu et al., "Embedding Gradient-based
-Optimization in Image Registration Networks", MICCAI 2022; a network that updates its answer again and again: Teed and
-Deng, "RAFT", ECCV 2020.
+A forward pass predicts a field without seeing its effect. These steps see it: the image is warped by the field so far,
+a force at each voxel points in the direction in which its values approach those of the condition, and a small network
+turns the forces into a step, several times. Unrolled gradient steps of a registration network: Qiu et al., "Embedding
+Gradient-based Optimization in Image Registration Networks", MICCAI 2022; a network that updates its answer again and
+again: Teed and Deng, "RAFT", ECCV 2020.
 """
 import torch
 import torch.nn as nn
@@ -20,7 +20,7 @@ FLAT = 1e-3  # variance added to theirs, of intensities 0 .. 1: noise in flat pa
 
 
 def locally_normalised(image, mask, shown):
-    """Intensities less their local mean, in local standard deviations, of what a mask shows; outside there are zeros.
+    """Intensities minus their local mean, in local standard deviations, within a mask; zero outside.
 
     image: (B, C, *spatial). mask: (B, 1, *spatial), 0 .. 1. shown: `shown_share` of it. Returns: as image.
     """
@@ -72,9 +72,9 @@ def compared(values, mask, shown, groups):
 class LearnedDescent(nn.Module):
     """A step of descent: step = W3 act(W2 act(context + W1 force)), W 3x3x3 convolutions without normalisation.
 
-    Without, because the force becomes small as image and condition come together, and the step with it. The last layer
-    starts at zero: a new network makes no step. The force carries no gradient; the steps add up, and each learns from
-    the loss of the field that all of them have made.
+    It has no normalisation, because the force, and the step with it, must become small as image and condition come
+    together. The last layer starts at zero, so a new network makes no step. The force has no gradient; the steps add
+    up, and each learns from the loss of the final field.
     Shapes are those of 128^3 with stride 1; with stride 2 forces are averaged over 2^3 voxels.
     """
 

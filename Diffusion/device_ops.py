@@ -1,8 +1,8 @@
-"""Operations that accelerators and CPUs want done in different ways: the device's way, up to rounding the same result.
+"""Operations that are faster in another way on accelerators than on CPUs, with the same result up to rounding.
 
-The plain way stands where each is used, is what a CPU does, and is the tests' reference. Two things are different on an
-accelerator. It has a hundred processors, which a norm of two groups leaves idle; and its autocast computes norms and
-upsampling in float32, so that every block would write and keep its activations twice as large.
+The plain way is in the code that uses each operation; a CPU runs it, and the tests compare with it. An accelerator
+differs in two respects. It has a hundred processors, most of which a norm of two groups leaves idle. And its autocast
+computes norms and upsampling in float32, so that every block would write and keep activations twice as large.
 """
 import functools
 import importlib
@@ -36,15 +36,15 @@ def kernels_for(x):
 
 @functools.cache
 def working_kernels(device_type):
-    """Diffusion/kernels.py if it works on such a device, else None, after a sentence that says why.
+    """Diffusion/kernels.py if it works on such a device, else None, after a sentence with the reason.
 
-    Triton comes with torch for CUDA, ROCm and XPU; it needs a C compiler where it runs.
+    Triton is part of torch for CUDA, ROCm and XPU; it needs a C compiler on the machine where it runs.
     """
     try:
         kernels = importlib.import_module("Diffusion.kernels")
         kernels.try_out(device_type)
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # training goes on, more slowly
-        print(f"kernels: torch's own operations are used instead of Triton's, which do not work here "
+        print("kernels: using torch's operations, because the Triton kernels do not work here "
               f"({type(error).__name__}: {first_line(error)[:200]})", file=sys.stderr)
         return None
     return kernels
@@ -115,7 +115,7 @@ class SolvePositive(torch.autograd.Function):
 
 
 def product_over_channels(x, weight, bias=None):
-    """A 1x1x1 convolution with a weight gradient that all processors of a device take part in.
+    """A 1x1x1 convolution with a weight gradient that uses all processors of a device.
 
     That gradient is a sum over all voxels. A convolution or one long product takes it on a few processors (27 ms at
     2 x 128^3 x 16 in float32 on an H200); here each plane has a product of its own, and their results are added.

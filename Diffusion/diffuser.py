@@ -1,8 +1,8 @@
-"""DeformDDPM: the random deformations that mode 1 learns to undo, and the conditions that the network is shown.
+"""DeformDDPM: the random deformations that mode 1 learns to undo, and the conditions that the network sees.
 
 The method: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Papież, "Deformation-recovery diffusion model (DRDM): instance
-deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987. docs/paper.md says what
-differs here.
+deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987. docs/paper.md lists the
+differences.
 """
 import math
 
@@ -20,7 +20,7 @@ def image_count(t):
 
 
 def label_count(t):
-    """Compositions that the network is asked to undo at time t, those of the target field; 0 at t = 0."""
+    """Compositions that the network learns to undo at time t, those of the target field; 0 at t = 0."""
     return math.floor(t ** 0.6 + 1e-9)  # 32 ** 0.6 is 7.999999999999999 in floating point
 
 
@@ -94,7 +94,7 @@ class DeformDDPM:
     def draw(self, rng_keys):
         """What `draw_fields` draws, on the CPU: a velocity and the noise that is composed onto the image's only.
 
-        By far the most that a training draws, so a thread may do it before the step needs it.
+        These are by far the most numbers that training draws, so a thread may draw them before the step needs them.
         Returns: (B, N, *[finest] * N) each.
         """
         return tuple(draw_velocity(rng_keys, purpose, self.dims, self.grids, self.v_scale)
@@ -107,7 +107,7 @@ class DeformDDPM:
 
     @torch.no_grad()
     def draw_fields(self, size, times, rng_keys, device, drawn=None):
-        """Random fields at given times: what deforms the images, and what the network is to undo.
+        """Random fields at given times: the ones that deform the images, and the ones that the network learns to undo.
 
         The target field is label_count(t) compositions of the velocity. The image field is image_count(t) of them, of
         the velocity composed with a second, small draw.
@@ -135,7 +135,7 @@ class DeformDDPM:
 
     @torch.no_grad()
     def draw_image_field(self, size, times, rng_keys, device):
-        """The image field of `draw_fields`, bit for bit. Without training no target is needed."""
+        """The image field of `draw_fields`, bit for bit, without the target, which only training needs."""
         _, noisy = self.velocities(self.draw(rng_keys), device)
         image = integrate_velocity(noisy, [image_count(t) for t in times], middle(self.grids[-1], self.dims))
         return resize_field(image, size)
@@ -148,12 +148,12 @@ class DeformDDPM:
         of them, about four times as many as lie between t and t - 1. Each p is therefore scaled by the fraction that
         leads to the next time, so that the steps together undo as many compositions as were made. p is defined on the
         voxels of the deformed image and is applied last: warp(warp(x0, field), p) == warp(x0, compose(field, p)).
-        Always x0 itself is warped, by the composed field, so that it is interpolated only once. With copies.recover
-        "published" the predictions are taken as `recover_as_published` says.
+        Each step warps x0 itself by the composed field, so that it is interpolated only once. With copies.recover
+        "published" see `recover_as_published`.
 
         net: called as net(image, t, condition), like a network of `build_network`. x0: (B, C, *spatial). start: 1 ..
-        timesteps - 1. rng_keys: B tuples (seed, epoch, sample). condition: from `make_condition`: of x0 to come back to
-        it, of another image to be drawn towards that one, None for any image that the network finds likely. stride:
+        timesteps - 1. rng_keys: B tuples (seed, epoch, sample). condition: from `make_condition`: of x0 to return to
+        it, of another image to move towards that one, None for any image that the network considers likely. stride:
         times per step of the scaled recovery; up to 4 no prediction is stretched, except by little near the end.
         Returns: field (B, N, *spatial) in voxels, by which x0 is to be warped.
         """
@@ -171,12 +171,13 @@ class DeformDDPM:
 
     @torch.no_grad()
     def recover_as_published(self, net, x0, field, cfg, condition=None, until=0):
-        """Recover a deformed image as Zheng et al. (2026) do: every prediction from the last time on, none scaled.
+        """Recover a deformed image as Zheng et al. (2026) do, from the last time on and without scaling any prediction.
 
-        Whatever the strength of the deformation, the network answers for t = timesteps - 1, ..., `until`, and each
-        answer p is composed whole: field <- p + warp(field, p). All of them together could undo several times what was
-        done; the network stops at what it finds likely. As in the published settings, 2D images are interpolated
-        bicubically and fields are zero outside, 3D images linearly and fields go on as at the border.
+        Whatever the strength of the deformation, the network predicts for t = timesteps - 1, ..., `until`, and each
+        prediction p is composed in full: field <- p + warp(field, p). Together they could undo the deformation several
+        times; the network stops at an image that it considers likely. As in the published settings, 2D images are
+        interpolated bicubically and fields are zero outside; 3D images are interpolated linearly and fields keep their
+        border values outside.
 
         field: (B, N, *spatial) in voxels, by which x0 is deformed. Others, and what is returned: as for `recover`.
         """
@@ -197,7 +198,7 @@ def log_uniform(u, most):
 
 
 def make_condition(target, kind, rng_keys=None):
-    """What the network is shown of a target volume: its values times a mask, and the mask as the last channel.
+    """What the network sees of a target volume: its values times a mask, and the mask as the last channel.
 
     kind: "volume", all of it; "slice", k whole planes orthogonal to the axes at random places; "none". k is log-uniform
     from 1 to all planes of all axes, so that easy cases are frequent and the full volume is the limit.

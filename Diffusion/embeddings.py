@@ -61,11 +61,11 @@ def embed(net, batch, cfg):
 
 @torch.no_grad()
 def target_embeddings(net, ema, batches, cfg, recorded=None):
-    """Embeddings by the averaged weights: what mode 2 has to match, and what goes into the queue.
+    """Embeddings by the averaged weights, which mode 2 has to match and which enter the queue.
 
     The queue keeps embeddings of earlier weights. At a high learning rate the weights move so far that a new sample
-    differs from all of them by its age, and mode 2 could be solved without telling subjects apart. The average hardly
-    moves while an embedding is in the queue. (The key encoder of Momentum Contrast.)
+    differs from all of them by its age alone, which would solve mode 2 without telling subjects apart. The average
+    hardly moves while an embedding is in the queue. (The key encoder of Momentum Contrast.)
 
     ema: of `new_ema`, or None. batches: list of dicts, as for `embed`. Every rank calls this: with fsdp the forward
     gathers the weights. recorded: of `new_graphs`.

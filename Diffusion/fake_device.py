@@ -1,8 +1,8 @@
-"""Two things that an accelerator does otherwise than a CPU, for counting its memory on tensors without values.
+"""Two differences between an accelerator and a CPU, for counting its memory on tensors without values.
 
 Autocast casts by other rules on CUDA, ROCm and XPU devices, and so keeps more: layer norms, powers and sums are
-computed in float32 there. `DeviceAutocast` applies these rules on any machine, and has Diffusion/device_ops.py do as on
-a device. `AliveBytes` counts what is alive after each operation, as the allocator of a device does.
+computed in float32 there. `DeviceAutocast` applies these rules on any machine, and makes Diffusion/device_ops.py behave
+as on a device. `AliveBytes` counts what is alive after each operation, as the allocator of a device does.
 """
 import weakref
 

@@ -80,7 +80,7 @@ def warp(image, field, mode="bilinear", padding="zeros", origin=None):
 
 
 def masked(resample, image, mask):
-    """An image and its mask, or None, resampled; what the mask leaves out does not leak into what it shows.
+    """An image and its mask, or None, resampled so that voxels outside the mask do not leak into those inside.
 
     resample: a linear function of an image. image: (B, C, *spatial). mask: (B, 1, *spatial), 0 .. 1, or None.
     Returns: the image, divided by how much of each voxel the mask shows (Knutsson and Westin, "Normalized and
@@ -191,8 +191,8 @@ def exponential(velocity, squarings=5):
 def resize_field(field, size, align="corners"):
     """The same deformation sampled on a grid with another number of voxels over the same extent.
 
-    align: which points of the two grids coincide. The project has both kinds of grids, and one taken for the other is
-    off by half a voxel.
+    align: which points of the two grids coincide. The project has both kinds of grids; mistaking one for the other
+    shifts everything by half a voxel.
       "corners": the centres of the first voxels, and of the last. Control grids lie so on images, and the smaller
         images of the refinement on whole ones. The displacement is scaled by the ratio of the grid steps: `field` is in
         voxels of its own grid, the result in voxels of the new one.

@@ -4,9 +4,9 @@ A step of config_om starts ten thousand operations, and the host takes longer to
 them. A graph starts all those of a pass at once. It replays the recorded operations at the recorded places in memory,
 so a mode is recorded only where all of its batches have the same shapes, on one rank and a CUDA device.
 
-The first calls of a mode go the plain way, which makes what is made once: compiled kernels, cuDNN's plans, constants.
-The next one records, and compares loss and gradient of the graphs with those of the plain way on the same batch. Where
-recording fails or the two differ, one sentence says so and the plain way stays.
+The first calls of a mode run in the plain way, which creates compiled kernels, cuDNN's plans and constants. The next
+call records, and compares loss and gradient of the graphs with those of the plain way on the same batch. If recording
+fails or the two differ, one sentence reports it and the plain way is kept.
 """
 import sys
 
@@ -24,7 +24,7 @@ TOLERANCE = 0.05  # of the loss, and of the gradient's norm: some operations add
 def new_graphs(cfg, device, ranks):
     """The graphs of a run, which `run` fills, or None if the run is to have none: see run.graphs.
 
-    Masks and label maps are left to the plain way: what a batch holds of them is not the same each time.
+    Batches with masks or label maps use the plain way, because their contents vary from batch to batch.
     """
     plain = cfg["run.graphs"] == "off" or cfg["loss.dice"] or cfg["registration.masks"]
     if plain or device.type != "cuda" or torch.version.hip or ranks.world_size > 1 or cfg["run.strategy"] == "fsdp":
@@ -49,7 +49,7 @@ def run(graphs, name, function, batch, parameters=()):
 
 
 def recorded_or_none(graphs, name, function, batch, parameters):
-    """The graphs of a function, or None after a sentence that says why there are none."""
+    """The graphs of a function, or None after a sentence with the reason."""
     try:
         plain = loss_and_gradient(function(batch), parameters)
         if not plain[0].isfinite().all():  # nothing to compare with: the next batch is as good
@@ -59,11 +59,11 @@ def recorded_or_none(graphs, name, function, batch, parameters):
         difference = recorded.difference(batch, *plain)
     except RuntimeError as error:  # what a graph cannot hold, or memory
         torch.cuda.synchronize()
-        print(f"graphs: {name} runs operation by operation, as recording it failed ({type(error).__name__}: "
+        print(f"graphs: {name} runs operation by operation, because recording it failed ({type(error).__name__}: "
               f"{first_line(error)[:200]})", file=sys.stderr)
         return None
     if not difference <= TOLERANCE:
-        print(f"graphs: {name} runs operation by operation, as its graphs differ from it by {difference:.2g}",
+        print(f"graphs: {name} runs operation by operation, because its graphs differ from it by {difference:.2g}",
               file=sys.stderr)
         return None
     graphs["pool"] = graphs["pool"] or recorded.forward.pool()

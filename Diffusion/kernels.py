@@ -1,6 +1,6 @@
-"""Triton kernels of what takes a device most time beside its convolutions and is slow there by torch's operations.
+"""Triton kernels for the operations that take most of a device's time besides convolutions and are slow in torch.
 
-Each has its plain way, which stands where it is used and which the tests hold it against. Only `kernels_for` of
+Each has a plain way in the code that uses it, with which the tests compare it. Only `kernels_for` of
 Diffusion/device_ops.py imports this module; without Triton or a C compiler it takes the plain way. All but
 the gradient of the warp give the same bits each time: that one adds with atomics.
 

@@ -1,7 +1,7 @@
 """Losses: one short function each. All work in float32 with autocast off, whatever the network ran in.
 
-Fields are (B, N, *spatial) displacements in voxels, images (B, C, *spatial). A loss of your own is a function here and
-a line in its step function in OM_train_3modes.py.
+Fields are (B, N, *spatial) displacements in voxels, images (B, C, *spatial). To add a loss, write a function here and a
+line in its step function in OM_train_3modes.py.
 """
 import itertools
 
@@ -78,7 +78,7 @@ def _band(n, window, device):
 
 
 def box_mean(x, window, transposed=False):
-    """Mean over the cube of `window` voxels around each voxel, of those that lie in the image.
+    """Mean over the cube of `window` voxels around each voxel, counting only voxels in the image.
 
     One banded matrix product along each axis. At sides of some hundred voxels that is faster than running sums, pooling
     or convolutions, and it has no long sums that lose digits. How many voxels of a cube lie in the image is a product
@@ -185,9 +185,9 @@ def local_correlation(image, target, window=9, squared=True, eps=1e-5, weight=No
       cov = <I T> - <I><T>,  var_I = <I I> - <I>^2,  var_T = <T T> - <T>^2,
       squared:  mean of cov^2 / (var_I var_T + eps^2), 0 .. 1 (Avants et al., Med Image Anal 2008)
       else:     mean of cov / sqrt(var_I var_T + eps^2), -1 .. 1 (Cachier et al., CVIU 2003, by Gaussian windows)
-    and 1 is perfect: as a loss it enters with a minus. The mean is taken where var_T > 10 eps: where the target is flat
-    nothing can be compared, and how large that part is must not matter. It does not depend on the image, which
-    otherwise could hide what is not alike. Each sample counts alike.
+    and 1 is perfect, so the loss is its negative. The mean is over voxels with var_T > 10 eps: a flat target cannot be
+    compared, and the size of that part must not matter. The choice of voxels does not depend on the image, which could
+    otherwise hide differences. Each sample counts equally.
 
     image, target: (B, C, *spatial), intensities of order one. window: odd, in voxels. eps: a variance that counts as
     zero. weight: (B, 1, *spatial), 0 .. 1, how much each voxel counts, in the means of a window and in the mean of all;
@@ -206,7 +206,7 @@ def _weighted_correlation(image, target, weight, window, squared, eps):
 
 
 def local_correlation_map(image, target, window=9, squared=True, weight=None, eps=1e-5):
-    """The local correlation in the window around each voxel, and where it can be told: (B, C, *spatial) float32 each.
+    """The local correlation in the window around each voxel, and where it is defined: (B, C, *spatial) float32 each.
 
     Arguments as for `local_correlation`. The second is 1 where the target is not flat, else 0.
     """
@@ -223,7 +223,7 @@ def local_correlation_map(image, target, window=9, squared=True, weight=None, ep
 
 
 def window_statistics(target, window, weight=None, eps=1e-5):
-    """What `correlation_slope` needs of a target that does not change: a tuple of count, mean, variance and `counted`.
+    """The statistics of a fixed target for `correlation_slope`: a tuple of count, mean, variance and `counted`.
 
     target: (B, C, *spatial) float32. weight: (B, 1, *spatial) or None. Returns: count, the mean of the weight in each
     cube, or None; mean and variance of the target there; how much each window counts.
@@ -241,8 +241,8 @@ def correlation_slope(image, target, statistics, window=9, squared=True, weight=
     """How `local_correlation` grows with the image's value at each voxel, by the window around that voxel alone.
 
     The derivative of the mean over all windows sums what the voxel does to each window that it lies in. These differ
-    little, so the window around it stands for all, as in Avants et al., Med Image Anal 2008: half of the time, and
-    fields found by it are no worse.
+    little, so the window around the voxel stands for all, as in Avants et al., Med Image Anal 2008. That takes half the
+    time, and the resulting fields are no worse.
 
     image, target: (B, C, *spatial) float32. statistics: `window_statistics` of the target, under the same weight.
     Returns: (B, C, *spatial).
@@ -301,7 +301,7 @@ def mslncc(image, target, window=9, scales=3, squared=True, weight=None):
 def halved(image, target, weight=None):
     """Two images (B, C, *spatial) and the weight of their voxels, or None, at half the size, by average pooling.
 
-    A voxel of a halved image is the weighted mean: what does not count does not leak into what does.
+    A voxel of a halved image is the weighted mean, so voxels without weight do not leak into the others.
     """
     pool = F.avg_pool3d if image.dim() == 5 else F.avg_pool2d
     if weight is None:
@@ -312,7 +312,7 @@ def halved(image, target, weight=None):
 
 
 def self_similarity(image, distance=1, window=3):
-    """What the surroundings of each voxel look like to each other, which is the same in every modality (MIND-SSC).
+    """How the surroundings of each voxel resemble each other, which is similar in every modality (MIND-SSC).
 
     Of the neighbours at `distance` along the axes, both ways, take all pairs (i, j) on two different axes; with I_i the
     image seen from neighbour i, and the mean over the cube of `window` voxels,
@@ -360,7 +360,7 @@ def mapped_correlation(image, target, window=9, squared=True, weight=None, bins=
     """Local correlation of images whose intensities mean different things, as of two modalities.
 
     The mean of local_correlation(image, f(target)) and local_correlation(g(image), target). f maps an intensity of the
-    target to the mean intensity of the image there, g the other way round, both as the two images lie now: the best
+    target to the mean intensity of the image there, and g the other way round, in the current alignment: the best
     functions of one intensity (the correlation ratio, Roche et al., MICCAI 1998). f and g are without gradient.
 
     image, target: (B, C, *spatial), intensities 0 .. 1, each channel with functions of its own. window, squared,
@@ -410,9 +410,9 @@ def table_lookup(image, table):
 
 
 def image_similarity(image, target, cfg, weight=None):
-    """What mode 3 raises, by registration.similarity: one of three measures, over the scales.
+    """The similarity that mode 3 maximises: one of three measures, chosen by registration.similarity, over the scales.
 
-    "auto" is the correlation here: a batch is of one training, whose volumes are mostly of one modality.
+    "auto" means correlation here, because the volumes of one training set usually have one modality.
 
     image, target: (B, C, *spatial). cfg: with its registration.* keys. weight: (B, 1, *spatial) or None.
     Returns: a scalar, at most 1, which is perfect.
@@ -437,8 +437,8 @@ def mutual_information(image, target, weight, bins=32):
 
     2 (1 - H(I, T) / (H(I) + H(T))) with the entropies H of a joint histogram: 0 for independent images. The target's
     intensities fall into one bin each, the image's spread over four by a cubic B-spline, so that the gradient is smooth
-    (Mattes et al., "PET-CT image registration in the chest using free-form deformations", TMI 2003). By that spread an
-    image tells its own bin only nearly: with itself it has 0.6 to 0.75 by its histogram, not 1.
+    (Mattes et al., "PET-CT image registration in the chest using free-form deformations", TMI 2003). Because of that
+    spread, an image compared with itself gets 0.6 to 0.75, depending on its histogram, and not 1.
 
     image, target, weight: the same shape, intensities 0 .. 1. Returns: a scalar; float64, whose sums keep every voxel.
     """
@@ -457,9 +457,9 @@ def mutual_information(image, target, weight, bins=32):
 
 
 def warp_inside(image, field, moving, fixed):
-    """The moving images as fields show them, and how much each voxel counts where volumes have masks.
+    """The moving images warped by fields, and the weight of each voxel if volumes have masks.
 
-    The weight has no gradient, else a field would gain by moving what is not alike out of the mask.
+    The weight has no gradient; otherwise a field would gain by moving dissimilar parts out of the mask.
     image: (B, 1, *spatial). field: (B, N, *spatial) in voxels. moving, fixed: masks (B, 1, *spatial), above 0 inside.
     Returns: (B, 1, *spatial), see `masked`; (B, 1, *spatial), 0 .. 1: how far a voxel is inside of both masks, 0 where
     its field leads out of the moving volume.
@@ -500,7 +500,7 @@ def soft_dice(first, second, counted):
 
 
 def label_terms(field, moving, fixed, labelled, values, shares=None):
-    """How far the labels of pairs are from lying upon each other once they are warped: 1 - `soft_dice`.
+    """How far the warped labels of pairs are from overlapping: 1 - `soft_dice`.
 
     Each label is warped like an image of zeros and ones, by linear interpolation, so that the field has a gradient. In
     each pair those labels count that one of its two maps has.

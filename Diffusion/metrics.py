@@ -65,12 +65,13 @@ def hd95(first, second, labels, spacing_mm):
     """95th percentile Hausdorff distance of each label, in mm: max(P95 of d(a, B), P95 of d(b, A)).
 
     a and b run over the surface voxels A and B of a label in the two images, d is the distance to the nearest voxel of
-    the other surface (partial Hausdorff distance: Huttenlocher et al., PAMI 1993). The two directions are not pooled:
-    a part that one image lacks would hide among the distances of all others. Learn2Reg also takes the larger one, but
+    the other surface (partial Hausdorff distance: Huttenlocher et al., PAMI 1993). The two directions are not pooled,
+    because a part that one image lacks would be lost among all other distances. Learn2Reg also takes the larger one,
+    but
     weights surface voxels by their area.
 
-    A label that only one of the images has is as far off as can be, the diagonal of the image: a registration that
-    loses a structure must not gain by it.
+    A label that only one image has gets the largest possible distance, the diagonal of the image, so that losing a
+    structure never improves the score.
 
     first, second: integer numpy arrays of one shape. labels: the label values. spacing_mm: voxel size for each axis.
     Returns: list of floats >= 0; NaN where neither image has the label.
@@ -101,7 +102,7 @@ def folding_percent(field):
 
 
 def folding_scores(field, body=None):
-    """How much of a deformation folds, counted in the pieces between voxels, which central differences step over.
+    """How much of a deformation folds, counted in the pieces between voxels, which central differences miss.
 
     Cut each cell of 2^N voxels at its corners: the piece at a corner has the volume of a one-sided Jacobian determinant
     over N!. In 3D a tetrahedron is left in the middle, and the corners that are cut are every second one, in two ways.

@@ -11,8 +11,8 @@ Embeddings use t = 0; otherwise pairs could be matched by time instead of subjec
 With model.structures, net(image, t, condition, segment=True) returns the field and logits (2 B, K + 1, *spatial): of
 background and structures in the images, then in the conditions; with segment="alone" only logits, of the images.
 
-To add a network, write a class here or in a file of its own and give it a line in NETWORKS. Its __init__ names what it
-needs of `network_arguments`; tests/test_networks.py tests whatever the registry lists.
+To add a network, write a class here or in its own file and add a line to NETWORKS. Its __init__ names the
+`network_arguments` that it needs; tests/test_networks.py tests every network in the registry.
 """
 import inspect
 
@@ -31,7 +31,7 @@ NETWORKS = {
 
 
 def network_arguments(cfg):
-    """What a config says about networks, under the names of their arguments; a network takes those that it names."""
+    """The settings of a config for networks, by argument name; a network takes those that its __init__ names."""
     timesteps = cfg["diffusion.timesteps"]
     return {
         "dims": cfg["model.dims"],                                  # spatial axes, 2 or 3
@@ -79,7 +79,7 @@ def new_network(cfg):
 def build_network(cfg, device="cpu"):
     """The network of a config on `device`, with weights drawn from run.seed.
 
-    Training, registration and augmentation all come through here. Raises InputError for an unknown name.
+    Training, registration and augmentation all use this. Raises InputError for an unknown name.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg["run.seed"])

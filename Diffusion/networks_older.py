@@ -1,4 +1,4 @@
-"""Two older networks: that of the published method, and one kept for comparison. Shape comments give 128^3.
+"""Two older networks: the published one, and one for comparison. Shape comments give 128^3.
 
 The published method: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Papież, "Deformation-recovery diffusion model (DRDM):
 instance deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987.
@@ -112,8 +112,8 @@ def doubling(dims, channels):
 class RecResACNet(nn.Module):
     """The recursive residual atrous network of the published method (Zheng et al., Medical Image Analysis 110, 2026).
 
-    Modules have the names of the published weights, 443,435 numbers in 2D, which therefore load as they are
-    (Inference/load_model.py). That network is shown nothing but the image: it recovers, and cannot register. With a
+    Modules have the names of the published weights, 443,435 numbers in 2D, which therefore load directly
+    (Inference/load_model.py). The published network sees only the image, so it can recover but not register. With a
     condition, which is two more channels here, there are a vector that stands for registration instead of a time, and
     mode 2's embedding. Without one, t = timesteps counts as the last time, and embeddings are the pooled features.
     """

@@ -63,13 +63,14 @@ def new_gradients(cfg, device="cpu"):
     if exact == "auto":
         exact = torch.device(device).type == "cpu" and not bf16
     if exact and bf16:
-        raise InputError("run.exact_sums and run.bf16_sums are both true, and sums cannot be both: set one to false.")
+        raise InputError("run.exact_sums and run.bf16_sums are both true, but only one of them can be: set one to "
+                         "false.")
     if exact:
         try:
             torch.ones(2, dtype=torch.float64, device=device).sum().item()
         except RuntimeError as error:  # some Intel GPUs
-            raise InputError(f"run.exact_sums: {device} has no float64 ({first_line(error)}); set it to "
-                             "false, and sums depend a little on the number of ranks.") from error
+            raise InputError(f"run.exact_sums: {device} has no float64 ({first_line(error)}); set it to false, and "
+                             "results depend slightly on the number of ranks.") from error
     dtype = torch.float64 if exact else torch.float32
     return GradientSums(dtype, wire=torch.bfloat16 if bf16 else dtype)
 
@@ -208,11 +209,12 @@ def compare_moments(saved, modes, cfg, path):
     Raises InputError for moments of each mode where the config asks for shared ones, which nobody could make of them.
     """
     if "param_groups" in saved:
-        return ["Adam's moments: each mode begins with the shared ones"] if cfg["optim.moments"] == "per_mode" else []
+        return ["Adam's moments: each mode starts with the shared ones"] if cfg["optim.moments"] == "per_mode" else []
     if cfg["optim.moments"] == "shared":
-        raise InputError(f"{path} has moments of each mode, and optim.moments shared cannot go on from them: set "
-                         f"optim.moments to per_mode, or start a new run with --fresh --init-from {path}.")
-    return [f"Adam's moments of mode {name}: new, as the checkpoint has none" for name in modes if name not in saved]
+        raise InputError(f"{path} has separate moments for each mode, and optim.moments shared cannot continue from "
+                         f"them: set optim.moments to per_mode, or start a new run with --fresh --init-from {path}.")
+    return [f"Adam's moments of mode {name} start from zero, because the checkpoint has none"
+            for name in modes if name not in saved]
 
 
 def load_optimizers(optimizers, saved):

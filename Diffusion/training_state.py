@@ -104,7 +104,7 @@ def finish_saving(run, last=False):
     except OSError as error:
         run.failed_saves += 1
         watchdog.event("checkpoint failed", error=str(error))
-        print(f"checkpoint failed, the earlier ones stand: {error}", file=sys.stderr, flush=True)
+        print(f"checkpoint failed, the earlier ones are kept: {error}", file=sys.stderr, flush=True)
         if last or run.failed_saves == MOST_FAILED_SAVES:
             raise
     run.saving = None
@@ -134,8 +134,8 @@ def agree_on_precision(cfg, ranks, device, saved=None):
     if cfg["run.amp"] != "auto" or begun not in ("bf16", "off") or begun == here:
         return here
     if ranks.rank == 0:
-        print(f"run.amp: this run began with {begun} and goes on so; on these devices auto would choose {here}, which "
-              f"`--set run.amp={here}` takes.")
+        print(f"run.amp: this run began with {begun} and continues with it; on these devices auto would choose "
+              f"{here}, which you can set with `--set run.amp={here}`.")
     return begun
 
 
@@ -167,15 +167,15 @@ def restore_progress(run, content, path):
         run.progress = from_saved(content)
         reordered, changes = compare_data(content["data"], run.data, path)
     except KeyError as missing:
-        raise InputError(f"{path} has no {missing.args[0]}: it is of an older version; start a new run with --fresh "
-                         f"--init-from {path}.") from None
+        raise InputError(f"{path} has no {missing.args[0]}, because an older version wrote it; start a new run with "
+                         f"--fresh --init-from {path}.") from None
     run.queue.update({name: value if name == "next" else value.to(run.device)
                       for name, value in content["queue"].items()})
     if reordered and run.progress.step_in_epoch:
         # Not beyond the last one, which would end the run without its validation.
         epoch = min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1)
         begin_epoch(run.progress, epoch, run.terms)
-        changes.append(f"the order of the volumes: the training goes on with epoch {epoch} from its start")
+        changes.append(f"the order of the volumes: training continues from the start of epoch {epoch}")
     return changes
 
 
@@ -194,8 +194,8 @@ def announce(run):
         print("all training volumes are of one subject, so mode 2 has nobody to tell apart: its loss stays 0; set "
               "loss.contrastive to 0, or data.subject_pattern if these are several subjects")
     if held_out == 1:
-        print("one validation volume makes no pair, so registration is not validated and no checkpoint is the best: "
-              "hold out two volumes (data.val_ids, data.val_fraction)")
+        print("one validation volume makes no pair, so registration is not validated and no checkpoint can be the "
+              "best: hold out two volumes (data.val_ids, data.val_fraction)")
     run.curves = writer.new_writer(f"{cfg['run.logs']}/{run.folder.name}", step, run.folder / "pictures")
 
 

@@ -1,13 +1,14 @@
 """The affine stage: an affine or rigid map between two volumes, by the similarity that the networks train on.
 
-Multi-start optimisation. On a coarse grid all turns are tried, evenly spread, with the sizes that the headers say and
-with those that the volumes' moments say, in case a header has lost orientation or spacing. The correlation of all
-voxels, which is quick, sifts them; the local one, which tells the true map from the others even there, orders what is
-left. The best maps, and the header's, are optimised together, and the best of these by L-BFGS on finer grids. A map is
-its start times the matrix exponential of a generator, so that rotation, scale and shear are numbers of one size.
+Multi-start optimisation. On a coarse grid it tries evenly spread rotations, each with the scale from the headers and
+with the scale from the moments of the volumes, in case a header has lost orientation or spacing. The correlation of all
+voxels is quick and selects candidates; the local correlation, which separates the true map from the others even on this
+grid, ranks them. The best maps, and the header's, are optimised together, and the best of these by L-BFGS on finer
+grids. A map is its start times the matrix exponential of a generator, so that rotation, scale and shear are numbers of
+one size.
 
 The maps live between two frames, one for each volume: millimetres along its (orthonormalised) axes from its centre of
-intensity. There a map has small numbers whatever the headers say, and 2D and 3D are the same code.
+intensity. In these frames a map has small numbers whatever the headers contain, and one code serves 2D and 3D.
 """
 import itertools
 
@@ -64,7 +65,7 @@ COMPARED = 2  # level on which structures are compared
 
 def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", similarity="correlation", fixed_mask=None,
                  moving_mask=None, finest=None):
-    """The affine or rigid map T that aligns two volumes: where a world point of the fixed one is in the moving one.
+    """The affine or rigid map T that aligns two volumes, from world points of the fixed one to the moving one.
 
     fixed, moving: (D, H, W), or both (H, W), intensities 0 .. 1, of any size, spacing and orientation; they need not
     overlap. fixed_affine, moving_affine: 4x4, voxel to world in millimetres, RAS. kind: "affine", or "rigid" (rotation
@@ -74,9 +75,10 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     finest: voxels along the longest side beyond which no level but the first is taken; None for all.
     Returns: T, 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map
     stays in the planes of the images. The same input gives the same result. T never mirrors unless the headers do.
-    And a dict of how far to believe it: affine_similarity, that of the finest level, with 0 where a voxel of the fixed
-    volume lies outside of the moving one; affine_similarity_before, as the headers say; affine_runner_up, of the best
-    other answer, as a fraction of the similarity of T at the first level where several went on; 0 where none did;
+    And a dict that shows how far to trust T: affine_similarity, at the finest level, with 0 for each voxel of the fixed
+    volume outside the moving one; affine_similarity_before, as the headers place the volumes; affine_runner_up, the
+    similarity of the best other candidate as a fraction of that of T, at the first level with several candidates, else
+    0;
     one_sign, see `_one_sign`, None with a similarity for two modalities.
     Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
     """
@@ -86,8 +88,8 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     fixed, fixed_affine = _checked("fixed", fixed, fixed_affine)
     moving, moving_affine = _checked("moving", moving, moving_affine)
     if fixed.ndim != moving.ndim:
-        raise InputError(f"the fixed volume has {fixed.ndim} axes, the moving one {moving.ndim}; give two of the same "
-                         "kind.")
+        raise InputError(f"the fixed volume has {fixed.ndim} axes and the moving one {moving.ndim}; give two with "
+                         "the same number.")
     fixed, fixed_mask = _masked("fixed", fixed, given_affines[0], fixed_mask)
     moving, moving_mask = _masked("moving", moving, given_affines[1], moving_mask)
     volumes = (fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine)
@@ -109,7 +111,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
 
 
 def of_one_modality(scores):
-    """Whether two volumes are taken for one modality. scores: the dict that `align_affine` returns."""
+    """Whether two volumes count as one modality. scores: the dict that `align_affine` returns."""
     return scores["one_sign"] is None or scores["one_sign"] >= ONE_SIGN
 
 
@@ -252,7 +254,8 @@ def _checked(name, array, affine):
     if not np.isfinite(array).all():
         raise InputError(f"the {name} volume has NaN or infinite voxels; repair it.")
     if array.min() == array.max():
-        raise InputError(f"the {name} volume is {array.flat[0]:g} everywhere and cannot be aligned; give another one.")
+        raise InputError(f"the {name} volume is {array.flat[0]:g} everywhere and cannot be aligned; give another "
+                         "volume.")
     lengths = np.linalg.norm(affine[:3, :3], axis=0) if affine.shape == (4, 4) else np.zeros(3)
     if not np.isfinite(affine).all() or lengths.min() == 0 or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-6:
         raise InputError(f"the affine of the {name} volume is singular; repair the header.")
@@ -268,9 +271,11 @@ def _masked(name, array, affine, mask):
         return array, None
     mask = to_canonical(np.asarray(mask, np.float32), np.asarray(affine, np.float64))[0]
     if mask.shape != array.shape:
-        raise InputError(f"the {name} mask has the shape {mask.shape}, its volume {array.shape}; give one for it.")
+        raise InputError(f"the {name} mask has the shape {mask.shape}, but its volume has {array.shape}; give a "
+                         "mask of that shape.")
     if not (array * mask > FOREGROUND).any():
-        raise InputError(f"the {name} mask shows nothing of its volume; give one that is above 0 where voxels count.")
+        raise InputError(f"the {name} mask excludes its whole volume; give one that is above 0 where voxels should "
+                         "count.")
     return array * mask, mask
 
 
@@ -364,7 +369,7 @@ def _turned(header, shapes, kind, count):
 
 
 def all_turns(count, dims):
-    """Rotation matrices (count, dims, dims) spread evenly over all there are, the same ones each time.
+    """Rotation matrices (count, dims, dims), evenly spread and always the same.
 
     In 3D super-Fibonacci spirals (Alexa, CVPR 2022), quaternions along a spiral whose two angles advance by irrational
     parts of a turn.

@@ -20,8 +20,8 @@ def write_report(out, lead, items, kept, refused, dims, targets):
     """Write report.html and print its table.
 
     out: folder of the draws. lead: how they were made. items: the volumes. kept: the records of their draws.
-    refused: {id: why} of volumes that could not be used. targets: {id: item} of those on whose grids the copies lie;
-    empty where these lie on that of their volume. Returns: the `summary`.
+    refused: {id: why} of volumes that could not be used. targets: {id: item} of the volumes on whose grids the copies
+    are; empty if they are on the grid of their own volume. Returns: the `summary`.
     """
     headline = summary(kept, items, refused)
     records = {item["id"]: [] for item in items}
@@ -55,8 +55,8 @@ def describe(job, cfg):
         start = f"times {start.replace('-', ' to ')}" if "-" in start else f"time {start}"
     if job["register"] is not None:
         by = f", the network {Path(job['model']).name}" if job["model"] else ""
-        return (f"Registered to volumes of {Path(job['target']).name}: affine stage{by} and {job['register']} steps of "
-                f"refinement, order by seed {job['seed']}. Displacements are those beside the affine map.")
+        return (f"Registered to volumes of {Path(job['target']).name}: affine stage{by} and {job['register']} steps "
+                f"of refinement, order by seed {job['seed']}. Displacements leave out the affine map.")
     lead = f"Random deformations of {start}, seed {job['seed']}"
     if job["model"]:
         steps = "by every prediction" if cfg["copies.recover"] == "published" else f"in steps of {job['stride']}"
@@ -79,7 +79,7 @@ def summary(kept, items, refused):
 
 
 def picture(item, out, records, dims, targets):
-    """One volume and some of its draws, read from their files, as HTML; the first can be looked through.
+    """One volume and some of its draws, read from their files, as HTML; the first has a viewer.
 
     records: of its draws. targets: as in `write_report`; with them that first copy lies beside its target.
     """

@@ -1,7 +1,7 @@
 """Deformed copies of a volume on its own grid: random deformations, which a trained network may partly undo.
 
 Fields are drawn on the training grid (isotropic, canonical, see Dataloader/prepare.py) and brought to the grid of the
-volume, which is then interpolated once. Every draw is a function of (seed, subject, draw) and of nothing else.
+volume, which is then interpolated once. Every draw depends only on (seed, subject, draw).
 """
 import re
 
@@ -33,17 +33,17 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     start: time of the random deformation, 1 .. diffusion.timesteps - 1: the larger the stronger; or (low, high),
     between which it is drawn, or a text as copies.start of the config explains it, which is the default.
     seed, subject, draw: the key of the draw. OM_augment.py takes the id of the volume as subject.
-    target: volume (same number of axes) towards which the network deforms, on a grid of its own (target_affine).
-    condition: what the network is shown of it, "slice": as many planes as `slices` says (0: a random number, as in
-    training), "volume": all, None: what it was trained with, or planes if `slices` is given.
+    target: volume (same number of axes) towards which the network deforms, on its own grid (target_affine).
+    condition: what the network sees of the target: "slice" for the number of planes in `slices` (0: a random number, as
+    in training), "volume" for all of it, None for what it was trained with, or planes if `slices` is given.
     stride: times per step of the scaled recovery, see `DeformDDPM.recover`. mask: (*spatial), where data.crop_above
     centres the training grid. cfg: without a model, the config whose diffusion.*, copies.* and data.* keys are taken;
     default Config/config_om.yaml. device: where the network is. labels: how the label is carried: smooth or nearest.
     channels, target_channels: further channels of image and target, for a network that was trained with several; they
-    are not deformed, but `deform` does so with the field.
+    are not deformed here, see `deform`.
     Returns: image, of its dtype, whole numbers rounded; label or None; field (N, *spatial) float32
     in voxels: image(x) is what was at x + field(x).
-    Raises InputError for what cannot be used.
+    Raises InputError for unusable input.
     """
     image = require_volume(image, "image")
     if label is not None and np.shape(label) != image.shape:
@@ -53,7 +53,7 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     shown = None
     if target is not None:
         if net is None:
-            raise InputError("target: only a network can deform towards it; give a model.")
+            raise InputError("target: only a network can deform an image towards a target; give a model.")
         target = require_volume(target, "target", image.ndim)
         placed_target, _ = place(target, target_affine, cfg, channels=target_channels)
         shown = show(placed_target, condition, slices, rng_key, cfg).to(device)
@@ -72,8 +72,8 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
     """
     dims = cfg["model.dims"]
     if image.ndim != dims:
-        raise InputError(f"image: shape {image.shape} is not {dims}D, as model.dims says; give a {dims}D volume, or "
-                         "another model or config.")
+        raise InputError(f"image: shape {image.shape} is not {dims}D, which model.dims requires; give a {dims}D "
+                         "volume, or another model or config.")
     affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
     turn = None if condition is not None else draw_turn(image.shape, affine, rng_key, cfg)
     if turn is not None:
@@ -100,7 +100,7 @@ def _draw_unturned(image, affine, cfg, rng_key, start, net, condition, stride, m
 
 
 def deform(array, field, mode="bilinear"):
-    """The array warped by a field: at x what was at x + field(x); beyond the border the nearest voxel's value.
+    """The array warped by a field: out(x) = array(x + field(x)), with the border value beyond the border.
 
     array: (*spatial); values up to 2^24 are exact. field: (N, *spatial) in voxels. mode: "bilinear" for images (linear
     along each axis); for labels "smooth" (see `label_at`) or "nearest". Returns: the same shape and dtype, whole
@@ -134,7 +134,7 @@ def measure(field, affine):
 
 
 def without_map(field, affine, matrix):
-    """What is left of a field when a map of the world is taken back: u'(x) = M (x + u(x)) - x, both in voxels.
+    """A field without its world map: u'(x) = M (x + u(x)) - x, both in voxels.
 
     field: (N, *spatial). affine: 4x4 of its grid. matrix: T, 4x4, from the field's volume to the other one, in mm; None
     leaves the field as it is.
@@ -161,24 +161,24 @@ def draw_start(start, rng_key, cfg):
     if isinstance(start, str):
         words = re.fullmatch(r"\s*(?:(\d+)\s*(?:([-+])\s*(\d+)\s*)?)?", start)
         if not words:
-            raise InputError(f"start {start}: give one time such as 79, a range such as 40-79, or 48+2 for 48 and 2 "
-                             "more every other copy.")
+            raise InputError(f"start {start}: give one time such as 79, a range such as 40-79, or 48+2 for a time "
+                             "that starts at 48 and rises by 2 with every second copy.")
         low, sign, number = words.groups()
         low, number = int(low or last), int(number or 0)
         rising = min(low + number * ((draw + 1) // 2), max(low, last))
         start = (low, number) if sign == "-" else rising
     low, high = (start, start) if np.ndim(start) == 0 else start
     if not 1 <= low <= high <= last:
-        raise InputError(f"start {said}: the random deformation has a time from 1 to {last} (diffusion.timesteps - "
-                         "1), or a range of such times, the smaller first.")
+        raise InputError(f"start {said}: the time of a random deformation is from 1 to {last} (diffusion.timesteps "
+                         "- 1); give one such time, or a rising range.")
     return int(low) + int(float(uniform([rng_key], "start")) * (int(high) - int(low) + 1))
 
 
 def draw_turn(shape, affine, rng_key, cfg):
-    """How copies.permute turns a copy: the grid's voxel that is seen at each of its voxels, a 4x4 matrix, or None.
+    """How copies.permute turns a copy: a 4x4 matrix from each voxel to the voxel that it shows, or None.
 
-    Each axis is mirrored with probability 1/2, and axes with equally many voxels of equal size change places at random,
-    so the grid stays as it is, and each voxel is that of another place without interpolation.
+    Each axis is mirrored with probability 1/2, and axes with the same number and size of voxels are swapped at random,
+    so the grid stays the same and no interpolation is needed.
     shape: of the volume. affine: its 4x4. rng_key: (seed, subject, draw).
     """
     if not cfg["copies.permute"]:
@@ -212,7 +212,8 @@ def require_volume(array, name, dims=None):
     if array.ndim not in (2, 3) or dims not in (None, array.ndim):
         raise InputError(f"{name}: shape {array.shape} is not {dims or '2D or 3'}D; give one {dims or 3}D volume.")
     if array.dtype.kind not in "buif":
-        raise InputError(f"{name}: voxels of type {array.dtype} are not one real number each; convert it.")
+        raise InputError(f"{name}: each voxel must be one real number, but the type is {array.dtype}; convert the "
+                         "volume.")
     bad = array.size - np.count_nonzero(np.isfinite(array))
     if bad:
         raise InputError(f"{name}: {bad} of {array.size} voxels are NaN or infinite; repair or remove the volume.")
@@ -225,22 +226,22 @@ def pick_target(others, rng_key):
 
 
 def shown_kind(kind, slices, cfg):
-    """What a network is shown of a target: what is asked for, else planes if a number is given, else as in training."""
+    """What a network sees of a target: as requested, else planes if a number is given, else as in training."""
     return kind or ("slice" if slices else cfg["model.condition_type"])
 
 
 def show(target, kind, slices, rng_key, cfg):
-    """What the network is shown of a target, drawn once for all steps: values and mask, (1, C + 1, *size).
+    """What the network sees of a target, drawn once for all steps: values and mask, (1, C + 1, *size).
 
     target: (1, C, *size) on the training grid. kind, slices: condition and slices of `augment`. rng_key: of the draw.
     Raises InputError where the model takes no condition, and for more planes than the grid has.
     """
     if cfg["model.condition_type"] == "none":
-        raise InputError("target: the model was trained without a condition (model.condition_type none) and cannot be "
-                         "shown one; take another model, or no target.")
+        raise InputError("target: the model was trained without a condition (model.condition_type none) and cannot "
+                         "use a target; use another model, or leave out the target.")
     kind = shown_kind(kind, slices, cfg)
     if kind not in ("slice", "volume"):
-        raise InputError(f"condition {kind}: of a target the network can be shown slice or volume.")
+        raise InputError(f"condition {kind}: the network can see the target as slice or volume; give one of these.")
     planes = [(axis, plane) for axis, n in enumerate(target.shape[2:]) for plane in range(n)]
     if not slices or kind == "volume":
         return make_condition(target, kind, [rng_key])
@@ -280,8 +281,8 @@ def place(image, affine, cfg, mask=None, channels=()):
 def require_all_channels(image, channels, cfg):
     """Raises InputError for another number of channels than the network was trained with, or of another shape."""
     if 1 + len(channels) != cfg["data.channels"]:
-        raise InputError(f"image: {1 + len(channels)} of the {cfg['data.channels']} channels that the model was "
-                         "trained with (data.channels); give them all, in the same order.")
+        raise InputError(f"image: it has {1 + len(channels)} of the {cfg['data.channels']} channels that the model "
+                         "was trained with (data.channels); give all of them, in the same order.")
     for number, channel in enumerate(channels, 2):
         if np.shape(channel) != np.shape(image):
             raise InputError(f"channel {number}: shape {np.shape(channel)} is not that of the image, "
@@ -289,8 +290,10 @@ def require_all_channels(image, channels, cfg):
 
 
 def focus(images, affine, cfg, mask=None):
-    """The box of the canonical volume on which the grid is centred, of its mask or foreground; None without
-    data.crop_above: all of it. images: the channels."""
+    """The box of the mask or the foreground on which the grid is centred; None without data.crop_above.
+
+    images: the channels of the canonical volume.
+    """
     if not cfg["data.crop_above"]:
         return None
     if mask is None:

@@ -35,7 +35,8 @@ def split_name(path):
     """
     found = NAME.fullmatch(volume_id(path))
     if not found:
-        raise InputError(f"{path}: no BIDS name, so its derivatives have none; name it like sub-01_T1w.nii.gz.")
+        raise InputError(f"{path}: it has no BIDS name, so its derivatives cannot have one; rename it like "
+                         "sub-01_T1w.nii.gz.")
     return ENTITIES.sub("", found[1]), found[2]
 
 
@@ -60,8 +61,8 @@ def require_own_names(rows):
     for row in rows:
         name = next(iter(targets(row).values())).name
         if name in taken:
-            raise InputError(f"BIDS derivatives: {taken[name]} and {row['name']} would both be {name}; leave one out, "
-                             "or take two folders.")
+            raise InputError(f"BIDS derivatives: {taken[name]} and {row['name']} would both be {name}; leave one "
+                             "out, or use two folders.")
         taken[name] = row["name"]
 
 

@@ -1,7 +1,7 @@
-"""The folder that OM_augment.py fills: names of its files, records of its draws, and which of them are whole.
+"""The folder that OM_augment.py fills: names of its files, records of its draws, and which of them are complete.
 
-A draw is done where draws.jsonl has its record, the files of its volume are those it was made from, and its own files
-have the sizes that were written. settings.json says how all of them were made; dataset.json lists them for a training.
+A draw is done if draws.jsonl has its record, the files of its volume are unchanged, and its own files have the sizes
+that were written. settings.json has the settings of all draws; dataset.json lists them for training.
 """
 import csv
 import hashlib
@@ -49,7 +49,7 @@ def draw_settings(job, cfg, targets):
 
 
 def claim_folder(out, settings):
-    """Take an empty folder, or go on in one whose draws were made with the same settings.
+    """Use an empty folder, or continue in one whose draws were made with the same settings.
 
     out: Path of a folder that this process has locked. settings: from `draw_settings`.
     Returns: the records of the draws that are there, {name: record}.
@@ -67,7 +67,7 @@ def claim_folder(out, settings):
             raise InputError(f"{path}: not valid JSON ({error}); name a new folder.") from error
         for key in settings:
             if earlier.get(key) != settings[key]:
-                raise InputError(f"{out} holds draws with {key} {earlier.get(key)}, not {settings[key]}; name a new "
+                raise InputError(f"{out} has draws with {key} {earlier.get(key)}, not {settings[key]}; name a new "
                                  "folder.")
     write_file(path, (json.dumps(settings, indent=1) + "\n").encode())
     for unfinished in out.glob("*Tr/.*.tmp-*"):  # of a run that was killed; the lock says that no other is at work

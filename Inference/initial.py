@@ -1,4 +1,4 @@
-"""A registration that begins where another program has stopped: at its matrix or its field."""
+"""A registration that starts from the result of another program: a matrix or a field."""
 import dataclasses
 
 import numpy as np
@@ -13,28 +13,28 @@ from Runtime.errors import InputError
 
 
 def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, **options):
-    """`register`, begun from the transform in a file.
+    """`register`, started from the transform in a file.
 
     initial: path of a matrix or a field, see Dataloader/transforms.py; None: from `start`, as `register` does it.
     fixed, moving: paths. dims: axes of the volumes. options: those of `register`.
-    Returns: what `register` does. After a field, the field is the whole way, overlap_percent and matrix are those
-    between the fixed volume and the moving one as the first field shows it.
-    Raises InputError as `register` does, and for an inverse after a field, which there is none of.
+    Returns: what `register` does. If `initial` is a field, the result's field is the whole transform, and
+    overlap_percent and matrix are between the fixed volume and the moving one warped by `initial`.
+    Raises InputError as `register` does, and for an inverse if `initial` is a field.
     """
     if initial is None:
         return register(fixed, moving, start=start, inverse=inverse, **options)
     if not is_field(initial):
         return register(fixed, moving, start=read_matrix(initial, fixed, moving, dims), inverse=inverse, **options)
     if inverse:
-        raise InputError(f"{initial}: after a field there is no inverse of the whole way; leave out --inverse, or "
-                         "begin from a matrix.")
+        raise InputError(f"{initial}: a registration that starts from a field cannot be inverted; leave out "
+                         "--inverse, or start from a matrix.")
     fixed = read_side(fixed, "fixed", options.pop("fixed_mask", None), options.pop("fixed_channels", ()))
     moving = read_side(moving, "moving", options.pop("moving_mask", None), options.pop("moving_channels", ()))
     first = on_grid_of(read_any_field(initial, dims), fixed)
     shown, *shown_channels = (apply_field(array, moving.affine, first, fixed.affine) for array in arrays(moving))
     if shown.min() == shown.max():
-        raise InputError(f"{initial}: it shows nothing of the moving volume; check its direction, which is from fixed "
-                         "to moving, and its file.")
+        raise InputError(f"{initial}: this field shows nothing of the moving volume; check that it leads from fixed "
+                         "to moving, and that it is the right file.")
     shown_mask = None if moving.mask is None else apply_field(moving.mask, moving.affine, first, fixed.affine, order=0)
     result = register(tuple(fixed), (shown, fixed.affine), start="header", fixed_mask=fixed.mask,
                       fixed_channels=arrays(fixed)[1:], moving_mask=shown_mask, moving_channels=shown_channels,

@@ -13,7 +13,7 @@ REACH = 5  # voxels around a label in which its smoothed share may be above zero
 
 def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_affine: np.ndarray,
                 order: int = 1) -> np.ndarray:
-    """A moving image or label map as a field shows it, on the fixed grid, with one interpolation.
+    """A moving image or label map warped by a field onto the fixed grid, with one interpolation.
 
     image: (D, H, W) or (H, W) on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed grid.
     fixed_affine: 4x4. order: 1 for images (float32 out), 0 for labels (dtype kept).
@@ -29,7 +29,7 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
 
 def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_affine: np.ndarray,
                 labels: str = "smooth") -> np.ndarray:
-    """A moving label map as a field shows it, on the fixed grid.
+    """A moving label map warped by a field onto the fixed grid.
 
     label: (D, H, W) or (H, W) integers on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed
     grid. fixed_affine: 4x4. labels: "smooth" (see `label_at`) or "nearest", the label of the nearest voxel.
@@ -43,13 +43,12 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
 
 
 def label_at(label, points, sigma=SIGMA):
-    """A label map at points between its voxels, without the steps that the nearest voxel gives.
+    """A label map at points between its voxels, without the steps of nearest-neighbour sampling.
 
-    Each label is an image of its own: 1 in its voxels, 0 elsewhere, smoothed and sampled linearly, its share. At each
-    point the label with the largest share wins; what the others leave of 1 is the background's.
-    Smoothing takes away what is thinner than about two voxels. Where nothing is left of a part of a structure, or of a
-    gap, points have the label of the nearest voxel. So do points that lie at a voxel: nothing is between voxels there,
-    and a map that goes nowhere stays as it is.
+    Each label becomes its own image, 1 in its voxels and 0 elsewhere, which is smoothed and sampled linearly; this
+    gives its share. At each point the label with the largest share wins; the rest up to 1 is the background's share.
+    Smoothing removes parts thinner than about two voxels. Where it removes a part of a structure, or a gap, points get
+    the label of the nearest voxel. So do points that lie exactly at a voxel, so that a zero field changes nothing.
     label: (D, H, W) or (H, W) integers. points: (N, *out) in voxels of it. sigma: of the Gaussian, in voxels.
     Returns: (*out) of the label's dtype; 0 outside the volume. A label that is not in the volume never appears.
     """
@@ -111,9 +110,9 @@ def largest_share(shares, points, dtype):
 
 
 def lost_voxels(label, shares):
-    """Where smoothing takes a part of a structure away, or a gap between structures: booleans like `label`.
+    """Where smoothing removes a part of a structure, or a gap between structures: booleans like `label`.
 
-    A voxel is lost where its label has the largest share neither in it nor in any of the voxels around it.
+    A voxel is lost if its label has the largest share neither there nor in any neighbouring voxel.
     """
     boxes = {value: tuple(slice(start, start + side) for start, side in zip(corner[:, 0], share.shape))
              for value, (corner, share) in shares.items()}
@@ -134,10 +133,10 @@ def lost_voxels(label, shares):
 
 
 def vote(maps, sigma=VOTE_SIGMA):
-    """The label that most maps of one volume have in each voxel, such as several labelled volumes brought to it.
+    """The label that most maps of one volume have in each voxel, such as several labelled volumes warped to it.
 
-    Votes are smoothed a little, so that where as many maps say one thing as another the surroundings decide, and single
-    voxels give way to what most maps say around them.
+    Votes are smoothed a little, so that the surroundings decide between labels with equal votes, and single voxels
+    follow the majority around them.
     maps: list of (*size) integers. sigma: of the Gaussian, in voxels.
     Returns: label (*size) of the maps' dtype; agreement (*size) float32, the share of the maps that have this label.
     """

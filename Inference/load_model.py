@@ -1,4 +1,4 @@
-"""A trained network from its file, for registration, augmentation and other uses after the training."""
+"""A trained network from its file, for registration, augmentation and other uses after training."""
 import functools
 import json
 import sys
@@ -35,12 +35,12 @@ def default_config(dims):
 def find_checkpoint(path):
     """The checkpoint file that `path` names, verified.
 
-    path: a file, or a run's folder, of which the best checkpoint is taken, else the newest; or the word "universal" for
-    the file that comes with the project, UNIVERSAL.
+    path: a file; a run's folder, whose best checkpoint is used, else the newest; or the word "universal" for the
+    bundled file, UNIVERSAL.
     A checkpoint must match its SHA-256 in the manifest, because torch reads flipped bits without an error; one that was
-    copied out of its run is compared with the checksums of its own zip archive. Of a folder whose best one is damaged
-    the newest whole one is taken, with a warning.
-    Returns: Path. Raises InputError for a damaged file and for a folder without a whole checkpoint.
+    copied out of its run is compared with the checksums of its own zip archive. If the best checkpoint of a folder is
+    damaged, the newest intact one is used, with a warning.
+    Returns: Path. Raises InputError for a damaged file and for a folder without an intact checkpoint.
     """
     path = _universal() if path == "universal" else Path(path)
     if path.is_dir():
@@ -52,16 +52,16 @@ def find_checkpoint(path):
     known = relative in _manifest(run).get("checkpoints", {})
     problem = checkpoint.verify(run, relative) if known else _damage(path)
     if problem:
-        raise InputError(f"{path} is damaged ({problem}): restore the file or take another checkpoint.")
+        raise InputError(f"{path} is damaged ({problem}): restore the file or use another checkpoint.")
     return path
 
 
 def _universal():
     """The path of the universal network. Raises InputError while it is not there."""
     if not UNIVERSAL.is_file():
-        raise InputError(f"universal: its weights are missing ({UNIVERSAL} is not there); restore that file, make it "
-                         "anew by `bash Scripts/bash_train_universal.sh`, which takes hours, or go without that "
-                         "network.")
+        raise InputError(f"universal: its weights are missing ({UNIVERSAL} does not exist); restore that file, "
+                         "train it again with `bash Scripts/bash_train_universal.sh`, which takes hours, or "
+                         "register without this network.")
     return UNIVERSAL
 
 
@@ -78,8 +78,8 @@ def _best_or_newest(run):
                          "file.")
     if best:
         others = [sentence for sentence in sentences if not sentence.startswith(f"{run / best} ")]
-        sentences = [f"{run / best}, the best of its run, is not used ({problem}); {newest}, the newest that is whole, "
-                     "is taken instead", *others]
+        sentences = [f"{run / best}, the best checkpoint of its run, cannot be used ({problem}); using {newest}, "
+                     "the newest intact one", *others]
     for sentence in sentences:
         print(f"warning: {sentence}", file=sys.stderr)
     return newest
@@ -111,14 +111,14 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
 
     path: checkpoint (.pth), .safetensors file, run folder or "universal", see `find_checkpoint`. device: where the
     network goes. overrides: list of "key=value" that change the config.
-    The averaged weights are taken where the training kept them (optim.average). The precision is that of this device,
-    not that of the training, unless overrides name run.amp.
+    The averaged weights are used if the training kept them (optim.average). The precision suits this device and may
+    differ from training, unless overrides name run.amp.
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
     """
     path = find_checkpoint(path)
     state = load_state(path, device)
     if not isinstance(state.get("config"), dict):
-        raise InputError(f"{path} holds no config: take a checkpoint that a training wrote.")
+        raise InputError(f"{path} has no config: use a checkpoint that OM_train_3modes.py wrote.")
     known = load_config(DEFAULTS)
     left = {"run.amp", *(OTHER_REFINEMENT if "refine.lr" in state["config"] else ())}
     kept = {key: value for key, value in state["config"].items() if key in known and key not in left}
@@ -130,12 +130,12 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
 
 
 def load_state(path, device="cpu"):
-    """What a file holds, of `find_checkpoint` or of a run: a dict with at least "model", the weights, and "config".
+    """The content of a file of `find_checkpoint` or of a run: a dict with at least "model", the weights, and "config".
 
-    Of a .safetensors file the weights are the averaged ones where the training kept them; a checkpoint has these as
-    "ema". The weights of the published method, such as 000000_cmr_recresacnet.pth of github.com/jianqingzheng/
-    def_diff_rec, have the config of PUBLISHED_CONFIGS. Raises InputError for a file that cannot be used, OSError for a
-    fault that may pass.
+    A .safetensors file has the averaged weights if the training kept them; a checkpoint has these as "ema". The weights
+    of the published method, such as 000000_cmr_recresacnet.pth of github.com/jianqingzheng/
+    def_diff_rec, have the config of PUBLISHED_CONFIGS. Raises InputError for an unusable file, OSError for a fault that
+    may be temporary.
     """
     if path.suffix == ".safetensors":
         return _read_safetensors(path, device)
@@ -160,5 +160,5 @@ def _read_safetensors(path, device):
     except (ValueError, RecursionError):
         raise InputError(f"{path}: its config is not valid JSON; export the model again.") from None
     if metadata.get("weights_sha256") not in (None, checkpoint.weights_sha256(weights)):
-        raise InputError(f"{path}: its weights are not those that were exported; copy the file again.")
+        raise InputError(f"{path}: its weights differ from those that were exported; copy the file again.")
     return {"model": weights, "config": config}

@@ -1,6 +1,6 @@
 """Random deformations and registrations as MONAI-style dictionary transforms. MONAI itself is not needed.
 
-A file of its own, because importing MONAI, where it is installed, takes seconds.
+This is a separate file, because importing MONAI, if it is installed, takes seconds.
 """
 import numpy as np
 import torch
@@ -25,14 +25,14 @@ class RandDeformationd(Base):
     mode: "bilinear" for images; "smooth" or "nearest" for labels; one for all keys or one for each.
     prob: probability that a sample is deformed.
     start: as in `augment`; (low, high) draws a strength for each sample. stride: as in `augment`.
-    model: (network, config) from `load_model`; the network sees the first channel of the first key, one that was
-    trained with several channels so many.
+    model: (network, config) from `load_model`; the network sees as many channels of the first key as it was trained
+    with.
     cfg: without a model, the config whose diffusion.* and data.* keys are taken; default Config/config_om.yaml.
     field_key: entry that receives the field, (N, *spatial) in voxels, zero where nothing is deformed.
-    allow_missing_keys: whether entries may be absent. seed: of the random state; None: another one each time.
+    allow_missing_keys: whether entries may be absent. seed: of the random state; None: a different one each time.
 
     Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. Types, dtypes and meta
-    data of the entries stay. Each worker of a DataLoader draws numbers of its own.
+    data of the entries stay. Each worker of a DataLoader draws different numbers.
     Raises InputError for modes that do not fit, absent entries and entries of different shapes.
     """
 
@@ -99,11 +99,11 @@ class RandDeformationd(Base):
 
 
 class Registerd:
-    """Registers one volume of a dictionary to another one, and takes further entries along.
+    """Registers one volume of a dictionary to another, and warps further entries with it.
 
-    fixed_key, moving_key: names of the two volumes, arrays or tensors (C, *spatial), each on a grid of its own; their
-    first channels are registered, by a model that was trained with several so many.
-    keys: entries on the grid of the moving volume that are brought onto that of the fixed one; default moving_key.
+    fixed_key, moving_key: names of the two volumes, arrays or tensors (C, *spatial), each on its own grid. Their first
+    channel is registered, or as many channels as the model was trained with.
+    keys: entries on the grid of the moving volume that are warped onto the fixed grid; default moving_key.
     mode: "bilinear" for images, "smooth" or "nearest" for labels (Inference/labels.py), for all keys or one for each.
     model, affine, refine, start, device, config: as in `register` (Inference/registration.py); load a model once by
     `load_model` and give that.
@@ -154,7 +154,7 @@ class Registerd:
 
 
 def warp_channel(channel, affine, field, fixed_affine, mode):
-    """A channel of the moving grid on the fixed one, of its own dtype; whole numbers are rounded."""
+    """A channel of the moving grid warped to the fixed grid, with the same dtype; whole numbers are rounded."""
     if mode != "bilinear":
         return apply_label(channel, affine, field, fixed_affine, mode)
     warped = apply_field(channel, affine, field, fixed_affine)
@@ -162,7 +162,7 @@ def warp_channel(channel, affine, field, fixed_affine, mode):
 
 
 def place(result, key, array, fixed_key, fixed_affine):
-    """Put an array in the place of an entry, as the type of that, on the grid of the fixed volume."""
+    """Replace an entry by an array on the grid of the fixed volume, with the type of the entry."""
     value = result[key]
     if not isinstance(value, torch.Tensor):
         result[key] = array

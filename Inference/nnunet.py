@@ -2,8 +2,8 @@
 
     Dataset501_Brains/imagesTr/<case>_0000.nii.gz ...   labelsTr/<case>.nii.gz   dataset.json   splits_final.json
 
-nnU-Net splits cases at random, and copies of one subject on both sides would flatter its scores: splits_final.json, to
-be copied into nnUNet_preprocessed/<name>, keeps each subject together and validates on originals alone.
+nnU-Net splits cases at random, and copies of one subject on both sides would inflate its scores. splits_final.json, to
+be copied into nnUNet_preprocessed/<name>, keeps each subject on one side and validates on originals only.
 """
 import json
 import os
@@ -32,15 +32,15 @@ def cases_of(items):
     cases = items if any("channels" in item for item in items) else group_channels(items)
     for case in cases:
         if case["label"] is None:
-            raise InputError(f"{case['image']}: has no label, and nnU-Net needs one for every case; leave it out by "
-                             "--ids, or leave out --nnunet.")
+            raise InputError(f"{case['image']}: it has no label, and nnU-Net needs one for every case; leave it out "
+                             "with --ids, or leave out --nnunet.")
     return cases
 
 
 def check_name(name):
     """Raise InputError for a name that nnU-Net would not find."""
     if not NAME.fullmatch(name):
-        raise InputError(f"--nnunet {name}: nnU-Net wants three digits in the name, such as Dataset501_Brains.")
+        raise InputError(f"--nnunet {name}: nnU-Net needs three digits in the name, such as Dataset501_Brains.")
 
 
 def require_one_grid(item, dims):
@@ -81,7 +81,7 @@ def regions_in(data, numbers):
 
 
 def names_in(data):
-    """What a data set's list calls its labels and channels: {number: name} twice, empty where it does not say.
+    """The names of labels and channels in a data set's list: {number: name} twice, empty if it has none.
 
     data: folder or list as for `read_datalist`, or None. Decathlon has {"1": "name"}, nnU-Net has labels {"name": 1}.
     """
@@ -140,12 +140,12 @@ def write_case(folder, case, images, label, numbers, dims, take):
 
 
 def copy(path, target):
-    """A copy of a file of somebody else: an edit of it must not reach the original."""
+    """Copy a file of the user's, so that an edit of the copy does not reach the original."""
     write_file(target, path.read_bytes())
 
 
 def link(path, target):
-    """A file of ours under a second name; a copy where the disk has no links."""
+    """A file of ours under a second name; a copy if the disk has no links."""
     try:
         os.link(path, target)
     except OSError:
@@ -155,7 +155,8 @@ def link(path, target):
 def splits(items, draws):
     """Folds for nnU-Net: {"train", "val"} lists of cases, by subject, validated on originals.
 
-    Fewer than FOLDS subjects make as many folds; of a single one there is nothing to validate on, and no fold.
+    With fewer than FOLDS subjects, each makes a fold; a single subject makes none, since nothing is left to validate
+    on.
     """
     subjects = sorted({item["subject"] for item in items})
     folds = []

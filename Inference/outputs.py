@@ -24,9 +24,9 @@ from Runtime.files import write_file
 
 
 def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=None, also=()):
-    """Write what a registration has found.
+    """Write the files of a registration.
 
-    folder: where warped.nii.gz, field.nii.gz, jacobian.nii.gz and, where there are such, warped_label.nii.gz,
+    folder: where warped.nii.gz, field.nii.gz, jacobian.nii.gz and, if present, warped_label.nii.gz,
     warped_channel_2.nii.gz and so on, inverse_field.nii.gz, segmented_fixed.nii.gz, segmented_moving.nii.gz and
     points.csv go. pair: paths of the files that were read, fixed, moving, moving_label and further channels.
     result: Result of `register`. warped_label: (*fixed) or None. points_mm: (P, 3) landmarks of the fixed volume or
@@ -59,7 +59,7 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
 
 
 def write_also(folder, pair, result, warped_label, also):
-    """Write what other programs want, as `write_pair` says."""
+    """Write the files for other programs, see `write_pair`."""
     header, affine = read_raw_header(pair["fixed"]), result.fixed.affine
     if "h5" in also:
         write_field_h5(folder / "field.h5", result.field, affine)
@@ -87,7 +87,7 @@ def write_warped(path, warped, source, affine, fixed_header):
 def write_moved(path, array, source, affine, header, kinds="iuf"):
     """Write a deformed volume with the number type of the file it comes from.
 
-    A file whose numbers are scaled (slope, intercept) has none that would fit: the array's own type is kept then.
+    The type of a file with scaled numbers (slope, intercept) does not fit; the array keeps its own type then.
     array: (D, H, W) or (H, W). source: path of the file that was deformed. affine: 4x4, header: nibabel header, of the
     grid of the array. kinds: numpy's letters of the kinds of numbers whose type is kept ("i", "u" whole, "f" floating).
     """
@@ -122,16 +122,16 @@ def grid_header(header):
 
 
 def require_own_disps(pairs, dims):
-    """Raise InputError where the fields of two pairs would have the same `disp_name`: one would replace the other.
+    """Raise InputError if the fields of two pairs would have the same `disp_name`, so that one would replace the other.
 
-    A pair that has no such name is passed over: it is told when it is registered.
+    A pair without such a name is skipped here and refused when it is registered.
     """
     taken = {}
     for pair in pairs:
         name = attempt(pair["name"], disp_name, pair, dims)
         if name in taken:
-            raise InputError(f"--learn2reg: the fields of {taken[name]} and {pair['name']} would both be {name}, after "
-                             "the last numbers in their files' names; rename these files, or take two folders.")
+            raise InputError(f"--learn2reg: the fields of {taken[name]} and {pair['name']} would both be {name}, "
+                             "after the last numbers in their file names; rename these files, or use two folders.")
         taken[name] = pair["name"]
 
 
@@ -144,10 +144,10 @@ def disp_name(pair, dims):
     shape, affine = read_header(pair["fixed"], dims)
     moving_shape, moving_affine = read_header(pair["moving"], dims)
     if not same_grid(shape, affine, moving_shape, moving_affine):
-        raise InputError(f"{pair['fixed']} and {pair['moving']}: --learn2reg needs both on one grid, as its data sets "
-                         "have them; leave it out.")
+        raise InputError(f"{pair['fixed']} and {pair['moving']}: --learn2reg needs both volumes on one grid, as in "
+                         "its data sets; leave it out.")
     fixed_numbers, moving_numbers = (re.findall(r"\d+", volume_id(pair[side])) for side in ("fixed", "moving"))
     if not fixed_numbers or not moving_numbers:
-        raise InputError(f"{pair['fixed']} and {pair['moving']}: --learn2reg names fields by the numbers in the files' "
-                         "names, and there is none; rename them, such as case_0001.nii.gz.")
+        raise InputError(f"{pair['fixed']} and {pair['moving']}: --learn2reg names fields by the numbers in the "
+                         "file names, but a number is missing; rename the files, for example to case_0001.nii.gz.")
     return f"disp_{int(fixed_numbers[-1]):04d}_{int(moving_numbers[-1]):04d}.nii.gz"

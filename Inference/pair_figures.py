@@ -22,10 +22,10 @@ BEFORE_OF = {"dice": "dice_before", "hd95_mm": "hd95_before_mm", "tre_mm": "tre_
 WORDS_OF_FILES = {"warped.nii.gz": "the moving volume on the fixed grid", "warped_label.nii.gz": "its labels there",
                   "field.nii.gz": "the deformation in mm, for ITK, ANTs, Slicer and --apply",
                   "inverse_field.nii.gz": "its inverse, on the moving grid",
-                  "jacobian.nii.gz": "the change of volume in each voxel; it folds where that is 0 or less",
+                  "jacobian.nii.gz": "the change of volume in each voxel; the field folds where it is 0 or less",
                   "points.csv": "the landmarks in the moving volume", "picture.png": "the picture of this page",
-                  "segmented_fixed.nii.gz": "what the network segments in the fixed volume",
-                  "segmented_moving.nii.gz": "what it segments in the moving one",
+                  "segmented_fixed.nii.gz": "the network's segmentation of the fixed volume",
+                  "segmented_moving.nii.gz": "the network's segmentation of the moving volume",
                   "results.json": "all scores and settings", "results.csv": "the scores as a table, label by label"}
 
 
@@ -57,7 +57,7 @@ def read_pair(row, dims):
 
 
 def without_affine(field, matrix, affine):
-    """What a field does beside its affine part: B^-1(x + field(x)) - x with B = affine^-1 matrix affine.
+    """A field without its affine part: B^-1(x + field(x)) - x with B = affine^-1 matrix affine.
 
     field: (N, *fixed) in voxels. matrix: 4x4, fixed to moving world. affine: 4x4 of the fixed grid. Returns: as field.
     """
@@ -91,7 +91,7 @@ def worst_first(rows):
 
 
 def write_report(folder, rows, failed, lead, dims):
-    """Write report.html and print its table. Of one pair it shows the pair, of several each has a page of its own.
+    """Write report.html and print its table. It shows a single pair itself; of several pairs each has its own page.
 
     folder: where the page goes. rows: of the results, at least one. failed: dicts of name and reason. lead: how the
     pairs were registered. Returns: the page's path.
@@ -134,7 +134,7 @@ def write_pair_page(folder, row, pair):
 
 
 def score_cards(columns, count):
-    """Cards of the mean scores; one that was measured before the registration too says whether it has become better.
+    """Cards of the mean scores; if a score was also measured before the registration, its card judges the change.
 
     columns: of `spread`. count: of pairs.
     """
@@ -160,7 +160,7 @@ def files_section(row, folder):
 
 
 def verdicts_html(rows):
-    """The verdict on each pair that is not ok, with its reason, in its colour; of pairs that are all ok one line."""
+    """The verdict on each pair that is not ok, with its reason, in its colour; one line if all pairs are ok."""
     bad = sorted((row for row in rows if row["verdict"] != "ok"), key=lambda row: -VERDICTS.index(row["verdict"]))
     lines = [(row["verdict"], row["verdict"], f"{row['name']}: {row['reason']}") for row in bad]
     if len(bad) < len(rows):

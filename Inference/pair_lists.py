@@ -53,7 +53,7 @@ def read_pairs_to_register(path, key=None):
     names = [pair["name"] for pair in pairs]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated:
-        raise InputError(f"{path}: two pairs are called {repeated}; give each a name of its own.")
+        raise InputError(f"{path}: two pairs are called {repeated}; give each its own name.")
     return pairs
 
 
@@ -64,8 +64,8 @@ def _list_of(path):
     lists = sorted(path.glob("*dataset.json"))
     if len(lists) == 1 and any(read_json(lists[0]).get(name) for name in LISTS):
         return lists[0]
-    raise InputError(f"{path}: a folder does not say which volumes belong together; add --fixed F to bring all of its "
-                     "volumes onto F, or list the pairs in a .csv with the columns fixed and moving.")
+    raise InputError(f"{path}: a folder does not define pairs; add --fixed F to register all of its volumes to F, "
+                     "or list the pairs in a .csv with the columns fixed and moving.")
 
 
 def table_entries(path):
@@ -101,7 +101,8 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     fixed_label = fixed_label or next((item["label"] for item in items if item["image"].resolve() == own), None)
     items = [item for item in items if item["image"].resolve() != own]
     if not items:
-        raise InputError(f"{', '.join(map(str, moving))}: no volume but the fixed one; nothing would be registered.")
+        raise InputError(f"{', '.join(map(str, moving))}: it contains only the fixed volume, so nothing would be "
+                         "registered; give a moving volume.")
     if labels and len(labels) != len(items):
         raise InputError(f"--moving-label names {len(labels)} files for {len(items)} moving volumes; name one for "
                          "each, in the same order, or leave them out.")
@@ -114,8 +115,8 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
         if name in names:  # as in sub-01/T1w.nii.gz and sub-02/T1w.nii.gz
             name = f"{item['image'].resolve().parent.name}_{name}"
         if name in names:
-            raise InputError(f"{item['image']}: another moving volume is called like that, {name}; list the pairs in a "
-                             ".csv with a column name.")
+            raise InputError(f"{item['image']}: it has the same name as another moving volume, {name}; list the "
+                             "pairs in a .csv with a column name.")
         names.add(name)
         files = {"fixed": fixed, "moving": item["image"], "fixed_label": fixed_label, "moving_label": item["label"]}
         pairs.append({"name": name, **{key: path for key, path in files.items() if path}})
@@ -127,8 +128,8 @@ def require_images(pairs):
     for pair in pairs:
         for side in ("fixed", "moving"):
             if is_named_segmentation(pair[side]):
-                raise InputError(f"{pair[side]}: a segmentation by its name; give its image as the {side} volume and "
-                                 f"this one as its label ({side}_label), or rename it if it is an image.")
+                raise InputError(f"{pair[side]}: its name marks it as a segmentation; give its image as the {side} "
+                                 f"volume and this one as its label ({side}_label), or rename it if it is an image.")
 
 
 def channels_of(pair, side):
@@ -159,7 +160,7 @@ def read_pairs_to_score(path):
         print(f"warning: {path}: {entry['name']} was not registered and is not scored ({entry['reason']})",
               file=sys.stderr)
     if not content["complete"]:
-        print(f"warning: {path}: the registration has not come to its end; run it again, and it goes on",
+        print(f"warning: {path}: the registration did not finish; run it again to continue",
               file=sys.stderr)
     return [_registered_pair(path, row) for row in entries], content["settings"]["config"]["model.dims"]
 
@@ -198,7 +199,7 @@ def _pair_to_register(path, number, entry, labels):
             pair[f"{side}_label"] = label
     name = str(entry.get("name") or f"{volume_id(pair['moving'])}_to_{volume_id(pair['fixed'])}")
     if "/" in name or name.startswith("."):
-        raise InputError(f"{path}: pair {number}: the name {name} is that of its folder; leave out slashes and a "
+        raise InputError(f"{path}: pair {number}: its folder cannot have the name {name}; leave out slashes and a "
                          "leading dot.")
     return {"name": name, **pair}
 

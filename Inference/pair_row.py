@@ -1,4 +1,4 @@
-"""A registered pair in its folder: files, picture and its row of the results; and a Result that is saved by itself."""
+"""A registered pair in its folder: its files, picture and row of the results; and saving a single Result."""
 import os
 from pathlib import Path
 
@@ -43,7 +43,8 @@ def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, N
     row["verdict"], row["reason"] = judge(row)
     row["warnings"] = [*row["warnings"], *said_of_labels(row)]
     if moving_label is not None and moving_label.any() and not warped_label.any():
-        row["warnings"] = [*row["warnings"], f"no voxel of {pair['moving_label']} came to lie in the fixed volume."]
+        row["warnings"] = [*row["warnings"], f"no voxel of {pair['moving_label']} lies in the fixed volume after "
+                                             "the registration."]
     make_folder(folder)
     remove_outputs(folder, out, earlier)
     write_pair(folder, pair, result, warped_label, points_mm[0], disp, also)
@@ -83,7 +84,8 @@ def carried_scores(moving_label, warped_label, fixed_label, result, carried):
 def save(result, folder):
     """Write a Result as the command writes a pair: its files, picture, results and report.
 
-    What was handed over in memory is written too, as fixed.nii.gz, moving.nii.gz and so on: page and scores read it.
+    Volumes that were given in memory are written too, as fixed.nii.gz, moving.nii.gz and so on: the page and the scores
+    read them.
     """
     folder = Path(folder)
     volumes = {"fixed": result.fixed, "moving": result.moving}
@@ -107,8 +109,8 @@ def written(path, volume):
 
 
 def make_folder(path):
-    """Make a folder of results. Raises InputError where that cannot be."""
+    """Make a folder of results. Raises InputError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{path}: no folder can be made there ({error.strerror}); choose another --out.") from None
+        raise InputError(f"{path}: the folder cannot be created ({error.strerror}); choose another --out.") from None

@@ -1,15 +1,15 @@
-"""Deform one pair by optimisation, from a network's answer or from zero; a network stays as it is.
+"""Deform one pair by optimisation, from a network's prediction or from zero; the network stays unchanged.
 
-First on small images, then on larger ones, the field is led along the force of the similarity, step by step. The force
-at a voxel is how the similarity grows with the moving image's value there, times the slope of the image as it is shown
-now. It is smoothed, scaled so that its longest vector is refine.step voxels, and composed onto the field; then the
-whole field is smoothed a little, which is what keeps it regular: the more often and the wider, the smoother it ends.
-Each step is short and smooth, so it can be inverted, and so can the field composed of them.
+First on small images, then on larger ones, the field moves along the force of the similarity, step by step. The force
+at a voxel is the derivative of the similarity by the moving image's value there, times the gradient of the warped
+image. It is smoothed, scaled so that its longest vector is refine.step voxels, and composed onto the field. Then the
+whole field is smoothed a little, which keeps it regular: more and wider smoothing makes it smoother. Each step is short
+and smooth, hence invertible, and so is the field composed of them.
 
 Composed small steps are the greedy diffeomorphism of Christensen et al., IEEE TIP 1996, and Avants et al., Med Image
 Anal 2008, here with both smoothings as in Yushkevich et al., "Fast Automatic Segmentation of Hippocampal Subfields and
 Medial Temporal Lobe Subregions in 3 Tesla and 7 Tesla T2-weighted MRI", Alzheimer's & Dementia 2016 (Greedy). The field
-lives on a control grid, of every second voxel where images are large.
+is defined on a control grid, which has every second voxel of large images.
 """
 import torch
 from tqdm import tqdm
@@ -111,8 +111,8 @@ def unseen_similarity(pair, field, measured, cfg):
 def level_steps(size, steps, cfg):
     """(factor by which the images shrink, number of steps) for each level, coarse to fine.
 
-    A level on which the images would be no larger than two windows of the correlation is left out: so little says
-    nothing, and leads astray.
+    Levels on which the images would be no larger than two windows of the correlation are left out, because so small
+    images mislead.
     """
     factors = [2 ** level for level in reversed(range(cfg["refine.levels"]))]
     factors = [factor for factor in factors if factor == 1 or min(size) // factor > 2 * cfg["refine.window"]]
@@ -155,7 +155,7 @@ def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
 def pair_at_level(pair, factor, cfg):
     """A pair with 1 / factor of the voxels per side, as `force` compares it.
 
-    pair: as for `deformed`. What a mask leaves out does not leak into the smaller images. With registration.similarity
+    pair: as for `deformed`. Voxels outside the mask do not leak into the smaller images. With registration.similarity
     "mind" the images become their descriptions, which are then moved in their place: cheaper than describing the moved
     image in each step; with "correlation" the lengths of their gradients are further channels. The structures become
     the last channels, so that one interpolation moves all.
@@ -180,7 +180,7 @@ def pair_at_level(pair, factor, cfg):
 def edges(image, mask=None):
     """The length of the gradient of each channel, as a part of its maximum.
 
-    What the mask leaves out is filled in from around it before. image: (1, C, *spatial). mask: (1, 1, *spatial),
+    Voxels outside the mask are filled in from around them first. image: (1, C, *spatial). mask: (1, 1, *spatial),
     0 .. 1, or None. Returns: as image.
     """
     if mask is not None:
@@ -196,7 +196,7 @@ def edges(image, mask=None):
 
 
 def force(warped, weight, pair, statistics, cfg):
-    """Where each voxel of the moving image has to be read instead for the similarity to grow: (1, N, *spatial).
+    """The force: the direction in which to sample the moving image so that the similarity grows, (1, N, *spatial).
 
     warped, weight: of `warp_pair`. pair: of `pair_at_level`. statistics: of its fixed image, or None.
     """
@@ -221,7 +221,7 @@ def force(warped, weight, pair, statistics, cfg):
 
 
 def as_moving(fixed, warped, weight):
-    """The fixed image with the intensities that the moving one has, on average, where its own are the same.
+    """The fixed image with each intensity replaced by the mean intensity of the moving image at the same voxels.
 
     fixed, warped: (1, C, *spatial). weight: (1, 1, *spatial) or None. Returns: as fixed.
     """
@@ -248,11 +248,11 @@ def add_slope_(total, image, axis, factor):
 
 
 def warp_pair(pair, field):
-    """The moving image of a pair as a field shows it, and how much each voxel of the fixed grid counts.
+    """The moving image of a pair warped by a field, and how much each voxel of the fixed grid counts.
 
     pair: dict of moving, moving_mask and fixed_mask. field: (1, N, *spatial) in voxels.
-    Returns: (1, C, *spatial); (1, 1, *spatial) without gradient, so that no field gains by leaving the mask, or None
-    where all count alike.
+    Returns: (1, C, *spatial); and the weight (1, 1, *spatial), without gradient so that no field gains by leaving the
+    mask, or None if all voxels count equally.
     """
     warped, weight = masked(lambda image: warp(image, field, padding="border"), pair["moving"], pair["moving_mask"])
     for_fixed = pair["fixed_mask"]
@@ -274,7 +274,7 @@ def gaussian(n, sigma, device="cpu"):
 
 
 def onto_control_grid(n, control, sigma, device="cpu"):
-    """(control, n) matrix that averages what lies about each control point, then smooths; None where it does nothing.
+    """(control, n) matrix that averages around each control point, then smooths; None if it would change nothing.
 
     sigma: standard deviation in control spacings.
     """

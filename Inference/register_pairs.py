@@ -60,7 +60,7 @@ WORKER = {}  # of each process of --workers: args, model, cfg
 # ---------------------------------------------------------------------------------------------------------------------
 
 def asked_pairs(args):
-    """The pairs that the command line asks for, those of a list or one, as `read_pairs_to_register` gives them."""
+    """The pairs that the command line names, from a list or a single one, as `read_pairs_to_register` gives them."""
     if args.pairs and not args.fixed:
         pairs = read_pairs_to_register(args.pairs, args.list)
     elif is_list(args):
@@ -130,7 +130,7 @@ def how_registered(args):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def register_all(args):
-    """Register one pair or a list; returns the exit code. A pair of a list that cannot be done does not end it."""
+    """Register one pair or a list; returns the exit code. A failed pair does not end a list."""
     out, args.device = Path(args.out), pick_device(args.device)
     prepare_device(args.device, 0)
     pairs = asked_pairs(args)
@@ -186,7 +186,7 @@ def begin_worker(args):
 
 
 def register_pair(pair, folder, earlier):
-    """Register one pair, write what that gives into `folder`, and return its row of the results."""
+    """Register one pair, write its files into `folder`, and return its row of the results."""
     args, model, cfg = WORKER["args"], WORKER["model"], WORKER["cfg"]
     dims, out = cfg["model.dims"], Path(args.out)
     require_apart(folder, [pair[key] for key in TO_REGISTER if key in pair])
@@ -209,8 +209,8 @@ def register_pair(pair, folder, earlier):
 def read_own_label(pair, side, dims, args):
     """The label map of one side of a pair, (D, H, W) integers on its image's grid; None if it has none.
 
-    side: "fixed" or "moving". Raises InputError naming the file where the label is on another grid than its image and
-    --resample-labels does not bring it there, or where it lies outside.
+    side: "fixed" or "moving". Raises InputError naming the file if the label is on a different grid from its image
+    without --resample-labels, or outside the image.
     """
     if f"{side}_label" not in pair:
         return None
@@ -222,7 +222,7 @@ def read_own_label(pair, side, dims, args):
     if args.resample_labels:
         return apply_label(label, affine, np.zeros((dims, *shape), np.float32), image_affine, args.labels)
     require_same_grid(f"{path}: the label", label.shape, affine, f"its image {image}", shape, image_affine,
-                      "--resample-labels brings it there")
+                      "--resample-labels resamples it to that grid")
     return label
 
 
@@ -268,7 +268,7 @@ def apply_saved(args):
 
 
 def describe_field(path, field, affine, moved):
-    """Print in which unit a field was read, and warn of one that is hardly what was meant.
+    """Print the unit in which a field was read, and warn if the field is implausible.
 
     field: (N, *fixed) in voxels. affine: its 4x4. moved: (source, array, affine) of each volume.
     """
@@ -279,13 +279,13 @@ def describe_field(path, field, affine, moved):
                                           "voxels, as Learn2Reg has them"), file=sys.stderr)
     folded = folding_percent(torch.from_numpy(field)[None])
     if folded > FOLDED:
-        print(f"warning: {path}: it folds in {folded:.0f} % of the voxels; check that its numbers are displacements in "
-              "this unit", file=sys.stderr)
+        print(f"warning: {path}: the field folds in {folded:.0f} % of the voxels; check that its numbers are "
+              "displacements in this unit", file=sys.stderr)
     for source, array, own in moved:
         inside = apply_field(np.ones(array.shape, np.uint8), own, field, affine, order=0)
         if inside.mean() < 1 - OUTSIDE / 100:
-            print(f"warning: {path}: it leads out of {source} from {100 * (1 - inside.mean()):.0f} % of the voxels; "
-                  "check that both belong together", file=sys.stderr)
+            print(f"warning: {path}: the field leads out of {source} from {100 * (1 - inside.mean()):.0f} % of the "
+                  "voxels; check that the two belong together", file=sys.stderr)
 
 
 def fixed_header(args, field, affine, dims):
@@ -302,5 +302,5 @@ def fixed_header(args, field, affine, dims):
 
 
 def warped_name(word, path, paths):
-    """The file name of a warped image or label; of several each has the name of its source in it."""
+    """The file name of a warped image or label; with several, each contains the name of its source."""
     return f"{word}_{volume_id(path)}.nii.gz" if len(paths) > 1 else f"{word}.nii.gz"

@@ -1,10 +1,10 @@
 """Register two volumes of any size, spacing and orientation: onto the network's grid, and back as one field.
 
 Three grids meet here, each with a 4x4 affine, voxel to world in mm, RAS: A_fixed and A_moving of the files, and
-A_work of the working grid, an isotropic canonical grid on the fixed volume. T (4x4) leads from a point of the fixed
-volume's world to the same point of the moving one's: the identity where the headers agree, else an affine alignment.
-The moving volume is sampled on the working grid through A_moving^-1 T A_work, and network and refinement find a field u
-there. Affine and deformation then become one field on the fixed volume's own grid,
+A_work of the working grid, an isotropic canonical grid on the fixed volume. T (4x4) maps world points of the fixed
+volume to the moving one: the identity if the headers agree, else an affine alignment. The moving volume is sampled on
+the working grid through A_moving^-1 T A_work, and network and refinement find a field u there. Affine map and
+deformation are then combined into one field on the fixed volume's own grid,
 
     d(x) = A_fixed^-1 T A_work (y + u(y)) - x   with y = A_work^-1 A_fixed x, in voxels,
 
@@ -54,7 +54,7 @@ FAR_APART = 50.0  # percent of the fixed field of view; where the moving one cov
 
 @dataclasses.dataclass
 class Result:
-    """What `register` finds. In a comment: what it is None or empty without."""
+    """What `register` returns. The comments name the options without which a field is None or empty."""
 
     fixed: Volume
     moving: Volume
@@ -132,25 +132,26 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
              device="auto", inverse: bool = False, config: dict | None = None, progress: bool = False,
              similarity: str | None = None, fixed_mask=None, moving_mask=None, fixed_channels=(),
              moving_channels=()) -> Result:
-    """Find the field that brings `moving` onto `fixed`.
+    """Find the field that warps `moving` onto `fixed`.
 
     fixed, moving: path of a file, nibabel or SimpleITK image, (array, affine 4x4), or an array (D, H, W) or (H, W)
     alone, with any intensities.
     model: None, path for `load_model` ("universal" is the bundled network), or what it returned (net, config).
     config: flat dict of config keys, if there is no model; default Config/config_om.yaml.
-    affine: True or "affine", "rigid", or False: align by that first.
+    affine: the alignment before the deformation: True or "affine", "rigid", or False for none.
     refine: steps of optimisation for this pair, True for the recommended number, False for none. progress: show a bar.
-    start: "header" (as the headers place the volumes), "centre" (of the fields of view on each other), "auto" (the more
-    similar one of the two; an affine alignment has starts of its own), or a 4x4 matrix, fixed to moving world in mm.
+    start: "header" (as the headers place the volumes), "centre" (the centres of the fields of view coincide), "auto"
+    (the more similar of the two; the affine alignment tries its own starts), or a 4x4 matrix, fixed to moving world in
+    mm.
     device: auto, cpu, cuda, xpu, or a torch.device. inverse: find the inverse too.
-    similarity: of SIMILARITIES, as `image_similarity` explains them; "auto": after an affine alignment by correlation
-    the pair shows whether it is of two modalities, which are compared by "mind"; None for the config's
+    similarity: one of SIMILARITIES, see `image_similarity`. With "auto", an affine alignment by correlation decides
+    whether the pair shows two modalities, which are then compared by "mind". None: the config's
     registration.similarity.
-    fixed_mask, moving_mask: file or array; what is not above 0 counts neither for alignment nor refinement nor
-    similarity. fixed_channels, moving_channels: lists of files or arrays, further channels, in the same order, which
+    fixed_mask, moving_mask: file or array; alignment, refinement and similarity use only voxels above 0.
+    fixed_channels, moving_channels: lists of files or arrays, further channels, in the same order, which
     refinement and similarity compare too. All on the grids of their volumes. A network sees as many channels as it was
-    trained with (data.channels), mostly the volumes alone.
-    Raises InputError for what cannot be read, is not a volume, or does not fit together.
+    trained with (data.channels), usually only the first.
+    Raises InputError for input that cannot be read, is not a volume, or does not fit together.
     """
     affine, refine, device = _options(affine, refine, device)
     fixed = read_side(fixed, "fixed", fixed_mask, fixed_channels)
@@ -173,8 +174,8 @@ def read_side(source, side, mask=None, channels=()):
     if 1 in volume.array.shape:
         raise InputError(f"{volume.name}: {one_plane(volume.array.shape)}")
     if min(volume.array.shape) < LEAST_SIDE:
-        raise InputError(f"{volume.name}: shape {volume.array.shape} has fewer than {LEAST_SIDE} voxels along an axis; "
-                         "too few to deform, register the slices in 2D.")
+        raise InputError(f"{volume.name}: shape {volume.array.shape} has fewer than {LEAST_SIDE} voxels along an "
+                         "axis, which is too few to deform; register the slices in 2D.")
     return dataclasses.replace(volume, mask=read_mask(mask, volume), channels=read_further(channels, volume))
 
 
@@ -183,7 +184,7 @@ def _options(affine, refine, device):
     affine = "affine" if affine is True else affine
     refine = STEPS if refine is True else int(refine)
     if affine and affine not in AFFINES:
-        raise InputError(f"affine is {' or '.join(AFFINES)}, not {affine!r}.")
+        raise InputError(f"affine must be {' or '.join(AFFINES)}, not {affine!r}.")
     return affine, refine, device if isinstance(device, torch.device) else pick_device(device)
 
 
@@ -206,24 +207,24 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
                          "OM_augment.py.")
     if cfg["model.dims"] != dims:
         raise InputError(f"{fixed.name} and {moving.name} are {dims}D, but the model, or --dims, is "
-                         f"{cfg['model.dims']}D; give what fits.")
+                         f"{cfg['model.dims']}D; give volumes that match it, or change --dims.")
     _require_channels(fixed, moving, 1 if net is None else cfg["data.channels"])
     if similarity is None:
         return net, cfg
     if similarity not in SIMILARITIES:
-        raise InputError(f"similarity is {', '.join(SIMILARITIES)}, not {similarity!r}.")
+        raise InputError(f"similarity must be {', '.join(SIMILARITIES)}, not {similarity!r}.")
     return net, {**cfg, "registration.similarity": similarity}
 
 
 def _require_channels(fixed, moving, seen):
     """Raise InputError for unequal numbers of channels, and for too few. seen: how many the network needs."""
     if len(fixed.channels) != len(moving.channels):
-        raise InputError(f"{fixed.name} has {len(fixed.channels)} further channels, {moving.name} "
-                         f"{len(moving.channels)}; give equally many, in the same order.")
+        raise InputError(f"{fixed.name} has {len(fixed.channels)} further channels and {moving.name} has "
+                         f"{len(moving.channels)}; give the same channels for both, in the same order.")
     if 1 + len(fixed.channels) < seen:
-        raise InputError(f"{fixed.name}: the model was trained on volumes of {seen} channels (data.channels), and "
-                         f"{1 + len(fixed.channels)} is given; add the others of both volumes, --fixed-channels and "
-                         "--moving-channels, in the same order.")
+        raise InputError(f"{fixed.name}: the model was trained on volumes with {seen} channels (data.channels), but "
+                         f"{1 + len(fixed.channels)} is given; add the others of both volumes with --fixed-channels "
+                         "and --moving-channels, in the same order.")
 
 
 def _on_device(pair, device):
@@ -280,7 +281,7 @@ def align(fixed, moving, affine, start, cfg, as_trained=False):
 
 
 def without_padding(volume):
-    """A Volume without the planes around it in which nothing changes, so that padding changes no result."""
+    """A Volume without constant planes at its borders, so that padding does not change the result."""
     first, stop = varying_box(arrays(volume))
     box = tuple(slice(*ends) for ends in zip(first, stop))
     affine = volume.affine.copy()
@@ -354,11 +355,11 @@ def start_matrix(start, shape, affine, moving_shape, moving_affine):
     shape, affine, moving_shape, moving_affine: of the two files. Raises InputError for another start.
     """
     if isinstance(start, str) and start not in STARTS[1:]:
-        raise InputError(f"start is {', '.join(STARTS)} or a 4x4 matrix, not {start!r}.")
+        raise InputError(f"start must be {', '.join(STARTS)} or a 4x4 matrix, not {start!r}.")
     if not isinstance(start, str):
         matrix = np.array(start, np.float64)
         if matrix.shape != (4, 4) or not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-12:
-            raise InputError(f"start is {', '.join(STARTS)} or an invertible 4x4 matrix, not {matrix.tolist()}.")
+            raise InputError(f"start must be {', '.join(STARTS)} or an invertible 4x4 matrix, not {matrix.tolist()}.")
         return matrix
     matrix = np.eye(4)
     if start == "centre":
@@ -373,10 +374,10 @@ def _middle_mm(shape, affine):
 
 
 def better_start(fixed, fixed_affine, moving, moving_affine, work_fixed, work_affine, similarity="correlation"):
-    """ "header", or "centre" where that makes the volumes clearly more alike, or by the headers they barely meet.
+    """ "header"; or "centre" if that makes the volumes clearly more alike, or if they barely overlap by their headers.
 
-    They are compared where both fields of view are: two crops of one volume have other centres and belong as their
-    headers say.
+    They are compared where both fields of view overlap: two crops of one volume have different centres, and their
+    headers are right.
     fixed: (*fixed), of which only the shape counts. moving: (*moving) in 0..1. work_fixed: the fixed volume on the
     working grid. Affines: 4x4. similarity: of `register`.
     """
@@ -423,14 +424,14 @@ def _warnings(placed, fixed, moving, own_grid):
     sentences, dims = [], fixed.array.ndim
     if placed.overlap_percent < FAR_APART:
         advice = "check that both show the same part of the body" if placed.alignment else (
-            "bring them together by --affine" + " or --start centre" * (placed.start == "header"))
+            "align them first with --affine" + " or --start centre" * (placed.start == "header"))
         sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % of the field of view of {fixed.name}: "
                          f"{advice}.")
     if own_grid:
         own, used = (abs(np.linalg.det(affine[:dims, :dims])) ** (1 / dims)
                      for affine in (fixed.affine, placed.work_affine))
         if used > 1.001 * own:
-            sentences.append(f"{fixed.name} has more voxels than memory allows for: its field is looked for on a grid "
+            sentences.append(f"{fixed.name} has more voxels than fit in memory, so its field is computed on a grid "
                              f"of {used:.3g} mm.")
     for sentence in sentences:
         warnings.warn(sentence, stacklevel=4)
@@ -442,7 +443,7 @@ def _warnings(placed, fixed, moving, own_grid):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def solve(net, placed, fixed, moving, refine, cfg, device, progress=False):
-    """The field by which the network, refinement or both deform a placed pair: Solution.
+    """The field that the network, the refinement or both find for a placed pair: Solution.
 
     net: or None. placed: of `align`. fixed, moving: Volumes. refine: steps, 0 for none.
     """
@@ -467,7 +468,7 @@ def solve(net, placed, fixed, moving, refine, cfg, device, progress=False):
     if field is None:
         field = torch.zeros(1, fixed.array.ndim, *pair["fixed"].shape[2:])
     if not bool(torch.isfinite(field).all()):
-        raise InputError("The field has NaN or infinite numbers; take another checkpoint, or try --set run.amp=off.")
+        raise InputError("The field has NaN or infinite numbers; use another checkpoint, or try --set run.amp=off.")
     return Solution(placed, field.cpu(), structures, seconds, sentences)
 
 
@@ -509,7 +510,7 @@ def _on_own_grid(work_field, structures, placed, fixed, moving, cfg):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def bring_back(solution, fixed, moving, inverse, cfg, began):
-    """The solution on the grids of the files, with its scores: Result. began: the clock when the alignment began."""
+    """The solution on the grids of the files, with its scores: Result. began: clock time when the alignment began."""
     placed, work_affine = solution.placed, solution.placed.work_affine
     field = total_field(solution.field, np.linalg.inv(work_affine) @ fixed.affine,
                         np.linalg.inv(fixed.affine) @ placed.matrix @ work_affine, fixed.array.shape)
@@ -575,9 +576,9 @@ def _inverse(solution, moving):
     rest_mm = rest * np.linalg.norm(work_affine[:3, 0])
     missed_percent, sentences = 100.0 * float((rest > NOT_INVERTED).mean()), []
     if missed_percent:
-        sentences = [f"the inverse field did not converge: {missed_percent:.2g} % of the points of {moving.name} that "
-                     f"go there and back miss by up to {rest_mm.max():.2g} mm, mostly where the field folds; do not "
-                     "use it there."]
+        sentences = [f"the inverse field did not converge: {missed_percent:.2g} % of the points of {moving.name} "
+                     f"miss by up to {rest_mm.max():.2g} mm after going there and back, mostly where the field "
+                     "folds; do not use the inverse there."]
         warnings.warn(sentences[0], stacklevel=4)
     return {"inverse": field}, sentences
 

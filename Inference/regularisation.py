@@ -1,8 +1,9 @@
-"""How much a field is smoothed, inferred from the pair: by what the optimisation has not seen.
+"""How much a field is smoothed, inferred from the pair by cross-validation.
 
-Too little smoothing lets a field follow the noise of two images, too much keeps it from their anatomy, and where the
-best lies depends on both: a fixed number that suits brains is wrong for mice. No label tells it, but the images do. The
-fixed volume is cut into cubes of two colours. The field is found from one colour alone, and the similarity is measured
+With too little smoothing a field follows the noise of the images, with too much it cannot follow their anatomy. The
+best amount depends on both: a fixed number that suits human brains is wrong for mice. The images alone determine it,
+without labels. The fixed volume is cut into cubes of two colours. The field is found from one colour alone, and the
+similarity is measured
 inside the cubes of the other: a field that follows anatomy is right there too, one that follows noise is not. That is
 cross-validation, as Wahba, "Spline Models for Observational Data", 1990, chooses the smoothness of splines. The curve
 over the smoothing has one maximum, and it is found on small images, with few steps.
@@ -31,7 +32,7 @@ def cubes(size, device="cpu"):
 
 
 def shrinking(size):
-    """The factor by which a pair of a size is shrunk before the curve is looked for: a power of 2."""
+    """The factor by which a pair of this size is shrunk before the curve is computed: a power of 2."""
     factor = 1
     while math.prod(-(-n // factor) for n in size) > MOST_VOXELS and min(size) >= 2 * factor * LEAST_SIDE:
         factor *= 2

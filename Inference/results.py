@@ -1,4 +1,4 @@
-"""Which pairs of a folder of results are registered, and whether their files are whole.
+"""Which pairs of a results folder are registered, and whether their files are intact.
 
 results.json gets the row of a pair after the pair's files, with the size and SHA-256 of each. A pair without a row, or
 with other files than its row says, counts as not done: a kill between two files leaves no row. The older files of a
@@ -32,10 +32,10 @@ DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 
 
 def require_apart(folder, inputs):
-    """Raise InputError where a result in `folder` would take the place of a file that is read. inputs: paths."""
+    """Raise InputError if a result in `folder` would overwrite an input file. inputs: paths."""
     for path in map(Path, inputs):
         if path.resolve().parent == folder.resolve() and re.match(RESERVED, path.name):
-            raise InputError(f"{path}: the result of that name would take its place; choose another --out.")
+            raise InputError(f"{path}: a result with the same name would overwrite this input; choose another --out.")
 
 
 def write_results(out, rows, failed, settings, complete):
@@ -77,10 +77,10 @@ def read_results(out):
 
 
 def kept_rows(earlier, settings, pairs, out):
-    """The rows of an earlier run of a list that still hold: {name: row}.
+    """The rows of an earlier run of a list that are still valid: {name: row}.
 
-    earlier: from `read_results`. A row holds where version, settings, source files and written files are as they were,
-    so a list that was interrupted or has grown is continued.
+    earlier: from `read_results`. A row is valid if version, settings, source files and written files are unchanged, so
+    a list that was interrupted or has grown is continued.
     """
     if earlier["version"] != __version__ or earlier["settings"] != settings:
         return {}
@@ -106,7 +106,7 @@ def digest(path):
 
 
 def output_files(folder, disp=None):
-    """Paths of the files of a pair that there are. disp: path of the field for Learn2Reg, or None."""
+    """Paths of the existing files of a pair. disp: path of the field for Learn2Reg, or None."""
     paths = [folder / name for name in OUTPUTS]
     if disp:
         paths.append(disp)
@@ -127,13 +127,13 @@ def file_digests(paths, out):
 
 
 def damage(files, out):
-    """A phrase for the first file of `file_digests` that is not as it was written; None where all are."""
+    """A phrase for the first file of `file_digests` that has changed since it was written; None if none has."""
     if not files:
-        return "results.json does not say which files belong to it"
+        return "results.json does not list the files that belong to it"
     for name, entry in files.items():
         path = Path(out) / name
         if not path.is_file():
             return f"{path} is missing"
         if path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
-            return f"{path} is not the file that was written"
+            return f"{path} has changed since it was written"
     return None

@@ -1,4 +1,4 @@
-"""Scores of a registered pair on the fixed grid: the same numbers whatever found the field, in every program."""
+"""Scores of a registered pair on the fixed grid, the same in every program and for every method."""
 import numpy as np
 import torch
 from scipy import ndimage
@@ -21,7 +21,7 @@ CONTRAST = 0.03  # standard deviation in a cube, of the range of the volume, abo
 
 
 def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_sign=None):
-    """All scores of a registered pair but those of labels and landmarks, and the verdict: this part of its Result.
+    """All scores of a registered pair except labels and landmarks, and the verdict: this part of its Result.
 
     Both similarities, and the body of the fixed volume, are of the first channel.
     fixed, moving: Volumes. field: (N, *fixed). warped: (*fixed). matrix: 4x4, fixed to moving world. inverse:
@@ -50,9 +50,9 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
 def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_mask=None):
     """How alike a pair is as the headers place it and after the registration, and how its bodies cover each other.
 
-    The body of a volume is where it shows something, see `body_of`. The similarity is the mean over
-    the body of the fixed volume of the squared local correlation, 0 .. 1; it is 0 where the moving volume shows
-    nothing, so that a part that is not covered counts against it, before and after alike.
+    The body of a volume is where it has contrast, see `body_of`. The similarity is the squared local correlation, 0 ..
+    1, averaged over the body of the fixed volume; it is 0 where the moving volume is constant, so uncovered parts lower
+    it, before and after.
 
     fixed, before, after: (*fixed), the fixed volume and the moving one on its grid. moving: intensities of the moving
     one, of any shape, for their range. seen_before, seen_after: booleans (*fixed), where the moving volume, and its
@@ -73,7 +73,7 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
 
 
 def body_of(variance):
-    """Where a volume shows something: booleans of the shape of its local variance, see `contrast`.
+    """Where a volume has contrast: booleans of the shape of its local variance, see `contrast`.
 
     There is contrast in the cube around a voxel, and around each voxel of that cube: without the second, the body would
     reach half a cube into empty space, where cubes hold the outline alone.
@@ -129,9 +129,9 @@ def field_scores(field, body=None):
 
 
 def stretched_percent(field, to_moving, body):
-    """The part of the body whose volume the deformation changes more than STRETCHED times, beyond the affine part.
+    """Share of the body where the deformation, without its affine part, changes the volume more than STRETCHED times.
 
-    Where the moving volume lacks a part, what is left of it is stretched over the gap.
+    If the moving volume lacks a part, the rest is stretched over the gap.
     field: (N, *spatial) in voxels. to_moving: 4x4, the affine part, voxel to voxel. body: booleans (*spatial).
     """
     dims = len(field)
@@ -143,7 +143,7 @@ def stretched_percent(field, to_moving, body):
 def there_and_back_mm(field, affine, back, back_affine):
     """How far points are from where they were after one field and the other, in mm; NaN where they leave the grid.
 
-    Both fields are taken as they are written: between their voxels other programs interpolate linearly, too.
+    Both fields are used as written and interpolated linearly between voxels, as other programs do.
     field: (N, *size) in voxels of its own grid, by which its points go. back: (N, *other), the field that brings them
     back, in voxels of its own grid. affine, back_affine: 4x4 of the two grids. Returns: (*size) float32.
     """
@@ -162,7 +162,7 @@ def there_and_back_mm(field, affine, back, back_affine):
 
 
 def inverse_scores(field, affine, inverse, moving_affine, body=None):
-    """How well two fields undo each other: there and back from the moving volume, and from the fixed one, in mm.
+    """How well two fields undo each other, from the moving volume and back and from the fixed one and back, in mm.
 
     field: (N, *fixed) and inverse: (N, *moving), each in voxels of its grid. affine, moving_affine: 4x4. body: booleans
     (*fixed) or None. Returns: dict of inverse_error_mm and inverse_error_max_mm (over the moving grid), and
@@ -203,7 +203,7 @@ def label_scores(label_maps, fixed, spacing_mm=None):
 
 
 def said_of_labels(scores):
-    """Sentences about structures that only one of two label maps has. scores: of `label_scores`."""
+    """Sentences about structures that are in only one of two label maps. scores: of `label_scores`."""
     sentences = []
     for key, whose, missing in (("labels_lost", "fixed volume", "registered"),
                                 ("labels_extra", "moving volume", "fixed")):
@@ -226,8 +226,8 @@ def point_scores(fixed_mm, moving_mm, pair, field, affine):
     Raises InputError for unequal numbers of points.
     """
     if len(fixed_mm) != len(moving_mm):
-        raise InputError(f"{pair.get('fixed_points') or pair.get('points')}: {len(fixed_mm)} landmarks, "
-                         f"{pair['moving_points']} has {len(moving_mm)}; they have to be the same points.")
+        raise InputError(f"{pair.get('fixed_points') or pair.get('points')} has {len(fixed_mm)} landmarks and "
+                         f"{pair['moving_points']} has {len(moving_mm)}; both must list the same points.")
     scores = {"tre_before_mm": float(np.linalg.norm(fixed_mm - moving_mm, axis=1).mean())}
     if field is not None:
         if len(field) == 2:  # one plane of a 3D field
@@ -237,12 +237,12 @@ def point_scores(fixed_mm, moving_mm, pair, field, affine):
 
 
 def heading(column):
-    """A column as tables on a page and a terminal name it."""
+    """The name of a column in tables on a page and a terminal."""
     return column.replace("_percent", " %").replace("_mm", ", mm").replace("_", " ")
 
 
 def affine_scores(matrix, dims):
-    """What an affine part does: scale_least and scale_most, turn_degrees, shear_degrees and mirrors.
+    """The effect of an affine map: scale_least and scale_most, turn_degrees, shear_degrees and mirrors.
 
     matrix: 4x4, fixed to moving world in mm. The scales are its singular values, the turn is that of the rotation
     closest to it, the shear how far the most oblique two axes of the fixed world are from a right angle in the moving

@@ -1,9 +1,9 @@
 """The verdict on a registered pair: ok, doubtful or failed, and why, in one sentence.
 
 It needs no labels: it looks at what the registration did (the affine part, the folding, the inverse) and at what came
-out (how alike the volumes are, how the bodies cover each other). Labels and landmarks count if given. The
-limits are those between good pairs and hopeless ones, see tests/bench/bench_verdict.py, which says on which subjects
-they were chosen and what they are worth on others.
+out (how alike the volumes are, how the bodies cover each other). Labels and landmarks count if given. The limits
+separate good pairs from hopeless ones; tests/bench/bench_verdict.py names the subjects on which they were chosen and
+measures them on others.
 """
 import statistics
 
@@ -58,7 +58,7 @@ def _segmentation(scores):
 
 def _affine(scores):
     if scores.get("mirrors"):
-        return "failed", "the affine part mirrors the volume: correct the matrix it began with, or the header."
+        return "failed", "the affine part mirrors the volume: correct the initial matrix or the header."
     least, most = scores.get("scale_least"), scores.get("scale_most")
     if most is not None:
         factor = most if most * least > 1 else 1 / least
@@ -71,7 +71,7 @@ def _affine(scores):
     if level != "ok":
         return level, f"the affine part shears by {scores['shear_degrees']:.0f} degrees: look at the picture."
     if (scores.get("turn_degrees") or 0) > TURN_DEGREES:
-        return "doubtful", (f"the affine part turns by {scores['turn_degrees']:.0f} degrees against the headers: check "
+        return "doubtful", (f"the affine part turns by {scores['turn_degrees']:.0f} degrees from the headers: check "
                             "both orientations, and left and right.")
     return None
 
@@ -85,11 +85,11 @@ def _alike(scores):
     covered = max(scores.get("covered_percent", 100.0), COVERED_PERCENT[1]) / 100  # what is not is judged by itself
     level = _level(after / covered, ALIKE_OF_TWO if two_modalities else ALIKE, larger_is_worse=False)
     if level == "doubtful" and two_modalities:
-        return level, ("the volumes look like two modalities and were compared by their structures: look at the "
-                       "picture, since nothing here can tell whether they fit.")
+        return level, ("the volumes look like two modalities and were compared by their structures: check the "
+                       "picture, because no score shows whether they match.")
     if level != "ok":
-        return level, (f"the volumes are hardly alike after the registration (similarity {after:.2f}): check that both "
-                       "show the same organ.")
+        return level, (f"the volumes still differ strongly after the registration (similarity {after:.2f}): check "
+                       "that both show the same organ.")
     if after < before - LOST:
         return "doubtful", f"the volumes are less similar than before (similarity {before:.2f}, after it {after:.2f})."
     return None
@@ -101,8 +101,8 @@ def _covered(scores):
         limits = COVERED_PERCENT[0], 0.0  # where a volume shows nothing the other modality may show something
     level = _level(scores.get("covered_percent"), limits, larger_is_worse=False)
     if level != "ok":
-        return level, (f"the moving volume covers {scores['covered_percent']:.0f} % of what the fixed one shows: check "
-                       "that both show the same part of the body, and all of it.")
+        return level, (f"the moving volume covers only {scores['covered_percent']:.0f} % of what the fixed one "
+                       "shows: check that both show the same part of the body.")
     return None
 
 
@@ -112,11 +112,13 @@ def _regular(scores):
         return level, f"the field folds in {scores['folding_body_percent']:.2g} % of the body: raise refine.weight."
     level = _level(scores.get("stretched_percent"), STRETCHED_PERCENT)
     if level != "ok":
-        return level, (f"the deformation changes the volume of {scores['stretched_percent']:.0f} % of the body more "
-                       "than five times: check that the moving volume shows all of it.")
+        return level, ("the deformation changes the local volume more than fivefold in "
+                       f"{scores['stretched_percent']:.0f} % of the body: check that the moving volume shows all of "
+                       "it.")
     level = _level(scores.get("inverse_error_mm"), INVERSE_ERROR_MM)
     if level != "ok":
-        return level, f"there and back misses by {scores['inverse_error_mm']:.2g} mm on average: leave the inverse."
+        return level, (f"going there and back misses by {scores['inverse_error_mm']:.2g} mm on average: do not use "
+                       "the inverse.")
     return None
 
 
@@ -129,7 +131,8 @@ def _labels(scores):
             return "failed", f"the labels hardly overlap (Dice {after:.3f}): check that they belong to these volumes."
     before, after = scores.get("tre_before_mm"), scores.get("tre_mm")
     if after is not None and before is not None and after > TRE_GAINED * before:
-        return "failed", f"the landmarks are further apart than before ({before:.2f} mm before, {after:.2f} mm after)."
+        return "failed", (f"the landmarks are further apart than before the registration ({before:.2f} mm before, "
+                          f"{after:.2f} mm after).")
     if scores.get("labels_lost"):
         return "doubtful", f"the warped labels lack structures of the fixed volume: {scores['labels_lost'][:5]}."
     return None
@@ -140,7 +143,7 @@ CHECKS = (_segmentation, _affine, _alike, _covered, _labels, _regular)
 
 
 def judge_list(rows):
-    """Each row of a list with its verdict and reason; of those that are ok the outliers of the list become doubtful.
+    """Each row of a list with its verdict and reason; outliers among the rows that are ok become doubtful.
 
     Robust: further than OUTLIER times 1.48 median absolute deviations from the median, towards the bad side.
     rows: dicts as for `judge`. Returns: new dicts, in the same order.
@@ -155,6 +158,6 @@ def judge_list(rows):
         for row in rows:
             if row["verdict"] == "ok" and row.get(key) is not None and bad * (row[key] - middle) > OUTLIER * spread:
                 row["verdict"] = "doubtful"
-                row["reason"] = (f"its {word} of {row[key]:.3g} stands out among {len(values)} pairs, of which half "
-                                 f"are {'below' if bad > 0 else 'above'} {middle:.3g}.")
+                row["reason"] = (f"its {word} of {row[key]:.3g} is an outlier among {len(values)} pairs, half of "
+                                 f"which are {('below' if bad > 0 else 'above')} {middle:.3g}.")
     return rows

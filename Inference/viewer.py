@@ -1,6 +1,6 @@
-"""A viewer for pages: slices of volumes, compared under one's finger, with grid and Jacobian on top.
+"""A viewer for pages: slices of volumes, compared with mouse or finger, with grid and Jacobian on top.
 
-Report/viewer.js draws it, from voxels that lie packed in the page. Without JavaScript nothing of it is seen.
+Report/viewer.js draws it from voxels that are packed in the page. Without JavaScript it is hidden.
 """
 import base64
 import json
@@ -25,13 +25,13 @@ LEVELS = 31  # of the determinant's colours: few, as they pack well
 
 
 def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES, body=None):
-    """HTML of one viewer, for a page that `write_page` is told to have one.
+    """HTML of one viewer, for a page of `write_page` with a viewer.
 
-    name: of what is shown, for those who cannot see it. images: {word: (D, H, W) or (H, W), values 0..1}, all on one
+    name: of what is shown, for screen readers. images: {word: (D, H, W) or (H, W), values 0..1}, all on one
     grid, two or more; the first is the one that the others are compared with. field: (N, *spatial), displacement in
     voxels, whose deformed grid and Jacobian are shown. affine: 4x4 of the grid. labels: {word: label map} for the same
     words, or None. budget: bytes that the voxels may take; if they need more they are averaged on a coarser grid, and
-    the page says so. body: booleans on the grid, where the deformed grid is shown; None for everywhere.
+    the page gives its size. body: booleans on the grid, where the deformed grid is shown; None for everywhere.
     """
     turned = turn_to_screen(images, labels or {}, np.asarray(field, np.float32), affine, body)
     full, dims = turned["shape"], len(field)

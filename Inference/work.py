@@ -1,4 +1,4 @@
-"""Work on a list, one entry after another or several at a time: resumed, under a bar, and no entry ends the others."""
+"""Work on a list, one or several entries at a time: it resumes, and a failed entry does not end the others."""
 import functools
 import sys
 import traceback
@@ -20,7 +20,8 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     out: Path of the results; the caller holds its lock. tasks: list of (entry, folder): the entry's "name" and the
     paths of what is read, and where its files go, a Path. function(entry, folder, earlier row or None) returns the row,
     a dict with its "source" and "files" (Inference/results.py). settings: plain JSON on which the rows depend.
-    doing, unit: words of the bar. again: do all anew. resumes: False for a single entry, which is always done and has
+    doing, unit: words of the bar. again: repeat everything. resumes: False for a single entry, which is always done and
+    has
     no bar. begin(*arguments): called once in each process of several `workers`.
     Returns: rows, and failed entries as dicts of name and reason, in the order of the list.
     """
@@ -28,8 +29,8 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     entries = [entry for entry, _ in tasks]
     kept = kept_rows(earlier, settings, entries, out) if resumes and not again else {}
     if kept:
-        print(f"{out}: {len(kept)} of {len(tasks)} {unit}s are whole from an earlier run, and are kept (--again: do "
-              "them anew)", file=sys.stderr)
+        print(f"{out}: keeping {len(kept)} of {len(tasks)} {unit}s from an earlier run (--again repeats them)",
+              file=sys.stderr)
     found = dict(kept)
 
     def write():
@@ -73,7 +74,7 @@ def begin_worker(threads, begin, arguments):
 
 
 def do_one(function, out, of_list, entry, folder, earlier):
-    """function(entry, folder, earlier), of which no error ends a list: the row, or the error's sentence."""
+    """function(entry, folder, earlier): the row, or the sentence of its error, which does not end a list."""
     name = " and ".join(str(entry[key]) for key in ("fixed", "moving") if key in entry) or entry["name"]
     try:
         return attempt(name, function, entry, folder, earlier)
@@ -85,4 +86,4 @@ def do_one(function, out, of_list, entry, folder, earlier):
         if not of_list:
             raise
         traceback.print_exc()
-        return f"{name}: {type(error).__name__} ({first_line(error)}); the traceback stands above."
+        return f"{name}: {type(error).__name__} ({first_line(error)}); see the traceback above."

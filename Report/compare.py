@@ -107,7 +107,7 @@ def compared(runs, out):
     rows = [[name, *(column.get(name) for column in columns)]
             for name in dict.fromkeys(name for column in columns for name in column)]
     sections = [("Keys that differ", table_html(["key", *names], keys) if keys else "<p>None.</p>"),
-                ("Curves", overlaid(runs, names)), ("What came out, and what it cost", table_html(["", *names], rows))]
+                ("Curves", overlaid(runs, names)), ("Results and cost", table_html(["", *names], rows))]
     try:
         page = write_page(out, "Runs side by side", ", ".join(names), sections)
     except OSError as error:

@@ -55,8 +55,8 @@ def straggler(found):
         findings.append(finding(
             "straggler", windows[-1], f"rank {rank} on {host_of(found, rank)} is {more:.0f} % slower than the others "
             f"in its own work, most of all in {phase}; all ranks wait for it in every step",
-            "look at that node: clocks and temperature of the device, another process, a slow disk if it is data; "
-            "leave it out with `sbatch --exclude=NODE`", rank))
+            "check that node: clocks and temperature of the device, other processes, a slow disk if it waits for "
+            "data; exclude it with `sbatch --exclude=NODE`", rank))
     return findings
 
 
@@ -100,9 +100,9 @@ def leak(found):
     """Memory that grows in a straight line, as each rank finds by itself (Runtime/memory.py)."""
     last = last_step(found)
     newest = {line["rank"]: line for line in found["events"] if line["event"] == "leak"}
-    cures = {"graph": "something keeps the graph alive: `python tests/diagnose_xpu_leak.py` says which part",
-             "driver or communication": "set run.refresh_process_group_every, or another version of the driver; "
-             "Scripts/bash_diagnose_leak.sh says which part",
+    cures = {"graph": "something keeps the graph alive: `python tests/diagnose_xpu_leak.py` shows which part",
+             "driver or communication": "set run.refresh_process_group_every, or use another version of the driver; "
+                                        "Scripts/bash_diagnose_leak.sh shows which part",
              "loader or Python objects": "set data.num_workers to 0, or look for a list that grows"}
     return [finding("leak", line["step"], f"rank {rank}: {line['sentence']}",
                     f"{cures.get(line.get('who'), 'look at what else runs on that node')}. The run restarts by itself "
@@ -149,8 +149,9 @@ def clipped_away(found):
             "clipped away", steps["step"][-1], f"{mode} is clipped in {100 * np.mean(column > limit):.0f} % of the "
             f"steps, from a norm of {np.median(column):.2g} to {limit:.2g}, {kept[strongest] / limit:,.0f} times below "
             f"that of {strongest}: it learns next to nothing", f"raise {modes[mode]['clip_norm']}, or lower the "
-            f"weights of {strongest} (loss.* in the config); the comment above `loss:` in Config/config_om.yaml says "
-            "how", mode))
+                                                               f"weights of {strongest} (loss.* in the config); the "
+                                                               "comment above `loss:` in Config/config_om.yaml "
+                                                               "explains how", mode))
     return findings
 
 
@@ -174,7 +175,7 @@ def stuck_gate(found):
     left = (gate - value) / rate if rate < 0 else np.inf
     if left < 3 * shut:  # at this pace it opens soon
         return []
-    when = f"at this pace it opens in {left:,.0f} steps" if left < 100 * shut else "it does not come nearer"
+    when = f"at this pace it opens in {left:,.0f} steps" if left < 100 * shut else "it does not get closer"
     return [finding("stuck gate", numbers[-1], f"{mode['name']} has not run in the last {shut} steps: ang is "
                     f"{value:.2f}, the gate {gate:g}, and {when}", f"raise {mode['gate']} (2 = always open): "
                     "recovery often needs registration first")]
@@ -197,8 +198,9 @@ def overfitting(found):
         return []
     return [finding("overfitting", lines[-1]["step"], f"{metric} was best in epoch {lines[best]['epoch'] + 1} "
                     f"({scores[best]:.3f}) and has fallen to {scores[-1]:.3f} since, while imgsim of the training went "
-                    f"from {train[0]:.3g} to {train[-1]:.3g}", "stop here: all tools take the best checkpoint; for a "
-                    "better one use more volumes, stronger augment.*, or fewer epochs")]
+                    f"from {train[0]:.3g} to {train[-1]:.3g}", "stop here: all tools use the best checkpoint; for a "
+                                                               "better one use more volumes, stronger augment.*, or "
+                                                               "fewer epochs")]
 
 
 def full_disk(found):
@@ -222,7 +224,7 @@ def stopped(found):
     if last["event"] != "end" or last.get("decision") != "stop":
         return []
     return [finding("stopped", last_step(found), last.get("sentence", last["cause"]).rstrip("."),
-                    "docs/trouble.md says for each cause what to do; afterwards the same command continues the run",
+                    "docs/trouble.md lists what to do for each cause; afterwards the same command continues the run",
                     last["attempt"])]
 
 

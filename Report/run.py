@@ -69,7 +69,7 @@ def write_report(found, path, refresh_s=None):
 
 def findings_html(findings):
     if not findings:
-        return nothing("The rules find nothing: no slow rank, no leak, no non-finite losses, no mode clipped away, no "
+        return nothing("Nothing is wrong: no slow rank, no leak, no non-finite losses, no mode clipped away, no "
                        "stuck gate, no overfitting, no full disk.")
     items = "".join(f"<li><b>{escape(each['rule'])}</b> (step {each['step']}): {escape(each['sentence'])}. <br>"
                     f"<i>What to do:</i> {escape(each['advice'])}.</li>\n" for each in findings)
@@ -86,7 +86,7 @@ def time_html(found):
         return nothing("attempts.jsonl has no line of a beginning that can be read.")
     return (grid([time_chart(found)]).replace('class="charts"', 'class="charts one"')
             + captioned(kinds_table(found), f"Goodput {100 * goodput(add_up(found)[0]):.1f} %")
-            + captioned(causes_table(found), "What each cause has cost"))
+            + captioned(causes_table(found), "What each cause cost"))
 
 
 def captioned(table, caption):
@@ -109,7 +109,7 @@ def attempt_rows(found):
                                                                                   verdict.get("mode")))),
                      "cost": each["detection"] + each["spent"]["replayed steps"] + after,
                      "seconds": each["ended"] - each["began"], "stack": verdict.get("stack") or [],
-                     "sentence": (each["end"] or {}).get("sentence", "It goes on, or nobody has judged it yet.")})
+                     "sentence": (each["end"] or {}).get("sentence", "It is running, or has no verdict yet.")})
     return rows
 
 
@@ -126,7 +126,7 @@ def attempts_html(found):
         items.append(f'<details class="{kind}"><summary><b>{escape(row["cause"])}</b> {line}</summary>'
                      f"<pre>{escape(told)}</pre></details>\n")
     left = len(rows) - len(items)
-    return "".join(items) + (nothing(f"{left} earlier ones stand in attempts.jsonl.") if left > 0 else "")
+    return "".join(items) + (nothing(f"{left} earlier ones are in attempts.jsonl.") if left > 0 else "")
 
 
 def ranks_table(found):
@@ -147,7 +147,7 @@ def ranks_html(found):
     table = ranks_table(found)
     if not table[1]:
         return ""
-    html = captioned(table, "Own work: of a step, mean of the last 50, without waiting for other ranks")
+    html = captioned(table, "Own work: mean time of the last 50 steps without waiting for other ranks")
     count = len(table[1])
     return html if count <= 8 else f"<details><summary>Table of {count} ranks</summary>{html}</details>\n"
 
@@ -188,7 +188,7 @@ def config_changes(found):
     before = run_before(found)
     if before and launches:
         rows = compare.differing_keys([before[1], launches[-1]["config"]])
-        result.append((f"against the run before, {before[0]}", rows))
+        result.append((f"since the previous run, {before[0]}", rows))
     for old, new in zip(launches, launches[1:]):
         rows = compare.differing_keys([old["config"], new["config"]])
         if rows:
@@ -247,7 +247,7 @@ def as_text(found):
     parts = [f"{found['run']}\n{sentence}", "\n".join(f"{label:>20}: {value}  ({note})" for label, value, note
                                                       in headline(found, findings))]
     parts.append("\n".join(f"{each['rule'].upper()} (step {each['step']}): {each['sentence']}\n    what to do: "
-                           f"{each['advice']}" for each in findings) or "the rules find nothing")
+                           f"{each['advice']}" for each in findings) or "nothing is wrong")
     parts.append(text_table(["loss", "first", "last", "", ""], curve_rows(found)))
     parts += [text_table(*kinds_table(found)), text_table(*causes_table(found))]
     ended = [(row["number"], row["steps"], row["cause"], row["rank"], row["host"], row["place"] * row["dead"],
@@ -309,11 +309,11 @@ def look(args):
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(
-        prog="python -m Report.run", description="What a run does, did and cost, as one page that needs nothing "
-        "else. `python -m Report.compare RUN RUN...` puts runs side by side.")
+        prog="python -m Report.run", description="Show what a run does, did and cost, as one self-contained page. "
+                                                 "`python -m Report.compare RUN RUN...` puts runs side by side.")
     parser.add_argument("run", type=Path, help="folder of the run, Models/<data>_<net>; a copy will do")
-    parser.add_argument("--text", action="store_true", help="print it for a terminal instead")
-    parser.add_argument("--follow", action="store_true", help="do it again every ten seconds, until the run has ended")
+    parser.add_argument("--text", action="store_true", help="print the report on the terminal instead")
+    parser.add_argument("--follow", action="store_true", help="repeat every ten seconds until the run has ended")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in the run's folder)")
     return parser.parse_args(argv)
 

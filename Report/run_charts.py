@@ -102,7 +102,7 @@ def rank_charts(found):
         for target, key in ((host, "host_used"), (device, "device_free"), (reserved, "device_reserved")):
             target[rank] = (x, [np.nan if line.get(key) is None else line[key] / GIB for line in lines])
     charts = [line_chart("own work of a step, s", few(own), restarts(found), log=True,
-                         note="without waiting for others: a rank above the others makes all of them wait"),
+                         note="without waiting for others: a rank above the others makes all others wait"),
               line_chart("host memory, GiB", few(host) + leak_lines(found, host, "host"), restarts(found),
                          note="of the process and its loader workers")]
     if any(np.isfinite(y).any() for _, y in device.values() if len(y)):

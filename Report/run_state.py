@@ -30,7 +30,7 @@ def state_of(found, now=None):
         return "stopped", f"Stopped since {when}: {said}"
     if found["lock"]:
         return "waiting", f"Between two rounds since {when}: {said}"
-    return "waiting", f"Waiting since {when} to be started again, by the same command: {said}"
+    return "waiting", f"Waiting since {when} to be started again with the same command: {said}"
 
 
 def at_work(found, begins, now):
@@ -38,14 +38,14 @@ def at_work(found, begins, now):
     crumbs = {rank: line for rank, line in found["now"].items() if begins and line["attempt"] == begins[-1]["attempt"]}
     if not crumbs:
         began = begins[-1]["time"] if begins else now
-        return "running", f"Starting since {moment(began)}: no rank has spoken yet."
+        return "running", f"Starting since {moment(began)}: no rank has written to its log yet."
     behind = min(crumbs.values(), key=lambda line: line["number"])
     mode = f" ({behind['mode']})" if behind["mode"] else ""
     where = f"rank {behind['rank']} on {behind['host']} is in {behind['phase']}{mode} of step {behind['step']}"
     newest = max(line["time"] for line in crumbs.values())
     if now > max(line["time"] + line["deadline"] for line in crumbs.values()) + QUIET_S:
-        return "silent", (f"Silent since {moment(newest)}, beyond its deadline: {where}. Either nothing of it runs any "
-                          "more, and the same command continues it, or this is a copy of its folder.")
+        return "silent", (f"Silent since {moment(newest)}, beyond its deadline: {where}. Either the run has died, "
+                          "and the same command continues it, or this is a copy of its folder.")
     return "running", f"Running: {where}, since {now - behind['time']:.0f} s."
 
 

@@ -153,7 +153,7 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
     if record:
         _mark_damaged(run, manifest, problems)
     if sound in doubtful:
-        warn(f"{run / sound} is taken although it is doubtful: no other checkpoint verifies")
+        warn(f"{run / sound} is used although it is doubtful, because no other checkpoint is intact")
     if sound is None and read_error:
         fault = read_error.strerror or read_error
         raise OSError(read_error.errno, f"no checkpoint in {run} can be read at the moment ({fault})")
@@ -208,7 +208,7 @@ def read(path, map_location="cpu"):
     except UNREADABLE as error:
         if is_passing(error):
             raise
-        raise InputError(f"{path} {_reason(error)}: restore the file or take another checkpoint.") from error
+        raise InputError(f"{path} {_reason(error)}: restore the file or use another checkpoint.") from error
 
 
 def load(path, map_location="cpu"):
@@ -223,7 +223,7 @@ def require_own(state, path):
     """The state that `read` has found. Raises InputError for one that is foreign or too new."""
     format_number = state.get("format") if isinstance(state, dict) else None
     if not isinstance(format_number, int) or not isinstance(state.get("model"), dict):
-        raise InputError(f"{path} is not a checkpoint of this project: it has no format number or no model.")
+        raise InputError(f"{path} is not an OmniMorph checkpoint: it has no format number or no model.")
     for name, tensor in {**state["model"], **(state.get("ema") or {})}.items():
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{path}: its weight {name} is not a tensor; use another checkpoint.")
@@ -241,8 +241,8 @@ def check_compatible(state, cfg, path, model_keys):
     """
     config = state.get("config")
     if not isinstance(config, dict):
-        raise InputError(f"{path} holds no config, so nothing says which network its weights are of: name another "
-                         "checkpoint, or start a new run with --fresh and without it.")
+        raise InputError(f"{path} has no config, so its network is unknown: name another checkpoint, or start a new "
+                         "run with --fresh and without it.")
     # Through JSON, since a saved tuple and the list of a YAML file are the same setting.
     new = json.loads(json.dumps(dict(cfg)))
     old = {**{key: value for key, value in BEFORE.items() if key in new}, **json.loads(json.dumps(config))}
@@ -461,7 +461,7 @@ def _manifest(run, warn):
     files = _checkpoint_files(run)
     if not files:
         return manifest
-    warn(f"{run / 'manifest.json'} {reason}; it is rebuilt from the files that load, without their metrics")
+    warn(f"{run / 'manifest.json'} {reason}; rebuilding it from the files that can be read, without their metrics")
     for relative in files:
         watchdog.goes_on()
         try:

@@ -36,7 +36,7 @@ class TextLoader(yaml.BaseLoader):
         for key, _ in node.value:
             name = str(key.value)
             if name in seen:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {name} stands there a second time; join the two")
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {name} appears twice; merge the two")
             seen.add(name)
         return super().construct_mapping(node, deep)
 
@@ -135,7 +135,7 @@ def check_config(flat, path):
     for key in PATHS:
         cfg[key] = os.path.expanduser(os.path.expandvars(cfg[key]))
         if unknown := re.search(r"\$\w+|\$\{\w+\}", cfg[key]):
-            raise InputError(f"{path}: {key} is {cfg[key]}, and there is no variable {unknown[0]} here; name the "
+            raise InputError(f"{path}: {key} is {cfg[key]}, but the variable {unknown[0]} is not set; name the "
                              "folder itself, or export the variable.")
     if not cfg["data.root"]:
         raise InputError(f"{path}: data.root is empty; name the folder or the list of the volumes, "
@@ -158,7 +158,7 @@ def name_data(cfg, path):
             name = root.parent.name
         cfg["data.name"] = re.sub(r"[^\w.-]+", "-", name).strip("-.")
     if not cfg["data.name"]:
-        raise InputError(f"{path}: data.root {cfg['data.root']} has no name that a run could have; set data.name.")
+        raise InputError(f"{path}: data.root {cfg['data.root']} gives no name for the run; set data.name.")
     if cfg["data.cache"] == "auto":
         cfg["data.cache"] = f"Cache/{cfg['data.name']}"
 
@@ -175,20 +175,20 @@ def convert(key, value, rule, path):
         kind = "int+" if isinstance(value, list) else "int"
     if kind.endswith("+"):
         if not isinstance(value, list) or not value:
-            raise InputError(f"{path}: {key} is a list of {'whole ' * (kind == 'int+')}numbers such as [8, 16], not "
-                             f"{value!r}.")
+            raise InputError(f"{path}: {key} must be a list of {'whole ' * (kind == 'int+')}numbers such as [8, 16], "
+                             f"not {value!r}.")
         return [convert(key, item, (kind[:-1], *limits), path) for item in value]
     if kind in ("bool", "auto or bool"):
         value = WORDS.get(str(value).lower(), value)
         if not isinstance(value, bool) and (kind, value) != ("auto or bool", "auto"):
-            raise InputError(f"{path}: {key} is {'auto, ' * (kind != 'bool')}true or false, not {value!r}.")
+            raise InputError(f"{path}: {key} must be {'auto, ' * (kind != 'bool')}true or false, not {value!r}.")
         return value
     if kind == "str":
         if isinstance(value, (dict, list)):
-            raise InputError(f"{path}: {key} is a text, not {value!r}; put it into quotes.")
+            raise InputError(f"{path}: {key} must be text, not {value!r}; put it into quotes.")
         value = "" if value in (None, "null", "~") else str(value)
         if limits and value not in limits[0]:
-            raise InputError(f"{path}: {key} is one of {', '.join(limits[0])}, not {value!r}.")
+            raise InputError(f"{path}: {key} must be one of {', '.join(limits[0])}, not {value!r}.")
         return value
     if kind == "auto or float":
         return "auto" if value == "auto" else convert_number(key, value, "float", *limits, path)
@@ -202,10 +202,10 @@ def convert_number(key, value, kind, low, high, path):
     with contextlib.suppress(TypeError, ValueError):
         number = plain_number(value) if isinstance(value, str) else number if isinstance(value, bool) else float(value)
     if number != number or (kind == "int" and not number.is_integer()):
-        raise InputError(f"{path}: {key} is {wanted}, not {value!r}.")
+        raise InputError(f"{path}: {key} must be {wanted}, not {value!r}.")
     if (low is not None and number < low) or (high is not None and number > high) or abs(number) == float("inf"):
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InputError(f"{path}: {key} is {wanted} {limits}, not {value!r}.")
+        raise InputError(f"{path}: {key} must be {wanted} {limits}, not {value!r}.")
     if kind == "int":  # a text of digits is exact beyond 2^53
         return int(value) if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value) else int(number)
     return number
@@ -223,8 +223,8 @@ def check_name(key, value):
     """Raise InputError for a name that some file system would not accept as part of a file name."""
     if not re.fullmatch(r"\w[\w.+-]*", value):
         suggestion = re.sub(r"[^\w.+-]+", "_", value).strip("._+-") or "brains"
-        raise InputError(f"{key} is {value!r}, and files and folders are named by it: use letters, digits and . _ + -, "
-                         f"beginning with a letter or digit, for example --set {key}={suggestion}.")
+        raise InputError(f"{key} is {value!r}, but files and folders are named after it: use letters, digits and . "
+                         f"_ + -, beginning with a letter or digit, for example --set {key}={suggestion}.")
 
 
 def check_together(cfg, path):
@@ -249,7 +249,8 @@ def check_together(cfg, path):
                          f"show; use smaller grids, for example [4, 8, {min(size) // 8 * 4 or 4}].")
     for key in ("data.percentiles", "data.window"):
         if len(cfg[key]) != 2 or (cfg[key][0] >= cfg[key][1] and cfg[key] != [0, 0]):
-            raise InputError(f"{path}: {key} is two rising numbers such as [0.5, 99.5], or [0, 0], not {cfg[key]}.")
+            raise InputError(f"{path}: {key} must be two rising numbers such as [0.5, 99.5], or [0, 0], not "
+                             f"{cfg[key]}.")
     for key in ("registration.window", "refine.window"):
         if cfg[key] % 2 == 0:
             raise InputError(f"{path}: {key} must be odd, not {cfg[key]}.")
@@ -276,9 +277,9 @@ def modes_of(cfg, modes):
     blind = [mode for mode in wanted if mode.needs_condition and cfg["model.condition_type"] == "none"]
     if blind:
         weights = ", ".join(f"loss.{weight}" for mode in blind for weight in mode.weights)
-        raise InputError("model.condition_type none shows the network one volume alone, and "
-                         f"{' and '.join(mode.name for mode in blind)} need a second one: set {weights} to 0, or the "
-                         "condition to slice or volume.")
+        raise InputError("with model.condition_type none the network sees only one volume, but "
+                         f"{' and '.join((mode.name for mode in blind))} need a second one: set {weights} to 0, or "
+                         "the condition to slice or volume.")
     return wanted
 
 

@@ -25,9 +25,10 @@ def pick_device(name, local_rank=0):
         load_intel_packages(name == "xpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name in UNFIT:
-        raise InputError(f"run.device: {name} lacks what this code needs of a device, such as float64; set it to cpu.")
+        raise InputError(f"run.device: {name} lacks features that this code needs, such as float64; set run.device "
+                         "to cpu.")
     if name == "auto" and accelerator is not None and accelerator.type in UNFIT:
-        print(f"device: {accelerator.type} lacks what this code needs of a device, such as float64; the CPU is used",
+        print(f"device: {accelerator.type} lacks features that this code needs, such as float64; using the CPU",
               file=sys.stderr)
         accelerator = None
     if name == "cpu" or (name == "auto" and accelerator is None):
@@ -60,7 +61,7 @@ def load_intel_packages(is_asked_for):
             continue
         if version.split(".")[:2] != release or not (is_asked_for or "+xpu" in version):
             if is_asked_for:
-                print(f"device: {package} {version} is not for torch {torch.__version__} and is left alone",
+                print(f"device: {package} {version} is not for torch {torch.__version__} and is not imported",
                       file=sys.stderr)
             continue
         try:

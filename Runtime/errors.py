@@ -101,6 +101,6 @@ def run_program(run, args):
         print(f"error: {error.filename or args.out}: {error.strerror or error}; results cannot be written there.",
               file=sys.stderr)
     except KeyboardInterrupt:
-        print("interrupted: run the same command again, it goes on", file=sys.stderr)
+        print("interrupted: run the same command again to continue", file=sys.stderr)
         return 128 + signal.SIGINT
     return STOP

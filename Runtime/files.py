@@ -30,8 +30,8 @@ def require_file(path):
     if path.is_file():
         return
     if path.is_symlink():
-        raise InputError(f"{path}: a link to {os.readlink(path)}, which is not there; fetch its content, such as by "
-                         "`datalad get` or `git annex get`.")
+        raise InputError(f"{path}: a link to {os.readlink(path)}, which does not exist; fetch its content, for "
+                         "example with `datalad get` or `git annex get`.")
     what = "a folder, not a file" if path.is_dir() else "no such file"
     raise InputError(f"{path}: {what}; check the path.")
 

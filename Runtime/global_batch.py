@@ -42,8 +42,8 @@ def known_step(run, cfg):
         content = json.loads(path.read_text())
         return {name: int(content[name]) for name in ("samples", "pairs", "ranks")}
     except (ValueError, LookupError, TypeError):
-        raise InputError(f"{path} is damaged: set data.global_batchsize to the samples of a step, or remove the file "
-                         "and let the next launch fix them.") from None
+        raise InputError(f"{path} is damaged: set data.global_batchsize to the number of samples per step, or "
+                         "remove the file, and the next launch chooses it again.") from None
 
 
 def fix_step(run, cfg, world_size):
@@ -72,13 +72,13 @@ def split_step(cfg, world_size, step=None):
     pair_size = min(most_pairs(cfg), max(pairs // world_size, 1))
     source, change = f"data.global_batchsize {samples}", "change one of them"
     if not cfg["data.global_batchsize"]:
-        source = f"the step of {samples} samples, as the run's first launch with {step['ranks']} ranks has fixed it,"
-        change = "start another number of ranks, or say by data.global_batchsize how many samples a step shall have"
+        source = f"the step of {samples} samples, which the run's first launch with {step['ranks']} ranks fixed,"
+        change = "start another number of ranks, or set data.global_batchsize to the number of samples per step"
     if samples % (size * world_size):
         raise InputError(f"{source} is not a multiple of data.batchsize {size} x {world_size} ranks: {change}.")
     if pairs % (pair_size * world_size):
-        raise InputError(f"{source} makes {pairs} pairs of a step, which {world_size} ranks cannot share in batches of "
-                         f"{pair_size}: change data.diff_reg_batch_ratio or the batch.")
+        raise InputError(f"{source} gives a step {pairs} pairs, which {world_size} ranks cannot share in batches of "
+                         f"{pair_size}: change data.diff_reg_batch_ratio or the batch size.")
     return Split(samples, pairs, size, pair_size, samples // (size * world_size), pairs // (pair_size * world_size))
 
 

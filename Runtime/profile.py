@@ -84,7 +84,7 @@ def write_profile(profile):
         profiler.export_chrome_trace(str(folder / table["trace"]))
         write_file(folder / f"{name}.json", json.dumps(table, indent=1) + "\n")
     except (OSError, RuntimeError) as error:  # torch writes the trace, and says so in its own way
-        print(f"{folder}: the profile was not written ({error}); the training goes on", file=sys.stderr)
+        print(f"{folder}: the profile was not written ({error}); training continues", file=sys.stderr)
 
 
 def top_operations(running):

@@ -82,8 +82,8 @@ def add_terms(sums, terms):
     """
     for name, value in terms.items():
         if name in TAKEN:
-            raise InputError(f"a loss term is called {name}, which the log uses for something else; give it another "
-                             "name in its step function.")
+            raise InputError(f"a loss term is called {name}, a name that the log uses for something else; rename "
+                             "the term in its step function.")
         sums.totals[name] = sums.totals.get(name, 0.0) + value
         sums.counts[name] = sums.counts.get(name, 0) + 1
 

@@ -32,8 +32,9 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
             for future in ended:
                 yield waiting.pop(future), future.result()
     except (BrokenProcessPool, MemoryError):
-        raise InputError(f"{what}: a worker was killed or gave up, most likely because memory ran out; run the same "
-                         f"command again with fewer --workers than {workers}, it continues where it stopped.") from None
+        raise InputError(f"{what}: a worker process was killed, most likely because memory ran out; run the same "
+                         f"command again with fewer --workers than {workers}, and it "
+                         "continues where it stopped.") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

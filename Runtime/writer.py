@@ -56,7 +56,7 @@ def keep_picture(folder, name, content):
         for old in sorted(folder.glob("*.png"))[:-PICTURES]:
             old.unlink()
     except OSError as error:
-        print(f"{folder / name} was not written ({error.strerror or error}); the training goes on", file=sys.stderr,
+        print(f"{folder / name} was not written ({error.strerror or error}); training continues", file=sys.stderr,
               flush=True)
 
 
@@ -66,8 +66,8 @@ def flush(writer):
         append_bytes(writer["path"], b"".join(writer["waiting"]))
     except OSError as error:
         if not writer["told"]:
-            print(f"TensorBoard: {writer['path']} cannot be written ({error.strerror or error}): the curves wait, the "
-                  "training goes on", file=sys.stderr, flush=True)
+            print(f"TensorBoard: {writer['path']} cannot be written ({error.strerror or error}): the curves are "
+                  "written later, and training continues", file=sys.stderr, flush=True)
         writer["told"] = True
         while sum(map(len, writer["waiting"])) > WAITING:
             writer["waiting"].pop(0)

@@ -146,8 +146,8 @@ def write_report(cases, history, model, seconds):
          ("Pairs", page.table_html(header, rows, "Mean Dice over the labels of each held-out pair.", formats)),
          ("Before and after", pictures),
          ("Deformed copies", page.figure_html(
-             gallery, "One subject deformed at random, at two times t, and what the network makes of it when it undoes "
-                    "what it can: what OM_augment.py writes. Labels move along (outlines).")),
+             gallery, "One subject deformed at random, at two times t, and the same volume after the network has "
+                      "undone what it can, as OM_augment.py writes it. The labels are deformed too (outlines).")),
          ("Training", curves(history))],
         viewer=True)
     print("\n" + page.text_table(header, rows, formats))

@@ -28,7 +28,7 @@ from Runtime.config import modes_of, overridden  # noqa: E402
 from Runtime.errors import DONE, STOP, InputError  # noqa: E402
 from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E402
 
-UNSTATED = "not stated; name it by --licence, the terms of the training data may decide it"
+UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
 PUBLISHED_LICENCE = "Apache-2.0"  # of the published method's repository, its weights included
 PUBLISHED = """Trained by its authors: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Papież, "Deformation-recovery diffusion
 model (DRDM): instance deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987;
@@ -90,9 +90,23 @@ def parse_arguments(argv=None):
     parser.add_argument("--model", required=True, metavar="F", help="a checkpoint (.pth) or the folder of a run")
     parser.add_argument("--out", metavar="FOLDER", help="where the two files go (default: beside the checkpoint)")
     parser.add_argument("--licence", metavar="TEXT", help="licence of the weights, for the card")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="a key of "
-                        "the config that the file brings along, such as one of refine.*, tuned after the training; "
-                        "may be repeated")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="set a "
+                                                                                                          "key of "
+                                                                                                          "the "
+                                                                                                          "config "
+                                                                                                          "that is "
+                                                                                                          "stored "
+                                                                                                          "in the "
+                                                                                                          "file, "
+                                                                                                          "such as "
+                                                                                                          "one of "
+                                                                                                          "refine.* "
+                                                                                                          "that was "
+                                                                                                          "tuned "
+                                                                                                          "after "
+                                                                                                          "training; "
+                                                                                                          "may be "
+                                                                                                          "repeated")
     return parser.parse_args(argv)
 
 
@@ -225,7 +239,7 @@ def export(model, out=None, licence=None, overrides=()):
     installed.
     """
     if importlib.util.find_spec("safetensors") is None:
-        raise InputError("writing .safetensors needs a package: pip install safetensors")
+        raise InputError("writing .safetensors files needs a package: pip install safetensors")
     source = find_checkpoint(model)
     if source.suffix == ".safetensors":
         raise InputError(f"{source} is exported already; give the checkpoint (.pth) or the run's folder.")

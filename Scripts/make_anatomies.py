@@ -42,7 +42,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--views", type=int, default=4, help="volumes of each, two in every contrast (%(default)s)")
     parser.add_argument("--size", type=int, nargs="+", default=[80], help="voxels of an anatomy's own grid, one number "
                         "or one per axis (80)")
-    parser.add_argument("--seed", type=int, default=0, help="another one gives other anatomies (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the anatomies (%(default)s)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes with one thread each "
                         "(%(default)s)")
     parser.add_argument("--config", default=CONFIG, help=f"whose model.dims and diffusion.* are taken ({CONFIG.name})")

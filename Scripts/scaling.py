@@ -73,7 +73,8 @@ def measurements(run):
         # The config of the newest launch that had begun by then.
         cfg = next((cfg for started, cfg in reversed(launches) if started <= steps[0]["time"]), None)
         if cfg is None:
-            raise InputError(f"{run}: launches/ has no config of its first steps; copy the whole folder of the run.")
+            raise InputError(f"{run}: launches/ lacks the config of its first steps; copy the whole folder of the "
+                             "run.")
         samples = split_step(cfg, ranks, known_step(run, cfg)).samples
         groups[ranks, nodes, samples].append({"steps": steps, "epochs": logs[number, "epoch"], "config": cfg})
     if not groups:
@@ -132,9 +133,9 @@ def compare(runs):
     for run in runs:
         measured = measurements(run)
         if not any(row["steps"] for row in measured):
-            raise InputError(f"{run}: of its {sum(row['left_out'] for row in measured)} steps none is left without the "
-                             f"first {WARM_UP} of each attempt and those behind a checkpoint or a validation; let it "
-                             "train longer.")
+            raise InputError(f"{run}: none of its {sum((row['left_out'] for row in measured))} steps counts, "
+                             f"because the first {WARM_UP} of each attempt and those after a checkpoint or a "
+                             "validation are left out; let it train longer.")
         notes += [f"{run} with {row['ranks']} ranks: no step is left to measure, so it is left out."
                   for row in measured if not row["steps"]]
         rows += [row for row in measured if row["steps"]]

@@ -35,8 +35,8 @@ def segment(args):
     """What `omnimorph segment` does with its options; returns the exit code."""
     atlases = [item for item in volumes_of([args.atlases], pattern=args.subject_pattern) if item["label"]]
     if not atlases:
-        raise InputError(f"{args.atlases}: no volume of it has a label map: put them into labelsTr beside imagesTr, "
-                         "name them like NAME_dseg.nii.gz, or list both in a .csv.")
+        raise InputError(f"{args.atlases}: none of its volumes has a label map: put label maps into labelsTr beside "
+                         "imagesTr, name them like NAME_dseg.nii.gz, or list both in a .csv.")
     images = volumes_of(args.images, args.ids, args.subject_pattern)
     voting = {item["id"]: voters(item, atlases, args.same_subject) for item in images}
     settings = {"program": "segment", "most": args.most, "join": args.join, "similarity": args.similarity,
@@ -75,8 +75,8 @@ def voters(image, atlases, same_subject):
                 said.append(f"{image['id']}: the atlas {atlas['id']} is a copy of it and does not vote.")
                 continue
         if atlas["subject"] == image["subject"] and not same_subject:
-            said.append(f"{image['id']}: the atlas {atlas['id']} is of the same subject, {atlas['subject']}, and does "
-                        "not vote (--same-subject lets it).")
+            said.append(f"{image['id']}: the atlas {atlas['id']} is of the same subject, {atlas['subject']}, and "
+                        "does not vote (--same-subject allows it).")
             continue
         may.append(atlas)
     return {"atlases": may, "candidates": [atlas["id"] for atlas in may], "said": said}
@@ -243,11 +243,11 @@ def verdict_of(row, good, found):
     """verdict and reason of a segmented image: doubtful where most atlases are, or half of what is labelled is."""
     doubtful = [name for name in good if found[name]["verdict"] == "doubtful"]
     if 2 * len(doubtful) > len(good):
-        return {"verdict": "doubtful", "reason": f"{len(doubtful)} of {len(good)} atlases fit doubtfully, such as "
-                f"{doubtful[0]}: {found[doubtful[0]]['reason']}"}
+        return {"verdict": "doubtful", "reason": f"{len(doubtful)} of {len(good)} atlases have the verdict "
+                                                 f"doubtful, such as {doubtful[0]}: {found[doubtful[0]]['reason']}"}
     if row["doubtful_percent"] > 50:
-        return {"verdict": "doubtful", "reason": f"the atlases disagree in {row['doubtful_percent']:.0f} % of what is "
-                "labelled: look at it."}
+        return {"verdict": "doubtful", "reason": f"the atlases disagree in {row['doubtful_percent']:.0f} % of the "
+                                                 "labelled voxels: check the result."}
     return {"verdict": "ok", "reason": ""}
 
 
@@ -272,8 +272,9 @@ def write_results_page(out, rows, failed, args, count):
     cards = [("images", len(rows), f"{len(failed)} left out" if failed else ""), ("atlases", count, ""),
              ("doubt", average([row["doubt"] for row in rows]) if rows else None, "mean over the labelled voxels")]
     sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed))),
-                ("Images", table_html(header, lines, "A click on a heading sorts. labels.tsv has every label: volume, "
-                                      "doubt and, where the image has labels of its own, Dice.", formats)),
+                ("Images", table_html(header, lines, "Click on a heading to sort. labels.tsv has every label: "
+                                                     "volume, doubt and, if the image has its own labels, Dice.",
+                                                     formats)),
                 ("Labels and doubt", gallery_html(pictures) + "<p>Outlines: the labels. Red: doubt, the share of the "
                  "votes that the label did not get.</p>\n")]
     how = "joined by the local similarity of each atlas" if args.join == "joint" else "by majority"

@@ -64,7 +64,8 @@ def of_results(out, args):
     folder = Path(args.results) if Path(args.results).is_dir() else Path(args.results).parent
     rows = [row for row in read_results(folder)["pairs"].values() if "fixed" in row and "matrix" in row]
     if not rows:
-        raise InputError(f"{args.results}: no results of a template or of OM_register.py; give their folder.")
+        raise InputError(f"{args.results}: the folder has no results of a template or of OM_register.py; give a "
+                         "folder that has.")
     targets = sorted({row["fixed"] for row in rows})
     if len(targets) > 1:
         raise InputError(f"{args.results}: registered to {targets[0]} and to {targets[1]}; maps are compared on one "
@@ -72,7 +73,8 @@ def of_results(out, args):
     bad = [{"name": row["name"], "reason": row["reason"]} for row in rows if row.get("verdict") == "failed"]
     rows = [row for row in rows if row.get("verdict") != "failed"]
     if not rows:
-        raise InputError(f"{args.results}: the registrations of all subjects have failed by their verdict; mend these.")
+        raise InputError(f"{args.results}: every registration has the verdict failed; register the subjects again "
+                         "first.")
     beside = Path(targets[0]).parent / LABEL
     label = args.labels or rows[0].get("fixed_label") or (beside if beside.is_file() else None)
     tasks = [({"name": row["name"], "field": Path(row["folder"]) / "field.nii.gz", "fixed": Path(targets[0]),
@@ -225,9 +227,9 @@ def write_maps_page(out, rows, failed, args):
     sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed)))]
     if lines:
         head = [what, "label", "change, %", "without the affine part, %", "voxels"]
-        sections.append(("Labels", table_html(head, lines, "Mean change of volume. A click on a heading sorts.",
+        sections.append(("Labels", table_html(head, lines, "Mean change of volume. Click on a heading to sort.",
                                               [None, None, ".2f", ".2f", None])))
     sections.append(("Maps", gallery_html(pictures)))
-    lead = ("The change from the first scan to each later one, in their middle." if args.scans else
+    lead = ("The change from the first scan to each later one, half-way between them." if args.scans else
             "How much larger or smaller each subject is than the template.")
     return write_page(out / "jacobian.html", "Change of volume", lead, sections, sortable=True)

@@ -32,7 +32,8 @@ def motion(args):
     shape, affine = shape_of(args.series)
     count = shape[-1]
     if args.reference not in ("mean", "middle") and not (args.reference.isdecimal() and int(args.reference) < count):
-        raise InputError(f"--reference {args.reference}: mean, middle, or the number of a frame, 0 to {count - 1}.")
+        raise InputError(f"--reference {args.reference}: give mean, middle, or the number of a frame from 0 to "
+                         f"{count - 1}.")
     settings = {"program": "motion", "series": sha256(args.series), "reference": args.reference, "deform": args.deform,
                 "similarity": args.similarity}
     options = {"affine": "rigid", "refine": args.deform, "similarity": args.similarity,
@@ -155,9 +156,10 @@ def write_motion_page(out, table, failed, affine, args):
                 ("mean", thumbnail(aligned.mean(-1), affine), "mean of the aligned frames", ""),
                 ("spread", thumbnail(spread, affine), "standard deviation over the aligned frames", "")]
     sections = [("", cards_html(cards) + findings_html(findings_of([], failed))),
-                ("Motion", figure_html(motion_figure(table), "Where each frame lies against the reference.")),
+                ("Motion", figure_html(motion_figure(table), "How far each frame is from the reference.")),
                 ("Volumes", gallery_html(pictures)),
-                ("Frames", table_html(header, lines, "Shifts in mm, turns in radians. A click on a heading sorts.",
+                ("Frames", table_html(header, lines, "Shifts in mm, rotations in radians. Click on a heading to "
+                                                     "sort.",
                                       [None, *[".4f"] * 6, ".3f", ".3f", ".3f", None]))]
     return write_page(out / "motion.html", "Motion", f"{args.series}, aligned to {args.reference}.", sections,
                       sortable=True)

@@ -95,7 +95,7 @@ def choose(seen, count, args, device, out):
             break
         spacing *= 1.15
     if need > room:
-        raise InputError(f"{args.data}: a step needs {need / 2 ** 30:.1f} GiB even at {spacing:.3g} mm, and "
+        raise InputError(f"{args.data}: a step needs {need / 2 ** 30:.1f} GiB even at {spacing:.3g} mm, but only "
                          f"{room / 2 ** 30:.1f} are free on {device}; train on a machine with more memory.")
     step_s = cost["step_seconds"]
     return {"img_size": [int(n) for n in size], "spacing_mm": round(spacing, 4), "base": base,
@@ -147,17 +147,17 @@ def dry_run(out, device):
 def advise(purpose, count, labelled, data):
     """Which program serves the purpose, in a sentence or two."""
     if purpose == "augment":
-        return ("To augment, no training is needed: omnimorph augment --model none --data "
-                f"{data} --out Data/copies. A trained network draws copies with the shapes of your volumes.")
+        return (f"To augment you need no training: omnimorph augment --model none --data {data} --out Data/copies. "
+                "A trained network makes copies with the shapes of your volumes.")
     if purpose == "segment":
         few = f"With labels of {labelled} of {count} volumes, "
         if not labelled:
-            return "No volume has labels: draw some, or register atlases of another study by omnimorph segment."
+            return "No volume has labels: draw some, or register atlases of another study with omnimorph segment."
         if labelled <= FEW_LABELLED:
             return few + f"join atlases: omnimorph segment --atlases {data} --images NEW --out Results/segment."
         return few + "a segmentation network (nnU-Net) on them and on omnimorph augment's copies does best."
-    return ("To register some pairs, no training is needed: omnimorph register. The config is for thousands of pairs, "
-            "where a network's answer in a second pays.")
+    return ("To register a few pairs you need no training: use omnimorph register. This config is for thousands of "
+            "pairs, for which a network that answers in a second pays off.")
 
 
 def write_plan_page(out, args, items, seen, bad, chosen, advice):
@@ -178,7 +178,7 @@ def write_plan_page(out, args, items, seen, bad, chosen, advice):
                                                         *(("doubtful", "left out", f"{name}: {reason}")
                                                           for name, reason in bad)])),
                 ("Sizes", table_html(["", *(f"least, {axis}" for axis in axes), *(f"most, {axis}" for axis in axes)],
-                                     rows, "Over all volumes, their axes turned to right, front and up.")),
+                                     rows, "Over all volumes, with their axes turned to right, front and up.")),
                 ("Intensities", table_html(["volume", "percentile 0.5", "percentile 99.5"], ranges,
-                                           "Of the volumes that were opened."))]
+                                           "These are the volumes that were opened."))]
     return write_page(out / "plan.html", "Plan", f"{args.data}, to {args.purpose}.", sections)

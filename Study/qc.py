@@ -106,8 +106,8 @@ def draw_row(out, rows, entry, folder, earlier):
         if known is not None and "warped_label.nii.gz" in entry:
             outlines.append((read_label(entry["warped_label.nii.gz"], dims)[0], 1))
     else:
-        raise InputError(f"{row['folder']}: neither a warped volume nor a label map is there; compute these "
-                         "results again.")
+        raise InputError(f"{row['folder']}: it has neither a warped volume nor a label map; compute these results "
+                         "again.")
     path = folder / f"{entry['name'].replace('/', '_')}.png"
     write_file(path, thumbnail(image, affine, outlines, heat))
     kept = {key: value for key, value in row.items() if key not in ("files", "source", "folder", "warnings")}
@@ -129,8 +129,9 @@ def write_qc_page(out, rows, failed, args):
                  row["verdict"] + (f", outlier in {heading(row['outlier'])}" if row["outlier"] else ""))
                 for row in rows]
     sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed))),
-                ("Numbers", table_html(header, lines, "The worst first. A click on a heading sorts. by: robust "
-                                       "standard deviations from the median, on the bad side; above 5 is an outlier.",
+                ("Numbers", table_html(header, lines, "The worst come first. Click on a heading to sort. by: robust "
+                                                      "standard deviations from the median, on the bad side; above "
+                                                      "5 is an outlier.",
                                        [None, None, None, ".1f", *[".3g"] * len(shown)])),
                 ("All subjects", gallery_html(pictures) + "<p>Of a pair: the warped volume; orange, the fixed labels "
                  "or the outline of the fixed volume; blue, the warped labels. Of a segmentation: the image, its "

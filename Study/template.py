@@ -46,7 +46,8 @@ def template(args):
     """What `omnimorph template` does with its options; returns the exit code."""
     items = volumes_of(args.images, args.ids, args.subject_pattern)
     if len(items) < FEWEST:
-        raise InputError(f"{items[0]['image']}: {len(items)} volume; a template needs {FEWEST} subjects or more.")
+        raise InputError(f"{items[0]['image']}: it has {len(items)} volume; a template needs {FEWEST} subjects or "
+                         "more.")
     settings = {"program": "template", "rounds": args.rounds, "affine": args.affine, "similarity": args.similarity,
                 "spacing_mm": args.spacing, "sharpen": args.sharpen, "start": str(args.start or "")}
     options = {"similarity": args.similarity, "device": str(pick_device(args.device))}
@@ -78,7 +79,7 @@ def finished_earlier(items, settings, out):
         row = earlier["pairs"].get(item["id"])
         if row and (row["source"] != source_digests(entry_of(item)) or damage(row["files"], out)):
             return None
-    print(f"{out}: this template is whole from an earlier run, and is kept (--again: make it anew)")
+    print(f"{out}: keeping the finished template of an earlier run (--again makes it again)")
     return list(earlier["pairs"].values()), content["failed"], history
 
 
@@ -375,7 +376,7 @@ def write_template_page(out, rows, failed, history, args):
                 ("Convergence", figure_html(convergence_figure(history), "Each round registers all subjects to the "
                                             "template and moves it to their middle.") + gallery_html(rounds)),
                 ("Subjects", table_html(["subject", "verdict", *[word.replace("_percent", " %") for word in shown]],
-                                        lines, "A click on a heading sorts.", [None, None, *[".3f"] * len(shown)])),
+                                        lines, "Click on a heading to sort.", [None, None, *[".3f"] * len(shown)])),
                 ("Subjects on the template", gallery_html(pictures))]
     lead = f"Of {len(rows)} subjects, in {args.rounds} rounds, on {' x '.join(map(str, image.shape))} voxels."
     return write_page(out / "template.html", "Template", lead, sections, sortable=True)

@@ -102,7 +102,7 @@ def main():
         print(__doc__.strip())
         return 0
     if not arguments and sys.stdin.isatty():
-        print("error: no text: paste it in quotes, or redirect a log (< FILE).", file=sys.stderr)
+        print("error: no text: paste the message in quotes, or redirect a log (< FILE).", file=sys.stderr)
         return 43
     text = " ".join(arguments) or sys.stdin.buffer.read().decode(errors="replace")
     if not text.strip():
@@ -113,10 +113,10 @@ def main():
     for fragments, meaning, cure in rows:
         print(f"{' or '.join(fragments)}\n  what it means: {meaning}\n  what to do:    {cure}\n")
     for template, name in refusals:
-        print(f"{template.replace('{}', '...')}\n  OmniMorph refuses an input ({name}): the sentence says why.\n")
+        print(f"{template.replace('{}', '...')} OmniMorph refuses an input ({name}): the sentence gives the reason.")
     if not rows and not refusals:
-        print("No row of docs/messages.md fits. Search the page for a shorter piece of the text; the verdict of a run "
-              "stands in verdict.json of its folder.")
+        print("No row of docs/messages.md fits. Search the page for a shorter piece of the text; verdict.json in "
+              "the folder of a run has its verdict.")
         return 1
     return 0
 

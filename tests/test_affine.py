@@ -239,7 +239,7 @@ def test_bad_input_is_one_sentence():
     broken[3, 4, 5] = np.nan
     for arguments, words in [((good, eye, np.full(good.shape, 0.3), eye), "moving volume is 0.3 everywhere"),
                              ((np.zeros((9, 8, 7)), eye, good, eye), "fixed volume is 0 everywhere"),
-                             ((good, eye, subject(2), eye), "3 axes, the moving one 2"),
+                             ((good, eye, subject(2), eye), "3 axes and the moving one 2"),
                              ((good[None], eye, good, eye), "fixed volume has the shape"),
                              ((broken, eye, good, eye), "NaN or infinite"),
                              ((good, eye, good, np.diag([1.0, 1.0, 0.0, 1.0])), "affine of the moving volume"),

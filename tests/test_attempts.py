@@ -367,7 +367,7 @@ def test_the_first_launch_fixes_the_step_and_fewer_ranks_do_all_of_it(tmp_path, 
     assert split(1, 4) == (whole, 1, 2, "2 of 4 ranks (1 x 2) do the whole step of 8 samples, 2 batches each\n")
     step, *used, said = split(3, 8)  # three of four nodes: six ranks cannot share four batches
     assert (step, used) == (whole, [2, 2]) and "2 more could not share it evenly and stay idle" in said
-    with pytest.raises(InputError, match="of 8 samples, as the run's first launch with 4 ranks has fixed it, is not"):
+    with pytest.raises(InputError, match="of 8 samples, which the run's first launch with 4 ranks fixed, is not"):
         split(4, 8)  # nothing is missing: somebody wants more than the run can use
     assert split(4, 8, data__global_batchsize=16) == ({"samples": 16, "pairs": 8, "ranks": 8}, 4, 2, ""), "the config's"
     assert split(2, 4)[0]["samples"] == 16, "as it was last"

@@ -428,20 +428,20 @@ def test_every_damage_is_named_and_repaired(made, place, capsys):
         assert text in out
     assert len(out.splitlines()) == 8 and "5 of 9 files are damaged" in one_sentence(err) and "--repair" in err
     assert run_here(made, place, "--repair", "--workers", "1") == DONE
-    assert "3 parts that are damaged or lack a volume are made anew" in capsys.readouterr().out
+    assert "rebuilding 3 parts that are damaged or lack a volume" in capsys.readouterr().out
     kept = contents(place)
     for name in ("notes.txt", "volumes_old.json", "images_00000.npy.bak"):
         assert kept.pop(name) == b"ours"
     assert kept == contents(made / "cache")
     assert run_here(made, place, "--verify") == STOP
     out, err = capsys.readouterr()
-    assert "all 9 files of the cache are whole, but 3 others are there" in one_sentence(err)
+    assert "all 9 files of the cache are intact, but the folder has 3 other files" in one_sentence(err)
 
 
 def test_a_whole_cache_is_said_to_be_whole(made, capsys):
     before = contents(made / "cache")
     assert run_here(made, made / "cache", "--verify") == DONE
-    assert f"all 9 files of {COUNT} volumes are whole" in capsys.readouterr().out
+    assert f"all 9 files of {COUNT} volumes are intact" in capsys.readouterr().out
     assert contents(made / "cache") == before
 
 
@@ -532,12 +532,12 @@ def test_nothing_is_taken_from_under_a_training(tmp_path, capsys):
     try:
         for option in ("--fresh", "--repair"):
             assert run_here(tmp_path, place, option) == STOP
-            assert f"data.cache {place} is read by a training: let it finish" in one_sentence(capsys.readouterr().err)
+            assert f"data.cache {place} is in use by a training run" in one_sentence(capsys.readouterr().err)
             assert contents(place) == before
         write_volumes(tmp_path, range(3, 4))  # at another time: its part is made anew
         write_volumes(tmp_path, range(100, 101))
         assert run_here(tmp_path, place, "--workers", "1") == DONE
-        assert "a training reads this cache, so 3 files of before stay" in capsys.readouterr().out
+        assert "a training run reads this cache, so 3 old files stay" in capsys.readouterr().out
         arrays = {name: data for name, data in before.items() if name.endswith(".npy")}
         assert arrays.items() <= contents(place).items()
         assert len(read_datasets(cached(tmp_path, place, data__train_ids="", data__val_ids="100"))[0]) == 20
@@ -573,7 +573,7 @@ def test_where_there_are_no_locks_it_is_said_once(made, place, monkeypatch, caps
     for rank in (0, 1):
         assert len(read_datasets(cached(made, place), ranks=Ranks(rank=rank, world_size=2))[0]) == 6
     said = capsys.readouterr().err
-    assert said.count("cannot be locked (No locks available): do not run OM_prepare.py on it while a training") == 1
+    assert said.count("cannot be locked (No locks available): do not run OM_prepare.py on it during training") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -868,7 +868,7 @@ def test_what_other_users_have_put_there_is_neither_believed_nor_touched(made, t
             os.symlink("/", name)
     shutil.rmtree(copy)
     os.symlink("/", copy)
-    with pytest.raises(InputError, match="99 names like it belong to other users; name another folder"):
+    with pytest.raises(InputError, match="99 folders with similar names belong to other users; name another folder"):
         staged_here(made / "cache", stage)
 
 
@@ -879,7 +879,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(made, tmp_path):
     copy = staged_here(made / "cache", stage)
     (copy / ".lock").unlink()
     (copy / ".lock").symlink_to(victim)
-    with pytest.raises(InputError, match="/.lock is a link, which no training makes; remove "):
+    with pytest.raises(InputError, match="/.lock is a link, which OmniMorph never creates; remove "):
         staged_here(made / "cache", stage)
     assert victim.read_text() == "precious"
 

@@ -296,7 +296,7 @@ def test_a_network_registers_what_it_was_trained_with(data, trained, tmp_path, c
     command = ["--fixed", fixed, "--moving", moving, "--model", str(trained / "Models/demo_om_net"), "--affine", "none",
                "--refine", "0", "--device", "cpu"]
     assert OM_register.main([*command, "--out", str(tmp_path / "one")]) == 43
-    assert "trained on volumes of 2 channels (data.channels), and 1 is given" in capsys.readouterr().err
+    assert "trained on volumes with 2 channels (data.channels), but 1 is given" in capsys.readouterr().err
     both = ["--fixed-channels", fixed_2, "--moving-channels", moving_2]
     assert OM_register.main([*command, *both, "--out", str(tmp_path / "two")]) == 0
     assert (tmp_path / "two/warped_channel_2.nii.gz").is_file()

@@ -475,7 +475,7 @@ def test_load_names_what_is_wrong(run):
         checkpoint.load(path)
     for foreign in ({"state_dict": {}}, {"model": {}}, torch.ones(2), {"format": 1, "model": 3}):
         torch.save(foreign, path)
-        with pytest.raises(InputError, match="x.pth is not a checkpoint of this project"):
+        with pytest.raises(InputError, match="x.pth is not an OmniMorph checkpoint"):
             checkpoint.load(path)
     torch.save({**make_state(), "format": 2}, path)
     with pytest.raises(InputError, match="x.pth has format 2"):
@@ -492,7 +492,7 @@ def test_compatibility_messages():
         checkpoint.check_compatible(state, {**CONFIG, "model.channels": [8]}, "f.pth", keys)
     with pytest.raises(InputError, match=r"f\.pth is a checkpoint of another network .*om_net.*unet.*--fresh"):
         checkpoint.check_compatible(state, {**CONFIG, "model.channels": [8], "model.name": "unet"}, "f.pth", keys)
-    with pytest.raises(InputError, match="f.pth holds no config"):
+    with pytest.raises(InputError, match="f.pth has no config"):
         checkpoint.check_compatible({"format": 1, "model": {}}, CONFIG, "f.pth", keys)
 
 
@@ -609,7 +609,7 @@ def test_step_back_marks_the_newest_that_verifies_or_nothing(run):
     flip_epoch(run, 2)
     said = []
     assert checkpoint.newest(run, said.append) == name(4)
-    assert f"{run / name(4)} is taken although it is doubtful" in said[-1]
+    assert f"{run / name(4)} is used although it is doubtful" in said[-1]
     assert checkpoint.step_back(run, "y") is None and marks(run) == {name(4): "x"}
     (run / name(4)).unlink()
     with pytest.raises(InputError, match="--fresh"):

@@ -84,7 +84,7 @@ def test_the_configs_of_the_published_method_have_its_settings(name, dims, side,
 
 def test_a_network_that_is_shown_one_volume_trains_mode_1_alone():
     cfg = load_config(OM, ["model.condition_type=none"])
-    with pytest.raises(InputError, match="condition_type none shows .* one volume alone.* set loss.contrastive, "
+    with pytest.raises(InputError, match="condition_type none the network sees only one volume.* set loss.contrastive, "
                        "loss.imgsim, .* to 0"):
         modes_of(cfg, MODES)
 
@@ -177,8 +177,8 @@ def test_overrides_are_converted(override, value):
     ("run.deadline_factor=0.5", ["run.deadline_factor", "at least 1"]),
     ("run.max_rounds=0", ["run.max_rounds", "at least 1"]),
     ("run.deadline_flor_s=3", ["run.deadline_flor_s", "run.deadline_floor_s"]),
-    ("run.notify=[a, b]", ["run.notify is a text", "quotes"]),
-    ("run.strategy=zero2", ["run.strategy is one of ddp, zero1, fsdp, not 'zero2'"]),
+    ("run.notify=[a, b]", ["run.notify must be text", "quotes"]),
+    ("run.strategy=zero2", ["run.strategy must be one of ddp, zero1, fsdp, not 'zero2'"]),
 ])
 def test_bad_values_are_one_sentence(override, words):
     with pytest.raises(InputError) as error:
@@ -219,8 +219,8 @@ def test_the_table_of_keys_says_type_and_limits():
     ("model: 3", ["unknown key model", "did you mean"]),
     ("a: !!python/object/apply:os.getcwd []", ["unknown key a"]),
     ("base: config_om.yaml\noptim:\n  lr: 1e-3\nrun:\n  epochs: 3\noptim:\n  average: 0.9\n",
-     ["not valid YAML", "line 6: optim stands there a second time"]),
-    ("base: config_om.yaml\nrun:\n  epochs: 3\n  epochs: 4\n", ["line 4: epochs stands there a second time"]),
+     ["not valid YAML", "line 6: optim appears twice"]),
+    ("base: config_om.yaml\nrun:\n  epochs: 3\n  epochs: 4\n", ["line 4: epochs appears twice"]),
 ])
 def test_bad_files_are_one_sentence(tmp_path, content, words):
     path = tmp_path / "bad.yaml"
@@ -262,7 +262,7 @@ def test_a_name_or_cache_that_is_given_stays(tmp_path):
     assert load_config(OM, ["data.root=/d/brains", "data.name=mine"])["data.cache"] == "Cache/mine"
     assert load_config(OM, ["data.root=/d/brains", "data.cache=/fast/c"])["data.name"] == "brains"
     assert load_config(OM, ["data.root=/d/brains", "data.cache="])["data.cache"] == ""
-    with pytest.raises(InputError, match="data.root / has no name that a run could have; set data.name"):
+    with pytest.raises(InputError, match="data.root / gives no name for the run; set data.name"):
         load_config(OM, ["data.root=/"])
     names = {name: load_config(ROOT / f"Config/config_{name}.yaml")["data.name"] for name in ("demo", "hippocampus")}
     assert names == {"demo": "demo", "hippocampus": "hippocampus"}
@@ -272,7 +272,7 @@ def test_a_name_or_cache_that_is_given_stays(tmp_path):
 
 @pytest.mark.parametrize("name", ["a/b", "..", "a b", "brains*"])
 def test_a_name_that_no_file_can_have_is_refused_before_anything_is_written(name):
-    with pytest.raises(InputError, match="data.name is .*files and folders are named by it"):
+    with pytest.raises(InputError, match="data.name is .*files and folders are named after it"):
         load_config(OM, [f"data.name={name}"])
 
 
@@ -320,7 +320,7 @@ def test_home_and_variables_in_paths_are_those_of_a_shell(monkeypatch):
     cfg = load_config(OM, ["run.models=~/runs", "data.root=$SCRATCH/brains", "run.logs=${SCRATCH}/logs"])
     assert cfg["run.models"] == "/home/me/runs" and cfg["data.root"] == "/scratch/me/brains"
     assert cfg["run.logs"] == "/scratch/me/logs" and cfg["data.cache"] == "Cache/brains"
-    with pytest.raises(InputError, match=r"run.models is \$NOWHERE/x, and there is no variable \$NOWHERE here"):
+    with pytest.raises(InputError, match=r"run.models is \$NOWHERE/x, but the variable \$NOWHERE is not set"):
         load_config(OM, ["run.models=$NOWHERE/x"])
     with pytest.raises(InputError, match="data.root is empty; name the folder"):
         load_config(OM, ["data.root="])

@@ -99,7 +99,7 @@ def test_production_config_has_its_recorded_size(capsys):
     costs = json.loads(output.strip().splitlines()[-1])
     assert 216e6 <= costs["parameters"] <= 264e6
     assert 15e9 < costs["step_memory_bytes"]["cuda"] < 20e9, "batch 2 on a device of 24 GiB"
-    assert "steps per epoch: unknown without volumes (data.expect_samples, since Data/all: no such" in output
+    assert "steps per epoch: unknown without the volumes (data.expect_samples, since Data/all: no such" in output
     assert "0 steps" not in output and "epochs" not in output, "nothing is said of what is not known"
     assert "128x128x128" in output and "batch 2" in output and "80 timesteps" in output
 
@@ -114,4 +114,4 @@ def test_dry_run_of_several_ranks_counts_their_common_batch(tmp_path, capsys, mo
         printed = capsys.readouterr().out
         costs = json.loads(printed.strip().splitlines()[-1])
         assert costs["effective_batch"] == batch and costs["steps_per_epoch"] == steps
-    assert "effective batch 12 (ranks: 3 x 2 batches one after the other)" in printed
+    assert "effective batch 12 (ranks: 3 x 2 batches, one after another)" in printed

@@ -72,7 +72,7 @@ def test_whatever_holds_a_volume(place, kind):
 
 def test_an_array_alone_says_that_its_spacing_is_unknown(place):
     volumes = [make_subject(seed, SHAPES["F"])["image"] for seed in (0, 1)]
-    with pytest.warns(UserWarning, match="moving: an array alone does not say its spacing, and voxels of 1 mm"):
+    with pytest.warns(UserWarning, match="moving: an array alone has no spacing, so voxels of 1 mm"):
         found = omnimorph.register(*volumes, affine=False, refine=1)
     assert np.array_equal(found.fixed.affine, np.eye(4)) and found.field.shape == (3, *SHAPES["F"])
 
@@ -82,10 +82,10 @@ GOOD = np.random.default_rng(0).random((8, 9, 10))
 
 @pytest.mark.parametrize("source, words", [
     (None, "moving: NoneType is not a volume; give a path, a nibabel or SimpleITK image, an array"),
-    ((GOOD, nibabel.Nifti1Header()), "moving: a Nifti1Header is in the place of its affine"),
+    ((GOOD, nibabel.Nifti1Header()), "moving: its affine is a Nifti1Header"),
     ((GOOD, GOOD), "moving: the affine of shape .8, 9, 10. is not an invertible 4x4 matrix"),
-    ((GOOD, np.eye(4), 1), "moving: 3 things instead of an array and its affine"),
-    ((GOOD.astype(complex), np.eye(4)), "moving: voxels of type complex128"),
+    ((GOOD, np.eye(4), 1), "moving: 3 values instead of an array and its affine"),
+    ((GOOD.astype(complex), np.eye(4)), "moving: each voxel must be one real number, but the type is complex128"),
     ("nowhere.nii.gz", "nowhere.nii.gz: no such file"),
     (nibabel.Nifti1Image(GOOD[..., None, None] * np.ones(2), np.eye(4)), "moving: shape .8, 9, 10, 1, 2. is neither")])
 def test_what_holds_no_volume_is_one_sentence(source, words):

@@ -112,25 +112,25 @@ def test_folders_of_a_study_are_its_volumes(tmp_path, volume):
 def test_what_is_no_whole_volume_is_one_sentence(tmp_path, volume):
     folder = write_series(tmp_path / "gap", volume)
     (folder / "IM009").unlink()
-    with pytest.raises(InputError, match=r"gap: the steps between its 5 slices are from 2\.52 to 5\.04 mm; slices"):
+    with pytest.raises(InputError, match=r"gap: the distances between its 5 slices range from 2\.52 to 5\.04 mm"):
         read_header(folder)
     folder = write_series(tmp_path / "two", volume)
     write_slice(folder / "other", volume[:, :, 0].T, 0, series=SERIES + ".5")
-    with pytest.raises(InputError, match="two: 2 DICOM series in one folder; put each into a folder of its own"):
+    with pytest.raises(InputError, match="two: the folder has 2 DICOM series; put each into its own folder"):
         read_header(folder)
     write_slice(tmp_path / "one.dcm", volume[:, :, 0].T, 0)
     with pytest.raises(InputError, match="one.dcm: one slice of a DICOM series; give the folder with all"):
         read_header(tmp_path / "one.dcm")
     folder = write_series(tmp_path / "turned", volume)
     write_slice(folder / "IM000", volume[:, :5, 0].T, 0)
-    with pytest.raises(InputError, match="turned: slices of several sizes or directions"):
+    with pytest.raises(InputError, match="turned: the slices have several sizes or directions"):
         read_header(folder)
 
 
 def test_without_simpleitk_a_sentence_says_what_to_install(tmp_path, volume, monkeypatch):
     folder = write_series(tmp_path / "scan", volume)
     monkeypatch.setitem(__import__("sys").modules, "SimpleITK", None)
-    with pytest.raises(InputError, match="scan: a DICOM series needs a package: pip install SimpleITK, or convert"):
+    with pytest.raises(InputError, match="scan: a DICOM series needs SimpleITK: pip install SimpleITK, or convert"):
         read_volume(folder)
 
 

@@ -151,7 +151,7 @@ def test_slices(tmp_path):
     (("--pairs", "p.json", "--field", "f"), "give either --pairs or the files of one pair"),
     (("--pairs", "nowhere.json"), "nowhere.json: no such list"),
     (("--fixed-label", "nowhere.nii.gz"), "nowhere.nii.gz: no such file"),
-    (("--fixed-label", "empty.nii.gz"), "empty.nii.gz: no label but 0"),
+    (("--fixed-label", "empty.nii.gz"), "empty.nii.gz: it has no label above 0"),
     (("--fixed-label", "fixed.nii.gz", "--field", "small.nii.gz"), "small.nii.gz: it is on another grid than"),
     (("--fixed-label", "fixed.nii.gz", "--warped-label", "shifted.nii.gz"), "shifted.nii.gz: it is on another grid"),
     (("--moving-label", "moving.nii.gz"), "nothing to score"),

@@ -143,7 +143,7 @@ def test_one_flipped_bit_of_the_weights_is_noticed(tmp_path):
     content = bytearray(target.read_bytes())
     content[-1000] ^= 1
     target.write_bytes(content)
-    with pytest.raises(InputError, match=f"{target}: its weights are not those that were exported"):
+    with pytest.raises(InputError, match=f"{target}: its weights differ from those that were exported"):
         load_model(target)
 
 
@@ -153,7 +153,7 @@ def test_without_the_package_the_command_to_install_it(tmp_path):
             f"sys.exit(main(['--model', {str(run)!r}]))")
     done = launching.run([sys.executable, "-c", code], cwd=ROOT)
     assert done.returncode == 43 and not list(run.glob("*.safetensors"))
-    assert done.stderr == "error: writing .safetensors needs a package: pip install safetensors\n"
+    assert done.stderr == "error: writing .safetensors files needs a package: pip install safetensors\n"
 
 
 def test_what_cannot_be_exported(tmp_path, capsys):

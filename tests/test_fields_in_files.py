@@ -100,7 +100,7 @@ def test_fields_of_slices(tmp_path):
     found, _ = read_field(tmp_path / "field.nii.gz", dims=2)
     assert found.shape == (2, 20, 24) and np.abs(found - field).max() < 1e-4
     write_field(tmp_path / "field.nii.gz", random_field(2, (8, 9, 10), 0.06), affine)
-    with pytest.raises(InputError, match="field.nii.gz: a field of 10 planes"):
+    with pytest.raises(InputError, match="field.nii.gz: the field has 10 planes"):
         read_field(tmp_path / "field.nii.gz", dims=2)
 
 
@@ -152,7 +152,7 @@ def test_landmarks_as_people_have_them(tmp_path, text, encoding):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("1,10.5,12.25,-3.5\n", "row 1: 1, 10.5, 12.25, -3.5 is not x, y, z in millimetres; a header row has to say which"),
+    ("1,10.5,12.25,-3.5\n", "row 1: 1, 10.5, 12.25, -3.5 is not x, y, z in millimetres; a header row must name"),
     ("a,b,c\n1,2,3\n", "header a, b, c does not name the columns x, y and z"),
     ("1,2,3\n1_000,2,3\n", "row 2: 1_000, 2, 3 is not x, y, z"),
     ("x,y,z\n1,2,3\n1,2\n", "row 3: 1, 2 is not x, y, z"), ("10,5,12,25,-3,5\n", "row 1: 10, 5, 12, 25, -3, 5"),
@@ -176,7 +176,7 @@ def test_fields_of_other_programs_are_not_taken_for_ours(tmp_path, kind, words):
                       allow_unknown=True)
     path = tmp_path / {"y_": "y_T1.nii", "mgz": "warp.mgz"}.get(kind, "field.nii.gz")
     write_volume(path, np.zeros(shape, np.float32), np.eye(4), header)
-    with pytest.raises(InputError, match=f"{path.name}: {words}.*convert it to ITK's"):
+    with pytest.raises(InputError, match=f"{path.name}: {words}.*convert the field to ITK's"):
         read_field(path)
 
 
@@ -213,7 +213,7 @@ def test_a_field_with_a_singular_affine_is_refused(tmp_path, write, shape):
 
 def test_a_field_of_complex_numbers_is_refused(tmp_path):
     nibabel.save(nibabel.Nifti1Image(np.ones((5, 6, 7, 3), np.complex64), np.eye(4)), tmp_path / "field.nii.gz")
-    with pytest.raises(InputError, match="field.nii.gz: voxels of type complex64 are not one real number each"):
+    with pytest.raises(InputError, match="field.nii.gz: each voxel must be one real number, but the type is complex64"):
         read_field(tmp_path / "field.nii.gz")
 
 

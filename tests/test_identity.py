@@ -60,18 +60,18 @@ def test_the_same_data_say_nothing_and_added_ones_say_what():
 
 
 @pytest.mark.parametrize("now, said", [
-    ([(name, size + 1) for name, size in SOME], "of its 8 volumes 0 are among the 8 present ones"),
+    ([(name, size + 1) for name, size in SOME], "of its 8 volumes, 0 are among the 8 of this data set"),
     ([(f"other_{number}", 100) for number in range(9)], "of its 8 volumes 0 are among the 9"),
     (SOME[:3], "of its 8 volumes 3 are among the 3"),
 ])
 def test_other_data_of_the_same_name_are_refused(now, said):
-    with pytest.raises(InputError, match=f"F was trained on other data of the same name brains: {said}.*--fresh"):
+    with pytest.raises(InputError, match=f"F was trained on different data with the same name brains: {said}.*--fresh"):
         compare_data(data_of(SOME), data_of(now), "F")
     assert compare_data(data_of(SOME), data_of(SOME[:4]), "F")[0], "half of them is enough"
 
 
 def test_whoever_was_trained_on_is_not_held_out_later():
-    with pytest.raises(InputError, match="F was trained on p1, p2, held out for validation now"):
+    with pytest.raises(InputError, match="F was trained on p1, p2, which would now be held out for validation"):
         compare_data(data_of(SOME), data_of([*SOME[:1], *SOME[3:]], SOME[1:3]), "F")
     with pytest.raises(InputError, match="F was trained on p1, held out"):  # another scan of the same subject
         compare_data(data_of(SOME), data_of(SOME[2:], [("p1_2", 5)]), "F")
@@ -106,7 +106,7 @@ def test_a_data_set_that_grew_goes_on_with_the_next_epoch_and_another_is_refused
     assert train(tmp_path, "--max-steps-before-restart", "1", data__train_ids="0-5,8-9") == 42
     out = capfd.readouterr().out
     assert "changed since the checkpoint: volumes added: 2 (subject_0008, subject_0009)" in out
-    assert "changed since the checkpoint: the order of the volumes: the training goes on with epoch 1" in out
+    assert "changed since the checkpoint: the order of the volumes: training continues from the start of epoch 1" in out
     assert [(line["epoch"], line["step"]) for line in log_lines(tmp_path, "step")] == [(0, 0), (0, 1), (1, 2)]
     state = checkpoint.load(run / checkpoint.newest(run))
     assert (state["epoch"], state["step_in_epoch"], state["samples"]) == (1, 1, 2)
@@ -115,7 +115,7 @@ def test_a_data_set_that_grew_goes_on_with_the_next_epoch_and_another_is_refused
     write_dataset(tmp_path / "data", range(8), 18)  # the same names
     assert train(tmp_path, data__train_ids="0-5") == 43
     said = capfd.readouterr().err
-    assert "was trained on other data of the same name demo: of its 10 volumes 0 are among the 8" in said
+    assert "was trained on different data with the same name demo: of its 10 volumes, 0 are among the 8" in said
     assert train(tmp_path, "--fresh", "--max-steps-before-restart", "1") == 42
 
 
@@ -156,4 +156,4 @@ def test_ranks_that_read_other_data_are_named(tmp_path):
     for process in both:
         out, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
-        assert "rank 1 of 2 reads other data than rank 0: data.root or data.cache must be the same on" in out
+        assert "rank 1 of 2 reads different data from rank 0: data.root and data.cache must be the same on" in out

@@ -54,7 +54,7 @@ def test_a_folder_onto_one_volume_is_kept_where_it_grows_and_survives_a_bad_one(
     bad.write_bytes(whole)
     shutil.move(tmp_path / "later.nii.gz", last)
     assert call(*words, "--workers", "2") == 0
-    assert "1 of 3 pairs are whole from an earlier run, and are kept (--again" in capsys.readouterr().err
+    assert "keeping 1 of 3 pairs from an earlier run (--again" in capsys.readouterr().err
     found = results(tmp_path / "out")
     assert [row["name"] for row in found["pairs"]] == [f"sub-0{n}_T1w_to_sub-00_T1w" for n in (1, 2, 3)]
     assert found["version"] == __version__ and found["complete"] and found["mean"]["pairs"] == 3
@@ -77,7 +77,7 @@ def test_a_file_that_may_not_be_read_and_a_fault_of_the_program_end_no_list(data
     assert call(*words) == 43
     reasons = {entry["name"][:6]: entry["reason"] for entry in results(tmp_path / "out")["failed"]}
     assert reasons["sub-01"].endswith("sub-01_T1w.nii.gz: Permission denied; check the file.")
-    assert "RuntimeError (a fault); the traceback stands above" in reasons["sub-02"]
+    assert "RuntimeError (a fault); see the traceback above" in reasons["sub-02"]
     assert [row["name"] for row in results(tmp_path / "out")["pairs"]] == ["sub-03_T1w_to_sub-00_T1w"]
     assert "Traceback" in capsys.readouterr().err
 
@@ -104,11 +104,11 @@ def test_tables_folders_patterns_and_names(data):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--pairs", "data"], "data: a folder does not say which volumes belong together; add --fixed F"),
+    (["--pairs", "data"], "data: a folder does not define pairs; add --fixed F"),
     (["--pairs", "none.csv"], "none.csv: no such list of pairs"),
     (["--pairs", "data", "--fixed", "data/sub-00_T1w.nii.gz", "--moving", "data"], "give either --pairs, or --fixed"),
     (["--fixed", "data/sub-00_dseg.nii.gz", "--moving", "data/sub-01_T1w.nii.gz"],
-     "sub-00_dseg.nii.gz: a segmentation by its name; give its image as the fixed volume"),
+     "sub-00_dseg.nii.gz: its name marks it as a segmentation; give its image as the fixed volume"),
     (["--fixed", "data/sub-00_T1w.nii.gz", "--moving", "data", "--moving-label", "data/sub-01_dseg.nii.gz"],
      "--moving-label names 1 files for 3 moving volumes"),
     (["--fixed", "data/sub-00_T1w.nii.gz", "--moving", "data", "--moving-mask", "data/sub-01_dseg.nii.gz"],
@@ -125,7 +125,7 @@ def test_lists_that_are_none_are_one_sentence(data, tmp_path, capsys, monkeypatc
 @pytest.mark.parametrize("name, text, said", [
     ("pairs.json", '[{"fixed": "a.nii", "fixed": "b.nii", "moving": "c.nii"}]', "fixed stands twice in one object"),
     ("pairs.csv", "fixed,moving,Fixed\na.nii,c.nii,b.nii\n", 'the header has the column "fixed" twice'),
-    ("pairs.csv", "fixed,moving\na.nii,c.n\0i\n", "zero bytes in the text"),
+    ("pairs.csv", "fixed,moving\na.nii,c.n\0i\n", "the text contains zero bytes"),
     ("pairs.json", '[{"fixed": "a.nii", "moving": "c.n\\u0000i"}]', "not a path; correct it")])
 def test_names_that_stand_twice_and_zero_bytes_are_refused(tmp_path, name, text, said):
     (tmp_path / name).write_text(text)
@@ -153,7 +153,7 @@ def test_a_label_on_another_grid_is_told_in_numbers_and_resampled_on_request(dat
     assert call(*words) == 43
     said = capsys.readouterr().err
     assert "(spacings 0.98 x 1 x 1 and 1 x 1 x 1 mm, origins (3, 0, 0) and (0, 0, 0), 3 mm apart)" in said
-    assert "--resample-labels brings it there" in said
+    assert "--resample-labels resamples it to that grid" in said
     assert call(*words, "--resample-labels") == 0
     assert nibabel.load(tmp_path / "out/warped_label.nii.gz").get_fdata().any()
 
@@ -175,5 +175,5 @@ def test_a_result_saves_what_the_command_writes(data, tmp_path):
     omnimorph.register(*volumes, affine=False, refine=1, config=cfg).save(tmp_path / "arrays")
     row = next(iter(read_results(tmp_path / "arrays")["pairs"].values()))
     assert row["fixed"] == str(tmp_path / "arrays/fixed.nii.gz") and row["name"] == "moving to fixed"
-    with pytest.raises(InputError, match="no folder can be made there"):
+    with pytest.raises(InputError, match="the folder cannot be created"):
         found.save(paths[0])

@@ -50,8 +50,8 @@ def test_a_flipped_bit_in_the_best_checkpoint_is_said_and_the_newest_taken(run, 
     flip_a_bit(best)
     assert find_checkpoint(run) == newest
     said = capsys.readouterr().err
-    assert said == (f"warning: {best}, the best of its run, is not used (SHA-256 differs); {newest.name}, the newest "
-                    "that is whole, is taken instead\n")
+    assert said == (f"warning: {best}, the best checkpoint of its run, cannot be used (SHA-256 differs); "
+                    f"using {newest.name}, the newest intact one\n")
     assert load_model(run)[1]["run.seed"] == 2
     with pytest.raises(InputError, match=f"{best} is damaged .SHA-256 differs.: restore the file"):
         load_model(best)
@@ -97,8 +97,8 @@ def test_the_network_is_ready_to_use_and_keys_that_came_later_get_defaults(tmp_p
     (lambda folder: folder / "none.pth", "no such model"),
     (lambda folder: folder / "empty", "no checkpoint in this folder"),
     (lambda folder: folder / "cut.pth", "restore the file"),
-    (lambda folder: folder / "foreign.pth", "not a checkpoint of this project"),
-    (lambda folder: folder / "bare.pth", "holds no config"),
+    (lambda folder: folder / "foreign.pth", "not an OmniMorph checkpoint"),
+    (lambda folder: folder / "bare.pth", "has no config"),
     (lambda folder: folder / "other.pth", "do not fit the network"),
 ])
 def test_what_cannot_be_used_is_named(tmp_path, spoil, words):

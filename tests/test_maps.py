@@ -261,7 +261,7 @@ def test_labels_are_found_by_all_ranks_together(data):
     ({"data__label_ids": "70-80"}, ["ids \"70-80\" select no volume"]),
     ({"registration__masks": True, "data__train_ids": "2,3", "data__expect_samples": 2}, ["none of 2", "has a mask"]),
     ({"registration__labels": "7-9"}, ["no label but the background among registration.labels 7-9"]),
-    ({"registration__labels": "3-1"}, ["registration.labels \"3-1\" has the bad part"]),
+    ({"registration__labels": "3-1"}, ["registration.labels \"3-1\": \"3-1\" is not a number"]),
     ({}, ["6 labels from 1 to 6", "at most 5 by registration.labels, such as \"1-5\""])])
 def test_labels_that_cannot_be_used_are_one_sentence(data, tmp_path, monkeypatch, capfd, changes, words):
     monkeypatch.setattr(identity, "MOST_LABELS", 5)

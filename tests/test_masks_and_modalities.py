@@ -221,7 +221,7 @@ def test_masks_that_do_not_fit_are_one_sentence():
     for mask, words in ((np.zeros(SIZE), "nowhere above 0"), (np.ones((3, 4, 5)), "on another grid")):
         with pytest.raises(InputError, match=words):
             register(volume, volume, refine=1, fixed_mask=mask, config=config())
-    with pytest.raises(InputError, match="similarity is auto, correlation, mapped, mind, not 'nmi'"):
+    with pytest.raises(InputError, match="similarity must be auto, correlation, mapped, mind, not 'nmi'"):
         register(volume, volume, refine=1, similarity="nmi", config=config())
 
 

@@ -295,7 +295,7 @@ def test_a_gz_cannot_take_all_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(nifti, "MOST_AFTER", 10 ** 6)
     (tmp_path / "bomb.nii.gz").write_bytes(gzip.compress(content + bytes(10 ** 8)))
     tracemalloc.start()
-    with refused("bomb.nii.gz", "continues for more than 1 MiB after its last voxel; export it again"):
+    with refused("bomb.nii.gz", "the file has more than 1 MiB after its last voxel; export it again"):
         read_volume(tmp_path / "bomb.nii.gz")
     assert tracemalloc.get_traced_memory()[1] < 4 * nifti.CHUNK
     tracemalloc.stop()
@@ -354,7 +354,7 @@ def test_constant_volume(tmp_path):
 
 
 def test_complex_voxels(tmp_path):
-    with refused("v.nii", "complex64 are not one real number"):
+    with refused("v.nii", "each voxel must be one real number, but the type is complex64"):
         read_volume(save(tmp_path / "v.nii", noise().astype(np.complex64)))
 
 
@@ -381,7 +381,7 @@ def test_labels(tmp_path):
     assert label.dtype == np.int32 and set(np.unique(label)) == {3, 581_000_000}
     with refused("v.nii.gz", "do not fit int32"):
         read_label(save(tmp_path / "v.nii.gz", array.round() + 3e9))
-    with refused("v.nii.gz", "labels from 3 to 40000 do not fit int16, as a training stores them"):
+    with refused("v.nii.gz", "labels from 3 to 40000 do not fit int16, in which the cache stores them"):
         path = save(tmp_path / "v.nii.gz", np.where(array.round() > 50, 40000.0, 3))
         image = save(tmp_path / "i.nii.gz", noise())
         on_grid({"image": image, "label": path, "mask": None}, config(data__img_size=8))
@@ -407,7 +407,7 @@ def test_suffixes_in_capitals(tmp_path, name):
 
 def test_files_that_are_not_there_or_packed_otherwise_say_so(tmp_path):
     (tmp_path / "annexed.nii.gz").symlink_to("../.git/annex/objects/x.nii.gz")
-    with refused("annexed.nii.gz", "a link to ../.git/annex/objects/x.nii.gz, which is not there; fetch its content"):
+    with refused("annexed.nii.gz", "a link to ../.git/annex/objects/x.nii.gz, which does not exist; fetch its content"):
         read_volume(tmp_path / "annexed.nii.gz")
     with refused("folder", "a folder, not a file"):
         (tmp_path / "folder").mkdir()
@@ -420,7 +420,7 @@ def test_files_that_are_not_there_or_packed_otherwise_say_so(tmp_path):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_one_plane_along_another_axis_says_so(tmp_path, axis):
     path = save(tmp_path / "v.nii.gz", np.expand_dims(noise((12, 9)), axis))
-    with refused("v.nii.gz", f"is one plane along axis {axis}, and a 2D volume has it along the last; reorder"):
+    with refused("v.nii.gz", f"is one plane along axis {axis}, but a 2D volume must have it along the last axis"):
         read_volume(path, 2)
 
 
@@ -595,7 +595,7 @@ def test_two_matrices_that_differ_none_and_a_sheared_one_are_told(tmp_path):
     said, apart = placed("two.nii.gz", OBLIQUE, moved, (1, 2))
     assert len(said) == 1 and "up to 8.0 mm apart" in said[0] and apart == pytest.approx(8, abs=0.01)
     said, _ = placed("none.nii.gz", OBLIQUE, OBLIQUE, (0, 0))
-    assert len(said) == 1 and "does not say where it lies" in said[0]
+    assert len(said) == 1 and "its header gives no position" in said[0]
 
 
 def test_a_sheared_volume_is_written_with_its_sform_alone(tmp_path):

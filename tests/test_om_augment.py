@@ -345,7 +345,7 @@ def test_a_second_run_goes_on(data, capsys):
     kept = {path.name for path in first if after[path] == first[path]}
     assert kept == {"s_002_draw00.nii.gz"}
     assert run(*words, "--draws", 3, "--seed", 5) == 43
-    assert "holds draws with seed 0, not 5" in capsys.readouterr().err
+    assert "has draws with seed 0, not 5" in capsys.readouterr().err
     assert run("--data", data / "data", *WORDS, "--out", data / "data") == 43
     assert "contains other files" in capsys.readouterr().err
 
@@ -424,7 +424,7 @@ def test_every_draw_goes_towards_another_volume_of_a_data_set(data, model, capsy
         assert (data / "by two" / name).read_bytes() == content, name
     capsys.readouterr()
     assert run(*words, "--target", others, "--slices", 3, "--out", data / "all") == 43
-    assert "holds draws with slices 0, not 3" in capsys.readouterr().err
+    assert "has draws with slices 0, not 3" in capsys.readouterr().err
     spoilt = np.asarray(read_volume(others / "s_002.nii.gz")[0]).copy()
     spoilt[0, 0, 0] = np.nan
     write_volume(data / "more/spoilt.nii.gz", spoilt, affine)
@@ -476,7 +476,7 @@ def test_registered_copies_are_the_same_for_any_workers_and_do_not_mix_with_othe
     assert contents(data / "one") == contents(data / "two") and len(table_of(data / "one")) == 4
     capsys.readouterr()
     assert run(*words[:-1], 4, "--out", data / "one") == 43
-    assert "holds draws with register 3, not 4" in capsys.readouterr().err
+    assert "has draws with register 3, not 4" in capsys.readouterr().err
     assert run(*words, "--draws", 3, "--out", data / "more") == 43
     said = capsys.readouterr().err
     assert "it holds 2 volumes that s_001 can be registered to, each for one copy" in said
@@ -636,7 +636,7 @@ def test_without_monai():
     ({"mode": "cubic"}, {}, "mode cubic: give bilinear, smooth, nearest"),
     ({"keys": ["image", "mask"]}, {}, "mask: no such entry"),
     ({}, {"label": np.zeros((1, 5, 5, 5))}, "label: shape .* is not that of image"),
-    ({"cfg": {**CFG, "model.dims": 2}}, {}, "is not 2D, as model.dims says"),
+    ({"cfg": {**CFG, "model.dims": 2}}, {}, "is not 2D, which model.dims requires"),
     ({"start": 80}, {}, "start 80: .* from 1 to 79"),
 ])
 def test_what_the_transform_refuses(changes, entries, message):
@@ -659,16 +659,16 @@ def test_what_the_transform_refuses(changes, entries, message):
     (["--image", "good.nii.gz", "--label", "moved.nii.gz"], "moved.nii.gz: the label of .* is on another grid"),
     (["--image", "good.nii.gz", "--label", "half.nii.gz"], "half.nii.gz: .* not whole numbers"),
     (["--image", "good.nii.gz", "--start", "80"], "start 80: .* a time from 1 to 79"),
-    (["--image", "good.nii.gz", "--start", "0"], "start 0: .* a time from 1 to 79"),
-    (["--image", "good.nii.gz", "--start", "60-20"], "a range of such times, the smaller first"),
+    (["--image", "good.nii.gz", "--start", "0"], "start 0: the time of a random deformation is from 1 to 79"),
+    (["--image", "good.nii.gz", "--start", "60-20"], "give one such time, or a rising range"),
     (["--image", "good.nii.gz", "--start", "much"], "start much: give one time such as 79"),
-    (["--image", "good.nii.gz", "--draws", "0"], "--draws 0: ask for at least 1"),
+    (["--image", "good.nii.gz", "--draws", "0"], "--draws 0: at least 1"),
     (["--image", "good.nii.gz", "--workers", "0"], "--workers 0"),
     (["--image", "good.nii.gz", "--stride", "0"], "--stride 0"),
     (["--image", "good.nii.gz", "--data", "."], "give either --image or --data"),
     ([], "give either --image or --data"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz"], "--target: only a network"),
-    (["--image", "good.nii.gz", "--condition", "slice"], "--condition slice is about a --target"),
+    (["--image", "good.nii.gz", "--condition", "slice"], "--condition slice needs a --target"),
     (["--image", "good.nii.gz", "--register"], "--register: name the volumes to register to by --target"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register"], "it holds 0 volumes that good can be"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register", "-1"], "--register -1: a number of steps"),
@@ -699,7 +699,7 @@ def test_what_does_not_fit_a_model(data, model, capsys):
             (["--target", data / "nowhere.nii.gz"], "nowhere.nii.gz: no such file"),
             (["--target", image, "--slices", 99], "slices 99: the training grid has 48 planes"),
             (["--target", image, "--slices", -1], "--slices -1"),
-            (["--target", image, "--condition", "none"], "with --condition none it would not be looked at"),
+            (["--target", image, "--condition", "none"], "with --condition none the target is not used"),
             (["--config", CONFIG], "--config is for --model none"),
             (["--start", "20"], "a time from 1 to 19")):
         assert run("--image", image, "--model", model, *words, "--out", data / "out") == 43
@@ -719,7 +719,7 @@ def test_what_the_function_refuses():
     for words, message in (
             ({"image": spoilt}, "image: 1 of .* NaN or infinite"), ({"image": image[0, 0]}, "image: shape .* is not"),
             ({"label": image[1:]}, "label: shape"), ({"start": 80}, "start 80"), ({"target": image}, "give a model"),
-            ({"image": image[0]}, "is not 3D, as model.dims says")):
+            ({"image": image[0]}, "is not 3D, which model.dims requires")):
         with pytest.raises(InputError, match=message):
             augment(**{"image": image, "cfg": CFG, **words})
 

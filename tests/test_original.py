@@ -121,7 +121,7 @@ def test_copies_by_the_published_weights(folder, tmp_path, capsys):
         field = read_field(made / f"fieldsTr/{row['name']}.nii.gz", 2)[0]
         assert row["mean"] < 0.5 * measure(field, affine)["mean"], "the turn is no deformation"
     assert OM_augment.main([str(word) for word in words] + ["--stride", "2"]) == 43
-    assert "copies.recover published takes every time" in capsys.readouterr().err
+    assert "copies.recover published uses every time step" in capsys.readouterr().err
 
 
 def test_the_published_weights_can_be_given_away(folder, tmp_path):

@@ -43,7 +43,7 @@ def test_a_config_that_the_training_takes(tmp_path, capsys):
 def test_what_cannot_be_planned_is_refused(tmp_path, capsys):
     (tmp_path / "data").mkdir()
     assert run("--data", tmp_path / "data", "--out", tmp_path / "plan") == 43
-    assert "no .nii or .nii.gz volume found" in capsys.readouterr().err
+    assert "found no .nii, .nii.gz or other volume" in capsys.readouterr().err
     write_volume(tmp_path / "data/a.nii.gz", make_subject(0, (16, 16, 16))["image"], np.eye(4))
     write_volume(tmp_path / "data/b.nii.gz", make_subject(0, (16, 16), dims=2)["image"], np.eye(4))
     assert run("--data", tmp_path / "data", "--out", tmp_path / "plan") == 43

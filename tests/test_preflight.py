@@ -100,7 +100,7 @@ def test_a_failed_node_is_left_out_where_the_others_can_do_its_part(judge):
         code, output, rows, printed = judge(found, **changes)
         assert (code, output) == (75, "EXCLUDED=n2\n")
         assert bad_rows(rows) == [["device", "FAILED", "n2 (h2)", "2-3", "broken", "repair it"]]
-        assert "goes on without n2: 2 ranks on n1 do the whole step. device: rank 2-3" in printed
+        assert "continues without n2: 2 ranks on n1 do the whole step. device: rank 2-3" in printed
     code, output, _, printed = judge(found, data__batchsize=2, data__global_batchsize=3)
     assert (code, output) == (43, "EXCLUDED=\n")
     assert "n2 failed, n1 well, but data.global_batchsize 3 is not a multiple of data.batchsize 2 x 1" in printed
@@ -142,7 +142,7 @@ def test_what_may_pass_is_looked_at_once_more(tmp_path, capsys):
     found = healthy()
     fail(found, (2,), "forward", "no answer within 30 s", passing=True)
     code, (output, printed) = look(found, True)
-    assert (code, output) == (76, "EXCLUDED=\n") and "n2 failed in a way that may pass" in printed
+    assert (code, output) == (76, "EXCLUDED=\n") and "n2 failed in a way that may be temporary" in printed
     assert look(found, False)[0] == 75, "the second time it is believed"
     silent = {key: finding for key, finding in healthy().items() if key[0] not in (2, 3)}
     assert look(silent, True)[0] == 76 and look(silent, False)[0] == 75

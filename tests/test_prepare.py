@@ -331,7 +331,7 @@ def test_a_segmentation_is_no_image(tmp_path):
     """Listed as an image by mistake: half of a cache once consisted of label maps."""
     label = make_subject(3, (20, 22, 18))["label"]
     item = save(tmp_path, label.astype(np.int16), np.eye(4))
-    with pytest.raises(InputError, match="few whole numbers in large patches, a segmentation instead of an image"):
+    with pytest.raises(InputError, match="few whole numbers in large patches, so it is a segmentation"):
         on_grid(item, keys((16, 16, 16)))
 
 

@@ -53,7 +53,7 @@ def test_a_term_that_some_pairs_have_is_averaged_over_these():
 @pytest.mark.parametrize("name", ["steps", "counts", "epoch", "nonfinite"])
 def test_a_term_cannot_take_a_name_of_the_log(name):
     sums = new_sums(AVERAGES)
-    with pytest.raises(InputError, match=f"a loss term is called {name}.* give it another name"):
+    with pytest.raises(InputError, match=f"a loss term is called {name}.* rename the term"):
         add_terms(sums, {name: 1.0})
     assert sums == new_sums(AVERAGES)
 

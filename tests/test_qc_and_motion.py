@@ -61,7 +61,7 @@ def test_the_page_of_two_hundred_subjects(tmp_path, capsys):
     assert cells["name"] == "s_199" and cells["verdict"] == "doubtful" and cells["outlier"] == "similarity"
     assert len(rest) == 199
     assert run("qc", "--results", tmp_path / "reg", "--strict", "--out", tmp_path / "qc") == 43
-    assert "200 of 200 subjects are whole from an earlier run" in capsys.readouterr().err
+    assert "keeping 200 of 200 subjects from an earlier run" in capsys.readouterr().err
 
 
 def test_no_results_are_refused(tmp_path, capsys):

@@ -263,7 +263,7 @@ def test_a_kill_between_two_files_leaves_no_pair_that_looks_whole(place, tmp_pat
     whole = (out / first / "field.nii.gz").stat().st_mtime_ns
     capsys.readouterr()
     assert OM_register.main(words) == 0
-    assert "out: 1 of 2 pairs are whole from an earlier run, and are kept" in capsys.readouterr().err
+    assert "out: keeping 1 of 2 pairs from an earlier run" in capsys.readouterr().err
     assert (out / first / "field.nii.gz").stat().st_mtime_ns == whole
     results = json.loads((out / "results.json").read_text())
     assert results["complete"] and results["mean"]["pairs"] == 2 and (out / "report.html").is_file()
@@ -344,12 +344,12 @@ def test_results_are_a_list_to_be_scored(place, tmp_path, capsys, monkeypatch):
     field = tmp_path / "out" / results["pairs"][0]["folder"] / "field.nii.gz"
     shutil.copy(tmp_path / "out" / results["pairs"][1]["folder"] / "field.nii.gz", field)
     assert OM_evaluate.main(scored) == 43
-    assert re.search("error: b_0002_to_a_0001: .*field.nii.gz is not the file that was written: register this pair "
+    assert re.search("error: b_0002_to_a_0001: .*field.nii.gz has changed since it was written: register this pair "
                      "again", capsys.readouterr().err)
     assert len(json.loads((tmp_path / "scores/scores.json").read_text())["pairs"]) == 1
     (tmp_path / "out/results.json").write_text(json.dumps({**results, "complete": False}))
     OM_evaluate.main(scored)
-    assert "the registration has not come to its end" in capsys.readouterr().err
+    assert "the registration did not finish" in capsys.readouterr().err
 
 
 def test_labels_of_a_learn2reg_list(place):
@@ -413,17 +413,17 @@ def test_a_failed_pair_is_told_everywhere_and_ends_a_strict_run(place, tmp_path,
              "rigid", "--refine", 5, "--points", tmp_path / "points.csv", "--moving-points", tmp_path / "points.csv",
              "--no-picture", "--device", "cpu", "--out", tmp_path / "out"]
     assert OM_register.main([str(word) for word in words]) == 0
-    assert re.search("warning: noise to .*: failed, .*hardly alike", capsys.readouterr().err)
+    assert re.search("warning: noise to .*: failed, .*still differ strongly", capsys.readouterr().err)
     results = json.loads((tmp_path / "out/results.json").read_text())
     row, = results["pairs"]
-    assert row["verdict"] == "failed" and "hardly alike" in row["reason"] and row["tre_before_mm"] == 0
+    assert row["verdict"] == "failed" and "still differ strongly" in row["reason"] and row["tre_before_mm"] == 0
     assert results["mean"]["verdict_failed"] == 1 and row["tre_mm"] > 0
     header, line = csv.reader((tmp_path / "out/results.csv").read_text().splitlines())
     assert dict(zip(header, line))["verdict"] == "failed"
     page = (tmp_path / "out/report.html").read_text()
     assert '<li class="failed"><b>failed</b> noise to' in page
     assert OM_register.main([str(word) for word in [*words, "--affine", "none", "--strict"]]) == 43
-    assert re.search("error: noise to .*: failed, .*hardly alike", capsys.readouterr().err)
+    assert re.search("error: noise to .*: failed, .*still differ strongly", capsys.readouterr().err)
 
 
 def broken(place, folder, kind):
@@ -501,7 +501,7 @@ def test_bad_options(place, tmp_path, capsys, more, words):
 
 def test_the_output_cannot_be_a_file(place, tmp_path, capsys):
     (tmp_path / "out").write_text("here I am")
-    refused(capsys, "out: no folder can be made there", *pair_words(place), *network(place), "--device",
+    refused(capsys, "out: the folder cannot be created", *pair_words(place), *network(place), "--device",
             "cpu", "--out", tmp_path / "out")
     assert (tmp_path / "out").read_text() == "here I am"
 
@@ -510,9 +510,9 @@ def test_results_never_take_the_place_of_what_is_read(place, tmp_path, capsys):
     shutil.copy(place / "points.csv", tmp_path / "points.csv")
     shutil.copy(image(place, "b_0002"), tmp_path / "warped.nii.gz")
     words = ["--fixed", image(place, "a_0001"), *network(place), "--out", tmp_path, "--device", "cpu"]
-    refused(capsys, "points.csv: the result of that name would take its place", *words, "--moving",
+    refused(capsys, "points.csv: a result with the same name would overwrite this input", *words, "--moving",
             image(place, "b_0002"), "--points", tmp_path / "points.csv")
-    refused(capsys, "warped.nii.gz: the result", *words, "--moving", tmp_path / "warped.nii.gz")
+    refused(capsys, "warped.nii.gz: a result", *words, "--moving", tmp_path / "warped.nii.gz")
     assert (tmp_path / "points.csv").read_text() == POINTS and not (tmp_path / "field.nii.gz").exists()
 
 
@@ -530,7 +530,7 @@ def test_learn2reg_names_need_numbers_and_one_grid(place, tmp_path, capsys):
     words = [*network(place), "--out", tmp_path / "out", "--learn2reg", "--device", "cpu"]
     refused(capsys, "names fields by the numbers", "--fixed", image(place, "c_0003"), "--moving",
             tmp_path / "nameless.nii.gz", *words)
-    refused(capsys, "--learn2reg needs both on one grid", "--fixed", image(place, "a_0001"), "--moving",
+    refused(capsys, "--learn2reg needs both volumes on one grid", "--fixed", image(place, "a_0001"), "--moving",
             image(place, "b_0002"), *words)
 
 

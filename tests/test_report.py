@@ -55,7 +55,7 @@ def test_the_page_of_a_real_run(folder, tmp_path):
                                      "own work of a step, s", "gradient norm, registration"} < set(charts)
     shown = " ".join(page.text)
     assert all(heading in shown for heading in [*HEADINGS, "Pictures", "Profile"])
-    assert "Done since" in shown and "The rules find nothing" in shown and "2 of 2" in shown
+    assert "Done since" in shown and "Nothing is wrong" in shown and "2 of 2" in shown
     assert "attempt 0: planned restart" in shown and shown.count("--max-steps-before-restart") >= 1
     assert 'class="mark planned"' in text and "aten::" in shown and "registration, step 12" in shown
     assert "optim.lr" in shown and "0.0002" in shown  # the change since the launch before
@@ -95,7 +95,7 @@ def test_a_copied_folder_gives_the_same_page_and_is_not_changed(folder, tmp_path
 def test_the_terminal_shows_the_same(folder, capsys):
     assert main([str(run_of(folder)), "--text"]) == 0
     shown = capsys.readouterr().out
-    assert "Done since" in shown and "the rules find nothing" in shown and "planned restart" in shown
+    assert "Done since" in shown and "nothing is wrong" in shown and "planned restart" in shown
     assert re.search(r"^ang .*[\u2581-\u2588]{10}", shown, re.M) and re.search(r"^val_dice ", shown, re.M)
     assert "optim.lr 0.0001 -> 0.0002" in shown
     assert not (run_of(folder) / "report.html").exists()
@@ -119,7 +119,7 @@ def test_a_run_that_has_just_begun_has_a_page(steps, tmp_path):
         path.unlink()
     shutil.rmtree(run / "launches")
     text = page_of(run, tmp_path / "page.html")
-    assert "no rank has spoken yet" in text and "the config is not known" in text
+    assert "no rank has written to its log yet" in text and "the config is not known" in text
 
 
 def test_a_config_of_noise_is_left_out(tmp_path):
@@ -262,7 +262,7 @@ def test_the_run_before_is_found_and_compared(tmp_path):
     text = (newer / "attempts.jsonl").read_text().replace(str(START), str(START + 1e6))
     (newer / "attempts.jsonl").write_text(text)
     shown = " ".join(Balance(page_of(newer, tmp_path / "page.html")).text)
-    assert "Changed against the run before, demo_om_net" in shown and "0.0005" in shown
+    assert "Changed since the previous run, demo_om_net" in shown and "0.0005" in shown
     assert report.run_before(read_run(tmp_path / "Models/demo_om_net")) is None
 
 

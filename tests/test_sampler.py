@@ -137,7 +137,7 @@ def test_as_many_ranks_as_can_share_a_step_evenly(first, nodes, tasks, expected)
 
 
 def test_a_step_that_nobody_can_share_names_its_numbers():
-    with pytest.raises(InputError, match="the step of 6 samples, as the run's first launch with 3 ranks has fixed it"):
+    with pytest.raises(InputError, match="the step of 6 samples, which the run's first launch with 3 ranks fixed"):
         usable(config(data__batchsize=4), {"samples": 6, "pairs": 3, "ranks": 3}, 2, 2)
 
 
@@ -311,7 +311,7 @@ def test_a_rule_that_leaves_no_pair_is_one_sentence(subjects, modalities, items,
      "data.pair_subjects=different and data.pair_modalities=same"),
 ])
 def test_a_pair_list_beside_another_choice_of_pairs_is_a_contradiction(changes, choices):
-    with pytest.raises(InputError, match=f"data.pair_list p.json already says .*: drop it, or drop {choices}."):
+    with pytest.raises(InputError, match=f"data.pair_list p.json already lists .*: remove it, or remove {choices}."):
         pair_rule(config(data__pair_list="p.json", **changes), GROUPS)
     assert pair_rule(config(data__pair_list="p.json"), GROUPS) is None
 

@@ -168,13 +168,13 @@ def test_bad_input_is_a_sentence(tmp_path):
     log.steps(0, LEAD)
     ended = command(log.run)
     assert ended.returncode == 43 and ended.stdout == "" and "Traceback" not in ended.stderr
-    assert ended.stderr.startswith(f"error: {log.run}: of its 3 steps none is left without the first {WARM_UP}")
+    assert ended.stderr.startswith(f"error: {log.run}: none of its 3 steps counts, because the first {WARM_UP}")
     log.steps(3, [{"forward": 1.0}])
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError, match="the report cannot be written there .* give another folder with --out"):
         report([log.run], tmp_path / "file")
     shutil.rmtree(log.run / "launches")
-    with pytest.raises(InputError, match="launches/ has no config of its first steps"):
+    with pytest.raises(InputError, match="launches/ lacks the config of its first steps"):
         measurements(log.run)
 
 

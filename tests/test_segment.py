@@ -139,7 +139,7 @@ def test_the_command_labels_what_it_can_and_names_the_rest(place, capsys):
 def test_a_second_run_does_nothing_and_a_lost_file_is_made_again(place, capsys):
     before = {path: path.read_bytes() for path in sorted((place / "out").glob("s_*/*.nii.gz"))}
     assert len(before) == 4 and run(place) == 0
-    assert "3 of 4 images are whole from an earlier run" in capsys.readouterr().err
+    assert "keeping 3 of 4 images from an earlier run" in capsys.readouterr().err
     (place / "out/s_3/doubt.nii.gz").unlink()
     assert run(place, "--strict") == 43  # broken.nii.gz
     assert "error: broken is left out" in capsys.readouterr().err
@@ -157,8 +157,8 @@ def test_the_most_similar_atlases_and_two_processes_give_labels_too(place, capsy
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--atlases", "{}/new/imagesTr/s_3.nii.gz"], "no volume of it has a label map"),
-    (["--workers", "0"], "--workers 0: it is 1 or more"), (["--joins", "x"], "unrecognized arguments"),
+    (["--atlases", "{}/new/imagesTr/s_3.nii.gz"], "none of its volumes has a label map"),
+    (["--workers", "0"], "--workers 0: it must be 1 or more"), (["--joins", "x"], "unrecognized arguments"),
     (["--images", "{}/nowhere.nii.gz"], "nowhere.nii.gz: no such file")])
 def test_what_cannot_be_is_refused_in_one_sentence(place, words, said, capsys):
     (place / "alone").mkdir(exist_ok=True)

@@ -119,7 +119,7 @@ def test_the_template_lies_in_the_middle_and_is_sharper_than_the_mean(place):
 @pytest.mark.slow
 def test_a_second_run_keeps_it_and_a_broken_off_one_gives_the_same(place, capsys):
     template = (place / "out/template.nii.gz").read_bytes()
-    assert run(place) == 0 and "is whole from an earlier run" in capsys.readouterr().out
+    assert run(place) == 0 and "keeping the finished template of an earlier run" in capsys.readouterr().out
     results = place / "out/results.json"
     content = json.loads(results.read_text())
     results.write_text(json.dumps({**content, "complete": False}))
@@ -131,4 +131,4 @@ def test_a_second_run_keeps_it_and_a_broken_off_one_gives_the_same(place, capsys
 def test_what_makes_no_group_is_refused(place, capsys):
     words = ["template", "--images", str(place / "group/imagesTr/s_0.nii.gz"), "--out", str(place / "one")]
     assert OM_study.main(words) == 43 and "a template needs 2 subjects" in capsys.readouterr().err
-    assert run(place, "--rounds", "0", out="none") == 43 and "--rounds 0: it is 1 or more" in capsys.readouterr().err
+    assert run(place, "--rounds", "0", out="none") == 43 and "--rounds 0: it must be 1" in capsys.readouterr().err

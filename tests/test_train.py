@@ -132,7 +132,8 @@ def test_a_run_goes_on_in_the_precision_in_which_it_began(data, tmp_path, capfd)
     capfd.readouterr()
     assert run_here(data, tmp_path, "--max-steps-before-restart", "1", run__amp="auto") == 42
     said = capfd.readouterr().out
-    assert f"run.amp: this run began with {other} and goes on so; on these devices auto would choose {here}" in said
+    assert (f"run.amp: this run began with {other} and continues with it; on these devices auto would choose {here}"
+            in said)
     assert f"threads, {PRECISIONS[other]}" in said
     run = tmp_path / "Models/demo_om_net"
     assert checkpoint.load(run / checkpoint.newest(run))["config"]["run.amp"] == other
@@ -220,14 +221,14 @@ def test_shared_moments_become_those_of_each_mode_but_not_the_other_way(data, tm
     _, shared, _ = one_launch(2, **two)
     assert set(shared) == {"state", "param_groups"} and counts({"all": shared}) == {"all": {4}}
     code, own, said = one_launch(1, optim__moments="per_mode", **two)
-    assert code == 42 and "Adam's moments: each mode begins with the shared ones" in said
+    assert code == 42 and "Adam's moments: each mode starts with the shared ones" in said
     assert "changed since the checkpoint: optim.moments: shared -> per_mode" in said
     assert {mode: max(found) for mode, found in counts(own).items()} == {"diffusion": 5, "registration": 5}
     code, own, said = one_launch(1, optim__moments="per_mode")
-    assert code == 42 and "Adam's moments of mode contrastive: new, as the checkpoint has none" in said
+    assert code == 42 and "Adam's moments of mode contrastive start from zero, because the checkpoint has none" in said
     assert set(own) == set(om.MODES) and counts(own)["contrastive"] == {1}
     code, _, said = one_launch(1)
-    assert code == 43 and "optim.moments shared cannot go on from them" in said and "Traceback" not in said
+    assert code == 43 and "optim.moments shared cannot continue from them" in said and "Traceback" not in said
     assert "set optim.moments to per_mode, or start a new run with --fresh --init-from" in said
 
 

@@ -159,14 +159,14 @@ def test_nitransforms_writes_what_we_read(tmp_path, pair, suffix, program, movin
 
 
 @pytest.mark.parametrize("name, content, reason", [
-    ("none.mat", None, "no such file"), ("a.mat", b"\0\1 no", "neither ITK's nor FSL's matrix"),
+    ("none.mat", None, "no such file"), ("a.mat", b"\0\1 no", "neither an ITK matrix nor an FSL matrix"),
     ("a.lta", b"type = 1\n", "not a readable .lta file"),
-    ("a.lta", b"type = 14\n1 4 4\n" + b"1 0 0 0\n" * 4, "of type 14"),
+    ("a.lta", b"type = 14\n1 4 4\n" + b"1 0 0 0\n" * 4, "this .lta has type 14"),
     ("a.xfm", b"1 2 3", "a matrix ends in .mat"), ("a.txt", b"0 " * 16, "cannot be inverted"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: BSplineTransform_double_3_3\nParameters: 1\n"
      b"FixedParameters: 0 0 0\n", "is not an affine matrix"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: AffineTransform_double_3_3\nParameters: 1 x\n",
-     "not a readable transform of ITK"),
+     "not a readable ITK transform"),
     ("a.tfm", b"#Insight Transform File V1.0\nTransform: CompositeTransform_double_3_3\n", "1 transforms")])
 def test_what_is_no_matrix_is_one_sentence(tmp_path, pair, name, content, reason):
     fixed, moving, _ = pair()
@@ -213,14 +213,14 @@ def test_a_field_of_one_plane(tmp_path):
     np.testing.assert_allclose(read_any_field(tmp_path / "field.h5", 2)[0], field, atol=1e-5)
     assert read_any_field(tmp_path / "field.h5")[0].shape == (3, 15, 18, 1)
     write_field_h5(tmp_path / "thick.h5", smooth(SHAPE, 1.0), np.eye(4))
-    with refused("thick.h5", "a field of 13 planes for 2D volumes"):
+    with refused("thick.h5", "the field has 13 planes, but the volumes are 2D"):
         read_any_field(tmp_path / "thick.h5", 2)
 
 
 def test_what_is_no_field_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "a.h5").write_bytes(b"nothing")
     sitk.WriteTransform(ITK["affine"], str(tmp_path / "matrix.h5"))
-    for name, reason in (("a.h5", "no displacement field"), ("matrix.h5", "no displacement field"),
+    for name, reason in (("a.h5", "not an ITK displacement field"), ("matrix.h5", "not an ITK displacement field"),
                          ("none.h5", "no such file")):
         with refused(name, reason):
             read_any_field(tmp_path / name)
@@ -314,7 +314,7 @@ def test_the_program_takes_it_and_leaves_files_for_others(far_apart, tmp_path, c
     (["--start", "centre", "--initial", "a.mat", "--model", "none", "--refine"], "leave out --pairs and --start"),
     (["--apply", "f.nii.gz", "--also", "h5"], "leave out --pairs, --model, --affine, --refine, --initial, --also, "),
     (["--initial", "none.mat", "--model", "none", "--refine"], "none.mat: no such file"),
-    (["--initial", "way.h5", "--inverse", "--model", "none", "--refine"], "there is no inverse of the whole way")])
+    (["--initial", "way.h5", "--inverse", "--model", "none", "--refine"], "starts from a field cannot be inverted")])
 def test_what_does_not_fit_together_is_one_sentence(far_apart, tmp_path, capsys, monkeypatch, words, sentence):
     monkeypatch.chdir(far_apart)
     pair_words = [] if "--pairs" in words else ["--fixed", "fixed.nii.gz", "--moving", "moving.nii.gz"]

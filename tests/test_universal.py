@@ -162,7 +162,7 @@ def test_a_damaged_file_is_refused(shipped):
     content = bytearray(shipped.read_bytes())
     content[-100] ^= 1
     shipped.write_bytes(content)
-    with pytest.raises(InputError, match="its weights are not those that were exported"):
+    with pytest.raises(InputError, match="its weights differ from those that were exported"):
         load_model("universal")
 
 

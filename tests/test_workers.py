@@ -52,7 +52,7 @@ def test_every_task_runs_once_in_another_process():
 
 @pytest.mark.parametrize("function", [kill_one, take_too_much])
 def test_a_worker_that_dies_or_lacks_memory_is_one_sentence(function):
-    with pytest.raises(InputError, match="out: a worker was killed or gave up, .* fewer --workers than 2"):
+    with pytest.raises(InputError, match="out: a worker process was killed, .* fewer --workers than 2"):
         list(run_tasks(function, [(1,), (2,)], 2, "out"))
 
 

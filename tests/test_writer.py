@@ -52,8 +52,8 @@ def test_what_cannot_be_written_waits_and_is_said_once(tmp_path, capsys):
         writer.add_scalar(curves, "loss", step, step)
         writer.flush(curves)
     said = capsys.readouterr().err
-    assert said == f"TensorBoard: {curves['path']} cannot be written (No space left on device): the curves wait, the " \
-                   "training goes on\n"
+    assert said == f"TensorBoard: {curves['path']} cannot be written (No space left on device): the curves " \
+                   "are written later, and training continues\n"
     curves["path"].unlink()
     writer.flush(curves)
     assert [event.step for event in read(tmp_path / "run").Scalars("loss")] == [1, 2, 3]

@@ -116,7 +116,7 @@ def check_device(context, at):
         if name == "auto" and not given and not (built and in_slurm):
             return passed("cpu: torch sees no device, and Slurm gave none", devices=0)
         asked = f"Slurm gave {given}" if given else f"run.device is {name}"
-        what = f"look at the driver of this node or leave it out (torch is built for {built.type})" if built else (
+        what = f"check the driver of this node or exclude the node (torch is built for {built.type})" if built else (
             "install the torch build for this device")
         return failed(f"{asked}, but torch {torch.__version__} sees no device", f"{what}, or set run.device=cpu",
                       devices=0)
@@ -144,7 +144,7 @@ def check_forward(context, at):
     prepare_device(device, cfg["run.threads"])
     if device.type == "cpu":  # a CPU does not hang, but others may be using it
         at(late("a tiny network has not answered in time: the processors of this node are busy",
-                "look who else uses them; the training will be slow", process_bytes=0))
+                "check which other jobs use them; training will be slow", process_bytes=0))
     at(f"moving a network to {device}")
     net = build_network(cfg, device)
     shape, random = (2, 1, cfg["data.channels"], *cfg["data.img_size"]), torch.Generator().manual_seed(0)
@@ -161,7 +161,7 @@ def check_forward(context, at):
     size = sum(float(parameter.grad.square().sum()) for parameter in net.parameters() if parameter.grad is not None)
     if not (math.isfinite(loss.item()) and math.isfinite(size) and size > 0):
         return failed(f"loss {loss.item():g} and squared gradient {size:g} of a tiny network on {device}",
-                      "this device computes wrongly: leave its node out and have it looked at")
+                      "this device computes wrong results: exclude its node and report it")
     seconds = time.monotonic() - began
     return passed(f"forward and backward on {device.type} in {seconds:.1f} s", worst=seconds,
                   process_bytes=memory.measure(device)["host_used"])
@@ -169,7 +169,7 @@ def check_forward(context, at):
 
 def check_data(context, at):
     """The cache, or else the folder or list, can be read on this node and has the volumes that the config names."""
-    at(late("the volumes were not listed in time", "look at the file system of data.root on this node"))
+    at(late("the volumes were not listed in time", "check the file system of data.root on this node"))
     volumes, _, source, _ = training_volumes(context["cfg"])
     if source.startswith("data.expect_samples"):  # a new site, or volumes that are being copied
         return skipped(source.removeprefix("data.expect_samples, since "))
@@ -203,12 +203,12 @@ def check_memory(context, at):
         lack, do = short_of_shared_memory(cfg, tasks, need, staged)
         return failed(lack, do, **facts) if lack else passed(said, **facts)
     if together <= room:
-        return failed(said, "set data.stage=\"\" or to a folder on a disk, or ask for more memory (--mem)", **facts)
+        return failed(said, 'set data.stage="" or to a folder on a disk, or request more memory (--mem)', **facts)
     fit = math.floor((room - together) / (tasks * need["worker"]) + need["workers"]) if need["workers"] else -1
     if fit >= 0:
-        return failed(said, f"data.num_workers={fit} would fit; or ask for more memory (--mem)", **facts)
+        return failed(said, f"data.num_workers={fit} would fit; or request more memory (--mem)", **facts)
     return failed(said, "set data.in_memory=false, " * (cfg["data.in_memory"] and not cfg["data.cache"])
-                  + "ask for more memory (--mem) or fewer tasks on a node", **facts)
+                  + "request more memory (--mem) or fewer tasks per node", **facts)
 
 
 def memory_need(cfg, split, process, parameters, on_cpu, writes):
@@ -336,7 +336,7 @@ def check_folder(context, at):
     facts = {"marks": folder.name, "sees": [node for node in nodes if node not in unseen]}
     if key := next((key for key in keys if missing[key]), ""):
         names = ", ".join(missing[key])
-        return failed(f"files of {names} in {key} {Path(cfg[key]).resolve()} do not show here",
+        return failed(f"files of {names} in {key} {Path(cfg[key]).resolve()} are not visible here",
                       f"set {key} to a folder that all nodes share", **facts)
     return passed("; ".join([f"{' and '.join(dict.fromkeys(cfg[key] for key in keys))} are writable"
                              + " and seen by all nodes" * (len(nodes) > 1), *notes]), **facts)
@@ -443,7 +443,7 @@ def together(context, at, peers, name, compute):
     store.set(f"in/{context['rank']}", ill)
     absent = [peers[number] for number in wait_for(store, [f"in/{peer}" for peer in peers], context["ends"] - 2)]
     if absent:
-        return failed(f"rank {', '.join(map(str, absent))} did not come to it", "look at the rows of these ranks",
+        return failed(f"rank {', '.join(map(str, absent))} did not reach it", "look at the rows of these ranks",
                       waits_for=absent)
     states = {peer: store.get(f"in/{peer}").decode() for peer in peers}
     result = next((skipped(f"{state} failed on rank {peer}") for peer, state in states.items() if state), None)
@@ -485,7 +485,7 @@ def all_reduce(context, at, store, index, count):
              if not (tensor == expected).all()]
     if wrong:
         return failed(f"all_reduce by {kind} gave {wrong[0][0]:g} to {wrong[0][1]:g} instead of {wrong[0][2]:g}",
-                      "look at the driver and the network of these nodes")
+                      "check the driver and the network of these nodes")
     synchronize(device)
     began = time.monotonic()
     dist.all_reduce(large)

@@ -43,7 +43,8 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
         for finding in findings[rank].values())]
     code, excluded, sentence = decide(cfg, nodes, tasks, bad, rows)
     if bad and may_repeat and any(may_pass(finding) for checks in findings.values() for finding in checks.values()):
-        code, excluded, sentence = AGAIN, [], f"{', '.join(bad)} failed in a way that may pass: another look decides"
+        code, excluded, sentence = AGAIN, [], (f"{', '.join(bad)} failed in a way that may be temporary: checking "
+                                               "again")
     header = ["check", "", "node (host)", "ranks", "found", "what to do"]
     print(f"{text_table(header, rows)}\npreflight: {sentence}", file=sys.stderr, flush=True)
     write_report(cfg, {"time": time.time(), "seconds": round(time.monotonic() - began, 1), "nodes": nodes,
@@ -70,7 +71,7 @@ def read_findings(stream, world_size, began):
             checks = findings.setdefault(finding["rank"], {})
             if finding["check"] in checks:
                 finding.update(ok=False, said="two processes say that they are this rank",
-                               do="start one process for each rank, with a RANK of its own")
+                               do="start one process for each rank, each with its own RANK")
             checks[finding["check"]] = finding
             answers, passed = answers + 1, time.monotonic() - began
             bar.update()
@@ -152,12 +153,12 @@ def complete(findings, nodes, tasks, elapsed):
         host = next((finding["host"] for finding in checks.values()), "")
         if "arrival" not in checks:
             checks["arrival"] = {"ok": False, "said": f"did not arrive within {elapsed:.0f} s", "passing": True,
-                                 "do": "look at this node and at what was printed above, or leave it out"}
+                                 "do": "check this node and the output above, or exclude the node"}
         expected = [check for check in CHECKS if rank % tasks == 0 or check not in OF_THE_NODE]
         for check in expected if host else []:
             if check not in checks and all(finding["ok"] is not False for finding in checks.values()):
                 checks[check] = {"ok": False, "said": f"no answer until the end, after {elapsed:.0f} s",
-                                 "do": "look at this node; where the file system with the code is slow, raise "
+                                 "do": "check this node; if the file system with the code is slow, raise "
                                        "PREFLIGHT_SECONDS", "passing": True}
             checks.setdefault(check, skipped("no answer"))
         for check, finding in checks.items():
@@ -228,7 +229,7 @@ def compare_devices(findings, tasks):
         beside = [findings[other]["device"].get("own") for other in counts if other // tasks == rank // tasks]
         if count == 0 and any(counts.values()):
             fail(findings, rank, "device", "torch sees no device here, but on other nodes",
-                 "look at the driver of this node, or leave it out")
+                 "check the driver of this node, or exclude the node")
         if count == 1 and beside.count(findings[rank]["device"]["own"]) > 1:
             fail(findings, rank, "device",
                  f"ntasks-per-node is {tasks} but torch sees 1 device, the same for all of them",
@@ -326,7 +327,7 @@ def decide(cfg, nodes, tasks, bad, rows):
     except InputError as error:
         return STOP, [], f"stop: {', '.join(bad)} failed, {', '.join(good)} well, but {error} {cause}."
     idle = f" ({used} x {each} of them, more cannot share it evenly)" if used * each < len(good) * tasks else ""
-    return GO_ON, bad, (f"goes on without {', '.join(bad)}: {len(good) * tasks} ranks on {', '.join(good)} do the "
+    return GO_ON, bad, (f"continues without {', '.join(bad)}: {len(good) * tasks} ranks on {', '.join(good)} do the "
                         f"whole step{idle}. {cause}.")
 
 

@@ -30,13 +30,13 @@ PIECE = 400  # characters; srun does not mix lines of less than 1024 bytes with 
 
 
 def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description="Checks of an allocation before a training.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Check an allocation before training.", allow_abbrev=False)
     side = parser.add_mutually_exclusive_group(required=True)
     side.add_argument("--task", action="store_true", help="run the checks of one rank, print findings as JSON lines")
     side.add_argument("--collect", action="store_true", help="read the findings of all ranks, judge them")
     parser.add_argument("--config", required=True)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
-    parser.add_argument("--may-repeat", action="store_true", help="end with 76 where another look may find all well")
+    parser.add_argument("--may-repeat", action="store_true", help="exit with 76 if a second check may pass")
     parser.add_argument("--allow-tmp", action="store_true", help="run.models and run.logs may be under /tmp")
     return parser.parse_known_args(argv)[0]
 
@@ -70,7 +70,7 @@ def run_task(args):
         return say("code", {"ok": False, "said": str(error), "do": "the config has to be the same on every node"})
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return say("code", {"ok": False, "said": f"the code does not load: {type(error).__name__}: {error}"[:300],
-                            "do": "look at the environment of this node, or leave it out"})
+                            "do": "check the environment of this node, or exclude it"})
     context = {"cfg": cfg, "rank": rank, "local_rank": local_rank, "world_size": world_size, "node": node,
                "nodes": nodes, "tasks": tasks, "allow_tmp": args.allow_tmp, "variables": variables, "began": began,
                "findings": {}, "served": None}
@@ -130,7 +130,7 @@ def answer(function, context, stays=False):
             process.join(1)
             code = process.exitcode or 0
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            result = {"ok": False, "said": f"died with {how} ({where})", "do": "see its last words above this table"}
+            result = {"ok": False, "said": f"died with {how} ({where})", "do": "see its last output above this table"}
         else:
             if isinstance(message, str):
                 where = message
@@ -140,7 +140,7 @@ def answer(function, context, stays=False):
                 result = message
     if result is None:
         result = late or {"ok": False, "said": f"no answer within {context['ends'] - context['began']:.0f} s ({where})",
-                          "do": "look at this node, or leave it out", "passing": True}
+                          "do": "check this node, or exclude it", "passing": True}
     if not stays:
         process.kill()
     return result

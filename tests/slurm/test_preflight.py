@@ -90,7 +90,7 @@ def test_a_node_without_a_device(slurm, shared):
     cells = row(found[2], "device", "FAILED")
     assert cells[2].startswith("n2") and cells[3] == "2-3" and "Slurm gave SLURM_GPUS_ON_NODE=2, but torch" in cells[4]
     assert row(found[2], "forward", "skipped")[3] == "2-3" and row(found[2], "folder", "ok")
-    assert "goes on without n2: 2 ranks on n1 do the whole step" in found[2]
+    assert "continues without n2: 2 ranks on n1 do the whole step" in found[2]
 
 
 def test_a_node_whose_driver_hangs(slurm, shared):

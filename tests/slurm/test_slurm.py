@@ -358,7 +358,7 @@ def test_a_node_without_a_device_is_left_out(slurm, checkout, place, short):
                  PYTHONPATH=str(ROOT / "tests/slurm/inject"))
     until(lambda: is_over(slurm, job), 300)
     text = printed(checkout, job)
-    assert state(slurm, job)[0] == "COMPLETED" and "goes on without n2: 2 ranks on n1" in text, text
+    assert state(slurm, job)[0] == "COMPLETED" and "continues without n2: 2 ranks on n1" in text, text
     assert final_weights(folder) == short
 
 
