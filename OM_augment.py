@@ -6,12 +6,12 @@
     python OM_augment.py --data Labelled --model CKPT --target Data/hippocampus --out A
     python OM_augment.py --data Labelled --model none --target Data/hippocampus --register --out A
 
---model none takes the random deformations alone; a network then undoes what it can of them, which leaves a shape that
-it finds likely, or with --target draws the image towards that one; of a whole data set without labels, towards another
-volume in every draw. With --register nothing is random: each copy is the volume registered to one of the targets. A
-draw depends on the seed, the id of the volume, its own number and the targets, and on nothing else. The folder can be
-used for training as it is: dataset.json lists the draws. Run the same command again after a kill, and it goes on. Exit
-codes: 0 done, 43 bad input (the other volumes are done).
+--model none only applies random deformations. A network undoes as much of them as it can, which leaves a shape that it
+considers likely; with --target it pulls the image towards the target, or, if --target is a data set, towards another of
+its volumes in every draw. With --register nothing is random: each copy is the volume registered to one of the targets.
+A draw depends only on the seed, the id of the volume, the number of the draw and the targets. The folder is a data set
+for training: dataset.json lists the draws. After a kill, run the same command again to continue. Exit codes: 0 done, 43
+bad input (the other volumes are done).
 """
 import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
 
@@ -156,9 +156,9 @@ def check_arguments(args):
 
 
 def make_job(args):
-    """All that the draws depend on, and how they are made: a plain dict, which goes to the workers.
+    """All settings of the draws: a plain dict, which is passed to the workers.
 
-    Also makes this process ready to draw. Raises InputError for whatever of it cannot be used.
+    Also prepares this process to draw. Raises InputError for unusable settings.
     """
     model = None if args.model == "none" else str(find_checkpoint(args.model))
     job = {"seed": args.seed, "start": args.start, "model": model, "stride": args.stride or STRIDE,
@@ -254,7 +254,7 @@ def placed_target(number):
 
 
 def targets_of(item):
-    """The numbers of the targets that a volume can be drawn towards: not itself."""
+    """The numbers of the targets for a volume, without the volume itself."""
     own = item["image"].resolve()
     return [number for number, target in enumerate(WORKER["targets"]) if target["file"] != own]
 
@@ -282,7 +282,7 @@ def read_item(item, dims):
 
 
 def try_draws(item, draws):
-    """Make some draws of one volume. Returns: their records; or the sentence that says why it cannot be used."""
+    """Make some draws of one volume. Returns: their records; or the sentence why the volume cannot be used."""
     return attempt(item["image"], make_draws, item, draws)
 
 
@@ -371,7 +371,7 @@ def write_draw(out, item, draw, volume, made):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def make_all(job, items, draws, workers, records):
-    """Make the draws that are not there yet.
+    """Make the draws that are missing.
 
     draws: how many of each volume. records: of the draws that are there, {name: record}.
     Returns: records with those that were made; refused, {id: why}.
@@ -402,7 +402,7 @@ def results_of(job, tasks, workers):
 
 
 def run(args):
-    """Do what the command line asks for. Returns the exit code."""
+    """Run the command line. Returns the exit code."""
     check_arguments(args)
     job, out = make_job(args), Path(args.out)
     cfg = WORKER["cfg"]

@@ -5,7 +5,7 @@
 
 pairs.json is the results.json of OM_register.py; or a list of objects (or an object with such a list under "pairs")
 with the keys of the options below and, if wanted, "name"; paths are relative to the list. A field is a file of ITK or
-ANTs (millimetres) or of Learn2Reg (voxels), on the fixed grid. Whatever is not given is not scored. Writes scores.csv
+ANTs (millimetres) or of Learn2Reg (voxels), on the fixed grid. Only what is given is scored. Writes scores.csv
 (a row for each pair and label), scores.json and scores.html. Exit codes: 0 done, 43 bad input, also where only some
 pairs of a list are bad: the others are scored.
 """
@@ -57,7 +57,7 @@ def parse_arguments(argv=None):
 
 
 def asked_pairs(args):
-    """The pairs that the command line asks for, those of a list or one, and their number of axes."""
+    """The pairs that the command line names, from a list or a single one, and their number of axes."""
     files = {key: getattr(args, key) for key in TO_SCORE if getattr(args, key)}
     if bool(args.pairs) == bool(files):
         raise InputError("give either --pairs or the files of one pair, such as --fixed-label and --field.")
@@ -68,7 +68,7 @@ def asked_pairs(args):
 
 
 def score_whole(pair, dims, carried):
-    """`score_pair`, after a look whether the field of a registered pair is still the file that was written."""
+    """`score_pair`, after a check that the field of a registered pair has not changed since it was written."""
     if "written" in pair:
         folder, digests = pair["written"]
         problem = damage(digests, folder)

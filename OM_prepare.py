@@ -2,10 +2,10 @@
 
     python OM_prepare.py --config Config/config_om.yaml [--set key=value ...]
 
-Run it once before the training, on one node, with as many cores as there are. Run the same command again after a kill,
-and it goes on; after adding volumes, and it prepares those. A volume that cannot be used is left out and reported with
-the reason (refused.csv in the cache, and a page in run.logs). What a training reads is not taken from under it. Exit
-codes: 0 done, 43 bad input or damage found.
+Run it once before training, on one node, with all of its cores. Run the same command again to continue after a kill, or
+to prepare volumes that were added. A volume that cannot be used is left out and reported with the reason (refused.csv
+in the cache, and a page in run.logs). Files that a training run reads are kept until it ends. Exit codes: 0 done, 43
+bad input or damage found.
 """
 import Runtime.unix  # noqa: F401  first of all: a Python that is too old, or Windows, ends here, in one sentence
 
@@ -102,7 +102,7 @@ def make_groups(folder, groups, cfg, workers, before):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def report(folder, manifest, cfg, seconds):
-    """Say what is there: on the terminal, as refused.csv, and as a page with pictures in run.logs.
+    """Report the content of the cache: on the terminal, as refused.csv, and as a page with pictures in run.logs.
 
     manifest: of the cache. seconds: that the preparation took.
     """
@@ -222,7 +222,7 @@ def check(folder, cfg):
 
 
 def require_same_settings(folder, cfg):
-    """Raise InputError for a cache that was made, or begun, with other settings: it is left as it is."""
+    """Raise InputError for a cache that was made, or begun, with other settings; it stays unchanged."""
     for path in (folder / "manifest.json", folder / "plan.json", *cache.record_paths(folder)):
         content = cache.read_json(path)
         if content:
@@ -263,7 +263,7 @@ def prepare(folder, cfg, args):
 
 
 def forget_damaged(folder):
-    """--repair: have the parts made anew that are damaged or lack a volume."""
+    """--repair: remove the parts that are damaged or lack a volume, so that they are rebuilt."""
     def progress(names):
         for name in tqdm(names, f"verifying {folder}", unit="part"):
             run_lock.touch(folder)
@@ -297,7 +297,7 @@ def remove_old(folder, keep, alone):
 
 
 def require_room(folder, groups, cfg):
-    """Raise InputError where what is to be made does not fit the disk. A label is counted as one byte a voxel."""
+    """Raise InputError if the missing parts do not fit on the disk. A label counts as one byte per voxel."""
     volumes = sum(map(len, groups.values()))
     free = shutil.disk_usage(folder).free
     labels = sum(bool(item["label"]) + bool(item["mask"]) for group in groups.values() for item in group)
@@ -309,7 +309,7 @@ def require_room(folder, groups, cfg):
 
 
 def run(folder, cfg, args):
-    """Do what the command line asks for. Returns the exit code."""
+    """Run the command line. Returns the exit code."""
     if args.verify:
         return check(folder, cfg)
     if args.export:

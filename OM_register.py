@@ -8,11 +8,12 @@
     python OM_register.py --apply Results/pair/field.nii.gz --moving OTHER.nii.gz --out Results/other
 
 Without options a pair is aligned by an affine map and then refined, without a network, as `omnimorph.register` does it.
-Volumes may have any size, spacing and orientation, the two of a pair different ones; they are NIfTI files, .mgz, .nrrd
-or .mha (Dataloader/nifti.py). Written are, for each pair:
-warped.nii.gz and warped_label.nii.gz (on the fixed grid), field.nii.gz (mm, for ITK, ANTs, Slicer and --apply),
-jacobian.nii.gz (determinant; <= 0 where it folds) and picture.png; for all of them report.html, results.csv and
-results.json. The last line on the terminal is one line of JSON with the means. Exit codes: 0 done, 43 bad input, also
+The two volumes of a pair may differ in size, spacing and orientation; they are NIfTI files, .mgz, .nrrd or .mha
+(Dataloader/nifti.py). For each pair it writes warped.nii.gz and warped_label.nii.gz (on the fixed grid), field.nii.gz
+(mm, for ITK, ANTs, Slicer and --apply), jacobian.nii.gz (determinant; <= 0 where it folds) and picture.png; for all
+pairs together report.html, results.csv and results.json. The last line on the terminal is one line of JSON with the
+means. Exit
+codes: 0 done, 43 bad input, also
 where only some pairs of a list are bad: the others are done.
 """
 from Runtime import __version__  # first of all: a Python that is too old ends here, in one sentence
@@ -95,7 +96,7 @@ def parse_arguments(argv=None):
 
 
 def check_arguments(args):
-    """Raise InputError for options that do not fit together and files that are missing; fill in what is not named."""
+    """Raise InputError for options that do not fit together and for missing files; fill in defaults."""
     also_seen = args.fixed_mask or args.moving_mask or args.fixed_channels or args.moving_channels
     if args.apply:
         if any((args.pairs, args.model != "none", args.affine, args.refine, args.initial, args.also, args.similarity,
@@ -144,7 +145,7 @@ def check_pairs(args, also_seen):
 
 
 def run(args):
-    """Do what the command line asks for. Returns the exit code."""
+    """Run the command line. Returns the exit code."""
     check_arguments(args)
     from Inference.register_pairs import apply_saved, register_all  # torch takes seconds: what is wrong is told before
 

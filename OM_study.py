@@ -1,4 +1,4 @@
-"""From a pair to a study: what people do with the scans of a group, one subcommand each.
+"""From a pair to a study: label, average, compare and check the scans of a group, with one subcommand each.
 
     python OM_study.py segment --atlases Data/atlases --images Data/brains --out Results/segment
     python OM_study.py template --images Data/brains --out Results/template
@@ -47,7 +47,7 @@ def parse_arguments(argv=None):
 
 
 def refuse_with_43(parser):
-    """Make a subcommand's parser end like all bad input where it does not understand its words."""
+    """Make a subcommand's parser exit with 43, like all bad input, for unknown options."""
     def refuse(message):
         print(f"error: {message}; see {parser.prog} --help.", file=sys.stderr)
         sys.exit(STOP)
@@ -166,7 +166,7 @@ def add_plan(tasks):
 
 
 def run(args):
-    """Do what the command line asks for. Returns the exit code."""
+    """Run the command line. Returns the exit code."""
     least = {"workers": 1, "rounds": 1, "spacing": 0, "sharpen": 0, "smooth": 0, "most": 0}
     wrong = next((name for name, number in least.items() if getattr(args, name, number) < number), None)
     if wrong:

@@ -3,8 +3,8 @@
     python OM_train_3modes.py --config Config/config_om.yaml [--set key=value ...]
 
 The same command continues an interrupted run from its newest checkpoint; bash_train_multi_nodes.sh starts many ranks.
-In the order in which it happens: arguments, data, network, the three modes, one step, the loop. What a run holds, and
-how it is saved and continued, stands in Diffusion/training_state.py.
+The file follows the order of a run: arguments, data, network, the three modes, one step, the loop.
+Diffusion/training_state.py has the state of a run, and how it is saved and continued.
 Exit codes: 0 done, 42 planned restart, 43 stop (bad input), others a crash.
 """
 import Runtime.unix  # noqa: F401  first of all: a Python that is too old, or Windows, ends here, in one sentence
@@ -90,7 +90,7 @@ def parse_arguments(argv=None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def deform_batch(images, rng_keys, ddpm, cfg, drawn=None):
-    """What modes 1 and 2 see of a batch: x_t, the target field, t, and the condition made of the augmented x0.
+    """The input of modes 1 and 2 for a batch: x_t, the target field, t, and the condition made from the augmented x0.
 
     images: (B, C, *spatial) as stored, C channels, mostly 1. rng_keys: B tuples (seed, epoch, position), see
     Runtime/keyed_random.py. drawn: ddpm.draw(rng_keys), where it has been done already.
@@ -208,9 +208,9 @@ def step_diffusion(net, batch, cfg):
 
 
 def step_contrastive(net, batch, cfg):
-    """Mode 2: know a deformed volume by its own slices among embeddings of other subjects.
+    """Mode 2: recognise a deformed volume by its own slices among embeddings of other subjects.
 
-    The third result is what goes into the queue: the target embeddings, of the averaged weights where there are any.
+    The third result goes into the queue: the target embeddings, of the averaged weights if there are any.
     """
     queue, subjects = batch["queue"], batch["subjects"]
     of_image, of_condition = embeddings.embed(net, batch, cfg)                            # (B, E) each
@@ -223,7 +223,7 @@ def step_contrastive(net, batch, cfg):
 
 
 def step_registration(net, batch, cfg):
-    """Mode 3: align two volumes, seeing all of the fixed one. Masks and labels only the loss sees."""
+    """Mode 3: align two volumes, seeing all of the fixed one. Only the loss sees masks and labels."""
     moving, fixed = batch["moving"], batch["fixed"]                            # (B, C, *spatial) each
     seen = batch.get("seen", batch)  # with augment.remap the network sees the pair in other intensities than the loss
     shares = None
@@ -253,7 +253,7 @@ def step_registration(net, batch, cfg):
 
 
 class Mode(NamedTuple):
-    """All that the rest needs to know of a mode: a fourth one is a step function and its entry in MODES."""
+    """All that the other code needs to know about a mode: a fourth mode is a step function and its entry in MODES."""
 
     name: str
     step: object                   # (net, batch, cfg) -> loss, {term: value}, maybe embeddings for the queue
@@ -284,7 +284,7 @@ TERMS = [name for mode in MODES.values() for name in (mode.curve, *mode.terms)]
 
 @dataclasses.dataclass
 class ModeResult:
-    """What a mode came to in one step."""
+    """The result of a mode in one step."""
 
     agreed: agree.Agreed
     terms: dict   # {name: mean over the batches of all ranks}

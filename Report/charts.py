@@ -1,7 +1,7 @@
 """Charts of a page as inline SVG: no script, no library, no picture file. Colours follow the page (Report/page.css).
 
 A curve of any length becomes at most one point per pixel: the mean of the values there, over a band from the least to
-the greatest, so that a spike of one step in a hundred thousand is still seen.
+the greatest, so that a spike of one step in a hundred thousand remains visible.
 """
 import math
 from html import escape

@@ -1,7 +1,7 @@
 """Runs side by side: `python -m Report.compare RUN RUN...`.
 
-Which keys differ, the curves on one axis, what came out and what it cost. Writes one page and prints the final figures,
-also as a table for progress.md.
+It shows the keys that differ, the curves on one axis, results and cost. It writes one page and prints the final
+figures, also as a table for progress.md.
 """
 import argparse
 import json
@@ -31,7 +31,7 @@ def first_begin(path):
 
 
 def short_names(runs):
-    """A name for each run by which they can be told apart: the end of its path."""
+    """A distinct name for each run: the end of its path."""
     paths = [path.resolve().parts for path in runs]
     for count in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-count:]) for parts in paths]

@@ -88,7 +88,7 @@ def findings_html(findings):
 
 
 def write_page(path, title, lead, sections, refresh_s=None, viewer=False, sortable=False):
-    """Write a complete page, atomically, that needs no other file and no network.
+    """Write a complete, self-contained page, atomically; it needs no network.
 
     path: the .html file; its folder is created. title, lead: plain text. sections: list of (heading, html), with html
     of the functions above; an empty heading is left out. refresh_s: a browser loads the page again after so many

@@ -1,4 +1,4 @@
-"""Rules that say what is wrong with a run and what to do, from its logs alone.
+"""Rules that find what is wrong with a run and what to do, from its logs alone.
 
 Each rule is a function of what Report/run_logs.py has read; it returns findings, dicts of "rule", "sentence", "advice"
 and "step". The report shows them.
@@ -128,7 +128,7 @@ def nonfinite(found):
 
 
 def clipped_away(found):
-    """A mode whose gradient is cut so far that Adam, which all modes share, hardly sees it."""
+    """A mode whose gradient is clipped so far that it hardly affects Adam, which all modes share."""
     cfg, steps = config_of(found), tail_of(step_columns(found), CLIP_STEPS)
     modes = {mode["name"]: mode for mode in modes_of(found)}
     limits = {name: cfg.get(mode.get("clip_norm")) for name, mode in modes.items()}
@@ -156,7 +156,7 @@ def clipped_away(found):
 
 
 def stuck_gate(found):
-    """A mode waits behind its gate, and `ang` does not come nearer to it."""
+    """A mode waits behind its gate, and `ang` does not approach the gate."""
     cfg, steps = config_of(found), step_columns(found)
     mode = next((mode for mode in modes_of(found) if mode.get("gate")), None)
     if mode is None or len(steps["step"]) < GATE_STEPS:
@@ -182,7 +182,7 @@ def stuck_gate(found):
 
 
 def overfitting(found):
-    """Validation has been getting worse for a while, and the training better."""
+    """Validation has been getting worse for a while, and the training losses better."""
     known = {name for line in found["epochs"] for name in METRICS if line.get(name) is not None}
     metric = next((name for name in METRICS if name in known), None)
     lines = [line for line in found["epochs"] if line.get(metric) is not None]

@@ -1,10 +1,10 @@
-"""What a run does, did and cost, from its logs alone: one page that needs nothing else, or the same on a terminal.
+"""What a run does, did and cost, from its logs alone: one self-contained page, or the same on a terminal.
 
     python -m Report.run Models/<run>                       write Models/<run>/report.html
     python -m Report.run Models/<run> --text                the same for a terminal
     python -m Report.run Models/<run> --follow              keep both up to date while the run goes on
 
-It reads what a training writes and changes nothing of it, so that it may run at any time and on a copied folder.
+It only reads what a run has written, so you can use it at any time and on a copied folder.
 """
 import argparse
 import base64

@@ -1,8 +1,8 @@
-"""The logs of a run, read once for all who want to know what it does: report, rules, goodput, comparison. No torch.
+"""The logs of a run, read once for the report, the rules, goodput and comparison. No torch.
 
-`read_run` works on a folder that is being written and on a copy. A line that is cut, by the death of a machine or in
-the middle of being written, is left out. The steps of rank 0 become columns of numbers, so that a run of a hundred
-thousand steps is read in seconds.
+`read_run` works on a folder that is being written and on a copy. An incomplete line, cut off by a crash or still being
+written, is left out. The steps of rank 0 become columns of numbers, so that a run of a hundred thousand steps is read
+in seconds.
 """
 import array
 import json

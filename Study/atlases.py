@@ -1,8 +1,8 @@
-"""Segment volumes by a few labelled ones: the most similar of them are registered to each, and their labels joined.
+"""Segment volumes with a few labelled ones: the most similar atlases are registered to each, and their labels joined.
 
-Every vote is about one image: each atlas is brought to it here, and nothing that was brought elsewhere can take part.
-An atlas that is the image itself never votes, and one of the same person votes only on request, since the result would
-look better than it is on anybody else.
+Every vote is about one image: each atlas is registered to it here, and results for other images cannot take part. An
+atlas that is the image itself never votes, and one of the same person votes only on request, because the result would
+look better than on anybody else.
 """
 import functools
 from pathlib import Path
@@ -32,7 +32,7 @@ DOUBTFUL = 0.25  # doubt above which a labelled voxel is worth a look
 
 
 def segment(args):
-    """What `omnimorph segment` does with its options; returns the exit code."""
+    """`omnimorph segment`; returns the exit code."""
     atlases = [item for item in volumes_of([args.atlases], pattern=args.subject_pattern) if item["label"]]
     if not atlases:
         raise InputError(f"{args.atlases}: none of its volumes has a label map: put label maps into labelsTr beside "

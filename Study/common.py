@@ -1,4 +1,4 @@
-"""What all programs on a study share: its volumes, its folder of results, its table and the end of a run."""
+"""Shared by all programs on a study: its volumes, its folder of results, its table and the end of a run."""
 import csv
 import io
 import json
@@ -47,14 +47,14 @@ def dims_of(path):
 
 
 def findings_of(rows, failed):
-    """What `findings_html` shows: who was left out, whose verdict is not ok, and all warnings."""
+    """The findings for `findings_html`: subjects left out, verdicts that are not ok, and all warnings."""
     said = [("failed", "left out", f"{entry['name']}: {entry['reason']}") for entry in failed]
     said += [(row["verdict"], row["verdict"], f"{row['name']}: {row['reason']}") for row in rows if row.get("reason")]
     return said + [("doubtful", "warning", sentence) for row in rows for sentence in row["warnings"]]
 
 
 def finished_row(row, entry, out, paths):
-    """A row with what resuming needs: digests of the entry's files and of the files that were written."""
+    """A row with the digests that resuming needs: of the entry's files and of the files that were written."""
     return {"labels": {}, "warnings": [], **row, "source": source_digests(entry), "files": file_digests(paths, out)}
 
 

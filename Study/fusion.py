@@ -1,10 +1,10 @@
-"""Join the labels that several labelled volumes brought to one image, by how alike each of them is to it there.
+"""Join the labels of several atlases for one image, weighted by how similar each atlas is to the image there.
 
-Around every voxel that the maps dispute, a patch of the image is compared with the patches of each atlas, after its
-registration: first each atlas is moved by a voxel at most to where it fits best, then the atlases are weighed. Two
-atlases that err in the same way count as one: with the differences d_i of the patches, the matrix of their products
-M_ij = (|d_i| . |d_j|)^BETA says how probably both are wrong together, and the weights that minimise the expected error
-are M^-1 1 / (1' M^-1 1), as Wang et al., "Multi-Atlas Segmentation with Joint Label Fusion", IEEE TPAMI 2013.
+Around every voxel in which the maps disagree, a patch of the image is compared with the patches of each registered
+atlas: first each atlas is shifted by at most a voxel to its best fit, then the atlases are weighted. Two atlases that
+err in the same way count as one: with the differences d_i of the patches, the matrix of their products M_ij = (|d_i| .
+|d_j|)^BETA says how probably both are wrong together, and the weights that minimise the expected error are M^-1 1 / (1'
+M^-1 1), as Wang et al., "Multi-Atlas Segmentation with Joint Label Fusion", IEEE TPAMI 2013.
 """
 import itertools
 

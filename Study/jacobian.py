@@ -5,8 +5,8 @@ From a template to its subjects: det(d subject / d template), so above 0 the sub
 Between scans of one subject: both scans are aligned by half of the rigid map between them each, and meet on a grid in
 the middle. There each is registered to the other; v is half the difference of the logarithms of the two fields, and the
 scans lie at exp(-v / 2) and exp(v / 2) of the middle. The change is the difference of their log determinants. Every
-step treats both scans alike, so exchanging them changes the sign and nothing else: a scan that is kept fixed would seem
-to change less (Reuter et al., "Within-subject template estimation for unbiased longitudinal image analysis", NeuroImage
+step treats both scans in the same way, so swapping them only changes the sign; with one scan kept fixed, changes would
+look smaller (Reuter et al., "Within-subject template estimation for unbiased longitudinal image analysis", NeuroImage
 2012).
 """
 import functools
@@ -39,7 +39,7 @@ SHOWN = 0.3  # logarithm that is drawn in full red
 
 
 def jacobian(args):
-    """What `omnimorph jacobian` does with its options; returns the exit code."""
+    """`omnimorph jacobian`; returns the exit code."""
     if bool(args.results) == bool(args.scans) or len(args.scans) == 1:
         raise InputError("give either --results, or --scans with two or more scans of one subject.")
     settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity}

@@ -1,7 +1,8 @@
 """Motion in a 4D series: every frame aligned to one frame or to the mean of all, and how far each had moved.
 
-Frames are done in blocks, each frame from where the one before it in its block ended; so the result is the same for any
-number of processes. The map of a frame leads from the reference to where its points lie in that frame.
+Frames are aligned in blocks, each frame starting from the result of the one before it in its block, so the result is
+the same for any number of processes. The map of a frame leads from the reference to the positions of its points in that
+frame.
 """
 import functools
 from pathlib import Path
@@ -28,7 +29,7 @@ PARAMETERS = ("trans_x", "trans_y", "trans_z", "rot_x", "rot_y", "rot_z")
 
 
 def motion(args):
-    """What `omnimorph motion` does with its options; returns the exit code."""
+    """`omnimorph motion`; returns the exit code."""
     shape, affine = shape_of(args.series)
     count = shape[-1]
     if args.reference not in ("mean", "middle") and not (args.reference.isdecimal() and int(args.reference) < count):

@@ -1,8 +1,8 @@
-"""Plan a training for a folder of volumes and this machine: a config, and what it will cost before it runs.
+"""Plan training for a folder of volumes and this machine: a config, and its cost before it runs.
 
-The grid comes from the volumes: their usual voxel side and the box around what they show. The network is one of three
-that were seen to learn, by the size of that grid. Memory and operations of a step are counted by the training program's
-own --dry-run, which also tries how fast this machine is.
+The grid comes from the volumes: their usual voxel size and the box around their content. The network is one of three
+that have been shown to learn, chosen by the size of that grid. The training program's --dry-run counts memory and
+operations of a step and measures the speed of this machine.
 """
 import json
 import math
@@ -34,7 +34,7 @@ ALONE = {"loss": {"dist": 0.0, "ang": 0.0, "regul": 0.0, "contrastive": 0.0}}  #
 
 
 def plan(args):
-    """What `omnimorph plan` does with its options; returns the exit code."""
+    """`omnimorph plan`; returns the exit code."""
     items = list_volumes(args.data, args.subject_pattern)
     seen, bad = look(items)
     if not seen:

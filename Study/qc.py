@@ -1,4 +1,4 @@
-"""Look through all results of a study at once: one page and one table, whatever program made them.
+"""All results of a study at a glance: one page and one table, whatever program made them.
 
 Every row is judged again beside all the others. A number is an outlier where it is further from the median than OUTLIER
 robust standard deviations (1.48 median absolute deviations), on its bad side.
@@ -28,7 +28,7 @@ BRIGHT = 0.3  # of the range of a volume: the outline that stands for a fixed vo
 
 
 def qc(args):
-    """What `omnimorph qc` does with its options; returns the exit code."""
+    """`omnimorph qc`; returns the exit code."""
     rows, failed = all_rows(args.results)
     with Folder(args.out) as out:
         settings = {"program": "qc"}

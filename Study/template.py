@@ -1,10 +1,10 @@
-"""The template of a group: the volume that lies in the middle of its subjects, in shape and in intensity.
+"""The template of a group: the volume in the middle of its subjects, in shape and in intensity.
 
-Every subject is registered to the present template; T_i is the affine map and u_i the deformation that lead from the
-template to subject i. The template is then moved to where these have no mean: with the mean of the logarithms of T_i
-and of the deformations, x -> exp(-mean log u)(exp(-mean log T) x) goes before each of them. The mean of the subjects,
-as the moved maps show them, is sharpened and becomes the next template (Avants et al., NeuroImage 2010, "The optimal
-template effect"; logarithms as in Arsigny et al., MICCAI 2006). Rounds begin on coarse grids and end on fine ones.
+Every subject is registered to the current template; T_i is the affine map and u_i the deformation from the template to
+subject i. The template is then moved so that their means vanish: with the mean logarithms of the T_i and of the
+deformations, x -> exp(-mean log u)(exp(-mean log T) x) is applied before each of them. The mean of the subjects, warped
+by the moved maps, is sharpened and becomes the next template (Avants et al., NeuroImage 2010, "The optimal template
+effect"; logarithms as in Arsigny et al., MICCAI 2006). Rounds begin on coarse grids and end on fine ones.
 """
 import functools
 import json
@@ -43,7 +43,7 @@ COLUMNS = ("similarity", "dice", "folding_percent")
 
 
 def template(args):
-    """What `omnimorph template` does with its options; returns the exit code."""
+    """`omnimorph template`; returns the exit code."""
     items = volumes_of(args.images, args.ids, args.subject_pattern)
     if len(items) < FEWEST:
         raise InputError(f"{items[0]['image']}: it has {len(items)} volume; a template needs {FEWEST} subjects or "

@@ -5,7 +5,7 @@
     found.save("Results/pair")
     copy, moved_label, field = omnimorph.augment(image, label, affine, draw=3)
 
-Each function explains itself by help(). What a caller can mend is raised as omnimorph.InputError, in one sentence.
+help() explains each function. Errors that a caller can correct are raised as omnimorph.InputError, with one sentence.
 """
 import importlib
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Explain a message: python -m omnimorph.explain "pasted text", or python -m omnimorph.explain < a log.
 
-Prints the rows of docs/messages.md that fit, the closest first, and the sentences of OmniMorph's own that the text
-contains, with the file that says them. Exit code 0 if something fits, 1 if nothing does, 43 if there is no text.
+Prints the rows of docs/messages.md that match, the closest first, and OmniMorph's own error messages in the text, with
+the file that raises them. Exit code 0 if something fits, 1 if nothing does, 43 if there is no text.
 """
 import ast
 import re
@@ -73,8 +73,8 @@ def read_refusals(root=ROOT):
 def matching_refusals(text, refusals):
     """The refusals that a text contains, the most literal first; a long log is read line by line.
 
-    The literal pieces between what differs are sought in order, which needs no regular expression: one with many
-    wildcards takes minutes on a log of megabytes.
+    The literal pieces are searched in order, without a regular expression: one with many wildcards takes minutes on a
+    log of megabytes.
     """
     lines = [line.lower() for line in text.splitlines()]
     found = []
