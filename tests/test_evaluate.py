@@ -155,7 +155,7 @@ def test_slices(tmp_path):
     (("--fixed-label", "fixed.nii.gz", "--field", "small.nii.gz"), "small.nii.gz: it is on another grid than"),
     (("--fixed-label", "fixed.nii.gz", "--warped-label", "shifted.nii.gz"), "shifted.nii.gz: it is on another grid"),
     (("--moving-label", "moving.nii.gz"), "nothing to score"),
-    (("--fixed-points", "one.csv", "--moving-points", "two.csv"), "one.csv: 1 landmarks, .*two.csv has 2"),
+    (("--fixed-points", "one.csv", "--moving-points", "two.csv"), "one.csv has 1 landmarks and .*two.csv has 2"),
 ])
 def test_what_does_not_fit_is_one_sentence(pair, monkeypatch, capsys, words, message):
     monkeypatch.chdir(pair)

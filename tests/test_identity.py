@@ -61,8 +61,8 @@ def test_the_same_data_say_nothing_and_added_ones_say_what():
 
 @pytest.mark.parametrize("now, said", [
     ([(name, size + 1) for name, size in SOME], "of its 8 volumes, 0 are among the 8 of this data set"),
-    ([(f"other_{number}", 100) for number in range(9)], "of its 8 volumes 0 are among the 9"),
-    (SOME[:3], "of its 8 volumes 3 are among the 3"),
+    ([(f"other_{number}", 100) for number in range(9)], "of its 8 volumes, 0 are among the 9"),
+    (SOME[:3], "of its 8 volumes, 3 are among the 3"),
 ])
 def test_other_data_of_the_same_name_are_refused(now, said):
     with pytest.raises(InputError, match=f"F was trained on different data with the same name brains: {said}.*--fresh"):
@@ -73,7 +73,7 @@ def test_other_data_of_the_same_name_are_refused(now, said):
 def test_whoever_was_trained_on_is_not_held_out_later():
     with pytest.raises(InputError, match="F was trained on p1, p2, which would now be held out for validation"):
         compare_data(data_of(SOME), data_of([*SOME[:1], *SOME[3:]], SOME[1:3]), "F")
-    with pytest.raises(InputError, match="F was trained on p1, held out"):  # another scan of the same subject
+    with pytest.raises(InputError, match="F was trained on p1, which would now be held out"):  # another scan of the same subject
         compare_data(data_of(SOME), data_of(SOME[2:], [("p1_2", 5)]), "F")
 
 

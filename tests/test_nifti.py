@@ -593,7 +593,7 @@ def test_two_matrices_that_differ_none_and_a_sheared_one_are_told(tmp_path):
     said, apart = placed("one.nii.gz", OBLIQUE, moved, (0, 1))
     assert said == []
     said, apart = placed("two.nii.gz", OBLIQUE, moved, (1, 2))
-    assert len(said) == 1 and "up to 8.0 mm apart" in said[0] and apart == pytest.approx(8, abs=0.01)
+    assert len(said) == 1 and "differ by up to 8.0 mm" in said[0] and apart == pytest.approx(8, abs=0.01)
     said, _ = placed("none.nii.gz", OBLIQUE, OBLIQUE, (0, 0))
     assert len(said) == 1 and "its header gives no position" in said[0]
 
