@@ -27,6 +27,23 @@ WORDS_OF_FILES = {"warped.nii.gz": "the moving volume on the fixed grid", "warpe
                   "segmented_fixed.nii.gz": "the network's segmentation of the fixed volume",
                   "segmented_moving.nii.gz": "the network's segmentation of the moving volume",
                   "results.json": "all scores and settings", "results.csv": "the scores as a table, label by label"}
+# What each score means, shown on hover.
+EXPLAINED = {heading(column): words for column, words in {
+    "dice_before": "overlap of the labels as the headers place the volumes; 1 is perfect",
+    "dice": "overlap of the warped labels with the fixed ones, mean over the labels; 1 is perfect",
+    "hd95_before_mm": "HD95 as the headers place the volumes",
+    "hd95_mm": "distance of the borders of the labels, 95th percentile; 0 is perfect",
+    "tre_before_mm": "distance of the landmarks as the headers place the volumes",
+    "tre_mm": "mean distance of the landmarks after the registration; 0 is perfect",
+    "similarity_before": "similarity as the headers place the volumes",
+    "similarity": "squared local correlation over the body of the fixed volume; 1 is perfect",
+    "folding_percent": "voxels where the deformation folds, by central differences; 0 is best",
+    "folding_any_percent": "voxels where any of the eight one-sided determinants is not positive; 0 is best",
+    "ndv_percent": "volume that is turned inside out (non-diffeomorphic volume); 0 is best",
+    "sdlogj": "how much the change of volume varies; 0 for an affine map",
+    "inverse_error_mm": "mean error after going there and back from the moving volume",
+    "inverse_consistency_mm": "mean error after going there and back from the fixed volume",
+    "seconds": "time to register, without reading and writing files"}.items()}
 
 
 def read_pair(row, dims):
@@ -111,8 +128,10 @@ def write_report(folder, rows, failed, lead, dims):
     notes += [[row["name"], "warning", sentence] for row in ordered for sentence in row["warnings"]]
     if notes:
         sections.append(("Failed pairs and warnings", table_html(["pair", "", "what"], notes)))
-    cards = ("Scores", cards_html(score_cards(columns, len(rows))))
+    cards = ("Scores", cards_html(score_cards(columns, len(rows)), EXPLAINED))
+    title, lead = "Registrations", f"{len(rows)} pairs; {lead}."
     if len(rows) == 1:
+        title, lead = lines[0][0], f"{lead[:1].upper()}{lead[1:]}."
         sections += [*pair_sections(rows[0], folder, read_pair(rows[0], dims)), cards, files_section(rows[0], folder)]
     else:
         pages = [Path(row["folder"]) / PAIR_PAGE for row in ordered]
@@ -120,16 +139,15 @@ def write_report(folder, rows, failed, lead, dims):
                   for line, page in zip(lines, pages)]
         sections += [cards, ("Pairs", table_html(header, linked, f"Worst {order_word} first; a name opens the page of "
                                                  "its pair. Before: as the headers place the volumes. Seconds without "
-                                                 "reading files.", formats))]
-    return write_page(folder / "report.html", "Registrations", f"{len(rows)} pair{'s' * (len(rows) > 1)}; {lead}.",
-                      sections, viewer=True)
+                                                 "reading files.", formats, EXPLAINED))]
+    return write_page(folder / "report.html", title, lead, sections, viewer=True)
 
 
 def write_pair_page(folder, row, pair):
     """Write the page of one pair of a list. folder: of the pair, which has its files. pair: of `read_pair`."""
     columns = spread([row], COLUMNS)
     sections = [("", verdicts_html([row])), *pair_sections(row, folder, pair),
-                ("Scores", cards_html(score_cards(columns, 1))), files_section(row, folder)]
+                ("Scores", cards_html(score_cards(columns, 1), EXPLAINED)), files_section(row, folder)]
     write_page(folder / PAIR_PAGE, row["name"], "", sections, viewer=True)
 
 
@@ -162,11 +180,12 @@ def files_section(row, folder):
 def verdicts_html(rows):
     """The verdict on each pair that is not ok, with its reason, in its colour; one line if all pairs are ok."""
     bad = sorted((row for row in rows if row["verdict"] != "ok"), key=lambda row: -VERDICTS.index(row["verdict"]))
-    lines = [(row["verdict"], row["verdict"], f"{row['name']}: {row['reason']}") for row in bad]
+    lines = [(row["verdict"], row["verdict"], f"{row['name']}: {row['reason']}" if len(rows) > 1 else row["reason"])
+             for row in bad]
     if len(bad) < len(rows):
         count = len(rows) - len(bad)
         lines.append(("ok", "ok", f"{count} pair{'s' * (count > 1)} of {len(rows)}." if len(rows) > 1 else
-                      f"{rows[0]['name']}: no sign of a failure was found."))
+                      "No sign of a failure was found."))
     return findings_html(lines)
 
 

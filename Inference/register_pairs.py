@@ -122,7 +122,9 @@ def how_registered(args):
         steps.append(f"{args.refine} steps of refinement")
     if args.similarity:
         steps.append(f"compared by {args.similarity}")
-    return ", ".join([*steps, f"start by {args.initial or args.start}"])
+    if args.initial or args.start != "auto":
+        steps.append(f"start by {args.initial or args.start}")
+    return ", ".join(steps)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

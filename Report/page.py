@@ -45,11 +45,11 @@ def png_html(png, caption="", alt=""):
             f"<figcaption>{escape(caption)}</figcaption></figure>\n")
 
 
-def table_html(header, rows, caption="", formats=None):
+def table_html(header, rows, caption="", formats=None, explained=None):
     """HTML table: numbers right-aligned, None and NaN as "-", all text escaped.
 
     header: column names. rows: lists of cells; a cell may be (text, link), the link relative to the page. formats: a
-    format for numbers such as ".3f", or None, for each column.
+    format for numbers such as ".3f", or None, for each column. explained: {column name: what it means}, on hover.
     Raises InputError if a row or `formats` does not have one entry per column.
     """
     lines, right = _cells(header, rows, formats)
@@ -58,7 +58,8 @@ def table_html(header, rows, caption="", formats=None):
         tag = "td" if number else "th"
         cells = [escape(cell) if link is None else f'<a href="{escape(quote(link))}">{escape(cell)}</a>'
                  for cell, link in zip(cells, links[number])]
-        cells = [f"<{tag}{' class=num' * side}>{cell}</{tag}>" for cell, side in zip(cells, sides)]
+        hints = [_hint((explained or {}).get(name)) if number == 0 else "" for name in header]
+        cells = [f"<{tag}{' class=num' * side}{hint}>{cell}</{tag}>" for cell, side, hint in zip(cells, sides, hints)]
         lines[number] = f"<tr>{''.join(cells)}</tr>\n"
     return (f'<div class="wide"><table><caption><span>{escape(caption)}</span></caption>\n<thead>\n{lines[0]}</thead>\n'
             f"<tbody>\n{''.join(lines[1:])}</tbody></table></div>\n")
@@ -74,11 +75,21 @@ def text_table(header, rows, formats=None):
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def cards_html(cards):
-    """HTML of headline results in large type, for the top of a page. cards: list of (label, value, note or "")."""
-    parts = [f'<div class="card"><span>{escape(str(label))}</span><strong>{escape(_text(value))}</strong>'
-             f"<span>{escape(str(note or ''))}</span></div>\n" for label, value, note in cards]
+def cards_html(cards, explained=None):
+    """HTML of headline results in large type, for the top of a page.
+
+    cards: list of (label, value, note or ""). explained: {label: what it means}, on hover.
+    """
+    explained = explained or {}
+    parts = [f'<div class="card"><span{_hint(explained.get(label))}>{escape(str(label))}</span>'
+             f"<strong>{escape(_text(value))}</strong><span>{escape(str(note or ''))}</span></div>\n"
+             for label, value, note in cards]
     return f'<div class="cards">\n{"".join(parts)}</div>\n'
+
+
+def _hint(words):
+    """The attribute of an HTML element that shows words on hover; "" without words."""
+    return f' title="{escape(words)}"' if words else ""
 
 
 def findings_html(findings):

@@ -48,7 +48,7 @@ def write_report(found, path, refresh_s=None):
     findings, (word, sentence) = find_all(found), state_of(found)
     sections = [("", cards_html(headline(found, findings))),
                 ("What is wrong, and what to do", findings_html(findings)),
-                ("Losses", grid(loss_charts(found))),
+                ("Losses", losses_html(found)),
                 ("Validation", grid(validation_charts(found)) or nothing("No validation yet.")),
                 ("Where the time went", time_html(found)),
                 ("Attempts", attempts_html(found)),
@@ -65,6 +65,12 @@ def write_report(found, path, refresh_s=None):
     except OSError as error:
         raise InputError(f"{path}: the page cannot be written there ({error.strerror or error}); give another file "
                          "with --out.") from None
+
+
+def losses_html(found):
+    """The charts of the losses; terms that are 0 throughout, such as unused ones, in a sentence."""
+    charts, zeros = loss_charts(found)
+    return grid(charts) + (nothing(f"0 throughout: {', '.join(zeros)}.") if zeros else "")
 
 
 def findings_html(findings):

@@ -9,6 +9,17 @@ from Report.run_state import step_seconds
 
 SHOWN_RANKS = 8  # drawn as a curve each; of more ranks the median and the two that differ most from it
 PLANNED = ("first start", "planned restart", "done", "running")  # what a restart may follow besides deaths
+# What the curves mean; a loss of your own shows its name alone.
+MEANINGS = {"total": "mode 1: weighted loss", "ang": "mode 1: cosine of recovered and true field; -1 is perfect",
+            "dist": "mode 1: relative squared error; 0 is perfect", "regul": "mode 1: regulariser",
+            "contrastive": "mode 2: loss", "regist": "mode 3: weighted loss",
+            "imgsim": "mode 3: minus the local correlation; -1 is perfect",
+            "imgmse": "mode 3: mean squared difference of the images", "ddf": "mode 3: regulariser",
+            "dice": "mode 3: one minus the Dice of the labels", "labelled": "mode 3: share of pairs with labels",
+            "segment": "mode 3: loss of the segmentation", "segmented": "mode 3: share of volumes with labels",
+            "val_ang": "mode 1: -1 is perfect", "val_retrieval": "mode 2: share of volumes recognised by their slices",
+            "val_dice": "mode 3: Dice of the labels; 1 is perfect", "val_imgsim": "mode 3: -1 is perfect",
+            "val_folding": "mode 3: % of voxels that fold", "val_segment": "Dice of the segmentation; 1 is perfect"}
 DEATH_COLOURS = ("k6", "c3", "c6", "c4", "c5")  # classes of page.css
 LEAK_LINE = 200  # steps, length of the line of a leak
 GIB = 2 ** 30
@@ -26,11 +37,13 @@ def restarts(found):
 
 
 def loss_charts(found):
-    """The losses of the modes, their terms, and each other term that a step function returns, over the steps."""
+    """The losses of the modes and each term that a step function returns, over the steps; names of flat zeros."""
     steps, marks = step_columns(found), restarts(found)
     nothing = np.full(len(steps["step"]), np.nan)
-    return [line_chart(name, [(name, steps["step"], steps.get(f"terms.{name}", nothing))], marks)
-            for name in losses_of(found)]
+    curves = {name: steps.get(f"terms.{name}", nothing) for name in losses_of(found)}
+    zeros = [name for name, y in curves.items() if np.isfinite(y).any() and not np.nan_to_num(y).any()]
+    return [line_chart(name, [(name, steps["step"], y)], marks, note=MEANINGS.get(name, ""))
+            for name, y in curves.items() if name not in zeros], zeros
 
 
 def validation_charts(found):
@@ -40,7 +53,7 @@ def validation_charts(found):
     for name in names:
         lines = [line for line in found["epochs"] if line.get(name) is not None]
         curve = (name, [line["step"] for line in lines], [line[name] for line in lines])
-        charts.append(line_chart(name, [curve], marks))
+        charts.append(line_chart(name, [curve], marks, note=MEANINGS.get(name, "")))
     return charts
 
 
