@@ -57,7 +57,7 @@ from Runtime.progress import (
 from Supervisor.run import close_run, open_run
 
 WHY_LEFT = {"steps": "--max-steps-before-restart", "time": "--max-seconds-before-restart",
-            "signal": "asked by a signal", "memory": "memory of another rank runs out"}
+            "signal": "requested by a signal", "memory": "memory of another rank runs out"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

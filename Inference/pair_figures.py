@@ -129,9 +129,9 @@ def write_report(folder, rows, failed, lead, dims):
     if notes:
         sections.append(("Failed pairs and warnings", table_html(["pair", "", "what"], notes)))
     cards = ("Scores", cards_html(score_cards(columns, len(rows)), EXPLAINED))
-    title, lead = "Registrations", f"{len(rows)} pairs; {lead}."
+    title, how = "Registrations", f"{len(rows)} pairs; {lead}."
     if len(rows) == 1:
-        title, lead = lines[0][0], f"{lead[:1].upper()}{lead[1:]}."
+        title, how = lines[0][0], f"{lead[:1].upper()}{lead[1:]}."
         sections += [*pair_sections(rows[0], folder, read_pair(rows[0], dims)), cards, files_section(rows[0], folder)]
     else:
         pages = [Path(row["folder"]) / PAIR_PAGE for row in ordered]
@@ -140,7 +140,7 @@ def write_report(folder, rows, failed, lead, dims):
         sections += [cards, ("Pairs", table_html(header, linked, f"Worst {order_word} first; a name opens the page of "
                                                  "its pair. Before: as the headers place the volumes. Seconds without "
                                                  "reading files.", formats, EXPLAINED))]
-    return write_page(folder / "report.html", title, lead, sections, viewer=True)
+    return write_page(folder / "report.html", title, how, sections, viewer=True)
 
 
 def write_pair_page(folder, row, pair):

@@ -225,5 +225,5 @@ def spark(y, width=40):
 
 
 def grid(charts):
-    """Charts beside each other, as many as the window is wide."""
-    return f'<div class="charts">\n{"".join(charts)}</div>\n'
+    """Charts beside each other, as many as the window is wide; "" without charts."""
+    return f'<div class="charts">\n{"".join(charts)}</div>\n' if charts else ""

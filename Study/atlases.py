@@ -275,8 +275,8 @@ def write_results_page(out, rows, failed, args, count):
                 ("Images", table_html(header, lines, "Click on a heading to sort. labels.tsv has every label: "
                                                      "volume, doubt and, if the image has its own labels, Dice.",
                                                      formats)),
-                ("Labels and doubt", gallery_html(pictures) + "<p>Outlines: the labels. Red: doubt, the share of the "
-                 "votes that the label did not get.</p>\n")]
+                ("Labels and doubt", gallery_html(pictures) + "<p>The outlines are the labels. Red is doubt, the share "
+                 "of the votes that the label did not get.</p>\n")]
     how = "joined by the local similarity of each atlas" if args.join == "joint" else "by majority"
     return write_page(out / "segment.html", "Segmentation by atlases", f"Labels of {args.atlases}, {how}.", sections,
                       sortable=True)

@@ -133,8 +133,9 @@ def write_qc_page(out, rows, failed, args):
                                                       "standard deviations from the median, on the bad side; above "
                                                       "5 is an outlier.",
                                        [None, None, None, ".1f", *[".3g"] * len(shown)])),
-                ("All subjects", gallery_html(pictures) + "<p>Of a pair: the warped volume; orange, the fixed labels "
-                 "or the outline of the fixed volume; blue, the warped labels. Of a segmentation: the image, its "
-                 "labels, and in red their doubt.</p>\n")]
-    return write_page(out / "qc.html", "Quality", f"{len(rows)} results of {', '.join(map(str, args.results))}.",
+                ("All subjects", gallery_html(pictures) + "<p>A registered pair shows the warped volume, with the "
+                 "labels or the outline of the fixed volume in orange and the warped labels in blue. A segmented image "
+                 "shows its labels, with their doubt in red.</p>\n")]
+    lead = f"{len(rows)} results of {', '.join(map(str, args.results))}."
+    return write_page(out / "qc.html", "Quality control", lead,
                       sections, sortable=True)

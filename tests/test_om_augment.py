@@ -658,7 +658,7 @@ def test_what_the_transform_refuses(changes, entries, message):
     (["--image", "good.nii.gz", "--label", "other.nii.gz"], "other.nii.gz: the label of .* is on another grid"),
     (["--image", "good.nii.gz", "--label", "moved.nii.gz"], "moved.nii.gz: the label of .* is on another grid"),
     (["--image", "good.nii.gz", "--label", "half.nii.gz"], "half.nii.gz: .* not whole numbers"),
-    (["--image", "good.nii.gz", "--start", "80"], "start 80: .* a time from 1 to 79"),
+    (["--image", "good.nii.gz", "--start", "80"], "start 80: the time of a random deformation is from 1 to 79"),
     (["--image", "good.nii.gz", "--start", "0"], "start 0: the time of a random deformation is from 1 to 79"),
     (["--image", "good.nii.gz", "--start", "60-20"], "give one such time, or a rising range"),
     (["--image", "good.nii.gz", "--start", "much"], "start much: give one time such as 79"),
@@ -671,7 +671,7 @@ def test_what_the_transform_refuses(changes, entries, message):
     (["--image", "good.nii.gz", "--condition", "slice"], "--condition slice needs a --target"),
     (["--image", "good.nii.gz", "--register"], "--register: name the volumes to register to by --target"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register"], "it holds 0 volumes that good can be"),
-    (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register", "-1"], "--register -1: a number of steps"),
+    (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register", "-1"], "--register -1: the number of steps"),
     (["--image", "good.nii.gz", "--target", "good.nii.gz", "--register", "--start", "20"], "leave out --start"),
     (["--image", "good.nii.gz", "--set", "diffusion.size=3"], "unknown key diffusion.size"),
 ])
@@ -701,7 +701,7 @@ def test_what_does_not_fit_a_model(data, model, capsys):
             (["--target", image, "--slices", -1], "--slices -1"),
             (["--target", image, "--condition", "none"], "with --condition none the target is not used"),
             (["--config", CONFIG], "--config is for --model none"),
-            (["--start", "20"], "a time from 1 to 19")):
+            (["--start", "20"], "deformation is from 1 to 19")):
         assert run("--image", image, "--model", model, *words, "--out", data / "out") == 43
         assert re.search(message, capsys.readouterr().err), message
     assert run("--image", image, "--model", data / "nowhere.pth", "--out", data / "out") == 43

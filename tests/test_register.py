@@ -421,7 +421,7 @@ def test_a_failed_pair_is_told_everywhere_and_ends_a_strict_run(place, tmp_path,
     header, line = csv.reader((tmp_path / "out/results.csv").read_text().splitlines())
     assert dict(zip(header, line))["verdict"] == "failed"
     page = (tmp_path / "out/report.html").read_text()
-    assert '<li class="failed"><b>failed</b> noise to' in page
+    assert '<li class="failed"><b>failed</b> the volumes still differ' in page
     assert OM_register.main([str(word) for word in [*words, "--affine", "none", "--strict"]]) == 43
     assert re.search("error: noise to .*: failed, .*still differ strongly", capsys.readouterr().err)
 
