@@ -114,9 +114,9 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
     before = np.abs(np.stack(frames, -1) - image[..., None])[4:-4, 4:-4, 4:-4].mean((0, 1, 2))
     after = np.abs(aligned - image[..., None])[4:-4, 4:-4, 4:-4].mean((0, 1, 2))
     assert aligned.shape == (*SIZE, 3) and (after[1:] < 0.6 * before[1:]).all()
-    assert run(*words) == 0 and "1 of 1 blocks are whole" in capsys.readouterr().err
+    assert run(*words) == 0 and "keeping 1 of 1 blocks" in capsys.readouterr().err
     assert run("motion", "--series", tmp_path / "bold.nii.gz", "--reference", "9", "--out", tmp_path / "out") == 43
-    assert "--reference 9: mean, middle, or the number" in capsys.readouterr().err
+    assert "--reference 9: give mean, middle, or the number" in capsys.readouterr().err
     write_volume(tmp_path / "flat.nii.gz", image, AFFINE)
     assert run("motion", "--series", tmp_path / "flat.nii.gz", "--out", tmp_path / "out") == 43
     assert "is not a series of volumes" in capsys.readouterr().err
