@@ -75,7 +75,7 @@ def losses_html(found):
 
 def findings_html(findings):
     if not findings:
-        return nothing("Nothing is wrong: no slow rank, no leak, no non-finite losses, no mode clipped away, no "
+        return nothing("No rule found a problem: no slow rank, no leak, no non-finite losses, no mode clipped away, no "
                        "stuck gate, no overfitting, no full disk.")
     items = "".join(f"<li><b>{escape(each['rule'])}</b> (step {each['step']}): {escape(each['sentence'])}. <br>"
                     f"<i>What to do:</i> {escape(each['advice'])}.</li>\n" for each in findings)
@@ -253,7 +253,7 @@ def as_text(found):
     parts = [f"{found['run']}\n{sentence}", "\n".join(f"{label:>20}: {value}  ({note})" for label, value, note
                                                       in headline(found, findings))]
     parts.append("\n".join(f"{each['rule'].upper()} (step {each['step']}): {each['sentence']}\n    what to do: "
-                           f"{each['advice']}" for each in findings) or "nothing is wrong")
+                           f"{each['advice']}" for each in findings) or "no rule found a problem")
     parts.append(text_table(["loss", "first", "last", "", ""], curve_rows(found)))
     parts += [text_table(*kinds_table(found)), text_table(*causes_table(found))]
     ended = [(row["number"], row["steps"], row["cause"], row["rank"], row["host"], row["place"] * row["dead"],

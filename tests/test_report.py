@@ -58,7 +58,7 @@ def test_the_page_of_a_real_run(folder, tmp_path):
             "gradient norm, registration"} < set(charts)
     assert "-1 is perfect" in shown
     assert all(heading in shown for heading in [*HEADINGS, "Pictures", "Profile"])
-    assert "Done since" in shown and "Nothing is wrong" in shown and "2 of 2" in shown
+    assert "Done since" in shown and "No rule found a problem" in shown and "2 of 2" in shown
     assert "attempt 0: planned restart" in shown and shown.count("--max-steps-before-restart") >= 1
     assert 'class="mark planned"' in text and "aten::" in shown and "registration, step 12" in shown
     assert "optim.lr" in shown and "0.0002" in shown  # the change since the launch before
@@ -98,7 +98,7 @@ def test_a_copied_folder_gives_the_same_page_and_is_not_changed(folder, tmp_path
 def test_the_terminal_shows_the_same(folder, capsys):
     assert main([str(run_of(folder)), "--text"]) == 0
     shown = capsys.readouterr().out
-    assert "Done since" in shown and "nothing is wrong" in shown and "planned restart" in shown
+    assert "Done since" in shown and "no rule found a problem" in shown and "planned restart" in shown
     assert re.search(r"^ang .*[\u2581-\u2588]{10}", shown, re.M) and re.search(r"^val_dice ", shown, re.M)
     assert "optim.lr 0.0001 -> 0.0002" in shown
     assert not (run_of(folder) / "report.html").exists()
