@@ -308,13 +308,18 @@ def scores_of(net, held_out):
             for image, label in held_out]
 
 
-def cell(method, labelled, seed, order, needed, held_out, model, args, cfg):
-    """{"dice": of each test volume, "copies_s", "train_s": processor seconds}, from its file or run now."""
+def cell(method, labelled, seed, order, needed, held_out, model, args, cfg, over):
+    """{"dice": of each test volume, "copies_s", "train_s": processor seconds}, from its file or run now.
+
+    over: run nothing any more; without a file it is None.
+    """
     weights = sha256(find_checkpoint(args.checkpoint)) if COMBINED.get(method, method) in COPIES else None
     settings = json.loads(json.dumps([args.steps, args.rate, args.test_ids, WIDTHS, COUNTS, LEAST, cfg, weights]))
     path = args.out / "cells" / f"{method}_{labelled}_{seed}.json"
     if args.resume and path.is_file() and (found := json.loads(path.read_text()))["settings"] == settings:
         return found
+    if over:
+        return None
     began = time.process_time()
     pool = [pool_of(method, volume, needed[volume[0]], labelled, model, args, cfg, order)
             for volume in order[:labelled]]
@@ -405,7 +410,7 @@ def main(argv=None):
     for (method, labelled), seed in itertools.product(work, range(args.seeds)):
         key = (method, labelled, seed)
         over = time.process_time() - began > 60 * args.minutes
-        found[key] = None if over else cell(*key, orders[seed], needed, held_out, model, args, cfg)
+        found[key] = cell(*key, orders[seed], needed, held_out, model, args, cfg, over)
     publish(found, args, len(held_out))
     return DONE
 
