@@ -1,6 +1,6 @@
 """What mode 2's embeddings are good for: finding another scan of the same person, and the most similar atlas.
 
-    python tests/bench/bench_retrieval.py --json [--checkpoint universal] [--images 16]
+    python tests/bench/bench_retrieval.py --json [--checkpoint universal] [--images 20]
 
 retrieval: every scan of the liver (two persons, three phases of breathing each), the heart (end of diastole and of
 systole) and the hippocampus (ids 201-280) looks for its nearest one among all the others: by the cosine of the
@@ -8,10 +8,10 @@ network's embeddings of both, their mean over all scans taken away, or by plain 
 network's grid. Found is a scan of the same person. Whose the hippocampi are the data do not say; neighbouring ids are
 often one person, so an id one apart counts, and since they may be its left and its right one, each scan is looked for
 mirrored too. Chance is the share of such scans among all others, and among those of the same set.
-atlas: --images of these hippocampi are segmented by one atlas of ids 1-60 each, registered without a network: the most
-similar one by embeddings, by correlation, and RANDOM random ones. Dice is the mean over both labels, then over images;
-gain is the difference from the random ones with its 95 % interval over the images by Student's t. The last line is
-JSON.
+atlas: --images hippocampi are labelled by one of five atlases, with the registrations of bench_segment.py: by the most
+similar one by embeddings, by correlation, and by the best one, which nobody knows beforehand. Dice is the mean over
+both labels, then over images; gain is the difference from the mean of all five, that is from a random one, with its
+95 % interval over the images by Student's t. The last line is JSON.
 """
 import argparse
 import json
@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_augment import CONFIG, DATA, LABELS, TRAIN_IDS, read  # and sys.path
+from bench_augment import DATA, LABELS  # and sys.path
 from bench_fewshot import interval
+from bench_segment import registered, subjects
 from tqdm import tqdm
 
 from Dataloader.datalist import read_datalist
@@ -30,15 +31,11 @@ from Dataloader.nifti import read_volume
 from Diffusion.embeddings import embed
 from Diffusion.metrics import average, dice
 from Inference.augmentation import place
-from Inference.labels import apply_label
 from Inference.load_model import load_model
-from Inference.registration import register
 from Report.page import text_table
-from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
-from Runtime.keyed_random import generator
 
-SCAN_IDS, RANDOM = "201-280", 3
+SCAN_IDS = "201-280"
 
 
 def parse_arguments(argv=None):
@@ -46,7 +43,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON (always done)")
     parser.add_argument("--data", type=Path, default=DATA.parent, help="folder of the sets (%(default)s)")
     parser.add_argument("--checkpoint", default="universal", help="network (%(default)s)")
-    parser.add_argument("--images", type=int, default=16, metavar="N", help="to segment (%(default)s)")
+    parser.add_argument("--images", type=int, default=20, metavar="N", help="to label, 0 for none (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("/tmp/bench-segment"), help="where registrations are kept, as "
+                        "by bench_segment.py (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="(%(default)s)")
     return parser.parse_args(argv)
 
@@ -131,24 +130,16 @@ def retrieval(scans, model):
 # The most similar atlas
 # ---------------------------------------------------------------------------------------------------------------------
 
-def overlap(atlas, image, cfg):
-    """Dice of the labels that one atlas brings to an image. atlas, image: (id, image, label, affine)."""
-    found = register((image[1], image[3]), (atlas[1], atlas[3]), affine=True, config=cfg, device="cpu")
-    return average(dice(apply_label(atlas[2], atlas[3], found.field, image[3]), image[2], LABELS))
-
-
-def atlas_gain(images, atlases, model, cfg):
-    """{way: {dice, low, high, gain, gain_low, gain_high}} of the atlas that each way chooses, and of random ones."""
-    rows = [features_of([place(one[1], one[3], model[1])[0] for one in part], model) for part in (images, atlases)]
+def atlas_gain(images, atlases, model, out):
+    """{way: {dice, low, high, gain, gain_low, gain_high}} of the chosen atlas. images, atlases: files."""
+    rows = [features_of([place(*read_volume(path), model[1])[0] for path in part], model) for part in (images, atlases)]
+    scores = {way: [] for way in ("random", *rows[0], "best")}
     chosen = {way: likeness(way, rows[0][way], rows[1][way]).argmax(1) for way in rows[0]}
-    scores = {way: [] for way in ("random", *chosen)}
-    for number, image in enumerate(tqdm(images, "segmenting", unit="image")):
-        drawn = torch.randperm(len(atlases), generator=generator(0, "atlas", number))[:RANDOM].tolist()
-        brought = {one: overlap(atlases[one], image, cfg)
-                   for one in {*drawn, *(int(numbers[number]) for numbers in chosen.values())}}
-        scores["random"].append(average([brought[one] for one in drawn]))
-        for way, numbers in chosen.items():
-            scores[way].append(brought[int(numbers[number])])
+    for number, image in enumerate(tqdm(images, "labelling", unit="image")):
+        held = [registered("hippocampus", atlas, image, out) for atlas in atlases]
+        brought = [average(dice(one["map labelsTr"], one["truth labelsTr"], LABELS)) for one in held]
+        for way, values in scores.items():
+            values.append({"random": average(brought), "best": max(brought)}.get(way) or brought[chosen[way][number]])
     return {way: {**dict(zip(("dice", "low", "high"), interval(values))),
                   **dict(zip(("gain", "gain_low", "gain_high"), interval(np.subtract(values, scores["random"]))))}
             for way, values in scores.items()}
@@ -158,21 +149,21 @@ def main(argv=None):
     args = parse_arguments(argv)
     torch.set_num_threads(args.threads)
     try:
-        model, cfg, hippocampi = load_model(args.checkpoint), load_config(CONFIG), args.data / "hippocampus"
+        model = load_model(args.checkpoint)
         scans = {name: [(item["id"], place(*read_volume(item["image"]), model[1])[0])
                         for item in read_datalist(args.data / name, 3, ids)]
                  for name, ids in (("liver", ""), ("cardiac", ""), ("hippocampus", SCAN_IDS))}
-        images, atlases = (read(read_datalist(hippocampi, 3, ids)) for ids in (SCAN_IDS, TRAIN_IDS))
+        atlases, images = subjects("hippocampus", "test")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return STOP
     found = retrieval(scans, model)
     print(text_table(["same person first", *next(iter(found.values()))], [[name, *one.values()] for name, one in
                      found.items()], [None, None, *[".3f"] * 4]))
-    step = max(len(images) // args.images, 1)
-    gain = atlas_gain(images[::step][:args.images], atlases, model, cfg)
-    print(text_table(["atlas", *next(iter(gain.values()))], [[way, *one.values()] for way, one in gain.items()],
-                     [None, *[".4f"] * 6]))
+    gain = atlas_gain(images[:args.images], atlases, model, args.out) if args.images else {}
+    if gain:
+        print(text_table(["atlas", *gain["random"]], [[way, *one.values()] for way, one in gain.items()],
+                         [None, *[".4f"] * 6]))
     print(json.dumps({"retrieval": found, "atlas": gain, "images": args.images, "atlases": len(atlases)}))
     return DONE
 
