@@ -7,6 +7,7 @@ Hippocampus. The sets, each of --volumes volumes of ids 1-60 with --draws copies
   moved      the volume registered to these, as OM_augment.py --register does: the same fields, labels carried by them
   random     deformations of the diffusion model before recovery      recovered   the same draws after it
   wide       the same with diffusion.v_scale 1e-4
+  last       at the last time, OM_augment.py's default                last_wide   the same with diffusion.v_scale 6e-5
   towards    the same draws recovered towards another volume          elastic     random elastic deformations
 Measured of each copy, within MARGIN voxels of its label:
   displacement_mm   root mean square length of the displacement, its best affine map taken away
@@ -51,7 +52,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 MODE_IDS = "201-280"
-SETS = ("real", "moved", "towards", "recovered", "random", "wide", "elastic")
+STRENGTHS = {"random": (START, {}), "wide": (START, {"diffusion.v_scale": WIDE}), "last": (79, {}),
+             "last_wide": (79, {"diffusion.v_scale": 6e-5})}  # start and keys of sets without a network
+SETS = ("real", "moved", "towards", "recovered", *STRENGTHS, "elastic")
 MEASURES = {"displacement_mm": "displacement, mm", "log_jacobian": "sd of log Jacobian",
             "volume": "|log volume ratio|", "overlap": "overlap with the original"}
 MARGIN, MODES, TIMES = 3, 20, (20, 50, 79)
@@ -146,9 +149,9 @@ def copies_of(name, volumes, args, model):
                 yield field, label, deform(label, field, "smooth")
                 continue
             _, target, _, target_affine = pick_target(others, key) if name == "towards" else [None] * 4
-            drawing = model[1] | ({"diffusion.v_scale": WIDE} if name == "wide" else {})
-            _, copy, field = augment(image, label, affine, None if name in ("random", "wide") else model, START,
-                                     draw=number, subject=identity, cfg=drawing, target=target,
+            start, keys = STRENGTHS.get(name, (START, {}))
+            _, copy, field = augment(image, label, affine, None if name in STRENGTHS else model, start, draw=number,
+                                     subject=identity, cfg=model[1] | keys, target=target,
                                      target_affine=target_affine)
             yield field, label, copy
 
