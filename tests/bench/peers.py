@@ -189,6 +189,17 @@ def ants_method(pair, options):
     return field, warped, seconds
 
 
+def build_ants_template(job, tell):
+    """antspyx's own template of a group. job: {"images", "template": the file to write, "options"} of
+    ants.build_template, which starts at the mean of the images as they lie."""
+    import ants
+    started = clocks()
+    found = ants.build_template(image_list=[ants.image_read(path) for path in job["images"]], **job["options"])
+    seconds = spent(started)
+    ants.image_write(found, job["template"])
+    tell(seconds=seconds)
+
+
 def greedy_method(pair, options):
     """Greedy: its affine stage, then its deformation. options: of the command lines of its stages, affine a list.
 
@@ -404,6 +415,9 @@ def train_voxelmorph(job, tell):
     tell(done=True, **{key: value for key, value in state.items() if key != "model"})
 
 
+WHOLE_JOBS = {"voxelmorph-train": train_voxelmorph, "ants-template": build_ants_template}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 def save(path, array):
@@ -424,8 +438,8 @@ def main():
         print(json.dumps(line), file=results, flush=True)
 
     job = json.loads(Path(path).read_text())
-    if name == "voxelmorph-train":
-        return train_voxelmorph(job, tell)
+    if name in WHOLE_JOBS:
+        return WHOLE_JOBS[name](job, tell)
     method, options = METHODS[name], job["options"]
     if job["warm_up"] and job["pairs"]:
         method(job["pairs"][0], options)
