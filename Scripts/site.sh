@@ -14,32 +14,15 @@ count_ranks() {  # RANKS: by default one for each device that torch sees, on a C
     export OMP_NUM_THREADS=$((OMP_NUM_THREADS > RANKS ? OMP_NUM_THREADS / RANKS : 1))
 }
 
-if [[ -z ${CLUSTER:-} ]]; then
-    CLUSTER=local
-    [[ -f $root/Config/cluster/${SLURM_CLUSTER_NAME:-}.env ]] && CLUSTER=$SLURM_CLUSTER_NAME
-fi
-if [[ ! -f $root/Config/cluster/$CLUSTER.env ]]; then
-    known=$(cd "$root/Config/cluster" && ls -- *.env)
-    stop "CLUSTER=$CLUSTER: there is no Config/cluster/$CLUSTER.env; known are ${known//$'\n'/, }."
-fi
-export CLUSTER NODE_COUNT=1
-SITE_OPTIONS=()
-set -a  # every variable of the site's file is exported
 here=$PWD
-cd "$root" || exit 43  # the files name others by their place in the repository
+cd "$root" || exit 43  # the site's files name others by their place in the repository
 # shellcheck source=/dev/null
-source "Config/cluster/$CLUSTER.env"
+source Scripts/settings.sh
+export NODE_COUNT=1
+SITE_OPTIONS=()
+choose_site
+load_settings
 cd "$here" || exit 43
-set +a
-ulimit -c 0  # no core files
-ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
-
-if [[ -z ${PYTHON:-} ]]; then
-    PYTHON=python3
-    [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
-fi
-INTERPRETER=("$PYTHON")  # a path with blanks is one word
-command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"
 cores=${SLURM_CPUS_PER_TASK:-$(nproc)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 [[ -t 2 ]] || export TQDM_MININTERVAL=${TQDM_MININTERVAL:-60}  # bars in a job's log: a line a minute

@@ -3,6 +3,7 @@
 The ranks are stand-ins, which say that they are there and then do what a test wants: what is looked at here happens
 before, between and after them. Everything else, the attempts and the lock too, is real.
 """
+import ast
 import contextlib
 import fcntl
 import json
@@ -197,6 +198,19 @@ def test_ranks_do_not_outlive_the_shell_of_their_round(tmp_path):
     assert causes == ["vanished", "done"] and ended(tmp_path) == ["continue", "done"]
 
 
+def test_the_launch_goes_on_where_the_process_that_begins_a_round_is_killed(tmp_path):
+    call = """if [[ $3 == begin ]]; then
+        count=$(($(cat "$FOLDER/begins" 2> /dev/null) + 1)); echo $count > "$FOLDER/begins"
+        ((count == 2)) && kill -KILL "$PPID"
+    fi"""
+    rank = "((OMNIMORPH_ATTEMPT > 0)) && { " + DONE + "; }\n" + HERE + "leave"
+    with launched(tmp_path, rank=rank, call=call) as process:
+        assert process.wait(100) == 0
+    text = (tmp_path / "log.txt").read_text()
+    assert '"begin" of Supervisor/launcher.py ended with exit code 137: tried again' in text
+    assert ended(tmp_path)[0] == "restart" and ended(tmp_path)[-1] == "done"
+
+
 def test_nothing_that_a_program_prints_is_run(tmp_path):
     """The output of run.notify, the name of a volume in a verdict: `begin` prints them beside its variables."""
     call = """if [[ $3 == begin ]]; then
@@ -279,6 +293,16 @@ def test_the_preflight_waits_for_what_may_pass(tmp_path):
         assert process.wait(120) == 0
     assert (tmp_path / "looks").read_text() == "4\n"
     assert "once more in 20 s, for up to 600 s in all" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["launcher", "processes", "scheduler", "task"])
+def test_what_runs_beside_slurm_needs_an_old_python_and_no_packages(name):
+    """PYTHON may be in a container. The host has what its system came with: 3.6 in Red Hat 8 and SLES 15."""
+    tree = ast.parse((ROOT / f"Supervisor/{name}.py").read_text(), feature_version=(3, 6))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported <= {"functools", "json", "math", "os", "shutil", "signal", "socket", "subprocess", "sys", "time",
+                        "Supervisor", "Supervisor.processes", "Supervisor.scheduler"}
 
 
 @pytest.mark.parametrize("python, said", [("/nowhere/python", "lacks Python"), ("{bare} -S", "lacks torch")])

@@ -1,0 +1,398 @@
+"""What bash_train_multi_nodes.sh does before, within and after each round. One command of it is one process:
+
+    python3 -ESm Supervisor.launcher COMMAND [options of the site] -- [words of who launches]
+
+`nodes` chooses the nodes, `preflight` checks them, `begin` opens a round, `round` runs its ranks, `end` judges it,
+`again` checks the nodes after a death that may be one's, `clean` and `requeue` are the end of a launch. Between them
+the shell keeps what they find, as exported variables: a command prints lines of NAME=value, which the shell takes and
+never runs. All but `round` print nothing else on standard output. The standard library of Python 3.6 is enough.
+"""
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from Supervisor import scheduler
+from Supervisor.processes import ASKED, Leave, ask, code_of, ignore, interpreter, listen, nap, note_exit, oom_kills, say
+from Supervisor.scheduler import end_steps, on_slurm, step
+
+TRAINING, PREFLIGHT = "OM_train_3modes.py", "Scripts/preflight/preflight.py"
+MISSING = ("import importlib.util as u; "
+           "print(*(n for n in ('torch', 'numpy', 'nibabel', 'scipy', 'yaml') if not u.find_spec(n)))")
+COUNT = "import torch; print(max(torch.accelerator.device_count(), 1))"
+OF_THE_LAUNCHER = ("--dry-run", "--preflight", "--no-preflight", "--allow-tmp")
+# What `begin` of Supervisor/attempts.py finds, and this passes on.
+OF_A_ROUND = ("OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_STEP_BACK OMNIMORPH_STEP OMNIMORPH_ATTEMPT OMNIMORPH_ROUND "
+              "OMNIMORPH_PATIENCE_S OMNIMORPH_STAGE NODE_COUNT TASKS_PER_NODE RANKS ROUND_SECONDS LEAVE_AFTER "
+              "MAX_ROUNDS PAUSE_PLANNED PAUSE_CRASH GRACE START_SECONDS LINGER LEAVE_SECONDS").split()
+
+
+def training_words(words):
+    """The words for the training: those of the site, then those of who launches, which take precedence.
+
+    A path that exists in the folder where the command was typed is relative to that folder.
+    """
+    place = words.index("--")
+    typed_in, before, given = os.environ["TYPED_IN"], "", []
+    for word in words[place + 1:]:
+        name, _, value = word.partition("=")
+        if before in ("--config", "--init-from"):
+            word = there(typed_in, word)
+        elif name in ("--config", "--init-from") and value:
+            word = name + "=" + there(typed_in, value)
+        before = word
+        if word not in OF_THE_LAUNCHER:
+            given.append(word)
+    return words[:place] + (given or ["--config", "Config/config_om.yaml"])
+
+
+def there(folder, path):
+    """A path in a folder if it exists there, else as it is."""
+    return os.path.join(folder, path) if os.path.exists(os.path.join(folder, path)) else path
+
+
+def answer(**variables):
+    """Set variables here, and in the shell that has started this command."""
+    for name, value in variables.items():
+        os.environ[name] = " ".join(str(value).splitlines())
+        print("%s=%s" % (name, os.environ[name]))
+    sys.stdout.flush()
+
+
+def attempts(*words):
+    """The command that asks Supervisor/attempts.py, in the Python of the training."""
+    return [*interpreter(), "-m", "Supervisor.attempts", *map(str, words)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before the first round: the nodes, and whether they work
+# ---------------------------------------------------------------------------------------------------------------------
+
+def nodes(words):
+    """Choose the nodes of the job; without Slurm, look at RANKS."""
+    ranks, job_nodes = os.environ.get("RANKS", ""), os.environ.get("SLURM_NNODES", "1")
+    if on_slurm():
+        tasks = os.environ.get("SLURM_TASKS_PER_NODE", "")
+        if not tasks:
+            raise Leave(43, "error: Slurm does not say how many tasks a node has: submit with --ntasks-per-node")
+        if "," in tasks:
+            raise Leave(43, "error: the nodes have different numbers of tasks (%s): submit with --ntasks-per-node"
+                        % tasks)
+        return answer(**scheduler.choose_nodes(patience(), excluded()))
+    if ranks and job_nodes != "1":
+        raise Leave(43, "error: RANKS=%s starts processes on this host only, and job %s has %s nodes: unset RANKS"
+                    % (ranks, scheduler.number(), job_nodes))
+    if ranks and not (ranks.isdecimal() and ranks[0] != "0"):
+        raise Leave(43, "error: RANKS=%s: give the number of processes on this host, at least 1" % ranks)
+    host = socket.gethostname()
+    answer(NODES=host, HOSTS=host, NODE_COUNT=1, MASTER_ADDR=os.environ.get("FIXED_ADDRESS") or "127.0.0.1")
+
+
+def patience():
+    """Seconds for which a fault that may pass is waited for (run.patience_s)."""
+    return math.floor(float(os.environ["OMNIMORPH_PATIENCE_S"]))
+
+
+def excluded():
+    """The nodes that a preflight has excluded."""
+    return os.environ.get("EXCLUDED", "").split()
+
+
+def ranks(words):
+    """See that PYTHON has what is needed, count devices and cores of this host. words: the name of the log."""
+    code, missing = ask([*interpreter(), "-c", MISSING], 600)
+    if code or missing.strip():
+        raise Leave(43, "error: %s lacks %s: name the interpreter of the environment with PYTHON=path, or install what "
+                    "it lacks (docs/install.md)" % (os.environ["PYTHON"], "Python" if code else missing.strip()))
+    if on_slurm():
+        cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 1))
+    else:
+        count = os.environ.get("RANKS") or ask([*interpreter(), "-c", COUNT], 600)[1].strip()
+        if not count:
+            raise Leave(43, "stopped: torch cannot count the devices of this host, see the error above")
+        answer(RANKS=count, TASKS=count, TASKS_PER_NODE=count, RANKS_ASKED=count)
+        cores = len(os.sched_getaffinity(0)) // int(count)
+    answer(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS") or max(cores, 1))
+    times = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    life = ", start %d of job %s" % (times + 1, scheduler.number()) if times else ""
+    say("%s ranks on %s, %s threads each, log %s%s" % (os.environ["RANKS"], os.environ["NODES"],
+                                                       os.environ["OMP_NUM_THREADS"], words[0], life))
+
+
+def choose_port():
+    """A port for the ranks: the user's, or one that is free on rank 0's node, or here: most likely there too."""
+    first, port = os.environ["NODES"].split()[0], os.environ.get("FIXED_PORT", "")
+    if not port and on_slurm() and os.environ.get("SLURMD_NODENAME") != first:
+        port = ask(scheduler.on_node(first, attempts("port")), 40)[1].strip()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        answer(MASTER_PORT=port if port.isdecimal() else probe.getsockname()[1])
+
+
+def preflight(words):
+    """Keep those nodes that work; raise Leave if too few do. Faults that may pass are waited for."""
+    ends, repeat = time.monotonic() + patience(), ["--may-repeat"]
+    words = training_words(words) + ["--allow-tmp"] * ("--allow-tmp" in words)
+    while True:
+        choose_port()
+        say("preflight of %s ranks on %s" % (os.environ["RANKS"], os.environ["NODES"]))
+        code, found = look(words, repeat)
+        if code == 0:
+            return
+        if code == 75:  # without some nodes
+            more = [line.partition("=")[2].split() for line in found.splitlines() if line.startswith("EXCLUDED=")]
+            answer(EXCLUDED=" ".join(excluded() + sum(more, [])))
+            answer(**scheduler.choose_nodes(patience(), excluded()))
+            continue
+        # 43: of a run that has trained before, this may pass as well. 76: a file system that hangs for a moment.
+        if code == 43 and (os.environ["ROUND"] == "0" or time.monotonic() >= ends):
+            raise Leave(43, "stopped: the preflight failed, see the table above")
+        if time.monotonic() >= ends:
+            repeat = []
+        say("the preflight failed: once more in 20 s, for up to %d s in all" % patience())
+        nap(20)
+        if ASKED:
+            raise Leave(42, " during the preflight")
+
+
+def look(words, repeat):
+    """Run one preflight: a task for each rank, whose findings one collects. Returns: (exit code, its answer)."""
+    seconds = os.environ["PREFLIGHT_SECONDS"]
+    limit = ["timeout", "--kill-after=5", seconds]
+    findings, out = os.pipe()
+    if on_slurm():
+        task = limit + ["setsid"] + step(["--kill-on-bad-exit=0"], [PREFLIGHT, "--task", *words])
+        tasks = [subprocess.Popen(task, stdin=subprocess.DEVNULL, stdout=out)]
+    else:
+        task = limit + interpreter() + [PREFLIGHT, "--task", *words]
+        tasks = [subprocess.Popen(task, stdin=subprocess.DEVNULL, stdout=out, env=of_rank(rank))
+                 for rank in range(int(os.environ["RANKS"]))]
+    os.close(out)
+    found = ask([*interpreter(), PREFLIGHT, "--collect", *repeat, *words], math.floor(float(seconds)) + 60,
+                stoppable=True, stdin=findings)
+    os.close(findings)
+    for process in tasks:
+        process.terminate()
+    ends = time.monotonic() + 10
+    for process in tasks:
+        code_of(process, ends)
+        process.kill()
+    if on_slurm():
+        end_steps()
+    if ASKED:
+        raise Leave(42, " during the preflight")
+    return found
+
+
+def of_rank(rank):
+    """The environment of a rank on this host."""
+    return dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=os.environ["RANKS"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A round
+# ---------------------------------------------------------------------------------------------------------------------
+
+def begin(words):
+    """Lock the folder and number the attempt; try again while the fault may pass."""
+    ends, number = time.monotonic() + patience(), os.environ["ROUND"]
+    hosts = os.environ["HOSTS"].split()
+    command = attempts("begin", *training_words(words), "--launcher-pid", os.environ["LAUNCHER_PID"], "--nodes",
+                       len(hosts), "--tasks", os.environ["TASKS"], "--of", os.environ["RANKS_ASKED"])
+    while True:
+        code, found = ask(command, 3600, stoppable=True)
+        if code == 0:
+            break
+        if ASKED:
+            raise Leave(42, " before round %s; the same command continues the run" % number)
+        if code == 43 or code == 2 and number == "0":
+            raise Leave(43, "stopped before round %s: see the error above" % number)
+        if time.monotonic() >= ends:
+            raise Leave(43, "stopped before round %s, after %d s of the error above" % (number, patience()))
+        say("round %s cannot begin yet (code %d): tried again" % (number, code))
+        nap(5)
+    lines = dict(line.split("=", 1) for line in found.splitlines() if "=" in line)
+    answer(**{name: lines[name] for name in OF_A_ROUND if name in lines})
+    answer(NODES=" ".join(hosts[:int(os.environ["NODE_COUNT"])]))  # those that can divide a step evenly
+    choose_port()
+
+
+def run_round(words):
+    """Run the ranks of a round, within `timeout`. Returns: the exit code of the round."""
+    words = training_words(words) + ["--max-seconds-before-restart", os.environ["LEAVE_AFTER"]]
+    return run_step(words) if on_slurm() else run_ranks(words)
+
+
+def mark_launch():
+    """The time stamp for `has_spoken`; False on a full disk, and then no rank counts as silent."""
+    try:
+        with open(os.path.join(os.environ["OMNIMORPH_RUN"], ".launched"), "a") as mark:
+            os.utime(mark.name)
+        return True
+    except OSError:
+        return False
+
+
+def has_spoken():
+    """Whether a rank has begun its log; before that, only the launcher watches over it."""
+    run = os.environ["OMNIMORPH_RUN"]
+    try:
+        launched = os.stat(os.path.join(run, ".launched")).st_mtime_ns
+        return any(file.name.startswith("rank") and file.name.endswith(".jsonl") and file.stat().st_mtime_ns > launched
+                   for file in os.scandir(run))
+    except OSError:  # a file system that does not answer now
+        return False
+
+
+def run_step(words):
+    """Run the ranks as tasks of srun, which ends the others if one fails, or LINGER seconds after a good end."""
+    spoken, began, next_word = not mark_launch(), time.monotonic(), 0
+    srun = subprocess.Popen(step(["--kill-on-bad-exit=1", "--wait=" + os.environ["LINGER"]], [TRAINING, *words]),
+                            stdin=subprocess.DEVNULL, start_new_session=True)
+    while srun.poll() is None:
+        time.sleep(0.5)
+        now = time.monotonic()
+        if not spoken:
+            spoken = has_spoken()
+            if not spoken and ASKED:  # srun may not handle signals yet, and there is nothing to save
+                end_steps()
+                return 42
+            if not spoken and now - began > int(os.environ["START_SECONDS"]):
+                end_steps()
+        if ASKED and spoken and now >= next_word:
+            srun.send_signal(signal.SIGUSR1)  # srun passes it on; repeated, since a rank may not handle it yet
+            next_word = now + 5
+    return code_of(srun)
+
+
+def run_ranks(words):
+    """Run the ranks as processes of this host. After the first has ended, the others have limited time to end."""
+    kills, spoken, began = oom_kills(), not mark_launch(), time.monotonic()
+    first, until, next_word, ranks = None, None, 0, {}
+    try:
+        for rank in range(int(os.environ["RANKS"])):
+            ranks[rank] = subprocess.Popen([*interpreter(), TRAINING, *words], env=of_rank(rank), preexec_fn=ignore)
+        while ranks:
+            time.sleep(0.1)
+            now = time.monotonic()
+            for rank, process in list(ranks.items()):
+                code = code_of(process)
+                if code is None:
+                    continue
+                del ranks[rank]
+                note_exit(rank, code, kills)
+                # The round's exit code is that of the first rank that failed, else that of the last rank.
+                first = code if first in (None, 0, 42) else first
+                # Other ranks need seconds to log their exceptions; after a good end they may still be finishing.
+                if until is None:
+                    until = now + int(os.environ["LINGER" if code in (0, 42) else "GRACE"])
+            if not spoken:
+                spoken = has_spoken()
+                if not spoken and ASKED:  # there is nothing to save yet
+                    first, until = 42, 0
+                elif not spoken and now - began > int(os.environ["START_SECONDS"]):
+                    until = 0
+            if ASKED and now >= next_word:
+                for process in ranks.values():
+                    process.send_signal(signal.SIGUSR1)
+                next_word = now + 5
+            if ranks and until is not None and now > until:
+                end_ranks(ranks, kills)
+                ranks = {}
+                first = 42 if ASKED and not spoken else 1 if first in (None, 0, 42) else first
+    except OSError as error:
+        say("a rank cannot be started: %s" % error)
+        first = 127
+    finally:  # whatever goes wrong here: no rank without somebody who watches over it
+        for process in ranks.values():
+            process.kill()
+    return first
+
+
+def end_ranks(ranks, kills):
+    """Kill all of {rank: process} at once: one that a driver or file system holds (state D) dies later."""
+    ends = time.monotonic() + 5
+    for process in ranks.values():
+        process.kill()
+    for rank, process in ranks.items():
+        code = code_of(process, ends)
+        note_exit(rank, 137 if code is None else code, kills, by_launcher=True)
+        if code is None:
+            say("rank %d (process %d) was killed and does not end: a driver or a file system holds it"
+                % (rank, process.pid))
+
+
+def end(words):
+    """Judge a round. words: its exit code. Returns: 0 done, 42 planned restart, 43 stop, another code after a death."""
+    if on_slurm():
+        end_steps()
+    return ask(attempts("end", words[0]), 30 if os.environ.get("LEAVING") == "USR1" else 900)[0]
+
+
+def again(words):
+    """Check the nodes after a death if a rank fell silent, whose node may be lost, or a node has had a second one."""
+    try:
+        with open(os.path.join(os.environ["OMNIMORPH_RUN"], "verdict.json")) as file:
+            suspect = json.load(file).get("check_nodes")
+    except (OSError, ValueError):
+        suspect = False
+    if suspect:
+        answer(**scheduler.choose_nodes(patience(), excluded()))
+        preflight(words)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end of a launch
+# ---------------------------------------------------------------------------------------------------------------------
+
+def clean(words):
+    """End what is left, remove copies of the cache (data.stage) that killed ranks have left, unlock the folder."""
+    if on_slurm():
+        end_steps()
+    if os.environ.get("OMNIMORPH_STAGE"):
+        command = [*interpreter(), "-m", "Dataloader.staging", os.environ["OMNIMORPH_STAGE"]]
+        scheduler.on_all_nodes(os.environ["HOSTS"].split(), command)
+    if os.environ.get("OMNIMORPH_TOKEN"):
+        ask(attempts("unlock"), 60)
+
+
+def back_into_the_queue(words):
+    """Requeue the job, if this start of it has made a step durable or had no chance to. Returns: 43 if not."""
+    gained = os.environ.get("OMNIMORPH_TOKEN") and ask(attempts("gained"), 60)[0] == 0
+    return 0 if scheduler.requeue(gained) else 43
+
+
+def dry_run(words):
+    """Build everything, as rank 0, print sizes and costs."""
+    os.environ.update(of_rank(0))
+    command = [*interpreter(), TRAINING, "--dry-run", *training_words(words)]
+    os.execvp(command[0], command)
+
+
+COMMANDS = {"nodes": nodes, "ranks": ranks, "preflight": preflight, "begin": begin, "round": run_round, "end": end,
+            "again": again, "clean": clean, "requeue": back_into_the_queue, "dry-run": dry_run,
+            "seconds": lambda words: print(scheduler.seconds_to_leave())}
+
+
+def main(command, *words):
+    if command in ("nodes", "ranks", "preflight", "begin", "round", "again"):
+        listen()
+    try:
+        code = COMMANDS[command](list(words))
+    except Leave as leave:
+        answer(WHY=leave.why)
+        code = leave.code
+    except OSError as error:  # no process can be started, or an answer not be given
+        say("error: %s" % error)
+        code = 1
+    if ASKED and command != "round":
+        answer(LEFT=ASKED[0])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

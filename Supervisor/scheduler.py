@@ -1,0 +1,168 @@
+"""Slurm: nodes of the job, tasks and steps on them, its time limit and the queue. Standard library alone."""
+import functools
+import os
+import subprocess
+import sys
+import time
+
+from Supervisor.processes import ASKED, Leave, ask, code_of, nap, say
+
+LEAST_S = 1200  # a job that reaches its limit without a new step, sooner than this before it, has had its chance
+
+
+def on_slurm():
+    """Whether ranks are tasks of srun; else they are processes of this host."""
+    return bool(os.environ.get("UNDER_SLURM"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tasks and steps
+# ---------------------------------------------------------------------------------------------------------------------
+
+@functools.lru_cache(None)
+def overlap():
+    """The option by which `on_node` runs beside other steps of the job; older versions of Slurm do not know it."""
+    return ["--overlap"] if "--overlap" in ask(["srun", "--help"], 20, quiet=True)[1] else []
+
+
+def on_node(node, command):
+    """The command that runs a single task on a node, within 30 s."""
+    return ["timeout", "--kill-after=5", "30", "setsid", "srun", "--quiet", *overlap(),
+            "--job-name=" + os.environ["STEP_NAME"], "--export=ALL", "--nodes=1", "--ntasks=1", "--nodelist=" + node,
+            "--input=none", *command]
+
+
+def step(options, words):
+    """The command that runs a program of the repository as one task for each rank on the chosen nodes."""
+    cores = os.environ.get("SLURM_CPUS_PER_TASK")
+    return ["srun", *options, "--export=ALL", "--nodes=" + os.environ["NODE_COUNT"],
+            "--nodelist=" + ",".join(os.environ["NODES"].split()), "--ntasks=" + os.environ["RANKS"],
+            "--ntasks-per-node=" + os.environ["TASKS_PER_NODE"], *(["--cpus-per-task=" + cores] if cores else []),
+            "--distribution=block", "--input=none", "--job-name=" + os.environ["STEP_NAME"],
+            "bash", "Scripts/task.sh", *words]
+
+
+def end_steps():
+    """Kill all tasks of earlier rounds of this launcher; other steps of the job are not its own."""
+    ends = time.monotonic() + (20 if os.environ.get("LEAVING") == "USR1" else 60)
+    left = "Slurm does not answer"
+    while time.monotonic() < ends:
+        code, steps = ask(["squeue", "-h", "-s", "-j", os.environ["SLURM_JOB_ID"], "-o", "%i %j"], 20, quiet=True)
+        if code == 0:
+            rows = [line.split(None, 1) for line in steps.splitlines()]
+            own = [row[0] for row in rows if row[1:] == [os.environ["STEP_NAME"]]]
+            if not own:
+                return
+            left = " ".join(own)
+            ask(["scancel", "--signal=KILL", *own], 20, quiet=True)
+        time.sleep(1)
+    say("steps of earlier rounds do not end: " + left)
+
+
+def on_all_nodes(nodes, command):
+    """Run a command on each node, or here without Slurm. Returns: {node: exit code, None if it did not end in 40 s}."""
+    started = {node: subprocess.Popen(on_node(node, command) if on_slurm() else command, stdin=subprocess.DEVNULL,
+                                      stdout=sys.stderr) for node in nodes}
+    ends = time.monotonic() + 40
+    codes = {node: code_of(process, ends) for node, process in started.items()}
+    for process in started.values():
+        process.kill()  # those that have not ended
+    return codes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nodes
+# ---------------------------------------------------------------------------------------------------------------------
+
+def choose_nodes(patience, excluded):
+    """{variable: value} of the allocation's nodes that can start a task and that the preflight has not excluded."""
+    job_nodes, tasks = os.environ["SLURM_JOB_NODELIST"], os.environ["SLURM_TASKS_PER_NODE"].split("(")[0]
+    hosts = ask(["scontrol", "show", "hostnames", job_nodes], 60)[1].split()
+    if not hosts:
+        raise Leave(43, "stopped: scontrol does not name the nodes of this job, see the error above")
+    ends = time.monotonic() + patience
+    wanted = [host for host in hosts if host not in excluded]
+    good, lost, tries = set(), wanted, 1
+    while True:
+        # One srun for each: a node that does not answer would make a common srun fail.
+        good |= {node for node, code in on_all_nodes(lost, ["true"]).items() if code == 0}
+        lost = [node for node in wanted if node not in good]
+        # A slow node gets a second try; if no node answers, Slurm itself may be down.
+        if ASKED or not lost or good and tries > 1 or time.monotonic() >= ends:
+            break
+        say("no task can be started on %s: tried again" % " ".join(lost))
+        nap(10)
+        tries += 1
+    if ASKED:
+        raise Leave(42, "; the same command continues the run")
+    for node in lost:
+        state = (ask(["sinfo", "-h", "-n", node, "-o", "%T"], 20)[1].split() or [""])[0]
+        say("left out, since no task can be started there: %s (%s)" % (node, state))
+    if not good:
+        raise Leave(43, "stopped: no node of the allocation is left")
+    nodes = [node for node in wanted if node in good]
+    ranks = len(nodes) * int(tasks)
+    return {"NODES": " ".join(nodes), "HOSTS": " ".join(nodes), "NODE_COUNT": len(nodes), "TASKS": tasks,
+            "TASKS_PER_NODE": tasks, "RANKS": ranks, "RANKS_ASKED": len(hosts) * int(tasks),
+            "MASTER_ADDR": address_of(nodes[0])}
+
+
+def address_of(node):
+    """Where the ranks meet: the user's address, or a node by its name, or by the address that Slurm knows."""
+    if os.environ.get("FIXED_ADDRESS"):
+        return os.environ["FIXED_ADDRESS"]
+    if ask(["getent", "hosts", node], 60, quiet=True)[0] == 0:
+        return node
+    return field(ask(["scontrol", "show", "node", "-o", node], 20)[1], "NodeAddr")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Time limit and queue
+# ---------------------------------------------------------------------------------------------------------------------
+
+def field(text, name):
+    """The value of name=value in what scontrol shows; "" if it is not there."""
+    return next((word[len(name) + 1:] for word in text.split() if word.startswith(name + "=")), "")
+
+
+def number():
+    """Of this job. Of a task of an array with the task's: the array's alone means all of them to `scontrol requeue`."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return "%s_%s" % (array, task) if array else os.environ.get("SLURM_JOB_ID", "")
+
+
+def job(name):
+    """A field of what Slurm says of this job."""
+    return field(ask(["scontrol", "show", "job", "-o", number()], 20)[1], name)
+
+
+def seconds_left():
+    """Seconds to the job's time limit; None if it is not known."""
+    try:
+        return int(time.mktime(time.strptime(job("EndTime"), "%Y-%m-%dT%H:%M:%S")) - time.time())
+    except (ValueError, OverflowError):
+        return None
+
+
+def seconds_to_leave():
+    """How long a round may go on before the time limit; a third or 90 s is left for the rest."""
+    left = seconds_left()
+    left = 240 if left is None else left
+    return left - 90 if left > 270 else left * 2 // 3
+
+
+def requeue(gained):
+    """Put the job back into the queue; False if that would only repeat this start of it. gained: a step is durable."""
+    if job("JobState").startswith("CANCELLED"):  # by a person, meanwhile
+        return True
+    if not gained and (seconds_left() or 0) < LEAST_S:  # else it was preempted, and has had no chance
+        say("job %s is not put back into the queue: it has reached its time limit without saving a single new step. "
+            "Give it a longer --time: 480 s before the limit it already saves and leaves" % number())
+        return False
+    say("the time limit of job %s is near: back into the queue, to continue from there" % number())
+    for _ in range(3):
+        if ask(["scontrol", "requeue", number()], 20)[0] == 0:
+            return True
+        time.sleep(2)
+    say("it could not be put back into the queue: the same command that submitted it continues the run")
+    return True
