@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from Scripts.preflight.checks import node_local
-from tests.tiny import ROOT, arguments
+from tests.tiny import ROOT, arguments, make_data
 
 pytestmark = pytest.mark.slurm
 
@@ -70,6 +70,7 @@ def row(printed, check, state):
 
 
 def test_a_healthy_allocation_passes(slurm, shared):
+    make_data(shared)
     words = arguments(shared, run__device="auto", data__in_memory=False, data__num_workers=1)
     # Findings longer than the lines that srun keeps whole.
     code, excluded, printed = preflight(slurm, words, devices=HEALTHY, NCCL_SOMETHING="x" * 5000)
