@@ -81,7 +81,7 @@ def test_a_healthy_allocation_passes(slurm, shared):
     assert re.search(need, row(printed, "memory", "ok")[4])
     assert re.search(r"4 ranks by gloo, 4 MiB at [\d.e-]+ GiB/s", row(printed, "collective", "ok")[4])
     report = json.loads(next((shared / "Logs").glob("preflight_*.json")).read_text())
-    assert report["code"] == 0 and report["nodes"] == ["n1", "n2"] and len(report["findings"]) == 4 * 8 + 2 * 2
+    assert report["code"] == 0 and report["nodes"] == ["n1", "n2"] and len(report["findings"]) == 4 * 8 + 2 * 3
     assert not list((shared / "Logs").glob(".*")) and not list((shared / "Models").iterdir())
 
 
