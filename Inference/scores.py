@@ -36,8 +36,7 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
     seen_before, seen = (apply_field(known, moving.affine, each, fixed.affine, order=order) > 0.999
                          for each in (by_header, field))
     scores, body = image_scores(fixed.array, source, before, warped, seen_before, seen, fixed.mask)
-    to_moving = np.linalg.inv(moving.affine) @ matrix @ fixed.affine
-    scores["stretched_percent"] = stretched_percent(field, to_moving, body)
+    scores["stretched_percent"] = stretched_percent(field, np.linalg.inv(fixed.affine) @ matrix @ fixed.affine, body)
     scores.update(field_scores(field, body), **affine_scores(matrix, len(field)), compared_by=compared_by,
                   segmentations=[side for side, volume in (("fixed", fixed), ("moving", moving))
                                  if is_segmentation(volume.array)])
@@ -128,15 +127,15 @@ def field_scores(field, body=None):
             "sdlogj": sdlogj(tensor[None]) if min(field.shape[1:]) > 4 else None}
 
 
-def stretched_percent(field, to_moving, body):
+def stretched_percent(field, affine_part, body):
     """Share of the body where the deformation, without its affine part, changes the volume more than STRETCHED times.
 
     If the moving volume lacks a part, the rest is stretched over the gap.
-    field: (N, *spatial) in voxels. to_moving: 4x4, the affine part, voxel to voxel. body: booleans (*spatial).
+    field: (N, *spatial) in voxels. affine_part: 4x4, in the same voxels as the field. body: booleans (*spatial).
     """
     dims = len(field)
     change = jacobian_determinant(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None])[0].numpy()
-    change = change.reshape(body.shape)[body] / np.linalg.det(to_moving[:dims, :dims])
+    change = change.reshape(body.shape)[body] / np.linalg.det(affine_part[:dims, :dims])
     return 100.0 * float(((change < 1 / STRETCHED) | (change > STRETCHED)).mean())
 
 

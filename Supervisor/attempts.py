@@ -3,6 +3,9 @@
 The launcher (bash_train_multi_nodes.sh) calls `python -m Supervisor.attempts begin ...` before and `... end CODE` after
 each round; a training without a launcher calls `begin` and `end` itself. Needs no torch.
 """
+from Runtime import __version__  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+
+# isort: split
 import argparse
 import contextlib
 import functools

@@ -710,7 +710,7 @@ def test_no_usable_volume_at_all_is_an_error(tmp_path):
         write_raw(tmp_path / f"data/v_{number}.nii", np.full((SIDE,) * 3, 7, np.int16))
     run = prepare(tmp_path, tmp_path / "cache", "--workers", "1")
     said = one_sentence(run.stderr)
-    assert run.returncode == STOP and "not one of the 3 volumes can be used" in said and "v_0.nii: every voxel" in said
+    assert run.returncode == STOP and "none of the 3 volumes can be used" in said and "v_0.nii: every voxel" in said
     assert not (tmp_path / "cache/manifest.json").exists()
 
 

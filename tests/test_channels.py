@@ -137,7 +137,7 @@ def test_files_that_do_not_fit_are_one_sentence(tmp_path):
     for changes, words in (({"channels": [large]}, "large.nii: the channel is on another grid than"),
                            ({}, "a.nii: 1 of 2 channels"),
                            ({"image": tmp_path / "four.nii"}, "four.nii: 4 of 2 channels"),
-                           ({"image": tmp_path / "six.nii"}, "six.nii: shape (4, 4, 4, 2, 3) is not 3D with")):
+                           ({"image": tmp_path / "six.nii"}, "six.nii: shape (4, 4, 4, 2, 3) is not 3D plus")):
         with pytest.raises(InputError) as refused:
             on_grid({**item, **changes}, config(data__channels=2))
         assert words in str(refused.value)

@@ -68,7 +68,7 @@ def test_checkpoints_of_a_folder_are_skipped_until_one_is_whole(run, capsys):
     (run / checkpoint.epoch_name(1, "d", "om_net")).unlink()
     assert find_checkpoint(run) == run / names[0]
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "the best of its run, is not used (missing)" in said[0] and names[1] in said[1]
+    assert len(said) == 2 and "checkpoint of its run, cannot be used (missing)" in said[0] and names[1] in said[1]
     with pytest.raises(InputError, match=f"{names[1]} is damaged"):
         find_checkpoint(run / names[1])
     alone = run.parent / "copied.pth"

@@ -32,7 +32,7 @@ from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests import launching
 from tests.test_nifti import DATA, OBLIQUE, make_affine
-from tests.tiny import CONFIG, ROOT, config, little_memory, write_large
+from tests.tiny import CONFIG, ROOT, config, run_in_little_memory, write_large
 
 SHAPE = (24, 28, 33)
 FLIPPED = make_affine((1, 2, 0), (1, -1, 1), (1.3, 1.0, 0.8), (20, -10, 8))
@@ -298,16 +298,14 @@ def test_a_bad_volume_among_others_is_named_and_the_others_are_done(data, capsys
     assert not list((data / "out").rglob("s_001*"))
 
 
-def test_a_volume_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(data, capsys):
+def test_a_volume_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(data):
     for folder in ("imagesTr", "labelsTr"):
         write_large(data / f"data/{folder}/s_003.nii.gz")
     words = ["--data", data / "data", *WORDS, "--out", data / "out", "--draws", 2]
-    with little_memory(400 * 2 ** 20):
-        assert run(*words) == 43
-    printed = capsys.readouterr()
-    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "s_003.nii.gz: there is not enough memory (" in errors[0]
-    assert json.loads(printed.out.strip().splitlines()[-1])["draws"] == 4
+    done = run_in_little_memory("OM_augment", *words)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 43 and len(errors) == 1 and "s_003.nii.gz: there is not enough memory (" in errors[0]
+    assert json.loads(done.stdout.strip().splitlines()[-1])["draws"] == 4
 
 
 def test_a_second_run_makes_torn_files_anew(data):

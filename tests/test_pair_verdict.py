@@ -110,6 +110,19 @@ def test_a_part_stretched_over_a_gap_is_told_from_an_affine_change_of_size():
     assert stretched_percent(field, np.diag([0.1, 1, 1, 1]), body) == 0
 
 
+@pytest.mark.parametrize("turned, step", [(True, 1), (False, 2), (True, 2)])
+def test_orientation_and_voxel_size_of_the_moving_file_stretch_nothing(turned, step):
+    """The same volume with its first axis stored the other way, or with voxels of eight times the volume."""
+    fixed = make_subject(3, 32)["image"].astype(np.float32)
+    moving = ndimage.gaussian_filter(fixed, 0.4 * step)[::step, ::step, ::step]
+    affine = np.diag([step, step, step, 1.0])
+    if turned:
+        affine[0] = [-step, 0, 0, step * (len(moving) - 1)]
+        moving = moving[::-1]
+    found = found_by(fixed, np.ascontiguousarray(moving), affine)
+    assert found.stretched_percent == 0 and found.verdict == "ok", found.reason
+
+
 @pytest.mark.slow
 def test_registered_pairs_know_their_own_verdict():
     fixed, moving = brain(0), brain(1)

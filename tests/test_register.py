@@ -307,23 +307,23 @@ def test_a_folder_in_use_is_refused(place, pair, tmp_path, capsys):
     run_lock.unlock(tmp_path / "out", token)
 
 
-def test_a_pair_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(place, tmp_path, capsys):
+def test_a_pair_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(place, tmp_path):
     tiny.write_large(tmp_path / "large_0007.nii.gz")
     words = listed(place, tmp_path, {"fixed": str(tmp_path / "large_0007.nii.gz"), "name": "large", "moving": str(
         image(place, "c_0003"))})
-    with tiny.little_memory(400 * 2 ** 20):
-        assert OM_register.main(words) == 43
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
+    done = tiny.run_in_little_memory("OM_register", *words)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 43 and len(errors) == 1, done.stderr
     assert re.search("error: large: .*large_0007.nii.gz and .*c_0003.nii.gz: there is not enough memory", errors[0])
     assert json.loads((tmp_path / "out/results.json").read_text())["mean"]["pairs"] == 2
 
 
-def test_too_little_memory_to_apply_a_field_is_one_sentence(place, pair, tmp_path, capsys):
+def test_too_little_memory_to_apply_a_field_is_one_sentence(place, pair, tmp_path):
     tiny.write_large(tmp_path / "large.nii.gz")
-    with tiny.little_memory(400 * 2 ** 20):
-        refused(capsys, "out: there is not enough memory", "--apply", place / "pair/field.nii.gz", "--moving",
-                tmp_path / "large.nii.gz", "--out", tmp_path / "out")
+    done = tiny.run_in_little_memory("OM_register", "--apply", place / "pair/field.nii.gz", "--moving",
+                                     tmp_path / "large.nii.gz", "--out", tmp_path / "out")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 43 and len(errors) == 1 and "out: there is not enough memory" in errors[0], done.stderr
 
 
 def test_results_are_a_list_to_be_scored(place, tmp_path, capsys, monkeypatch):

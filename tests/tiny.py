@@ -3,6 +3,7 @@ import contextlib
 import json
 import os
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -105,6 +106,16 @@ def write_large(path):
     large = np.zeros((400, 400, 400), np.int16)
     large[:200] = 7
     write_volume(path, large, np.eye(4))
+
+
+def run_in_little_memory(program, *words):
+    """Run a program, by its module's name, that may map only 400 MiB beyond its imports, as a process of its own.
+
+    A process that has run other programs keeps memory of theirs. Returns: the CompletedProcess.
+    """
+    code = (f"import sys, {program}, Inference.register_pairs\nfrom tests.tiny import little_memory\n"
+            f"with little_memory(400 * 2 ** 20):\n    sys.exit({program}.main(sys.argv[1:]))")
+    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
 
 
 @contextlib.contextmanager
