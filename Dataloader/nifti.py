@@ -213,7 +213,12 @@ def open_nifti(path):
 
 
 def _require_place_codes(path, image):
-    """Raise InputError for a code that NIfTI does not define: nibabel would ignore its matrix, and ITK would not."""
+    """Raise InputError for a code that NIfTI does not define: nibabel would ignore its matrix, and ITK would not.
+
+    image: as nibabel has read it, which shows such a code as 0; so only then the file is opened once more.
+    """
+    if int(image.header["sform_code"]) and int(image.header["qform_code"]):
+        return
     with nibabel.openers.ImageOpener(path) as file:
         header = type(image.header).from_fileobj(file, check=False)
     for name in ("sform_code", "qform_code"):

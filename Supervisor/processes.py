@@ -1,8 +1,8 @@
 """Processes of other programs, started under limits: for the launcher, and for a task of srun on its node.
 
 Nobody here waits for ever, also not for a process that a driver or a file system holds (state D). This file,
-launcher.py, scheduler.py and task.py run with the host's own Python, 3.6 or newer, and its standard library alone: the
-PYTHON of a training may be in a container, where there is no Slurm.
+launcher.py, scheduler.py and task.py run with the host's own Python, 3.6 or newer, and its standard library alone,
+because the training's PYTHON may run in a container, which has no Slurm.
 """
 import json
 import os

@@ -1,8 +1,6 @@
 """A training small enough for tests: 16^3 synthetic volumes, a few thousand weights, milliseconds per step."""
-import contextlib
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -102,10 +100,17 @@ def launcher_environment(ranks, **more):
 
 
 def write_large(path):
-    """A volume for which `little_memory` of 400 MiB is too little: 400^3 voxels of int16, a small file."""
+    """A volume that needs more memory than `run_in_little_memory` gives: 400^3 voxels of int16, a small file."""
     large = np.zeros((400, 400, 400), np.int16)
     large[:200] = 7
     write_volume(path, large, np.eye(4))
+
+
+LITTLE_MEMORY = """import resource, sys, {program}, Inference.register_pairs
+pages = int(open("/proc/self/statm").read().split()[0])
+most = pages * resource.getpagesize() + 400 * 2 ** 20
+resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+sys.exit({program}.main(sys.argv[1:]))"""
 
 
 def run_in_little_memory(program, *words):
@@ -113,18 +118,5 @@ def run_in_little_memory(program, *words):
 
     A process that has run other programs keeps memory of theirs. Returns: the CompletedProcess.
     """
-    code = (f"import sys, {program}, Inference.register_pairs\nfrom tests.tiny import little_memory\n"
-            f"with little_memory(400 * 2 ** 20):\n    sys.exit({program}.main(sys.argv[1:]))")
-    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def little_memory(more):
-    """Within, this process may map only `more` bytes beyond what it has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    return subprocess.run([sys.executable, "-c", LITTLE_MEMORY.format(program=program), *map(str, words)], cwd=ROOT,
+                          capture_output=True, text=True)

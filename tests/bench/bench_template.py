@@ -19,23 +19,19 @@ import time
 from pathlib import Path
 
 import numpy as np
+from bench_segment import DATA, FIRST_TEST, KINDS  # and sys.path
 from peers import peer, peers_python, start_peer
 from scipy import ndimage
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+import OM_study
+from Dataloader.grids import intensity_range, rescale, to_grid
+from Dataloader.nifti import read_field, read_label, read_volume, write_volume
+from Diffusion.metrics import average, dice
+from Inference.labels import apply_field, apply_label
+from Runtime.errors import DONE, STOP, InputError
 
-import OM_study  # noqa: E402
-from Dataloader.grids import intensity_range, rescale, to_grid  # noqa: E402
-from Dataloader.nifti import read_field, read_label, read_volume, write_volume  # noqa: E402
-from Diffusion.metrics import average, dice  # noqa: E402
-from Inference.labels import apply_field, apply_label  # noqa: E402
-from Runtime.errors import DONE, STOP, InputError  # noqa: E402
-
-DATA = ROOT.parent / "shared/data"
-KINDS = {"hippocampus": ("labelsTr",), "brains": ("labelsTr", "tissuesTr")}
 SPACING_MM = {"hippocampus": None, "brains": 2.0}
-FIRST, COUNT, NEAR = 203, 20, 2  # first id of the hippocampus crops, and how many; voxels around a label
+COUNT, NEAR = 20, 2  # hippocampus crops; voxels around a label
 SYN = {"type_of_transform": "SyN", "syn_metric": "CC", "syn_sampling": 2, "reg_iterations": [40, 20, 5]}
 OPTIONS = {**SYN, "iterations": 4}
 
@@ -44,7 +40,7 @@ def prepared(name, limit, folder):
     """Copies of a set's volumes and labels: {subject: {"image", and of each kind of labels its file}}, as paths."""
     files = sorted((DATA / name / "imagesTr").glob("*.nii.gz"))
     if name == "hippocampus":
-        files = [path for path in files if int(path.name[12:15]) >= FIRST][:COUNT]
+        files = [path for path in files if int(path.name[12:15]) >= FIRST_TEST][:COUNT]
     if not files:
         raise InputError(f"{DATA / name}: no volumes there; the benchmark needs that data set.")
     found = {}
