@@ -214,7 +214,8 @@ def resize_field(field, size, align="corners"):
 
 def interpolate(x, size, align_corners=False):
     """x on another grid, by linear interpolation along each axis. x: (B, C, *spatial). Returns: (B, C, *size)."""
-    if accelerated(x):
+    # What products gain is gained in the backward pass.
+    if accelerated(x) and (torch.is_grad_enabled() or x.dtype != torch.float32):
         return interpolate_by_products(x, size, align_corners)
     return F.interpolate(x, size=tuple(size), mode=LINEAR[len(size)], align_corners=align_corners)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from Diffusion.device_ops import accelerated
+from Diffusion.device_ops import accelerated, constant
 from Diffusion.fields import jacobian_determinant, masked, side_lengths, warp
 
 # A displacement counts as zero where its squared length, as a fraction of the image side, is below this: 0.04 voxels at
@@ -89,7 +89,7 @@ def box_mean(x, window, transposed=False):
     if window <= FEW_SHIFTS and not accelerated(x):
         return _ShiftedMean.apply(x, window, transposed)
     for axis in range(2, x.dim()):
-        band = _band(x.shape[axis], window, x.device)
+        band = constant(_band, x.shape[axis], window, device=x.device)
         if transposed:
             band = band.T
         if axis == x.dim() - 1:

@@ -61,10 +61,11 @@ BETTER = 0.02  # of what the header's map lacks to perfect similarity: what anot
 LEAST_GAIN = 0.001  # what it gains at least whatever that one lacks: two equal volumes have 0.999 by rounding
 ONE_SIGN = 0.87  # of the correlation in all windows has one sign where two volumes are taken for one modality
 COMPARED = 2  # level on which structures are compared
+SAMPLED = ("fixed", "fixed_mask", "moving", "textured")  # of a level, what lies on the device
 
 
 def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", similarity="correlation", fixed_mask=None,
-                 moving_mask=None, finest=None):
+                 moving_mask=None, finest=None, device="cpu"):
     """The affine or rigid map T that aligns two volumes, from world points of the fixed one to the moving one.
 
     fixed, moving: (D, H, W), or both (H, W), intensities 0 .. 1, of any size, spacing and orientation; they need not
@@ -73,6 +74,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     the map, see STAGES, and structures judge it; "auto": correlation, and "mind" if that shows two modalities.
     fixed_mask, moving_mask: 0 .. 1 in the shape of the volume, how much each voxel counts; None for all alike.
     finest: voxels along the longest side beyond which no level but the first is taken; None for all.
+    device: on which volumes are sampled and compared; it has to know float64. The maps stay on the CPU.
     Returns: T, 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map
     stays in the planes of the images. The same input gives the same result. T never mirrors unless the headers do.
     And a dict that shows how far to trust T: affine_similarity, at the finest level, with 0 for each voxel of the fixed
@@ -94,7 +96,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     moving, moving_mask = _masked("moving", moving, given_affines[1], moving_mask)
     volumes = (fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine)
     frames, header, shapes = _frames(fixed, fixed_affine, moving, moving_affine)
-    search = (volumes, frames, header, shapes)
+    search = (volumes, frames, header, shapes, device)
     found = one_sign = None
     if similarity not in ("mapped", "mind"):
         found = _found(*search, kind, "correlation", finest)
@@ -115,10 +117,10 @@ def of_one_modality(scores):
     return scores["one_sign"] is None or scores["one_sign"] >= ONE_SIGN
 
 
-def _found(volumes, frames, header, shapes, kind, similarity, finest):
+def _found(volumes, frames, header, shapes, device, kind, similarity, finest):
     """The best map (N, N + 1) of a kind by a similarity, the scores that `align_affine` returns, and the levels."""
     dims = volumes[0].ndim
-    levels = _levels(volumes, frames, _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0)
+    levels = _levels(volumes, frames, _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0, device)
     stages = _stages(similarity, dims, finest)
     coarse = stages[0][1]
     tried = torch.from_numpy(np.stack([*header, *_turned(header, shapes, kind, TURNS[coarse])]))
@@ -414,11 +416,11 @@ def _to_world(affine, voxel):
     return (affine @ [*voxel, *[0] * (3 - len(voxel)), 1])[:3]
 
 
-def _levels(volumes, frames, basis, size_ratio):
+def _levels(volumes, frames, basis, size_ratio, device):
     """All levels, coarse to fine, as `_level` makes them, each from the next finer: large volumes are smoothed once.
 
     volumes: fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine. frames: two 4x4. basis: from `_basis`.
-    size_ratio: from `_size_ratio`.
+    size_ratio: from `_size_ratio`. device: for the volumes.
     """
     fixed = volumes[0]
     box = foreground_box(fixed > FOREGROUND).astype(np.float64)
@@ -427,6 +429,7 @@ def _levels(volumes, frames, basis, size_ratio):
     levels = []
     for side in reversed(SIDES[fixed.ndim]):
         level, volumes = _level(*volumes, box, frames, side, size_ratio)
+        level.update({key: level[key].to(device) for key in SAMPLED if level[key] is not None})
         box = np.array([[0] * fixed.ndim, volumes[0].shape], np.float64)
         levels.insert(0, {**level, "basis": basis})
     for level in levels:  # a unit of the shift has to mean the same at all of them
@@ -539,10 +542,12 @@ def _shown(maps, level):
     size = level["fixed"].shape[2:]
     linear = level["to_moving"][:dims, :dims] @ maps @ level["from_fixed"]
     shift = linear[:, :, dims] + level["to_moving"][:dims, dims]
-    points = identity(size).flatten(2)[0]                                                    # (N, V)
-    there = (linear[:, :, :dims].float() @ points + shift[:, :, None].float()).movedim(1, 0)         # (N, B, V)
+    device = level["fixed"].device
+    linear, shift = linear[:, :, :dims].float().to(device), shift[:, :, None].float().to(device)
+    points = identity(size, device).flatten(2)[0]                                            # (N, V)
+    there = (linear @ points + shift).movedim(1, 0)                                                  # (N, B, V)
     grid = (count * size[0], *size[1:])  # all maps in one call: one behind the other along the first axis
-    sampled = warp(level["moving"], there.reshape(1, dims, *grid) - identity(grid)).reshape(2, count, 1, *size)
+    sampled = warp(level["moving"], there.reshape(1, dims, *grid) - identity(grid, device)).reshape(2, count, 1, *size)
     weight = sampled[1] if level["fixed_mask"] is None else sampled[1] * level["fixed_mask"]
     return sampled[0] / sampled[1].clamp(min=1e-3), weight
 
@@ -560,7 +565,7 @@ def _alike(maps, level, similarity):
         bins = min(MOST_BINS, round(level["fixed"].numel() ** (1 / 3)))
         alike = torch.stack([mutual_information(image, target, count, bins)
                              for image, target, count in zip(warped, fixed, weight)])
-    return alike * _overlap(weight, level)
+    return (alike * _overlap(weight, level)).cpu()
 
 
 def _loss(start, parameters, level, similarity):

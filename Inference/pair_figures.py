@@ -68,9 +68,11 @@ def read_pair(row, dims):
                   "before": apply_field(moving_label, moving_affine, zero, affine, order=0),
                   "after": read_label(folder / "warped_label.nii.gz", dims)[0]}
     before, after = _greys_together(by_header, warped)
+    seen = torch.from_numpy(in_range(fixed, fixed))[None, None]
+    body = body_of(contrast(seen, torch.ones_like(seen))[1])[0, 0].numpy()
     return {"name": row["name"], "images": {"fixed": _grey(fixed), "before": before, "after": after}, "labels": labels,
             "field": without_affine(field, row["matrix"], affine), "affine": affine,
-            "body": body_of(contrast(in_range(fixed, fixed))[1])}
+            "body": body}
 
 
 def without_affine(field, matrix, affine):

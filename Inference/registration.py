@@ -45,6 +45,7 @@ from Inference.scores import pair_scores
 from Runtime.device import pick_device, synchronize
 from Runtime.errors import InputError
 
+CPU = torch.device("cpu")
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
 MOST_VOXELS = 256 ** 3  # of the working grid where no network sets it
 BETTER = 0.02  # similarity by which the centres must beat the headers, which are usually right
@@ -158,10 +159,10 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     moving = read_side(moving, "moving", moving_mask, moving_channels)
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
     began = time.perf_counter()
-    placed = align(fixed, moving, affine, start, cfg, as_trained=net is not None)
+    placed = align(fixed, moving, affine, start, cfg, as_trained=net is not None, device=device)
     cfg = cfg | {"registration.similarity": placed.compared_by}
     solution = solve(net, placed, fixed, moving, refine, cfg, device, progress)
-    return bring_back(solution, fixed, moving, inverse, cfg, began)
+    return bring_back(solution, fixed, moving, inverse, cfg, began, device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,11 +242,11 @@ def _tensor(array):
 # Align: from the files to the working grid
 # ---------------------------------------------------------------------------------------------------------------------
 
-def align(fixed, moving, affine, start, cfg, as_trained=False):
+def align(fixed, moving, affine, start, cfg, as_trained=False, device=CPU):
     """Where the moving volume lies before the deformation, and both volumes on the working grid: Placed.
 
     fixed, moving: Volumes. affine: "rigid", "affine" or False. start: as for `register`. as_trained: on the grid of a
-    network's training, see `working_grid`.
+    network's training, see `working_grid`. device: that of `solve`.
     """
     began, similarity, chosen = time.perf_counter(), cfg["registration.similarity"], "correlation"
     if not as_trained:
@@ -262,7 +263,8 @@ def align(fixed, moving, affine, start, cfg, as_trained=False):
         started_affine = np.linalg.inv(matrix) @ moving.affine
         finest = max(cfg["data.img_size"]) if as_trained else None  # a network sees no more, and mends the rest
         found, alignment = align_affine(fixed01, fixed.affine, moving01, started_affine, affine, similarity,
-                                        fixed_mask=fixed.mask, moving_mask=moving.mask, finest=finest)
+                                        fixed_mask=fixed.mask, moving_mask=moving.mask, finest=finest,
+                                        device=device if device.type == "cuda" else "cpu")  # others may lack float64
         matrix = matrix @ found
         chosen = "correlation" if of_one_modality(alignment) else "mind"
     seconds = time.perf_counter() - began if affine else 0.0
@@ -509,7 +511,7 @@ def _on_own_grid(work_field, structures, placed, fixed, moving, cfg):
 # Bring back: the field on the files' grids, and its scores
 # ---------------------------------------------------------------------------------------------------------------------
 
-def bring_back(solution, fixed, moving, inverse, cfg, began):
+def bring_back(solution, fixed, moving, inverse, cfg, began, device):
     """The solution on the grids of the files, with its scores: Result. began: clock time when the alignment began."""
     placed, work_affine = solution.placed, solution.placed.work_affine
     field = total_field(solution.field, np.linalg.inv(work_affine) @ fixed.affine,
@@ -523,7 +525,7 @@ def bring_back(solution, fixed, moving, inverse, cfg, began):
         more.update(_segmentations(solution, fixed, moving, segmented_labels(cfg)))
     seconds = {**solution.seconds, "total": time.perf_counter() - began}
     scores = pair_scores(fixed, moving, field, warped, placed.matrix, more.get("inverse"),
-                         placed.compared_by, placed.alignment.get("one_sign"))
+                         placed.compared_by, placed.alignment.get("one_sign"), device)
     return Result(fixed=fixed, moving=moving, field=field, warped=warped, warped_channels=warped_channels,
                   start=placed.start, matrix=placed.matrix, overlap_percent=placed.overlap_percent,
                   seconds=seconds, warnings=sentences, **scores, **placed.alignment, **more)

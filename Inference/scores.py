@@ -1,10 +1,10 @@
 """Scores of a registered pair on the fixed grid, the same in every program and for every method."""
 import numpy as np
 import torch
-from scipy import ndimage
 
 from Dataloader.nifti import is_segmentation, move_points
 from Diffusion.fields import jacobian_determinant, then_affine, warp
+from Diffusion.losses import box_mean
 from Diffusion.metrics import average, dice, folding_percent, folding_scores, hd95, sdlogj
 from Inference.labels import apply_field
 from Inference.verdict import judge
@@ -20,12 +20,12 @@ STRETCHED = 5  # times by which a deformation changes volume where nothing anato
 CONTRAST = 0.03  # standard deviation in a cube, of the range of the volume, above which a volume shows something there
 
 
-def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_sign=None):
+def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_sign=None, device="cpu"):
     """All scores of a registered pair except labels and landmarks, and the verdict: this part of its Result.
 
     Both similarities, and the body of the fixed volume, are of the first channel.
     fixed, moving: Volumes. field: (N, *fixed). warped: (*fixed). matrix: 4x4, fixed to moving world. inverse:
-    (N, *moving) or None. compared_by, one_sign: of the Result. Returns: dict.
+    (N, *moving) or None. compared_by, one_sign: of the Result. device: for the similarities. Returns: dict.
     """
     by_header = np.zeros_like(field)
     before = apply_field(moving.array, moving.affine, by_header, fixed.affine)
@@ -35,7 +35,7 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
         known, order, source = (moving.mask > 0).astype(np.float32), 1, moving.array[moving.mask > 0]
     seen_before, seen = (apply_field(known, moving.affine, each, fixed.affine, order=order) > 0.999
                          for each in (by_header, field))
-    scores, body = image_scores(fixed.array, source, before, warped, seen_before, seen, fixed.mask)
+    scores, body = image_scores(fixed.array, source, before, warped, seen_before, seen, fixed.mask, device)
     scores["stretched_percent"] = stretched_percent(field, np.linalg.inv(fixed.affine) @ matrix @ fixed.affine, body)
     scores.update(field_scores(field, body), **affine_scores(matrix, len(field)), compared_by=compared_by,
                   segmentations=[side for side, volume in (("fixed", fixed), ("moving", moving))
@@ -46,7 +46,7 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
     return scores
 
 
-def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_mask=None):
+def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_mask=None, device="cpu"):
     """How alike a pair is as the headers place it and after the registration, and how its bodies cover each other.
 
     The body of a volume is where it has contrast, see `body_of`. The similarity is the squared local correlation, 0 ..
@@ -60,15 +60,17 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
     (Dice of both bodies); and the fixed body, booleans (*fixed).
     """
     counts = np.ones(fixed.shape, bool) if fixed_mask is None else fixed_mask > 0
-    fixed01, before01, after01 = in_range(fixed, fixed[counts]), in_range(before, moving), in_range(after, moving)
-    body = body_of(contrast(fixed01, None if counts.all() else counts.astype(np.float32))[1])
+    given = in_range(fixed, fixed[counts]), in_range(before, moving), in_range(after, moving)
+    fixed01, before01, after01, counts, seen_before, seen_after = (
+        torch.from_numpy(array)[None, None].to(device) for array in (*given, counts, seen_before, seen_after))
+    body = body_of(contrast(fixed01, counts.float())[1])
     body = body & counts if (body & counts).any() else counts
     scores = {"similarity_before": local_similarity(fixed01, before01, body, seen_before & counts)[0]}
     scores["similarity"], shown = local_similarity(fixed01, after01, body, seen_after & counts)
     covered = float((shown & body).sum())
     scores["covered_percent"] = 100.0 * covered / float(body.sum())
     scores["body_overlap"] = 2.0 * covered / float(body.sum() + shown.sum())
-    return scores, body
+    return scores, body[0, 0].cpu().numpy()
 
 
 def body_of(variance):
@@ -77,7 +79,8 @@ def body_of(variance):
     There is contrast in the cube around a voxel, and around each voxel of that cube: without the second, the body would
     reach half a cube into empty space, where cubes hold the outline alone.
     """
-    return ndimage.minimum_filter(variance > CONTRAST ** 2, WINDOW, mode="constant", cval=True)
+    share = box_mean((variance > CONTRAST ** 2).float(), WINDOW)
+    return share > 1 - 0.5 / WINDOW ** (variance.dim() - 2)
 
 
 def in_range(volume, source):
@@ -88,33 +91,30 @@ def in_range(volume, source):
     return ((np.asarray(volume, np.float32) - np.float32(low)) / np.float32(high - low)).clip(-1, 2)
 
 
-def contrast(volume, weight=None):
-    """Mean and variance in the cube around each voxel, over its voxels that are in the grid, under a weight 0 .. 1."""
-    count = cube_mean(np.ones_like(volume) if weight is None else weight)
-    count = np.maximum(count, 1e-6)
-    weighted = volume if weight is None else weight * volume
-    mean = cube_mean(weighted) / count
-    return mean, np.maximum(cube_mean(weighted * volume) / count - mean * mean, 0)
+def contrast(volume, weight):
+    """Mean and variance in the cube around each voxel, over its voxels that are in the grid, under a weight 0 .. 1.
 
-
-def cube_mean(volume):
-    return ndimage.uniform_filter(volume, WINDOW, mode="constant")
+    All (1, 1, *spatial) float32.
+    """
+    count = box_mean(weight, WINDOW).clamp(min=1e-6)
+    mean = box_mean(weight * volume, WINDOW) / count
+    return mean, (box_mean(weight * volume * volume, WINDOW) / count - mean * mean).clamp(min=0)
 
 
 def local_similarity(fixed, moved, body, seen):
     """Mean squared local correlation over a body, and where the moved volume shows something. Arguments: image_scores.
 
     cov^2 / (var_F var_M) in the cube around each voxel (Avants et al., Med Image Anal 2008).
-    Returns: a float, 0 .. 1; booleans (*fixed).
+    All (1, 1, *fixed). Returns: a float, 0 .. 1; booleans.
     """
-    weight = None if seen.all() else seen.astype(np.float32)
+    weight = seen.float()
     fixed_mean, fixed_variance = contrast(fixed, weight)
     moved_mean, moved_variance = contrast(moved, weight)
-    weight = np.ones_like(fixed) if weight is None else weight
-    covariance = cube_mean(weight * fixed * moved) / np.maximum(cube_mean(weight), 1e-6) - fixed_mean * moved_mean
-    correlation = covariance ** 2 / (np.maximum(fixed_variance, 1e-6) * np.maximum(moved_variance, 1e-6))
+    count = box_mean(weight, WINDOW).clamp(min=1e-6)
+    covariance = box_mean(weight * fixed * moved, WINDOW) / count - fixed_mean * moved_mean
+    correlation = covariance ** 2 / (fixed_variance.clamp(min=1e-6) * moved_variance.clamp(min=1e-6))
     shown = seen & body_of(moved_variance)
-    return float(np.where(seen, np.minimum(correlation, 1), 0)[body].mean()), shown
+    return float(torch.where(seen, correlation.clamp(max=1), 0)[body].mean()), shown
 
 
 def field_scores(field, body=None):

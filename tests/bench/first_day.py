@@ -10,12 +10,14 @@ section cannot show on this device it says in a sentence. Sizes are those of con
 """
 import argparse
 import contextlib
+import cProfile
 import functools
 import importlib
 import json
 import math
 import os
 import platform
+import pstats
 import signal
 import statistics
 import subprocess
@@ -28,12 +30,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from scipy import ndimage  # noqa: E402
 
 import OM_train_3modes as om  # noqa: E402
 from Dataloader.dataset import epoch_batches  # noqa: E402
-from Dataloader.synthetic import write_dataset  # noqa: E402
+from Dataloader.synthetic import make_subject, write_dataset  # noqa: E402
 from Diffusion import device_ops  # noqa: E402
 from Diffusion.cost import mode_costs, step_memory  # noqa: E402
 from Diffusion.diffuser import draw_velocity, middle  # noqa: E402
@@ -41,6 +45,7 @@ from Diffusion.fake_device import DeviceAutocast  # noqa: E402
 from Diffusion.fields import integrate_velocity, resize_field, warp  # noqa: E402
 from Diffusion.losses import mslncc, recovery_terms, regularity  # noqa: E402
 from Diffusion.om_net import CorrelationLayer  # noqa: E402
+from Inference.registration import register  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import computes_bf16, describe, pick_device, precision, prepare_device, synchronize  # noqa: E402
 from Runtime.errors import InputError  # noqa: E402
@@ -703,8 +708,32 @@ def checkpoints(args, folder):
             "bytes": sum(path.stat().st_size for path in state.folder.rglob("*.pth")) // 3}
 
 
-SECTIONS = (versions, graph_steps, kernels, peaks, syncs, operations, determinism, checkpoints, tests, agreement, step,
-            choices, ddp, hang, kill, memory)
+def pair(args, folder):
+    """One pair of 160x192x224 voxels, as `omnimorph.register` does it by default: seconds by part and by function."""
+    size = [max(round(n * args.scale), 16) for n in (160, 192, 224)]
+    half = [n // 2 for n in size]
+    volumes = []
+    for seed in (1, 2):  # at half size: a whole one takes half a minute to make
+        image = ndimage.zoom(make_subject(seed, half)["image"], [n / h for n, h in zip(size, half)], order=1)
+        volumes.append(image + np.random.default_rng(seed).normal(0, 0.01, image.shape).astype(np.float32))
+    found = {"voxels": size}
+    for name in ("first", "then"):
+        forget_peak(args.where)
+        began = time.perf_counter()
+        result = register(*volumes, device=args.where)
+        found[name] = {"with_scores_s": time.perf_counter() - began, "peak_bytes": peak_bytes(args.where)[0],
+                       **{f"{part}_s": seconds for part, seconds in result.seconds.items()},
+                       "similarity_before": result.similarity_before, "similarity": result.similarity}
+        print(json.dumps(rounded(found)), flush=True)
+    profile = cProfile.Profile()
+    profile.runcall(register, *volumes, device=args.where)
+    rows = [{"function": f"{Path(place[0]).name}:{place[2]}", "calls": calls, "s": total}
+            for place, (_, calls, _, total, _) in pstats.Stats(profile).stats.items() if str(ROOT) in place[0]]
+    return {**found, "functions": sorted(rows, key=lambda row: -row["s"])[:45]}
+
+
+SECTIONS = (versions, pair, graph_steps, kernels, peaks, syncs, operations, determinism, checkpoints, tests, agreement,
+            step, choices, ddp, hang, kill, memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
