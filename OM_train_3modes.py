@@ -36,7 +36,7 @@ from Inference.load_model import find_checkpoint, load_state
 from Runtime import agree, checkpoint, launch, memory, watchdog, writer
 from Runtime.config import load_config, modes_of
 from Runtime.device import autocast, pick_device, prepare_device, send
-from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError, keep_freed_memory
+from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError, keep_freed_memory, parse_options
 from Runtime.files import is_passing, passing_fault, patiently
 from Runtime.global_batch import split_step
 from Runtime.keyed_random import uniform
@@ -82,7 +82,7 @@ def parse_arguments(argv=None):
                         help="locate a crash: blocking launches, checked collectives, all details of the libraries")
     parser.add_argument("--profile", metavar="START:STEPS",
                         help="trace STEPS steps of rank 0, from step START on, for the report of the run")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

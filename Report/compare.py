@@ -16,7 +16,7 @@ from Report.page import table_html, text_table, write_page
 from Report.run_charts import smoothed
 from Report.run_logs import config_of, losses_of, read_run, step_columns
 from Report.run_state import duration, speed, state_of
-from Runtime.errors import DONE, InputError, run_program
+from Runtime.errors import DONE, InputError, parse_options, run_program
 from Runtime.files import read_lines
 
 # Keys that say where a run is, not what it does.
@@ -124,7 +124,7 @@ def main(argv=None):
                                      "that differ, curves on one axis, final figures, cost; also for progress.md.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
     parser.add_argument("--out", type=Path, default=Path("Logs/compare.html"), metavar="FILE", help="the page")
-    return run_program(lambda args: compared(args.runs, args.out), parser.parse_args(argv))
+    return run_program(lambda args: compared(args.runs, args.out), parse_options(parser, argv))
 
 
 if __name__ == "__main__":

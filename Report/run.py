@@ -29,7 +29,7 @@ from Report.run_charts import (
 )
 from Report.run_logs import config_of, losses_of, read_json, read_launches, read_run, step_columns
 from Report.run_state import duration, headline, moment, state_of
-from Runtime.errors import DONE, InputError, run_program
+from Runtime.errors import DONE, InputError, parse_options, run_program
 
 FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # seconds between two looks of --follow, and at least so many times what a look takes
 PICTURE_BYTES = 3 * 2 ** 20  # of all pictures of a page together, which stays below 5 MB
@@ -321,7 +321,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--text", action="store_true", help="print the report on the terminal instead")
     parser.add_argument("--follow", action="store_true", help="repeat every ten seconds until the run has ended")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in the run's folder)")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv)
 
 
 def main(argv=None):

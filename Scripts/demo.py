@@ -39,7 +39,7 @@ from Report.run_logs import log_lines  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
-from Runtime.errors import STOP, InputError  # noqa: E402
+from Runtime.errors import STOP, InputError, parse_options  # noqa: E402
 from Runtime.files import write_file  # noqa: E402
 from Runtime.run_lock import run_folder  # noqa: E402
 
@@ -175,7 +175,7 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Make synthetic data, train, register held-out pairs, write a report.")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of Config/config_demo.yaml; may be repeated")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv)
 
 
 def train(overrides):

@@ -25,7 +25,7 @@ from Inference.load_model import find_checkpoint, load_model, load_state  # noqa
 from OM_train_3modes import MODES  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.config import modes_of, overridden  # noqa: E402
-from Runtime.errors import DONE, STOP, InputError  # noqa: E402
+from Runtime.errors import DONE, STOP, InputError, parse_options  # noqa: E402
 from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E402
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
@@ -107,7 +107,7 @@ def parse_arguments(argv=None):
                                                                                                           "training; "
                                                                                                           "may be "
                                                                                                           "repeated")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv)
 
 
 def about_run(path, state):

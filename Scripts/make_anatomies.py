@@ -26,7 +26,7 @@ from Dataloader.anatomies import LEAST_SIDE, MOST_LABELS, contrast_of, label_map
 from Dataloader.nifti import write_volume  # noqa: E402
 from Diffusion.diffuser import DeformDDPM  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
-from Runtime.errors import DONE, InputError, run_program  # noqa: E402
+from Runtime.errors import DONE, InputError, parse_options, run_program  # noqa: E402
 from Runtime.files import write_file  # noqa: E402
 from Runtime.keyed_random import uniform  # noqa: E402
 from Runtime.workers import run_tasks  # noqa: E402
@@ -48,7 +48,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--config", default=CONFIG, help=f"whose model.dims and diffusion.* are taken ({CONFIG.name})")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                         help="override a key of it; may be repeated")
-    return parser.parse_args(argv)
+    return parse_options(parser, argv)
 
 
 def check_arguments(args, dims):

@@ -23,7 +23,7 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 from Report.charts import grid, line_chart  # noqa: E402
 from Report.page import table_html, text_table, write_page  # noqa: E402
 from Report.run_logs import log_lines, ranks_of, read_launches  # noqa: E402
-from Runtime.errors import DONE, InputError, run_program  # noqa: E402
+from Runtime.errors import DONE, InputError, parse_options, run_program  # noqa: E402
 from Runtime.global_batch import known_step, split_step  # noqa: E402
 from Runtime.watchdog import ONE_OFF  # noqa: E402
 from Supervisor.attempts import history  # noqa: E402
@@ -188,7 +188,7 @@ def main(argv=None):
                                      "efficiency; table and page, last a line of JSON.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, Models/<data>_<net>")
     parser.add_argument("--out", type=Path, default=Path("Logs/scaling"), metavar="FOLDER", help="for the page")
-    return run_program(lambda args: report(args.runs, args.out), parser.parse_args(argv))
+    return run_program(lambda args: report(args.runs, args.out), parse_options(parser, argv))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from Runtime import launch  # noqa: E402
 from Runtime.device import backend, pick_device, prepare_device, synchronize  # noqa: E402
-from Runtime.errors import STOP, InputError  # noqa: E402
+from Runtime.errors import STOP, InputError, parse_options  # noqa: E402
 from Runtime.keyed_random import generator  # noqa: E402
 from Scripts.smoke import results  # noqa: E402
 from Supervisor.attempts import free_port  # noqa: E402
@@ -277,7 +277,7 @@ def parse_arguments(argv):
     parser.add_argument("--steps", type=int, default=100, help="training steps")
     parser.add_argument("--seconds", type=int, default=900, help="the longest a step of the ladder may take")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or xpu")
-    args = parser.parse_args(argv)
+    args = parse_options(parser, argv)
     if args.scale <= 0 or args.steps < 5 or args.seconds < 1:
         parser.error("--scale must be above 0, --steps 5 at least, --seconds 1 at least")
     return args

@@ -138,8 +138,9 @@ def atlas_gain(images, atlases, model, out):
     for number, image in enumerate(tqdm(images, "labelling", unit="image")):
         held = [registered("hippocampus", atlas, image, out) for atlas in atlases]
         brought = [average(dice(one["map labelsTr"], one["truth labelsTr"], LABELS)) for one in held]
+        known = {"random": average(brought), "best": max(brought)}
         for way, values in scores.items():
-            values.append({"random": average(brought), "best": max(brought)}.get(way) or brought[chosen[way][number]])
+            values.append(known[way] if way in known else brought[chosen[way][number]])
     return {way: {**dict(zip(("dice", "low", "high"), interval(values))),
                   **dict(zip(("gain", "gain_low", "gain_high"), interval(np.subtract(values, scores["random"]))))}
             for way, values in scores.items()}
