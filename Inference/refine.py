@@ -82,6 +82,9 @@ def inferred_weight(pair, field, cfg):
     levels = [(each, regularisation.STEPS) for each, _ in level_steps(size, 1, cfg)]
     # The field is found on every second voxel whatever the size, which is enough to see which weight is best.
     cfg = {**cfg, "refine.stride": max(cfg["refine.stride"], 2)}
+    if len(levels) > 1:
+        gross, *levels = levels
+        start = resize_field(deformed(small, start, [gross], regularisation.GROSS, cfg), size)
 
     def score(weight):
         found = resize_field(deformed(halves, start, levels, weight, cfg), size)

@@ -3,10 +3,12 @@
 With too little smoothing a field follows the noise of the images, with too much it cannot follow their anatomy. The
 best amount depends on both: a fixed number that suits human brains is wrong for mice. The images alone determine it,
 without labels. The fixed volume is cut into cubes of two colours. The field is found from one colour alone, and the
-similarity is measured
-inside the cubes of the other: a field that follows anatomy is right there too, one that follows noise is not. That is
-cross-validation, as Wahba, "Spline Models for Observational Data", 1990, chooses the smoothness of splines. The curve
-over the smoothing has one maximum, and it is found on small images, with few steps.
+similarity is measured inside the cubes of the other: a field that follows anatomy is right there too, one that follows
+noise is not. That is cross-validation, as Wahba, "Spline Models for Observational Data", 1990, chooses the smoothness
+of splines. The curve over the smoothing has one maximum, and it is found on small images, with few steps.
+
+The gross motion is found from all voxels first, at the coarsest resolution. Otherwise structures that move by the side
+of a cube, such as the wall of a beating heart, are hidden whole, and the smoothest field guesses them best.
 """
 import math
 
@@ -16,6 +18,7 @@ BLOCK, RIM = 8, 2  # voxels: side of the cubes, and what of them lies near the o
 MOST_VOXELS = 750_000  # of the images on which the curve is looked for; larger ones are halved along each axis
 LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
 WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # that are tried, each twice the one before
+GROSS = 1.0  # weight with which the gross motion is found
 STEPS = 15  # of optimisation at each resolution
 # Of two modalities. Cubes tell nothing there: neighbours share structures of one modality alone, and the curve falls.
 OTHER_MEASURE = 2.0

@@ -262,7 +262,7 @@ def registered(words):
     """Files of the table that a registration with these options writes."""
     names = []
     for cell, what in first_column("| file | what |").items():
-        if what.startswith("where the network"):
+        if what.startswith("if the network"):
             continue  # segments; those of the pages do not
         option = re.match(r"with `(--[\w-]+)", what)
         # Of a list each pair says whether it has labels; those of the page have.
@@ -338,7 +338,7 @@ def walk_block(block, folder, environment, walked):
     elif language == "text":
         for line in text.splitlines():
             pattern = re.sub(r"\d+", "*", line.split()[0])
-            assert list(folder.glob(pattern)) or re.search("if any|while somebody has", line), line
+            assert list(folder.glob(pattern)) or re.search("if any|while a process runs", line), line
     else:
         assert language in ("json", "diff")  # written before the walk, as a command names it; and RECIPE
 
