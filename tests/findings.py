@@ -210,9 +210,9 @@ def main(argv=None):
             state, why = "open", "; ".join(failed.get(entry, [])) or OPEN.get(entry, "nothing is known of it")
         counts[state] += 1
         rows.append((entry, state, why))
-    if not args.json:
-        for row in rows:
-            print("{:<4} {:<9} {}".format(*row))
+    for row in rows:
+        if row[1] == "open" or not args.json:
+            print("{:<4} {:<9} {}".format(*row), file=sys.stderr if args.json else sys.stdout)
     print(json.dumps({"entries": len(ours), **counts}))
     return min(counts["open"], 100)
 

@@ -282,6 +282,7 @@ if WORKER == ranks.rank:
     time.sleep(float(os.environ["HANGS"]))
 {launch}
 print("here", flush=True)
+time.sleep(5 if ranks.rank == 0 else 0)  # which holds the store that the other still reads
 """
 
 
