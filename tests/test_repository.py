@@ -131,7 +131,7 @@ def test_the_site_lists_every_key():
     ("", ""), ("[dead](nowhere.md)", "nowhere.md"), ("[dead](training.md#nowhere)", "#nowhere"),
     ("[not of the site](../Config/config_om.yaml)", "config_om.yaml")], ids=["as it is", "link", "anchor", "outside"])
 def test_the_site_is_built_and_refuses_dead_links(addition, expected, tmp_path):
-    for name in ("docs", "Config"):
+    for name in ("docs", "Config", "omnimorph"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     with open(tmp_path / "docs/index.md", "a") as index:
