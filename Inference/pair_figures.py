@@ -69,7 +69,7 @@ def read_pair(row, dims):
                   "after": read_label(folder / "warped_label.nii.gz", dims)[0]}
     before, after = _greys_together(by_header, warped)
     seen = torch.from_numpy(in_range(fixed, fixed))[None, None]
-    body = body_of(contrast(seen, torch.ones_like(seen))[1])[0, 0].numpy()
+    body = body_of(contrast(seen, torch.ones_like(seen))[2])[0, 0].numpy()
     return {"name": row["name"], "images": {"fixed": _grey(fixed), "before": before, "after": after}, "labels": labels,
             "field": without_affine(field, row["matrix"], affine), "affine": affine,
             "body": body}

@@ -45,7 +45,6 @@ from Inference.scores import pair_scores
 from Runtime.device import pick_device, synchronize
 from Runtime.errors import InputError
 
-CPU = torch.device("cpu")
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
 MOST_VOXELS = 256 ** 3  # of the working grid where no network sets it
 BETTER = 0.02  # similarity by which the centres must beat the headers, which are usually right
@@ -159,7 +158,7 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     moving = read_side(moving, "moving", moving_mask, moving_channels)
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
     began = time.perf_counter()
-    placed = align(fixed, moving, affine, start, cfg, as_trained=net is not None, device=device)
+    placed = align(fixed, moving, affine, start, cfg, device, as_trained=net is not None)
     cfg = cfg | {"registration.similarity": placed.compared_by}
     solution = solve(net, placed, fixed, moving, refine, cfg, device, progress)
     return bring_back(solution, fixed, moving, inverse, cfg, began, device)
@@ -242,7 +241,7 @@ def _tensor(array):
 # Align: from the files to the working grid
 # ---------------------------------------------------------------------------------------------------------------------
 
-def align(fixed, moving, affine, start, cfg, as_trained=False, device=CPU):
+def align(fixed, moving, affine, start, cfg, device, as_trained=False):
     """Where the moving volume lies before the deformation, and both volumes on the working grid: Placed.
 
     fixed, moving: Volumes. affine: "rigid", "affine" or False. start: as for `register`. as_trained: on the grid of a
@@ -496,7 +495,7 @@ def _on_own_grid(work_field, structures, placed, fixed, moving, cfg):
     Returns: what `align` does for the other grid, with the same T; the field there, in its voxels, and the structures,
     on their device.
     """
-    own = align(fixed, moving, False, placed.matrix, cfg)
+    own = align(fixed, moving, False, placed.matrix, cfg, work_field.device)
     change = np.linalg.inv(placed.work_affine) @ own.work_affine
     size = own.pair["fixed"].shape[1:]
     field = total_field(work_field.float().cpu(), change, np.linalg.inv(change), size)

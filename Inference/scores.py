@@ -4,7 +4,7 @@ import torch
 
 from Dataloader.nifti import is_segmentation, move_points
 from Diffusion.fields import jacobian_determinant, then_affine, warp
-from Diffusion.losses import box_mean
+from Diffusion.losses import box_mean, weighted_variance
 from Diffusion.metrics import average, dice, folding_percent, folding_scores, hd95, sdlogj
 from Inference.labels import apply_field
 from Inference.verdict import judge
@@ -63,7 +63,7 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
     given = in_range(fixed, fixed[counts]), in_range(before, moving), in_range(after, moving)
     fixed01, before01, after01, counts, seen_before, seen_after = (
         torch.from_numpy(array)[None, None].to(device) for array in (*given, counts, seen_before, seen_after))
-    body = body_of(contrast(fixed01, counts.float())[1])
+    body = body_of(contrast(fixed01, counts.float())[2])
     body = body & counts if (body & counts).any() else counts
     scores = {"similarity_before": local_similarity(fixed01, before01, body, seen_before & counts)[0]}
     scores["similarity"], shown = local_similarity(fixed01, after01, body, seen_after & counts)
@@ -92,13 +92,13 @@ def in_range(volume, source):
 
 
 def contrast(volume, weight):
-    """Mean and variance in the cube around each voxel, over its voxels that are in the grid, under a weight 0 .. 1.
+    """Count, mean and variance in the cube around each voxel, over its voxels that are in the grid, under a weight.
 
-    All (1, 1, *spatial) float32.
+    weight: 0 .. 1; the count is its mean in the cube. All (1, 1, *spatial) float32.
     """
     count = box_mean(weight, WINDOW).clamp(min=1e-6)
     mean = box_mean(weight * volume, WINDOW) / count
-    return mean, (box_mean(weight * volume * volume, WINDOW) / count - mean * mean).clamp(min=0)
+    return count, mean, weighted_variance(volume, mean, weight, count, WINDOW)
 
 
 def local_similarity(fixed, moved, body, seen):
@@ -108,9 +108,8 @@ def local_similarity(fixed, moved, body, seen):
     All (1, 1, *fixed). Returns: a float, 0 .. 1; booleans.
     """
     weight = seen.float()
-    fixed_mean, fixed_variance = contrast(fixed, weight)
-    moved_mean, moved_variance = contrast(moved, weight)
-    count = box_mean(weight, WINDOW).clamp(min=1e-6)
+    count, fixed_mean, fixed_variance = contrast(fixed, weight)
+    _, moved_mean, moved_variance = contrast(moved, weight)
     covariance = box_mean(weight * fixed * moved, WINDOW) / count - fixed_mean * moved_mean
     correlation = covariance ** 2 / (fixed_variance.clamp(min=1e-6) * moved_variance.clamp(min=1e-6))
     shown = seen & body_of(moved_variance)
