@@ -17,7 +17,8 @@ The rows:
   moved             copies registered to unlabelled volumes of ids 1-60 (OM_augment.py --register)
   recovered         the draws of `random` after recovery by the network of --checkpoint, as in the paper
   towards           the same draws recovered towards unlabelled volumes of ids 1-60, which the network is shown
-  moved_nnunet, recovered_nnunet   those copies, and nnunet on top of them
+  moved_affine, wide_affine, recovered_affine   those copies, and flips_affine on top of them
+  moved_nnunet, recovered_nnunet                those copies, and nnunet on top of them
 The simple rows draw anew in every step. Copies are drawn once: 16 of a volume that is alone, 8 of each of two, 4 of
 each of five or ten; a sample is a copy with probability SHARE, else the volume itself. Volumes lie on one grid of
 40 x 56 x 40 voxels, mean 0, variance 1. Network, steps, first weights and order of the volumes are the same in all
@@ -72,7 +73,8 @@ from Runtime.files import sha256, write_file
 from Runtime.keyed_random import generator, uniform
 
 SIMPLE = ("none", "flips_affine", "elastic", "nnunet", "bigaug")
-COMBINED = {"moved_nnunet": "moved", "recovered_nnunet": "recovered"}  # copies, and nnunet on top
+COMBINED = {f"{copies}_{on_top}": copies for on_top, kinds in (
+    ("affine", ("moved", "wide", "recovered")), ("nnunet", ("moved", "recovered"))) for copies in kinds}
 COPIES = ("random", "wide", "moved", "recovered", "towards")
 METHODS = (*SIMPLE, *COPIES, *COMBINED)
 COUNTS = {1: 16, 2: 8}  # copies of each volume, by how many have labels; LEAST of more
@@ -196,7 +198,7 @@ def bigaug(image, label, key):
 
 
 ANEW = {"flips_affine": flips_affine, "elastic": elastic, "nnunet": nnunet, "bigaug": bigaug,
-        **dict.fromkeys(COMBINED, nnunet)}
+        **{method: nnunet if method.endswith("nnunet") else flips_affine for method in COMBINED}}
 
 
 def number_of(key, purpose):
