@@ -20,7 +20,6 @@ from Runtime.errors import InputError, ranges
 
 NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
          "world_size": ("WORLD_SIZE", "SLURM_NTASKS")}
-NOBODY = "nobody"  # is missing; not empty, which is what a key of the store is compared with that does not exist
 HEAR_S = 10.0  # time for all ranks to read the result of rank 0's roll call
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 OF_A_NODE = ("data.stage", "run.threads")  # keys in which ranks may differ
@@ -80,7 +79,8 @@ def rendezvous(ranks, seconds, name=""):
     name: of the run. Ranks of another run that come to the same port, as after a mistyped one, stay among themselves.
     Nobody asks again and again who is there: each rank counts itself, the last one says so, and the store wakes the
     others. Every rank sends the store a handful of requests, however many there are.
-    Raises RuntimeError naming the ranks that did not come, InputError for a bad address or port.
+    Raises RuntimeError naming the ranks that did not come, also as a list in its `missing`; InputError for a bad
+    address or port.
     """
     if ranks.world_size == 1:
         return
@@ -96,7 +96,7 @@ def rendezvous(ranks, seconds, name=""):
         store = dist.PrefixStore(f"{name}/launch{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         store.set(f"here/{ranks.rank}", "1")
         if store.add("arrivals", 1) == ranks.world_size:
-            store.compare_set("missing", "", NOBODY)
+            store.compare_set("missing", "", "[]")
         missing = roll_call(store, ranks, until) if ranks.rank == 0 else await_roll_call(store, ranks, until)
     except dist.DistError as error:  # rank 0 never came, or it has left after waiting in vain for another rank
         if serves and "address already in use" in str(error).lower():
@@ -104,13 +104,14 @@ def rendezvous(ranks, seconds, name=""):
                                "one") from error
         raise RuntimeError(f"rank 0 cannot be reached at {address}:{port} within {seconds:.0f} s ({error})") from error
     if missing:
-        raise RuntimeError(f"rank {ranges(map(int, missing.split(', ')))} of {ranks.world_size} did not arrive "
-                           f"within {seconds:.0f} s")
+        error = RuntimeError(f"rank {ranges(missing)} of {ranks.world_size} did not arrive within {seconds:.0f} s")
+        error.missing = missing
+        raise error
     ranks.store = store
 
 
 def roll_call(store, ranks, until):
-    """Rank 0: the ranks that have not come by then (time.time), as "3, 5" or "". Tells the other ranks too.
+    """Rank 0: the ranks that have not come by then (time.time). Tells the other ranks too.
 
     It returns once all ranks that came have read the answer: rank 0 serves the store and may leave soon after.
     """
@@ -119,39 +120,27 @@ def roll_call(store, ranks, until):
     except dist.DistStoreError:
         absent = [rank for rank in range(ranks.world_size) if not store.check([f"here/{rank}"])]
         # Where the last one has come in this moment and has said so, its answer stands.
-        store.compare_set("missing", "", ", ".join(map(str, absent)) or NOBODY)
-    missing = answer_of(store)
-    if listeners(missing, ranks):
+        store.compare_set("missing", "", json.dumps(absent))
+    missing = json.loads(store.get("missing"))
+    if ranks.world_size - 1 > len(missing):
         with contextlib.suppress(dist.DistStoreError):
             store.wait(["all heard"], datetime.timedelta(seconds=HEAR_S))
     return missing
 
 
 def await_roll_call(store, ranks, until):
-    """Any other rank: the answer of rank 0's `roll_call`; "0" if rank 0 itself has not come."""
+    """Any other rank: the answer of rank 0's `roll_call`; [0] if rank 0 itself has not come."""
     timeout = datetime.timedelta(seconds=max(until - time.time(), 0) + HEAR_S)
     try:
         store.wait(["missing"], timeout)
     except dist.DistStoreError:
         if store.check(["here/0"]):
             raise
-        return "0"
-    missing = answer_of(store)
-    late = str(ranks.rank) in missing.split(", ")
-    if not late and store.add("listeners", 1) == listeners(missing, ranks):
+        return [0]
+    missing = json.loads(store.get("missing"))
+    if ranks.rank not in missing and store.add("listeners", 1) == ranks.world_size - 1 - len(missing):
         store.set("all heard", "1")
     return missing
-
-
-def answer_of(store):
-    """What `roll_call` has found: the missing ranks as text, "" for none."""
-    answer = store.get("missing").decode()
-    return "" if answer == NOBODY else answer
-
-
-def listeners(missing, ranks):
-    """How many ranks wait for the answer of rank 0."""
-    return ranks.world_size - 1 - len(missing.split(", ") if missing else [])
 
 
 def show_moves(ranks):
@@ -189,9 +178,10 @@ def wait_while_others_work(ranks, key):
         pause = min(2 * pause, LONGEST_POLL_S)
 
 
-def wait_for_keys(store, keys, until):
-    """Wait until a store has all keys, or until a time.time. Returns: whether it has them."""
-    while not (complete := store.check(keys)) and time.time() < until:
+def wait_for_keys(store, keys, seconds):
+    """Wait for at most so long until a store has all keys. Returns: whether it has them."""
+    until = time.monotonic() + seconds
+    while not (complete := store.check(keys)) and time.monotonic() < until:
         time.sleep(POLL_S)
     return complete
 

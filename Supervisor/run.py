@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -81,8 +80,7 @@ def close_run(ranks, run, code):
         with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, may be dead
             ranks.store.set(f"closed/{ranks.rank}", "1")
         if ranks.rank == 0:
-            keys = [f"closed/{rank}" for rank in range(ranks.world_size)]
-            launch.wait_for_keys(ranks.store, keys, time.time() + LAST_WORDS_S)
+            launch.wait_for_keys(ranks.store, [f"closed/{rank}" for rank in range(ranks.world_size)], LAST_WORDS_S)
     if ranks.token is not None:
         try:
             attempts.end(run, ranks.attempt, code, quiet=True, patience_s=LOCK_S)

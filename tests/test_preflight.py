@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from Dataloader import cache
 from Dataloader.datalist import read_datalist
@@ -517,6 +518,16 @@ def test_an_address_nobody_answers_at(tmp_path):
         given["variables"]["MASTER_PORT"] = str(taken.getsockname()[1])
         found = preflight.answer(checks.serve, {**given, "rank": 0, "ends": time.monotonic() + 5})
     assert not found["ok"] and found["said"].startswith(f"cannot serve MASTER_PORT {given['variables']['MASTER_PORT']}")
+
+
+def test_all_ranks_of_a_node_that_does_not_come_are_named(tmp_path, monkeypatch):
+    """They are a range in the sentence; the collector gets each of them."""
+    served = dist.TCPStore("127.0.0.1", 0, 3, True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(served.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    found = checks.check_rendezvous(context(tmp_path, world_size=3, ends=time.monotonic() + 3, variables=place), print)
+    assert found["said"].startswith("rank 1-2 of 3 did not arrive within") and found["waits_for"] == [1, 2]
 
 
 def test_two_real_ranks(tmp_path):

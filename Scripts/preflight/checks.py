@@ -31,7 +31,7 @@ from Diffusion.fields import warp
 from Diffusion.networks import build_network, new_network
 from Runtime import launch, memory
 from Runtime.device import autocast, backend, pick_device, prepare_device, synchronize
-from Runtime.errors import InputError
+from Runtime.errors import InputError, first_line
 from Runtime.files import write_file
 from Runtime.global_batch import new_step, split_step, usable
 from Runtime.provenance import SETTINGS, git
@@ -67,10 +67,6 @@ def late(said, do, **facts):
 
 def skipped(why):
     return {"ok": None, "said": f"skipped: {why}", "do": ""}
-
-
-def first_line(error):
-    return (str(error).strip().splitlines() or [""])[0][:300]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -414,26 +410,25 @@ def check_rendezvous(context, at):
         at(f"meeting at {address}:{port}")
         common_store(context)
     except RuntimeError as error:
-        if error.__cause__ or not str(error).startswith("rank "):
-            return failed(f"no store at MASTER_ADDR {address} port {port} ({first_line(error)})", advice,
-                          unreachable=True)
-        missing = [int(number) for number in str(error)[5:].partition(" of ")[0].split(",")]
-        return failed(str(error), "look at the rows of these ranks", waits_for=missing)
+        if missing := getattr(error, "missing", None):
+            return failed(str(error), "look at the rows of these ranks", waits_for=missing)
+        return failed(f"no store at MASTER_ADDR {address} port {port} ({first_line(error)})", advice, unreachable=True)
     return passed(f"{context['world_size']} ranks meet at {address}:{port}")
 
 
-def wait_for(store, keys, ends):
-    """Wait for keys of a store until `ends`. Returns: indices of the keys that are still missing."""
-    missing = list(range(len(keys)))
-    while missing := [number for number in missing if not store.check([keys[number]])]:
-        if time.monotonic() > ends:
-            break
-        time.sleep(0.05)
-    return missing
+def check_node_collective(context, at):
+    """all_reduce works among the ranks of this node."""
+    first = context["rank"] - context["local_rank"]
+    return together(context, at, range(first, first + context["tasks"]), "node")
 
 
-def together(context, at, peers, name, compute):
-    """Run compute(context, at, store, index, count) once all `peers` (ranks) are there and well; end together."""
+def check_collective(context, at):
+    """all_reduce works among all ranks; report its bandwidth."""
+    return together(context, at, range(context["world_size"]), "all")
+
+
+def together(context, at, peers, name):
+    """Do `all_reduce` once all `peers` (ranks) are there and well; end together."""
     if len(peers) == 1:
         return passed("one rank" + " on each node" * (context["world_size"] > 1))
     at("meeting")
@@ -441,30 +436,19 @@ def together(context, at, peers, name, compute):
     ill = next((check for check in ("device", "forward", "node collective")
                 if check in context["findings"] and not context["findings"][check]["ok"]), "")
     store.set(f"in/{context['rank']}", ill)
-    absent = [peers[number] for number in wait_for(store, [f"in/{peer}" for peer in peers], context["ends"] - 2)]
-    if absent:
+    if not launch.wait_for_keys(store, [f"in/{peer}" for peer in peers], context["ends"] - time.monotonic() - 2):
+        absent = [peer for peer in peers if not store.check([f"in/{peer}"])]
         return failed(f"rank {', '.join(map(str, absent))} did not reach it", "look at the rows of these ranks",
                       waits_for=absent)
     states = {peer: store.get(f"in/{peer}").decode() for peer in peers}
     result = next((skipped(f"{state} failed on rank {peer}") for peer, state in states.items() if state), None)
     if result is None:
-        result = compute(context, at, dist.PrefixStore("group", store), peers.index(context["rank"]), len(peers))
+        result = all_reduce(context, at, dist.PrefixStore("group", store), peers.index(context["rank"]), len(peers))
     # Wait for the others: a rank that ends early breaks their collective. The group is not destroyed: that can hang.
     store.set(f"out/{context['rank']}", "")
     with contextlib.suppress(dist.DistError):  # rank 0, which has the store, may be the first to see that all are done
-        wait_for(store, [f"out/{peer}" for peer in peers], context["ends"] - 1)
+        launch.wait_for_keys(store, [f"out/{peer}" for peer in peers], context["ends"] - time.monotonic() - 1)
     return result
-
-
-def check_node_collective(context, at):
-    """all_reduce works among the ranks of this node."""
-    first = context["rank"] - context["local_rank"]
-    return together(context, at, list(range(first, first + context["tasks"])), "node", all_reduce)
-
-
-def check_collective(context, at):
-    """all_reduce works among all ranks; report its bandwidth."""
-    return together(context, at, list(range(context["world_size"])), "all", all_reduce)
 
 
 def all_reduce(context, at, store, index, count):

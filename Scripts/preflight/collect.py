@@ -12,8 +12,6 @@ import time
 import zlib
 from pathlib import Path
 
-from tqdm import tqdm
-
 from Report.page import text_table
 from Runtime.errors import DONE, STOP, InputError, ranges
 from Runtime.files import write_file
@@ -32,8 +30,7 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
     stream: lines of all tasks. tasks: on each node. limit: seconds since `began` (time.monotonic) that all of it may
     take. may_repeat: whether a failure that may pass gives AGAIN. Returns: exit code.
     """
-    print(f"preflight: {many(len(nodes), 'node')} x {many(tasks, 'rank')}, at most {limit:.0f} s", file=sys.stderr,
-          flush=True)
+    tell(f"{many(len(nodes), 'node')} x {many(tasks, 'rank')}, at most {limit:.0f} s")
     findings = read_findings(stream, len(nodes) * tasks, began)
     remove_marks(findings, cfg)
     judge(findings, nodes, tasks, time.monotonic() - began)
@@ -46,12 +43,17 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
         code, excluded, sentence = AGAIN, [], (f"{', '.join(bad)} failed in a way that may be temporary: checking "
                                                "again")
     header = ["check", "", "node (host)", "ranks", "found", "what to do"]
-    print(f"{text_table(header, rows)}\npreflight: {sentence}", file=sys.stderr, flush=True)
+    print(text_table(header, rows), file=sys.stderr)
+    tell(sentence)
     write_report(cfg, {"time": time.time(), "seconds": round(time.monotonic() - began, 1), "nodes": nodes,
                        "tasks_per_node": tasks, "code": code, "excluded": excluded, "sentence": sentence,
                        "findings": [finding for checks in findings.values() for finding in checks.values()]})
     print(f"EXCLUDED={' '.join(excluded)}", flush=True)
     return code
+
+
+def tell(text):
+    print(f"preflight: {text}", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -61,26 +63,23 @@ def collect(stream, cfg, nodes, tasks, limit, began, may_repeat=False):
 def read_findings(stream, world_size, began):
     """Findings from a stream of lines; other lines are printed as they are. Returns: `found`."""
     findings, pieces = {rank: {} for rank in range(world_size)}, collections.defaultdict(str)
-    answers, shown, arrived, terminal = 0, began, False, sys.stderr.isatty()
-    with tqdm(total=world_size * (len(CHECKS) + 1), desc="preflight", unit="answer", leave=False,
-              disable=not terminal) as bar:
-        for line in stream:
-            finding = parse(line, pieces)
-            if finding is None:
-                continue
-            checks = findings.setdefault(finding["rank"], {})
-            if finding["check"] in checks:
-                finding.update(ok=False, said="two processes say that they are this rank",
-                               do="start one process for each rank, each with its own RANK")
-            checks[finding["check"]] = finding
-            answers, passed = answers + 1, time.monotonic() - began
-            bar.update()
-            if not arrived and all("arrival" in findings[rank] for rank in range(world_size)):
-                arrived, shown = True, time.monotonic()
-                tqdm.write(f"preflight: all {world_size} ranks have arrived after {passed:.0f} s", file=sys.stderr)
-            elif not terminal and time.monotonic() - shown > 10:
-                shown = time.monotonic()
-                print(f"preflight: {answers} answers after {passed:.0f} s", file=sys.stderr, flush=True)
+    answers, shown, arrived = 0, began, False
+    for line in stream:
+        finding = parse(line, pieces)
+        if finding is None:
+            continue
+        checks = findings.setdefault(finding["rank"], {})
+        if finding["check"] in checks:
+            finding.update(ok=False, said="two processes say that they are this rank",
+                           do="start one process for each rank, each with its own RANK")
+        checks[finding["check"]] = finding
+        answers, now = answers + 1, time.monotonic()
+        if not arrived and all("arrival" in findings[rank] for rank in range(world_size)):
+            arrived, shown = True, now
+            tell(f"all {world_size} ranks have arrived after {now - began:.0f} s")
+        elif now - shown > 10:
+            shown = now
+            tell(f"{answers} answers after {now - began:.0f} s")
     return findings
 
 
@@ -99,7 +98,7 @@ def parse(line, pieces):
     except (ValueError, TypeError, KeyError):
         pass
     if line.strip():
-        tqdm.write(line.rstrip("\n"), file=sys.stderr)
+        print(line.rstrip("\n"), file=sys.stderr, flush=True)
     return None
 
 
@@ -337,4 +336,4 @@ def write_report(cfg, report):
     try:
         write_file(path, json.dumps(report, indent=1) + "\n")
     except OSError as error:
-        print(f"preflight: the report was not written ({error})", file=sys.stderr)
+        tell(f"the report was not written ({error})")

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from Runtime.config import load_config  # noqa: E402
-from Runtime.errors import STOP, InputError  # noqa: E402
+from Runtime.errors import STOP, InputError, first_line  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
 LEAST = 0.05  # fraction of PREFLIGHT_SECONDS that a check gets even after a late start
@@ -154,9 +154,8 @@ def work(function, context, pipe):
     try:
         result = function(context, pipe.send)
     except (RuntimeError, ValueError, OSError) as error:
-        said = (str(error).strip().splitlines() or [""])[0][:300]
         kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-        result = {"ok": False, "said": kind + said, "do": "see this error; --debug says more" if kind else "",
+        result = {"ok": False, "said": kind + first_line(error)[:300], "do": "see this error; --debug says more" if kind else "",
                   "passing": isinstance(error, OSError)}
     pipe.send(result)
 
