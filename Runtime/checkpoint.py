@@ -32,8 +32,6 @@ from Runtime.manifest import LOST, damage, newest_first, read_manifest, standing
 from Runtime.run_lock import assert_held
 
 FORMAT = 1
-# What a checkpoint means that was written before the weights depended on such a key.
-BEFORE = {"data.channels": 1, "model.structures": 0, "model.descents": 0, "model.fine_descents": 0}
 REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")
 # Exceptions that reading a damaged or foreign file raises: flipped bits in the pickle lead to all of these.
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
@@ -148,10 +146,22 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
     doubtful = {relative: entry["doubtful"] for relative, entry in entries.items() if "doubtful" in entry}
     for relative, reason in doubtful.items():
         warn(f"{run / relative} is doubtful and comes last: {reason}")
-    order = sorted(newest_first(entries), key=lambda name: name in doubtful)
-    sound, problems, read_error = _first_sound(run, entries, order, warn, patience_s)
-    if record:
-        _mark_damaged(run, manifest, problems)
+    sound, read_error, before = None, None, json.dumps(manifest)
+    for name in sorted(newest_first(entries), key=doubtful.__contains__):
+        watchdog.goes_on()
+        try:
+            problem = patiently(lambda name=name: _mismatch(run / name, entries[name]), patience_s, run / name)
+        except OSError as error:
+            problem, read_error = _reason(error), error
+        entries[name].pop("damaged", None)
+        if not problem:
+            sound = name
+            break
+        entries[name]["damaged"] = problem
+        warn(f"{run / name} is skipped: {problem}")
+    if record and json.dumps(manifest) != before:
+        with TURN:
+            _write_manifest(run, manifest)
     if sound in doubtful:
         warn(f"{run / sound} is used although it is doubtful, because no other checkpoint is intact")
     if sound is None and read_error:
@@ -161,22 +171,6 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
         raise InputError(f"no checkpoint in {run} can be used: start over in a new folder with --fresh, or restore "
                          "one of its files.")
     return sound
-
-
-def _first_sound(run, entries, order, warn, patience_s):
-    """(first name that verifies or None, {name that was read: what is wrong or None}, the last OSError or None)."""
-    problems, read_error = {}, None
-    for name in order:
-        watchdog.goes_on()
-        try:
-            problems[name] = patiently(lambda name=name: _mismatch(run / name, entries[name]), patience_s, run / name)
-        except OSError as error:
-            problems[name] = _reason(error)
-            read_error = error
-        if problems[name] is None:
-            return name, problems, read_error
-        warn(f"{run / name} is skipped: {problems[name]}")
-    return None, problems, read_error
 
 
 def step_back(run, reason, warn=_stderr):
@@ -244,8 +238,7 @@ def check_compatible(state, cfg, path, model_keys):
         raise InputError(f"{path} has no config, so its network is unknown: name another checkpoint, or start a new "
                          "run with --fresh and without it.")
     # Through JSON, since a saved tuple and the list of a YAML file are the same setting.
-    new = json.loads(json.dumps(dict(cfg)))
-    old = {**{key: value for key, value in BEFORE.items() if key in new}, **json.loads(json.dumps(config))}
+    old, new = json.loads(json.dumps(config)), json.loads(json.dumps(dict(cfg)))
     changed = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in {**old, **new}
                if key not in old or key not in new or old[key] != new[key]}
     model_keys = list(model_keys)
@@ -298,7 +291,10 @@ def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
         manifest = _manifest(run, _stderr)
         entries, best = manifest["checkpoints"], manifest["best"] or {}
         ordered, counted = newest_first(entries), standing(run, entries)
-        keep = _kept_by_rule(entries, counted, keep_last, keep_every, keep_tmp) | {best.get("checkpoint"), *trusted}
+        epochs = [name for name in counted if not name.startswith("tmp/")]
+        steps = [name for name in counted if name.startswith("tmp/")]
+        keep = {*epochs[:keep_last], *steps[:keep_tmp], best.get("checkpoint"), *trusted}
+        keep.update(name for name in epochs if keep_every and entries[name]["epoch"] % keep_every == 0)
         if keep.issuperset(ordered):
             return []
         # The kept ones first: usually the newest verifies at once and nothing else has to be read.
@@ -313,16 +309,6 @@ def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
             (run / name).unlink(missing_ok=True)
         _write_manifest(run, manifest | {"checkpoints": {key: entries[key] for key in entries if key not in removed}})
     return removed
-
-
-def _kept_by_rule(entries, counted, keep_last, keep_every, keep_tmp):
-    """Names that the numbers of `prune` keep. counted: of `standing`."""
-    epochs = [name for name in counted if not name.startswith("tmp/")]
-    steps = [name for name in counted if name.startswith("tmp/")]
-    keep = {*epochs[:max(keep_last, 0)], *steps[:max(keep_tmp, 0)]}
-    if keep_every > 0:
-        keep.update(name for name in epochs if entries[name]["epoch"] % keep_every == 0)
-    return keep
 
 
 def _save_and_prune(run, relative, plain, metrics, best, keep):
@@ -475,19 +461,6 @@ def _manifest(run, warn):
     if manifest["checkpoints"]:
         _write_manifest(run, manifest)
     return manifest
-
-
-def _mark_damaged(run, manifest, problems):
-    """Update the "damaged" marks of checkpoints that were just read. problems: {name: phrase or None}."""
-    entries = manifest["checkpoints"]
-    before = json.dumps(manifest)
-    for name, problem in problems.items():
-        entries[name].pop("damaged", None)
-        if problem:
-            entries[name]["damaged"] = problem
-    if json.dumps(manifest) != before:
-        with TURN:
-            _write_manifest(run, manifest)
 
 
 def _write_manifest(run, manifest):

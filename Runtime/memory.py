@@ -112,13 +112,11 @@ def find_leak(samples, steps):
     """
     if len(samples) < WINDOW:
         return None
-    keys = ("host_used", "host_free", "device_free", "device_reserved")
-    host_used, host_free, device_free, reserved = (
+    keys = ("host_used", "host_free", "device_free", "device_reserved", "device_allocated")
+    host_used, host_free, device_free, reserved, allocated = (
         np.array([sample[key] for sample in samples], float) for key in keys)
     steps = np.array(steps, float) - steps[-1]
     # What the allocator only keeps, it gives back before memory runs out: a graph is told by what is in use.
-    held = [sample.get("device_allocated", sample["device_reserved"]) for sample in samples]
-    allocated = np.array(held, float)
     graph = _leak("graph", "device", allocated, device_free + reserved - allocated, steps)
     driver = _leak("driver or communication", "device", -reserved - device_free, device_free, steps)
     device = max(filter(None, (graph, driver)), key=lambda leak: leak["bytes_per_step"], default=None)

@@ -100,7 +100,9 @@ def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with
                 first = current["holders"][0]
                 content = {**current, "holders": [me] if me == first else [first, me]}
             else:
-                content = _new_lock(me)
+                content = {"token": secrets.token_hex(8), "since": time.strftime("%Y-%m-%d %H:%M:%S"), "holders": [me],
+                           "job": slurm_job(), "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
+                           "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
             write_file(path, json.dumps({**content, "stale_after_s": stale_after_s}))
         hold(run, content["token"])
         return content["token"]
@@ -114,16 +116,9 @@ def slurm_job():
     return os.environ.get("SLURM_JOB_ID", "")
 
 
-def _new_lock(me):
-    """The content of a lock that the process `me` takes."""
-    return {"token": secrets.token_hex(8), "since": time.strftime("%Y-%m-%d %H:%M:%S"), "holders": [me],
-            "job": slurm_job(), "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
-            "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
-
-
 def _describe(content, holder):
     """A holder of a lock in words: process, host, Slurm job, since when."""
-    job = f" (job {content['job']})" if content.get("job") else ""
+    job = f" (job {content['job']})" if content["job"] else ""
     return f"process {holder['pid']} on {holder['host']}{job} since {content['since']}"
 
 
@@ -178,17 +173,14 @@ def touch(run):
 
 def unlock(run, token):
     """Remove the lock if its token is `token`."""
+    def is_its():
+        return (_read(run / "lock.json") or {}).get("token") == token
+
     HELD.pop(_key(run), None)
-    if not _has_token(run, token):
-        return
-    with _one_at_a_time(run):
-        if _has_token(run, token):
-            (run / "lock.json").unlink()
-
-
-def _has_token(run, token):
-    content = _read(run / "lock.json")
-    return content is not None and content["token"] == token
+    if is_its():
+        with _one_at_a_time(run):
+            if is_its():
+                (run / "lock.json").unlink()
 
 
 def _key(run):
@@ -200,11 +192,11 @@ def _identity(pid):
 
     Several machines may have one name, such as localhost, so that another boot proves a reboot of the same one only.
     """
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return {"pid": pid, "host": socket.gethostname(), "machine": _machine(), "boot": boot,
-                "namespace": os.readlink("/proc/self/ns/pid"), "began": _began(pid)}
-    return {"pid": pid, "host": socket.gethostname(), "machine": "", "boot": "", "namespace": "", "began": None}
+    who = {"pid": pid, "host": socket.gethostname(), "machine": "", "boot": "", "namespace": "", "began": None}
+    with contextlib.suppress(OSError):  # no Linux
+        who.update(boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip(), machine=_machine(),
+                   namespace=os.readlink("/proc/self/ns/pid"), began=_began(pid))
+    return who
 
 
 def _machine():
@@ -234,7 +226,7 @@ def _living_holder(content, run):
     me = _identity(os.getpid())
     elsewhere = []
     for holder in content["holders"]:
-        is_here = holder["host"] == me["host"] and holder.get("machine") == me["machine"] != ""
+        is_here = holder["host"] == me["host"] and holder["machine"] == me["machine"] != ""
         rebooted = is_here and holder["boot"] != me["boot"]
         visible = holder["began"] is not None and all(holder[key] == me[key] for key in ("boot", "namespace"))
         if visible and _began(holder["pid"]) == holder["began"]:
@@ -254,9 +246,9 @@ def _living_holder(content, run):
 
 def _is_former_start(content):
     """Whether a lock belongs to this Slurm job, before the job was requeued and started again."""
-    return (content.get("job") and content["job"] == slurm_job()
-            and content.get("cluster", "") in ("", os.environ.get("SLURM_CLUSTER_NAME", ""))
-            and content.get("start", "0") != os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return (content["job"] and content["job"] == slurm_job()
+            and content["cluster"] in ("", os.environ.get("SLURM_CLUSTER_NAME", ""))
+            and content["start"] != os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def _job_state(content):
@@ -264,7 +256,7 @@ def _job_state(content):
 
     Raises OSError while the job is ending, and if Slurm does not answer: ask again in a minute.
     """
-    job, cluster = content.get("job"), content.get("cluster", "")
+    job, cluster = content["job"], content["cluster"]
     if not job or (cluster and cluster != (_own_cluster() or cluster)):
         return None  # another cluster numbers its own jobs
     if job == slurm_job():

@@ -25,12 +25,16 @@ def read_weights(path, device="cpu"):
     Raises InputError, one sentence that names the file, for one that is missing, cut off, or not what its header says.
     """
     try:
-        content = bytearray(Path(path).read_bytes())  # tensors share its memory, and torch wants to be able to write
+        content = bytearray(Path(path).read_bytes())  # torch wants memory that it may write to
         entries, metadata, first = _read_header(content)
         _require_gapless(entries, len(content) - first)
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a readable .safetensors file ({error}); export the model again.") from None
-    return {name: _tensor(entry, content, first).to(device) for name, entry in entries.items()}, metadata
+    tensors, raw = {}, torch.frombuffer(content, dtype=torch.uint8)[first:]
+    for name, entry in entries.items():
+        own = raw[slice(*entry["data_offsets"])].clone()  # begins where torch can read numbers of any size
+        tensors[name] = own.view(DTYPES[entry["dtype"]]).view(entry["shape"]).to(device)
+    return tensors, metadata
 
 
 def _read_header(content):
@@ -80,15 +84,3 @@ def _require_gapless(entries, size):
     end = spans[-1][1] if spans else 0
     if end != size:
         raise ValueError(f"its tensors end at byte {end}, and there are {size}; it is cut off, or too long")
-
-
-def _tensor(entry, content, begin):
-    """The tensor of a checked entry. content: of the file. begin: where the tensors begin."""
-    shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
-    count = math.prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    at = begin + entry["data_offsets"][0]
-    if at % dtype.itemsize:  # a copy begins where torch can read numbers of this size
-        return torch.frombuffer(content[at:at + count * dtype.itemsize], dtype=dtype).view(shape)
-    return torch.frombuffer(content, dtype=dtype, count=count, offset=at).view(shape)

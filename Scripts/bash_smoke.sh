@@ -56,25 +56,10 @@ while (($#)); do
     shift
 done
 ((${#only[@]})) || only=(01 02 03 04)
-if [[ -z ${PYTHON:-} ]]; then
-    PYTHON=python3
-    [[ -x .venv/bin/python ]] && PYTHON=$PWD/.venv/bin/python
-fi
-INTERPRETER=("$PYTHON")  # a path with blanks is one word, "apptainer exec --nv omnimorph.sif python" several
-command -v "$PYTHON" > /dev/null || read -ra INTERPRETER <<< "$PYTHON"
-if [[ -n ${CLUSTER:-} && ! -f Config/cluster/$CLUSTER.env ]]; then
-    known=$(cd Config/cluster && ls -- *.env)
-    echo "error: CLUSTER=$CLUSTER: there is no Config/cluster/$CLUSTER.env; known are ${known//$'\n'/, }" >&2
-    exit 43
-fi
-export PYTHON CLUSTER=${CLUSTER:-${SLURM_CLUSTER_NAME:-local}} NODE_COUNT=1
-[[ -f Config/cluster/$CLUSTER.env ]] || CLUSTER=local
-load_settings() {  # NODE_COUNT chooses between the site's profiles; a rank on another node reads them again
-    set -a
-    # shellcheck source=/dev/null
-    source "Config/cluster/$CLUSTER.env"
-    set +a
-}
+export NODE_COUNT=1
+# shellcheck source=/dev/null
+source Scripts/settings.sh
+choose_site
 load_settings
 ladder=("${INTERPRETER[@]}" Scripts/smoke/ladder.py "${options[@]}")
 host=$("${ladder[@]}" --host) || exit 43
@@ -83,8 +68,6 @@ cores=$((($(nproc) + 1) / 2))
 # SMOKE_FOLDER is set for the job that 04 submits: it writes into the folder of who submitted it.
 folder=${SMOKE_FOLDER:-$(realpath -m "${SMOKE_LOGS:-Logs/smoke}")/$(date +%Y%m%d-%H%M%S)-$$}
 mkdir -p "$folder" || exit 43
-ulimit -c 0
-ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"
 
 job=""
 # shellcheck disable=SC2317,SC2329  # called by the trap
@@ -172,7 +155,7 @@ run_srun() {  # 04 on all nodes of this allocation
     MASTER_ADDR=$address MASTER_PORT=${MASTER_PORT:-$port} timeout --kill-after=30 $((seconds + 60)) \
         srun --overlap --overcommit --kill-on-bad-exit=1 --export=ALL \
         --nodes="$nodes" --ntasks=$((nodes * tasks)) --ntasks-per-node="$tasks" --output="$folder/04.rank%t.log" \
-        bash -c "$(declare -f load_settings); load_settings; exec \"\$@\"" task timeout --kill-after=10 "$seconds" \
+        bash -c 'source Scripts/settings.sh; load_settings; exec "$@"' task timeout --kill-after=10 "$seconds" \
         "${ladder[@]}" --step 04 --folder "$folder" 2> "$folder/04.srun.log" &
     wait $!
     code=$?

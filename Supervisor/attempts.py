@@ -40,11 +40,6 @@ def history(run):
     return read_lines(run / "attempts.jsonl")
 
 
-def append(run, line):
-    """Add a line to attempts.jsonl, durably."""
-    append_line(run / "attempts.jsonl", line)
-
-
 def begin(run, loop, world_size):
     """Number a new attempt and write its line. An attempt before it that has no end is judged first.
 
@@ -56,8 +51,9 @@ def begin(run, loop, world_size):
     if begins and begins[-1]["attempt"] not in ended:  # launcher and ranks died together
         end(run, begins[-1]["attempt"], None)
     attempt = begins[-1]["attempt"] + 1 if begins else 0
-    append(run, {"event": "begin", "attempt": attempt, "loop": loop, "time": time.time(), "ranks": world_size,
-                 "host": socket.gethostname(), "job": slurm_job(), "durable": durable_step(run)})
+    append_line(run / "attempts.jsonl", {
+        "event": "begin", "attempt": attempt, "loop": loop, "time": time.time(), "ranks": world_size,
+        "host": socket.gethostname(), "job": slurm_job(), "durable": durable_step(run)})
     return attempt
 
 
@@ -72,7 +68,7 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
     back = went_back(history(run), line) if line["decision"] == "stop" else None
     if back:  # before the line: if this dies in between, the attempt is judged again
         patiently(lambda: trust_again(run, back["sentence"]), patience_s, run / "manifest.json")
-    patiently(lambda: append(run, line), patience_s, run / "attempts.jsonl")
+    patiently(lambda: append_line(run / "attempts.jsonl", line), patience_s, run / "attempts.jsonl")
     if line["verdict"]["dead"]:
         path = run / "verdict.json"
         content = json.dumps({**line["verdict"], "next": line["next"], "sentence": line["sentence"],
@@ -241,8 +237,7 @@ def launcher_begin(argv):
     args = parse_begin_arguments(argv)
     patiently(lambda: is_there(args.config) and Path(args.config).read_bytes(), PATIENCE_S, args.config)
     cfg = load_config(args.config, args.overrides)
-    floor = cfg["run.deadline_floor_s"]
-    patience = cfg["run.patience_s"]
+    floor, patience = cfg["run.deadline_floor_s"], cfg["run.patience_s"]
     run, token, requeued = take_folder(cfg, args.fresh, args.launcher_pid)
     step, nodes, tasks = patiently(lambda: share_out(run, cfg, args.nodes, args.tasks, args.of), patience, run)
     lines = patiently(lambda: history(run), patience, run)
@@ -252,12 +247,12 @@ def launcher_begin(argv):
     variables = {"OMNIMORPH_RUN": run, "OMNIMORPH_TOKEN": token, "OMNIMORPH_STEP_BACK": step_back,
                  "OMNIMORPH_STEP": json.dumps(step), "NODE_COUNT": nodes, "TASKS_PER_NODE": tasks,
                  "RANKS": nodes * tasks, "OMNIMORPH_ATTEMPT": attempt,
-                 "OMNIMORPH_ROUND": len(ends) + requeued, "FREE_PORT": free_port(),
+                 "OMNIMORPH_ROUND": len(ends) + requeued,
                  "ROUND_SECONDS": f"{cfg['run.round_seconds']:.10g}", "MAX_ROUNDS": cfg["run.max_rounds"],
                  # A healthy round saves and leaves before its time limit, which ends only those that hang.
                  "LEAVE_AFTER": f"{max(0.9 * cfg['run.round_seconds'], cfg['run.round_seconds'] - 300):.10g}",
                  "PAUSE_PLANNED": cfg["run.pause_planned_s"], "PAUSE_CRASH": cfg["run.pause_crash_s"],
-                 "OMNIMORPH_PATIENCE_S": cfg["run.patience_s"], "OMNIMORPH_STAGE": cfg["data.stage"],
+                 "OMNIMORPH_PATIENCE_S": patience, "OMNIMORPH_STAGE": cfg["data.stage"],
                  "GRACE": math.ceil(cfg["run.grace_s"]), "START_SECONDS": math.ceil(cfg["run.deadline_first_s"]),
                  "LINGER": math.ceil(max(floor, 10)), "LEAVE_SECONDS": math.ceil(max(3 * floor, 10))}
     for name, value in variables.items():

@@ -7,7 +7,6 @@ from Diffusion.descent import LearnedDescent, demons_force, locally_normalised, 
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import identity, interpolate, warp
 from Diffusion.networks import build_network
-from Runtime import checkpoint
 from Runtime.errors import InputError
 from tests.tiny import config
 
@@ -220,13 +219,3 @@ def test_networks_without_such_steps_say_so(name):
     says = f"model.{name}: the network 'recresacnet' makes no learned steps; set it to 0, or model.name to om_net"
     with pytest.raises(InputError, match=says):
         tiny(**{"model__name": "recresacnet", "model__descents": 0, f"model__{name}": 3})
-
-
-@pytest.mark.parametrize("name", ["descents", "fine_descents"])
-def test_a_checkpoint_from_before_had_no_steps(name):
-    cfg, key = config(), f"model.{name}"
-    state = {"config": {other: value for other, value in cfg.items() if other != key}}
-    keys = ("model.name", key)
-    assert checkpoint.check_compatible(state, cfg, "F", keys) == []
-    with pytest.raises(InputError, match=f"{key} is 0 in the checkpoint and 3 in the config"):
-        checkpoint.check_compatible(state, {**cfg, key: 3}, "F", keys)

@@ -45,8 +45,8 @@ print(len(state["samples"]), told.index(True) if True in told else None)
 
 def series(host_used=4 * GIB, host_free=60 * GIB, device_free=40 * GIB, device_reserved=20 * GIB, count=WINDOW):
     """Samples of measure(), from one number or one array for each of its values."""
-    columns = np.broadcast_arrays(host_used, host_free, device_free, device_reserved, np.zeros(count))[:4]
-    names = ("host_used", "host_free", "device_free", "device_reserved")
+    columns = np.broadcast_arrays(host_used, host_free, device_free, device_reserved, device_reserved, np.zeros(count))
+    names = ("host_used", "host_free", "device_free", "device_reserved", "device_allocated")
     return [dict(zip(names, map(float, row))) for row in zip(*columns)]
 
 

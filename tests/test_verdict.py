@@ -105,80 +105,114 @@ def test_of_512_ranks_the_verdict_stays_one_readable_sentence(tmp_path):
     assert verdict["others"] == "rank 0-299, 301-511: agree (diffusion) of step 7" and len(sentence(verdict)) < 200
 
 
-def test_ranks_of_a_node_that_died_are_named(tmp_path):
-    """The others are dying of it when the scheduler's TERM reaches them."""
-    for rank in (0, 1):
-        write_rank(tmp_path, rank, died(ECHO, -1), exit={"code": 143})
-    for rank in (2, 3):
-        write_rank(tmp_path, rank)
-    verdict = verdict_of(tmp_path, 4)
-    assert (verdict["cause"], verdict["rank"], verdict["host"]) == ("vanished", 2, "node2")
-    assert verdict["detail"].startswith("rank 2-3 left neither")
+def rank(*events, exit=1, **more):
+    """What `write_rank` takes. exit: an exit code, or the launcher's words on it; None where it has none."""
+    return events, {"exit": {"code": exit} if isinstance(exit, int) else exit, **more}
 
 
-def test_a_launch_that_was_asked_to_leave_at_its_start_has_not_died(tmp_path):
-    verdict = verdict_of(tmp_path, 2, 42)
-    assert (verdict["cause"], verdict["rank"], verdict["dead"]) == ("planned restart", None, False)
-    assert verdict_of(tmp_path, 2, 1)["cause"] == "never started"
+AT_DEADLINE = {"number": 50, "stack": "hang"}  # what ended it; `number` tells how far the rank has come
+AHEAD = {"phase": "agree", "number": 51, "stack": "hang"}
+WOKEN = {"code": 1, "time": NOW + DEADLINE + 9}  # long after its deadline
+OUT_OF_STEP = {"event": "out of step", "differs": 2, "what": "shapes", "found": "7", "wanted": "9"}
+ABSENT = rank(died("RuntimeError: rank 1 of 2 did not arrive within 3 s"), phase="join", mode="")
+# (what the ranks left, exit code of the launch or None, cause, rank, how the detail begins)
+CASES = {
+    # The others are dying of it when the scheduler's TERM reaches them.
+    "a node that died": ([rank(died(ECHO, -1), exit=143)] * 2 + [rank(exit=None)] * 2, 1, "vanished", 2,
+                         "rank 2-3 left neither"),
+    "asked to leave at its start": ([], 42, "planned restart", None, ""),
+    "no word of any rank": ([], 1, "never started", 0, "rank 0-1 left no sign of life"),
+    "nothing at all": ([], None, "vanished", None, ""),
+    "all killed": ([rank(exit=KILLED)] * 2, 137, "killed", None, "all ranks ended by SIGKILL"),
+    "one killed by the launcher": ([rank(died("ValueError: bad\nworse")), rank(exit=BY_LAUNCHER)], 1, "exception", 0,
+                                   "ValueError: bad"),
+    "a segmentation fault": ([rank(died(ECHO)), rank(exit=SEGFAULT, stack="crash")], 139, "crash in native code", 1,
+                             "Segmentation fault"),
+    "that of a library's thread": ([rank(died(ECHO)), rank(exit=SEGFAULT, stack="outside")], 139,
+                                   "crash in native code", 1, "Segmentation fault in a thread outside Python"),
+    **{f"an abort after the death of another, {thread}": (
+        [rank(exit=134, stack=f"Fatal Python error: Aborted\n\n{thread} 0x1:\n"), rank(exit=KILLED)], 134, "killed", 1,
+        "") for thread in ("Current thread", "Thread")},
+    "the kernel, for want of memory": ([rank(died(ECHO)), rank(exit={**KILLED, "oom_kill": True})], 137,
+                                       "out of host memory", 1, "the kernel ended it"),
+    # A crash on the way out, with last words of faulthandler or without.
+    **{f"a crash after a {cause} in {phase}, {words or 'silent'}": (
+        [rank(phase=phase, **AT_DEADLINE), rank(died(ECHO, 3), phase="agree", number=51, exit=SEGFAULT, stack=words)],
+        1, cause, culprit, "") for phase, cause, culprit in (("forward", "hang", 0), ("backward", "out of step", 1))
+        for words in ("", "crash")},
+    **{f"{name} without a stack": ([rank(exit=code)], 1, "crash in native code", 0, name)
+       for code, name in ((139, "SIGSEGV"), (134, "SIGABRT"), (135, "SIGBUS"))},
+    "an echo alone": ([rank(), rank(died(ECHO))], 1, "exception", 1, ECHO[:20]),
+    "a hang of the rank behind": ([rank(**AHEAD), rank(**AT_DEADLINE)], 1, "hang", 1, "no progress for 36 s"),
+    "an agreement that one has passed": (
+        [rank(**AHEAD), rank(phase="optimizer", number=53, stack="hang"), rank(**AHEAD)], 1, "out of step", 1,
+        "went on without the others, who wait in agree (diffusion) of step 7"),
+    "a hang of all": ([rank(phase="backward", **AT_DEADLINE)] * 2, 1, "hang", None, "all ranks are in backward"),
+    "no watchdog ran": ([rank(**AHEAD), rank(exit=BY_LAUNCHER)], 1, "frozen", 1, ""),
+    # Slurm sends CONT and TERM before KILL: the rank then finds the others gone, or its own deadline over.
+    **{f"woken for its end, {stack or 'silent'}": (
+        [rank(phase="agree", **AT_DEADLINE), rank(died(ECHO, DEADLINE + 9), phase="agree", stack=stack, exit=WOKEN),
+         rank(phase="agree", **AT_DEADLINE)], 1, "frozen", 1, "") for stack in ("", "hang")},
+    # Woken, it may go on to where the others are, and have nothing to tell it from them.
+    "stopped, as its shell has seen": (
+        [rank(phase="agree", **AT_DEADLINE), rank(died(ECHO, DEADLINE + 5), phase="agree", exit=WOKEN),
+         rank(died(ECHO, DEADLINE + 5), phase="agree", exit={**WOKEN, "stopped": True})], 1, "frozen", 2, ""),
+    "ended before its own deadline": ([rank(**AHEAD), rank(phase="evaluate", exit=BY_LAUNCHER, deadline=900.0)], 1,
+                                      "hang", 1, ""),
+    **{f"would not exit, {how}": ([rank(END, phase="exit", number=90, exit=0),
+                                   rank(END, phase="exit", number=90, **more)], 1, "would not exit", 1, "")
+       for how, more in (("killed", {"exit": BY_LAUNCHER}), ("at its deadline", {"stack": "hang"}))},
+    "a refusal": ([rank(died(ECHO), phase="join", mode=""), rank(
+        {"event": "refused", "error": "x.nii: not a volume."}, END, phase="exit", mode="", number=3, exit=43)], 43,
+        "refused", 1, "x.nii: not a volume."),
+    "out of step": ([rank(OUT_OF_STEP, died("OutOfStep: rank 2 is out of step"), phase="agree")] * 3, 1,
+                    "out of step", 2, "shapes is 7, not 9"),
+    "a rank that never came": ([ABSENT, rank(phase=None, exit=None)], 1, "never started", 1, ""),
+    "one that ended before its log": ([rank(phase="join", mode="", **AT_DEADLINE), rank(phase=None)], 1,
+                                      "never started", 1, ""),
+    "all vanished": ([rank(exit=None), rank(phase="deform", number=49, exit=None)], None, "vanished", None, ""),
+    "the round's time limit": ([rank(exit=None), rank(phase="deform", number=49, exit=None)], 124,
+                               "time limit of the round", 1, ""),
+}
 
 
-def test_all_killed_blames_nobody(tmp_path):
-    for rank in (0, 1):
-        write_rank(tmp_path, rank, exit=KILLED)
-    verdict = verdict_of(tmp_path, 2, 137)
-    assert (verdict["cause"], verdict["rank"]) == ("killed", None) and "all ranks ended by SIGKILL" in sentence(verdict)
+@pytest.mark.parametrize("case", CASES)
+def test_the_cause_is_told_and_who_is_to_blame(tmp_path, stacks, case):
+    ranks, code, cause, culprit, detail = CASES[case]
+    for number, (events, more) in enumerate(ranks):
+        stack = more.get("stack", "")
+        write_rank(tmp_path, number, *events, **{**more, "stack": stacks.get(stack, stack)})
+    verdict = verdict_of(tmp_path, len(ranks) or 2, code)
+    assert (verdict["cause"], verdict["rank"]) == (cause, culprit) and verdict["detail"].startswith(detail)
+    assert verdict["dead"] == (cause != "planned restart")
 
 
-def test_a_rank_that_the_launcher_killed_was_not_killed(tmp_path):
-    write_rank(tmp_path, 0, died("ValueError: bad\nworse"), exit={"code": 1})
-    write_rank(tmp_path, 1, exit=BY_LAUNCHER)
-    verdict = verdict_of(tmp_path, 2)
-    assert (verdict["cause"], verdict["rank"], verdict["detail"]) == ("exception", 0, "ValueError: bad")
+def test_the_stack_is_that_of_the_one_to_blame(tmp_path, stacks):
+    write_rank(tmp_path, 0, died("ValueError: bad"), exit={"code": 1})
+    verdict = verdict_of(tmp_path, 1)
     assert verdict["stack"] == ["net.py:3 main", "net.py:9 forward"] and ", at net.py:9 forward" in sentence(verdict)
+    for attempt, (words, code) in enumerate((("crash", 139), ("hang", 1)), 1):
+        write_rank(tmp_path, 0, exit={"code": code}, stack=stacks[words], attempt=attempt)
+        verdict = judge(tmp_path, attempt, 1, code)
+        assert "in culprit" in "".join(verdict["stack"]) and "in culprit" in sentence(verdict)
 
 
-def test_a_segmentation_fault_names_the_function(tmp_path, stacks):
-    write_rank(tmp_path, 0, died(ECHO), exit={"code": 1})
-    write_rank(tmp_path, 1, exit=SEGFAULT, stack=stacks["crash"])
-    verdict = verdict_of(tmp_path, 2, 139)
-    assert (verdict["cause"], verdict["rank"], verdict["detail"]) == ("crash in native code", 1, "Segmentation fault")
-    assert "in culprit" in "".join(verdict["stack"]), verdict["stack"]
+def test_a_rank_that_left_no_sign_of_life(tmp_path):
+    write_rank(tmp_path, 0, *ABSENT[0], **ABSENT[1])
+    verdict = verdict_of(tmp_path, 2)
+    assert verdict["others"] == "rank 0: join of step 7" and verdict["phase"] == "launch"
+    assert "rank 1 on an unknown host" in sentence(verdict)
 
 
-def test_a_segmentation_fault_of_a_librarys_thread_is_told_apart(tmp_path, stacks):
-    write_rank(tmp_path, 0, died(ECHO), exit={"code": 1})
-    write_rank(tmp_path, 1, exit=SEGFAULT, stack=stacks["outside"])
-    verdict = verdict_of(tmp_path, 2, 139)
-    assert (verdict["cause"], verdict["rank"]) == ("crash in native code", 1)
-    assert verdict["detail"] == "Segmentation fault in a thread outside Python"
-
-
-@pytest.mark.parametrize("thread", ["Current thread", "Thread"])
-def test_an_abort_after_the_death_of_another_rank_is_not_the_cause(tmp_path, thread):
-    write_rank(tmp_path, 0, exit={"code": 134}, stack=f"Fatal Python error: Aborted\n\n{thread} 0x1:\n")
-    write_rank(tmp_path, 1, exit=KILLED)
-    assert (verdict_of(tmp_path, 2, 134)["cause"], verdict_of(tmp_path, 2, 134)["rank"]) == ("killed", 1)
-
-
-def test_a_kill_by_the_kernel_for_want_of_memory_is_told_apart(tmp_path):
-    write_rank(tmp_path, 0, died(ECHO), exit={"code": 1})
-    write_rank(tmp_path, 1, exit={**KILLED, "oom_kill": True})
-    verdict = verdict_of(tmp_path, 2, 137)
-    assert (verdict["cause"], verdict["rank"]) == ("out of host memory", 1) and "num_workers" in verdict["detail"]
-
-
-@pytest.mark.parametrize("words", ["", "crash"], ids=["silent", "with its last words"])
-@pytest.mark.parametrize("phase, cause, rank", [("forward", "hang", 0), ("backward", "out of step", 1)])
-def test_a_crash_on_the_way_out_is_not_the_cause(tmp_path, stacks, phase, cause, rank, words):
-    write_rank(tmp_path, 0, phase=phase, number=50, exit={"code": 1}, stack=stacks["hang"])
-    write_rank(tmp_path, 1, died(ECHO, 3), phase="agree", number=51, exit=SEGFAULT, stack=stacks.get(words, ""))
-    assert (verdict_of(tmp_path, 2)["cause"], verdict_of(tmp_path, 2)["rank"]) == (cause, rank)
-
-
-@pytest.mark.parametrize("code, name", [(139, "SIGSEGV"), (134, "SIGABRT"), (135, "SIGBUS")])
-def test_a_native_crash_without_a_stack_is_known_by_its_signal(tmp_path, code, name):
-    write_rank(tmp_path, 0, exit={"code": code})
-    assert (verdict_of(tmp_path, 1)["cause"], verdict_of(tmp_path, 1)["detail"]) == ("crash in native code", name)
+def test_done_and_planned_restart_are_no_deaths(tmp_path):
+    for rank in (0, 1):
+        finish(tmp_path, rank)
+    verdict = verdict_of(tmp_path, 2, 0)
+    assert (verdict["cause"], verdict["dead"], sentence(verdict)) == ("done", False, "attempt 0: done")
+    for rank in (0, 1):
+        finish(tmp_path, rank, {"event": "leave", "reason": "asked by a signal"}, attempt=1)
+    assert sentence(judge(tmp_path, 1, 2, 42)) == "attempt 1: planned restart (asked by a signal)"
+    assert verdict_of(tmp_path, 2, 0)["cause"] == "done"  # each attempt keeps its own
 
 
 @pytest.mark.parametrize("error, cause", [
@@ -218,134 +252,6 @@ def test_every_fault_of_a_file_system_that_passes_is_a_disk(tmp_path, number):
     write_rank(tmp_path, 0, died(f"OSError: [Errno {number}] {os.strerror(number)}: 'x.pth'", errno=number),
                exit={"code": 1})
     assert verdict_of(tmp_path, 1)["cause"] == "disk"
-
-
-def test_an_echo_alone_is_better_than_nothing(tmp_path):
-    write_rank(tmp_path, 0, exit={"code": 1})
-    write_rank(tmp_path, 1, died(ECHO), exit={"code": 1})
-    assert verdict_of(tmp_path, 2)["rank"] == 1
-
-
-def test_a_hang_is_blamed_on_the_rank_behind(tmp_path, stacks):
-    write_rank(tmp_path, 0, phase="agree", number=51, exit={"code": 1}, stack=stacks["hang"])
-    write_rank(tmp_path, 1, phase="forward", number=50, exit={"code": 1}, stack=stacks["hang"])
-    verdict = verdict_of(tmp_path, 2)
-    assert (verdict["cause"], verdict["rank"], verdict["detail"]) == ("hang", 1, "no progress for 36 s")
-    assert "in culprit" in verdict["stack"][-1] and "in culprit" in sentence(verdict)
-
-
-def test_a_rank_in_an_agreement_that_another_has_passed_was_left_alone(tmp_path, stacks):
-    for rank, number, phase in ((0, 51, "agree"), (1, 53, "optimizer"), (2, 51, "agree")):
-        write_rank(tmp_path, rank, phase=phase, number=number, exit={"code": 1}, stack=stacks["hang"])
-    verdict = verdict_of(tmp_path, 3)
-    assert (verdict["cause"], verdict["rank"]) == ("out of step", 1)
-    assert verdict["detail"] == "went on without the others, who wait in agree (diffusion) of step 7"
-
-
-def test_a_hang_of_all_blames_nobody(tmp_path, stacks):
-    for rank in (0, 1):
-        write_rank(tmp_path, rank, phase="backward", exit={"code": 1}, stack=stacks["hang"])
-    verdict = verdict_of(tmp_path, 2)
-    assert (verdict["cause"], verdict["rank"]) == ("hang", None) and "all ranks are in backward" in verdict["detail"]
-
-
-def test_a_rank_whose_watchdog_did_not_run_is_frozen(tmp_path, stacks):
-    write_rank(tmp_path, 0, phase="agree", number=51, exit={"code": 1}, stack=stacks["hang"])
-    write_rank(tmp_path, 1, phase="forward", number=50, exit=BY_LAUNCHER)
-    verdict = verdict_of(tmp_path, 2)
-    assert (verdict["cause"], verdict["rank"], verdict["phase"]) == ("frozen", 1, "forward")
-
-
-@pytest.mark.parametrize("stack", ["", "hang"])
-def test_a_stopped_rank_that_was_woken_for_its_end_is_frozen(tmp_path, stacks, stack):
-    """Slurm sends CONT and TERM before KILL: the rank then finds the others gone, or its own deadline over."""
-    for rank in (0, 2):
-        write_rank(tmp_path, rank, phase="agree", number=50, exit={"code": 1}, stack=stacks["hang"])
-    write_rank(tmp_path, 1, died(ECHO, DEADLINE + 9), phase="agree", number=50, stack=stacks.get(stack, ""),
-               exit={"code": 1, "time": NOW + DEADLINE + 9})
-    verdict = verdict_of(tmp_path, 3)
-    assert (verdict["cause"], verdict["rank"], verdict["phase"]) == ("frozen", 1, "agree")
-
-
-def test_a_stopped_rank_that_its_shell_has_seen_is_frozen(tmp_path, stacks):
-    """Woken, it may go on to where the others are, and have nothing to tell it from them."""
-    write_rank(tmp_path, 0, phase="agree", number=50, exit={"code": 1}, stack=stacks["hang"])
-    for rank in (1, 2):
-        write_rank(tmp_path, rank, died(ECHO, DEADLINE + 5), phase="agree", number=50,
-                   exit={"code": 1, "time": NOW + DEADLINE + 7, **({"stopped": True} if rank == 2 else {})})
-    verdict = verdict_of(tmp_path, 3)
-    assert (verdict["cause"], verdict["rank"], verdict["phase"]) == ("frozen", 2, "agree")
-
-
-def test_a_rank_ended_before_its_own_deadline_is_not_frozen(tmp_path, stacks):
-    write_rank(tmp_path, 0, phase="agree", number=51, exit={"code": 1}, stack=stacks["hang"])
-    write_rank(tmp_path, 1, phase="evaluate", number=50, exit=BY_LAUNCHER, deadline=900.0)
-    verdict = verdict_of(tmp_path, 2)
-    assert (verdict["cause"], verdict["rank"], verdict["phase"]) == ("hang", 1, "evaluate")
-
-
-def test_who_would_not_exit(tmp_path, stacks):
-    finish(tmp_path, 0)
-    write_rank(tmp_path, 1, END, phase="exit", number=90, exit=BY_LAUNCHER)
-    verdict = verdict_of(tmp_path, 2)
-    assert (verdict["cause"], verdict["rank"], verdict["dead"]) == ("would not exit", 1, True)
-    write_rank(tmp_path, 1, exit={"code": 1}, phase=None, stack=stacks["hang"])  # its own deadline ended it
-    assert verdict_of(tmp_path, 2)["cause"] == "would not exit"
-
-
-def test_a_refusal_keeps_its_sentence(tmp_path):
-    write_rank(tmp_path, 0, died(ECHO), phase="join", mode="", exit={"code": 1})
-    refused = {"event": "refused", "error": "x.nii: not a volume."}
-    write_rank(tmp_path, 1, refused, END, phase="exit", mode="", number=3, exit={"code": 43})
-    verdict = verdict_of(tmp_path, 2, 43)
-    assert (verdict["cause"], verdict["rank"], verdict["detail"]) == ("refused", 1, "x.nii: not a volume.")
-
-
-def test_out_of_step_names_who_differs_and_in_what(tmp_path):
-    event = {"event": "out of step", "differs": 2, "what": "shapes", "found": "7", "wanted": "9"}
-    for rank in range(3):
-        write_rank(tmp_path, rank, event, died("OutOfStep: rank 2 is out of step"), phase="agree", exit={"code": 1})
-    verdict = verdict_of(tmp_path, 3)
-    assert (verdict["cause"], verdict["rank"], verdict["detail"]) == ("out of step", 2, "shapes is 7, not 9")
-
-
-def test_a_rank_that_left_no_sign_of_life(tmp_path):
-    write_rank(tmp_path, 0, died("RuntimeError: rank 1 of 2 did not arrive within 3 s"), phase="join", mode="",
-               exit={"code": 1})
-    verdict = verdict_of(tmp_path, 2)
-    assert (verdict["cause"], verdict["rank"]) == ("never started", 1)
-    assert verdict["others"] == "rank 0: join of step 7" and "rank 1 on an unknown host" in sentence(verdict)
-
-
-def test_a_rank_that_ended_before_it_had_a_log_while_the_others_waited(tmp_path, stacks):
-    write_rank(tmp_path, 0, phase="join", mode="", exit={"code": 1}, stack=stacks["hang"])
-    write_rank(tmp_path, 1, phase=None, exit={"code": 1})
-    verdict = verdict_of(tmp_path, 2)
-    assert (verdict["cause"], verdict["rank"], verdict["phase"]) == ("never started", 1, "launch")
-
-
-def test_nothing_at_all(tmp_path):
-    assert verdict_of(tmp_path, 2)["cause"] == "never started"
-    assert verdict_of(tmp_path, 2, None)["cause"] == "vanished"
-
-
-def test_ranks_that_vanished_and_a_round_that_ran_out_of_time(tmp_path):
-    write_rank(tmp_path, 0)
-    write_rank(tmp_path, 1, number=49, phase="deform")
-    assert (verdict_of(tmp_path, 2, None)["cause"], verdict_of(tmp_path, 2, None)["rank"]) == ("vanished", None)
-    verdict = verdict_of(tmp_path, 2, 124)
-    assert (verdict["cause"], verdict["rank"]) == ("time limit of the round", 1)
-
-
-def test_done_and_planned_restart_are_no_deaths(tmp_path):
-    for rank in (0, 1):
-        finish(tmp_path, rank)
-    verdict = verdict_of(tmp_path, 2, 0)
-    assert (verdict["cause"], verdict["dead"], sentence(verdict)) == ("done", False, "attempt 0: done")
-    for rank in (0, 1):
-        finish(tmp_path, rank, {"event": "leave", "reason": "asked by a signal"}, attempt=1)
-    assert sentence(judge(tmp_path, 1, 2, 42)) == "attempt 1: planned restart (asked by a signal)"
-    assert verdict_of(tmp_path, 2, 0)["cause"] == "done"  # each attempt keeps its own
 
 
 def run_watchdog(run, body):

@@ -155,8 +155,8 @@ def work(function, context, pipe):
         result = function(context, pipe.send)
     except (RuntimeError, ValueError, OSError) as error:
         kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-        result = {"ok": False, "said": kind + first_line(error)[:300], "do": "see this error; --debug says more" if kind else "",
-                  "passing": isinstance(error, OSError)}
+        result = {"ok": False, "said": kind + first_line(error)[:300],
+                  "do": "see this error; --debug says more" if kind else "", "passing": isinstance(error, OSError)}
     pipe.send(result)
 
 
