@@ -1,5 +1,6 @@
 """Attempts: what is decided after each end, what the launcher is told, and where the wall time went."""
 import datetime
+import errno
 import hashlib
 import json
 import os
@@ -13,7 +14,9 @@ import pytest
 from Report.goodput import add_up, goodput, table
 from Report.run_logs import read_run
 from Runtime.errors import InputError
+from Runtime.files import append_line
 from Runtime.manifest import durable_step
+from Supervisor import attempts
 from Supervisor.attempts import begin, end, history, share_out
 from tests import launching
 from tests.test_verdict import END, died, finish, write_rank
@@ -41,6 +44,11 @@ def one_round(run, *events, loop="loop", code=1, **more):
 
 def die(run, step=7, error="ValueError: x", **more):
     return one_round(run, died(error), step=step, **more)[1]
+
+
+def restart(run, **more):
+    leave = {"event": "leave", "reason": "asked by a signal"}
+    return one_round(run, leave, END, code=42, phase="exit", mode="", **more)[1]
 
 
 def test_the_same_death_goes_on_then_back_then_stops(tmp_path):
@@ -114,13 +122,9 @@ def test_a_new_durable_step_counts_anew(tmp_path):
 
 def test_planned_restarts_after_a_fallback_are_no_ends(tmp_path):
     """The newest checkpoints turned out damaged, and the run has to come back a long way to where they were."""
-    durable(tmp_path, 10, 500, 600, marks=(500, 600))
-    leave = [{"event": "leave", "reason": "--max-seconds-before-restart"}, END]
     for step in range(20, 320, 20):
         durable(tmp_path, step, 500, 600, marks=(500, 600))
-        decision = one_round(tmp_path, *leave, code=42, phase="exit", mode="", step=step)[1]
-        line = history(tmp_path)[-1]
-        assert (decision, line["durable"]) == ("restart", step), line["sentence"]
+        assert restart(tmp_path, step=step) == "restart" and history(tmp_path)[-1]["durable"] == step
     assert die(tmp_path, step=301) == "continue"
 
 
@@ -146,33 +150,28 @@ def test_the_durable_step_is_that_of_the_newest_checkpoint_that_counts(tmp_path)
     assert durable_step(tmp_path) == 0
 
 
-def test_a_disk_that_fails_is_given_longer_and_no_checkpoint_is_doubted(tmp_path):
-    full = "OSError: [Errno 28] x.pth could not be written (No space left on device; 0.00 GiB free)"
-    assert [die(tmp_path, error=full) for _ in range(10)] == ["continue"] * 9 + ["stop"]
-    away = "OSError: [Errno 5] no checkpoint in Models/all_net can be read (Input/output error)"
-    assert [die(tmp_path, error=away, phase="restore", loop="b") for _ in range(4)] == ["continue"] * 4
-    assert history(tmp_path)[-1]["cause"] == "disk"
+FULL = "OSError: [Errno 28] x.pth could not be written (No space left on device; 0.00 GiB free)"
+AWAY = "OSError: [Errno 5] no checkpoint in Models/all_net can be read (Input/output error)"
 
 
-def test_another_launch_counts_anew(tmp_path):
-    assert [die(tmp_path, loop=loop) for loop in "aabbb"] == ["continue", "step back"] * 2 + ["stop"]
-
-
-def test_ten_different_deaths_stop(tmp_path):
-    assert [die(tmp_path, step=step) for step in range(10)] == ["continue"] * 9 + ["stop"]
-    assert "10 ends without a new durable step after step 0" in history(tmp_path)[-1]["sentence"]
-
-
-def test_a_death_in_another_phase_is_another_death(tmp_path):
-    assert [die(tmp_path, phase=phase) for phase in ("forward", "backward", "agree")] == ["continue"] * 3
+@pytest.mark.parametrize("deaths, decisions", [
+    ([{"error": FULL}] * 10, ["continue"] * 9 + ["stop"]),  # no checkpoint is doubted
+    ([{"error": AWAY, "phase": "restore"}] * 4, ["continue"] * 4),
+    ([{"loop": loop} for loop in "aabbb"], ["continue", "step back"] * 2 + ["stop"]),  # another launch counts anew
+    ([{"step": step} for step in range(10)], ["continue"] * 9 + ["stop"]),
+    ([{"phase": phase} for phase in ("forward", "backward", "agree")], ["continue"] * 3)])
+def test_what_follows_each_of_several_deaths(tmp_path, deaths, decisions):
+    assert [die(tmp_path, **more) for more in deaths] == decisions
+    last = history(tmp_path)[-1]
+    assert (last["cause"] == "disk") == ("error" in deaths[0])
+    assert len(deaths) < 10 or "10 ends without a new durable step after step 0" in last["sentence"]
 
 
 def test_planned_restarts_go_on_while_there_is_progress(tmp_path):
-    leave = [{"event": "leave", "reason": "asked by a signal"}, END]
     decisions = []
     for step in (1, 2, 3, 3, 3):
         durable(tmp_path, step)
-        decisions.append(one_round(tmp_path, *leave, code=42, phase="exit", mode="")[1])
+        decisions.append(restart(tmp_path))
     assert decisions == ["restart"] * 4 + ["stop"]
     assert not (tmp_path / "verdict.json").exists()
     assert history(tmp_path)[-3]["sentence"] == "attempt 3: planned restart (asked by a signal). Continues from step 3."
@@ -223,19 +222,17 @@ def test_a_refusal_after_the_run_has_trained_has_patience(tmp_path):
 
 
 def test_half_a_line_saved_before_a_planned_restart_has_patience_too(tmp_path):
-    def never_started():
-        attempt = begin(tmp_path, "loop", 1)
-        return end(tmp_path, attempt, 1, quiet=True, patience_s=600)
-
-    leave = [{"event": "leave", "reason": "asked by a signal"}, END]
-    assert one_round(tmp_path, *leave, code=42, phase="exit", mode="")[1] == "restart"
-    assert [never_started() for _ in range(5)] == ["continue"] * 5
+    assert restart(tmp_path) == "restart"
+    assert [never_started(tmp_path) for _ in range(5)] == ["continue"] * 5
     assert history(tmp_path)[-1]["cause"] == "never started"
 
 
+def never_started(run):
+    return end(run, begin(run, "loop", 1), 1, quiet=True, patience_s=600)
+
+
 def test_what_never_starts_in_a_new_loop_stops_after_three(tmp_path):
-    decisions = [end(tmp_path, begin(tmp_path, "loop", 1), 1, quiet=True, patience_s=600) for _ in range(3)]
-    assert decisions == ["continue", "step back", "stop"]
+    assert [never_started(tmp_path) for _ in range(3)] == ["continue", "step back", "stop"]
 
 
 @pytest.mark.parametrize("deaths, checked", [
@@ -287,6 +284,11 @@ def taken(output):
     return dict(line.split("=", 1) for line in output.splitlines())
 
 
+def own(found):
+    """Those of a run, which the launcher passes on."""
+    return {name: value for name, value in found.items() if name.startswith("OMNIMORPH_")}
+
+
 def begin_words(folder, *more, **changes):
     return ["begin", *arguments(folder, *more, **changes), "--launcher-pid", os.getpid(), "--tasks", 1]
 
@@ -298,10 +300,10 @@ def test_rounds_through_the_command_line(tmp_path):
     found = taken(first.stdout)
     run = folder / "Models/demo_om_net"
     assert found["OMNIMORPH_RUN"] == str(run) and (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == ("0", "0")
-    assert found["OMNIMORPH_STEP_BACK"] == "" and 1024 <= int(found["FREE_PORT"]) < 65536
+    assert found["OMNIMORPH_STEP_BACK"] == ""
     names = ("ROUND_SECONDS", "LEAVE_AFTER", "MAX_ROUNDS", "PAUSE_CRASH", "GRACE")
     assert [found[name] for name in names] == ["5400", "5100", "500", "10.0", "5"]
-    mine = {name: found[name] for name in ("OMNIMORPH_RUN", "OMNIMORPH_TOKEN", "OMNIMORPH_ATTEMPT")}
+    mine = own(found)
     other = call(*begin_words(folder))
     assert other.returncode == 43 and f"error: {run} is in use by process {os.getpid()}" in other.stderr
     assert other.stdout == "" and len(history(run)) == 1
@@ -320,7 +322,7 @@ def test_rounds_through_the_command_line(tmp_path):
 
 def test_a_start_of_a_job_has_gained_something_once_it_has_saved_a_step(tmp_path):
     """What an earlier start has saved does not count: else a job with too little time is put back for ever."""
-    mine = taken(call(*begin_words(tmp_path)).stdout)
+    mine = own(taken(call(*begin_words(tmp_path)).stdout))
     run = tmp_path / "Models/demo_om_net"
 
     def gained(written):
@@ -330,25 +332,24 @@ def test_a_start_of_a_job_has_gained_something_once_it_has_saved_a_step(tmp_path
             stamp = datetime.datetime.fromtimestamp(time.time() + written, datetime.timezone.utc)
             entry["written"] = stamp.isoformat(timespec="seconds")
         (run / "manifest.json").write_text(json.dumps(manifest))
-        return call("gained", **{name: mine[name] for name in ("OMNIMORPH_RUN", "OMNIMORPH_TOKEN")}).returncode
+        return call("gained", **mine).returncode
 
-    assert call("gained", **{name: mine[name] for name in ("OMNIMORPH_RUN", "OMNIMORPH_TOKEN")}).returncode == 1
+    assert call("gained", **mine).returncode == 1
     assert (gained(-300), gained(0)) == (1, 0)
 
 
 def test_a_config_that_is_half_written_stops_a_new_run_but_not_one_that_has_begun(tmp_path):
-    mine = taken(call(*begin_words(tmp_path)).stdout)
+    mine = own(taken(call(*begin_words(tmp_path)).stdout))
     half = tmp_path / "half.yaml"
     half.write_text("base: config_demo.yaml\nrun:\n  epochs: [1,\n")
     words = ["begin", "--config", half, "--launcher-pid", os.getpid(), "--tasks", 1]
     assert call(*words).returncode == 43
-    again = call(*words, **{name: mine[name] for name in ("OMNIMORPH_RUN", "OMNIMORPH_TOKEN")})
+    again = call(*words, **mine)
     assert again.returncode == 1 and "error: " in again.stderr and "half.yaml" in again.stderr
 
 
 def test_a_refusal_at_the_start_of_the_real_training_stops(tmp_path):
-    found = taken(call(*begin_words(tmp_path)).stdout)
-    mine = {name: value for name, value in found.items() if name.startswith("OMNIMORPH_")}
+    mine = own(taken(call(*begin_words(tmp_path)).stdout))
     script = launching.run([sys.executable, ROOT / "OM_train_3modes.py", *arguments(tmp_path)], timeout=60,
                            env={**os.environ, **mine, "OMP_NUM_THREADS": "1"})
     assert script.returncode == 43 and script.stderr.startswith("error: ")
@@ -404,65 +405,28 @@ def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_p
     assert (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == ("1", "1")
 
 
-# The launcher's calls on a small disk of their own (the mount goes with the process) that is full at first.
-ON_A_FULL_DISK = """
-import contextlib, io, json, os, subprocess, sys, threading
-from pathlib import Path
-folder, freed_after, words = Path(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3])
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
-from Supervisor.attempts import main
-from Runtime.run_lock import run_folder
-run_folder(folder / "Models", "demo", "om_net")
-def fill():
-    with open(folder / "ballast", "wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            pass
-def free():
-    os.remove(folder / "ballast")
-def call(words):
-    fill()
-    timer = threading.Timer(freed_after, free)
-    timer.start()
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = main(words)
-    timer.join()
-    os.environ.update(line.split("=", 1) for line in said.getvalue().splitlines())
-    return code
-codes = [call(words)]
-if codes[0] != 43:
-    codes.append(call(["end", "1"]))
-print(json.dumps([codes, [path.read_text() for path in folder.glob("Models/demo_om_net/attempts.jsonl")]]))
-"""
+def test_a_full_disk_under_the_launcher_is_waited_for_and_then_one_sentence(tmp_path, monkeypatch, capsys):
+    full = [True] * 9  # for so many lines to come
 
+    def append(path, line):
+        if full:
+            full.pop()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        append_line(path, line)
 
-def on_a_full_disk(tmp_path, freed_after, patience):
-    """(codes of `begin` and `end`, lines of attempts.jsonl, what was said)."""
-    private = ["unshare", "--map-root-user", "--mount"]
-    if subprocess.run([*private, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
-        pytest.skip("no right to mount a small file system")
-    words = json.dumps([str(word) for word in begin_words(tmp_path, run__patience_s=patience)])
-    command = [*private, sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path), str(freed_after), words]
-    done = launching.run(command, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, done.stderr
-    codes, attempts = json.loads(done.stdout.splitlines()[-1])
-    return codes, "".join(attempts).splitlines(), done.stderr
-
-
-def test_a_full_disk_under_the_launcher_is_waited_for(tmp_path):
-    codes, attempts, said = on_a_full_disk(tmp_path, freed_after=1.5, patience=30)
-    assert codes == [None, 1] and said.count("No space left on device; tried again for up to 30 s") == 2, said
-    assert [json.loads(line)["event"] for line in attempts] == ["begin", "end"]
-
-
-def test_a_disk_that_stays_full_is_one_sentence(tmp_path):
-    codes, attempts, said = on_a_full_disk(tmp_path, freed_after=4, patience=1)
-    assert codes == [43] and not attempts
-    assert re.search(r"error: .*No space left on device, and that did not pass: make room", said), said
-    assert "Traceback" not in said
+    monkeypatch.setattr(attempts, "append_line", append)
+    assert attempts.main(list(map(str, begin_words(tmp_path / "full", run__patience_s=0)))) == 43
+    assert re.fullmatch("error: .*attempts.jsonl: No space left on device, and that did not pass: make room, .*\n",
+                        capsys.readouterr().err)
+    full[:] = [True]
+    assert attempts.main(list(map(str, begin_words(tmp_path, run__patience_s=30)))) is None
+    output, said = capsys.readouterr()
+    for name, value in own(taken(output)).items():
+        monkeypatch.setenv(name, value)
+    full[:] = [True]
+    assert attempts.main(["end", "1"]) == 1
+    assert (said + capsys.readouterr().err).count("No space left on device; tried again for up to 30") == 2
+    assert [line["event"] for line in history(tmp_path / "Models/demo_om_net")] == ["begin", "end"]
 
 
 def test_errors_of_the_command_line_are_sentences(tmp_path):

@@ -25,18 +25,15 @@ NAMES = ("parent", "child", "elsewhere")
 SEEN = []  # process numbers, from one test to the next
 INNER = """
 import os, signal, sys, time
-sys.path.insert(0, {root!r})
+sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from tests import launching
-
-def test_it():
-    with launching.running(["bash", "-c", {deaf!r}, "deaf", {folder!r}]):
-        while not all(Path({folder!r}, name).exists() for name in {names!r}):
-            time.sleep(0.01)
-        {then}
-
-if __name__ == "__main__":
-    test_it()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts by & ignores it, and so do its children
+with launching.running(["bash", "-c", sys.argv[2], "deaf", sys.argv[3]]):
+    while not all(Path(sys.argv[3], name).exists() for name in ("parent", "child", "elsewhere")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), int(sys.argv[4]))
+    time.sleep(60)
 """
 
 
@@ -78,28 +75,10 @@ def test_a_process_that_takes_too_long_ends_with_its_children_and_what_it_said_i
     assert "so far, so good" in caught.value.__notes__[0] and not alive(pids(tmp_path))
 
 
-def inner(tmp_path, then):
-    """A test of its own, with children that are deaf, and what it does when all of them have started."""
-    path = tmp_path / "test_inner.py"
-    path.write_text(INNER.format(root=str(ROOT), deaf=STAYS, folder=str(tmp_path), names=NAMES, then=then))
-    return path
-
-
-def test_the_time_limit_of_a_test_ends_what_it_has_started(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=2", "--rootdir", tmp_path,
-               inner(tmp_path, "time.sleep(60)")]
-    done = launching.run(command, cwd=tmp_path, timeout=60)
-    assert done.returncode == 1 and "Timeout" in done.stdout, done.stdout + done.stderr
-    assert not alive(pids(tmp_path))
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_pytest_leaves_nothing_either(tmp_path, number):
     """Where it cannot do so any more, its guard does it."""
-    # What a shell starts by & ignores SIGINT, and so do its children.
-    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    script = inner(tmp_path, f"{heard}os.kill(os.getpid(), {int(number)}); time.sleep(60)")
-    done = launching.run([sys.executable, script], timeout=60)
+    done = launching.run([sys.executable, "-c", INNER, ROOT, STAYS, tmp_path, int(number)], timeout=60)
     ends = time.monotonic() + 10  # the guard works beside this process
     while alive(pids(tmp_path)) and time.monotonic() < ends:
         time.sleep(0.05)
