@@ -219,18 +219,13 @@ def plain_number(text):
     return float(text)
 
 
-def check_name(key, value):
-    """Raise InputError for a name that some file system would not accept as part of a file name."""
-    if not re.fullmatch(r"\w[\w.+-]*", value):
-        suggestion = re.sub(r"[^\w.+-]+", "_", value).strip("._+-") or "brains"
-        raise InputError(f"{key} is {value!r}, but files and folders are named after it: use letters, digits and . "
-                         f"_ + -, beginning with a letter or digit, for example --set {key}={suggestion}.")
-
-
 def check_together(cfg, path):
     """Check rules between keys, and expand data.img_size to one number per dimension. Raises InputError."""
-    check_name("data.name", cfg["data.name"])
-    dims, size = cfg["model.dims"], cfg["data.img_size"]
+    name, dims, size = cfg["data.name"], cfg["model.dims"], cfg["data.img_size"]
+    if not re.fullmatch(r"\w[\w.+-]*", name):
+        suggestion = re.sub(r"[^\w.+-]+", "_", name).strip("._+-") or "brains"
+        raise InputError(f"data.name is {name!r}, but files and folders are named after it: use letters, digits and . "
+                         f"_ + -, beginning with a letter or digit, for example --set data.name={suggestion}.")
     if isinstance(size, int):
         cfg["data.img_size"] = size = [size] * dims
     grids = cfg["diffusion.grids"]

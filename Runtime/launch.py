@@ -201,26 +201,40 @@ def broadcast(ranks, key, value=None):
 
 def require_one_config(ranks, cfg):
     """Raise InputError on every rank if the configs of two ranks differ, naming the first that does, and the key."""
+    refuse_together(ranks, "config", cfg, other_config)
+
+
+def refuse_together(ranks, name, value, judge):
+    """Raise InputError on every rank if judge(the values of all ranks) is a sentence; on rank 0 it is "" or that.
+
+    name: of the keys in the store. value: of this rank, becomes JSON.
+    """
     if ranks.world_size == 1:
         return
-    store = ranks.store
-    keys = [f"config/{rank}" for rank in range(ranks.world_size)]
-    store.set(keys[ranks.rank], json.dumps(cfg))
+    keys = [f"{name}/{rank}" for rank in range(ranks.world_size)]
+    ranks.store.set(keys[ranks.rank], json.dumps(value))
     if ranks.rank == 0:
-        configs = [json.loads(text) for text in store.multi_get(keys)]
-        rank, key = next(((rank, key) for rank, other in enumerate(configs) for key in other
-                          if other[key] != configs[0].get(key) and key not in OF_A_NODE), (0, ""))
-        store.set("other config", key and f"rank {rank} has {key} {configs[rank][key]!r} and rank 0 has "
-                  f"{configs[0].get(key)!r}: start all ranks with the same config and --set.")
-    if sentence := store.get("other config").decode():
+        ranks.store.set(f"{name}/refused", judge([json.loads(text) for text in ranks.store.multi_get(keys)]))
+    if sentence := ranks.store.get(f"{name}/refused").decode():
         raise InputError(sentence)
+
+
+def other_config(configs):
+    """The error sentence for the first rank whose config differs from that of rank 0, or ""."""
+    for rank, config in enumerate(configs):
+        for key, value in config.items():
+            if value != configs[0].get(key) and key not in OF_A_NODE:
+                return (f"rank {rank} has {key} {value!r} and rank 0 has {configs[0].get(key)!r}: start all ranks with "
+                        "the same config and --set.")
+    return ""
 
 
 def join(ranks, device, cfg):
     """Make the process groups of the next generation: the device's own, and ranks.cpu for agreements.
 
     The CPU group has a longer timeout than any deadline, since ranks wait for each other in agreements: the deadlines
-    of the watchdog end a hang and name it. Raises InputError as `refuse_shared_devices` does.
+    of the watchdog end a hang and name it. Raises InputError on every rank if two ranks have the same device, which a
+    CPU may be, or devices of two kinds: the backend would fail too, but with an obscure error or a hang.
     """
     ranks.generation += 1
     ranks.cpu = None
@@ -230,7 +244,7 @@ def join(ranks, device, cfg):
         return
     if ranks.generation == 0:
         arrive(ranks, "join")
-        refuse_unfit_devices(ranks, device)
+        refuse_together(ranks, "device", identity(device), lambda all_of: other_device(all_of) or shared_device(all_of))
     kind = backend(device)
     if kind == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         # DETAIL wraps each group, and DDP of torch 2.13 mistakes the wrapper for gloo itself: a segmentation fault.
@@ -240,22 +254,6 @@ def join(ranks, device, cfg):
     dist.init_process_group(kind, store=store, rank=ranks.rank, world_size=ranks.world_size,
                             timeout=backend_timeout)
     ranks.cpu = dist.new_group(backend="gloo", timeout=agreement_timeout)
-
-
-def refuse_unfit_devices(ranks, device):
-    """Raise InputError on every rank if two ranks have the same device, which a CPU may be, or devices of two kinds.
-
-    The backend would fail too, but with an obscure error or a hang.
-    """
-    store = ranks.store
-    keys = [f"device/{rank}" for rank in range(ranks.world_size)]
-    store.set(keys[ranks.rank], json.dumps(identity(device)))
-    if ranks.rank == 0:
-        identities = [json.loads(text) for text in store.multi_get(keys)]
-        store.set("unfit devices", other_device(identities) or shared_device(identities))
-    sentence = store.get("unfit devices").decode()
-    if sentence:
-        raise InputError(sentence)
 
 
 def identity(device):

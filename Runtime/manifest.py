@@ -4,7 +4,6 @@ An entry is written once the file has been read back: {"epoch", "step", "sha256"
 "metrics"}. Two marks may follow: "damaged", the fault that the last reading of the file found, and "doubtful", the
 reason why a run went one checkpoint back. `standing` decides what is kept, where a run continues and how far it is.
 """
-import datetime
 import json
 from pathlib import Path
 
@@ -56,28 +55,18 @@ def standing(run, entries):
             and wrong_size(Path(run) / name, entries[name]) is None]
 
 
-def durable_steps(run):
-    """Steps of the checkpoints that count, that of the newest first. Raises OSError as `read_manifest` does."""
+def durable(run):
+    """Entries of the checkpoints that count, that of the newest first. Raises OSError as `read_manifest` does."""
     try:
         entries = read_manifest(Path(run))["checkpoints"]
     except LOST:
         return []
-    return [entries[name]["step"] for name in standing(run, entries)]
+    return [entries[name] for name in standing(run, entries)]
 
 
 def durable_step(run):
     """Step of the newest checkpoint that counts; 0 if there is none. Raises OSError as `read_manifest` does."""
-    return next(iter(durable_steps(run)), 0)
-
-
-def newest_write(run):
-    """When the last checkpoint that counts was written, in seconds since 1970; 0 if there is none."""
-    try:
-        entries = read_manifest(Path(run))["checkpoints"]
-    except LOST:
-        return 0.0
-    times = [datetime.datetime.fromisoformat(entries[name]["written"]) for name in standing(run, entries)]
-    return max((time.timestamp() for time in times), default=0.0)
+    return next((entry["step"] for entry in durable(run)), 0)
 
 
 def trust_again(run, reason):

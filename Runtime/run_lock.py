@@ -18,7 +18,7 @@ import time
 import uuid
 from pathlib import Path
 
-from Runtime.config import PATHS, check_name, load_config
+from Runtime.config import PATHS, load_config
 from Runtime.errors import InputError
 from Runtime.files import read_lines, write_file
 
@@ -42,10 +42,8 @@ def run_folder(root, data_name, net_name, fresh=False, cfg=None):
     """Folder of the run: the newest generation of `<root>/<data>_<net>`, `...-2`, `...-3`; created with its `tmp/`.
 
     fresh: begin the next generation instead of continuing one. cfg: of the training. Of several generations, this takes
-    the newest that was trained with these settings, else the newest of all, and prints which.
-    Returns: Path. Raises InputError for a data_name that cannot be part of a file name.
+    the newest that was trained with these settings, else the newest of all, and prints which. Returns: Path.
     """
-    check_name("data.name", data_name)
     root, name = Path(root), f"{data_name}_{net_name}"
     matches = [re.fullmatch(re.escape(name) + r"(?:-([1-9]\d*))?", path.name) for path in root.glob("*")]
     numbers = sorted((int(match[1] or 1) for match in matches if match), reverse=True)

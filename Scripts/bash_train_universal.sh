@@ -29,7 +29,7 @@ stop() { echo "error: $1" >&2; exit 43; }
 
 folder=$root/Models/universal
 into=$root/Inference/universal.safetensors
-count=200 size=80 seed=0 workers=$(nproc) first=2 second=6 only_print="" options=()
+count=200 size=80 seed=0 workers=$(nproc) first_epochs=2 second_epochs=6 only_print="" options=()
 while (($#)); do
     case $1 in
         --help) sed -n '2,/^set -u/{/^set -u/!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
@@ -37,22 +37,15 @@ while (($#)); do
         --) shift; options=("$@"); break ;;
         --folder | --count | --size | --seed | --workers | --first-epochs | --second-epochs | --into)
             [[ -n ${2:-} ]] || stop "$1 needs a value."
-            case $1 in
-                --folder) folder=$(realpath -m "$2") ;;
-                --count) count=$2 ;;
-                --size) size=$2 ;;
-                --seed) seed=$2 ;;
-                --workers) workers=$2 ;;
-                --first-epochs) first=$2 ;;
-                --second-epochs) second=$2 ;;
-                --into) into=$(realpath -m "$2") ;;
-            esac
+            name=${1#--}
+            printf -v "${name//-/_}" %s "$2"
             shift ;;
         *) stop "$1 is unknown; see bash Scripts/bash_train_universal.sh --help." ;;
     esac
     shift
 done
-for number in "$count" "$size" "$workers" "$first" "$second"; do
+folder=$(realpath -m "$folder") into=$(realpath -m "$into")
+for number in "$count" "$size" "$workers" "$first_epochs" "$second_epochs"; do
     [[ $number =~ ^[1-9][0-9]*$ ]] || stop "$number: counts, sizes, workers and epochs are whole numbers of at least 1."
 done
 if [[ -z ${PYTHON:-} ]]; then
@@ -103,7 +96,7 @@ run "${INTERPRETER[@]}" "$root/OM_prepare.py" "${config[@]}" "${keys[@]}" --set 
     --workers "$workers"
 
 # 2. The first stage: mode 3 by local correlation and the Dice of the labels, on views of one contrast.
-training --set run.models="$folder/first" --set run.logs="$folder/Logs/first" --set run.epochs="$first"
+training --set run.models="$folder/first" --set run.logs="$folder/Logs/first" --set run.epochs="$first_epochs"
 
 # 3. The second stage, from the best checkpoint of the first: the network sees both views of a pair through random
 # functions of their intensities, and the losses compare the views as they are, in one contrast.
@@ -117,7 +110,7 @@ print(find_checkpoint(sys.argv[1]))" "$folder/first/universal_om_net") || exit 1
         start=(--init-from "$best")
     fi
 fi
-training --set run.models="$folder/second" --set run.logs="$folder/Logs/second" --set run.epochs="$second" \
+training --set run.models="$folder/second" --set run.logs="$folder/Logs/second" --set run.epochs="$second_epochs" \
     --set augment.remap=0.8 ${start[@]+"${start[@]}"}
 
 # 4. One file, and where --model universal looks for it.

@@ -8,6 +8,7 @@ from Runtime import __version__  # noqa: F401  first of all: a Python that is to
 # isort: split
 import argparse
 import contextlib
+import datetime
 import functools
 import itertools
 import json
@@ -25,7 +26,7 @@ from Runtime.config import flatten, load_config
 from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
 from Runtime.files import append_line, is_passing, is_there, patiently, read_lines, write_file
 from Runtime.global_batch import fix_step, split_step, usable
-from Runtime.manifest import durable_step, durable_steps, newest_write, trust_again
+from Runtime.manifest import durable, durable_step, trust_again
 from Runtime.run_lock import TakenOver, hold, lock, run_folder, slurm_job, touch, unlock
 from Supervisor.verdict import STARTING, judge, read_rank, sentence
 
@@ -143,7 +144,7 @@ def judged(run, attempt, code, patience_s):
     lines = history(run)
     begun = next(line for line in lines if line["event"] == "begin" and line["attempt"] == attempt)
     verdict = judge(run, attempt, begun["ranks"], code)
-    steps = durable_steps(run)
+    steps = [entry["step"] for entry in durable(run)]
     line = {"event": "end", "attempt": attempt, "loop": begun["loop"], "code": code,
             "time": time.time() if code is not None else verdict["ended"] or begun["time"],
             "durable": steps[0] if steps else 0, "before": steps[1] if len(steps) > 1 else None,
@@ -334,7 +335,8 @@ def launcher_gained(argv):
     """Whether this launcher's rounds have made a step durable: exit code 0 if so, else 1."""
     run, token = Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"]
     began = min(line["time"] for line in history(run) if line["event"] == "begin" and line["loop"] == token)
-    return 0 if newest_write(run) >= math.floor(began) else 1
+    written = [datetime.datetime.fromisoformat(entry["written"]).timestamp() for entry in durable(run)]
+    return 0 if max(written, default=0) >= math.floor(began) else 1
 
 
 def stale_after_s(cfg):

@@ -1,4 +1,5 @@
 """Configuration: every key explained, checked and converted; every error one sentence with the nearest key."""
+import contextlib
 import math
 import re
 
@@ -15,12 +16,9 @@ from tests.tiny import ROOT
 OM = ROOT / "Config/config_om.yaml"
 
 
-@pytest.mark.parametrize("name", ["config_om", "config_campaign", "config_medium", "config_hippocampus", "config_demo",
-                                  "config_hippocampus_registration", "config_hippocampus_labels", "config_universal",
-                                  "config_tune", "config_cmr", "config_lung_ct"])
-def test_shipped_configs_load(name):
-    cfg = load_config(ROOT / f"Config/{name}.yaml")
-    assert list(cfg) == list(KEYS)
+@pytest.mark.parametrize("path", sorted((ROOT / "Config").glob("config_*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs_load(path):
+    assert list(load_config(path)) == list(KEYS)
 
 
 def test_recorded_values_of_the_campaign():
@@ -51,12 +49,9 @@ def test_the_production_config_has_the_recipe_of_the_small_ones():
 
 @pytest.mark.parametrize("scales, fits", [(8, True), (9, False), (2 ** 53 + 1, False)])
 def test_an_image_is_halved_no_more_often_than_it_can_be(scales, fits):
-    words = [f"registration.scales={scales}"]
-    if fits:
-        assert load_config(ROOT / "Config/config_om.yaml", words)["registration.scales"] == scales
-    else:
-        with pytest.raises(InputError, match=f"cannot be halved for registration.scales {scales}"):
-            load_config(ROOT / "Config/config_om.yaml", words)
+    refused = pytest.raises(InputError, match=f"cannot be halved for registration.scales {scales}")
+    with contextlib.nullcontext() if fits else refused:
+        assert load_config(OM, [f"registration.scales={scales}"])["registration.scales"] == scales
 
 
 @pytest.mark.parametrize("name, base", [
@@ -270,9 +265,9 @@ def test_a_name_or_cache_that_is_given_stays(tmp_path):
     assert load_config(tmp_path / "saved.yaml", ["data.root=/moved"])["data.name"] == "brains", "as it was resolved"
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "a b", "brains*"])
+@pytest.mark.parametrize("name", ["a/b", "../up", ".hidden", "-x", "a b", "brains*"])
 def test_a_name_that_no_file_can_have_is_refused_before_anything_is_written(name):
-    with pytest.raises(InputError, match="data.name is .*files and folders are named after it"):
+    with pytest.raises(InputError, match=r"data\.name is .*files and folders are named.*--set data\.name=\w"):
         load_config(OM, [f"data.name={name}"])
 
 

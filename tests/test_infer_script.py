@@ -1,7 +1,6 @@
 """Scripts/bash_infer.sh as a person calls it, and as Slurm runs its copy of it."""
 import json
 import os
-import resource
 import shutil
 import sys
 
@@ -68,12 +67,6 @@ def test_an_unknown_task_is_one_sentence(words, sentence):
     assert done.stderr.startswith(f"error: {sentence}") and done.stderr.count("\n") == 1
 
 
-def test_an_unknown_site_is_one_sentence():
-    done = call("register", "--help", CLUSTER="mars")
-    assert done.returncode == 43 and done.stderr.count("\n") == 1
-    assert "CLUSTER=mars" in done.stderr and "dawn.env, gilbreth.env, local.env" in done.stderr
-
-
 def test_settings_of_the_site_limits_and_exit_code(tmp_path):
     python = python_that(tmp_path / "python", 'env; echo "core=$(ulimit -c)"; echo "$@"; exit 7')
     done = call("augment", "--out", "two words", PYTHON=python, CLUSTER="gilbreth", RANK="3")
@@ -98,15 +91,6 @@ def test_no_job_holds_a_device_that_it_does_not_use(tmp_path, words, passed, sai
         assert ("has no use for the device that this job holds: submit it with --gres=none" in done.stderr) == said
     without = call(*words.split(), PYTHON=python, SLURM_GPUS_ON_NODE="0")
     assert without.stdout.strip() == words.partition(" ")[2] and "no use" not in without.stderr
-
-
-def test_as_many_files_may_be_open_as_the_hard_limit_allows(tmp_path):
-    python = python_that(tmp_path / "python", "ulimit -n")
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    for hard in (3000, most):
-        words = ["bash", "-c", f'ulimit -Sn 500; ulimit -Hn {hard}; exec bash "$0" evaluate', SCRIPT]
-        done = launching.run(words, env={**os.environ, "PYTHON": python}, timeout=60)
-        assert done.stdout.split() == [str(min(hard, 65536))], done.stderr
 
 
 def test_the_copy_in_slurms_spool_folder(tmp_path):

@@ -1,5 +1,4 @@
 """Leaks, made and real: who takes the memory, and when it runs out."""
-import json
 import os
 import platform
 import subprocess
@@ -18,26 +17,15 @@ MIB, GIB = 2 ** 20, 2 ** 30
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
 HOLD = "block = bytearray(b'x') * (64 << 20); print('ready', flush=True); input()"
-LOOP = """
-import json, sys, time
-import torch
-from Runtime.memory import find_leak, measure
-kept, samples = [], []
-for step in range(25):
-    block = bytearray(b"x") * 5_000_000
-    if sys.argv[1] == "leak":
-        kept.append(block)
-    samples.append(measure(torch.device("cpu"), 10 ** 9))
-    time.sleep(0.01)
-print(json.dumps([find_leak(samples, range(25)), samples[-1]]))
-"""
 WATCHED = """
 import sys, torch
 from Runtime.memory import measure, new_watch, watch
 device, kept, told = torch.device("cpu"), [], []
 state = new_watch(device, (measure(device)["host_used"] + 250e6) / 2 ** 30)
 for step in range(30):
-    kept.append(bytearray(b"x") * int(sys.argv[1]))
+    kept.append(bytearray(b"x") * 5_000_000)
+    if sys.argv[1] == "frees":
+        kept.clear()
     told.append(watch(state, step))
 print(len(state["samples"]), told.index(True) if True in told else None)
 """
@@ -92,33 +80,20 @@ def test_growth_below_a_mebibyte_a_step_is_no_leak():
     assert find_leak(series(host_used=4 * GIB + 1.1 * MIB * STEP), STEP)["bytes_per_step"] == pytest.approx(1.1 * MIB)
 
 
-@pytest.mark.parametrize("count", [WINDOW, 50])
-def test_one_jump_is_no_leak_wherever_it_comes(count):
-    steps = np.arange(count)
-    for at in range(1, count):
-        jump = (steps >= at) * 3.0 * GIB
-        samples = series(4 * GIB + jump, 60 * GIB - jump, 40 * GIB - jump, 20 * GIB + jump, count)
-        assert find_leak(samples, steps) is None
+STEPS = np.arange(200)
+NOISE = np.random.default_rng(0).integers(0, 8, 200) * 200 * MIB + 500 * MIB * np.sin(STEPS / 3)
 
 
-def test_two_jumps_are_no_leak():
-    assert find_leak(series(4 * GIB + (1.0 * (STEP >= 5) + (STEP >= 15)) * GIB), STEP) is None
-
-
-@pytest.mark.parametrize("time_constant", [2, 5, 10])
-def test_warm_up_that_levels_off_is_no_leak(time_constant):
-    grown = 8 * GIB * (1 - np.exp(-np.arange(120) / time_constant))
-    samples = series(4 * GIB + grown, 60 * GIB - grown, 40 * GIB - grown, 20 * GIB + grown, 120)
-    for start in range(120 - WINDOW):
+@pytest.mark.parametrize("grown", [
+    (STEPS >= 100) * 3.0 * GIB, (1.0 * (STEPS >= 100) + (STEPS >= 110)) * GIB, NOISE,
+    *(8 * GIB * (1 - np.exp(-STEPS / time_constant)) for time_constant in (2, 5, 10))],
+    ids=["a jump", "two jumps", "loader workers", *(f"warm-up {steps}" for steps in (2, 5, 10))])
+def test_what_jumps_wavers_or_levels_off_is_no_leak(grown):
+    samples = series(4 * GIB + grown, 60 * GIB - grown, 40 * GIB - grown, 20 * GIB + grown, len(STEPS))
+    for start in range(len(STEPS) - WINDOW):
         assert find_leak(samples[start:start + WINDOW], start + STEP) is None
-
-
-def test_noise_of_loader_workers_is_no_leak():
-    random = np.random.default_rng(0)
-    used = 4 * GIB + random.integers(0, 8, 500) * 200 * MIB + 500 * MIB * np.sin(np.arange(500) / 3)
-    samples = series(used, 60 * GIB - used, count=500)
-    for start in range(0, 500 - WINDOW, 3):
-        assert find_leak(samples[start:start + WINDOW], start + STEP) is None
+    for start in range(len(STEPS) - 50):
+        assert find_leak(samples[start:start + 50], STEPS[start:start + 50]) is None
 
 
 @pytest.mark.parametrize("reserved", [False, True])
@@ -150,23 +125,9 @@ def test_a_leak_in_blocks_of_the_allocator_is_found():
 
 
 @linux
-@pytest.mark.parametrize("kind", ["leak", "free"])
-def test_a_real_process_that_leaks_is_found_and_one_that_frees_is_not(kind):
-    run = launching.run([sys.executable, "-c", LOOP, kind], cwd=ROOT, check=True)
-    leak, last = json.loads(run.stdout)
-    if kind == "free":
-        assert leak is None
-    else:
-        assert leak["who"] == "loader or Python objects"
-        assert leak["bytes_per_step"] == pytest.approx(5e6, rel=0.2)
-        assert 0 < leak["steps_left"] <= 1.01 * (10 ** 9 - last["host_used"]) / leak["bytes_per_step"]
-
-
-@linux
-@pytest.mark.parametrize("size, told", [(5_000_000, WINDOW + 1), (1000, None)])
-def test_a_watched_loop_is_told_as_soon_as_its_leak_shows_and_once(size, told):
-    command = [sys.executable, "-c", WATCHED, str(size)]
-    run = launching.run(command, cwd=ROOT, check=True)
+@pytest.mark.parametrize("what, told", [("keeps", WINDOW + 1), ("frees", None)])
+def test_a_watched_loop_is_told_as_soon_as_its_leak_shows_and_once(what, told):
+    run = launching.run([sys.executable, "-c", WATCHED, what], cwd=ROOT, check=True)
     assert run.stdout.split() == ["28", str(told)], "the first two steps are not samples"
     assert run.stderr.count("host memory grows by 4.8 MiB a step (loader or Python objects)") == (told is not None)
 

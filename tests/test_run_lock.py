@@ -36,6 +36,8 @@ except InputError as error:
 sys.stdin.read()
 """
 
+ELSEWHERE = {"host": "elsewhere", "boot": "another", "pid": 1}
+
 
 @pytest.fixture
 def start(tmp_path):
@@ -132,33 +134,13 @@ def test_a_process_number_that_someone_else_has_now_is_dead(tmp_path, start):
     assert lock(tmp_path, 60) != before
 
 
-def test_a_holder_that_is_this_process_is_alive(tmp_path):
-    lock(tmp_path, 60)
-    with pytest.raises(InputError, match=f"process {os.getpid()} on"):
-        lock(tmp_path, 60)
-
-
-def test_another_machine_is_alive_while_it_touches_the_lock(tmp_path):
+def test_a_holder_that_touches_the_lock_lives_as_long_as_it_has_promised(tmp_path):
     lock(tmp_path, 100)
-    rewrite(tmp_path, host="elsewhere", boot="another", pid=1)
-    age(tmp_path, 50)
-    with pytest.raises(InputError, match="process 1 on elsewhere since"):
-        lock(tmp_path, 1)  # the holder's own promise counts, not that of who asks
+    rewrite(tmp_path, **ELSEWHERE)
     age(tmp_path, 150)
     touch(tmp_path)
     with pytest.raises(InputError, match="elsewhere"):
-        lock(tmp_path, 1)
-    age(tmp_path, 150)
-    lock(tmp_path, 1)
-
-
-def test_another_namespace_of_this_machine_is_judged_by_its_touches(tmp_path):
-    lock(tmp_path, 100)
-    rewrite(tmp_path, namespace="pid:[1]", host="container", pid=2 ** 22 + 1)
-    with pytest.raises(InputError, match="on container"):
-        lock(tmp_path, 100)
-    age(tmp_path, 150)
-    lock(tmp_path, 100)
+        lock(tmp_path, 1)  # the holder's own promise counts, not that of who asks
 
 
 def test_another_machine_of_the_same_name_keeps_its_lock(tmp_path):
@@ -187,7 +169,7 @@ def test_a_job_that_was_requeued_takes_its_own_folder_back(tmp_path, monkeypatch
     """However fresh: a job does not run twice at a time."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     before = lock(tmp_path, 1000)
-    rewrite(tmp_path, host="elsewhere", boot="another", pid=1)
+    rewrite(tmp_path, **ELSEWHERE)
     with pytest.raises(InputError, match="job 4711"):
         lock(tmp_path, 1000)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -202,7 +184,7 @@ SQUEUE = {"RUNNING": ("RUNNING", "", 0), "SUSPENDED": ("SUSPENDED", "", 0), "COM
 
 @pytest.fixture
 def slurm(tmp_path_factory, monkeypatch):
-    """Puts an squeue on PATH that answers as told, and a lock of a job elsewhere, last touched so many seconds ago."""
+    """Puts an squeue on PATH that answers as told."""
     folder = tmp_path_factory.mktemp("bin")
     for name in ("SLURM_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"):
         monkeypatch.delenv(name, raising=False)
@@ -218,35 +200,46 @@ def slurm(tmp_path_factory, monkeypatch):
     return say
 
 
-def lock_of_job(run, seconds, **changes):
-    """The lock of job 7 on another machine, last touched so many seconds ago."""
+def lock_of_job(run, seconds, holder, **changes):
+    """A lock that somebody else has taken, last touched so many seconds ago. holder, changes: what is different."""
     lock(run, 100)
-    rewrite(run, host="elsewhere", boot="another", pid=1)
-    (run / "lock.json").write_text(json.dumps(read(run) | {"job": "7", "cluster": "here"} | changes))
+    rewrite(run, **holder)
+    (run / "lock.json").write_text(json.dumps(read(run) | changes))
     age(run, seconds)
 
 
-@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
-def test_what_slurm_says_of_a_job_counts_more_than_the_clock(tmp_path, slurm, state):
-    slurm(state)
-    lock_of_job(tmp_path, 10 ** 6)
-    with pytest.raises(InputError, match=r"process 1 on elsewhere \(job 7\)"):
-        lock(tmp_path, 100)
+CONTAINER = {"namespace": "pid:[1]", "host": "container", "pid": 2 ** 22 + 1}
+JOB = {"job": "7", "cluster": "here"}
 
 
-@pytest.mark.parametrize("state", ["COMPLETED", "forgotten"])
-def test_a_job_that_is_over_holds_nothing(tmp_path, slurm, state):
+@pytest.mark.parametrize("state, holder, changes, touched, said", [
+    ("forgotten", {}, {}, 0, f"process {os.getpid()} on"),  # this process
+    ("forgotten", ELSEWHERE, {}, 50, "process 1 on elsewhere since"), ("forgotten", ELSEWHERE, {}, 150, None),
+    ("forgotten", CONTAINER, {}, 0, "on container"), ("forgotten", CONTAINER, {}, 150, None),
+    # What Slurm says of a job counts more than the clock.
+    ("RUNNING", ELSEWHERE, JOB, 10 ** 6, r"process 1 on elsewhere \(job 7\)"),
+    ("SUSPENDED", ELSEWHERE, JOB, 10 ** 6, r"process 1 on elsewhere \(job 7\)"),
+    ("COMPLETED", ELSEWHERE, JOB, 0, None), ("forgotten", ELSEWHERE, JOB, 0, None),
+    # Of course: this cluster has had no such job.
+    ("forgotten", ELSEWHERE, {**JOB, "cluster": "there"}, 50, r"elsewhere \(job 7\)"),
+    ("forgotten", ELSEWHERE, {**JOB, "cluster": "there"}, 150, None)])
+def test_who_is_alive(tmp_path, slurm, state, holder, changes, touched, said):
+    """The lock promises to be touched every 100 s, and was `touched` so many seconds ago."""
     slurm(state)
-    lock_of_job(tmp_path, 0)
+    lock_of_job(tmp_path, touched, holder, **changes)
     before = read(tmp_path)["token"]
-    assert lock(tmp_path, 100) != before
+    if said:
+        with pytest.raises(InputError, match=said):
+            lock(tmp_path, 100)
+    else:
+        assert lock(tmp_path, 100) != before
 
 
 @pytest.mark.parametrize("state, said", [("COMPLETING", "job 7 is just ending"),
                                          ("away", "Slurm does not say whether job 7 still runs")])
 def test_what_the_next_minute_will_tell_is_waited_for(tmp_path, slurm, state, said):
     slurm(state)
-    lock_of_job(tmp_path, 10 ** 6)
+    lock_of_job(tmp_path, 10 ** 6, ELSEWHERE, **JOB)
     with pytest.raises(OSError, match=said) as raised:
         lock(tmp_path, 100)
     assert is_passing(raised.value)
@@ -254,21 +247,12 @@ def test_what_the_next_minute_will_tell_is_waited_for(tmp_path, slurm, state, sa
     assert patiently(lambda: lock(tmp_path, 100), 20, "the lock") == read(tmp_path)["token"]
 
 
-def test_a_job_of_another_cluster_is_judged_by_its_touches(tmp_path, slurm):
-    slurm("forgotten")  # of course: this cluster has had no such job
-    lock_of_job(tmp_path, 50, cluster="there")
-    with pytest.raises(InputError, match=r"elsewhere \(job 7\)"):
-        lock(tmp_path, 100)
-    age(tmp_path, 150)
-    lock(tmp_path, 100)
-
-
 def test_the_same_job_number_of_another_cluster_is_another_job(tmp_path, slurm, monkeypatch):
     slurm("forgotten")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
-    lock_of_job(tmp_path, 50, cluster="there", start="0")
+    lock_of_job(tmp_path, 50, ELSEWHERE, job="7", cluster="there", start="0")
     with pytest.raises(InputError, match="elsewhere"):
         lock(tmp_path, 100)
     assert lock(tmp_path, 100, token=read(tmp_path)["token"]) == read(tmp_path)["token"]
@@ -370,10 +354,3 @@ def test_of_several_generations_that_with_the_settings_of_the_command_is_continu
     assert name == "brain_net-2" and "no run of this name has these settings" in said
     (tmp_path / "brain_net-3").mkdir()  # a --fresh that never came to train
     assert chosen(**{"loss.regul": 10.0}) == ("brain_net-3", "")
-
-
-@pytest.mark.parametrize("name", ["a/b", "../up", "", ".hidden", "-x", "a b", "brains*", "a\nb"])
-def test_a_name_that_files_cannot_have_is_one_sentence(tmp_path, name):
-    with pytest.raises(InputError, match=r"data\.name is .*files and folders are named.*--set data\.name=\w") as said:
-        run_folder(tmp_path, name, "net")
-    assert "\n" not in str(said.value) and not list(tmp_path.iterdir())

@@ -177,12 +177,6 @@ print(json.dumps(seen))
     assert 0.3 <= seen["spent"]["forward"] < 0.6 and {"start", "data", "forward"} <= set(seen["spent"])
 
 
-def test_the_floor_holds_for_fast_steps(tmp_path):
-    body = ("for n in range(4):\n    watchdog.new_step(n)\n    watchdog.phase('forward')\n    watchdog.end_step()\n"
-            "print(watchdog.deadline('forward'))")
-    assert float(run_process(tmp_path, body, floor_s=7.0).stdout) == 7.0
-
-
 def test_a_mode_that_first_opens_late_has_the_long_deadline_in_each_of_its_phases(tmp_path):
     body = """
 def step(*modes):
@@ -338,22 +332,6 @@ raise Error()
     died, = events(tmp_path, "died")
     assert died["error"] == "Error: the cause" and done.returncode == 1
     assert "excepthook" not in done.stderr and "a child is dead" not in done.stderr
-
-
-def test_a_full_disk_ends_only_the_log(tmp_path):
-    body = """
-limit = (RUN / "rank1.jsonl").stat().st_size + 10
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-for step in range(5):
-    watchdog.new_step(step)
-    watchdog.event("step", spent=watchdog.end_step())
-watchdog.finish()
-print("done")
-"""
-    done = run_process(tmp_path, body)
-    assert (done.returncode, done.stdout) == (0, "done\n")
-    assert "rank 1 cannot write its log" in done.stderr
-    assert json.loads((tmp_path / "rank1.jsonl").read_text().splitlines()[0])["event"] == "start"
 
 
 def test_phases_of_a_process_without_a_log_do_nothing(tmp_path):
