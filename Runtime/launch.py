@@ -97,7 +97,7 @@ def rendezvous(ranks, seconds, name=""):
         store.set(f"here/{ranks.rank}", "1")
         if store.add("arrivals", 1) == ranks.world_size:
             store.compare_set("missing", "", "[]")
-        missing = roll_call(store, ranks, until) if ranks.rank == 0 else await_roll_call(store, ranks, until)
+        missing = roll_call(store, ranks, until)
     except dist.DistError as error:  # rank 0 never came, or it has left after waiting in vain for another rank
         if serves and "address already in use" in str(error).lower():
             raise RuntimeError(f"port {port} of this host is taken by another program: set MASTER_PORT to a free "
@@ -111,34 +111,28 @@ def rendezvous(ranks, seconds, name=""):
 
 
 def roll_call(store, ranks, until):
-    """Rank 0: the ranks that have not come by then (time.time). Tells the other ranks too.
+    """The ranks that have not come by then (time.time), as rank 0 finds and tells; [0] if rank 0 itself has not come.
 
-    It returns once all ranks that came have read the answer: rank 0 serves the store and may leave soon after.
+    Rank 0 returns once all ranks that came have read the answer: it serves the store and may leave soon after.
     """
+    first = ranks.rank == 0
     try:
-        store.wait(["missing"], datetime.timedelta(seconds=max(until - time.time(), 0.001)))
+        store.wait(["missing"], datetime.timedelta(seconds=max(until - time.time(), 0.001) + HEAR_S * (not first)))
     except dist.DistStoreError:
-        absent = [rank for rank in range(ranks.world_size) if not store.check([f"here/{rank}"])]
-        # Where the last one has come in this moment and has said so, its answer stands.
-        store.compare_set("missing", "", json.dumps(absent))
+        if first:
+            absent = [rank for rank in range(ranks.world_size) if not store.check([f"here/{rank}"])]
+            # Where the last one has come in this moment and has said so, its answer stands.
+            store.compare_set("missing", "", json.dumps(absent))
+        elif store.check(["here/0"]):
+            raise
+        else:
+            return [0]
     missing = json.loads(store.get("missing"))
-    if ranks.world_size - 1 > len(missing):
+    listeners = ranks.world_size - 1 - len(missing)
+    if first and listeners:
         with contextlib.suppress(dist.DistStoreError):
             store.wait(["all heard"], datetime.timedelta(seconds=HEAR_S))
-    return missing
-
-
-def await_roll_call(store, ranks, until):
-    """Any other rank: the answer of rank 0's `roll_call`; [0] if rank 0 itself has not come."""
-    timeout = datetime.timedelta(seconds=max(until - time.time(), 0) + HEAR_S)
-    try:
-        store.wait(["missing"], timeout)
-    except dist.DistStoreError:
-        if store.check(["here/0"]):
-            raise
-        return [0]
-    missing = json.loads(store.get("missing"))
-    if ranks.rank not in missing and store.add("listeners", 1) == ranks.world_size - 1 - len(missing):
+    elif ranks.rank not in missing and store.add("listeners", 1) == listeners:
         store.set("all heard", "1")
     return missing
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from Runtime.files import is_there, partial_path, patiently, read_lines, remove_leftovers, sha256, write_file
+from Runtime.files import is_there, partial_path, patiently, read_lines, remove_leftovers, write_file
 from tests import launching
 from tests.tiny import ROOT
 
@@ -64,11 +64,6 @@ def test_only_partial_files_without_an_owner_are_removed(tmp_path):
         os.utime(path, (time.time() - 90000 * (path in (old, notes)),) * 2)
     assert sorted(remove_leftovers(tmp_path)) == sorted([dead, old])
     assert alive.exists() and other_host.exists() and notes.exists() and not dead.exists() and not old.exists()
-
-
-def test_sha256_is_that_of_the_content(tmp_path):
-    (tmp_path / "file").write_bytes(b"abc")
-    assert sha256(tmp_path / "file").startswith("ba7816bf8f01cfea414140de5dae2223")
 
 
 def test_a_line_is_added_whole_or_not_at_all(tmp_path):

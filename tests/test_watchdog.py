@@ -7,14 +7,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from Runtime import watchdog
 from Supervisor.attempts import free_port
 from tests import launching
 from tests.tiny import ROOT, arguments, log_lines, make_data
 
 CFG = {"run.deadline_floor_s": 20.0, "run.deadline_factor": 3.0, "run.deadline_first_s": 30.0}
+PHASES = ("forward", "agree", "backward", "optimizer")
 START = """
 import ctypes, json, os, re, resource, signal, sys, time
 from pathlib import Path
@@ -93,24 +96,6 @@ def test_the_next_attempt_goes_on_behind_a_line_cut_short(tmp_path):
     assert kinds == ["start", "end", "now", "start", "second", "now"] and '{"event": "exit", "att' in text
 
 
-def test_a_mode_that_takes_longer_than_the_steps_before_it_keeps_its_own_time(tmp_path):
-    """Steps of next to nothing, then mode 3 opens and its forward takes 0.5 s: five times that, from then on."""
-    body = """
-def step(seconds, *modes):
-    watchdog.new_step(0)
-    for mode in modes:
-        watchdog.phase("forward", mode)
-        time.sleep(seconds if mode == "registration" else 0)
-    watchdog.end_step()
-    return watchdog.deadline("forward", modes[-1])
-for _ in range(30):
-    step(0, "diffusion")
-print(json.dumps([step(0.5, "diffusion", "registration") for _ in range(2)] + [step(0.5, "diffusion")]))
-"""
-    *late, other = json.loads(run_process(tmp_path, body, floor_s=0.2, factor=5.0, first_s=9.0).stdout)
-    assert all(2.5 <= seconds < 6 for seconds in late) and other < 2.5
-
-
 @pytest.mark.parametrize("hang", ["time.sleep(15)", "ctypes.PyDLL(None).sleep(15)",  # the latter two keep the GIL
                                   "re.match('(a+)+$', 'a' * 40 + 'b')"])
 def test_a_phase_beyond_its_deadline_ends_the_process_and_names_the_function(tmp_path, hang):
@@ -137,79 +122,98 @@ def test_without_a_launcher_the_stack_goes_to_standard_error(tmp_path):
     assert done.returncode == 1 and "Timeout" in done.stderr and not (tmp_path / "rank1.stack").exists()
 
 
-def test_deadlines_are_learned_from_steps_but_not_from_the_first(tmp_path):
-    body = """
-seen = {"before": watchdog.deadline("forward")}
-def step(seconds):
-    watchdog.new_step(0)
-    watchdog.phase("forward")
-    time.sleep(seconds)
-    return watchdog.end_step()
-seen["spent"] = step(0.3)
-seen["after the first"] = watchdog.deadline("forward")
-for _ in range(3):
-    step(0.1)
-seen["after four"] = watchdog.deadline("forward")
-seen["new one-off"] = watchdog.deadline("checkpoint")
-watchdog.phase("checkpoint")
-time.sleep(0.4)
-watchdog.phase("agree")
-seen["copied, not yet written"] = watchdog.deadline("checkpoint")
-watchdog.learn_write(0.0)
-seen["still not written"] = watchdog.deadline("checkpoint")
-watchdog.learn_write(1.5)
-watchdog.learn_write(0.6)
-seen["slow write"] = watchdog.deadline("checkpoint")
-watchdog.phase("evaluate")
-time.sleep(0.4)
-watchdog.phase("agree", "checkpoint")
-seen["timed one-off"] = watchdog.deadline("evaluate")
-watchdog.phase("agree", "registration")
-seen["agreed on saving"] = watchdog.deadline("agree", "checkpoint")
-print(json.dumps(seen))
-"""
-    seen = json.loads(run_process(tmp_path, body, floor_s=0.2, factor=5.0, first_s=9.0).stdout)
-    assert seen["before"] == seen["after the first"] == seen["new one-off"] == 9.0
-    assert seen["copied, not yet written"] == seen["still not written"] == 9.0
-    assert seen["slow write"] == seen["agreed on saving"] == 7.5
-    assert 0.5 <= seen["after four"] < 1.2  # 5 times the median step, no trace of the first one
-    assert 2.0 <= seen["timed one-off"] < 3.5
-    assert 0.3 <= seen["spent"]["forward"] < 0.6 and {"start", "data", "forward"} <= set(seen["spent"])
+# ---------------------------------------------------------------------------------------------------------------------
+# Deadlines, in this process and by a clock of its own
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def watch(tmp_path, monkeypatch):
+    """Starts a watchdog that ends nothing. Returns the `sleep` by which alone its clock moves."""
+    clock = [1000.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(time=lambda: clock[0], monotonic=lambda: clock[0]))
+    monkeypatch.setattr(watchdog, "faulthandler", SimpleNamespace(enable=lambda **_: None,
+                                                                  dump_traceback_later=lambda *_, **__: None))
+    monkeypatch.setattr(watchdog, "STATE", dict(watchdog.STATE))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def sleep(seconds):
+        clock[0] += seconds
+
+    def start(**cfg):
+        watchdog.start(tmp_path, 0, 0, {f"run.deadline_{key}": value for key, value in cfg.items()}, launcher=False)
+        return sleep
+
+    yield start
+    os.close(watchdog.STATE["file"])
 
 
-def test_a_mode_that_first_opens_late_has_the_long_deadline_in_each_of_its_phases(tmp_path):
-    body = """
-def step(*modes):
+def step(sleep, modes, seconds=0.0, last=0.0):
+    """A step with four phases of each mode. seconds: of each phase; last: of those of the last mode, in addition."""
     watchdog.new_step(0)
     for mode in modes:
-        for name in ("forward", "agree", "backward", "optimizer"):
+        for name in PHASES:
             watchdog.phase(name, mode)
-    watchdog.end_step()
-for _ in range(30):
-    step("diffusion", "contrastive")
-names = ("forward", "agree", "backward", "optimizer")
-late = [watchdog.deadline(name, "registration") for name in names]
-step("diffusion", "contrastive", "registration")
-print(json.dumps([late, [watchdog.deadline(name, "registration") for name in names],
-                  watchdog.deadline("forward", "diffusion")]))
-"""
-    late, then, other = json.loads(run_process(tmp_path, body, floor_s=2.0, first_s=33.0).stdout)
-    assert late == [33.0] * 4 and then == [2.0] * 4 and other == 2.0
+            sleep(seconds + last * (mode == modes[-1]))
+    return watchdog.end_step()
 
 
-def test_entering_a_phase_again_at_once_does_not_count_as_having_timed_it(tmp_path):
-    names = ["start", "epoch", "checkpoint", "evaluate"]
-    body = f"""
-seen = {{}}
-for name in {names}:
-    watchdog.phase(name)
-    watchdog.phase(name)
-    seen[name] = watchdog.STATE["deadline"]
-print(json.dumps(seen))
-"""
-    seen = json.loads(run_process(tmp_path, body, floor_s=1.0, first_s=33.0).stdout)
-    assert seen == dict.fromkeys(names, 33.0)
+def test_deadlines_are_learned_from_steps_but_not_from_the_first(watch):
+    sleep = watch(floor_s=0.2, factor=5.0, first_s=9.0)
+    assert watchdog.deadline("forward") == 9.0
+    spent = step(sleep, [""], 0.3)
+    assert spent["forward"] == 0.3 and {"start", "data", "forward"} <= set(spent)
+    assert watchdog.deadline("forward") == 9.0
+    for _ in range(3):
+        step(sleep, [""], 0.025)
+    assert watchdog.deadline("forward") == pytest.approx(5 * 0.1), "the median, with no trace of the first one"
+    watchdog.phase("checkpoint")
+    sleep(0.4)
+    watchdog.phase("agree")
+    for written, deadline in ((None, 9.0), (0.0, 9.0), (1.5, 7.5), (0.6, 7.5)):  # copied, and then written
+        if written is not None:
+            watchdog.learn_write(written)
+        assert watchdog.deadline("checkpoint") == deadline
+    watchdog.phase("evaluate")
+    sleep(0.4)
+    watchdog.phase("agree", "checkpoint")
+    assert watchdog.deadline("evaluate") == pytest.approx(5 * 0.4)
+    watchdog.phase("agree", "registration")
+    assert watchdog.deadline("agree", "checkpoint") == 7.5
 
+
+def test_a_mode_that_takes_longer_than_the_steps_before_it_keeps_its_own_time(watch):
+    """Steps of next to nothing, then mode 3 opens and each of its phases takes 0.5 s: five times that, from then on."""
+    sleep = watch(floor_s=0.2, factor=5.0, first_s=9.0)
+    for _ in range(30):
+        step(sleep, ["diffusion"])
+    for _ in range(2):
+        step(sleep, ["diffusion", "registration"], last=0.5)
+        assert watchdog.deadline("forward", "registration") == pytest.approx(2.5)
+    step(sleep, ["diffusion"])
+    assert watchdog.deadline("forward", "diffusion") == 0.2, "the floor"
+
+
+def test_a_mode_that_first_opens_late_has_the_long_deadline_in_each_of_its_phases(watch):
+    sleep = watch(floor_s=2.0, factor=3.0, first_s=33.0)
+    for _ in range(30):
+        step(sleep, ["diffusion", "contrastive"])
+    assert [watchdog.deadline(name, "registration") for name in PHASES] == [33.0] * 4
+    step(sleep, ["diffusion", "contrastive", "registration"])
+    assert [watchdog.deadline(name, "registration") for name in PHASES] == [2.0] * 4
+
+
+def test_entering_a_phase_again_at_once_does_not_count_as_having_timed_it(watch):
+    watch(floor_s=1.0, factor=3.0, first_s=33.0)
+    for name in ("start", "epoch", "checkpoint", "evaluate"):
+        watchdog.phase(name)
+        watchdog.phase(name)
+        assert watchdog.STATE["deadline"] == 33.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals, parts of a phase, last words
+# ---------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_asks_and_does_not_end(tmp_path, number):

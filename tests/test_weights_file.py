@@ -1,6 +1,5 @@
 """Our reader of .safetensors files beside the package that writes them, and one sentence for what is no such file."""
 import json
-import math
 
 import pytest
 import torch
@@ -78,11 +77,6 @@ def test_a_header_that_does_not_fit_its_file_is_one_sentence(tmp_path, header, w
     assert str(error.value).startswith(f"{path}: not a readable .safetensors file (") and "\n" not in str(error.value)
 
 
-def test_a_good_header_is_taken(tmp_path):
-    found, _ = read_weights(write(tmp_path / "good.safetensors", GOOD, bytes(12)))
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"a": (2,), "b": (1,)}
-
-
 @pytest.mark.parametrize("length, words", [(2 ** 63, "claims 9223372036854775808 bytes"), (10 ** 6, "claims 1000000"),
                                            (0, "Expecting value"), (3, "Unterminated|Expecting")])
 def test_a_length_that_is_not_that_of_the_header(tmp_path, length, words):
@@ -99,4 +93,5 @@ def test_every_truncation_is_refused(tmp_path):
             read_weights(path)
     with pytest.raises(InputError, match="No such file"):
         read_weights(tmp_path / "none.safetensors")
-    assert math.prod(read_weights(write(path, GOOD, bytes(12)))[0]["a"].shape) == 2
+    found, _ = read_weights(write(path, GOOD, bytes(12)))
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"a": (2,), "b": (1,)}

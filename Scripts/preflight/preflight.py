@@ -52,7 +52,7 @@ def place():
 # ---------------------------------------------------------------------------------------------------------------------
 
 def run_task(args):
-    """Report the arrival of this rank, load the config and torch, run the checks."""
+    """Report the arrival of this rank, load the config and torch, run all checks in their order."""
     began, variables, host = time.monotonic(), dict(os.environ), socket.gethostname()
     nodes, tasks, limit = place()
     rank, local_rank, world_size = (int(variables[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -71,29 +71,20 @@ def run_task(args):
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return say("code", {"ok": False, "said": f"the code does not load: {type(error).__name__}: {error}"[:300],
                             "do": "check the environment of this node, or exclude it"})
+    findings = {}
     context = {"cfg": cfg, "rank": rank, "local_rank": local_rank, "world_size": world_size, "node": node,
                "nodes": nodes, "tasks": tasks, "allow_tmp": args.allow_tmp, "variables": variables, "began": began,
-               "findings": {}, "served": None}
-    run_checks(checks, context, limit, say)
-
-
-def run_checks(checks, context, limit, say):
-    """Run all checks of the module `checks` in their order, and say(name, result) after each.
-
-    limit: seconds for the whole task.
-    """
-    began, first = context["began"], context["local_rank"] == 0
-    if context["rank"] == 0 and context["world_size"] > 1:
+               "findings": findings, "served": None}
+    if rank == 0 and world_size > 1:
         context["served"] = answer(checks.serve, {**context, "ends": began + 0.4 * limit}, stays=True)
     for name, (function, until, needs) in checks.CHECKS.items():
-        if name in checks.OF_THE_NODE and not first:
+        if name in checks.OF_THE_NODE and local_rank:
             continue
-        ill = next((need for need in needs if not context["findings"][need]["ok"]), "")
+        ill = next((need for need in needs if not findings[need]["ok"]), "")
         ends = max(began + until * limit, time.monotonic() + LEAST * limit)
-        result = checks.skipped(f"{ill} failed") if ill else answer(function, {**context, "ends": ends})
-        context["findings"][name] = result
-        say(name, result)
-    if context["findings"]["rendezvous"]["ok"] and first:  # no other node still waits for the marks of this one
+        findings[name] = checks.skipped(f"{ill} failed") if ill else answer(function, {**context, "ends": ends})
+        say(name, findings[name])
+    if findings["rendezvous"]["ok"] and local_rank == 0:  # no other node still waits for the marks of this one
         checks.clean_folders(context)
     elif context["served"]:
         time.sleep(LEAST * limit)  # ranks that are a little behind would take the end of the store for a failure
