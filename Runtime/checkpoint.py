@@ -173,7 +173,7 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
     return sound
 
 
-def step_back(run, reason, warn=_stderr):
+def step_back(run, reason):
     """Mark the newest checkpoint that verifies as doubtful, until it is saved again: `newest` takes the one before it.
 
     reason: a sentence for the manifest.
@@ -181,7 +181,7 @@ def step_back(run, reason, warn=_stderr):
     """
     run = Path(run)
     with TURN:
-        manifest = _manifest(run, warn)
+        manifest = _manifest(run, _stderr)
         entries = manifest["checkpoints"]
         sound = (name for name in standing(run, entries) if _mismatch(run / name, entries[name]) is None)
         doubted = next(sound, None)
@@ -205,12 +205,9 @@ def read(path, map_location="cpu"):
         raise InputError(f"{path} {_reason(error)}: restore the file or use another checkpoint.") from error
 
 
-def load(path, map_location="cpu"):
-    """State of the checkpoint at `path`, its tensors on map_location.
-
-    Raises InputError naming a file that is damaged, foreign or too new, and OSError for a fault that may pass.
-    """
-    return require_own(read(path, map_location), path)
+def load(path):
+    """State of the checkpoint at `path`, its tensors on the CPU. Raises what `read` and `require_own` raise."""
+    return require_own(read(path), path)
 
 
 def require_own(state, path):

@@ -90,11 +90,8 @@ def usable(cfg, step, nodes, tasks):
     and the others would wait for them.
     Returns: (nodes, tasks). Raises InputError if not even one rank can do it.
     """
-    fits = []
-    for used_nodes in range(1, nodes + 1):
-        for used_tasks in range(1, tasks + 1):
-            if can_share(cfg, step, used_nodes * used_tasks):
-                fits.append((used_nodes * used_tasks, used_tasks, used_nodes))
+    fits = [(used_nodes * used_tasks, used_tasks, used_nodes) for used_nodes in range(1, nodes + 1)
+            for used_tasks in range(1, tasks + 1) if can_share(cfg, step, used_nodes * used_tasks)]
     if not fits:
         split_step(cfg, 1, step)  # raises the InputError
     _, used_tasks, used_nodes = max(fits)
