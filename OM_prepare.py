@@ -13,7 +13,6 @@ import Runtime.unix  # noqa: F401  first of all: a Python that is too old, or Wi
 import argparse
 import contextlib
 import csv
-import functools
 import io
 import math
 import multiprocessing
@@ -108,7 +107,12 @@ def report(folder, manifest, cfg, seconds):
     """
     volumes, refused = manifest["volumes"], manifest["refused"]
     size = sum(length for length, _ in manifest["files"].values())
-    write_refused(folder, refused)
+    if refused:
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows([("id", "image", "reason"), *refused])
+        cache.write_bytes(folder, "refused.csv", table.getvalue().encode())
+    else:
+        (folder / "refused.csv").unlink(missing_ok=True)
     print(f"{folder}: {len(volumes)} volumes ({sum(line[5] for line in volumes)} with labels), {len(refused)} refused, "
           f"{size / 2 ** 20:,.0f} MiB, {seconds:.0f} s")
     for name, _, reason in refused[:5]:
@@ -116,16 +120,6 @@ def report(folder, manifest, cfg, seconds):
     if len(refused) > 5:
         print(f"and {len(refused) - 5} more: {folder / 'refused.csv'}")
     print(f"look at them: {write_report(folder, manifest, cfg, size)}")
-
-
-def write_refused(folder, refused):
-    """Write refused.csv, or remove it where nothing was refused. refused: rows of id, image and reason."""
-    if not refused:
-        (folder / "refused.csv").unlink(missing_ok=True)
-        return
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows([("id", "image", "reason"), *refused])
-    cache.write_bytes(folder, "refused.csv", table.getvalue().encode())
 
 
 def write_report(folder, manifest, cfg, size):
@@ -206,7 +200,7 @@ def export(folder, cfg, identity, out):
 def check(folder, cfg):
     """--verify: name everything that is wrong. Returns the exit code."""
     manifest = cache.read_manifest(folder, cfg)
-    wrong = cache.verify(folder, manifest, functools.partial(tqdm, desc=f"verifying {folder}", unit="file"))
+    wrong = cache.verify(folder, manifest)
     for text in wrong.values():
         print(f"{folder}: {text}")
     damaged = set(wrong) & set(manifest["files"])
@@ -241,9 +235,11 @@ def prepare(folder, cfg, args):
     items = read_datalist(cfg["data.root"], cfg["model.dims"], pattern=cfg["data.subject_pattern"], held_out=True,
                           channels=cfg["data.channels"])
     if args.fresh:
-        cache.remove_all(folder)
+        for name in cache.own_files(folder):
+            (folder / name).unlink()
     if args.repair:
-        forget_damaged(folder)
+        removed = cache.forget_damaged(folder, lambda: run_lock.touch(folder))
+        print(f"{folder}: rebuilding {removed} parts that are damaged or lack a volume")
     kept, groups = cache.plan(folder, items, cfg)
     before = len(items) - sum(map(len, groups.values()))
     if before:
@@ -262,22 +258,11 @@ def prepare(folder, cfg, args):
     return DONE
 
 
-def forget_damaged(folder):
-    """--repair: remove the parts that are damaged or lack a volume, so that they are rebuilt."""
-    def progress(names):
-        for name in tqdm(names, f"verifying {folder}", unit="part"):
-            run_lock.touch(folder)
-            yield name
-
-    removed = cache.forget_damaged(folder, progress)
-    print(f"{folder}: rebuilding {len(removed)} parts that are damaged or lack a volume")
-
-
 def write_plan(folder, kept, groups, cfg):
     """Write plan.json: which volumes are in which part. kept: {number: record}, groups: {number: items} to make."""
     plan = {f"{number:05d}": [item["id"] for item in items] for number, items in groups.items()}
     for number, record in kept.items():
-        plan[f"{number:05d}"] = [line["id"] for line in record["volumes"] + record["refused"]]
+        plan[f"{number:05d}"] = [line["id"] for line in cache.all_lines(record)]
     cache.write_json(folder, "plan.json", {"settings": cache.settings(cfg), "groups": dict(sorted(plan.items()))})
 
 
@@ -288,9 +273,10 @@ def remove_old(folder, keep, alone):
     """
     (folder / "plan.json").unlink(missing_ok=True)
     with contextlib.nullcontext(True) if alone else cache.without_readers(folder) as free:
-        old = [name for name in os.listdir(folder) if cache.OURS.fullmatch(name) and name not in keep]
+        old = cache.own_files(folder) - keep
         if free:
-            cache.remove_all(folder, keep)
+            for name in old:
+                (folder / name).unlink()
         elif old:
             print(f"{folder}: a training run reads this cache, so {len(old)} old files stay until its next start, "
                   "which uses the new ones; run the same command again after that to remove them")

@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy as np
 
 from Dataloader.prepare import KINDS, describe, on_grid
-from Dataloader.staging import damaged, file_sizes, stage
+from Dataloader.staging import damaged, file_sizes, lock_at_once, stage
 from Runtime.errors import InputError
-from Runtime.files import sha256, write_file
+from Runtime.files import write_file
 
 FORMAT = 1
 SETTINGS = ("data.name", "data.root", "model.dims", "data.img_size", "data.spacing_mm", "data.crop_above",
@@ -71,22 +71,21 @@ def decode(image):
     return image.astype(np.float32) * np.float32(1 / 255) if image.dtype == np.uint8 else image.astype(np.float32)
 
 
-def source(item):
-    """Size and time of each file of a volume, to detect changes; None for a missing file."""
-    paths = [item[kind] for kind in KINDS if item[kind]] + item.get("channels", [])
-    try:
-        return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, paths)]
-    except FileNotFoundError:
-        return None
-
-
 def entry(item, root):
-    """What a record keeps of a volume from the data list: id, words, and its files relative to the data folder."""
+    """What a record keeps of a volume from the data list: id, words, and its files relative to the data folder.
+
+    "source" has size and time of each file, to detect changes; it is None if one is missing.
+    """
     base = Path(root) if Path(root).is_dir() else Path(root).parent
     paths = {kind: item[kind] and os.path.relpath(item[kind], base) for kind in KINDS}
     if item.get("channels"):
         paths["channels"] = [os.path.relpath(path, base) for path in item["channels"]]
-    return {"id": item["id"], **paths, **{word: item[word] for word in WORDS}}
+    files = [item[kind] for kind in KINDS if item[kind]] + item.get("channels", [])
+    try:
+        source = [[status.st_size, status.st_mtime_ns] for status in map(os.stat, files)]
+    except FileNotFoundError:
+        source = None
+    return {"id": item["id"], **paths, **{word: item[word] for word in WORDS}, "source": source}
 
 
 def plan(folder, items, cfg):
@@ -98,7 +97,7 @@ def plan(folder, items, cfg):
     folder: of the cache. items: from the data list.
     Returns: {number: record} of the parts that stay; {number: items} of those to make.
     """
-    wanted = {item["id"]: {**entry(item, cfg["data.root"]), "source": source(item)} for item in items}
+    wanted = {item["id"]: entry(item, cfg["data.root"]) for item in items}
     kept, taken = {}, set()
     sizes = file_sizes(folder)
     for path in record_paths(folder):
@@ -142,7 +141,7 @@ def write_group(folder, number, items, cfg, done=lambda: None):
     volumes, refused = [], []
     arrays = {kind: [] for kind in KINDS}
     for item in items:
-        line = {**entry(item, cfg["data.root"]), "source": source(item)}
+        line = entry(item, cfg["data.root"])
         try:
             prepared = on_grid(item, cfg)
             prepared["image"] = encode(prepared["image"], cfg["data.dtype"])
@@ -171,26 +170,22 @@ def write_arrays(folder, number, arrays, cfg):
         stack = np.stack([empty if array is None else array for array in arrays[kind]])
         if kind != "image" and stack.min() >= 0 and stack.max() <= 255:
             stack = stack.astype(np.uint8)
-        name = f"{kind}s_{number:05d}.npy"
-        files[name] = write_array(folder, name, stack)
+        name, buffer = f"{kind}s_{number:05d}.npy", io.BytesIO()
+        np.save(buffer, stack)
+        files[name] = write_bytes(folder, name, buffer.getbuffer())
     return files
 
 
-def write_array(folder, name, array):
-    """Write an array as .npy. Returns: [bytes, SHA-256]."""
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return write_bytes(folder, name, buffer.getbuffer())
+def as_bytes(content):
+    """A record, plan or manifest as its file has it: JSON with the SHA-256 of all else under "sha256"."""
+    content = {key: value for key, value in content.items() if key != "sha256"}
+    checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return (json.dumps({**content, "sha256": checksum}, allow_nan=False) + "\n").encode()
 
 
 def write_json(folder, name, content):
-    """Write a record, plan or manifest, with its own checksum. Returns: [bytes, SHA-256]."""
-    return write_bytes(folder, name, as_bytes({**content, "sha256": digest(content)}))
-
-
-def as_bytes(content):
-    """A record as it is written to its file."""
-    return (json.dumps(content, allow_nan=False) + "\n").encode()
+    """Write a record, plan or manifest. Returns: [bytes, SHA-256]."""
+    return write_bytes(folder, name, as_bytes(content))
 
 
 def write_bytes(folder, name, data):
@@ -209,7 +204,7 @@ def write_manifest(folder, cfg, groups):
                     for row, line in enumerate(record["volumes"])]
         refused += [[line["id"], line["image"], line["reason"]] for line in record["refused"]]
         files.update(record["files"])
-        data = as_bytes({**record, "sha256": digest(record)})
+        data = as_bytes(record)
         files[name] = [len(data), hashlib.sha256(data).hexdigest()]
         # The words of a record may have changed. It is written only now, because the old manifest needs the old record.
         if (Path(folder) / name).read_bytes() != data:
@@ -218,12 +213,6 @@ def write_manifest(folder, cfg, groups):
                 "refused": sorted(refused), "files": files}
     write_json(folder, "manifest.json", manifest)
     return manifest
-
-
-def digest(content):
-    """SHA-256 of a record or manifest, which carries it under "sha256"."""
-    content = {key: value for key, value in content.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,9 +224,9 @@ def read_json(path):
     try:
         data = Path(path).read_bytes()
         content = json.loads(data)
-        # The bytes are compared too: a flipped bit can turn 1e-05 into 1E-05, the same number.
-        return content if content["sha256"] == digest(content) and data == as_bytes(content) else None
-    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+        # The bytes are compared, checksum included: a flipped bit can turn 1e-05 into 1E-05, the same number.
+        return content if data == as_bytes(content) else None
+    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
         return None
 
 
@@ -279,29 +268,25 @@ def check_settings(folder, made_with, cfg):
                          "data.cache, or rebuild it: OM_prepare.py with this config and --fresh.")
 
 
-def forget_damaged(folder, progress=iter):
+def forget_damaged(folder, alive):
     """Remove the manifest, and the records of parts that are damaged or refused a volume, so that they are rebuilt.
 
-    progress: see `verify`. Returns: the names of the records removed.
+    alive: called after each file. Returns: the number of records removed.
     """
-    removed = []
-    sizes = file_sizes(folder)
-    for name in progress([path.name for path in record_paths(folder)]):
-        record = read_json(Path(folder) / name)
-        whole = record and not record["refused"] and not wrong_files(sizes, record["files"])
-        if not whole or any(sha256(Path(folder) / file) != checksum
-                            for file, (_, checksum) in record["files"].items()):
-            removed.append(name)
-    for name in ["manifest.json", *removed]:
-        (Path(folder) / name).unlink(missing_ok=True)
-    return removed
+    sizes, records = file_sizes(folder), {path: read_json(path) for path in record_paths(folder)}
+    files = {path: record["files"] for path, record in records.items()
+             if record and not record["refused"] and not wrong_files(sizes, record["files"])}
+    wrong = damaged(folder, {name: mark for marks in files.values() for name, mark in marks.items()},
+                    f"verifying {folder}", alive)
+    removed = [path for path in records if path not in files or not files[path].keys().isdisjoint(wrong)]
+    for path in (Path(folder) / "manifest.json", *removed):
+        path.unlink(missing_ok=True)
+    return len(removed)
 
 
-def remove_all(folder, keep=()):
-    """Remove the files of a cache except those in `keep`. Files that OM_prepare.py did not write stay."""
-    for name in os.listdir(folder):
-        if OURS.fullmatch(name) and name not in keep:
-            (Path(folder) / name).unlink()
+def own_files(folder):
+    """Names of the files in a folder that OM_prepare.py has written."""
+    return {name for name in os.listdir(folder) if OURS.fullmatch(name)}
 
 
 def some(names, most=5):
@@ -320,10 +305,9 @@ def wrong_files(sizes, files):
     return wrong
 
 
-def verify(folder, manifest, progress=iter):
+def verify(folder, manifest):
     """Read every file and compare it with its checksum.
 
-    progress: wraps the list of files that is gone through, such as tqdm.
     Returns: {file: what is wrong}, sorted by name; files that do not belong to the cache are among them.
     """
     wrong = {text.split(" ")[0]: text for text in wrong_files(file_sizes(folder), manifest["files"])}
@@ -331,9 +315,9 @@ def verify(folder, manifest, progress=iter):
     for name in sorted(set(os.listdir(folder)) - known):
         wrong[name] = (f"{name} belongs to a run of OM_prepare.py that has not ended" if OURS.fullmatch(name) else
                        f"{name} does not belong to the cache")
-    for name in progress(sorted(set(manifest["files"]) - set(wrong))):
-        if sha256(Path(folder) / name) != manifest["files"][name][1]:
-            wrong[name] = f"{name} is damaged: its checksum is not that of the manifest"
+    files = {name: mark for name, mark in manifest["files"].items() if name not in wrong}
+    for name in damaged(folder, files, f"verifying {folder}"):
+        wrong[name] = f"{name} is damaged: its checksum is not that of the manifest"
     return dict(sorted(wrong.items()))
 
 
@@ -387,42 +371,36 @@ def open_cache(folder, cfg, ranks=None):
     """
     show = ranks is not None and ranks.rank == 0
     lock = hold(folder, show) if ranks else None
+    staged = bool(ranks and cfg["data.stage"])
     with contextlib.ExitStack() as stack:
         if lock:
             stack.enter_context(lock)
-        opened = look_into(folder, cfg, ranks, show)
-        if not opened["staged"]:
-            stack.pop_all()  # the caller closes it
-    return {**opened, "hold": None if opened["staged"] else lock}
-
-
-def look_into(folder, cfg, ranks, show):
-    """What `open_cache` returns except "hold", of a cache that is locked."""
-    manifest = read_manifest(folder, cfg)
-    problems = wrong_files(file_sizes(folder), manifest["files"])
-    if problems:
-        raise InputError(f"data.cache {folder} is not complete: {some(problems)}; run OM_prepare.py with this "
-                         "config and --repair.")
-    pattern = manifest["subject_pattern"]
-    if pattern != cfg["data.subject_pattern"]:
-        raise InputError(f"data.cache {folder} was made with data.subject_pattern \"{pattern}\" (the config says "
-                         f"\"{cfg['data.subject_pattern']}\"); run OM_prepare.py with this config, which reads no "
-                         "volume again for that.")
-    staged = bool(ranks and cfg["data.stage"])
-    if staged:
-        folder = stage(folder, manifest, cfg["data.stage"], show)
-    elif ranks and cfg["data.verify"]:
-        require_undamaged(folder, manifest, ranks, show)
+        manifest = read_manifest(folder, cfg)
+        problems = wrong_files(file_sizes(folder), manifest["files"])
+        if problems:
+            raise InputError(f"data.cache {folder} is not complete: {some(problems)}; run OM_prepare.py with this "
+                             "config and --repair.")
+        pattern = manifest["subject_pattern"]
+        if pattern != cfg["data.subject_pattern"]:
+            raise InputError(f"data.cache {folder} was made with data.subject_pattern \"{pattern}\" (the config says "
+                             f"\"{cfg['data.subject_pattern']}\"); run OM_prepare.py with this config, which reads no "
+                             "volume again for that.")
+        if staged:
+            folder, lock = stage(folder, manifest, cfg["data.stage"], show), None
+        else:
+            if ranks and cfg["data.verify"]:
+                require_undamaged(folder, manifest, ranks, show)
+            stack.pop_all()  # the caller closes the lock
     volumes = [dict(zip(LINE, line)) for line in manifest["volumes"]]
     return {"folder": Path(folder), "groups": [line.pop("group") for line in volumes],
             "rows": [line.pop("row") for line in volumes], "items": volumes, "refused": manifest["refused"],
-            "staged": staged}
+            "staged": staged, "hold": lock}
 
 
 def require_undamaged(folder, manifest, ranks, show):
     """Compare this rank's part of the files with their checksums. Raises InputError naming those that are damaged."""
-    names = sorted(manifest["files"])[ranks.rank::ranks.world_size]
-    wrong = damaged(folder, names, manifest, "data set", f"comparing {folder} with its checksums", show)
+    own = dict(sorted(manifest["files"].items())[ranks.rank::ranks.world_size])
+    wrong = damaged(folder, own, f"comparing {folder} with its checksums", show=show)
     if wrong:
         raise InputError(f"data.cache {folder} is damaged: {some(wrong)} differ from what was prepared; run "
                          "OM_prepare.py with this config and --repair.")
@@ -444,19 +422,19 @@ def hold(folder, show):
     readers = open_readers(folder)
     if readers is None:
         cannot_lock(folder, "no file can be created there", show)
-    while readers is not None:
-        try:
-            if lock_now(readers, fcntl.LOCK_SH):
-                return readers
-        except OSError as error:
-            cannot_lock(folder, error.strerror, show)
-            readers.close()
-            return None
-        if time.monotonic() > ends:
-            readers.close()
-            raise InputError(f"data.cache {folder}: OM_prepare.py is rebuilding it; wait until it has finished "
-                             "and start again.")
-        time.sleep(0.1)
+        return None
+    try:
+        while not lock_at_once(readers, fcntl.LOCK_SH):
+            if time.monotonic() > ends:
+                readers.close()
+                raise InputError(f"data.cache {folder}: OM_prepare.py is rebuilding it; wait until it has finished "
+                                 "and start again.")
+            time.sleep(0.1)
+    except OSError as error:
+        cannot_lock(folder, error.strerror, show)
+        readers.close()
+        return None
+    return readers
 
 
 @contextlib.contextmanager
@@ -465,7 +443,7 @@ def without_readers(folder):
     readers = open_readers(folder)
     free = True
     try:
-        free = readers is None or lock_now(readers, fcntl.LOCK_EX)
+        free = readers is None or lock_at_once(readers)
     except OSError as error:
         cannot_lock(folder, error.strerror, show=True)
     try:
@@ -480,15 +458,6 @@ def open_readers(folder):
     for mode in ("a+b", "rb"):  # another user's file can only be read, which is enough to lock it
         with contextlib.suppress(OSError):
             return open(Path(folder) / ".readers", mode)
-
-
-def lock_now(readers, kind):
-    """Take a lock without waiting. Returns: whether it was free. Raises OSError where the file system has no locks."""
-    try:
-        fcntl.flock(readers, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def cannot_lock(folder, reason, show):

@@ -46,15 +46,14 @@ def stage(folder, manifest, place, show=True):
     parent = expanded(place)
     if "$" in str(parent) or not parent.is_dir():
         raise InputError(f"data.stage {place}: no folder {parent} on this node; correct it, or set it to \"\".")
-    remove_unused(parent, copy_of(manifest, parent))
-    while True:
-        target = copy_of(manifest, parent)
-        if target in HELD:
-            break
-        if not make_private(target):
-            continue  # another user took this name meanwhile: try the next
-        handle, alone = open_lock(target, len(manifest["files"]), show)
-        if handle and alone:
+    target = copy_of(manifest, parent)
+    remove_unused(parent, target)
+    while target not in HELD:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(target, 0o700)
+        handle = open_lock(target) if is_ours(target) else None
+        alone = handle and wait_for(handle, target, len(manifest["files"]), show)
+        if alone and is_lock_of(handle, target):
             try:
                 make_whole(Path(folder), manifest, target, show)
             except OSError as error:
@@ -62,12 +61,12 @@ def stage(folder, manifest, place, show=True):
                                  "folder, or set data.stage to \"\".") from error
             while not lock_at_once(handle, fcntl.LOCK_SH):
                 time.sleep(0.2)
-        if handle:
-            # Another training may have removed the copy between the two locks, when nobody held it.
-            if is_lock_of(handle, target):
-                HELD[target] = handle
-            else:
-                handle.close()
+        # Another training may have removed the copy while nobody held its lock.
+        if handle and is_lock_of(handle, target):
+            HELD[target] = handle
+        elif handle:
+            handle.close()
+        target = copy_of(manifest, parent)  # another user may have taken the name meanwhile
     missing = not_copied(manifest, target)
     if missing:
         raise InputError(f"data.stage {place}: {next(iter(missing))} of the copy is missing or incomplete; remove "
@@ -94,21 +93,17 @@ def copy_of(manifest, parent):
                      'users; name another folder, or set data.stage to "".')
 
 
+def enter_stage():
+    """Enter this phase, or tell the ranks that wait for this one that it moves."""
+    watchdog.phase("stage")
+
+
 def is_ours(path):
     """Whether a path is a folder of this user, and not a link to one."""
     with contextlib.suppress(FileNotFoundError):
         status = os.lstat(path)
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     return False
-
-
-def make_private(target):
-    """Make a folder that only this user may enter, unless it exists. Returns: whether it is ours."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(target, 0o700)
-    if not is_ours(target):
-        return False
-    return True
 
 
 def private(path, flags):
@@ -129,25 +124,16 @@ def release(remove=False):
 # The lock of a copy
 # ---------------------------------------------------------------------------------------------------------------------
 
-def open_lock(target, files, show):
-    """Get the lock of a copy. files: how many files it will have, for the progress bar while another rank makes it.
-
-    Returns: the open lock file, and True where this process has the copy to itself, False where it shares a complete
-    one; (None, False) where the copy was removed meanwhile.
-    """
+def open_lock(target):
+    """The open lock file of a copy; None if the copy was removed meanwhile. Raises InputError for a link."""
     try:
-        handle = open(target / ".lock", "a", opener=private)
+        return open(target / ".lock", "a", opener=private)
     except FileNotFoundError:
-        return None, False
+        return None
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise InputError(f"{target / '.lock'} is a link, which OmniMorph never creates; remove {target}.") from error
-    alone = wait_for(handle, target, files, show)
-    if is_lock_of(handle, target):
-        return handle, alone
-    handle.close()
-    return None, False
 
 
 def is_lock_of(handle, target):
@@ -158,7 +144,10 @@ def is_lock_of(handle, target):
 
 
 def wait_for(handle, target, files, show):
-    """Get the lock: exclusively if nobody holds it, shared once the copy is complete. Returns: whether exclusively."""
+    """Get the lock: exclusively if nobody holds it, shared once the copy is complete. Returns: whether exclusively.
+
+    files: how many files the copy will have, for the progress bar while another rank makes it.
+    """
     seen = -1  # files of the copy when last counted
     with tqdm(total=files, desc=f"waiting for {target}", unit="file", leave=False, delay=1, disable=not show) as bar:
         while not lock_at_once(handle):
@@ -167,7 +156,7 @@ def wait_for(handle, target, files, show):
             with contextlib.suppress(FileNotFoundError):  # the copy is being removed; then its lock is free
                 count = len(os.listdir(target))
                 if count != seen:  # a new file shows that the other rank is alive
-                    watchdog.phase("stage")
+                    enter_stage()
                     seen = count
                     bar.update(min(count, files) - bar.n)
             time.sleep(0.2)
@@ -175,7 +164,7 @@ def wait_for(handle, target, files, show):
 
 
 def lock_at_once(handle, kind=fcntl.LOCK_EX):
-    """Take a lock without waiting. Returns: whether it was free."""
+    """Take a lock without waiting. Returns: whether it was free. Raises OSError where the file system has no locks."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
         return True
@@ -198,42 +187,40 @@ def not_copied(manifest, target):
     return {name: size for name, (size, _) in manifest["files"].items() if sizes.get(name) != size}
 
 
-def damaged(folder, names, manifest, phase, text, show):
-    """Which of the named files do not have the checksum of the manifest: list of names.
+def damaged(folder, files, text, alive=watchdog.goes_on, show=True):
+    """Which files do not have their checksum: list of names. files: {name: [bytes, SHA-256]}.
 
-    phase: of the watchdog, entered anew for each file. text, show: of the progress bar, and whether to draw it.
+    text, show: of the progress bar, and whether to draw it. alive: called after each file.
     """
     pool = ThreadPoolExecutor(HASHING, thread_name_prefix="checksums")
     wrong = []
-    size = sum(manifest["files"][name][0] for name in names)
+    size = sum(length for length, _ in files.values())
     bar = tqdm(total=size, desc=text, unit="B", unit_scale=True, leave=False, delay=1, disable=not show)
     with pool, bar:
-        for name, checksum in zip(names, pool.map(lambda name: sha256(Path(folder) / name), names)):
-            watchdog.phase(phase)
-            bar.update(manifest["files"][name][0])
-            if checksum != manifest["files"][name][1]:
+        found = pool.map(lambda name: sha256(Path(folder) / name), files)
+        for (name, (length, expected)), checksum in zip(files.items(), found):
+            alive()
+            bar.update(length)
+            if checksum != expected:
                 wrong.append(name)
     return wrong
 
 
 def make_whole(folder, manifest, target, show):
-    """Copy the files that the copy lacks or has damaged, and the manifest last."""
-    copied = [name for name in manifest["files"] if name not in not_copied(manifest, target)]
-    for name in damaged(target, copied, manifest, "stage", f"comparing {target} with its checksums", show):
+    """Copy the files that the copy lacks or has damaged, and after them the manifest."""
+    missing = not_copied(manifest, target)
+    copied = {name: mark for name, mark in manifest["files"].items() if name not in missing}
+    for name in damaged(target, copied, f"comparing {target} with its checksums", enter_stage, show):
         (target / name).unlink()
     files = not_copied(manifest, target)
-    if files or not (target / "manifest.json").is_file():
-        copy_all(folder, manifest, target, files, show)
-
-
-def copy_all(folder, manifest, target, files, show):
-    """Copy files ({name: bytes}) of a cache, and the manifest after them."""
+    if not files and (target / "manifest.json").is_file():
+        return
     need, free = sum(files.values()), shutil.disk_usage(target).free
     if need > free:
         raise InputError(f"data.stage {target.parent}: the cache needs {need / 2 ** 30:.1f} GiB, but only "
                          f'{free / 2 ** 30:.1f} are free; name a larger folder, or set data.stage to "".')
     for name in tqdm(files, f"copying the cache to {target}", unit="file", leave=False, disable=not show):
-        watchdog.phase("stage")
+        enter_stage()
         copy_file(folder / name, target / name, manifest["files"][name][1])
     copy_file(folder / "manifest.json", target / "manifest.json")
 
