@@ -246,7 +246,9 @@ def prepare(folder, cfg, args):
         print(f"{folder}: {before} of {len(items)} volumes are there already")
     if groups:
         require_room(folder, groups, cfg)
-        write_plan(folder, kept, groups, cfg)
+        parts = {**{number: cache.all_lines(record) for number, record in kept.items()}, **groups}
+        cache.write_json(folder, "plan.json", {"settings": cache.settings(cfg), "groups": {
+            f"{number:05d}": [line["id"] for line in lines] for number, lines in sorted(parts.items())}})
         kept.update(make_groups(folder, groups, cfg, max(args.workers, 1), before))
     if not any(record["volumes"] for record in kept.values()):
         first = next(line for record in kept.values() for line in record["refused"])
@@ -256,14 +258,6 @@ def prepare(folder, cfg, args):
     remove_old(folder, {*manifest["files"], "manifest.json", "refused.csv"}, args.fresh or args.repair)
     report(folder, manifest, cfg, time.time() - started)
     return DONE
-
-
-def write_plan(folder, kept, groups, cfg):
-    """Write plan.json: which volumes are in which part. kept: {number: record}, groups: {number: items} to make."""
-    plan = {f"{number:05d}": [item["id"] for item in items] for number, items in groups.items()}
-    for number, record in kept.items():
-        plan[f"{number:05d}"] = [line["id"] for line in cache.all_lines(record)]
-    cache.write_json(folder, "plan.json", {"settings": cache.settings(cfg), "groups": dict(sorted(plan.items()))})
 
 
 def remove_old(folder, keep, alone):
@@ -303,10 +297,8 @@ def run(folder, cfg, args):
     folder.mkdir(parents=True, exist_ok=True)
     token = run_lock.lock(folder, run_lock.STALE_S, instead="name another data.cache")
     try:
-        if not (args.fresh or args.repair):
-            return prepare(folder, cfg, args)
-        with cache.without_readers(folder) as free:
-            if not free:
+        with contextlib.ExitStack() as stack:
+            if (args.fresh or args.repair) and not stack.enter_context(cache.without_readers(folder)):
                 raise InputError(f"data.cache {folder} is in use by a training run: let it finish or stop it, or "
                                  "name another data.cache.")
             return prepare(folder, cfg, args)

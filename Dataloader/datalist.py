@@ -40,21 +40,9 @@ FEW_SUBJECTS = 10  # with fewer, none is held out unless data.val_fraction amoun
 def read_datalist(root, dims=3, ids="", pattern="", held_out=False, channels=1):
     """List the volumes of a data set.
 
-    root: one of
-    - a folder with dataset.json (or one <task>_dataset.json), or a .json file: key "training", and "validation" where
-      there is one, hold plain paths or {"image", "label", "mask", "subject", "modality", "split"} entries, of which
-      only the image is needed, a path or a list of the paths of its channels; a {"fixed", "moving"} entry of
-      "validation" stands for its two images; other keys are ignored;
-    - a .csv file: a header row with the column image and, if wanted, image_2 to image_5 (further channels), label,
-      mask, id, subject, modality, split; comma or semicolon, UTF-8; an empty cell is absent, other columns are ignored;
-    - another folder: all NIfTI files in its imagesTr, else anywhere under it; if it has none, all volumes of the other
-    formats (.mgz, .nrrd, .mha and so on). A labelsTr beside them must hold the label of every image, a masksTr
-      the mask of at least one: an image without a mask is used as a whole. Without a labelsTr a file whose name ends in
-      _seg, _dseg, _label or _mask is the label of the image that it is named after. Folders whose names begin with a
-      dot, and derivatives and sourcedata of BIDS, are left out;
-    - a pattern such as Data/**/*_T1w.nii.gz: the files of a folder that match it, with their labels as above.
-    A dataset.json of nnU-Net v2 lists nothing: its images and labels are found by their names.
-    Paths in a list are absolute or relative to the folder of the list.
+    root: a folder, list or pattern, as docs/data.md says. A labelsTr in a folder must hold the label of every image, a
+    masksTr the mask of at least one: an image without a mask is used as a whole. In a list only the image is needed;
+    other keys and columns are ignored, and an empty cell is absent.
     dims: 2 or 3, checked on the first volume. ids: as in `select`. pattern: as in `name_subjects`. held_out: also list
     what the list keeps for validation or test. channels: how many images each volume has. With several, X_0000, X_0001
     and so on are those of the volume X where the list does not name them together, as in nnU-Net's data sets; a single
@@ -81,8 +69,13 @@ def list_volumes(root, pattern="", channels=1):
     if not items:
         raise InputError(f"{root}: found no .nii, .nii.gz or other volume; check the folder.")
     if channels > 1 and not any("channels" in item for item in items):
-        items = with_named_channels(items)
-    require_channels(root, items, channels)
+        matches = [NUMBERED.fullmatch(_stem(item["image"])) for item in items]
+        items = group_channels(items) if all(matches) and len({match[2] for match in matches}) > 1 else items
+    for item in items:
+        found = 1 + len(item.get("channels", []))
+        if found > 1 and found != channels:  # one file may hold all channels
+            raise InputError(f"{root}: {item['image'].name} has {found} channels, but data.channels is {channels}; set "
+                             f'it to {found}, or give each file its own entry with the same "subject".')
     items.sort(key=lambda item: item["id"])
     for before, after in itertools.pairwise(items):
         if before["id"] == after["id"]:
@@ -122,22 +115,6 @@ def group_channels(items):
     return grouped
 
 
-def with_named_channels(items):
-    """`group_channels` of items whose names all end in a channel's number, of more than one channel; else the items."""
-    matches = [NUMBERED.fullmatch(_stem(item["image"])) for item in items]
-    numbers = {match[2] for match in matches if match}
-    return group_channels(items) if all(matches) and len(numbers) > 1 else items
-
-
-def require_channels(root, items, count):
-    """Raises InputError for a volume whose files are of another number than `count`. One file may hold all channels."""
-    for item in items:
-        found = 1 + len(item.get("channels", []))
-        if found > 1 and found != count:
-            raise InputError(f"{root}: {item['image'].name} has {found} channels, but data.channels is {count}; set "
-                             f'it to {found}, or give each file its own entry with the same "subject".')
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Subjects: to whom a volume belongs, and who is held out. Pairs, mode 2's negatives and the split all use this.
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,13 +136,15 @@ def name_subjects(root, items, pattern=""):
             continue
         stem = _stem(item["image"])
         if expression:
-            item["subject"] = _subject_in(Path(os.path.relpath(item["image"], base)).as_posix(), expression)
-        elif bids_subject(stem):
-            item["subject"] = bids_subject(stem)
-        elif all(channels):
-            item["subject"] = stem[:channel.start(1) - 1]
+            path = Path(os.path.relpath(item["image"], base)).as_posix()
+            match = expression.search(path)
+            if not match or not match[1]:
+                raise InputError(f"data.subject_pattern \"{pattern}\" finds no subject in {path}; correct it, or name "
+                                 "the subjects in a list.")
+            item["subject"] = match[1]
         else:
-            item["subject"] = item["id"]
+            of_channel = stem[:channel.start(1) - 1] if all(channels) else ""
+            item["subject"] = bids_subject(stem) or of_channel or item["id"]
 
 
 def bids_subject(name):
@@ -186,14 +165,6 @@ def _compiled(pattern):
     return expression
 
 
-def _subject_in(path, expression):
-    match = expression.search(path)
-    if not match or not match[1]:
-        raise InputError(f"data.subject_pattern \"{expression.pattern}\" finds no subject in {path}; correct it, or "
-                         "name the subjects in a list.")
-    return match[1]
-
-
 def subject_key(subject):
     """The number of a subject: a hash of its name below 2^48, the same in every run, which a float64 holds exactly."""
     return int.from_bytes(hashlib.sha256(subject.encode()).digest()[:6], "big")
@@ -209,9 +180,7 @@ def split_volumes(source, items, cfg):
     source: what the errors begin with. items: from `list_volumes` or a cache.
     Returns: two lists of items in their order. Raises InputError for ids that select nothing.
     """
-    train_ids = cfg["data.train_ids"]
-    val_ids = cfg["data.val_ids"]
-    val_fraction = cfg["data.val_fraction"]
+    train_ids, val_ids = cfg["data.train_ids"], cfg["data.val_ids"]
     free = trainable(source, items)
     marked = [item for item in items if item["split"] == "val"]
     if marked:
@@ -221,14 +190,12 @@ def split_volumes(source, items, cfg):
     if val_ids.strip():
         val = select(source, free, val_ids)
     elif not names_all:
-        held_out = held_out_subjects(free, val_fraction)
+        held_out = held_out_subjects(free, cfg["data.val_fraction"])
         val = [item for item in free if item["subject"] in held_out]
-    return select(source, free if names_all else without(free, {item["subject"] for item in val}), train_ids), val
-
-
-def without(items, subjects):
-    """The items that are not of these subjects."""
-    return [item for item in items if item["subject"] not in subjects]
+    if not names_all:
+        held_out = {item["subject"] for item in val}
+        free = [item for item in free if item["subject"] not in held_out]
+    return select(source, free, train_ids), val
 
 
 def trainable(source, items):
@@ -329,7 +296,7 @@ def read_pairs(path, items):
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such pair list; check the path.")
-    pairs = _read_json_list(path)
+    pairs = read_json(path)
     if isinstance(pairs, dict):
         pairs = next((pairs[key] for key in PAIR_KEYS if key in pairs), None)
     if not isinstance(pairs, list) or not pairs:
@@ -354,9 +321,11 @@ def _stem(path):
 
 
 def read_json(path):
-    """The content of a JSON file. Raises OSError where it cannot be read, InputError where it is not valid JSON."""
+    """The content of a JSON file. Raises InputError where it cannot be read or is not valid JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=no_name_twice)
+        return json.loads(_read_text(path), object_pairs_hook=no_name_twice)
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error}); correct the file.") from error
 
@@ -377,22 +346,11 @@ def pair_files(path, number, entry, keys):
     return {key: path.parent / entry[key] for key in keys if entry.get(key)}
 
 
-def _read_json_list(path):
-    try:
-        return read_json(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path, error):
-    return InputError(f"{path}: the list cannot be read ({error.strerror}); correct its permissions.")
-
-
 def _read_text(path):
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise InputError(f"{path}: the list cannot be read ({error.strerror}); correct its permissions.") from error
 
 
 def _read_items(root, channels):
@@ -402,7 +360,8 @@ def _read_items(root, channels):
         if len(lists) > 1:
             raise InputError(f"{root}: the folder has two lists, {lists[0].name} and {lists[1].name}; give one of "
                              "these files instead of the folder.")
-        return _from_json(lists[0]) if lists else _from_folder(root, channels)
+        images = root / "imagesTr" if (root / "imagesTr").is_dir() else root
+        return _from_json(lists[0]) if lists else _from_paths(root, _volumes_under(images), channels)
     if not root.exists():  # a pattern
         paths = [Path(path) for path in sorted(glob.glob(str(root), recursive=True)) if ends_in(path, SUFFIXES)]
         return _from_paths(_above_pattern(root), [path for path in paths if path.is_file()], channels)
@@ -412,7 +371,7 @@ def _read_items(root, channels):
 
 
 def _from_json(path):
-    content = _read_json_list(path)
+    content = read_json(path)
     entries = content.get("training") if isinstance(content, dict) else None
     if entries is None and isinstance(content, dict) and "channel_names" in content:
         return _from_nnunet(path, content)
@@ -425,7 +384,7 @@ def _from_json(path):
     if not all(isinstance(word, str) for word in modalities.values()):
         raise InputError(f"{path}: \"modality\" {modalities} is not one word per channel; correct it.")
     entries = [_checked_entry(path, entry) for entry in entries] + _validation_entries(path, content)
-    listings = {}
+    listings = Listings()
     return [_listed_item(path, path.parent, entry, listings, modalities) for entry in entries]
 
 
@@ -438,8 +397,8 @@ def _from_nnunet(path, content):
     if not isinstance(names, dict) or ending not in SUFFIXES:
         raise InputError(f"{path}: channel_names {names} and file_ending {ending} are not those of nnU-Net; "
                          "correct them.")
-    items, listings = [], {}
-    for name in sorted(_file_names(path.parent / "imagesTr") or ()):
+    items, listings = [], Listings()
+    for name in sorted(listings[path.parent / "imagesTr"] or ()):
         match = re.fullmatch(rf"(.+)_(\d{{4}}){re.escape(ending)}", name)
         if not match:
             continue
@@ -491,20 +450,15 @@ def _checked_entry(path, entry):
 
 
 def _from_csv(path):
-    (_, header), *rows = read_csv(path, (*COLUMNS, *FURTHER))
-    columns = [cell.lower() for cell in header]
-    if "image" not in columns:
+    header, rows = read_csv(path, (*COLUMNS, *FURTHER))
+    if "image" not in map(str.lower, header):
         raise InputError(f"{path}: the header {','.join(header)} has no column \"image\"; give this name to the "
                          "column of the image paths.")
     if not rows:
         raise InputError(f"{path}: the list has a header but no volumes; add a row for each volume.")
-    items, listings = [], {}
-    for line, cells in rows:
+    items, listings = [], Listings()
+    for line, entry in rows:
         where = f"{path} line {line}"
-        if len(cells) != len(columns):
-            raise InputError(f"{where}: {len(cells)} cells, but the header has {len(columns)}; correct the row, and "
-                             "quote a path that holds the separator.")
-        entry = {name: cell for name, cell in zip(columns, cells) if cell and name in (*COLUMNS, *FURTHER)}
         if "image" not in entry:
             raise InputError(f"{where}: no image path; fill the cell or remove the row.")
         if "/" in entry.get("id", ""):
@@ -515,9 +469,10 @@ def _from_csv(path):
 
 
 def read_csv(path, known):
-    """The rows of a CSV file that are not blank, the header first: list of (line number, stripped cells).
+    """The header of a CSV file, a list of cells, and its rows that are not blank, a list of (line, {column: cell}).
 
-    known: names of columns, in lower case, of which the header may have each once.
+    known: names of columns, in lower case, of which the header may have each once. Others and empty cells are left out.
+    Raises InputError for what is not CSV in UTF-8, and for a row that has not as many cells as the header.
     """
     try:
         text = _read_text(path)
@@ -536,10 +491,16 @@ def read_csv(path, known):
     rows = [(line, cells) for line, cells in rows if any(cells)]
     if not rows:
         raise InputError(f"{path}: an empty list; write a header with the column image, and a row per volume.")
-    columns = [cell.lower() for cell in rows[0][1]]
+    header, entries = rows[0][1], []
+    columns = [cell.lower() for cell in header]
     if twice := next((name for name in known if columns.count(name) > 1), None):
         raise InputError(f"{path}: the header has the column \"{twice}\" twice; rename or remove one.")
-    return rows
+    for line, cells in rows[1:]:
+        if len(cells) != len(columns):
+            raise InputError(f"{path} line {line}: {len(cells)} cells, but the header has {len(columns)}; correct the "
+                             "row, and quote a path that holds the separator.")
+        entries.append((line, {name: cell for name, cell in zip(columns, cells) if cell and name in known}))
+    return header, entries
 
 
 def _listed_item(where, folder, entry, listings, modalities):
@@ -557,14 +518,9 @@ def _listed_item(where, folder, entry, listings, modalities):
     return {**item, "channels": list(further.values())} if further else item
 
 
-def _from_folder(root, channels):
-    base = root / "imagesTr" if (root / "imagesTr").is_dir() else root
-    return _from_paths(root, _volumes_under(base), channels)
-
-
 def _from_paths(root, paths, channels):
     """The items of some volumes with their labels and masks; what is a segmentation by its name is no image."""
-    images, items, listings = [path for path in paths if not is_named_segmentation(path)], [], {}
+    images, items, listings = [path for path in paths if not is_named_segmentation(path)], [], Listings()
     if paths and not images:
         raise InputError(f"{root}: the names of all {len(paths)} volumes mark them as segmentations, such as "
                          f"{paths[0].name}; give the folder of the images.")
@@ -572,7 +528,7 @@ def _from_paths(root, paths, channels):
         label = _sibling(root, image, "labelsTr", listings, channels) or label_beside(image, listings)
         mask = _sibling(root, image, "masksTr", listings, channels)
         items.append(_item(image, label, mask))
-    masks = [folder for folder, names in listings.items() if names is not None and Path(folder).name == "masksTr"]
+    masks = [folder for folder, names in listings.items() if names is not None and folder.name == "masksTr"]
     if masks and not any(item["mask"] for item in items):
         raise InputError(f"{masks[0]}: no mask has the name of an image, such as {items[0]['image'].name}; rename the "
                          "masks or remove the folder.")
@@ -592,7 +548,7 @@ def _volumes_under(base):
         if is_series(folder):  # the folder is the volume
             paths.append(Path(folder))
             continue
-        there = _file_names(folder)
+        there = Listings()[Path(folder)] or ()
         volumes = [name for name in sorted(names) if ends_in(name, SUFFIXES) and not name.startswith(".")]
         paths += [Path(folder, name) for name in volumes if name in there]
         lost += [Path(folder, name) for name in volumes if name not in there and os.path.islink(Path(folder, name))]
@@ -609,16 +565,15 @@ def is_named_segmentation(path):
 
 
 def label_beside(image, listings=None):
-    """The segmentation that lies beside an image and is named after it, or None. listings: of folders, by `_listing`.
+    """The segmentation that lies beside an image and is named after it, or None. listings: Listings, or None.
 
     sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg, case_0000 has case_seg. Of several it
     prefers one that is no mask, then the one with most of the image's name, then the first in the alphabet.
     """
-    image, listings = Path(image), {} if listings is None else listings
-    stem = _stem(image)
+    image, stem = Path(image), _stem(image)
     wanted = (stem, volume_id(image), stem.rpartition("_")[0] if bids_subject(stem) else stem)
     found = []
-    for name in sorted(_listing(str(image.parent), listings) or ()):
+    for name in sorted((Listings() if listings is None else listings)[image.parent] or ()):
         match = SEGMENTATION.fullmatch(_stem(name)) if ends_in(name, SUFFIXES) and not name.startswith(".") else None
         if match and ENTITIES.sub("", match[1]) in wanted:
             found.append((match[2].lower().endswith("mask"), wanted.index(ENTITIES.sub("", match[1])), name))
@@ -639,7 +594,7 @@ def _sibling(root, image, kind, listings, channels):
     With several channels X_0001 may have that of its volume, X.
     """
     folder = (image.parent.parent if image.parent.name == "imagesTr" else root) / kind
-    if _listing(str(folder), listings) is None:
+    if listings[folder] is None:
         return None
     identities = [volume_id(image)]
     numbered = NUMBERED.fullmatch(_stem(image))
@@ -670,24 +625,21 @@ def _item(image, label, mask, words=None, modalities=None):
 
 def _is_file(path, listings):
     """Whether a file exists. Each folder is listed once: asking for each file is slow on a network disk."""
-    folder, name = os.path.split(path)
-    names = _listing(folder, listings)
-    return name in names if names else os.path.isfile(path)
+    names = listings[path.parent]
+    return path.name in names if names else os.path.isfile(path)
 
 
-def _listing(folder, listings):
-    if folder not in listings:
-        listings[folder] = _file_names(folder)
-    return listings[folder]
+class Listings(dict):
+    """{folder, a Path: names of its files}, listed when first asked for; empty if it may not be, None if it is missing.
+    """
 
-
-def _file_names(folder):
-    """Names of the files in a folder; empty where it may not be listed, None where it does not exist."""
-    try:
-        with os.scandir(folder or ".") as entries:
-            return {entry.name for entry in entries if entry.is_file()}
-    except (OSError, ValueError):
-        return set() if os.path.isdir(folder) else None
+    def __missing__(self, folder):
+        try:
+            with os.scandir(folder) as entries:
+                self[folder] = {entry.name for entry in entries if entry.is_file()}
+        except (OSError, ValueError):
+            self[folder] = set() if os.path.isdir(folder) else None
+        return self[folder]
 
 
 def _lookup(path, pair, role, index):

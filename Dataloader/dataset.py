@@ -20,15 +20,7 @@ from Dataloader.cache import Rows, open_cache, settings
 from Dataloader.datalist import list_volumes, read_pairs, read_ranges, select, split_volumes, subject_key
 from Dataloader.nifti import read_header
 from Dataloader.prepare import KINDS, on_grid
-from Dataloader.sampler import (
-    batches,
-    epoch_order,
-    epoch_pair_count,
-    epoch_pairs,
-    pair_rule,
-    steps_left,
-    with_labelled,
-)
+from Dataloader.sampler import batches, epoch_order, epoch_pair_count, epoch_pairs, pair_rule, steps_left, with_labelled
 from Runtime import watchdog
 from Runtime.errors import InputError
 from Runtime.launch import Ranks
@@ -93,8 +85,7 @@ class Files:
     """Volumes of one kind, by number, read from their NIfTI files at each use. kind: "image", "label" or "mask"."""
 
     def __init__(self, items, kind, cfg):
-        self.items, self.kind = items, kind
-        self.cfg = {**settings(cfg), "data.channels": cfg["data.channels"]}
+        self.items, self.kind, self.cfg = items, kind, settings(cfg)  # the rest of the config need not go to workers
 
     def __getitem__(self, index):
         return on_grid(self.items[index], self.cfg, (self.kind,))[self.kind]
@@ -333,8 +324,10 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
     require_usable(root, train, val, cfg, cache)
     if cfg["loss.dice"]:
         train = with_usable_labels(root, train, cfg)
-    if cfg["registration.masks"]:
-        require_masks(root, train)
+    if cfg["registration.masks"] and not any(item["mask"] for item in train):
+        raise InputError(f"{root}: registration.masks is true, but none of {len(train)} training volumes has a "
+                         "mask: name masks in the data list (and run OM_prepare.py again if you use a cache), or "
+                         "set registration.masks to false.")
     rule = pair_rule(cfg, train)
     listed = read_pairs(cfg["data.pair_list"], train) if cfg["data.pair_list"] else None
     source = {"cache": cache, "cfg": cfg, "in_memory": cfg["data.in_memory"] and not headers_only,
@@ -398,14 +391,6 @@ def labelled_volumes(items, cfg):
                          "loss.dice to a value above 0.")
     labelled = [number for number, item in enumerate(items) if item["label"]]
     return {"labelled": labelled, "rule": pair_rule(cfg, [items[number] for number in labelled])}
-
-
-def require_masks(root, items):
-    """Raises InputError where registration.masks asks for masks and no training volume has one."""
-    if not any(item["mask"] for item in items):
-        raise InputError(f"{root}: registration.masks is true, but none of {len(items)} training volumes has a "
-                         "mask: name masks in the data list (and run OM_prepare.py again if you use a cache), or "
-                         "set registration.masks to false.")
 
 
 def find_labels(dataset, ranks, cfg):

@@ -57,18 +57,36 @@ def import_sitk(path):
 
 
 def open_itk(path):
-    """A nibabel image with shape, number type and affine of a file; its voxels are not read, and are all 0.
+    """A nibabel image with shape, number type and affine of a file or DICOM series; its voxels are not read: all are 0.
 
-    Raises InputError, naming the file, where it cannot be read or has several numbers in a voxel.
+    Raises InputError, naming the path, where it cannot be read, has several numbers in a voxel, or is no whole series.
     """
     sitk = import_sitk(path)
-    if os.path.isdir(path):
-        return _open_series(sitk, path)
-    reader = _header(sitk, path, path)
-    if Path(path).suffix.lower() == ".dcm" and reader.GetSize()[2:] == (1,):
+    headers = [_header(sitk, file, path) for file in files_of(sitk, path)]
+    first, count = headers[0], len(headers)
+    size, affine = first.GetSize(), affine_of(first)
+    if count > 1:  # slices lie as their own positions say: a tilted gantry makes a sheared affine
+        size, affine[:3, 2] = (*size[:2], count), TO_LPS[:3, :3] @ _step_between(path, headers)
+    elif Path(path).suffix.lower() == ".dcm" and size[2:] == (1,) and not os.path.isdir(path):
         raise InputError(f"{path}: this is one slice of a DICOM series; give the folder with all of its slices.")
-    return _empty_image(sitk, path, reader, reader.GetSize(), affine_of(reader.GetDirection(), reader.GetSpacing(),
-                                                                        reader.GetOrigin()))
+    types = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}
+    if first.GetNumberOfComponents() != 1 or first.GetPixelID() not in types:
+        raise InputError(f"{path}: each voxel must be one real number, but the type is "
+                         f"{sitk.GetPixelIDValueAsString(first.GetPixelID())}; convert the volume.")
+    empty = np.broadcast_to(np.zeros((), types[first.GetPixelID()]), size)
+    image = nibabel.Nifti1Image(empty, affine, dtype=empty.dtype)
+    image.header.set_xyzt_units("mm")
+    return image
+
+
+def files_of(sitk, path):
+    """The path of a file, or those of the one DICOM series in a folder. Raises InputError where there are several."""
+    if not os.path.isdir(path):
+        return [str(path)]
+    names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(str(path))
+    if len(names) != 1:
+        raise InputError(f"{path}: the folder has {len(names)} DICOM series; put each into its own folder.")
+    return list(sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(path), names[0]))
 
 
 def _header(sitk, file, path):
@@ -82,58 +100,27 @@ def _header(sitk, file, path):
     return reader
 
 
-def _empty_image(sitk, path, reader, size, affine):
-    types = {getattr(sitk, theirs): ours for theirs, ours in NUMBERS.items()}
-    if reader.GetNumberOfComponents() != 1 or reader.GetPixelID() not in types:
-        raise InputError(f"{path}: each voxel must be one real number, but the type is "
-                         f"{sitk.GetPixelIDValueAsString(reader.GetPixelID())}; convert the volume.")
-    empty = np.broadcast_to(np.zeros((), types[reader.GetPixelID()]), size)
-    image = nibabel.Nifti1Image(empty, affine, dtype=empty.dtype)
-    image.header.set_xyzt_units("mm")
-    return image
-
-
-def series_files(sitk, path):
-    """The files of the one DICOM series in a folder. Raises InputError where there are several, or none."""
-    names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(str(path))
-    if len(names) != 1:
-        raise InputError(f"{path}: the folder has {len(names)} DICOM series; put each into its own folder.")
-    return list(sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(path), names[0]))
-
-
-def _open_series(sitk, path):
-    """`open_itk` of a folder of slices, which lie as their own positions say: a tilted gantry makes a sheared affine.
-
-    Raises InputError for slices of several sizes or directions, and for steps between them that differ.
-    """
-    files = series_files(sitk, path)
-    headers = [_header(sitk, file, path) for file in files]
-    first, count = headers[0], len(files)
-    if count == 1:
-        return _empty_image(sitk, path, first, first.GetSize(), affine_of(first.GetDirection(), first.GetSpacing(),
-                                                                          first.GetOrigin()))
+def _step_between(path, headers):
+    """The step from slice to slice, (3,) mm, LPS. Raises InputError for steps, sizes or directions that differ."""
     planes = [(header.GetSize(), np.round([*header.GetDirection(), *header.GetSpacing()[:2]], 3).tolist())
               for header in headers]
     if any(plane != planes[0] for plane in planes):
         raise InputError(f"{path}: the slices have several sizes or directions; put each stack into its own folder.")
     steps = np.diff([header.GetOrigin() for header in headers], axis=0)
     step = steps.mean(axis=0)
-    length = np.linalg.norm(step)
-    if np.linalg.norm(steps - step, axis=1).max() > UNEVEN * max(length, 1e-3):
+    if np.linalg.norm(steps - step, axis=1).max() > UNEVEN * max(np.linalg.norm(step), 1e-3):
         lengths = np.linalg.norm(steps, axis=1)
-        raise InputError(f"{path}: the distances between its {count} slices range from {lengths.min():.2f} to "
+        raise InputError(f"{path}: the distances between its {len(headers)} slices range from {lengths.min():.2f} to "
                          f"{lengths.max():.2f} mm, so slices are missing or several volumes are mixed: put the "
                          "slices of each volume into its own folder.")
-    affine = affine_of(first.GetDirection(), first.GetSpacing(), first.GetOrigin())
-    affine[:3, 2] = (TO_LPS[:3, :3] @ step)
-    return _empty_image(sitk, path, first, (*first.GetSize()[:2], count), affine)
+    return step
 
 
 def read_itk(path):
     """All voxels of a file or a DICOM series, axes i, j, k. Raises InputError where it is damaged."""
     sitk = import_sitk(path)
     try:
-        files = series_files(sitk, path) if os.path.isdir(path) else [str(path)]
+        files = files_of(sitk, path)
         return sitk.GetArrayFromImage(sitk.ReadImage(files if len(files) > 1 else files[0])).T
     except RuntimeError as error:
         raise _unreadable(path, error) from error
@@ -166,16 +153,21 @@ def itk_image(sitk, array, affine):
     return image
 
 
-def affine_of(direction, spacing, origin):
-    """The affine 4x4 (RAS) of direction, spacing and origin as ITK has them, of 2 axes or 3; others are left out."""
-    dims = len(spacing)
-    kept = min(dims, 3)
+def affine_of(image):
+    """The affine 4x4, mm, RAS, of an ITK image, or of a reader that has its header; axes after the third are left out.
+    """
+    spacing = image.GetSpacing()
+    dims, kept = len(spacing), min(len(spacing), 3)
     matrix = np.eye(4)
-    matrix[:kept, :kept] = (np.reshape(direction, (dims, dims)) * spacing)[:kept, :kept]
-    matrix[:kept, 3] = origin[:kept]
+    matrix[:kept, :kept] = (np.reshape(image.GetDirection(), (dims, dims)) * spacing)[:kept, :kept]
+    matrix[:kept, 3] = image.GetOrigin()[:kept]
     return TO_LPS @ matrix
 
 
+def reason_of(error):
+    """What ITK says went wrong: the last line of its error, which follows the place in its own code."""
+    return str(error).strip().splitlines()[-1].strip()
+
+
 def _unreadable(path, error):
-    reason = str(error).strip().splitlines()[-1].strip()
-    return InputError(f"{path}: not readable as {Path(path).suffix} ({reason}); export it again.")
+    return InputError(f"{path}: not readable as {Path(path).suffix} ({reason_of(error)}); export it again.")

@@ -45,23 +45,17 @@ def to_canonical(array, affine):
     return np.ascontiguousarray(orientations.apply_orientation(array, ornt)), new_affine
 
 
-def corners_apart(shape, affine, other):
-    """The largest distance along an axis, in voxels, between the corners of a grid under two affines, 4x4 each.
-
-    shape: D, H, W or H, W. Distances are in voxels of the first affine.
-    """
-    corners = np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
-                        for index in np.ndindex(*[2] * len(shape))], np.float64).T
-    return float(np.abs(np.linalg.inv(affine) @ other @ corners - corners)[:len(shape)].max())
-
-
 def same_grid(shape, affine, other_shape, other_affine):
-    """Whether two grids have the same shape and corners at most SAME_GRID voxels apart.
+    """Whether two grids have the same shape and corners at most SAME_GRID voxels apart along each axis.
 
     shape, other_shape: D, H, W or H, W. affine, other_affine: 4x4, voxel to world in mm. The affine of one grid differs
     by rounding between programs.
     """
-    return tuple(shape) == tuple(other_shape) and corners_apart(shape, affine, other_affine) <= SAME_GRID
+    if tuple(shape) != tuple(other_shape):
+        return False
+    corners = np.array([[*np.multiply(index, np.subtract(shape, 1)), *[0] * (3 - len(shape)), 1]
+                        for index in np.ndindex(*[2] * len(shape))], np.float64).T
+    return bool(np.abs(np.linalg.inv(affine) @ other_affine @ corners - corners)[:len(shape)].max() <= SAME_GRID)
 
 
 def require_same_grid(what, shape, affine, other, other_shape, other_affine, advice):

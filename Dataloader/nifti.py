@@ -476,14 +476,25 @@ def to_mm(field, affine):
     return np.einsum("ij,j...->i...", np.asarray(affine, np.float64)[:3, :len(field)], np.asarray(field, np.float64))
 
 
-def to_voxels(field_mm, affine):
-    """The inverse of `to_mm`: (N, *spatial) float32. A 2D field loses what leads out of its plane.
+def to_itk(field, affine):
+    """A field in voxels, (N, *spatial), as ITK has it: (X, Y, Z, 3) float64 in millimetres, LPS; 2D is one plane."""
+    field_mm = to_mm(field, affine).reshape(3, *field.shape[1:], *[1] * (3 - len(field)))
+    return np.moveaxis(field_mm, 0, -1) * LPS
 
-    field_mm: (3, *spatial) in millimetres, RAS. affine: 4x4.
-    """
-    dims = field_mm.ndim - 1
+
+def from_itk(vectors_mm, affine, dims):
+    """The inverse of `to_itk`: (N, *spatial) float32 in voxels. A 2D field loses what leads out of its plane."""
+    field_mm = np.moveaxis(vectors_mm, -1, 0) * LPS.reshape(3, 1, 1, 1)
+    field_mm = field_mm[..., 0] if dims == 2 else field_mm
     inverse = np.linalg.inv(np.asarray(affine, np.float64)[:3, :3])[:dims]
     return np.einsum("ij,j...->i...", inverse, np.asarray(field_mm, np.float64)).astype(np.float32)
+
+
+def require_one_plane(path, shape, dims):
+    """Raise InputError for a field of several planes where the volumes are 2D. shape: X, Y, Z and maybe more."""
+    if dims == 2 and shape[2] != 1:
+        raise InputError(f"{path}: the field has {shape[2]} planes, but the volumes are 2D; give a field with a "
+                         "single plane.")
 
 
 def write_field(path, field, affine, header=None):
@@ -492,11 +503,9 @@ def write_field(path, field, affine, header=None):
     field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine, header: of the fixed volume; the
     descriptive fields of the header are kept.
     """
-    vectors_mm = to_mm(field, affine) * LPS.reshape(3, *[1] * (len(field)))
-    vectors_mm = vectors_mm.reshape(3, *field.shape[1:], *[1] * (3 - len(field)))
     header = nibabel.Nifti1Header() if header is None else nibabel.Nifti1Header.from_header(header)
     header.set_intent(VECTOR)
-    write_volume(path, np.moveaxis(vectors_mm, 0, -1)[..., None, :].astype(np.float32), affine, header)
+    write_volume(path, to_itk(field, affine)[..., None, :].astype(np.float32), affine, header)
 
 
 def write_field_learn2reg(path, field, affine):
@@ -521,19 +530,16 @@ def read_field(path, dims=3):
     if not in_mm and not (len(shape) == 4 and shape[3] == 3):
         raise InputError(f"{path}: shape {shape} is not a displacement field; it has to be (X, Y, Z, 1, 3) in "
                          "millimetres (ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
-    if dims == 2 and shape[2] != 1:
-        raise InputError(f"{path}: the field has {shape[2]} planes, but the volumes are 2D; give a field with a "
-                         "single plane.")
+    require_one_plane(path, shape, dims)
     affine = read_affine(path, image, dims)
-    vectors = read_voxels(path, image).astype(np.float64)
-    vectors = np.moveaxis(vectors.reshape(*shape[:3], 3), -1, 0)
+    vectors = read_voxels(path, image).astype(np.float64).reshape(*shape[:3], 3)
     if not np.isfinite(vectors).all():
         raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors))} numbers are NaN or infinite; compute "
                          "the field again.")
-    vectors = vectors[..., 0] if dims == 2 else vectors
-    if not in_mm:
-        return vectors[:dims].astype(np.float32), affine
-    return to_voxels(vectors * LPS.reshape(3, *[1] * dims), affine), affine
+    if in_mm:
+        return from_itk(vectors, affine, dims), affine
+    vectors = np.moveaxis(vectors, -1, 0)
+    return (vectors[:2, ..., 0] if dims == 2 else vectors).astype(np.float32), affine
 
 
 def is_in_mm(shape):

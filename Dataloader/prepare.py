@@ -31,7 +31,7 @@ def on_grid(item, cfg, kinds=KINDS):
     """
     size, spacing_mm, crop = cfg["data.img_size"], cfg["data.spacing_mm"], cfg["data.crop_above"]
     channels, affine = read_image(item, cfg["model.dims"], cfg["data.channels"])
-    limits = [intensity_limits(channel, cfg) for channel in channels]
+    limits = [list(map(float, intensity_limits(channel, cfg))) for channel in channels]
     images = [rescale(channel, *both) for channel, both in zip(channels, limits)]
     shape = images[0].shape
     others = {kind: read_beside(item, kind, shape, affine)[0] for kind in KINDS[1:]
@@ -85,13 +85,8 @@ def describe(item, prepared):
     """What the cache stores of a volume besides its voxels, as plain JSON. prepared: from `on_grid`."""
     header = read_raw_header(item["image"])
     return {"shape": list(prepared["shape"]), "affine": prepared["affine"].tolist(),
-            "grid_affine": prepared["grid_affine"].tolist(), "low": as_json(prepared["low"]),
-            "high": as_json(prepared["high"]), "header": base64.b64encode(header.binaryblock).decode()}
-
-
-def as_json(number):
-    """An intensity as a float, those of several channels as a list of floats."""
-    return [float(value) for value in number] if isinstance(number, list) else float(number)
+            "grid_affine": prepared["grid_affine"].tolist(), "low": prepared["low"], "high": prepared["high"],
+            "header": base64.b64encode(header.binaryblock).decode()}
 
 
 def original_header(record):

@@ -13,10 +13,10 @@ from scipy.io import loadmat, savemat
 from scipy.io.matlab import MatReadError
 
 from Dataloader import formats
-from Dataloader.formats import TO_LPS, affine_of
-from Dataloader.nifti import LPS, read_field, read_header, to_mm, to_voxels
+from Dataloader.formats import TO_LPS
+from Dataloader.nifti import from_itk, read_field, read_header, require_one_plane, to_itk
 from Runtime.errors import InputError
-from Runtime.files import write_file
+from Runtime.files import require_file, write_file
 
 FIELDS = (".nii.gz", ".nii", ".h5")
 MATRICES = (".mat", ".txt", ".tfm", ".lta")
@@ -40,8 +40,7 @@ def read_matrix(path, fixed, moving, dims=3):
     Returns: 4x4 float64. Raises InputError, naming the file, for one that is none of these or has no affine matrix.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; check --initial.")
+    require_file(path)
     content = path.read_bytes()
     if path.suffix not in MATRICES:
         raise InputError(f"{path}: a matrix ends in {', '.join(MATRICES)}, and a field in {', '.join(FIELDS)}.")
@@ -203,9 +202,7 @@ def write_field_h5(path, field, affine):
     field: (N, *spatial) in voxels; in 2D it becomes one plane of a 3D field. affine: 4x4, of the fixed volume.
     """
     sitk = formats.import_sitk(path)
-    vectors_mm = to_mm(field, affine) * LPS.reshape(3, *[1] * len(field))
-    vectors_mm = vectors_mm.reshape(3, *field.shape[1:], *[1] * (3 - len(field)))
-    image = formats.itk_image(sitk, np.moveaxis(vectors_mm, 0, -1), affine)
+    image = formats.itk_image(sitk, to_itk(field, affine), affine)
     with tempfile.TemporaryDirectory() as folder:
         sitk.WriteTransform(sitk.DisplacementFieldTransform(image), f"{folder}/field.h5")
         write_file(path, Path(folder, "field.h5").read_bytes())
@@ -218,19 +215,14 @@ def read_any_field(path, dims=3):
     """
     if Path(path).suffix != ".h5":
         return read_field(path, dims)
-    if not Path(path).is_file():
-        raise InputError(f"{path}: no such file; check the path.")
+    require_file(path)
     sitk = formats.import_sitk(path)
     try:
         transform = sitk.DisplacementFieldTransform(sitk.ReadTransform(str(path)))
     except RuntimeError as error:
-        raise InputError(f"{path}: not an ITK displacement field ({str(error).strip().splitlines()[-1].strip()}); "
-                         "write the field alone, or as .nii.gz.") from error
+        raise InputError(f"{path}: not an ITK displacement field ({formats.reason_of(error)}); write the field alone, "
+                         "or as .nii.gz.") from error
     image = transform.GetDisplacementField()
-    affine = affine_of(image.GetDirection(), image.GetSpacing(), image.GetOrigin())
-    vectors_mm = np.moveaxis(sitk.GetArrayFromImage(image).transpose(2, 1, 0, 3), -1, 0)
-    if dims == 2 and vectors_mm.shape[-1] != 1:
-        raise InputError(f"{path}: the field has {vectors_mm.shape[-1]} planes, but the volumes are 2D; give a "
-                         "field with a single plane.")
-    vectors_mm = vectors_mm[..., 0] if dims == 2 else vectors_mm
-    return to_voxels(vectors_mm * LPS.reshape(3, *[1] * dims), affine), affine
+    affine, vectors_mm = formats.affine_of(image), sitk.GetArrayFromImage(image).transpose(2, 1, 0, 3)
+    require_one_plane(path, vectors_mm.shape, dims)
+    return from_itk(vectors_mm, affine, dims), affine

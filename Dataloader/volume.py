@@ -107,8 +107,8 @@ def _of_sitk(image, name):
                          "with one.")
     array = SimpleITK.GetArrayFromImage(image).T
     dims = axes(name, array.shape)
-    affine = formats.affine_of(image.GetDirection(), image.GetSpacing(), image.GetOrigin())
-    return Volume(checked_image(name, array.reshape(array.shape[:dims])), affine, name, dtype=array.dtype)
+    array = array.reshape(array.shape[:dims])
+    return Volume(checked_image(name, array), formats.affine_of(image), name, dtype=array.dtype)
 
 
 def _of_array(array, affine, name):

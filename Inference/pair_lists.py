@@ -72,15 +72,8 @@ def table_entries(path):
     """The rows of a .csv table as the objects of a JSON list. Other columns than TO_REGISTER and name are left out."""
     if not path.is_file():
         raise InputError(f"{path}: no such list of pairs; check the path.")
-    (_, header), *rows = read_csv(path, (*TO_REGISTER, "name"))
-    columns = [cell.lower() for cell in header]
-    entries = []
-    for line, cells in rows:
-        if len(cells) != len(columns):
-            raise InputError(f"{path} line {line}: {len(cells)} cells, but the header has {len(columns)}; correct the "
-                             "row, and quote a path that holds the separator.")
-        entries.append({name: cell for name, cell in zip(columns, cells) if cell and name in (*TO_REGISTER, "name")})
-    return entries
+    _, rows = read_csv(path, (*TO_REGISTER, "name"))
+    return [entry for _, entry in rows]
 
 
 def pairs_onto(fixed, moving, labels=(), fixed_label=None):
@@ -166,10 +159,9 @@ def read_pairs_to_score(path):
 
 
 def _read_list(path):
-    try:
-        return read_json(path)
-    except OSError as error:
-        raise InputError(f"{path}: no such list of pairs ({error.strerror}); check the path.") from None
+    if not path.is_file():
+        raise InputError(f"{path}: no such list of pairs; check the path.")
+    return read_json(path)
 
 
 def _require_entries(path, entries, wanted, key=None):
