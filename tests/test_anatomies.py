@@ -6,7 +6,7 @@ import pytest
 
 import OM_train_3modes as om
 from Dataloader import anatomies
-from Dataloader.anatomies import MOST_LABELS, label_map, make_view, render, smooth_noise
+from Dataloader.anatomies import MOST_LABELS, label_map, make_view, render
 from Dataloader.datalist import read_datalist
 from Dataloader.nifti import read_label, read_volume
 from Diffusion.networks import build_network
@@ -157,14 +157,6 @@ def test_both_dimensions(size):
     assert label.shape == size and made["image"].ndim == len(size) and np.linalg.det(made["affine"]) > 0
     with pytest.raises(ValueError, match="at least 8 voxels"):
         label_map(0, 0, (7,) * len(size))
-
-
-def test_noise_is_smooth_and_of_unit_size():
-    for cells in (2, 6):
-        noise = smooth_noise(np.random.default_rng(0), (40, 30, 20), cells)
-        assert np.sqrt((noise ** 2).mean()) == pytest.approx(1)
-        steps = [np.sqrt((np.diff(noise, axis=axis) ** 2).mean()) * n / cells for axis, n in enumerate(noise.shape)]
-        assert max(steps) < 2.5 and min(steps) > 0.3, "as steep along every axis, in cells"
 
 
 def test_the_data_set_names_anatomies_and_contrasts(data):

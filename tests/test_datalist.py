@@ -22,8 +22,6 @@ from Dataloader.datalist import (
 )
 from Runtime.errors import InputError
 
-REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
-
 
 def write(path, shape=(4, 5, 6)):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,37 +29,37 @@ def write(path, shape=(4, 5, 6)):
     nibabel.save(nibabel.Nifti1Image(data, np.eye(4)), path)
 
 
-def decathlon(root, names, labels=True):
-    entries = []
-    for name in names:
-        write(root / "imagesTr" / name)
-        entries.append({"image": f"./imagesTr/{name}"})
-        if labels:
-            write(root / "labelsTr" / name)
-            entries[-1]["label"] = f"./labelsTr/{name}"
-    (root / "dataset.json").write_text(json.dumps({"training": entries}))
+def make(root, names, listed=None):
+    """Volumes with the names in a text, and a dataset.json if entries for its "training" are given."""
+    for name in names.split():
+        write(root / name)
+    if listed is not None:
+        (root / "dataset.json").write_text(json.dumps({"training": listed}))
 
 
 def refused(match):
     return pytest.raises(InputError, match=match)
 
 
-def test_decathlon_layout(tmp_path):
-    decathlon(tmp_path, ["b_002.nii.gz", "a_001.nii.gz"])
-    write(tmp_path / "imagesTr" / "unlisted_003.nii.gz")
-    items = read_datalist(tmp_path)
-    assert [item["id"] for item in items] == ["a_001", "b_002"]
-    assert items[0]["image"].samefile(tmp_path / "imagesTr" / "a_001.nii.gz")
-    assert items[0]["label"].samefile(tmp_path / "labelsTr" / "a_001.nii.gz")
-
-
-def test_learn2reg_layout_with_channel_suffixes_and_plain_strings(tmp_path):
-    for name in ("OASIS_0001_0000.nii.gz", "OASIS_0002_0000.nii.gz"):
-        write(tmp_path / "imagesTr" / name)
-    training = ["./imagesTr/OASIS_0002_0000.nii.gz", {"image": "./imagesTr/OASIS_0001_0000.nii.gz"}]
-    (tmp_path / "dataset.json").write_text(json.dumps({"training": training}))
-    items = read_datalist(tmp_path, ids="2")
-    assert [(item["id"], item["label"]) for item in items] == [("OASIS_0002", None)]
+@pytest.mark.parametrize("names, listed, root, expected", [
+    ("imagesTr/b_2.nii.gz labelsTr/b_2.nii.gz imagesTr/a_1.nii.gz imagesTr/unlisted_3.nii.gz",
+     [{"image": "./imagesTr/b_2.nii.gz", "label": "./labelsTr/b_2.nii.gz"}, "imagesTr/a_1.nii.gz"], "",
+     {"a_1": None, "b_2": "labelsTr/b_2.nii.gz"}),
+    ("imagesTr/OASIS_0001_0000.nii.gz", ["./imagesTr/OASIS_0001_0000.nii.gz"], "", {"OASIS_0001": None}),
+    ("imagesTr/s_1.nii.gz imagesTr/s_2.nii imagesTr/nnunet_3_0000.nii.gz labelsTr/s_1.nii.gz labelsTr/s_2.nii "
+     "labelsTr/nnunet_3.nii.gz elsewhere_9.nii.gz", None, "",
+     {"nnunet_3": "labelsTr/nnunet_3.nii.gz", "s_1": "labelsTr/s_1.nii.gz", "s_2": "labelsTr/s_2.nii"}),
+    ("imagesTr/s_1.nii.gz labelsTr/s_1.nii.gz", None, "imagesTr", {"s_1": "labelsTr/s_1.nii.gz"}),
+    ("deep/er/s_1.nii.gz s_2.nii labelsTs/s_1.nii.gz ._s_2.nii", None, "", {"s_1": None, "s_2": None}),
+    ("deep/er/s_1.nii.gz s_2.nii labelsTr/s_1.nii.gz labelsTr/s_2.nii", None, "",
+     {"s_1": "labelsTr/s_1.nii.gz", "s_2": "labelsTr/s_2.nii"}),
+    ("deep/er/s_1.nii.gz s_2.nii", None, "deep", {"s_1": None})])
+def test_layouts(tmp_path, names, listed, root, expected):
+    make(tmp_path, names, listed)
+    (tmp_path / "notes.txt").write_text("no volume")
+    items = read_datalist(tmp_path / root)
+    found = {item["id"]: item["label"] and item["label"].resolve().relative_to(tmp_path).as_posix() for item in items}
+    assert found == expected and list(found) == sorted(found)
 
 
 @pytest.mark.parametrize("name, expected", [
@@ -69,35 +67,6 @@ def test_learn2reg_layout_with_channel_suffixes_and_plain_strings(tmp_path):
     ("subject_0000.nii.gz", "subject_0000"), ("OASIS_0007", "OASIS_0007"), ("OASIS_0007_0000", "OASIS_0007")])
 def test_volume_id(name, expected):
     assert volume_id(name) == expected
-
-
-def test_folder_with_images_and_labels(tmp_path):
-    for name in ("s_1.nii.gz", "s_2.nii", "nnunet_3_0000.nii.gz"):
-        write(tmp_path / "imagesTr" / name)
-    for name in ("s_1.nii.gz", "s_2.nii", "nnunet_3.nii.gz"):
-        write(tmp_path / "labelsTr" / name)
-    write(tmp_path / "elsewhere_9.nii.gz")
-    items = read_datalist(tmp_path)
-    assert [item["id"] for item in items] == ["nnunet_3", "s_1", "s_2"]
-    assert [item["label"].name for item in items] == ["nnunet_3.nii.gz", "s_1.nii.gz", "s_2.nii"]
-
-
-def test_plain_folder_is_searched_but_not_its_labels(tmp_path):
-    for name in ("deep/er/s_1.nii.gz", "s_2.nii", "labelsTs/s_1.nii.gz", "._s_2.nii"):
-        write(tmp_path / name)
-    (tmp_path / "notes.txt").write_text("no volume")
-    items = read_datalist(tmp_path)
-    assert [(item["id"], item["label"]) for item in items] == [("s_1", None), ("s_2", None)]
-    write(tmp_path / "labelsTr" / "s_1.nii.gz")
-    write(tmp_path / "labelsTr" / "s_2.nii")
-    assert [item["label"].parent.name for item in read_datalist(tmp_path)] == ["labelsTr", "labelsTr"]
-    assert len(read_datalist(tmp_path / "deep")) == 1
-
-
-def test_images_folder_itself_as_root_finds_its_labels(tmp_path):
-    write(tmp_path / "imagesTr" / "s_1.nii.gz")
-    write(tmp_path / "labelsTr" / "s_1.nii.gz")
-    assert read_datalist(tmp_path / "imagesTr")[0]["label"].samefile(tmp_path / "labelsTr" / "s_1.nii.gz")
 
 
 def test_2d_folder(tmp_path):
@@ -110,43 +79,47 @@ def test_2d_folder(tmp_path):
 
 @pytest.mark.parametrize("ids, expected", [
     ("", [1, 5, 60, 75, 201]), (" ", [1, 5, 60, 75, 201]), ("1-60,75", [1, 5, 60, 75]), (" 5 , 201-230 ", [5, 201]),
-    ("2-60", [5, 60]), (75, [75]), ("9-9,1", [1])])
+    (75, [75]), ("9-9,1", [1])])
 def test_ids_select_by_the_last_number(tmp_path, ids, expected):
-    decathlon(tmp_path, [f"t2_{number:03d}.nii.gz" for number in (1, 5, 60, 75, 201)], labels=False)
+    make(tmp_path, " ".join(f"t2_{number:03d}.nii.gz" for number in (1, 5, 60, 75, 201)))
     assert [int(item["id"][3:]) for item in read_datalist(tmp_path, ids=ids)] == expected
 
 
 @pytest.mark.parametrize("ids", ["1-", "a", "1,,2", "9-3", "1;2", "-4", "1-2-3"])
-def test_bad_ids(tmp_path, ids):
-    decathlon(tmp_path, ["a_1.nii.gz"])
-    with refused(f"{re.escape(str(tmp_path))}: ids \"{re.escape(ids)}\": .* is not a number or a rising range"):
-        read_datalist(tmp_path, ids=ids)
+def test_bad_ids(ids):
+    with refused(f"Cache/x: ids \"{re.escape(ids)}\": .* is not a number or a rising range"):
+        select("Cache/x", [{"id": "a_1"}], ids)
 
 
-def test_ids_that_select_nothing_name_what_exists(tmp_path):
-    decathlon(tmp_path, ["a_3.nii.gz", "a_7.nii.gz", "no_number.nii.gz"])
-    with refused(f"{re.escape(str(tmp_path))}: ids \"4-6\" select no volume of the 3 volumes from a_3 to no_number"):
-        read_datalist(tmp_path, ids="4-6")
+def test_ids_that_select_nothing_name_what_exists():
+    items = [{"id": name} for name in ("a_3", "a_7", "no_number")]
+    with refused("Cache/x: ids \"4-6\" select no volume of the 3 volumes from a_3 to no_number"):
+        select("Cache/x", items, "4-6")
 
 
-def test_missing_root(tmp_path):
-    with refused("nowhere.csv: no such data folder or list; check the path"):
-        read_datalist(tmp_path / "nowhere.csv")
-
-
-def test_root_is_a_file(tmp_path):
-    write(tmp_path / "one.nii.gz")
-    with refused(r"one\.nii\.gz: a file, not a data folder, \.json or \.csv list; give the folder"):
-        read_datalist(tmp_path / "one.nii.gz")
-
-
-def test_no_volume(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with refused("empty: found no .nii, .nii.gz or other volume"):
-        read_datalist(tmp_path / "empty")
-    (tmp_path / "empty" / "dataset.json").write_text('{"training": []}')
-    with refused("empty: found no .nii, .nii.gz or other volume"):
-        read_datalist(tmp_path / "empty")
+@pytest.mark.parametrize("names, listed, root, reason", [
+    ("", None, "nowhere.csv", "nowhere.csv: no such data folder or list; check the path"),
+    ("one.nii.gz", None, "one.nii.gz", r"one\.nii\.gz: a file, not a data folder, \.json or \.csv list; give"),
+    ("", None, "", "found no .nii, .nii.gz or other volume"), ("", [], "", "found no .nii, .nii.gz or other volume"),
+    ("a_1.nii.gz", ["a_1.nii.gz", "imagesTr/a_2.nii.gz"], "",
+     r"imagesTr/a_2\.nii\.gz: the image listed in .*dataset.json is missing"),
+    ("a_1.nii.gz", [{"image": "a_1.nii.gz", "label": "labelsTr/a_1.nii.gz"}], "",
+     r"labelsTr/a_1\.nii\.gz: the label listed .* is missing; restore it or drop the label entry"),
+    ("a_1.nii.gz", [{"image": "a_1.nii.gz", "mask": "masks/a_1.nii.gz"}], "",
+     r"masks/a_1\.nii\.gz: the mask listed in .*dataset\.json is missing; .* drop the mask entry"),
+    ("imagesTr/a_1.nii.gz imagesTr/a_2.nii.gz labelsTr/a_2.nii.gz", None, "",
+     r"labelsTr/a_1\.nii\.gz: the label of .* is missing; restore it"),
+    ("one/a_1.nii.gz two/a_1.nii", None, "",
+     r"two volumes have the id a_1 \(.*one/a_1\.nii\.gz and .*two/a_1\.nii\)"),
+    ("s_1.nii.gz masksTr/mask_1.nii.gz", None, "",
+     r"masksTr: no mask has the name of an image, such as s_1\.nii\.gz; rename the masks or remove"),
+    ("a_1_seg.nii.gz", None, "",
+     r"the names of all 1 volumes mark them as segmentations, such as a_1_seg\.nii\.gz; give the folder"),
+    ("a_1.nii.gz", None, "*_FLAIR.nii.gz", r"\*_FLAIR\.nii\.gz: found no \.nii, \.nii\.gz or other volume")])
+def test_what_cannot_be_listed_is_one_sentence(tmp_path, names, listed, root, reason):
+    make(tmp_path, names, listed)
+    with refused(reason):
+        read_datalist(tmp_path / root)
 
 
 @pytest.mark.parametrize("content, reason", [
@@ -158,78 +131,32 @@ def test_no_volume(tmp_path):
     (b'{"training": [["a_0000.nii", "a_0001.nii"]]}', "has no image path"), (b"[" * 100000, "not valid JSON"),
     (b'{"training": [], "validation": {"image": "a"}}', "\"validation\" is not a list"),
     (b'{"training": [], "validation": [{"fixed": 3, "moving": "a.nii"}]}', "has no image path"),
-    (b'{"training": [], "modality": {"0": "MR", "1": ["CT"]}}', "\"modality\" .* is not one word per channel")])
+    (b'{"training": [], "modality": {"0": "MR", "1": ["CT"]}}', "\"modality\" .* is not one word per channel"),
+    *((json.dumps({"training": [{"image": "a_1.nii.gz", role: value}]}).encode(),
+       rf"the {role} {re.escape(str(value))} of a_1\.nii\.gz is not {kind}; correct") for role, value, kind in (
+        ("label", 3, "a path"), ("label", False, "a path"), ("mask", ["m.nii"], "a path"), ("subject", ["s"], "a word"),
+        ("subject", True, "a word"), ("modality", {"0": "CT"}, "a word"), ("split", ["train"], "a word")))])
 def test_malformed_json(tmp_path, content, reason):
     (tmp_path / "dataset.json").write_bytes(content)
     with refused(f"dataset.json: .*{reason}"):
         read_datalist(tmp_path)
 
 
-@pytest.mark.parametrize("role, value, kind", [
-    ("label", 3, "a path"), ("label", False, "a path"), ("mask", ["m.nii"], "a path"), ("subject", ["s"], "a word"),
-    ("subject", True, "a word"), ("modality", {"0": "CT"}, "a word"), ("modality", 1.5, "a word"),
-    ("split", ["train"], "a word")])
-def test_entries_of_the_wrong_kind(tmp_path, role, value, kind):
-    write(tmp_path / "a_1.nii.gz")
-    (tmp_path / "dataset.json").write_text(json.dumps({"training": [{"image": "a_1.nii.gz", role: value}]}))
-    with refused(rf"dataset.json: the {role} {re.escape(str(value))} of a_1\.nii\.gz is not {kind}; correct"):
-        read_datalist(tmp_path)
-
-
-def test_listed_image_missing(tmp_path):
-    decathlon(tmp_path, ["a_1.nii.gz", "a_2.nii.gz"])
-    (tmp_path / "imagesTr" / "a_2.nii.gz").unlink()
-    with refused(r"imagesTr/a_2\.nii\.gz: the image listed in .*dataset.json is missing"):
-        read_datalist(tmp_path)
-
-
-def test_listed_label_missing(tmp_path):
-    decathlon(tmp_path, ["a_1.nii.gz", "a_2.nii.gz"])
-    (tmp_path / "labelsTr" / "a_2.nii.gz").unlink()
-    with refused(r"labelsTr/a_2\.nii\.gz: the label listed .* is missing; restore it or drop the label entry"):
-        read_datalist(tmp_path)
-
-
-def test_listed_mask_missing(tmp_path):
-    write(tmp_path / "a_1.nii.gz")
-    (tmp_path / "dataset.json").write_text('{"training": [{"image": "a_1.nii.gz", "mask": "masks/a_1.nii.gz"}]}')
-    with refused(r"masks/a_1\.nii\.gz: the mask listed in .*dataset\.json is missing; .* drop the mask entry"):
-        read_datalist(tmp_path)
-
-
 def test_a_folder_or_a_dead_link_is_no_file(tmp_path):
-    decathlon(tmp_path, ["a_1.nii.gz", "a_2.nii.gz"])
-    for name in ("a_1.nii.gz", "a_2.nii.gz"):
-        (tmp_path / "imagesTr" / name).unlink()
-    (tmp_path / "imagesTr" / "a_1.nii.gz").mkdir()
-    (tmp_path / "imagesTr" / "a_2.nii.gz").symlink_to("nowhere.nii.gz")
+    make(tmp_path, "", ["a_1.nii.gz"])
+    (tmp_path / "a_1.nii.gz").mkdir()
+    (tmp_path / "a_2.nii.gz").symlink_to("nowhere.nii.gz")
     with refused(r"a_1\.nii\.gz: the image listed"):
         read_datalist(tmp_path)
-    (tmp_path / "dataset.json").write_text('{"training": ["imagesTr/a_2.nii.gz"]}')
+    make(tmp_path, "", ["a_2.nii.gz"])
     with refused(r"a_2\.nii\.gz: the image listed"):
         read_datalist(tmp_path)
-    write(tmp_path / "imagesTr" / "nowhere.nii.gz")
+    write(tmp_path / "nowhere.nii.gz")
     assert [item["id"] for item in read_datalist(tmp_path)] == ["a_2"], "a link to a file is a file"
 
 
-def test_folder_label_missing(tmp_path):
-    decathlon(tmp_path, ["a_1.nii.gz", "a_2.nii.gz"])
-    (tmp_path / "dataset.json").unlink()
-    (tmp_path / "labelsTr" / "a_1.nii.gz").unlink()
-    with refused(r"labelsTr/a_1\.nii\.gz: the label of .* is missing; restore it"):
-        read_datalist(tmp_path)
-
-
-def test_duplicate_ids(tmp_path):
-    write(tmp_path / "one" / "a_1.nii.gz")
-    write(tmp_path / "two" / "a_1.nii")
-    with refused(r"two volumes have the id a_1 \(.*one/a_1\.nii\.gz and .*two/a_1\.nii\)"):
-        read_datalist(tmp_path)
-
-
 def test_broken_first_volume_is_named(tmp_path):
-    decathlon(tmp_path, ["a_1.nii.gz"])
-    (tmp_path / "imagesTr" / "a_1.nii.gz").write_bytes(b"not a volume")
+    (tmp_path / "a_1.nii.gz").write_bytes(b"not a volume")
     with refused(r"a_1\.nii\.gz: not a readable NIfTI"):
         read_datalist(tmp_path)
 
@@ -329,8 +256,7 @@ def test_learn2reg_states_of_one_subject(tmp_path, modality, expected):
 
 
 def test_explicit_subject_and_modality_win(tmp_path):
-    for name in ("X_0001_0000.nii.gz", "X_0001_0001.nii.gz", "X_0001_0002.nii.gz"):
-        write(tmp_path / name)
+    make(tmp_path, "X_0001_0000.nii.gz X_0001_0001.nii.gz X_0001_0002.nii.gz")
     entries = [{"image": "X_0001_0000.nii.gz", "subject": "anna", "modality": "T1"},
                {"image": "X_0001_0001.nii.gz", "subject": 7, "id": "other"},
                {"image": "X_0001_0002.nii.gz", "subject": None, "modality": "", "label": "", "mask": None}]
@@ -342,23 +268,22 @@ def test_explicit_subject_and_modality_win(tmp_path):
 @pytest.mark.parametrize("name, subject", [
     ("OASIS_0007_0000", "OASIS_0007"), ("OASIS_0007_0003", "OASIS_0007"), ("nnunet_3_0000", "nnunet_3"),
     ("nnunet_3_0001", "nnunet_3"), ("subject_0000", "subject_0000"), ("subject_0012", "subject_0012"),
-    ("t2_003", "t2_003"), ("a_1_22", "a_1_22"), ("a_1_22222", "a_1_22222"), ("BRATS_306", "BRATS_306")])
+    ("t2_003", "t2_003"), ("a_1_22", "a_1_22"), ("a_1_22222", "a_1_22222"), ("in_vivo_1", "in_vivo_1"),
+    ("sub-01", "sub-01"), ("sub-OAS3_ses-1_T1w", "sub-OAS3"), ("sub-01-T1w", "sub-01-T1w"), ("sub_01", "sub_01"),
+    ("x_sub-01_T1w", "x_sub-01_T1w"), ("sub-", "sub-")])
 def test_subject_of_a_name(tmp_path, name, subject):
     write(tmp_path / f"{name}.nii.gz")
     assert told(read_datalist(tmp_path), "subject", "modality") == [(subject, "")]
 
 
 def test_a_number_before_that_of_the_volume_is_no_subject_unless_all_names_end_in_a_channel(tmp_path):
-    for name in ("site_01_0001", "site_01_0009", "site_02_0345"):
-        write(tmp_path / f"{name}.nii.gz")
+    make(tmp_path, "site_01_0001.nii.gz site_01_0009.nii.gz site_02_0345.nii.gz")
     assert told(read_datalist(tmp_path), "subject") == [("site_01_0001",), ("site_01_0009",), ("site_02_0345",)]
     assert told(read_datalist(tmp_path, ids="9-400"), "id") == [("site_01_0009",), ("site_02_0345",)]
 
 
 def test_ids_keep_the_volumes_of_a_subject_together(tmp_path):
-    for subject in range(1, 6):
-        for channel in (0, 1):
-            write(tmp_path / f"LungCT_{subject:04d}_000{channel}.nii.gz")
+    make(tmp_path, " ".join(f"LungCT_000{subject}_000{state}.nii.gz" for subject in range(1, 6) for state in (0, 1)))
     items = read_datalist(tmp_path, ids="2-3")
     assert told(items, "id") == [("LungCT_0002",), ("LungCT_0002_0001",), ("LungCT_0003",), ("LungCT_0003_0001",)]
     assert select("x", [{"id": "k_2", "subject": "p1"}, {"id": "p1_7", "subject": "p1"}], "1") == [
@@ -366,42 +291,28 @@ def test_ids_keep_the_volumes_of_a_subject_together(tmp_path):
 
 
 def test_a_json_file_as_root_is_the_same_as_its_folder(tmp_path):
-    decathlon(tmp_path, ["a_1.nii.gz", "a_2.nii.gz"])
+    make(tmp_path, "a_1.nii.gz a_2.nii.gz", ["a_1.nii.gz", "a_2.nii.gz"])
     assert read_datalist(tmp_path / "dataset.json") == read_datalist(tmp_path)
-    (tmp_path / "other.JSON").write_text('{"training": ["imagesTr/a_2.nii.gz"]}')
+    (tmp_path / "other.JSON").write_text('{"training": ["a_2.nii.gz"]}')
     assert told(read_datalist(tmp_path / "other.JSON"), "id") == [("a_2",)]
 
 
 def test_folder_with_some_masks(tmp_path):
-    for name in ("imagesTr/s_1.nii.gz", "imagesTr/nnunet_3_0000.nii.gz", "imagesTr/s_2.nii.gz", "masksTr/s_1.nii.gz",
-                 "masksTr/nnunet_3.nii.gz"):
-        write(tmp_path / name)
+    make(tmp_path, "imagesTr/s_1.nii.gz imagesTr/nnunet_3_0000.nii.gz imagesTr/s_2.nii.gz masksTr/s_1.nii.gz "
+         "masksTr/nnunet_3.nii.gz")
     for root in (tmp_path, tmp_path / "imagesTr"):
         items = read_datalist(root)
         assert [item["mask"] and item["mask"].name for item in items] == ["nnunet_3.nii.gz", "s_1.nii.gz", None]
         assert items[1]["mask"].samefile(tmp_path / "masksTr" / "s_1.nii.gz") and items[1]["label"] is None
 
 
-def test_masks_that_fit_no_image(tmp_path):
-    write(tmp_path / "s_1.nii.gz")
-    (tmp_path / "masksTr").mkdir()
-    with refused(r"masksTr: no mask has the name of an image, such as s_1\.nii\.gz; rename the masks or remove"):
-        read_datalist(tmp_path)
-    write(tmp_path / "masksTr" / "mask_1.nii.gz")
-    with refused("masksTr: no mask has the name of an image"):
-        read_datalist(tmp_path)
-
-
 def table(root, text, encoding="utf-8"):
-    for name in ("a_1.nii.gz", "b_2.nii.gz", "X_0001_0001.nii.gz", "seg/a_1.nii.gz", "seg/m.nii.gz"):
-        write(root / name)
+    make(root, "a_1.nii.gz b_2.nii.gz X_0001_0001.nii.gz seg/a_1.nii.gz seg/m.nii.gz")
     (root / "list.csv").write_bytes(text.encode(encoding))
     return root / "list.csv"
 
 
-@pytest.mark.parametrize("separator", [",", ";"])
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("separator, encoding, ending", [(",", "utf-8", "\n"), (";", "utf-8-sig", "\r\n")])
 def test_csv_with_every_column(tmp_path, separator, encoding, ending):
     rows = ["modality,Image, note,mask,label,subject,id", "T1,b_2.nii.gz,\u00e4,,,p1,k_2", ",,,,,,",
             f"CT , {tmp_path / 'a_1.nii.gz'},,seg/m.nii.gz,seg/a_1.nii.gz,p1,\"k\u00f6_1\"", "",
@@ -460,28 +371,15 @@ def test_csv_that_is_not_utf8(tmp_path, encoding):
         read_datalist(table(tmp_path, "image,subject\na_1.nii.gz,J\u00f6rg\n", encoding))
 
 
-def test_select_takes_any_dicts_with_ids():
-    items = [{"id": f"v_{number}", "row": number} for number in (1, 2, 3)]
-    assert select("Cache/x", items, "2-3") == items[1:] and select("Cache/x", items, "") == items
-    with refused("Cache/x: ids \"9\" select no volume of the 3 volumes from v_1 to v_3"):
-        select("Cache/x", items, 9)
-    with refused("Cache/x: ids \"3-1\": \"3-1\" is not a number"):
-        select("Cache/x", items, "3-1")
-
-
 def test_a_list_that_cannot_be_read_is_one_sentence(tmp_path):
     (tmp_path / "list.json").symlink_to("/proc/self/mem")  # there, and an error whoever reads it
     with refused(r"^\S+list\.json: the list cannot be read \(.*\); correct its permissions"):
         read_datalist(tmp_path / "list.json")
 
 
-BIDS = ["sub-01/ses-01/anat/sub-01_ses-01_T1w.nii.gz", "sub-01/ses-02/anat/sub-01_ses-02_T1w.nii.gz",
-        "sub-02/anat/sub-02_T1w.nii.gz", "sub-02/anat/sub-02_T2w.nii.gz", "sub-10/anat/sub-10_T1w.nii.gz"]
-
-
 def test_a_bids_name_tells_the_subject_and_its_number(tmp_path):
-    for name in BIDS:
-        write(tmp_path / name)
+    make(tmp_path, "sub-01/ses-01/anat/sub-01_ses-01_T1w.nii.gz sub-01/ses-02/anat/sub-01_ses-02_T1w.nii.gz "
+         "sub-02/anat/sub-02_T1w.nii.gz sub-02/anat/sub-02_T2w.nii.gz sub-10/anat/sub-10_T1w.nii.gz")
     assert told(read_datalist(tmp_path), "id", "subject") == [
         ("sub-01_ses-01_T1w", "sub-01"), ("sub-01_ses-02_T1w", "sub-01"), ("sub-02_T1w", "sub-02"),
         ("sub-02_T2w", "sub-02"), ("sub-10_T1w", "sub-10")]
@@ -489,17 +387,8 @@ def test_a_bids_name_tells_the_subject_and_its_number(tmp_path):
     assert told(read_datalist(tmp_path, ids="2-10"), "subject") == [("sub-02",), ("sub-02",), ("sub-10",)]
 
 
-@pytest.mark.parametrize("name, subject", [
-    ("sub-01", "sub-01"), ("sub-OAS3_ses-1_T1w", "sub-OAS3"), ("sub-01-T1w", "sub-01-T1w"), ("sub_01", "sub_01"),
-    ("x_sub-01_T1w", "x_sub-01_T1w"), ("sub-", "sub-")])
-def test_what_is_a_bids_name(tmp_path, name, subject):
-    write(tmp_path / f"{name}.nii.gz")
-    assert told(read_datalist(tmp_path), "subject") == [(subject,)]
-
-
 def test_a_pattern_finds_the_subject_in_the_path_below_the_data_folder(tmp_path):
-    for name in ("anna/a_1.nii.gz", "anna/a_2.nii.gz", "bert/b_1.nii.gz"):
-        write(tmp_path / "data" / name)
+    make(tmp_path / "data", "anna/a_1.nii.gz anna/a_2.nii.gz bert/b_1.nii.gz")
     assert told(read_datalist(tmp_path / "data", pattern="^([^/]+)/"), "id", "subject") == [
         ("a_1", "anna"), ("a_2", "anna"), ("b_1", "bert")]
     (tmp_path / "data/list.csv").write_text("image,subject\nanna/a_1.nii.gz,\nanna/a_2.nii.gz,\nbert/b_1.nii.gz,otto\n")
@@ -536,18 +425,15 @@ def test_a_split_column_says_who_is_held_out(tmp_path):
 
 
 def test_validation_of_a_json_list(tmp_path):
-    decathlon(tmp_path, ["a_1.nii.gz", "a_2.nii.gz"])
-    for name in ("v_3.nii.gz", "v_4.nii.gz", "v_5.nii.gz"):
-        write(tmp_path / "imagesVal" / name)
-    content = json.loads((tmp_path / "dataset.json").read_text())
+    make(tmp_path, "a_1.nii.gz a_2.nii.gz imagesVal/v_3.nii.gz imagesVal/v_4.nii.gz imagesVal/v_5.nii.gz")
     pairs = [{"fixed": f"imagesVal/v_{one}.nii.gz", "moving": f"imagesVal/v_{other}.nii.gz"}
              for one, other in ((3, 4), (4, 5))]
     for entries in (pairs, [{"image": f"imagesVal/v_{one}.nii.gz", "split": "train"} for one in (3, 4, 5)]):
-        (tmp_path / "dataset.json").write_text(json.dumps({**content, "validation": entries}))
+        (tmp_path / "dataset.json").write_text(json.dumps(
+            {"training": ["a_1.nii.gz", "a_2.nii.gz"], "validation": entries}))
         found = split_volumes("x", list_volumes(tmp_path), keys())
         assert ids_of(found) == (["a_1", "a_2"], ["v_3", "v_4", "v_5"])
-    entries = [{**content["training"][0], "split": "val"}, content["training"][1]]
-    (tmp_path / "dataset.json").write_text(json.dumps({"training": entries}))
+    make(tmp_path, "", [{"image": "a_1.nii.gz", "split": "val"}, "a_2.nii.gz"])
     assert ids_of(split_volumes("x", list_volumes(tmp_path), keys())) == (["a_2"], ["a_1"])
 
 
@@ -648,42 +534,15 @@ def test_fifteen_thousand_volumes_are_listed_fast(tmp_path):
         assert items[-1]["mask"] == tmp_path / "masksTr" / names[-1]
 
 
-@pytest.mark.skipif(not (REAL / "hippocampus").is_dir(), reason="needs the hippocampus volumes")
-def test_real_decathlon_folder():
-    items = read_datalist(REAL / "hippocampus")
-    assert len(items) == 90 and all(item["label"].is_file() for item in items)
-    assert all((item["subject"], item["modality"], item["mask"]) == (item["id"], "", None) for item in items)
-    some = read_datalist(REAL / "hippocampus", ids="1-8")
-    assert [item["id"][-3:] for item in some] == ["001", "003", "004", "006", "007", "008"]
-
-
-@pytest.mark.skipif(not (REAL / "mouse").is_dir(), reason="needs the mouse brains")
-def test_real_mouse_brains():
-    items = read_datalist(REAL / "mouse")
-    assert told(items, "subject") == [(f"FVB_NCrl_in_vivo_{number}",) for number in (1, 2, 3)]
-    assert all(item["label"].is_file() and item["mask"] is None for item in items)
-
-
 def test_segmentations_beside_their_images_are_labels_and_no_images(tmp_path):
     """A flat folder, as people have it: the label maps once made half of the images."""
-    for number in ("01", "02"):
-        for name in ("T1w", "T1w_mask", "dseg"):
-            write(tmp_path / f"sub-{number}_{name}.nii.gz")
-    (tmp_path / "sub-02_dseg.nii.gz").unlink()
-    write(tmp_path / "sub-03_ses-1_T1w.nii.gz")
-    write(tmp_path / "sub-03_ses-1_space-T1w_desc-hand_dseg.nii.gz")
-    for name in ("case_7.nii.gz", "case_7_Label.nii.gz", "brain_0000.nii.gz", "brain_seg.nii.gz", "alone_9.nii.gz"):
-        write(tmp_path / name)
+    make(tmp_path, "sub-01_T1w.nii.gz sub-01_T1w_mask.nii.gz sub-01_dseg.nii.gz sub-02_T1w.nii.gz "
+         "sub-02_T1w_mask.nii.gz sub-03_ses-1_T1w.nii.gz sub-03_ses-1_space-T1w_desc-hand_dseg.nii.gz case_7.nii.gz "
+         "case_7_Label.nii.gz brain_0000.nii.gz brain_seg.nii.gz alone_9.nii.gz")
     found = {item["image"].name: item["label"] and item["label"].name for item in read_datalist(tmp_path)}
     assert found == {"sub-01_T1w.nii.gz": "sub-01_dseg.nii.gz", "sub-02_T1w.nii.gz": "sub-02_T1w_mask.nii.gz",
                      "sub-03_ses-1_T1w.nii.gz": "sub-03_ses-1_space-T1w_desc-hand_dseg.nii.gz",
                      "case_7.nii.gz": "case_7_Label.nii.gz", "brain_0000.nii.gz": None, "alone_9.nii.gz": None}
-
-
-def test_a_folder_of_segmentations_alone_is_refused(tmp_path):
-    write(tmp_path / "a_1_seg.nii.gz")
-    with refused(r"the names of all 1 volumes mark them as segmentations, such as a_1_seg\.nii\.gz; give the folder"):
-        read_datalist(tmp_path)
 
 
 def test_a_bids_root_from_datalad_has_each_image_once(tmp_path):
@@ -704,8 +563,6 @@ def test_a_pattern_chooses_the_images(tmp_path):
         ("sub-01_T1w", "sub-01", "sub-01_dseg.nii.gz"), ("sub-02_T1w", "sub-02", None)]
     items = list_volumes(f"{tmp_path}/*/*_T2w.nii.gz", pattern="^([^/]+)/")
     assert [(item["id"], item["subject"]) for item in items] == [("sub-01_T2w", "sub-01")]
-    with refused(r"\*_FLAIR\.nii\.gz: found no \.nii, \.nii\.gz or other volume"):
-        read_datalist(f"{tmp_path}/*_FLAIR.nii.gz")
 
 
 def test_capitals_in_suffixes(tmp_path):

@@ -1,5 +1,4 @@
 """Fields as files: what is written moves other people's images as it moves ours."""
-import itertools
 import re
 
 import nibabel
@@ -13,7 +12,6 @@ from Dataloader.nifti import (
     read_field,
     read_points,
     to_mm,
-    to_voxels,
     write_field,
     write_field_learn2reg,
     write_volume,
@@ -36,7 +34,7 @@ def smooth(shape, affine):
     return sum(np.exp(-((where - place.reshape(3, 1, 1, 1)) ** 2).sum(0) / (2 * 5.0 ** 2)) for place in places)
 
 
-@pytest.mark.parametrize("fixed, moving", list(itertools.product(range(len(FIXED)), repeat=2)))
+@pytest.mark.parametrize("fixed, moving", [(0, 0), (0, 1), (1, 2), (2, 3), (3, 1)])
 def test_simpleitk_warps_by_our_file_as_we_do(tmp_path, fixed, moving):
     (shape, affine), (other_shape, other) = FIXED[fixed], FIXED[moving]
     other = other.copy()  # the moving volume about the same place of the world
@@ -104,14 +102,6 @@ def test_fields_of_slices(tmp_path):
         read_field(tmp_path / "field.nii.gz", dims=2)
 
 
-def test_millimetres_and_voxels_are_each_others_inverse():
-    field = random_field(3, (10, 11, 12), 0.06)
-    there = to_mm(field, OBLIQUE)
-    assert np.abs(to_voxels(there, OBLIQUE) - field).max() < 1e-5
-    lengths = np.linalg.norm(to_mm(np.eye(3).reshape(3, 3, 1, 1), OBLIQUE)[:, :, 0, 0], axis=0)
-    np.testing.assert_allclose(lengths, np.linalg.norm(OBLIQUE[:3, :3], axis=0))
-
-
 def test_points_go_where_the_image_comes_from(tmp_path):
     shape, affine = FIXED[2]
     place = np.array([11, 8, 15])
@@ -127,23 +117,11 @@ def test_points_go_where_the_image_comes_from(tmp_path):
     assert np.abs(border).max() <= np.abs(to_mm(field, affine)).max() + 1e-6
 
 
-def test_landmarks_are_read(tmp_path):
-    path = tmp_path / "points.csv"
-    path.write_text("\ufeffx,y,z\n1,2,3.5\n\n-4;5;6\n", encoding="utf-8")
-    assert read_points(path).tolist() == [[1, 2, 3.5], [-4, 5, 6]]
-    for text, words in (("x,y,z\n", "no landmarks"), ("1,2\n", "row 1: 1, 2 is not x, y, z"),
-                        ("1,2,3\n4,a,6\n", "row 2: 4, a, 6 is not")):
-        path.write_text(text)
-        with pytest.raises(InputError, match=f"points.csv.*{words}"):
-            read_points(path)
-    with pytest.raises(InputError, match="nowhere.csv: no such file"):
-        read_points(tmp_path / "nowhere.csv")
-
-
 @pytest.mark.parametrize("text, encoding", [
     ("x;y;z\n10,5;12,25;-3,5\n1;2;3\n", "utf-8"), ("10.5,12.25,-3.5\n1,2,3\n", "utf-8"),
     ("id,x,y,z\n7,10.5,12.25,-3.5\n8,1,2,3\n", "utf-8"), ("z,y,x\n-3.5,12.25,10.5\n3,2,1\n", "utf-8"),
     ("label;X (mm);Y_mm;z\nnose;10,5;12,25;-3,5\nbrücke;1;2;3\n", "latin-1"), ("10,5 12,25 -3,5\n1 2 3\n", "utf-8"),
+    ("\ufeffx,y,z\n10.5,12.25,-3.5\n\n1;2;3\n", "utf-8"),
     ("x\ty\tz\n10,5\t12,25\t-3,5\n1\t2\t3\n", "utf-16"), ("10.5, 12.25, -3.5\n1, 2, 3\n", "utf-16-le")])
 def test_landmarks_as_people_have_them(tmp_path, text, encoding):
     path = tmp_path / "points.csv"
@@ -156,7 +134,8 @@ def test_landmarks_as_people_have_them(tmp_path, text, encoding):
     ("a,b,c\n1,2,3\n", "header a, b, c does not name the columns x, y and z"),
     ("1,2,3\n1_000,2,3\n", "row 2: 1_000, 2, 3 is not x, y, z"),
     ("x,y,z\n1,2,3\n1,2\n", "row 3: 1, 2 is not x, y, z"), ("10,5,12,25,-3,5\n", "row 1: 10, 5, 12, 25, -3, 5"),
-    ("x,y,z\n1,nan,3\n", "row 2"), ("", "no landmarks")])
+    ("1,2\n", "row 1: 1, 2 is not x, y, z"), ("1,2,3\n4,a,6\n", "row 2: 4, a, 6 is not"),
+    ("x,y,z\n1,nan,3\n", "row 2"), ("", "no landmarks"), ("x,y,z\n", "no landmarks")])
 def test_landmarks_that_can_be_read_in_two_ways_are_refused(tmp_path, text, words):
     path = tmp_path / "points.csv"
     path.write_text(text)
@@ -202,16 +181,12 @@ def test_a_damaged_field_is_refused(tmp_path):
             read_field(path)
 
 
-@pytest.mark.parametrize("write, shape", [("itk", (5, 6, 7, 1, 3)), ("learn2reg", (5, 6, 7, 3))])
-def test_a_field_with_a_singular_affine_is_refused(tmp_path, write, shape):
-    image = nibabel.Nifti1Image(np.ones(shape, np.float32), None)
+def test_a_field_is_checked_as_a_volume_is(tmp_path):
+    image = nibabel.Nifti1Image(np.ones((5, 6, 7, 3), np.float32), None)
     image.header.set_sform(np.diag([1.0, 1, 0, 1]), 1)
     nibabel.save(image, tmp_path / "field.nii.gz")
     with pytest.raises(InputError, match="field.nii.gz: the affine .* is singular; repair the header"):
         read_field(tmp_path / "field.nii.gz")
-
-
-def test_a_field_of_complex_numbers_is_refused(tmp_path):
     nibabel.save(nibabel.Nifti1Image(np.ones((5, 6, 7, 3), np.complex64), np.eye(4)), tmp_path / "field.nii.gz")
     with pytest.raises(InputError, match="field.nii.gz: each voxel must be one real number, but the type is complex64"):
         read_field(tmp_path / "field.nii.gz")

@@ -1,23 +1,19 @@
 """One volume onto the training grid, into a part of the cache, and back to the grid of its file."""
 import base64
-import itertools
 
 import nibabel
 import numpy as np
 import pytest
 import SimpleITK as sitk
-from scipy import ndimage
 
 import OM_prepare
 from Dataloader import cache
-from Dataloader.datalist import read_datalist
-from Dataloader.grids import SAME_GRID, from_grid, same_grid
-from Dataloader.nifti import read_label, read_volume, write_volume
+from Dataloader.nifti import write_volume
 from Dataloader.prepare import describe, on_grid, original_header, to_original
 from Dataloader.synthetic import make_subject
 from Runtime.errors import InputError
 from tests.test_nifti import OBLIQUE, make_affine, to_itk
-from tests.tiny import ROOT, config
+from tests.tiny import config
 
 WAVES = np.array([[0.11, 0.05, -0.07], [-0.04, 0.12, 0.06], [0.03, -0.08, 0.1]])  # radians per mm
 LOW, HIGH = -1000.0, 2000.0
@@ -155,20 +151,6 @@ def inside(shape):
     return array
 
 
-def test_from_grid_undoes_every_orientation_and_keeps_the_dtype():
-    array = np.random.default_rng(1).integers(0, 9, (4, 5, 6)).astype(np.uint8)
-    for axes, signs in itertools.product(itertools.permutations(range(3)), itertools.product((1, -1), repeat=3)):
-        affine = make_affine(axes, signs)
-        shape = tuple(np.array(array.shape)[list(axes)])
-        where = np.rint(world_size(shape, affine))
-        low = where.reshape(3, -1).min(1)
-        grid = np.eye(4)
-        grid[:3, 3] = low
-        back = from_grid(array, grid, shape, affine, order=0)
-        index = (where - low.reshape(3, 1, 1, 1)).astype(int)
-        assert back.dtype == np.uint8 and np.array_equal(back, array[tuple(index)])
-
-
 def part(folder, items, cfg):
     """A part of a cache with these volumes: arrays by kind, and the record."""
     record = cache.write_group(folder, 3, items, cfg)
@@ -260,22 +242,6 @@ def test_a_label_may_differ_by_rounding_of_its_affine_and_no_more(tmp_path):
         on_grid(item, keys((16, 16, 16), 1.2))
 
 
-@pytest.mark.parametrize("shape", [(20, 22, 24), (20, 22)])
-def test_grids_are_the_same_up_to_rounding(shape):
-    def moved(voxels):
-        affine = OBLIQUE.copy()
-        affine[:3, 3] += voxels * OBLIQUE[:3, 0]
-        return affine
-
-    assert same_grid(shape, OBLIQUE, list(shape), OBLIQUE.astype(np.float32))
-    assert same_grid(shape, OBLIQUE, shape, moved(0.9 * SAME_GRID))
-    assert not same_grid(shape, OBLIQUE, shape, moved(1.1 * SAME_GRID))
-    assert not same_grid(shape, OBLIQUE, shape[::-1], OBLIQUE)
-    turned = OBLIQUE.copy()
-    turned[:, 0] *= 1.01
-    assert not same_grid(shape, OBLIQUE, shape, turned)
-
-
 @pytest.mark.parametrize("kind", [nibabel.Nifti1Header, nibabel.Nifti2Header])
 @pytest.mark.parametrize("endian", ["<", ">"])
 def test_the_header_of_the_file_comes_back(tmp_path, kind, endian):
@@ -298,33 +264,6 @@ def test_the_header_of_the_file_comes_back(tmp_path, kind, endian):
     assert back.header["descrip"].item() == b"scanner seven"
     assert (int(back.header["sform_code"]), int(back.header["qform_code"])) == (4, 3)
     np.testing.assert_allclose(back.affine, OBLIQUE, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["hippocampus", "mouse"])
-@pytest.mark.parametrize("finer", [False, True], ids=["as it is", "oblique, flipped, anisotropic"])
-def test_real_volumes_come_back_as_they_were(tmp_path, name, finer):
-    root = ROOT.parent / "shared/data" / name
-    if not root.is_dir():
-        pytest.skip(f"{root} is not there")
-    for item in read_datalist(root)[:2]:
-        read, affine = read_volume(item["image"])
-        label, _ = read_label(item["label"])
-        affine = OBLIQUE if finer else affine
-        voxel = np.linalg.norm(affine[:3, :3], axis=0)
-        spacing_mm = 0.8 * voxel.min() if finer else voxel.min()
-        size = np.ceil(np.array(read.shape) * voxel / spacing_mm).astype(int).max() + 1
-        item = save(tmp_path, read, affine, label=label)
-        cfg = keys([int(size)] * 3, spacing_mm, window=[0.0, 0.0], dtype="uint8")
-        found, record = prepared(item, cfg)
-        back = to_original(cache.decode(cache.encode(found["image"], "uint8")), record, intensities=True)
-        clipped = np.clip(read, record["low"], record["high"])
-        error, step = np.abs(back - clipped), (record["high"] - record["low"]) / 255
-        # On a finer grid both interpolations are means of voxels less than two away.
-        spread = ndimage.maximum_filter(clipped, 5) - ndimage.minimum_filter(clipped, 5) if finer else 0
-        inner = (slice(1, -1) if finer else slice(None),) * 3  # beside the border is the zero of the outside
-        assert (error <= spread + 0.51 * step)[inner].all()
-        assert error.mean() < (10 if finer else 0.5) * step
-        assert np.array_equal(to_original(found["label"], record, 0), label)
 
 
 def test_a_segmentation_is_no_image(tmp_path):

@@ -103,26 +103,6 @@ def pair(tmp_path):
     return make
 
 
-def fsl_mm(path):
-    """Voxels to FSL's millimetres, told by its own rule: like radiological images, x from right to left."""
-    image = nibabel.load(path)
-    scale = np.diag([*image.header.get_zooms()[:3], 1.0])
-    if np.linalg.det(image.affine) < 0:
-        return scale
-    flip = np.diag([-1.0, 1, 1, 1])
-    flip[0, 3] = image.shape[0] - 1
-    return scale @ flip
-
-
-@pytest.mark.parametrize("moving_affine", [MOVING, FLIPPED], ids=["kept", "flipped"])
-def test_a_matrix_of_flirt(tmp_path, pair, moving_affine):
-    fixed, moving, matrix = pair(moving_affine)
-    voxels = np.linalg.inv(OBLIQUE) @ np.linalg.inv(matrix) @ moving_affine  # of the moving volume to the fixed one's
-    flirt = fsl_mm(fixed) @ voxels @ np.linalg.inv(fsl_mm(moving))
-    np.savetxt(tmp_path / "flirt.mat", flirt, fmt="%.10f")
-    np.testing.assert_allclose(read_matrix(tmp_path / "flirt.mat", fixed, moving), matrix, atol=1e-5)
-
-
 def lta_volume(name, shape, affine):
     """What a .lta file says of a volume."""
     sides = np.linalg.norm(affine[:3, :3], axis=0)

@@ -32,12 +32,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from Dataloader.dataset import (  # noqa: E402
-    as_float,  # noqa: E402
-    make_loader,
-    read_ahead,
-    read_datasets,
-)
+from Dataloader.dataset import as_float, make_loader, read_ahead, read_datasets  # noqa: E402
 from Dataloader.grids import rescale  # noqa: E402
 from Dataloader.synthetic import make_subject, write_dataset  # noqa: E402
 from Diffusion.batch_augment import augment  # noqa: E402
