@@ -1,5 +1,6 @@
 """One volume onto the training grid, into a part of the cache, and back to the grid of its file."""
 import base64
+import itertools
 
 import nibabel
 import numpy as np
@@ -8,6 +9,7 @@ import SimpleITK as sitk
 
 import OM_prepare
 from Dataloader import cache
+from Dataloader.grids import SAME_GRID, from_grid, same_grid
 from Dataloader.nifti import write_volume
 from Dataloader.prepare import describe, on_grid, original_header, to_original
 from Dataloader.synthetic import make_subject
@@ -284,3 +286,33 @@ def test_a_page_that_cannot_be_written_blames_the_folder_of_logs(tmp_path, monke
     manifest = {"volumes": [["one", "one", "", 0, 0, False]], "refused": []}
     with pytest.raises(InputError, match="run.logs .*: the page of the cache cannot be written there .*No space left"):
         OM_prepare.write_report(tmp_path, manifest, config(tmp_path), 1)
+
+
+def test_from_grid_undoes_every_orientation_and_keeps_the_dtype():
+    array = np.random.default_rng(1).integers(0, 9, (4, 5, 6)).astype(np.uint8)
+    for axes, signs in itertools.product(itertools.permutations(range(3)), itertools.product((1, -1), repeat=3)):
+        affine = make_affine(axes, signs)
+        shape = tuple(np.array(array.shape)[list(axes)])
+        where = np.rint(world_size(shape, affine))
+        low = where.reshape(3, -1).min(1)
+        grid = np.eye(4)
+        grid[:3, 3] = low
+        back = from_grid(array, grid, shape, affine, order=0)
+        index = (where - low.reshape(3, 1, 1, 1)).astype(int)
+        assert back.dtype == np.uint8 and np.array_equal(back, array[tuple(index)])
+
+
+@pytest.mark.parametrize("shape", [(20, 22, 24), (20, 22)])
+def test_grids_are_the_same_up_to_rounding(shape):
+    def moved(voxels):
+        affine = OBLIQUE.copy()
+        affine[:3, 3] += voxels * OBLIQUE[:3, 0]
+        return affine
+
+    assert same_grid(shape, OBLIQUE, list(shape), OBLIQUE.astype(np.float32))
+    assert same_grid(shape, OBLIQUE, shape, moved(0.9 * SAME_GRID))
+    assert not same_grid(shape, OBLIQUE, shape, moved(1.1 * SAME_GRID))
+    assert not same_grid(shape, OBLIQUE, shape[::-1], OBLIQUE)
+    turned = OBLIQUE.copy()
+    turned[:, 0] *= 1.01
+    assert not same_grid(shape, OBLIQUE, shape, turned)
