@@ -12,7 +12,6 @@ import Runtime.unix  # noqa: F401  first of all: a Python that is too old, or Wi
 # isort: split
 import argparse
 import contextlib
-import dataclasses
 import math
 import os
 import sys
@@ -262,7 +261,7 @@ class Mode(NamedTuple):
     curve: str                     # the name under which its loss is recorded
     terms: tuple                   # names of the terms that are always listed
     clip_norm: str | None = None   # key of the largest norm of its gradient; None for no limit
-    gate: str | None = None        # key: it runs in a step whose `ang` is below; None for every step
+    gate: str | None = None        # key: it runs in a step whose `ang`, of the global batch, is below; None: in every
     needs_condition: bool = False  # whether it needs a second volume
     last_use: tuple = ()           # tensors of its batches that no later mode needs
 
@@ -282,8 +281,7 @@ TERMS = [name for mode in MODES.values() for name in (mode.curve, *mode.terms)]
 # One step
 # ---------------------------------------------------------------------------------------------------------------------
 
-@dataclasses.dataclass
-class ModeResult:
+class ModeResult(NamedTuple):
     """The result of a mode in one step."""
 
     agreed: agree.Agreed
@@ -291,14 +289,6 @@ class ModeResult:
     moved: bool   # whether it changed the weights
     norm: float   # of the gradient, before its clip
     kept: list    # what its step function returned beside, of each batch
-
-
-def forward(run, mode, batch):
-    """One forward pass: the loss with its graph, {term: value}, and a list of what the step function returns beside."""
-    watchdog.phase("forward", mode.name)
-    loss, terms, *kept = graphs.run(run.graphs, mode.name, lambda given: mode.step(run.model, given, run.cfg), batch,
-                                    run.net.parameters())
-    return loss, {name: value.detach() for name, value in {mode.curve: loss, **terms}.items()}, kept
 
 
 def run_mode(run, mode, batches, **raised):
@@ -317,8 +307,10 @@ def run_mode(run, mode, batches, **raised):
     for number, batch in enumerate(batches, 1):
         is_last = number == len(batches)
         with contextlib.nullcontext() if alone or is_last else run.model.no_sync():
-            loss, terms, beside = forward(run, mode, batch)
-            rows.append(terms)
+            watchdog.phase("forward", mode.name)
+            loss, terms, *beside = graphs.run(run.graphs, mode.name, lambda given: mode.step(run.model, given, run.cfg),
+                                              batch, run.net.parameters())
+            rows.append({name: value.detach() for name, value in {mode.curve: loss, **terms}.items()})
             kept += beside
             if not is_last:
                 watchdog.phase("accumulate", mode.name)
@@ -362,9 +354,10 @@ def train_step(run, volumes, pairs, **raised):
     compare = cfg["run.checksum_every"] and progress.step % cfg["run.checksum_every"] == 0
     raised.update(weights=optim.replicated(run.net) if compare else None)
     watchdog.phase("deform")
-    batches, held = [], None
+    batches = held = None
     for mode in run.modes:
-        if mode.gate and not gate_is_open(mode, results, cfg):
+        recovery = results.get("diffusion")  # without mode 1 there is no gate
+        if mode.gate and recovery and not (recovery.moved and recovery.terms["ang"] < cfg[mode.gate]):
             continue
         if mode.data != held:  # what the modes before have seen is freed first
             batches = None
@@ -391,13 +384,6 @@ def train_step(run, volumes, pairs, **raised):
     return line, next(iter(results.values())).agreed
 
 
-def gate_is_open(mode, results, cfg):
-    """Whether a mode with a gate runs in this step: `ang`, of the global batch, is below it; a training without mode 1
-    has no gate. results: {name: ModeResult} of the modes before."""
-    recovery = results.get("diffusion")
-    return recovery is None or recovery.moved and recovery.terms["ang"] < cfg[mode.gate]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop
 # ---------------------------------------------------------------------------------------------------------------------
@@ -411,7 +397,7 @@ def train(cfg, args, ranks, folder):
     profile, pace = new_profile(args.profile, progress.step, ranks.rank, folder, run.device), new_pace()
     steps_here, leave = 0, None  # of this launch; the agreed reason to leave
 
-    while progress.epoch < cfg["run.epochs"] and not leave:
+    while progress.epoch < cfg["run.epochs"]:
         watchdog.phase("epoch")
         every = cfg["run.refresh_process_group_every"]
         if every and steps_here and progress.epoch % every == 0:  # which frees what drivers leak in the group
@@ -459,8 +445,41 @@ def train(cfg, args, ranks, folder):
                 if leave:
                     break
                 watchdog.new_step(progress.step)
-        if not leave:
-            finish_epoch(run, began)
+        if leave:
+            break
+
+        # The end of an epoch: validation, log, TensorBoard, a checkpoint.
+        epoch, sums, last = progress.epoch, progress.sums, progress.epoch + 1 == cfg["run.epochs"]
+        watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world_size=ranks.world_size,
+                       samples=progress.samples, steps=sums.steps,
+                       **optim.footprint(run.net, run.optimizers, run.device))
+        scores, picture = {}, None
+        if len(run.held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last):
+            watchdog.phase("evaluate")
+            memory.trim()  # what the C library keeps of the steps would come on top of what the validation takes
+            with optim.ema_weights(run.net, run.ema):
+                scores, picture = validation.validate(run, run.held_out)
+            watchdog.phase("evaluate")
+        if run.curves:
+            entry = {**averages(sums), "steps": sums.steps, "open_share": sums.open / max(sums.steps, 1),
+                     "nonfinite": sums.nonfinite, **scores}
+            watchdog.event("epoch", **{**entry, "epoch": epoch, "step": progress.step})
+            show_epoch(run.curves, entry, progress, cfg, time.time() - began)
+            writer.flush(run.curves)
+
+        begin_epoch(progress, epoch + 1, run.terms)
+        best = validation.best_by(scores, any(mode.name == "registration" for mode in run.modes))
+        name = checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"])
+        training_state.save(run, name, metrics=scores or None, best=best)
+
+        # After the save: an error of the picture must not cost the epoch.
+        every = cfg["run.picture_every"]
+        if run.curves and picture and every and ((epoch + 1) % every == 0 or last):
+            from Diffusion.figures import registration_figure  # here: matplotlib would slow the start of every rank
+            watchdog.phase("evaluate")
+            writer.add_figure(run.curves, "registration", registration_figure(*picture, title=f"epoch {epoch + 1}"),
+                              progress.step)
+            writer.flush(run.curves)
 
     # Wait for the last write, part from the other ranks, and say how it ended.
     profile_step(profile, math.inf)
@@ -484,40 +503,6 @@ def train(cfg, args, ranks, folder):
               f"{checkpoint.weights_sha256(weights)}\n"
               f"the network, for OM_register.py, OM_augment.py and Scripts/export_model.py: --model {folder}")
     return DONE
-
-
-def finish_epoch(run, began):
-    """Validation, log, TensorBoard and the epoch's checkpoint. began: time.time() of the epoch, or of this launch."""
-    cfg, progress = run.cfg, run.progress
-    epoch, sums, last = progress.epoch, progress.sums, progress.epoch + 1 == cfg["run.epochs"]
-    watchdog.event("memory", epoch=epoch, strategy=cfg["run.strategy"], world_size=run.ranks.world_size,
-                   samples=progress.samples, steps=sums.steps, **optim.footprint(run.net, run.optimizers, run.device))
-    scores, picture = {}, None
-    if len(run.held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last):
-        watchdog.phase("evaluate")
-        memory.trim()  # what the C library keeps of the steps would come on top of what the validation takes
-        with optim.ema_weights(run.net, run.ema):
-            scores, picture = validation.validate(run, run.held_out)
-        watchdog.phase("evaluate")
-    if run.curves:
-        entry = {**averages(sums), "steps": sums.steps, "open_share": sums.open / max(sums.steps, 1),
-                 "nonfinite": sums.nonfinite, **scores}
-        watchdog.event("epoch", **{**entry, "epoch": epoch, "step": progress.step})
-        show_epoch(run.curves, entry, progress, cfg, time.time() - began)
-        writer.flush(run.curves)
-
-    begin_epoch(progress, epoch + 1, run.terms)
-    best = validation.best_by(scores, any(mode.name == "registration" for mode in run.modes))
-    name = checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"])
-    training_state.save(run, name, metrics=scores or None, best=best)
-
-    # After the save: an error of the picture must not cost the epoch.
-    if run.curves and picture and cfg["run.picture_every"] and ((epoch + 1) % cfg["run.picture_every"] == 0 or last):
-        from Diffusion.figures import registration_figure  # here: matplotlib would slow the start of every rank
-        watchdog.phase("evaluate")
-        writer.add_figure(run.curves, "registration", registration_figure(*picture, title=f"epoch {epoch + 1}"),
-                          progress.step)
-        writer.flush(run.curves)
 
 
 def main(argv=None):
