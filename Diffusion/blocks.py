@@ -38,20 +38,6 @@ def must_be_float32(x, layer):
     return dtype_on_cpu(x) == torch.bfloat16 and any(n < length for n, length in zip(x.shape[2:], lengths))
 
 
-def in_float32(convolve, x, weight, bias):
-    """A convolution of x computed in float32, its result in bfloat16."""
-    with torch.autocast("cpu", enabled=False):
-        return convolve(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
-
-
-def pointwise_convolution(x, weight, bias):
-    """A convolution with a 1x1x1 kernel, as a matrix product over channels: y(x) = W x(x) + b at every voxel.
-
-    x: (B, C, *spatial). Returns: (B, K, *spatial), what F.conv3d returns up to rounding.
-    """
-    return F.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
-
-
 def convolve_in_slabs(x, weight, bias, stride, padding, dilation):
     """The 3D convolution of one sample, cut along the first axis into a batch of two slabs, which oneDNN supports.
 
@@ -91,56 +77,40 @@ def convolve_in_eights(convolve, x, weight, bias):
     return convolve(x, weight, bias)
 
 
-def is_pointwise(layer):
-    """Whether a convolution only mixes the channels of each voxel: a kernel of one voxel, at every voxel."""
-    return set(layer.kernel_size + layer.stride) == {1}
-
-
-def is_plain_cube(layer):
-    """Whether a convolution has kernels of 3 voxels a side, and a result at every voxel."""
-    return set(layer.kernel_size) == {3} and set(layer.stride + layer.padding + layer.dilation) == {1}
-
-
-def convolve_on_device(layer, convolve, x, weight, bias):
-    """The result of `layer` for x by its `convolve`, if an accelerator computes it in bfloat16."""
-    if is_pointwise(layer):
-        return product_over_channels(x, weight, bias).movedim(-1, 1)                    # (B, K, *spatial)
-    kernels = kernels_for(x)
-    if kernels and is_plain_cube(layer) and kernels.few_channels(x, weight):
-        x = x.to(torch.bfloat16).movedim(1, -1).contiguous()                            # (B, *spatial, C)
-        return kernels.ConvolveFew.apply(x, weight, bias).movedim(-1, 1)                # (B, K, *spatial)
-    return convolve_in_eights(convolve, x, weight, bias)
-
-
-class Conv3d(nn.Conv3d):
-    """nn.Conv3d that on a CPU uses oneDNN in float32 and is correct in bfloat16.
+class Convolution:
+    """What nn.Conv2d and nn.Conv3d are given here: exact in bfloat16 on a CPU, fast in float32 there and on a device.
 
     In float32 torch takes `slow_conv3d`, four times slower, for one small sample, and with one thread also for 1x1x1
-    kernels (use_mkldnn in ATen/native/Convolution.cpp). The two functions above avoid both.
+    kernels (use_mkldnn in ATen/native/Convolution.cpp).
     """
 
     def _conv_forward(self, x, weight, bias):
         if must_be_float32(x, self):
-            return in_float32(self._conv_forward, x, weight, bias)
+            with torch.autocast("cpu", enabled=False):
+                return self._conv_forward(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
+        pointwise = set(self.kernel_size + self.stride) == {1}
         if on_device_in_bfloat16(x):
-            return convolve_on_device(self, super()._conv_forward, x, weight, bias)
-        if dtype_on_cpu(x) == torch.float32:
-            if is_pointwise(self):
-                return pointwise_convolution(x, weight, bias)
+            if pointwise:
+                return product_over_channels(x, weight, bias).movedim(-1, 1)            # (B, K, *spatial)
+            kernels, everywhere = kernels_for(x), set(self.stride + self.padding + self.dilation) == {1}
+            if kernels and set(self.kernel_size) == {3} and everywhere and kernels.few_channels(x, weight):
+                x = x.to(torch.bfloat16).movedim(1, -1).contiguous()                    # (B, *spatial, C)
+                return kernels.ConvolveFew.apply(x, weight, bias).movedim(-1, 1)        # (B, K, *spatial)
+            return convolve_in_eights(super()._conv_forward, x, weight, bias)
+        if x.dim() == 5 and dtype_on_cpu(x) == torch.float32:
+            if pointwise:
+                return F.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
             if len(x) == 1 and x.shape[1:4].numel() <= 20480:  # torch's limit for a small sample
                 return convolve_in_slabs(x, weight, bias, self.stride, self.padding, self.dilation)
         return super()._conv_forward(x, weight, bias)
 
 
-class Conv2d(nn.Conv2d):
-    """nn.Conv2d that is correct in bfloat16 on a CPU."""
+class Conv3d(Convolution, nn.Conv3d):
+    pass
 
-    def _conv_forward(self, x, weight, bias):
-        if must_be_float32(x, self):
-            return in_float32(super()._conv_forward, x, weight, bias)
-        if on_device_in_bfloat16(x):
-            return convolve_on_device(self, super()._conv_forward, x, weight, bias)
-        return super()._conv_forward(x, weight, bias)
+
+class Conv2d(Convolution, nn.Conv2d):
+    pass
 
 
 def conv(dims, in_channels, out_channels, kernel_size=3, stride=1, dilation=1, bias=True):

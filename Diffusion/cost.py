@@ -116,21 +116,17 @@ def training_volumes(cfg):
         if place:
             try:
                 dataset, _, listed = read_datasets(source_cfg, headers_only=True)
-                return len(dataset), listed, place + why, labels_of_first(dataset, source_cfg)
+                labels = 1
+                if cfg["loss.dice"]:
+                    first = next(number for number, item in enumerate(dataset.items) if item["label"])
+                    labels = max(len(labels_in(dataset, [first], source_cfg)), 1)
+                return len(dataset), listed, place + why, labels
             except InputError as error:
                 why = f", since {error}"
                 refused = error if glob.glob(str(place)) else refused
     if refused:
         raise refused
     return cfg["data.expect_samples"], None, f"data.expect_samples{why}", 1
-
-
-def labels_of_first(dataset, cfg):
-    """How many labels the first volume with labels has that loss.dice compares, at least 1."""
-    if not cfg["loss.dice"]:
-        return 1
-    first = next(number for number, item in enumerate(dataset.items) if item["label"])
-    return max(len(labels_in(dataset, [first], cfg)), 1)
 
 
 def speed(cfg, device):

@@ -131,11 +131,6 @@ def counted_means(values, counted):
     return (values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1.0)
 
 
-def _counted_mean(values, counted):
-    """The mean over the samples of their `counted_means`."""
-    return counted_means(values, counted).mean()
-
-
 class _LocalCorrelation(torch.autograd.Function):
     """`local_correlation` with its gradient written out: three box means for each image instead of autograd's five."""
 
@@ -150,9 +145,9 @@ class _LocalCorrelation(torch.autograd.Function):
         variances = (var_a * var_b).add_(eps ** 2)
         counted = (var_b > 10 * eps).float()
         ctx.save_for_backward(a, b, mean_a, mean_b, var_a, var_b, covariance, variances, counted)
-        ctx.window = window
-        ctx.squared = squared
-        return _counted_mean(covariance.square() / variances if squared else covariance * variances.rsqrt(), counted)
+        ctx.window, ctx.squared = window, squared
+        correlation = covariance.square() / variances if squared else covariance * variances.rsqrt()
+        return counted_means(correlation, counted).mean()
 
     @staticmethod
     @once_differentiable
@@ -194,15 +189,12 @@ def local_correlation(image, target, window=9, squared=True, eps=1e-5, weight=No
     None for all alike. Returns: a scalar; 0 where nothing counts.
     """
     with torch.autocast(image.device.type, enabled=False):
-        if weight is not None:
-            return _weighted_correlation(image.float(), target.float(), weight.float(), window, squared, eps)
-        return _LocalCorrelation.apply(image.float(), target.float(), window, squared, eps)
-
-
-def _weighted_correlation(image, target, weight, window, squared, eps):
-    """`local_correlation` with a weight, in float32."""
-    correlation, counted = local_correlation_map(image, target, window, squared, weight, eps)
-    return _counted_mean(correlation, weight * counted)
+        image, target = image.float(), target.float()
+        if weight is None:
+            return _LocalCorrelation.apply(image, target, window, squared, eps)
+        weight = weight.float()
+        correlation, counted = local_correlation_map(image, target, window, squared, weight, eps)
+        return counted_means(correlation, weight * counted).mean()
 
 
 def local_correlation_map(image, target, window=9, squared=True, weight=None, eps=1e-5):

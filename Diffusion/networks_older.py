@@ -199,17 +199,10 @@ class RecResACNet(nn.Module):
     def forward(self, image, t, condition=None, use_condition=None, embed=False):
         """As every network, see Diffusion/networks.py. In float32 throughout: in bfloat16 a recovery strays."""
         with torch.autocast(image.device.type, enabled=False):
-            return self.answer(image, t, condition, use_condition, embed)
-
-    def answer(self, image, t, condition, use_condition, embed):
-        """What `forward` returns."""
-        # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
-        time = self.time_vectors(torch.zeros_like(t) if embed else t)                # (B, 100)
-        condition = self.masked(image, condition, use_condition)                     # (B, 2, 128^3)
-        if embed:
-            return self.embeddings(image, condition, time)                           # (B, 128) each
-
-        def one_pass(warped):
-            return self.one_pass(warped, condition, time)                            # (B, 3, 128^3)
-
-        return recurse(one_pass, image, self.rec_num, self.detach)                   # (B, 3, 128^3)
+            # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
+            time = self.time_vectors(torch.zeros_like(t) if embed else t)            # (B, 100)
+            condition = self.masked(image, condition, use_condition)                 # (B, 2, 128^3)
+            if embed:
+                return self.embeddings(image, condition, time)                       # (B, 128) each
+            return recurse(lambda warped: self.one_pass(warped, condition, time), image, self.rec_num,
+                           self.detach)                                              # (B, 3, 128^3)

@@ -321,14 +321,9 @@ class AffineMatch(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def neighbour_offsets(dims):
-    """Offsets of the 3^N neighbours of a voxel in a volume padded by one; (1, 1, 1) is the voxel itself."""
-    return list(itertools.product(range(3), repeat=dims))
-
-
 def shifted_views(padded, size):
-    """Views (B, *size, C) of `padded`, (B, *(size + 2), C): one for each of `neighbour_offsets`."""
-    for offset in neighbour_offsets(len(size)):
+    """Views (B, *size, C) of `padded`, (B, *(size + 2), C): one for each of the 3^N neighbours of a voxel."""
+    for offset in itertools.product(range(3), repeat=len(size)):
         yield padded[(slice(None), *[slice(i, i + n) for i, n in zip(offset, size)])]
 
 
@@ -435,7 +430,21 @@ class OM_net(nn.Module):
         self.attention = MutualAttention(channels[-1], attention_width, attention_depth, attention_heads, time_width)
         self.embedding = nn.Linear(attention_width, embedding_width)
         self.match = AffineMatch(channels[-1], attention_width, typical_norm) if affine_match and conditioned else None
-        self.make_decoder(channels, time_width, local_match and conditioned)
+
+        # The decoder's levels, coarse to fine, and its heads. Heads start at zero: a new network moves nothing.
+        levels = range(len(channels) - 2, -1 if self.stride == 1 else 0, -1)                # 3, 2, 1, 0
+        sources = 3 if conditioned else 2                            # decoder, image and, with a condition, condition
+        correlate = local_match and conditioned
+        self.up = nn.ModuleList(self.make_upsampling(channels[i + 1], channels[i]) for i in levels)
+        self.join = nn.ModuleList(Join(dims, sources * channels[i] + correlate * 3 ** dims, channels[i], time_width)
+                                  for i in levels)
+        self.local = self.middle = None
+        if correlate:
+            self.local = nn.ModuleList(CorrelationLayer(dims, channels[i]) for i in levels)
+            self.middle = nn.ModuleList(start_at_zero(conv(dims, channels[i], dims)) for i in levels[:-1])
+        self.fine = start_at_zero(conv(dims, channels[levels[-1]], dims))
+        self.coarse = self.make_coarse_head(channels[-1])
+
         self.descent = self.fine_descent = None
         groups = [slice(0, image_channels)]
         if structures:
@@ -444,21 +453,6 @@ class OM_net(nn.Module):
             self.descent = LearnedDescent(dims, channels[field_stride - 1], WIDTH, groups, descents, field_stride)
         if conditioned and fine_descents:
             self.fine_descent = LearnedDescent(dims, channels[field_stride - 1], FINE_WIDTH, groups, fine_descents, 1)
-
-    def make_decoder(self, channels, time_width, correlate):
-        """The decoder's levels, coarse to fine, and its heads. Heads start at zero: a new network moves nothing."""
-        levels = range(len(channels) - 2, -1 if self.stride == 1 else 0, -1)                # 3, 2, 1, 0
-        sources = 3 if self.conditioned else 2                       # decoder, image and, with a condition, condition
-        correlations = 3 ** self.dims if correlate else 0
-        self.up = nn.ModuleList(self.make_upsampling(channels[i + 1], channels[i]) for i in levels)
-        self.join = nn.ModuleList(Join(self.dims, sources * channels[i] + correlations, channels[i], time_width)
-                                  for i in levels)
-        self.local = self.middle = None
-        if correlate:
-            self.local = nn.ModuleList(CorrelationLayer(self.dims, channels[i]) for i in levels)
-            self.middle = nn.ModuleList(start_at_zero(conv(self.dims, channels[i], self.dims)) for i in levels[:-1])
-        self.fine = start_at_zero(conv(self.dims, channels[levels[-1]], self.dims))
-        self.coarse = self.make_coarse_head(channels[-1])
 
     def make_upsampling(self, in_channels, out_channels):
         """From one level of the decoder to the next finer one."""

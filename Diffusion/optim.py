@@ -220,24 +220,19 @@ def compare_moments(saved, modes, cfg, path):
 def load_optimizers(optimizers, saved):
     """Load this rank's part of what a checkpoint holds of Adam; see `compare_moments`. saved: of `gather_state`."""
     for name, optimizer in optimizers.items():
-        state = saved if "param_groups" in saved else saved.get(name)
-        if state:
-            load_optimizer(optimizer, state)
-
-
-def load_optimizer(optimizer, saved):
-    """Load this rank's part of a whole Adam state. saved: state_dict that numbers all parameters in order."""
-    adam = own_adam(optimizer)
-    group = {name: value for name, value in saved["param_groups"][0].items() if name != "params"}
-    numbers = {parameter: number for number, parameter in enumerate(optimizer.param_groups[0]["params"])}
-    parameters = adam.param_groups[0]["params"]
-    state = {}
-    for place, parameter in enumerate(parameters):
-        if numbers[parameter] in saved["state"]:
-            entry = saved["state"][numbers[parameter]]
-            state[place] = {name: part_like(parameter, value) for name, value in entry.items()}
-    adam.load_state_dict({"state": state, "param_groups": [{**group, "params": list(range(len(parameters)))}]})
-    optimizer.param_groups[0].update(group)
+        whole_state = saved if "param_groups" in saved else saved.get(name)  # it numbers all parameters in order
+        if not whole_state:
+            continue
+        adam = own_adam(optimizer)
+        group = {key: value for key, value in whole_state["param_groups"][0].items() if key != "params"}
+        numbers = {parameter: number for number, parameter in enumerate(optimizer.param_groups[0]["params"])}
+        parameters = adam.param_groups[0]["params"]
+        state = {}
+        for place, parameter in enumerate(parameters):
+            if entry := whole_state["state"].get(numbers[parameter]):
+                state[place] = {key: part_like(parameter, value) for key, value in entry.items()}
+        adam.load_state_dict({"state": state, "param_groups": [{**group, "params": list(range(len(parameters)))}]})
+        optimizer.param_groups[0].update(group)
 
 
 def part_like(parameter, value):
@@ -270,7 +265,7 @@ def gather(value, ranks):
         return {name: gather(item, ranks) for name, item in value.items()}
     if not hasattr(value, "full_tensor"):
         return value
-    value = whole(value)
+    value = value.full_tensor()
     return value.cpu() if ranks.rank == 0 else None
 
 
@@ -378,19 +373,16 @@ def update_ema(ema, net, cfg, step):
 
 
 @contextlib.contextmanager
+@torch.no_grad()  # of this function: what runs within the context keeps its own mode
 def ema_weights(net, ema):
     """Within this context the network has the averaged weights; without an average (None), its own."""
-    own = {name: parameter.detach().clone() for name, parameter in net.named_parameters()} if ema else {}
+    if not ema:
+        yield net
+        return
+    parameters = [own_part(parameter) for parameter in net.parameters()]
+    own = [parameter.detach().clone() for parameter in parameters]
     try:
-        put_weights(net, ema)
+        torch._foreach_copy_(parameters, [own_part(ema[name]) for name, _ in net.named_parameters()])
         yield net
     finally:
-        put_weights(net, own)
-
-
-@torch.no_grad()
-def put_weights(net, weights):
-    """Copy {name: tensor} into the network's parameters; an empty dict changes nothing."""
-    if weights:
-        pairs = [(own_part(parameter), own_part(weights[name])) for name, parameter in net.named_parameters()]
-        torch._foreach_copy_(*map(list, zip(*pairs)))
+        torch._foreach_copy_(parameters, own)
