@@ -82,30 +82,6 @@ def noise(rng_key, purpose, size, device="cpu"):
     return values.view(-1)[:count].view(size)
 
 
-def _recolour(images, rng_keys, cfg):
-    """Apply gamma, contrast, brightness and noise, in this order, in place; to each channel by draws of its own."""
-    purposes = [f" channel {number}" if number else "" for number in range(images.shape[1])]
-
-    def drawn(name):
-        numbers = torch.stack([uniform(rng_keys, name + purpose) for purpose in purposes], dim=1)      # (B, C)
-        numbers = (numbers * 2 - 1) * cfg[f"augment.{name}"]
-        return send(numbers.view(*numbers.shape, *[1] * (images.dim() - 2)), images.device)
-
-    if cfg["augment.gamma"]:
-        images.clamp_(min=0.0).pow_(torch.exp(drawn("gamma")))
-    if cfg["augment.contrast"]:
-        factor = torch.exp(drawn("contrast"))
-        offset = 0.5 - 0.5 * factor + (drawn("brightness") if cfg["augment.brightness"] else 0.0)
-        torch.addcmul(offset, images, factor, out=images)
-    elif cfg["augment.brightness"]:
-        images.add_(drawn("brightness"))
-    if cfg["augment.noise"]:
-        for image, rng_key in zip(images, rng_keys):
-            for channel, purpose in zip(image, purposes):
-                grains = noise(rng_key, f"noise{purpose}", channel.shape, images.device)
-                channel.add_(grains, alpha=cfg["augment.noise"])
-
-
 def _moved(volumes, rng_keys, cfg, deformation, mode="bilinear"):
     """Volumes (B, C, *spatial) float32, warped by the random affine maps of their keys, then by the deformation.
 
@@ -133,9 +109,29 @@ def augment(images, rng_keys, cfg, deformation=None):
     """
     images = as_float(images)
     moved = _moved(images, rng_keys, cfg, deformation)
-    if any(cfg[f"augment.{name}"] for name in ("gamma", "contrast", "brightness", "noise")):
-        moved = moved.clone() if moved is images else moved
-        _recolour(moved, rng_keys, cfg)
+    if not any(cfg[f"augment.{name}"] for name in ("gamma", "contrast", "brightness", "noise")):
+        return moved
+    moved = moved.clone() if moved is images else moved  # what follows is in place
+    purposes = [f" channel {number}" if number else "" for number in range(moved.shape[1])]  # each draws its own
+
+    def drawn(name):
+        numbers = torch.stack([uniform(rng_keys, name + purpose) for purpose in purposes], dim=1)      # (B, C)
+        numbers = (numbers * 2 - 1) * cfg[f"augment.{name}"]
+        return send(numbers.view(*numbers.shape, *[1] * (moved.dim() - 2)), moved.device)
+
+    if cfg["augment.gamma"]:
+        moved.clamp_(min=0.0).pow_(torch.exp(drawn("gamma")))
+    if cfg["augment.contrast"]:
+        factor = torch.exp(drawn("contrast"))
+        offset = 0.5 - 0.5 * factor + (drawn("brightness") if cfg["augment.brightness"] else 0.0)
+        torch.addcmul(offset, moved, factor, out=moved)
+    elif cfg["augment.brightness"]:
+        moved.add_(drawn("brightness"))
+    if cfg["augment.noise"]:
+        for image, rng_key in zip(moved, rng_keys):
+            for channel, purpose in zip(image, purposes):
+                grains = noise(rng_key, f"noise{purpose}", channel.shape, moved.device)
+                channel.add_(grains, alpha=cfg["augment.noise"])
     return moved
 
 

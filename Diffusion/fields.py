@@ -229,11 +229,16 @@ def jacobian_determinant(field):
     dims = field.shape[1]
     rows = [torch.gradient(field[:, i].float(), dim=tuple(range(1, dims + 1))) for i in range(dims)]
     j = [[rows[i][k] + (1.0 if i == k else 0.0) for k in range(dims)] for i in range(dims)]
-    if dims == 2:
-        return j[0][0] * j[1][1] - j[0][1] * j[1][0]
-    return (j[0][0] * (j[1][1] * j[2][2] - j[1][2] * j[2][1])
-            - j[0][1] * (j[1][0] * j[2][2] - j[1][2] * j[2][0])
-            + j[0][2] * (j[1][0] * j[2][1] - j[1][1] * j[2][0]))
+    return determinant(j)
+
+
+def determinant(vectors):
+    """The determinant of N vectors, each with N components, tensors of one shape; as linalg.det, without its copies."""
+    if len(vectors) == 2:
+        (a, b), (c, d) = vectors
+        return a * d - b * c
+    (a, b, c), (d, e, f), (g, h, i) = vectors
+    return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
 
 
 def affine_field(matrix, size):

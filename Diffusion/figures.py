@@ -81,9 +81,7 @@ def gallery_figure(copies):
     for (top, bottom), (title, image, label, field) in zip(axes.T, copies):
         _show(top, middle_slices(image)[-1], "gray", 0, high)
         top.set_title(title, fontsize=10)
-        plane = middle_slices(label)[-1]
-        for value in np.unique(plane[plane != 0]):
-            top.contour((plane == value).T, levels=[0.5], colors=[FIXED_LINE], linewidths=0.9)
+        _outline(top, middle_slices(label)[-1], FIXED_LINE)
         field = np.zeros((np.ndim(image), *np.shape(image)), np.float32) if field is None else _array(field)
         # The components along the two axes of the slice that is shown, through the middle of the last axis.
         planes = [np.take(part, part.shape[-1] // 2, -1) for part in field[:2]] if len(field) == 3 else list(field)
@@ -107,11 +105,10 @@ def contact_sheet(volumes):
     for row, (title, image, label) in zip(axes, volumes):
         slices = middle_slices(image)
         high = _limits(slices)[1]
-        outlines = [None] * planes if label is None else middle_slices(label)
-        for ax, plane, outline in zip(row, slices, outlines):
+        for ax, plane in zip(row, slices):
             _show(ax, plane, "gray", 0, high)
-            for value in np.unique(outline[outline != 0]) if outline is not None else ():
-                ax.contour((outline == value).T, levels=[0.5], colors=[FIXED_LINE], linewidths=0.6)
+        for ax, outline in zip(row, [] if label is None else middle_slices(label)):
+            _outline(ax, outline, FIXED_LINE, 0.6)
         row[0].set_title(textwrap.shorten(title, 30), fontsize=7, loc="left", parse_math=False)
     return figure
 
@@ -180,18 +177,21 @@ def _show(ax, image, cmap, low, high):
     return ax.imshow(image.T, cmap=cmap, vmin=low, vmax=high, origin="lower", interpolation="nearest")
 
 
+def _outline(ax, label, color, width=0.9):
+    """The borders of the labels of a slice. One of background closes those of what touches the edge of the image."""
+    limits, padded = ax.axis(), np.pad(label, 1)
+    for value in np.unique(label[label != 0]):
+        ax.contour(*(np.arange(n) - 1 for n in padded.shape), (padded == value).T, levels=[0.5], colors=[color],
+                   linewidths=width)
+    ax.axis(limits)
+
+
 def _draw_outlines(figure, axes, labels):
     """The fixed label's outlines over all three images, the moving and the warped label's over their own."""
     for column, own in enumerate(labels):
         for slices, color in [(labels[1], FIXED_LINE)] + [(own, MOVING_LINE)] * (column != 1):
             for ax, label in zip(axes[:, column], slices):
-                limits = ax.axis()
-                # A border of background closes the outline of a structure that touches the edge of the image.
-                padded = np.pad(label, 1)
-                for value in np.unique(label[label != 0]):
-                    ax.contour(*(np.arange(n) - 1 for n in padded.shape), (padded == value).T, levels=[0.5],
-                               colors=[color], linewidths=0.9)
-                ax.axis(limits)
+                _outline(ax, label, color)
     lines = [Line2D([], [], color=color) for color in (FIXED_LINE, MOVING_LINE)]
     place = (LEFT / figure.get_figwidth(), 0.35 / figure.get_figheight())
     figure.legend(lines, ["fixed label", "moving / warped label"], loc="lower left", bbox_to_anchor=place, ncols=2,

@@ -240,13 +240,10 @@ def correlation_slope(image, target, statistics, window=9, squared=True, weight=
     Returns: (B, C, *spatial).
     """
     count, target_mean, target_variance, counted = statistics
-    if weight is None:
-        mean, variance = box_mean(image, window), box_mean(image * image, window)
-        covariance = box_mean(image * target, window)
-    else:
-        seen = weight * image
-        mean, variance = box_mean(seen, window).div_(count), box_mean(seen * image, window).div_(count)
-        covariance = box_mean(seen * target, window).div_(count)
+    seen = image if weight is None else weight * image
+    mean, variance, covariance = (box_mean(each, window) for each in (seen, seen * image, seen * target))
+    if weight is not None:
+        mean, variance, covariance = (each.div_(count) for each in (mean, variance, covariance))
     variance.addcmul_(mean, mean, value=-1.0).clamp_(min=0.0)
     covariance.addcmul_(mean, target_mean, value=-1.0)
     variances = variance.mul_(target_variance).add_(eps ** 2)
@@ -282,11 +279,16 @@ def mslncc(image, target, window=9, scales=3, squared=True, weight=None):
     `local_correlation`.
     Returns: a scalar in the range of `local_correlation`; 1 is perfect.
     """
+    return over_scales(local_correlation, image, target, scales, weight, window=window, squared=squared)
+
+
+def over_scales(similarity, image, target, scales, weight, **options):
+    """The mean of a similarity at scales 1, 1/2, 1/4, ..., by average pooling. Others: as for `mslncc`."""
     total = 0.0
     for level in range(scales):
         if level:
             image, target, weight = halved(image, target, weight)
-        total = total + local_correlation(image, target, window, squared, weight=weight)
+        total = total + similarity(image, target, weight=weight, **options)
     return total / scales
 
 
@@ -409,19 +411,13 @@ def image_similarity(image, target, cfg, weight=None):
     image, target: (B, C, *spatial). cfg: with its registration.* keys. weight: (B, 1, *spatial) or None.
     Returns: a scalar, at most 1, which is perfect.
     """
-    kind, window = cfg["registration.similarity"], cfg["registration.window"]
-    scales, squared = cfg["registration.scales"], cfg["registration.squared"]
-    if kind in ("correlation", "auto"):
-        return mslncc(image, target, window, scales, squared, weight)
-    total = 0.0
-    for level in range(scales):
-        if level:
-            image, target, weight = halved(image, target, weight)
-        if kind == "mapped":
-            total = total + mapped_correlation(image, target, window, squared, weight)
-        else:
-            total = total + mind_similarity(self_similarity(image), self_similarity(target), weight)
-    return total / scales
+    kind, scales = cfg["registration.similarity"], cfg["registration.scales"]
+    if kind == "mind":
+        def alike(image, target, weight):
+            return mind_similarity(self_similarity(image), self_similarity(target), weight)
+        return over_scales(alike, image, target, scales, weight)
+    return over_scales(mapped_correlation if kind == "mapped" else local_correlation, image, target, scales, weight,
+                       window=cfg["registration.window"], squared=cfg["registration.squared"])
 
 
 def mutual_information(image, target, weight, bins=32):

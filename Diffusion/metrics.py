@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from scipy import ndimage
 
-from Diffusion.fields import identity, jacobian_determinant, warp
+from Diffusion.fields import determinant, identity, jacobian_determinant, warp
 
 
 def dice(first, second, labels):
@@ -67,8 +67,7 @@ def hd95(first, second, labels, spacing_mm):
     a and b run over the surface voxels A and B of a label in the two images, d is the distance to the nearest voxel of
     the other surface (partial Hausdorff distance: Huttenlocher et al., PAMI 1993). The two directions are not pooled,
     because a part that one image lacks would be lost among all other distances. Learn2Reg also takes the larger one,
-    but
-    weights surface voxels by their area.
+    but weights surface voxels by their area.
 
     A label that only one image has gets the largest possible distance, the diagonal of the image, so that losing a
     structure never improves the score.
@@ -128,7 +127,7 @@ def folding_scores(field, body=None):
             # The edge along an axis at this corner of each cell: chosen along the other axes.
             at = [tuple(slice(None) if other == axis else slice(corner[other], n - 1 + corner[other])
                         for other, n in enumerate(slab.shape[1:])) for axis in range(dims)]
-            volume = _determinant([edge[(slice(None), *place)] for edge, place in zip(edges, at)])
+            volume = determinant([edge[(slice(None), *place)] for edge, place in zip(edges, at)])
             inverted += float(volume.clamp(max=0).sum(dtype=torch.float64))
             here = tuple(slice(c, n - 1 + c) for c, n in zip(corner, slab.shape[1:]))
             folded[first:first + thick + 1][here] |= volume <= 0
@@ -144,15 +143,6 @@ def folding_scores(field, body=None):
             "ndv_percent": 100.0 * abs(inverted) / math.factorial(dims) / 2 / cells}
 
 
-def _determinant(columns):
-    """The determinant of N vectors for each voxel. columns: N tensors (N, *spatial). Returns: (*spatial)."""
-    if len(columns) == 2:
-        (a, b), (c, d) = columns
-        return a * d - b * c
-    (a, b, c), (d, e, f), (g, h, i) = columns
-    return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
-
-
 def _inverted_middles(position):
     """The sum of 3! times the negative volumes of the tetrahedra in the middle of all cells, of both ways to cut.
 
@@ -165,8 +155,8 @@ def _inverted_middles(position):
     for apex, others in (((0, 0, 0), ((1, 1, 0), (0, 1, 1), (1, 0, 1))),
                          ((1, 1, 1), ((0, 0, 1), (1, 0, 0), (0, 1, 0)))):
         start = at(*apex)
-        volume = _determinant([at(*other) - start for other in others])
-        sign = _determinant([torch.tensor(other) - torch.tensor(apex) for other in others]).sign()
+        volume = determinant([at(*other) - start for other in others])
+        sign = determinant([torch.tensor(other) - torch.tensor(apex) for other in others]).sign()
         total += float((sign * volume).clamp(max=0).sum(dtype=torch.float64))
     return total
 
@@ -179,5 +169,5 @@ def sdlogj(field):
     field: (B, N, *spatial) in voxels. Returns: a float >= 0.
     """
     inner = (slice(None), *[slice(2, -2)] * (field.dim() - 2))
-    determinant = jacobian_determinant(field)[inner]
-    return float(torch.log((determinant + 3.0).clamp(1e-9, 1e9)).std(unbiased=False))
+    change = jacobian_determinant(field)[inner]
+    return float(torch.log((change + 3.0).clamp(1e-9, 1e9)).std(unbiased=False))

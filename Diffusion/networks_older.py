@@ -145,14 +145,6 @@ class RecResACNet(nn.Module):
             self.registration = nn.Parameter(0.5 * torch.randn(100))
             self.embedding = nn.Linear(c, embedding_width)
 
-    def time_vectors(self, t):
-        """What stands for the times t, (B,): (B, 100)."""
-        last = len(self.time_embed.weight) - 1
-        vectors = self.time_embed.weight[t.clamp(max=last)]                          # (B, 100)
-        if self.conditioned:
-            vectors = torch.where((t > last)[:, None], self.registration, vectors)   # (B, 100)
-        return vectors
-
     def at_time(self, layer, time):
         """What a level adds to its channels, or multiplies them by, at each sample's time: (B, C, 1^3)."""
         return layer(time).view(len(time), -1, *[1] * self.dims)
@@ -200,7 +192,10 @@ class RecResACNet(nn.Module):
         """As every network, see Diffusion/networks.py. In float32 throughout: in bfloat16 a recovery strays."""
         with torch.autocast(image.device.type, enabled=False):
             # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
-            time = self.time_vectors(torch.zeros_like(t) if embed else t)            # (B, 100)
+            t, last = torch.zeros_like(t) if embed else t, len(self.time_embed.weight) - 1
+            time = self.time_embed.weight[t.clamp(max=last)]                         # (B, 100)
+            if self.conditioned:
+                time = torch.where((t > last)[:, None], self.registration, time)     # (B, 100)
             condition = self.masked(image, condition, use_condition)                 # (B, 2, 128^3)
             if embed:
                 return self.embeddings(image, condition, time)                       # (B, 128) each

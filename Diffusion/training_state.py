@@ -149,34 +149,26 @@ def restore(run, content, path, continues):
     checkpoint.load_weights(run.net, content, path)
     if continues:
         changes += compare_moments(content["optimizer"], [mode.name for mode in run.modes], run.cfg, path)
-        changes += restore_progress(run, content, path)
+        try:
+            run.progress = from_saved(content)
+            reordered, of_data = compare_data(content["data"], run.data, path)
+        except KeyError as missing:
+            raise InputError(f"{path} has no {missing.args[0]}, because an older version wrote it; start a new run "
+                             f"with --fresh --init-from {path}.") from None
+        changes += of_data
+        run.queue.update({name: value if name == "next" else value.to(run.device)
+                          for name, value in content["queue"].items()})
+        if reordered and run.progress.step_in_epoch:  # leave the epoch
+            # Not beyond the last one, which would end the run without its validation.
+            epoch = min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1)
+            begin_epoch(run.progress, epoch, run.terms)
+            changes.append(f"the order of the volumes: training continues from the start of epoch {epoch}")
     if run.ranks.rank == 0:
         for change in changes if continues else []:
             print(f"changed since the checkpoint: {change}")
         print(f"continuing from {path}, epoch {run.progress.epoch}, step {run.progress.step}" if continues
               else f"weights from {path}")
     agree.agree(run.ranks, run.progress.step, "checkpoint", weights=run.net.state_dict())
-
-
-def restore_progress(run, content, path):
-    """Take counters, sums and the queue. An epoch is left where the order of its volumes is another now.
-
-    Returns: sentences about what has changed in the data.
-    """
-    try:
-        run.progress = from_saved(content)
-        reordered, changes = compare_data(content["data"], run.data, path)
-    except KeyError as missing:
-        raise InputError(f"{path} has no {missing.args[0]}, because an older version wrote it; start a new run with "
-                         f"--fresh --init-from {path}.") from None
-    run.queue.update({name: value if name == "next" else value.to(run.device)
-                      for name, value in content["queue"].items()})
-    if reordered and run.progress.step_in_epoch:
-        # Not beyond the last one, which would end the run without its validation.
-        epoch = min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1)
-        begin_epoch(run.progress, epoch, run.terms)
-        changes.append(f"the order of the volumes: training continues from the start of epoch {epoch}")
-    return changes
 
 
 def announce(run):

@@ -24,14 +24,17 @@ def step_by_step(velocity, count, region):
     return result[(..., *region)]
 
 
-def dense_correlation(a, b, window=9):
-    """Squared local correlation as several packages write it: five convolutions with a cube of ones."""
-    ones = torch.ones(1, 1, *[window] * (a.dim() - 2), device=a.device)
-    box = F.conv3d if a.dim() == 5 else F.conv2d
-    count = box(torch.ones_like(a), ones, padding=window // 2)
-    mean_a, mean_b, aa, bb, ab = (box(x, ones, padding=window // 2) / count for x in (a, b, a * a, b * b, a * b))
+def dense_correlation(a, b, window=9, squared=True):
+    """Local correlation as several packages write it: five convolutions with a cube of ones."""
+    channels, dims = a.shape[1], a.dim() - 2
+    ones = a.new_ones(channels, 1, *[window] * dims)
+
+    def box(x):
+        return (F.conv3d if dims == 3 else F.conv2d)(x, ones, padding=window // 2, groups=channels)
+    mean_a, mean_b, aa, bb, ab = (box(x) / box(torch.ones_like(a)) for x in (a, b, a * a, b * b, a * b))
     of_a, of_b = (aa - mean_a * mean_a).clamp(min=0), (bb - mean_b * mean_b).clamp(min=0)
-    correlation, counted = (ab - mean_a * mean_b) ** 2 / (of_a * of_b + EPS ** 2), (of_b > 10 * EPS).float()
+    covariance, variances, counted = ab - mean_a * mean_b, of_a * of_b + EPS ** 2, (of_b > 10 * EPS).to(a.dtype)
+    correlation = covariance ** 2 / variances if squared else covariance / variances.sqrt()
     return ((correlation * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)).mean()
 
 

@@ -24,6 +24,7 @@ def tiny(dims=3, **changes):
     return build_network(cfg).eval(), cfg
 
 
+@torch.no_grad()
 def as_plain_demons(net):
     """Weights by hand, so that a step is the force of the intensities, smoothed by the mean of 3^N voxels.
 
@@ -32,20 +33,14 @@ def as_plain_demons(net):
     dims = net.dims
     centre = (slice(None), slice(None), *[1] * dims)
     for descent in filter(None, (net.descent, net.fine_descent)):
-        make_plain(descent, dims, centre)
-    return net
-
-
-def make_plain(descent, dims, centre):
-    with torch.no_grad():
-        for layer in (descent.enter, descent.forces, descent.mix, descent.leave):
-            for parameter in layer.parameters():
-                parameter.zero_()
+        for parameter in descent.parameters():
+            parameter.zero_()
         for axis in range(dims):
             for sign, channel in ((1.0, axis), (-1.0, dims + axis)):
                 descent.forces.weight[centre][channel, axis] = sign
                 descent.mix.weight[centre][channel, channel] = 1.0
                 descent.leave.weight[axis, channel] = sign / (1 + SLOPE ** 2) / 3 ** dims
+    return net
 
 
 # ---------------------------------------------------------------------------------------------------------------------

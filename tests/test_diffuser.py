@@ -32,6 +32,7 @@ def test_counts_of_the_schedule():
     assert (image_count(79), label_count(79)) == (195, 13)
     assert (image_count(1), label_count(1)) == (1, 1)
     assert label_count(0) == 0
+    assert label_count(32) == 8, "32 ** 0.6 is just below 8 in floating point"
     assert image_count(1000) == 200
     images, labels = [image_count(t) for t in range(1, 80)], [label_count(t) for t in range(1, 80)]
     assert images == sorted(images) and labels == sorted(labels)
@@ -124,11 +125,6 @@ def test_field_scales_with_v_scale_and_image_size(size):
     assert float(fraction.std()) == pytest.approx(float(on_grid.std()), rel=0.1)
 
 
-@pytest.mark.parametrize("grid", [4, 8, 16, 64])
-def test_middle_is_the_centre_of_the_grid(grid):
-    assert middle(grid, 2) == [slice(grid // 4, 3 * grid // 4)] * 2
-
-
 def test_target_field_is_what_particle_composition_gives(size):
     dims, grids = len(size), GRIDS[len(size)]
     # Strong enough for particles to leave their cell of the control grid; one step is an eleventh of the way.
@@ -167,7 +163,3 @@ def test_perfect_prediction_undoes_the_target_field(size):
     dist, ang = recovery_terms(inverse, target_field)
     assert (ang < -0.99).all() and (dist < 0.05).all()
     assert (recovery_terms(torch.zeros_like(target_field), target_field)[0] > 0.5).all()
-
-
-def test_label_count_at_a_whole_power():
-    assert label_count(32) == 8

@@ -74,6 +74,7 @@ def test_zero_field_is_the_identity(size):
     for padding in ("zeros", "border"):
         assert torch.allclose(warp(image, zero, padding=padding), image, rtol=0, atol=1e-5)
     assert torch.equal(warp(image.round(), zero, mode="nearest"), image.round())
+    assert torch.allclose(warp(image[:, :, :1], zero[:, :, :1]), image[:, :, :1], rtol=0, atol=1e-5), "one voxel thick"
     assert torch.equal(compose(zero, field), field)
     assert torch.allclose(compose(field, zero), field, rtol=0, atol=1e-5)
     assert torch.equal(compose(zero, zero), zero)
@@ -170,12 +171,6 @@ def test_warp_reads_an_image_of_another_size_at_an_origin(size):
     where = (..., *[slice(o, o + n) for o, n in zip(origin, size)])
     full[where] = field
     assert torch.allclose(warp(image, field, origin=origin), warp(image, full)[where], rtol=0, atol=2e-5)
-
-
-def test_warp_reads_an_image_of_one_voxel_thickness(size):
-    flat = (1, *size[1:])
-    image = noise_image(flat)
-    assert torch.allclose(warp(image, torch.zeros(1, len(size), *flat)), image, rtol=0, atol=1e-5)
 
 
 def test_warp_agrees_with_scipy(size):
@@ -365,7 +360,7 @@ def test_fields_stay_float32_under_autocast(size):
     operations = [lambda: warp(image, field), lambda: compose(field, field), lambda: integrate_velocity(field, [5]),
                   lambda: invert(field), lambda: resize_field(field, [2 * n for n in size]),
                   lambda: resize_field(field, [2 * n for n in size], align="cells"),
-                  lambda: jacobian_determinant(field)]
+                  lambda: jacobian_determinant(field), lambda: affine_field(affine_matrix(len(size)), size)]
     for operation in operations:
         with torch.autocast("cpu", torch.bfloat16):
             under = operation()
@@ -387,13 +382,6 @@ def test_wrong_shapes_raise(size):
         integrate_velocity(field, [1, 2])
     with pytest.raises(ValueError, match="one count"):
         integrate_velocity(field, [-1])
-
-
-def test_affine_field_is_exact_under_autocast():
-    matrix = torch.tensor([[[1.1, 0.2, 0.05, 3.0], [0.01, 0.93, 0.1, -2.0], [0.03, 0.07, 1.21, 0.4]]])
-    with torch.autocast("cpu", torch.bfloat16):
-        under = affine_field(matrix, (20, 30, 40))
-    assert torch.equal(under, affine_field(matrix, (20, 30, 40)))
 
 
 @pytest.mark.parametrize("size", [(5, 7, 6), (4, 6, 5), (6, 5, 3), (8, 6), (7, 5)])

@@ -46,28 +46,25 @@ def share_of_one(true):
     return (squared / (squared + 1e-7)).flatten(1).mean(1)
 
 
-def test_perfect_prediction(size):
-    true = smooth_field(size, 2.0)
-    dist, ang = recovery_terms(invert(true), true)
-    assert dist.shape == ang.shape == (2,)
-    assert (ang < -0.999).all()
-    assert (dist < 0.01).all() and (dist >= 0).all()
-
-
-def test_zero_prediction(size):
-    true = smooth_field(size, 2.0)
-    dist, ang = recovery_terms(torch.zeros_like(true), true)
-    assert torch.allclose(dist, share_of_one(true), rtol=1e-4)
-    assert torch.equal(ang, torch.zeros(2))
+def test_perfect_zero_and_opposite_predictions(size):
+    true = smooth_field(size, 2.0, batch=3)
+    inverse = invert(true)
+    dist, ang = recovery_terms(torch.stack([inverse[0], 0 * inverse[1], -inverse[2]]), true)
+    assert dist.shape == ang.shape == (3,)
+    assert ang[0] < -0.999 and 0 <= dist[0] < 0.01
+    share = share_of_one(true)
+    assert ang[1] == 0 and dist[1] == pytest.approx(float(share[1]), rel=1e-4)
+    assert ang[2] > 0.999 and dist[2] == pytest.approx(4 * float(share[2]), rel=0.02)
     everywhere = constant_field([2.0] * len(size), size)
     assert float(recovery_terms(torch.zeros_like(everywhere), everywhere)[0]) == pytest.approx(1.0, abs=1e-3)
 
 
-def test_opposite_prediction(size):
-    true = smooth_field(size, 2.0)
-    dist, ang = recovery_terms(-invert(true), true)
-    assert (ang > 0.999).all()
-    assert torch.allclose(dist, 4 * share_of_one(true), rtol=0.02)
+def test_losses_are_float32_under_autocast(size):
+    true, pred = smooth_field(size, 2.0), folded_bump(size).expand(2, *[-1] * (len(size) + 1)).bfloat16()
+    for loss in (lambda: recovery_terms(pred, true), lambda: [regularity(pred)]):
+        with torch.autocast("cpu", torch.bfloat16):
+            under = loss()
+        assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(under, loss()))
 
 
 def test_recovery_of_constant_fields_is_analytic(size):
@@ -93,14 +90,6 @@ def test_recovery_does_not_count_negligible_voxels(size):
     assert [float(term) for term in recovery_terms(nothing, nothing)] == [0.0, 0.0]
 
 
-def test_recovery_is_per_sample(size):
-    true = smooth_field(size, 2.0)
-    pred = torch.cat([invert(true)[:1], torch.zeros_like(true[:1])])
-    dist, ang = recovery_terms(pred, true)
-    assert dist[0] < 0.01 < 0.5 < dist[1]
-    assert ang[0] < -0.999 and ang[1] == 0.0
-
-
 def test_recovery_gradient_at_zero_prediction_is_finite_and_points_to_the_answer(size):
     true = smooth_field(size, 2.0)
     for term in (0, 1):
@@ -108,15 +97,6 @@ def test_recovery_gradient_at_zero_prediction_is_finite_and_points_to_the_answer
         gradient, = torch.autograd.grad(recovery_terms(pred, true)[term].sum(), pred)
         assert torch.isfinite(gradient).all()
         assert (gradient * -true).sum() < 0
-
-
-def test_recovery_is_float32_under_autocast(size):
-    true = smooth_field(size, 2.0)
-    pred = invert(true).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        under = recovery_terms(pred, true)
-    assert [term.dtype for term in under] == [torch.float32] * 2
-    assert all(torch.equal(a, b) for a, b in zip(under, recovery_terms(pred, true)))
 
 
 def test_identity_and_shift_cost_nothing(size):
@@ -160,14 +140,6 @@ def test_local_folding_is_penalised_and_its_gradient_undoes_it(size):
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_regularity_is_float32_under_autocast(size):
-    field = folded_bump(size)
-    with torch.autocast("cpu", torch.bfloat16):
-        under = regularity(field.bfloat16())
-    assert under.dtype == torch.float32
-    assert float(under) == float(regularity(field.bfloat16()))
-
-
 def unit_vectors(n, width=16):
     vectors = torch.randn(n, width, generator=torch.Generator().manual_seed(n))
     return vectors / vectors.norm(dim=1, keepdim=True)
@@ -192,36 +164,19 @@ def test_info_nce_without_negatives_is_zero_with_finite_gradient():
         assert all(torch.isfinite(g).all() for g in torch.autograd.grad(loss, (anchors, positives)))
 
 
-def test_info_nce_mask_removes_the_negative():
-    anchors, positives, queue = unit_vectors(3), unit_vectors(4)[:3], unit_vectors(6)
-    allowed = torch.ones(3, 6, dtype=torch.bool)
-    allowed[:, [1, 4]] = False
-    kept = info_nce(anchors, positives, queue[[0, 2, 3, 5]], torch.ones(3, 4, dtype=torch.bool), 0.2)
-    masked = info_nce(anchors, positives, queue, allowed, 0.2)
-    assert float(masked) == pytest.approx(float(kept), rel=1e-6)
-    assert float(info_nce(anchors, positives, queue, torch.ones_like(allowed), 0.2)) > float(masked)
-
-
-def test_info_nce_mask_is_per_sample_and_order_does_not_matter():
-    anchors, positives, queue = unit_vectors(3), unit_vectors(4)[:3], unit_vectors(6)
+def test_info_nce_is_its_definition_in_value_and_gradient():
+    """A negative that is not allowed is as if it were not there, for each sample by itself; one sample has none."""
+    given = [unit_vectors(3).requires_grad_(), unit_vectors(4)[:3].clone().requires_grad_(),
+             unit_vectors(6).requires_grad_()]
     allowed = torch.rand(3, 6, generator=torch.Generator().manual_seed(2)) < 0.5
-    allowed[1] = False
-    loss = info_nce(anchors, positives, queue, allowed, 0.2)
-    rows = [info_nce(anchors[i:i + 1], positives[i:i + 1], queue, allowed[i:i + 1], 0.2) for i in range(3)]
-    assert float(rows[1]) == 0.0 < float(rows[0])
-    assert float(loss) == pytest.approx(float(sum(rows)) / 3, rel=1e-6)
-    order = torch.tensor([3, 0, 5, 1, 2, 4])
-    shuffled = info_nce(anchors, positives, queue[order], allowed[:, order], 0.2)
-    assert float(shuffled) == pytest.approx(float(loss), rel=1e-6)
-
-
-def test_info_nce_gradient_pulls_the_positive_and_pushes_the_allowed_negative():
-    anchors, positives = unit_vectors(3).requires_grad_(), unit_vectors(4)[:3]
-    queue = unit_vectors(6).requires_grad_()
-    allowed = torch.ones(3, 6, dtype=torch.bool)
-    allowed[:, 2] = False
-    loss = info_nce(anchors, positives, queue, allowed, 0.2)
-    of_anchors, of_queue = torch.autograd.grad(loss, (anchors, queue))
-    assert torch.isfinite(of_anchors).all() and torch.isfinite(of_queue).all()
-    assert (of_anchors * positives).sum() < 0
-    assert not of_queue[2].any() and of_queue[1].any()
+    allowed[1], allowed[:, 2] = False, False
+    anchors, positives, queue = given
+    rows = []
+    for anchor, positive, known in zip(anchors, positives, allowed):
+        likeness = torch.stack([anchor @ positive, *[anchor @ negative for negative in queue[known]]]) / 0.2
+        rows.append(-likeness.softmax(0)[0].log())
+    loss, expected = info_nce(*given, allowed, 0.2), torch.stack(rows).mean()
+    assert rows[1] == 0 < rows[0] and loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for ours, plain in zip(torch.autograd.grad(loss, given), torch.autograd.grad(expected, given)):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+    assert (torch.autograd.grad(info_nce(*given, allowed, 0.2), anchors)[0] * positives).sum() < 0

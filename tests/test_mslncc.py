@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from Diffusion.losses import local_correlation, mslncc
+from tests import plain_step
 
 SIZES = [(17, 23), (13, 19, 15)]
 
@@ -15,28 +16,8 @@ def size(request):
     return request.param
 
 
-def dense_correlation(image, target, window=9, squared=True, eps=1e-5):
-    """The same loss in float64 with a kernel of ones."""
-    a, b = image.double(), target.double()
-    dims, channels = a.dim() - 2, a.shape[1]
-    conv = F.conv3d if dims == 3 else F.conv2d
-    kernel = torch.full((channels, 1, *[window] * dims), 1.0 / window ** dims, dtype=torch.float64)
-
-    def total(x):
-        return conv(x, kernel, padding=window // 2, groups=channels)
-
-    def box(x):
-        return total(x) / total(torch.ones_like(x))
-
-    mean_a, mean_b = box(a), box(b)
-    of_a, of_b = (box(a * a) - mean_a ** 2).clamp(min=0), (box(b * b) - mean_b ** 2).clamp(min=0)
-    covariance = box(a * b) - mean_a * mean_b
-    if squared:
-        correlation = covariance ** 2 / (of_a * of_b + eps ** 2)
-    else:
-        correlation = covariance / (of_a * of_b + eps ** 2).sqrt()
-    counted = (of_b > 10 * eps).double()
-    return ((correlation * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)).mean()
+def dense_correlation(image, target, *options, **named):
+    return plain_step.dense_correlation(image.double(), target.double(), *options, **named)
 
 
 def pair(size, batch=2, channels=1, likeness=0.7, seed=0):
@@ -75,21 +56,12 @@ def test_scales_are_averaged(size):
     assert levels[0] != pytest.approx(levels[2], abs=1e-3)
 
 
-def test_identical_images_give_one(size):
+def test_identical_and_inverted_images(size):
     a, _ = pair([2 * n for n in size])
     for squared in (True, False):
         assert float(mslncc(a, a, squared=squared)) == pytest.approx(1.0, abs=1e-4)
-
-
-def test_inverted_contrast(size):
-    a, _ = pair(size)
     assert float(local_correlation(a, -a, squared=False)) == pytest.approx(-1.0, abs=1e-4)
     assert float(local_correlation(a, -a, squared=True)) == pytest.approx(1.0, abs=1e-4)
-
-
-def test_gain_does_not_matter(size):
-    a, b = pair(size)
-    assert float(local_correlation(a, 2.5 * b)) == pytest.approx(float(local_correlation(a, b)), abs=1e-4)
 
 
 def test_slowly_varying_gain_and_offset_do_not_matter():
@@ -99,14 +71,6 @@ def test_slowly_varying_gain_and_offset_do_not_matter():
     value = float(local_correlation(a, b, window=3))
     assert value < 0.95
     assert float(local_correlation(a, changed, window=3)) == pytest.approx(value, abs=0.002)
-
-
-def test_range(size):
-    for seed, likeness in enumerate([0.0, 0.5, 1.0]):
-        a, b = pair(size, likeness=likeness, seed=seed)
-        assert 0.0 <= float(local_correlation(a, b)) <= 1.0
-        assert -1.0 <= float(local_correlation(a, b, squared=False)) <= 1.0
-        assert 0.0 <= float(mslncc(a, b, window=5)) <= 1.0
 
 
 def test_empty_images_give_zero_and_flat_ones_a_finite_gradient(size):
