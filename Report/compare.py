@@ -14,7 +14,7 @@ from Report.charts import grid, line_chart
 from Report.goodput import add_up, goodput
 from Report.page import table_html, text_table, write_page
 from Report.run_charts import smoothed
-from Report.run_logs import config_of, losses_of, read_run, step_columns
+from Report.run_logs import read_run
 from Report.run_state import duration, speed, state_of
 from Runtime.errors import DONE, InputError, parse_options, run_program
 from Runtime.files import read_lines
@@ -52,13 +52,11 @@ def figures(found):
     kinds, _ = add_up(found)
     wall, epochs = sum(kinds.values()), found["epochs"]
     ranks = max((line.get("ranks") or 1 for line in found["attempts"] if line["event"] == "begin"), default=1)
-    row = {"state": state_of(found)[0], "epochs": len(epochs), "steps": len(step_columns(found)["step"])}
+    row = {"state": state_of(found)[0], "epochs": len(epochs), "steps": len(found["once"]["step"])}
     last = epochs[-1] if epochs else {}
-    row.update({name: last.get(name) for name in losses_of(found)})
-    for name in sorted({name for line in epochs for name in line if name.startswith("val_")}):
-        values = [line[name] for line in epochs if line.get(name) is not None]
-        row[name] = values[-1] if values else None
-    best = [line["val_dice"] for line in epochs if line.get("val_dice") is not None]
+    row.update({name: last.get(name) for name in found["losses"]})
+    row.update({name: lines[-1][name] if lines else None for name, lines in found["scores"].items()})
+    best = [line["val_dice"] for line in found["scores"].get("val_dice", [])]
     return {**row, "best val_dice": max(best, default=None), "wall time": duration(wall),
             "rank hours": wall * ranks / 3600, "goodput %": 100 * goodput(kinds), "samples/s": speed(found)}
 
@@ -66,15 +64,13 @@ def figures(found):
 def overlaid(runs, names):
     """Charts with a curve for each run: losses as running means, then the validation scores."""
     charts = []
-    for loss in dict.fromkeys(loss for found in runs for loss in losses_of(found)):
+    for loss in dict.fromkeys(loss for found in runs for loss in found["losses"]):
         curves = []
-        for name, found in zip(names, runs):
-            steps = step_columns(found)
+        for name, steps in zip(names, (found["once"] for found in runs)):
             curves.append((name, steps["step"], steps.get(f"terms.{loss}", np.full(len(steps["step"]), np.nan))))
         charts.append(line_chart(loss, [mean_alone(*curve) for curve in smoothed(curves, SMOOTH)]))
-    scores = sorted({name for found in runs for line in found["epochs"] for name in line if name.startswith("val_")})
-    for score in scores:
-        lines = [[line for line in found["epochs"] if line.get(score) is not None] for found in runs]
+    for score in sorted({score for found in runs for score in found["scores"]}):
+        lines = [found["scores"].get(score, []) for found in runs]
         charts.append(line_chart(score, [(name, [line["step"] for line in own], [line[score] for line in own])
                                          for name, own in zip(names, lines)]))
     return grid(charts)
@@ -102,17 +98,13 @@ def compared(runs, out):
     if len(runs) < 2:
         raise InputError(f"compare {runs[0]}: name two runs or more.")
     names, runs = short_names(runs), [read_run(run) for run in runs]
-    keys = differing_keys([config_of(found) for found in runs], PLACES)
+    keys = differing_keys([found["config"] for found in runs], PLACES)
     columns = [figures(found) for found in runs]
     rows = [[name, *(column.get(name) for column in columns)]
             for name in dict.fromkeys(name for column in columns for name in column)]
     sections = [("Keys that differ", table_html(["key", *names], keys) if keys else "<p>None.</p>"),
                 ("Curves", overlaid(runs, names)), ("Results and cost", table_html(["", *names], rows))]
-    try:
-        page = write_page(out, "Runs side by side", ", ".join(names), sections)
-    except OSError as error:
-        raise InputError(f"{out}: the page cannot be written there ({error.strerror or error}); give another file "
-                         "with --out.") from None
+    page = write_page(out, "Runs side by side", ", ".join(names), sections)
     print(text_table(["key", *names], keys) if keys else "no key differs")
     print(f"\n{text_table(['', *names], rows)}\n\nfor progress.md:\n\n{markdown(['', *names], [*keys, *rows])}\n\n"
           f"report: {page.resolve()}")

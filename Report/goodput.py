@@ -4,7 +4,6 @@ import collections
 import numpy as np
 
 from Report.page import text_table
-from Report.run_logs import read_run
 from Supervisor.verdict import STARTING
 
 # Phases of the log by the kind of time in the table; any other phase belongs to a restart.
@@ -23,7 +22,7 @@ def add_up(found):
     those whose work is in the result; "replayed steps" had to be done again.
     """
     kinds, causes = collections.Counter(), collections.defaultdict(collections.Counter)
-    for attempt in attempts_of(found):
+    for attempt in found["costs"]:
         kinds.update({**attempt["spent"], "restart": attempt["restart"], "detection": attempt["detection"]})
         causes[attempt["began_after"]].update(restart=attempt["restart"])
         causes[attempt["cause"]].update(times=1, detection=attempt["detection"],
@@ -31,21 +30,17 @@ def add_up(found):
     return kinds, causes
 
 
-def attempts_of(found):
+def costs_of(attempts, steps):
     """What each attempt of a run cost, oldest first: a list of dicts.
 
-    found: of run_logs.read_run, in which the result is kept.
+    attempts, steps: of run_logs.read_run.
     Returns: [{"attempt", "begin": its line, "end": its line or None, "began", "ended": time stamps, "began_after":
     cause of the end before, "cause", "spent": Counter of seconds by kind, "restart", "detection": seconds, "rows":
-    indices of its rows in found["steps"]}]. An attempt begins where the one before ended.
+    indices of its rows in steps}]. An attempt begins where the one before ended.
     """
-    if "costs" in found:  # many parts of a report ask
-        return found["costs"]
-    steps, costs = found["steps"], []
-    ends = {line["attempt"]: line for line in found["attempts"] if line["event"] == "end"}
-    kinds = kinds_of_rows(steps)
-    end_before, cause = None, "first start"
-    for begun in (line for line in found["attempts"] if line["event"] == "begin"):
+    ends = {line["attempt"]: line for line in attempts if line["event"] == "end"}
+    costs, kinds, end_before, cause = [], kinds_of_rows(steps), None, "first start"
+    for begun in (line for line in attempts if line["event"] == "begin"):
         rows = np.flatnonzero(steps["attempt"] == begun["attempt"])
         spent = collections.Counter({kind: float(seconds[rows].sum()) for kind, seconds in kinds.items()})
         last_sign = steps["time"][rows[-1]] if len(rows) else begun["time"]
@@ -62,7 +57,6 @@ def attempts_of(found):
         cause = verdict["cause"]
         # The time until a training that is done gets more epochs, or a refused one its correction, is nobody's.
         end_before = None if cause == "done" or waits_for_person else ended
-    found["costs"] = costs
     return costs
 
 
@@ -73,20 +67,9 @@ def is_refused_start(end):
     return (verdict["cause"], end.get("decision")) == ("refused", "stop") and verdict["phase"] in STARTING
 
 
-def replayed_rows(steps):
-    """Whether each row is a step that a later attempt has done again. steps: columns of run_logs.read_run."""
-    rows = np.flatnonzero(steps["is_step"] == 1)
-    replayed = np.zeros(len(steps["step"]), bool)
-    if len(rows):
-        _, last, inverse = np.unique(steps["step"][rows][::-1], return_index=True, return_inverse=True)
-        by_last = steps["attempt"][rows][::-1][last][inverse][::-1]
-        replayed[rows] = by_last != steps["attempt"][rows]
-    return replayed
-
-
 def kinds_of_rows(steps):
     """{kind: seconds of each row}, without the kinds that belong to an attempt as a whole. steps: columns."""
-    replayed, rows = replayed_rows(steps), {}
+    replayed, rows = steps["replayed"] == 1, {}
     for name, column in steps.items():
         kind = PHASES.get(name.removeprefix("spent.")) if name.startswith("spent.") else None
         values = np.nan_to_num(column)
@@ -105,7 +88,7 @@ def over_time(found, parts=60):
     Returns: (edges: parts + 1 time stamps, {kind: seconds in each part}). A restart is told by its cause, as "restart:
     killed"; kinds that took no time are left out.
     """
-    attempts, steps = attempts_of(found), found["steps"]
+    attempts, steps = found["costs"], found["steps"]
     began, ended = attempts[0]["began"], max(attempt["ended"] for attempt in attempts)
     edges = np.linspace(began, max(ended, began + 1e-3), parts + 1)
     rows = kinds_of_rows(steps)
@@ -156,9 +139,8 @@ def causes_table(found):
     return header, rows, [None, "d", ".1f", ".1f", ".1f", ".1f"]
 
 
-def table(run):
-    """The goodput table as text."""
-    found = read_run(run)
+def table(found):
+    """The goodput tables as text."""
     (first, *header), rows, formats = kinds_table(found)
-    return "\n\n".join([text_table([f"{first} of {run}", *header], rows, formats), text_table(*causes_table(found)),
+    return "\n\n".join([text_table([f"{first} of {found['run']}", *header], rows, formats), text_table(*causes_table(found)),
                         f"goodput {100 * goodput(add_up(found)[0]):.2f} %"])

@@ -3,10 +3,9 @@
 Each rule is a function of what Report/run_logs.py has read; it returns findings, dicts of "rule", "sentence", "advice"
 and "step". The report shows them.
 """
-
 import numpy as np
 
-from Report.run_logs import config_of, modes_of, step_columns, tail_of
+from Report.run_logs import tail_of
 
 # What a rank does by itself in a step. In the other phases it also waits for ranks that are slower.
 OWN = ("data", "deform", "embeddings", "forward", "accumulate", "optimizer")
@@ -26,9 +25,8 @@ def find_all(found):
     return [finding for rule in RULES for finding in rule(found)]
 
 
-def finding(rule, step, sentence, advice, about=""):
-    """about: what tells it from others of the same rule, such as the rank."""
-    return {"rule": rule, "about": str(about), "step": int(step), "sentence": sentence, "advice": advice}
+def finding(rule, step, sentence, advice):
+    return {"rule": rule, "step": int(step), "sentence": sentence, "advice": advice}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,23 +43,28 @@ def straggler(found):
         return []
     findings = []
     for rank, rows in paces.items():
-        others = [np.median([other[window]["own"] for number, other in paces.items() if number != rank])
+        others = [other for number, other in paces.items() if number != rank]
+        ratios = [sum(rows[window].values()) / max(np.median([sum(other[window].values()) for other in others]), 1e-9)
                   for window in windows]
-        ratios = [rows[window]["own"] / max(other, 1e-9) for window, other in zip(windows, others)]
         if min(ratios) < SLOWER:
             continue
-        phase = slowest_phase(rank, paces, windows)
+        lost = {phase: mean_of(rows, windows, phase) - np.median([mean_of(other, windows, phase) for other in others])
+                for phase in OWN}
         more = 100 * (float(np.median(ratios)) - 1)
         findings.append(finding(
             "straggler", windows[-1], f"rank {rank} on {host_of(found, rank)} is {more:.0f} % slower than the others "
-            f"in its own work, most of all in {phase}; all ranks wait for it in every step",
+            f"in its own work, most of all in {max(lost, key=lost.get)}; all ranks wait for it in every step",
             "check that node: clocks and temperature of the device, other processes, a slow disk if it waits for "
-            "data; exclude it with `sbatch --exclude=NODE`", rank))
+            "data; exclude it with `sbatch --exclude=NODE`"))
     return findings
 
 
+def mean_of(rows, windows, phase):
+    return np.mean([rows[window][phase] for window in windows])
+
+
 def own_seconds(found):
-    """{rank: {last step of a window: {"own": seconds of a step, "phases": {phase: seconds}}}} of the newest attempt.
+    """{rank: {last step of a window: {phase: seconds of a step}}} of the newest attempt, by `own_of`.
 
     The first window of an attempt compiles and connects, and is left out.
     """
@@ -75,19 +78,8 @@ def own_seconds(found):
 
 
 def own_of(line):
-    phases = {name: line["spent"].get(name, 0.0) / line["steps"] for name in OWN}
-    return {"own": sum(phases.values()), "phases": phases}
-
-
-def slowest_phase(rank, paces, windows):
-    """The phase in which a rank loses most seconds against the median of the others."""
-    lost = {}
-    for phase in OWN:
-        own = np.mean([paces[rank][window]["phases"][phase] for window in windows])
-        others = [np.mean([rows[window]["phases"][phase] for window in windows])
-                  for number, rows in paces.items() if number != rank]
-        lost[phase] = own - np.median(others)
-    return max(lost, key=lost.get)
+    """Seconds of a step that a rank works by itself, by phase. line: of an event "pace"."""
+    return {name: line["spent"].get(name, 0.0) / line["steps"] for name in OWN}
 
 
 def host_of(found, rank):
@@ -106,13 +98,13 @@ def leak(found):
              "loader or Python objects": "set data.num_workers to 0, or look for a list that grows"}
     return [finding("leak", line["step"], f"rank {rank}: {line['sentence']}",
                     f"{cures.get(line.get('who'), 'look at what else runs on that node')}. The run restarts by itself "
-                    "before memory is gone", rank)
+                    "before memory is gone")
             for rank, line in sorted(newest.items()) if last - line["step"] <= LEAK_STEPS]
 
 
 def nonfinite(found):
     """Losses that are not finite, more of them than before."""
-    steps = tail_of(step_columns(found), RECENT)
+    steps = tail_of(found["once"], RECENT)
     bad = np.nan_to_num(steps["nonfinite"]) > 0
     half = len(bad) // 2
     before, now = int(bad[:half].sum()), int(bad[half:].sum())
@@ -129,8 +121,8 @@ def nonfinite(found):
 
 def clipped_away(found):
     """A mode whose gradient is clipped so far that it hardly affects Adam, which all modes share."""
-    cfg, steps = config_of(found), tail_of(step_columns(found), CLIP_STEPS)
-    modes = {mode["name"]: mode for mode in modes_of(found)}
+    cfg, steps = found["config"], tail_of(found["once"], CLIP_STEPS)
+    modes = {mode["name"]: mode for mode in found["modes"]}
     limits = {name: cfg.get(mode.get("clip_norm")) for name, mode in modes.items()}
     norms, kept = {}, {}
     for name, column in steps.items():
@@ -148,20 +140,18 @@ def clipped_away(found):
         findings.append(finding(
             "clipped away", steps["step"][-1], f"{mode} is clipped in {100 * np.mean(column > limit):.0f} % of the "
             f"steps, from a norm of {np.median(column):.2g} to {limit:.2g}, {kept[strongest] / limit:,.0f} times below "
-            f"that of {strongest}: it learns next to nothing", f"raise {modes[mode]['clip_norm']}, or lower the "
-                                                               f"weights of {strongest} (loss.* in the config); the "
-                                                               "comment above `loss:` in Config/config_om.yaml "
-                                                               "explains how", mode))
+            f"that of {strongest}: it learns next to nothing",
+            f"raise {modes[mode]['clip_norm']}, or lower the weights of {strongest} (loss.* in the config); the comment "
+            "above `loss:` in Config/config_om.yaml explains how"))
     return findings
 
 
 def stuck_gate(found):
     """A mode waits behind its gate, and `ang` does not approach the gate."""
-    cfg, steps = config_of(found), step_columns(found)
-    mode = next((mode for mode in modes_of(found) if mode.get("gate")), None)
+    steps, mode = found["once"], next((mode for mode in found["modes"] if mode.get("gate")), None)
     if mode is None or len(steps["step"]) < GATE_STEPS:
         return []
-    gate = cfg[mode["gate"]]
+    gate = found["config"][mode["gate"]]
     opened = np.flatnonzero(steps["open"] == 1)
     shut = len(steps["step"]) - (opened[-1] + 1 if len(opened) else 0)
     if shut < GATE_STEPS or "terms.ang" not in steps:
@@ -183,9 +173,8 @@ def stuck_gate(found):
 
 def overfitting(found):
     """Validation has been getting worse for a while, and the training losses better."""
-    known = {name for line in found["epochs"] for name in METRICS if line.get(name) is not None}
-    metric = next((name for name in METRICS if name in known), None)
-    lines = [line for line in found["epochs"] if line.get(metric) is not None]
+    metric = next((name for name in METRICS if found["scores"].get(name)), None)
+    lines = found["scores"].get(metric, [])
     scores = np.array([line[metric] for line in lines])
     best = int(np.argmax(scores)) if len(scores) else 0
     since = len(scores) - 1 - best
@@ -198,9 +187,8 @@ def overfitting(found):
         return []
     return [finding("overfitting", lines[-1]["step"], f"{metric} was best in epoch {lines[best]['epoch'] + 1} "
                     f"({scores[best]:.3f}) and has fallen to {scores[-1]:.3f} since, while imgsim of the training went "
-                    f"from {train[0]:.3g} to {train[-1]:.3g}", "stop here: all tools use the best checkpoint; for a "
-                                                               "better one use more volumes, stronger augment.*, or "
-                                                               "fewer epochs")]
+                    f"from {train[0]:.3g} to {train[-1]:.3g}", "stop here: all tools use the best checkpoint; for a better one "
+                    "use more volumes, stronger augment.*, or fewer epochs")]
 
 
 def full_disk(found):
@@ -224,8 +212,7 @@ def stopped(found):
     if last["event"] != "end" or last.get("decision") != "stop":
         return []
     return [finding("stopped", last_step(found), last.get("sentence", last["cause"]).rstrip("."),
-                    "docs/trouble.md lists what to do for each cause; afterwards the same command continues the run",
-                    last["attempt"])]
+                    "docs/trouble.md lists what to do for each cause; afterwards the same command continues the run")]
 
 
 RULES = (stopped, straggler, leak, nonfinite, clipped_away, stuck_gate, overfitting, full_disk)

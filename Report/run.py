@@ -14,9 +14,11 @@ import time
 from html import escape
 from pathlib import Path
 
+import numpy as np
+
 from Report import compare
 from Report.charts import grid, number, spark
-from Report.goodput import add_up, attempts_of, causes_table, goodput, kinds_table
+from Report.goodput import add_up, causes_table, goodput, kinds_table
 from Report.page import cards_html, table_html, text_table, write_page
 from Report.rules import find_all, host_of, own_seconds, size_text
 from Report.run_charts import (
@@ -27,9 +29,9 @@ from Report.run_charts import (
     time_chart,
     validation_charts,
 )
-from Report.run_logs import config_of, losses_of, read_json, read_launches, read_run, step_columns
+from Report.run_logs import read_json, read_launches, read_run
 from Report.run_state import duration, headline, moment, state_of
-from Runtime.errors import DONE, InputError, parse_options, run_program
+from Runtime.errors import DONE, parse_options, run_program
 
 FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # seconds between two looks of --follow, and at least so many times what a look takes
 PICTURE_BYTES = 3 * 2 ** 20  # of all pictures of a page together, which stays below 5 MB
@@ -43,12 +45,12 @@ LAST_ATTEMPTS = 100  # that are told one by one
 def write_report(found, path, refresh_s=None):
     """Write the page of a run. found: of run_logs.read_run. refresh_s: a browser loads it again after so long.
 
-    Returns: path. Raises InputError where it cannot be written.
+    Returns: path. Raises OSError where it cannot be written.
     """
-    findings, (word, sentence) = find_all(found), state_of(found)
+    findings, (word, sentence), (losses, zeros) = find_all(found), state_of(found), loss_charts(found)
     sections = [("", cards_html(headline(found, findings))),
                 ("What is wrong, and what to do", findings_html(findings)),
-                ("Losses", losses_html(found)),
+                ("Losses", grid(losses) + (nothing(f"0 throughout: {', '.join(zeros)}.") if zeros else "")),
                 ("Validation", grid(validation_charts(found)) or nothing("No validation yet.")),
                 ("Where the time went", time_html(found)),
                 ("Attempts", attempts_html(found)),
@@ -60,17 +62,7 @@ def write_report(found, path, refresh_s=None):
                 ("Config", config_html(found)),
                 ("Environment", environment_html(found))]
     sections = [(heading, html) for heading, html in sections if html]
-    try:
-        return write_page(path, f"{found['run'].resolve().name}: {word}", sentence, sections, refresh_s)
-    except OSError as error:
-        raise InputError(f"{path}: the page cannot be written there ({error.strerror or error}); give another file "
-                         "with --out.") from None
-
-
-def losses_html(found):
-    """The charts of the losses; terms that are 0 throughout, such as unused ones, in a sentence."""
-    charts, zeros = loss_charts(found)
-    return grid(charts) + (nothing(f"0 throughout: {', '.join(zeros)}.") if zeros else "")
+    return write_page(path, f"{found['run'].resolve().name}: {word}", sentence, sections, refresh_s)
 
 
 def findings_html(findings):
@@ -88,7 +80,7 @@ def nothing(sentence):
 
 def time_html(found):
     """Goodput over the time, by kind and by the cause of each end."""
-    if not attempts_of(found):
+    if not found["costs"]:
         return nothing("attempts.jsonl has no line of a beginning that can be read.")
     return (grid([time_chart(found)]).replace('class="charts"', 'class="charts one"')
             + captioned(kinds_table(found), f"Goodput {100 * goodput(add_up(found)[0]):.1f} %")
@@ -103,7 +95,7 @@ def captioned(table, caption):
 
 def attempt_rows(found):
     """What each attempt was: dicts of number, began, ranks, first and last step, cause, who, where, cost, sentence."""
-    costs, rows = attempts_of(found), []
+    costs, rows = found["costs"], []
     for index, each in enumerate(costs):
         verdict = (each["end"] or {}).get("verdict", {})
         steps = found["steps"]["step"][each["rows"]][found["steps"]["is_step"][each["rows"]] == 1]
@@ -142,7 +134,7 @@ def ranks_table(found):
         if not lines:
             continue
         last = lines[-1]
-        work = [row["own"] for row in list(own.get(rank, {}).values())[-5:]]
+        work = [sum(row.values()) for row in list(own.get(rank, {}).values())[-5:]]
         memory = [last.get(key) and last[key] / 2 ** 30 for key in ("host_used", "device_reserved", "device_free")]
         rows.append([rank, host_of(found, rank), sum(work) / len(work) if work else None, *memory])
     header = ["rank", "node", "own work s", "host GiB", "torch holds GiB", "device free GiB"]
@@ -212,20 +204,19 @@ def run_before(found):
         if other is not None and other < began:
             candidates.append((other, path.parent))
     for _, folder in sorted(candidates, reverse=True):
-        config = config_of({"launches": read_launches(folder)})
-        if config:
-            return folder.name, config
+        launches = read_launches(folder)
+        if launches:
+            return folder.name, launches[-1]["config"]
     return None
 
 
 def config_html(found):
     """What has changed, and all keys behind it."""
-    cfg = config_of(found)
-    if not cfg:
+    if not found["config"]:
         return nothing("The folder has no launches/, so the config is not known.")
     html = "".join(table_html(["key", "before", "now"], rows, f"Changed {heading}") if rows
                    else nothing(f"Nothing has changed {heading}.") for heading, rows in config_changes(found))
-    rows = [(key, json.dumps(value)) for key, value in cfg.items()]
+    rows = [(key, json.dumps(value)) for key, value in found["config"].items()]
     return html + f"<details><summary>All keys</summary>{table_html(['key', 'value'], rows)}</details>\n"
 
 
@@ -268,15 +259,15 @@ def as_text(found):
 
 def curve_rows(found):
     """A row for each loss and validation score: name, first and last value, the curve as characters."""
-    steps, rows = step_columns(found), []
-    for name in losses_of(found):
-        column = steps.get(f"terms.{name}")
-        known = column[column == column] if column is not None else []
+    rows = []
+    for name in found["losses"]:
+        column = found["once"].get(f"terms.{name}", np.zeros(0))
+        known = column[~np.isnan(column)]
         rows.append([name, number(known[0]), number(known[-1]), "", spark(known)] if len(known)
                     else [name, "-", "-", "", ""])
-    for name in sorted({name for line in found["epochs"] for name in line if name.startswith("val_")}):
-        values = [line[name] for line in found["epochs"] if line.get(name) is not None]
-        if values:
+    for name, lines in found["scores"].items():
+        if lines:
+            values = [line[name] for line in lines]
             rows.append([name, number(values[0]), number(values[-1]), "", spark(values)])
     return rows
 

@@ -2,10 +2,8 @@
 import numpy as np
 
 from Report.charts import line_chart, stacked_chart
-from Report.goodput import KINDS, attempts_of, over_time
+from Report.goodput import KINDS, over_time
 from Report.rules import own_of
-from Report.run_logs import config_of, losses_of, modes_of, step_columns
-from Report.run_state import step_seconds
 
 SHOWN_RANKS = 8  # drawn as a curve each; of more ranks the median and the two that differ most from it
 PLANNED = ("first start", "planned restart", "done", "running")  # what a restart may follow besides deaths
@@ -28,7 +26,7 @@ GIB = 2 ** 30
 def restarts(found):
     """Vertical lines at the step with which an attempt began: [(step, "dead" or "planned", text)]."""
     marks, steps = [], found["steps"]
-    for before, each in zip(attempts_of(found), attempts_of(found)[1:]):
+    for before, each in zip(found["costs"], found["costs"][1:]):
         if not before["end"] or before["cause"] == "done" or not len(each["rows"]):
             continue
         kind = "dead" if before["end"]["verdict"]["dead"] else "planned"
@@ -38,9 +36,9 @@ def restarts(found):
 
 def loss_charts(found):
     """The losses of the modes and each term that a step function returns, over the steps; names of flat zeros."""
-    steps, marks = step_columns(found), restarts(found)
+    steps, marks = found["once"], restarts(found)
     nothing = np.full(len(steps["step"]), np.nan)
-    curves = {name: steps.get(f"terms.{name}", nothing) for name in losses_of(found)}
+    curves = {name: steps.get(f"terms.{name}", nothing) for name in found["losses"]}
     zeros = [name for name, y in curves.items() if np.isfinite(y).any() and not np.nan_to_num(y).any()]
     return [line_chart(name, [(name, steps["step"], y)], marks, note=MEANINGS.get(name, ""))
             for name, y in curves.items() if name not in zeros], zeros
@@ -48,19 +46,14 @@ def loss_charts(found):
 
 def validation_charts(found):
     """Each validation score over the steps."""
-    names = sorted({name for line in found["epochs"] for name in line if name.startswith("val_")})
-    marks, charts = restarts(found), []
-    for name in names:
-        lines = [line for line in found["epochs"] if line.get(name) is not None]
-        curve = (name, [line["step"] for line in lines], [line[name] for line in lines])
-        charts.append(line_chart(name, [curve], marks, note=MEANINGS.get(name, "")))
-    return charts
+    return [line_chart(name, [(name, [line["step"] for line in lines], [line[name] for line in lines])],
+                       restarts(found), note=MEANINGS.get(name, "")) for name, lines in found["scores"].items()]
 
 
 def gradient_charts(found):
     """Gradient norms and clip rates of each mode, gate openings, learning rate."""
-    steps, marks, cfg = step_columns(found), restarts(found), config_of(found)
-    x, charts, rates, modes = steps["step"], [], [], {mode["name"]: mode for mode in modes_of(found)}
+    steps, marks, cfg = found["once"], restarts(found), found["config"]
+    x, charts, rates, modes = steps["step"], [], [], {mode["name"]: mode for mode in found["modes"]}
     for name in [name for name in steps if name.startswith("norms.")]:
         mode, column = name.removeprefix("norms."), steps[name]
         limit = cfg.get(modes[mode].get("clip_norm")) if mode in modes else None
@@ -94,8 +87,8 @@ def smoothed(curves, width=50):
 
 def speed_charts(found):
     """Samples per second, seconds of a step, waiting for data."""
-    steps, marks = step_columns(found), restarts(found)
-    x, seconds = steps["step"], np.maximum(step_seconds(steps), 1e-9)
+    steps, marks = found["once"], restarts(found)
+    x, seconds = steps["step"], np.maximum(steps["seconds"], 1e-9)
     data = np.nan_to_num(steps.get("spent.data", np.zeros(len(x))))
     agree = np.nan_to_num(steps.get("spent.agree", np.zeros(len(x))))
     waits = [("for data", x, 100 * data / seconds), ("for other ranks", x, 100 * agree / seconds)]
@@ -111,7 +104,7 @@ def rank_charts(found):
     for rank, lines in found["pace"].items():
         lines = [line for line in lines if line.get("steps")]
         x = [line["step"] for line in lines]
-        own[rank] = (x, [own_of(line)["own"] for line in lines])
+        own[rank] = (x, [sum(own_of(line).values()) for line in lines])
         for target, key in ((host, "host_used"), (device, "device_free"), (reserved, "device_reserved")):
             target[rank] = (x, [np.nan if line.get(key) is None else line[key] / GIB for line in lines])
     charts = [line_chart("own work of a step, s", few(own), restarts(found), log=True,

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from Report.goodput import costs_of
 from Runtime.config import flatten
 from Runtime.errors import InputError
 
@@ -33,31 +34,50 @@ def read_run(run):
     """All that the logs of a run say.
 
     run: folder of the run, Models/<data>_<net>.
-    Returns: {"run": Path, "attempts": lines of attempts.jsonl, "steps": columns of all rows (see `to_numpy`), "once":
-    the same of each step once (see `step_columns`), "epochs": lines of rank 0, those of an epoch that ran twice only
-    once, "events": all other lines of all ranks in the order of time, "pace": {rank: its lines}, "now": {rank: its last
-    breadcrumb}, "launches": of `read_launches`, "lock", "manifest": content of these files, {} where there is none,
-    "pictures": Paths, oldest first}.
+    Returns a dict of
+      run: Path; lock, manifest: content of these files, {} where there is none; pictures: Paths, oldest first
+      attempts: lines of attempts.jsonl; costs: of `goodput.costs_of`
+      steps, once: columns of all rows of rank 0, and of the steps that are in the result, see `as_columns`
+      epochs: lines of rank 0, those of an epoch that ran twice only once; scores: {val_...: those that have it}
+      pace: {rank: its lines}; now: {rank: its last breadcrumb}; events: all other lines of all ranks, by time
+      launches: of `read_launches`; config, modes: of the newest one, {} and [] where there is none; losses: names of
+      the losses and terms, those of the modes first
     Raises InputError if this is no run folder.
     """
     run = Path(run)
     attempts = list(lines_of(run / "attempts.jsonl"))
     if not attempts:
         raise InputError(f"{run}: there is no attempts.jsonl; give the folder of a run, Models/<data>_<net>.")
-    found = {"run": run, "attempts": attempts, "epochs": {}, "events": [], "pace": {}, "now": {}}
-    ranks = ranks_of(run)
-    steps = new_columns()
+    columns = {name: array.array("d") for name in (*PLAIN, "is_step")}
+    epochs, events, pace, now, ranks = {}, [], {}, {}, ranks_of(run)
     for rank in ranks:
         tail = None if rank == 0 or len(ranks) <= FEW_RANKS else READ_BYTES // len(ranks)
-        read_rank_log(run, rank, found, steps if rank == 0 else None, tail)
-    found["steps"] = to_numpy(steps)
-    found["once"] = rows_once(found["steps"])
-    found["epochs"] = [found["epochs"][number] for number in sorted(found["epochs"])]
-    found["events"].sort(key=lambda line: line.get("time", 0))
-    for name in ("lock", "manifest"):
-        found[name] = read_json(run / f"{name}.json", FORMS[name])
-    pictures = sorted((run / "pictures").glob("*.png"))
-    return {**found, "launches": read_launches(run), "pictures": pictures}
+        pace[rank] = []
+        for line in lines_of(run / f"rank{rank}.jsonl", tail):
+            kind = line["event"]
+            if kind == "pace":
+                pace[rank].append(line)
+            elif kind == "now":
+                now[rank] = line
+            elif kind == "epoch":
+                epochs[line.get("epoch")] = line
+            elif kind != "step":
+                events.append(line)
+            if rank == 0 and kind in ("step", "end"):
+                add_row(columns, line)
+    (steps, once), launches = as_columns(columns), read_launches(run)
+    epochs = [epochs[number] for number in sorted(epochs)]
+    scores = sorted({name for line in epochs for name in line if name.startswith("val_")})
+    newest = launches[-1] if launches else {"config": {}}
+    modes = [mode for mode in newest.get("modes", []) if MODE.keys() <= mode.keys()]
+    losses = [name for mode in modes for name in (mode["curve"], *mode["terms"])]
+    losses += [name.removeprefix("terms.") for name in once if name.startswith("terms.")]
+    return {"run": run, **{name: read_json(run / f"{name}.json", FORMS[name]) for name in ("lock", "manifest")},
+            "pictures": sorted((run / "pictures").glob("*.png")), "attempts": attempts,
+            "costs": costs_of(attempts, steps), "steps": steps, "once": once, "epochs": epochs,
+            "scores": {name: [line for line in epochs if line.get(name) is not None] for name in scores},
+            "pace": pace, "now": now, "events": sorted(events, key=lambda line: line.get("time", 0)),
+            "launches": launches, "config": newest["config"], "modes": modes, "losses": list(dict.fromkeys(losses))}
 
 
 def ranks_of(run):
@@ -88,39 +108,15 @@ def lines_of(path, tail=None):
         return
 
 
-def read_rank_log(run, rank, found, steps, tail):
-    """Sort the lines of a rank into `found`, those of its steps into the columns `steps` unless that is None."""
-    pace = found["pace"].setdefault(rank, [])
-    for line in lines_of(Path(run) / f"rank{rank}.jsonl", tail):
-        kind = line["event"]
-        if kind == "step":
-            if steps is not None:
-                add_row(steps, line)
-        elif kind == "pace":
-            pace.append(line)
-        elif kind == "now":
-            found["now"][rank] = line
-        elif kind == "epoch":
-            found["epochs"][line.get("epoch")] = line
-        else:
-            found["events"].append(line)
-            if kind == "end" and steps is not None:
-                add_row(steps, line)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Columns
 # ---------------------------------------------------------------------------------------------------------------------
 
-def new_columns():
-    """Rows without columns yet: {name: one float for each row so far that had one or came later}."""
-    return {name: array.array("d") for name in (*PLAIN, "is_step")}
-
-
 def add_row(columns, line):
     """Add the numbers of a line "step", or of the "end" of an attempt, which has the time since its last step.
 
-    A key of NESTED becomes one name with it: "terms.ang". What a line has not, or not as a number, is NaN.
+    columns: {name: one float for each row so far that had one or came later}. A key of NESTED becomes one name with it:
+    "terms.ang". What a line has not, or not as a number, is NaN.
     """
     row = {name: line[name] for name in PLAIN if name in line}
     row["is_step"] = line["event"] == "step"
@@ -134,28 +130,21 @@ def add_row(columns, line):
         column.append(value if isinstance(value, (int, float)) else NAN)
 
 
-def to_numpy(columns):
-    """{name: float64 array of one value per row}; always with PLAIN and "is_step". columns: of `add_row`."""
-    rows = len(columns["is_step"])
-    return {name: np.array([*column, *[NAN] * (rows - len(column))]) for name, column in columns.items()}
+def as_columns(columns):
+    """All rows, and of each step that is in the result the row of its last time, by rising step: ({name: values}, ...).
 
-
-def step_columns(found):
-    """The steps of a run that are in its result: {name: values} by rising step; of a step done twice the later time.
-
-    found: of `read_run`.
+    columns: of `add_row`. Besides these, "seconds" are those of all phases of a row, and "replayed" is 1 where a later
+    attempt has done the step again.
     """
-    return found["once"]
-
-
-def rows_once(steps):
-    """`step_columns` of all rows. steps: of `to_numpy`."""
-    rows = np.flatnonzero(steps["is_step"] == 1)
-    if not len(rows):
-        return {name: column[:0] for name, column in steps.items()}
-    _, first_from_behind = np.unique(steps["step"][rows][::-1], return_index=True)
-    rows = rows[::-1][first_from_behind]
-    return {name: column[rows] for name, column in steps.items()}
+    count = len(columns["is_step"])
+    rows = {name: np.array([*column, *[NAN] * (count - len(column))]) for name, column in columns.items()}
+    spent = [np.nan_to_num(column) for name, column in rows.items() if name.startswith("spent.")]
+    done = np.flatnonzero(rows["is_step"] == 1)[::-1]
+    _, last, which = np.unique(rows["step"][done], return_index=True, return_inverse=True)
+    last = done[last]
+    rows["seconds"], rows["replayed"] = sum(spent, np.zeros(count)), np.zeros(count)
+    rows["replayed"][done] = rows["attempt"][last][which] != rows["attempt"][done]
+    return rows, {name: column[last] for name, column in rows.items()}
 
 
 def tail_of(columns, count):
@@ -202,21 +191,3 @@ def read_launches(run):
             continue  # a machine died while it was written
         launches.append({**read_json(folder / "launch.json", FORMS["launch"]), "number": folder.name, "config": flat})
     return launches
-
-
-def modes_of(found):
-    """The modes of the newest launch, as `provenance.described` has them, without None. found: of `read_run`."""
-    modes = found["launches"][-1].get("modes", []) if found["launches"] else []
-    return [mode for mode in modes if MODE.keys() <= mode.keys()]
-
-
-def losses_of(found):
-    """Names of the losses and terms of a run, those of its modes first. found: of `read_run`."""
-    listed = [name for mode in modes_of(found) for name in (mode["curve"], *mode["terms"])]
-    own = [name.removeprefix("terms.") for name in step_columns(found) if name.startswith("terms.")]
-    return list(dict.fromkeys([*listed, *own]))
-
-
-def config_of(found):
-    """The flat config of the newest launch, {} where there is none. found: of `read_run`."""
-    return found["launches"][-1]["config"] if found["launches"] else {}

@@ -4,8 +4,8 @@ import time
 import numpy as np
 
 from Report.charts import number
-from Report.goodput import add_up, attempts_of, goodput, is_refused_start
-from Report.run_logs import config_of, step_columns, tail_of
+from Report.goodput import add_up, goodput, is_refused_start
+from Report.run_logs import tail_of
 
 QUIET_S = 10.0  # so long after its deadline a rank has not been heard of, the run counts as silent
 
@@ -69,10 +69,9 @@ def duration(seconds):
 def headline(found, findings):
     """The cards at the top of a page: [(label, value, note)]."""
     kinds, _ = add_up(found)
-    steps, cfg, attempts = step_columns(found), config_of(found), attempts_of(found)
-    wall, done = sum(kinds.values()), len(steps["step"])
-    epochs, of = len(found["epochs"]), cfg.get("run.epochs")
-    ends = [each["end"] for each in attempts if each["end"]]
+    wall, done = sum(kinds.values()), len(found["once"]["step"])
+    epochs, of = len(found["epochs"]), found["config"].get("run.epochs")
+    attempts, ends = found["costs"], [each["end"] for each in found["costs"] if each["end"]]
     refused = sum(map(is_refused_start, ends))
     died = sum(bool(end["verdict"]["dead"]) for end in ends) - refused
     rate, left = speed(found), time_left(found, kinds)
@@ -90,24 +89,17 @@ def time_left(found, kinds):
 
     None before the first epoch and after the last one.
     """
-    epochs, of = found["epochs"], config_of(found).get("run.epochs")
+    epochs, of = found["epochs"], found["config"].get("run.epochs")
     if not epochs or not of:
         return None
     per_epoch = np.median([line["steps"] for line in epochs])
-    done = len(step_columns(found)["step"])
+    done = len(found["once"]["step"])
     steps_left = of * per_epoch - done
     return duration(steps_left * sum(kinds.values()) / max(done, 1)) if steps_left > 0 else None
 
 
 def speed(found, last=100):
     """Samples per second of the last steps, waits included; None where the log does not say."""
-    steps = tail_of(step_columns(found), last)
-    seconds = step_seconds(steps)
-    total = np.nansum(seconds)
+    steps = tail_of(found["once"], last)
+    total = steps["seconds"].sum()
     return float(np.nansum(steps["samples"]) / total) if total > 0 and np.isfinite(steps["samples"]).any() else None
-
-
-def step_seconds(steps):
-    """Seconds of each step, over all its phases."""
-    spent = [np.nan_to_num(column) for name, column in steps.items() if name.startswith("spent.")]
-    return np.sum(spent, axis=0) if spent else np.zeros(len(steps["step"]))

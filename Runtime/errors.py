@@ -98,8 +98,8 @@ def run_program(run, args):
             return code
         print(f"error: {code}", file=sys.stderr)
     except OSError as error:
-        print(f"error: {error.filename or args.out}: {error.strerror or error}; results cannot be written there.",
-              file=sys.stderr)
+        print(f"error: {error.filename2 or error.filename or args.out}: {error.strerror or error}; results cannot "
+              "be written there.", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to continue", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -476,7 +476,7 @@ def test_kinds_add_up_to_the_wall_time(run):
 
 def test_goodput_as_a_table(run):
     assert goodput(add_up(read_run(run))[0]) == pytest.approx((48 + 30) / 200)
-    text = table(run)
+    text = table(read_run(run))
     assert "goodput 39.00 %" in text
     assert [line for line in text.splitlines() if "killed" in line][0].split()[-4:] == ["60.0", "34.0", "10.0", "104.0"]
 

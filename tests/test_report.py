@@ -110,7 +110,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys):
                                        "run, Models/<data>_<net>.\n")
     run = made_up_run(tmp_path / "run", 20)
     assert main([str(run), "--out", str(run)]) == 43
-    assert "the page cannot be written there" in capsys.readouterr().err
+    assert f"{run}: Is a directory; results cannot be written there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", [0, 1, 9])

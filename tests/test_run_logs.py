@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from Report.goodput import add_up
-from Report.run_logs import read_run, step_columns
+from Report.run_logs import read_run
 from Runtime.errors import InputError
 
 
@@ -41,7 +41,7 @@ def test_a_step_that_was_done_again_counts_once(tmp_path):
     begin(tmp_path, 1, 1100.0)
     write_lines(tmp_path / "rank0.jsonl", step(0), step(1), step(2), step(1, 1, 1111.0, lr=0.5), step(2, 1, 1112.0))
     found = read_run(tmp_path)
-    once = step_columns(found)
+    once = found["once"]
     assert len(found["steps"]["step"]) == 5
     assert once["step"].tolist() == [0, 1, 2] and once["attempt"].tolist() == [0, 1, 1] and once["lr"][1] == 0.5
 
@@ -54,7 +54,7 @@ def test_a_torn_last_line_is_left_out(torn, tmp_path):
         file.write(torn)
     with open(tmp_path / "attempts.jsonl", "ab") as file:
         file.write(torn)
-    assert step_columns(read_run(tmp_path))["step"].tolist() == [0, 1]
+    assert read_run(tmp_path)["once"]["step"].tolist() == [0, 1]
     assert add_up(read_run(tmp_path))[0]["useful steps"] == 2
 
 
@@ -86,6 +86,6 @@ def test_a_hundred_thousand_steps_are_read_in_seconds(tmp_path):
         for number in range(100_000):
             file.write(line.replace("12345", str(number)) + "\n")
     began = time.process_time()
-    once = step_columns(read_run(tmp_path))
+    once = read_run(tmp_path)["once"]
     assert len(once["step"]) == 100_000 and once["step"][-1] == 99_999
     assert time.process_time() - began < 10  # 2 s on an idle core

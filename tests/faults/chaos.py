@@ -119,7 +119,7 @@ def main(argv=None):
     if code:
         said = [end["sentence"] for end in found.values()] or ["no attempt has an end"]
         print(f"the disturbed run ended with {code}: {said[-1]}", file=sys.stderr)
-    print(table(run_of(chaos)))
+    print(table(read_run(run_of(chaos))))
     print(f"{len(killed)} ranks killed, {len(killed) - len(wrong)} of them named, {len(found)} attempts; weights "
           f"{'bitwise equal' if equal else 'DIFFERENT'} to those of the undisturbed run")
     print(json.dumps({"kills": len(killed), "named": len(killed) - len(wrong), "equal": equal,

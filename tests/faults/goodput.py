@@ -68,7 +68,7 @@ def main(argv=None):
                        run__round_seconds=3600, **changes), 3600)
     run = run_of(folder)
     kinds, causes = add_up(read_run(run))
-    print(table(run))
+    print(table(read_run(run)))
     hangs = [end["sentence"] for end in ends(folder).values() if end["cause"] == "hang"]
     reached, lost = goodput(kinds), sum(map(lost_seconds, causes.values())) / args.epochs
     computed = RECORDED_S / (RECORDED_S + lost)  # if a recorded epoch lost as much time
