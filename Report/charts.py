@@ -12,6 +12,7 @@ WIDTH, HEIGHT = 360, 150
 LEFT, RIGHT, TOP, BOTTOM = 44, 6, 8, 20  # margins
 POINTS = WIDTH - LEFT - RIGHT
 COLOURS = 8  # classes c0 .. c7 of page.css
+NO_VALUES = "no values yet"  # beside the title of an empty chart
 
 
 def thin(x, y, points=POINTS):
@@ -65,7 +66,7 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
         thinned.append((name, *thin(x, np.where(y > 0, y, np.nan) if log else y)))
     thinned = [curve for curve in thinned if len(curve[1])]
     if not thinned:
-        return empty_chart(title, note)
+        return figure(title, NO_VALUES, "", "", note)
     box = frame(thinned, [y for _, y in limits], log)
     parts = [axes(box, across)]
     parts += [mark(box, *each) for each in merge_marks(box, marks)]
@@ -181,7 +182,7 @@ def stacked_chart(title, edges, parts, note=""):
     """
     sums = sum(np.asarray(values, float) for _, _, values in parts) if parts else np.zeros(1)
     if not np.any(sums > 0):
-        return empty_chart(title, note)
+        return figure(title, NO_VALUES, "", "", note)
     hours = (np.asarray(edges) - edges[0]) / 3600
     unit, hours = ("h", hours) if hours[-1] >= 2 else ("min", hours * 60)
     box = {"first": hours[0], "last": hours[-1], "low": 0.0, "high": 100.0, "log": False}
@@ -197,16 +198,10 @@ def stacked_chart(title, edges, parts, note=""):
 
 
 def figure(title, last, svg, below, note):
-    """A chart with its heading, legend and note. svg, below: HTML."""
-    note = f"<p>{escape(note)}</p>" if note else ""
+    """A chart with its heading, legend and note. svg: of the drawing, "" for none. below: HTML."""
+    drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{svg}</svg>\n'
     return (f'<figure class="chart"><figcaption><b>{escape(title)}</b> <span>{escape(last)}</span></figcaption>\n'
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{svg}</svg>\n'
-            f"{below}{note}</figure>\n")
-
-
-def empty_chart(title, note=""):
-    return f'<figure class="chart"><figcaption><b>{escape(title)}</b> <span>no values yet</span></figcaption>' \
-           f"{f'<p>{escape(note)}</p>' if note else ''}</figure>\n"
+            f"{drawing if svg else ''}{below}{f'<p>{escape(note)}</p>' if note else ''}</figure>\n")
 
 
 def legend(names, classes=None):

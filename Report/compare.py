@@ -4,7 +4,6 @@ It shows the keys that differ, the curves on one axis, results and cost. It writ
 figures, also as a table for progress.md.
 """
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -12,22 +11,15 @@ import numpy as np
 
 from Report.charts import grid, line_chart
 from Report.goodput import add_up, goodput
-from Report.page import table_html, text_table, write_page
+from Report.page import markdown_table, table_html, text_table, write_page
+from Report.run import differing_keys, duration, speed, state_of
 from Report.run_charts import smoothed
 from Report.run_logs import read_run
-from Report.run_state import duration, speed, state_of
 from Runtime.errors import DONE, InputError, parse_options, run_program
-from Runtime.files import read_lines
 
 # Keys that say where a run is, not what it does.
 PLACES = ("run.models", "run.logs", "run.notify", "data.name", "data.cache", "data.stage")
 SMOOTH = 20  # steps of the running mean of a curve
-
-
-def first_begin(path):
-    """When the run of an attempts.jsonl began, as time.time; None where the file does not say."""
-    times = [line["time"] for line in read_lines(path) if line.get("event") == "begin"]
-    return min(times, default=None)
 
 
 def short_names(runs):
@@ -38,13 +30,6 @@ def short_names(runs):
         if len(set(names)) == len(names):
             return names
     raise InputError(f"{runs[0]}: the same run is named twice; name each run once.")
-
-
-def differing_keys(configs, without=()):
-    """[(key, value in each config as text, "-" where it has no such key)] where flat configs differ, but for some."""
-    keys = sorted({key for cfg in configs for key in cfg} - set(without))
-    return [(key, *(json.dumps(cfg[key]) if key in cfg else "-" for cfg in configs)) for key in keys
-            if len({json.dumps(cfg.get(key)) for cfg in configs}) > 1]
 
 
 def figures(found):
@@ -84,14 +69,6 @@ def mean_alone(name, x, y, points=150):
     return name, x[chosen], y[chosen]
 
 
-def markdown(header, rows):
-    """A table for progress.md."""
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else "-" if cell is None else str(cell) for cell in row]
-             for row in rows]
-    lines = [header, ["---"] * len(header), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def compared(runs, out):
     """Write the page of some runs and print its figures. Raises InputError for what is no run and for fewer than two.
     """
@@ -106,8 +83,8 @@ def compared(runs, out):
                 ("Curves", overlaid(runs, names)), ("Results and cost", table_html(["", *names], rows))]
     page = write_page(out, "Runs side by side", ", ".join(names), sections)
     print(text_table(["key", *names], keys) if keys else "no key differs")
-    print(f"\n{text_table(['', *names], rows)}\n\nfor progress.md:\n\n{markdown(['', *names], [*keys, *rows])}\n\n"
-          f"report: {page.resolve()}")
+    print(f"\n{text_table(['', *names], rows)}\n\nfor progress.md:\n\n{markdown_table(['', *names], [*keys, *rows])}")
+    print(f"\nreport: {page.resolve()}")
     return DONE
 
 

@@ -142,5 +142,5 @@ def causes_table(found):
 def table(found):
     """The goodput tables as text."""
     (first, *header), rows, formats = kinds_table(found)
-    return "\n\n".join([text_table([f"{first} of {found['run']}", *header], rows, formats), text_table(*causes_table(found)),
-                        f"goodput {100 * goodput(add_up(found)[0]):.2f} %"])
+    return "\n\n".join([text_table([f"{first} of {found['run']}", *header], rows, formats),
+                        text_table(*causes_table(found)), f"goodput {100 * goodput(add_up(found)[0]):.2f} %"])

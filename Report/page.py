@@ -75,6 +75,12 @@ def text_table(header, rows, formats=None):
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def markdown_table(header, rows, formats=None):
+    """The table of `table_html` as Markdown, without a newline at the end. Arguments as there."""
+    head, *lines = _cells(header, rows, formats)[0]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(header), *lines))
+
+
 def cards_html(cards, explained=None):
     """HTML of headline results in large type, for the top of a page.
 

@@ -141,8 +141,8 @@ def clipped_away(found):
             "clipped away", steps["step"][-1], f"{mode} is clipped in {100 * np.mean(column > limit):.0f} % of the "
             f"steps, from a norm of {np.median(column):.2g} to {limit:.2g}, {kept[strongest] / limit:,.0f} times below "
             f"that of {strongest}: it learns next to nothing",
-            f"raise {modes[mode]['clip_norm']}, or lower the weights of {strongest} (loss.* in the config); the comment "
-            "above `loss:` in Config/config_om.yaml explains how"))
+            f"raise {modes[mode]['clip_norm']}, or lower the weights of {strongest} (loss.* in the config); the "
+            "comment above `loss:` in Config/config_om.yaml explains how"))
     return findings
 
 
@@ -187,8 +187,8 @@ def overfitting(found):
         return []
     return [finding("overfitting", lines[-1]["step"], f"{metric} was best in epoch {lines[best]['epoch'] + 1} "
                     f"({scores[best]:.3f}) and has fallen to {scores[-1]:.3f} since, while imgsim of the training went "
-                    f"from {train[0]:.3g} to {train[-1]:.3g}", "stop here: all tools use the best checkpoint; for a better one "
-                    "use more volumes, stronger augment.*, or fewer epochs")]
+                    f"from {train[0]:.3g} to {train[-1]:.3g}", "stop here: all tools use the best checkpoint; for a "
+                    "better one use more volumes, stronger augment.*, or fewer epochs")]
 
 
 def full_disk(found):

@@ -16,26 +16,118 @@ from pathlib import Path
 
 import numpy as np
 
-from Report import compare
+from Report import run_charts
 from Report.charts import grid, number, spark
-from Report.goodput import add_up, causes_table, goodput, kinds_table
-from Report.page import cards_html, table_html, text_table, write_page
+from Report.goodput import add_up, causes_table, goodput, is_refused_start, kinds_table
+from Report.page import cards_html, findings_html, table_html, text_table, write_page
 from Report.rules import find_all, host_of, own_seconds, size_text
-from Report.run_charts import (
-    gradient_charts,
-    loss_charts,
-    rank_charts,
-    speed_charts,
-    time_chart,
-    validation_charts,
-)
-from Report.run_logs import read_json, read_launches, read_run
-from Report.run_state import duration, headline, moment, state_of
+from Report.run_logs import read_json, read_launches, read_run, tail_of
 from Runtime.errors import DONE, parse_options, run_program
+from Runtime.files import read_lines
 
 FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # seconds between two looks of --follow, and at least so many times what a look takes
 PICTURE_BYTES = 3 * 2 ** 20  # of all pictures of a page together, which stays below 5 MB
+QUIET_S = 10.0  # so long after its deadline a rank has not been heard of, the run counts as silent
 LAST_ATTEMPTS = 100  # that are told one by one
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How the run stands, in words and numbers
+# ---------------------------------------------------------------------------------------------------------------------
+
+def state_of(found, now=None):
+    """How a run stands: (word, sentence). word: running, waiting, silent, stopped or done.
+
+    found: of run_logs.read_run. now: time.time(). A rank says until when it would be heard of again (its deadline); a
+    run that has missed that is silent: all its processes are gone, or this is a copy of its folder.
+    """
+    now = now or time.time()
+    begins = [line for line in found["attempts"] if line["event"] == "begin"]
+    ends = {line["attempt"]: line for line in found["attempts"] if line["event"] == "end"}
+    end = ends.get(begins[-1]["attempt"]) if begins else None
+    if end is None:
+        return at_work(found, begins, now)
+    decision = end.get("decision", "done" if end["cause"] == "done" else "continue")
+    said, when = end.get("sentence", end["cause"]), moment(end["time"])
+    if decision == "done":
+        return "done", f"Done since {when}: {said}"
+    if decision == "stop":
+        return "stopped", f"Stopped since {when}: {said}"
+    if found["lock"]:
+        return "waiting", f"Between two rounds since {when}: {said}"
+    return "waiting", f"Waiting since {when} to be started again with the same command: {said}"
+
+
+def at_work(found, begins, now):
+    """`state_of` a run whose newest attempt has no end yet."""
+    crumbs = {rank: line for rank, line in found["now"].items() if begins and line["attempt"] == begins[-1]["attempt"]}
+    if not crumbs:
+        began = begins[-1]["time"] if begins else now
+        return "running", f"Starting since {moment(began)}: no rank has written to its log yet."
+    behind = min(crumbs.values(), key=lambda line: line["number"])
+    mode = f" ({behind['mode']})" if behind["mode"] else ""
+    where = f"rank {behind['rank']} on {behind['host']} is in {behind['phase']}{mode} of step {behind['step']}"
+    newest = max(line["time"] for line in crumbs.values())
+    if now > max(line["time"] + line["deadline"] for line in crumbs.values()) + QUIET_S:
+        return "silent", (f"Silent since {moment(newest)}, beyond its deadline: {where}. Either the run has died, "
+                          "and the same command continues it, or this is a copy of its folder.")
+    return "running", f"Running: {where}, since {now - behind['time']:.0f} s."
+
+
+def moment(stamp):
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp))
+
+
+def duration(seconds):
+    """Seconds in words: "3 h 20 min"."""
+    if seconds is None or not np.isfinite(seconds):
+        return "-"
+    minutes = int(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    hours, days = minutes // 60, minutes // 1440
+    if days >= 2:
+        return f"{days} d {hours % 24} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
+
+
+def headline(found, findings):
+    """The cards at the top of a page: [(label, value, note)]."""
+    kinds, _ = add_up(found)
+    wall, done = sum(kinds.values()), len(found["once"]["step"])
+    epochs, of = len(found["epochs"]), found["config"].get("run.epochs")
+    attempts, ends = found["costs"], [each["end"] for each in found["costs"] if each["end"]]
+    refused = sum(map(is_refused_start, ends))
+    died = sum(bool(end["verdict"]["dead"]) for end in ends) - refused
+    rate, left = speed(found), time_left(found, kinds)
+    return [("Epochs", f"{epochs} of {of}" if of else epochs, f"{done} steps"),
+            *([("Time left", left, "at this pace")] if left else []),
+            ("Goodput", f"{100 * goodput(kinds):.1f} %" if wall else "-", f"of {duration(wall)}"),
+            ("Samples/s", number(rate) if rate else "-", "in 100 steps"),
+            ("Deaths", died, f"in {len(attempts)} attempt{'s' * (len(attempts) != 1)}"
+             + f", {refused} refused at {'their' if refused > 1 else 'its'} start" * (refused > 0)),
+            ("Findings", len(findings), "see below" if findings else "no problem found")]
+
+
+def time_left(found, kinds):
+    """The time until the last epoch, in words, by epochs done and the wall time that they took.
+
+    None before the first epoch and after the last one.
+    """
+    epochs, of = found["epochs"], found["config"].get("run.epochs")
+    if not epochs or not of:
+        return None
+    per_epoch = np.median([line["steps"] for line in epochs])
+    done = len(found["once"]["step"])
+    steps_left = of * per_epoch - done
+    return duration(steps_left * sum(kinds.values()) / max(done, 1)) if steps_left > 0 else None
+
+
+def speed(found, last=100):
+    """Samples per second of the last steps, waits included; None where the log does not say."""
+    steps = tail_of(found["once"], last)
+    total = steps["seconds"].sum()
+    return float(np.nansum(steps["samples"]) / total) if total > 0 and np.isfinite(steps["samples"]).any() else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,16 +139,16 @@ def write_report(found, path, refresh_s=None):
 
     Returns: path. Raises OSError where it cannot be written.
     """
-    findings, (word, sentence), (losses, zeros) = find_all(found), state_of(found), loss_charts(found)
+    findings, (word, sentence), (losses, zeros) = find_all(found), state_of(found), run_charts.loss_charts(found)
     sections = [("", cards_html(headline(found, findings))),
-                ("What is wrong, and what to do", findings_html(findings)),
+                ("What is wrong, and what to do", what_is_wrong(findings)),
                 ("Losses", grid(losses) + (nothing(f"0 throughout: {', '.join(zeros)}.") if zeros else "")),
-                ("Validation", grid(validation_charts(found)) or nothing("No validation yet.")),
+                ("Validation", grid(run_charts.validation_charts(found)) or nothing("No validation yet.")),
                 ("Where the time went", time_html(found)),
                 ("Attempts", attempts_html(found)),
-                ("Ranks", grid(rank_charts(found)) + ranks_html(found)),
-                ("Speed", grid(speed_charts(found))),
-                ("Gradients, gate, learning rate", grid(gradient_charts(found))),
+                ("Ranks", grid(run_charts.rank_charts(found)) + ranks_html(found)),
+                ("Speed", grid(run_charts.speed_charts(found))),
+                ("Gradients, gate, learning rate", grid(run_charts.gradient_charts(found))),
                 ("Pictures", pictures_html(found)),
                 ("Profile", profile_html(found)),
                 ("Config", config_html(found)),
@@ -65,13 +157,12 @@ def write_report(found, path, refresh_s=None):
     return write_page(path, f"{found['run'].resolve().name}: {word}", sentence, sections, refresh_s)
 
 
-def findings_html(findings):
+def what_is_wrong(findings):
     if not findings:
         return nothing("No rule found a problem: no slow rank, no leak, no non-finite losses, no mode clipped away, no "
                        "stuck gate, no overfitting, no full disk.")
-    items = "".join(f"<li><b>{escape(each['rule'])}</b> (step {each['step']}): {escape(each['sentence'])}. <br>"
-                    f"<i>What to do:</i> {escape(each['advice'])}.</li>\n" for each in findings)
-    return f'<ul class="findings">\n{items}</ul>\n'
+    return findings_html([("", each["rule"], f"(step {each['step']}): {each['sentence']}. What to do: "
+                           f"{each['advice']}.") for each in findings])
 
 
 def nothing(sentence):
@@ -82,7 +173,7 @@ def time_html(found):
     """Goodput over the time, by kind and by the cause of each end."""
     if not found["costs"]:
         return nothing("attempts.jsonl has no line of a beginning that can be read.")
-    return (grid([time_chart(found)]).replace('class="charts"', 'class="charts one"')
+    return (grid([run_charts.time_chart(found)]).replace('class="charts"', 'class="charts one"')
             + captioned(kinds_table(found), f"Goodput {100 * goodput(add_up(found)[0]):.1f} %")
             + captioned(causes_table(found), "What each cause cost"))
 
@@ -180,15 +271,22 @@ def profile_html(found):
 # Config and environment
 # ---------------------------------------------------------------------------------------------------------------------
 
+def differing_keys(configs, without=()):
+    """[(key, value in each config as text, "-" where it has no such key)] where flat configs differ, but for some."""
+    keys = sorted({key for cfg in configs for key in cfg} - set(without))
+    return [(key, *(json.dumps(cfg[key]) if key in cfg else "-" for cfg in configs)) for key in keys
+            if len({json.dumps(cfg.get(key)) for cfg in configs}) > 1]
+
+
 def config_changes(found):
     """[(heading, rows of `differing_keys`)]: against the run before, and of each launch against the one before it."""
     result, launches = [], found["launches"]
     before = run_before(found)
     if before and launches:
-        rows = compare.differing_keys([before[1], launches[-1]["config"]])
+        rows = differing_keys([before[1], launches[-1]["config"]])
         result.append((f"since the previous run, {before[0]}", rows))
     for old, new in zip(launches, launches[1:]):
-        rows = compare.differing_keys([old["config"], new["config"]])
+        rows = differing_keys([old["config"], new["config"]])
         if rows:
             result.append((f"since launch {new['number']}, step {new.get('step', '-')}", rows))
     return result
@@ -200,9 +298,9 @@ def run_before(found):
     for path in found["run"].resolve().parent.glob("*/attempts.jsonl"):
         if path.parent == found["run"].resolve():
             continue
-        other = compare.first_begin(path)
-        if other is not None and other < began:
-            candidates.append((other, path.parent))
+        begins = [line["time"] for line in read_lines(path) if line.get("event") == "begin"]
+        if begins and min(begins) < began:
+            candidates.append((min(begins), path.parent))
     for _, folder in sorted(candidates, reverse=True):
         launches = read_launches(folder)
         if launches:

@@ -86,13 +86,11 @@ def ranks_of(run):
     return sorted(int(name[1]) for name in names if name)
 
 
-def log_lines(run, rank):
-    """All lines of a rank's log, oldest first, one after the other: a long log need not fit into memory."""
-    yield from lines_of(Path(run) / f"rank{rank}.jsonl")
-
-
 def lines_of(path, tail=None):
-    """The objects of a log, as Runtime/files.read_lines, but one at a time. Nothing if there is no such file."""
+    """The objects of a log, as Runtime/files.read_lines, but one at a time. Nothing if there is no such file.
+
+    tail: bytes at its end that are read, None for all.
+    """
     try:
         with open(path, errors="replace", newline="\n") as file:
             if tail is not None:

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from Report.charts import empty_chart, line_chart, merge_marks, number, spark, stacked_chart, thin, ticks
+from Report.charts import line_chart, merge_marks, number, spark, stacked_chart, thin, ticks
 from tests.test_page import NASTY, Balance
 
 
@@ -63,7 +63,7 @@ def test_marks_on_the_same_pixels_become_one():
 
 def test_a_curve_without_values_says_so():
     nothing = line_chart("val_dice", [("val_dice", [0, 1], [np.nan, np.nan])])
-    assert nothing == empty_chart("val_dice") and "no values yet" in nothing
+    assert "<svg" not in nothing and "no values yet" in nothing
     assert "no values yet" in stacked_chart("time", [0, 1], [])
     assert "<circle" in line_chart("one", [("one", [3], [4.0])])
     Balance(line_chart("constant", [("constant", [0, 1, 2], [0.0, 0.0, 0.0])]))

@@ -9,8 +9,8 @@ import OM_train_3modes as om
 from Dataloader.cache import read_manifest
 from Report.goodput import add_up
 from Report.rules import find_all
+from Report.run import headline
 from Report.run_logs import read_run
-from Report.run_state import headline
 from Runtime import checkpoint
 from Runtime.config import load_config
 from Runtime.errors import InputError

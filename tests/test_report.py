@@ -15,9 +15,8 @@ from Report import run as report
 from Report.compare import PLACES, differing_keys, short_names
 from Report.goodput import add_up, over_time
 from Report.rules import find_all
-from Report.run import main
+from Report.run import duration, main, state_of
 from Report.run_logs import read_run
-from Report.run_state import duration, state_of
 from Runtime.errors import InputError
 from tests import launching
 from tests.faults.common import run_of

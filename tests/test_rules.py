@@ -78,8 +78,8 @@ def test_a_mode_that_is_clipped_away_is_named(tmp_path):
         return {"norms": {"diffusion": 50.0, "contrastive": 5.0, "registration": 3.0}}
     run = made_up_run(tmp_path / "run", step=loud, contrastive__clip_norm=1e-3, registration__clip_norm=1.0)
     each = found(run)["clipped away"]
-    assert each["sentence"].startswith("contrastive is clipped in 100 % of the steps, from a norm of 5 to 0.001, 50,000 "
-                                       "times below that of diffusion")
+    assert each["sentence"].startswith("contrastive is clipped in 100 % of the steps, from a norm of 5 to 0.001, "
+                                       "50,000 times below that of diffusion")
     assert "raise contrastive.clip_norm" in each["advice"]
     assert found(made_up_run(tmp_path / "half", step=loud, contrastive__clip_norm=0.2)) == {}
 
