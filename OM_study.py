@@ -24,7 +24,7 @@ import importlib
 import sys
 
 from Inference.choices import LABELS, SIMILARITIES
-from Runtime.errors import STOP, InputError, parse_options, run_program
+from Runtime.errors import InputError, parse_options, run_program
 
 # {subcommand: file of Study/ that has a function of this name}
 HOMES = {"segment": "atlases", "template": "template", "jacobian": "jacobian", "qc": "qc", "motion": "motion",
@@ -41,18 +41,7 @@ def parse_arguments(argv=None):
     add_qc(tasks)
     add_motion(tasks)
     add_plan(tasks)
-    for task in tasks.choices.values():
-        refuse_with_43(task)
-    return parse_options(parser, argv)
-
-
-def refuse_with_43(parser):
-    """Make a subcommand's parser exit with 43, like all bad input, for unknown options."""
-    def refuse(message):
-        print(f"error: {message}; see {parser.prog} --help.", file=sys.stderr)
-        sys.exit(STOP)
-
-    parser.error = refuse
+    return parse_options(parser, argv, tasks.choices.values())
 
 
 def new_task(tasks, name, purpose, unit="subjects"):
@@ -104,12 +93,12 @@ def add_segment(tasks):
 def add_template(tasks):
     task = new_task(tasks, "template", "make the template of a group, the volume in its middle")
     add_volumes(task, "--images", "the volumes of the group; their label maps, if any, are carried to the template")
-    task.add_argument("--start", metavar="FILE", help="start with this volume, which gives the template its field "
-                                                      "of view (the subject of median size)")
+    task.add_argument("--start", metavar="FILE", help="start with this volume, which gives the template its field of "
+                      "view (the subject of median size)")
     task.add_argument("--rounds", type=int, default=4, metavar="N", help="rounds of registering and averaging, the "
                       "first half of them with voxels twice as large (%(default)s)")
-    task.add_argument("--spacing", type=float, default=0.0, metavar="MM", help="voxel size of the template in mm "
-                                                                               "(that of the start volume)")
+    task.add_argument("--spacing", type=float, default=0.0, metavar="MM", help="voxel size of the template in mm (that "
+                      "of the start volume)")
     task.add_argument("--sharpen", type=float, default=1.0, metavar="X", help="how much to restore of the edges that "
                       "averaging blurs; 0 for the plain mean (%(default)s)")
     task.add_argument("--affine", choices=("rigid", "affine"), default="affine", help="alignment before the "
@@ -124,9 +113,7 @@ def add_jacobian(tasks):
     task.add_argument("--results", metavar="FOLDER", help="results of a template, or of OM_register.py with one fixed "
                       "volume: the maps are on its grid")
     task.add_argument("--scans", nargs="+", default=[], metavar="FILE", help="two or more scans of one subject, the "
-                                                                             "earliest first: maps the change from "
-                                                                             "the first to each other scan, "
-                                                                             "half-way between them")
+                      "earliest first: maps the change from the first to each other scan, half-way between them")
     task.add_argument("--labels", metavar="FILE", help="label map for a table, on the grid of the template or, with "
                       "--scans, of the first scan (default: the label map of the results, or next to the first scan)")
     task.add_argument("--smooth", type=float, default=0.0, metavar="MM", help="smooth the maps by a Gaussian of this "
@@ -148,7 +135,7 @@ def add_motion(tasks):
     task.add_argument("--reference", default="mean", metavar="WHAT", help="reference frame: mean of the frames after "
                       "a first pass, middle, or the number of a frame from 0 (%(default)s)")
     task.add_argument("--deform", action="store_true", help="also deform each frame, for organs that move with "
-                                                            "breathing")
+                      "breathing")
     add_similarity(task)
 
 

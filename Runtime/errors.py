@@ -1,5 +1,6 @@
 """The one exception for bad input, the test for exhausted memory, and the exit codes of all programs."""
 import ctypes
+import functools
 import signal
 import sys
 
@@ -23,16 +24,17 @@ class InputError(ValueError):
         super().__init__("".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in sentence))
 
 
-def parse_options(parser, argv=None):
+def parse_options(parser, argv=None, subcommands=()):
     """The options of a command line; what argparse does not understand ends like all bad input, not with its code 2.
 
-    parser: an ArgumentParser. argv: words, None for those of the process.
+    parser: an ArgumentParser. argv: words, None for those of the process. subcommands: their parsers, if it has any.
     """
-    def refuse(message):
-        print(f"error: {message}; see {parser.prog} --help.", file=sys.stderr)
+    def refuse(program, message):
+        print(f"error: {message}; see {program} --help.", file=sys.stderr)
         sys.exit(STOP)
 
-    parser.error = refuse
+    for each in (parser, *subcommands):
+        each.error = functools.partial(refuse, each.prog)
     return parser.parse_args(argv)
 
 

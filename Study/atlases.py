@@ -15,15 +15,13 @@ from Dataloader.transforms import write_matrix
 from Diffusion.metrics import average, dice
 from Inference.labels import apply_label, vote
 from Inference.outputs import grid_header, write_warped
-from Inference.pair_row import scores_of
-from Inference.registration import register
 from Inference.results import damage, read_results, require_apart, source_digests
 from Inference.work import do_all
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
 from Runtime.files import sha256
-from Study.common import Folder, dims_of, end, findings_of, finished_row, quietly, volumes_of, write_table
+from Study import common
 from Study.fusion import fuse
 from Study.thumbnails import gallery_html, thumbnail
 
@@ -33,16 +31,16 @@ DOUBTFUL = 0.25  # doubt above which a labelled voxel is worth a look
 
 def segment(args):
     """`omnimorph segment`; returns the exit code."""
-    atlases = [item for item in volumes_of([args.atlases], pattern=args.subject_pattern) if item["label"]]
+    atlases = [item for item in common.volumes_of([args.atlases], pattern=args.subject_pattern) if item["label"]]
     if not atlases:
         raise InputError(f"{args.atlases}: none of its volumes has a label map: put label maps into labelsTr beside "
                          "imagesTr, name them like NAME_dseg.nii.gz, or list both in a .csv.")
-    images = volumes_of(args.images, args.ids, args.subject_pattern)
+    images = common.volumes_of(args.images, args.ids, args.subject_pattern)
     voting = {item["id"]: voters(item, atlases, args.same_subject) for item in images}
     settings = {"program": "segment", "most": args.most, "join": args.join, "similarity": args.similarity,
                 "affine": args.affine, "labels": args.labels}
     options = {"similarity": args.similarity, "affine": args.affine, "device": str(pick_device(args.device))}
-    with Folder(args.out) as out:
+    with common.locked(args.out) as out:
         done = kept_images(images, voting, settings, out, args.again)
         waiting = [item for item in images if item["id"] not in done]
         starts = rank_all(waiting, voting, options, settings, out, args)
@@ -53,7 +51,7 @@ def segment(args):
         page = write_results_page(out, rows, failed, args, len(atlases))
         scores = [row["dice"] for row in rows if "dice" in row]
         summary = {"dice": round(average(scores), 5)} if scores else {}
-        code = end(out, rows, failed, settings, page, args.strict, {**summary, "atlases": len(atlases)})
+        code = common.end(out, rows, failed, settings, page, args.strict, {**summary, "atlases": len(atlases)})
         if not args.keep:
             for path in (out / "atlases").glob("*/warped*.nii.gz"):
                 path.unlink()
@@ -144,11 +142,10 @@ def rank_all(images, voting, options, settings, out, args):
 
 def rank(options, pair, folder, earlier):
     """Align an atlas to an image by an affine map and keep it; the row says how alike they are then."""
-    found = quietly(register, pair["fixed"], pair["moving"], refine=False, **options)
+    found = common.aligned(pair["fixed"], pair["moving"], refine=False, **options)
     path = folder / f"{pair['name']}.mat"
     write_matrix(path, found.matrix)
-    row = {"name": pair["name"], "folder": str(folder), **scores_of(found), "matrix": found.matrix.tolist()}
-    return {**finished_row(row, pair, folder, [path]), "warnings": []}
+    return common.aligned_row(found, pair, folder, folder, [path])
 
 
 def carry_all(images, voting, starts, options, settings, out, args):
@@ -168,10 +165,10 @@ def carry_all(images, voting, starts, options, settings, out, args):
 
 def carry(out, starts, options, labels, pair, folder, earlier):
     """Bring one atlas to one image, write its image and labels on that grid, and return the row."""
-    label, affine = read_label(pair["moving_label"], dims_of(pair["moving"]))
+    label, affine = read_label(pair["moving_label"], common.dims_of(pair["moving"]))
     if pair["name"] in starts:
         options = {**options, "affine": False, "start": np.array(starts[pair["name"]])}
-    found = quietly(register, pair["fixed"], pair["moving"], **options)
+    found = common.aligned(pair["fixed"], pair["moving"], **options)
     require_same_grid(f"{pair['moving_label']}: the label map", label.shape, affine, pair["moving"],
                       found.moving.array.shape, found.moving.affine, "resample it to its image")
     paths = [folder / "warped.nii.gz", folder / "warped_label.nii.gz"]
@@ -182,9 +179,7 @@ def carry(out, starts, options, labels, pair, folder, earlier):
     write_volume(paths[0], found.warped, fixed_affine, grid_header(header))  # not rounded to the file's own numbers
     write_warped(paths[1], apply_label(label, affine, found.field, fixed_affine, labels), pair["moving_label"],
                  fixed_affine, header)
-    row = {"name": pair["name"], "folder": str(folder), **scores_of(found), "verdict": found.verdict,
-           "reason": found.reason, "matrix": found.matrix.tolist()}
-    return {**finished_row(row, pair, out, paths), "warnings": []}
+    return common.aligned_row(found, pair, folder, out, paths)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,7 +188,7 @@ def carry(out, starts, options, labels, pair, folder, earlier):
 
 def join_labels(out, join, voting, carried, entry, folder, earlier):
     """Join what the atlases say about one image, write label and doubt, and return the row."""
-    of_it, dims = voting[entry["name"]], dims_of(entry["image"])
+    of_it, dims = voting[entry["name"]], common.dims_of(entry["image"])
     require_apart(folder, [entry[key] for key in entry if key != "name"])
     found = {atlas["id"]: carried.get(f"{atlas['id']}_to_{entry['name']}") for atlas in of_it["atlases"]}
     reasons = {name: row if isinstance(row, str) else row["reason"] for name, row in found.items()
@@ -230,7 +225,7 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
         for value, score in zip(values, scores):
             labels[str(value)]["dice"] = None if score != score else score
         row["dice"] = average(scores)
-    return finished_row(row, entry, out, paths)
+    return common.finished_row(row, entry, out, paths)
 
 
 def sizes(inside, doubt, affine):
@@ -255,7 +250,7 @@ def write_results_page(out, rows, failed, args, count):
     """Write segment.html and labels.tsv. Returns: the page's path."""
     table = [{"image": row["name"], "label": label, **values} for row in rows
              for label, values in row["labels"].items()]
-    write_table(out / "labels.tsv", ["image", "label", "mm3", "doubt", "dice"], table)
+    common.write_table(out / "labels.tsv", ["image", "label", "mm3", "doubt", "dice"], table)
     scored = any("dice" in row for row in rows)
     header = ["image", "verdict", "atlases that vote", "labels", "doubt", "doubtful, %", *["Dice"] * scored]
     lines = [[row["name"], row["verdict"], len(row["voted"]), len(row["labels"]), row["doubt"],
@@ -263,7 +258,7 @@ def write_results_page(out, rows, failed, args, count):
     formats = [None, None, None, None, ".3f", ".1f", *[".3f"] * scored]
     pictures = []
     for row in rows:
-        dims, folder = dims_of(row["image"]), Path(row["folder"])
+        dims, folder = common.dims_of(row["image"]), Path(row["folder"])
         image, affine = read_volume(row["image"], dims)
         label, doubt = read_label(folder / LABEL, dims)[0], read_numbers(folder / DOUBT, dims)[0]
         score = f", Dice {row['dice']:.3f}" if "dice" in row else ""
@@ -271,7 +266,7 @@ def write_results_page(out, rows, failed, args, count):
                          f"{row['verdict']}, doubt {row['doubt']:.2f}{score}"))
     cards = [("images", len(rows), f"{len(failed)} left out" if failed else ""), ("atlases", count, ""),
              ("doubt", average([row["doubt"] for row in rows]) if rows else None, "mean over the labelled voxels")]
-    sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed))),
+    sections = [("", cards_html(cards) + findings_html(common.findings_of(rows, failed))),
                 ("Images", table_html(header, lines, "Click on a heading to sort. labels.tsv has every label: "
                                                      "volume, doubt and, if the image has its own labels, Dice.",
                                                      formats)),

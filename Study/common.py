@@ -1,4 +1,5 @@
 """Shared by all programs on a study: its volumes, its folder of results, its table and the end of a run."""
+import contextlib
 import csv
 import io
 import json
@@ -9,7 +10,8 @@ from pathlib import Path
 from Dataloader.datalist import label_beside, list_volumes, name_subjects, select, volume_id
 from Dataloader.nifti import SUFFIXES, ends_in, open_nifti
 from Dataloader.volume import axes
-from Inference.pair_row import make_folder
+from Inference.pair_row import make_folder, scores_of
+from Inference.registration import register
 from Inference.results import file_digests, source_digests, write_results
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
@@ -58,26 +60,30 @@ def finished_row(row, entry, out, paths):
     return {"labels": {}, "warnings": [], **row, "source": source_digests(entry), "files": file_digests(paths, out)}
 
 
-class Folder:
-    """A folder of results under its lock, as a context."""
-
-    def __init__(self, path):
-        self.path = Path(path)
-
-    def __enter__(self):
-        make_folder(self.path)
-        self.token = run_lock.lock(self.path, run_lock.STALE_S, instead="name another --out")
-        return self.path
-
-    def __exit__(self, *_):
-        run_lock.unlock(self.path, self.token)
+@contextlib.contextmanager
+def locked(path):
+    """Make a folder of results and hold its lock. Yields: its Path."""
+    path = Path(path)
+    make_folder(path)
+    token = run_lock.lock(path, run_lock.STALE_S, instead="name another --out")
+    try:
+        yield path
+    finally:
+        run_lock.unlock(path, token)
 
 
-def quietly(function, *args, **options):
-    """Call without printing warnings: they are in the result."""
+def aligned(fixed, moving, **options):
+    """`register` without printing warnings: they are in the result."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return function(*args, **options)
+        return register(fixed, moving, **options)
+
+
+def aligned_row(found, entry, folder, out, paths, **more):
+    """The `finished_row` of a registration, whose warnings other steps repeat. more: further columns."""
+    row = {"name": entry["name"], "folder": str(folder), **scores_of(found), "verdict": found.verdict,
+           "reason": found.reason, "matrix": found.matrix.tolist(), **more}
+    return {**finished_row(row, entry, out, paths), "warnings": []}
 
 
 def write_table(path, columns, rows):

@@ -20,11 +20,11 @@ SIGMA = 0.5  # voxels by which the votes are smoothed, as in Inference/labels.py
 CHUNK = 20_000  # voxels at a time
 
 
-def fuse(image, atlases, maps, patch=PATCH, search=SEARCH, beta=BETA, alpha=ALPHA, sigma=SIGMA):
+def fuse(image, atlases, maps, sigma=SIGMA):
     """The labels of an image by what several atlases say, each by its likeness around the voxel.
 
     image: (D, H, W) or (H, W) float32. atlases: the images of K atlases on its grid, (*size) each. maps: their K label
-    maps (*size), integers. patch, search: voxels. beta, alpha: see above. sigma: of the Gaussian over the votes.
+    maps (*size), integers. sigma: of the Gaussian over the votes, in voxels.
     Returns: label (*size) of the maps' dtype; doubt (*size) float32, 0 where all agree: the share of the votes that the
     winner did not get.
     """
@@ -32,10 +32,9 @@ def fuse(image, atlases, maps, patch=PATCH, search=SEARCH, beta=BETA, alpha=ALPH
     disputed = (maps != maps[0]).any(0)
     if len(maps) == 1 or not disputed.any():
         return maps[0].copy(), np.zeros(maps.shape[1:], np.float32)
-    disputed = ndimage.binary_dilation(disputed, np.ones((3,) * disputed.ndim), iterations=search)
-    box = around(disputed, patch + search + 1)
-    weights, voted = weigh(image[box], [atlas[box] for atlas in atlases], maps[(slice(None), *box)], disputed[box],
-                           patch, search, beta, alpha)
+    disputed = ndimage.binary_dilation(disputed, np.ones((3,) * disputed.ndim), iterations=SEARCH)
+    box = around(disputed, PATCH + SEARCH + 1)
+    weights, voted = weigh(image[box], [atlas[box] for atlas in atlases], maps[(slice(None), *box)], disputed[box])
     return count(maps[0], disputed, weights, voted, sigma)
 
 
@@ -45,21 +44,21 @@ def around(mask, margin):
     return tuple(slice(max(side.start - margin, 0), side.stop + margin) for side in box)
 
 
-def weigh(image, atlases, maps, disputed, patch, search, beta, alpha):
+def weigh(image, atlases, maps, disputed):
     """The weight of each atlas in each disputed voxel, and the label for which it is.
 
     Arguments as for `fuse`, cut to a box. Returns: weights (n, K) float32, which add up to 1; labels (n, K).
     """
-    dims, reach = image.ndim, patch + search
+    dims, reach = image.ndim, PATCH + SEARCH
     image, *atlases = (np.pad(np.asarray(each, np.float32), reach, mode="edge") for each in (image, *atlases))
     maps = np.stack([np.pad(each, reach, mode="edge") for each in maps])
     strides = np.array([int(np.prod(image.shape[axis + 1:])) for axis in range(dims)])
-    cube = np.array(list(itertools.product(range(-patch, patch + 1), repeat=dims))) @ strides
-    shifts = np.array(sorted(itertools.product(range(-search, search + 1), repeat=dims),
+    cube = np.array(list(itertools.product(range(-PATCH, PATCH + 1), repeat=dims))) @ strides
+    shifts = np.array(sorted(itertools.product(range(-SEARCH, SEARCH + 1), repeat=dims),
                              key=lambda shift: np.square(shift).sum())) @ strides  # of equals the shortest
     places = np.ravel_multi_index(tuple(axis + reach for axis in np.nonzero(disputed)), image.shape)
     flat, flats = torch.from_numpy(image.ravel()), [torch.from_numpy(atlas.ravel()) for atlas in atlases]
-    best = [best_shift(image, atlas, shifts, strides, places, 2 * patch + 1) for atlas in atlases]
+    best = [best_shift(image, atlas, shifts, strides, places, 2 * PATCH + 1) for atlas in atlases]
     cube = torch.from_numpy(cube)
     weights = []
     for start in range(0, len(places), CHUNK):
@@ -67,7 +66,7 @@ def weigh(image, atlases, maps, disputed, patch, search, beta, alpha):
         own = normalised(flat[part[:, None] + cube])
         apart = torch.stack([(own - normalised(each[(part + torch.from_numpy(shift[start:start + CHUNK]))[:, None]
                                                     + cube])).abs() for each, shift in zip(flats, best)], 1)
-        weights.append(joint_weights(apart, beta, alpha))
+        weights.append(joint_weights(apart))
     voted = np.stack([labels.ravel()[places + shift] for labels, shift in zip(maps, best)], 1)
     return torch.cat(weights).numpy(), voted
 
@@ -77,9 +76,6 @@ def best_shift(image, atlas, shifts, strides, places, width):
 
     Likeness is the correlation of the two patches, from running sums over the whole box. width: of a patch, in voxels.
     """
-    if len(shifts) == 1:
-        return np.zeros(len(places), np.int64)
-
     def mean(volume):
         return ndimage.uniform_filter(volume, width, mode="nearest").ravel()
 
@@ -103,7 +99,7 @@ def normalised(patches):
     return patches / patches.square().mean(1, keepdim=True).sqrt().clamp(min=1e-6)
 
 
-def joint_weights(apart, beta, alpha):
+def joint_weights(apart, beta=BETA, alpha=ALPHA):
     """Weights (n, K) of K atlases from the differences of their patches, (n, K, P) >= 0; they add up to 1.
 
     Negative weights, by which an atlas would vote against its label, become 0.

@@ -23,13 +23,12 @@ from Diffusion.fields import exponential, jacobian_determinant, then_affine
 from Inference.labels import apply_field, apply_label
 from Inference.pair_figures import without_affine
 from Inference.pair_row import scores_of
-from Inference.registration import register
 from Inference.results import read_results
 from Inference.work import do_all
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
-from Study.common import Folder, dims_of, end, findings_of, finished_row, quietly, volumes_of, write_table
+from Study.common import aligned, dims_of, end, findings_of, finished_row, locked, volumes_of, write_table
 from Study.template import LABEL, in_voxels, log_matrix, logarithm
 from Study.thumbnails import gallery_html, thumbnail
 
@@ -43,7 +42,7 @@ def jacobian(args):
     if bool(args.results) == bool(args.scans) or len(args.scans) == 1:
         raise InputError("give either --results, or --scans with two or more scans of one subject.")
     settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity}
-    with Folder(args.out) as out:
+    with locked(args.out) as out:
         tasks, function, failed = of_scans(out, args) if args.scans else of_results(out, args)
         rows, more = do_all(out, tasks, function, settings, args.workers, "mapping", "subject", args.again)
         page = write_maps_page(out, rows, failed + more, args)
@@ -141,7 +140,7 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     """Map the change from the first scan to a later one in their middle, and return its row."""
     scans = [read_source(str(entry[key]), key) for key in ("first", "scan")]
     files = [entry["first"], entry["scan"]]
-    there, back = (quietly(register, one, other, affine=kind, refine=False, **options).matrix
+    there, back = (aligned(one, other, affine=kind, refine=False, **options).matrix
                    for one, other in (files, files[::-1]))
     whole = 0.5 * (log_matrix(there) - log_matrix(back))  # of the map from the first scan's world to the other's
     half = linalg.expm(0.5 * whole)
@@ -150,7 +149,7 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     seen = [resampled(scan, matrix, size, affine) for scan, matrix in zip(scans, to_scan)]
     velocities, worst = [], None
     for image, file, matrix in ((seen[0], files[1], to_scan[1]), (seen[1], files[0], to_scan[0])):
-        found = quietly(register, (image, affine), file, affine=False, start=matrix, **options)
+        found = aligned((image, affine), file, affine=False, start=matrix, **options)
         rest = without_affine(found.field, found.matrix, affine)
         velocities.append(logarithm(torch.from_numpy(rest)[None]))
         worst = found if worst is None or found.similarity < worst.similarity else worst

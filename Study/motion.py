@@ -9,17 +9,16 @@ from pathlib import Path
 
 import nibabel
 import numpy as np
-from matplotlib.figure import Figure
 
 from Dataloader.nifti import checked_image, open_nifti, read_affine, read_numbers, write_volume
 from Diffusion.metrics import average
-from Inference.registration import register
 from Inference.work import do_all
-from Report.page import cards_html, figure_html, findings_html, table_html, write_page
+from Report.charts import grid, line_chart
+from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
 from Runtime.files import sha256, write_file
-from Study.common import Folder, end, findings_of, finished_row, quietly, write_table
+from Study.common import aligned, end, findings_of, finished_row, locked, write_table
 from Study.thumbnails import gallery_html, thumbnail
 
 BLOCK = 10  # frames
@@ -39,7 +38,7 @@ def motion(args):
                 "similarity": args.similarity}
     options = {"affine": "rigid", "refine": args.deform, "similarity": args.similarity,
                "device": str(pick_device(args.device))}
-    with Folder(args.out) as out:
+    with locked(args.out) as out:
         first = int(args.reference) if args.reference.isdecimal() else count // 2
         write_volume(out / "reference.nii.gz", frame_of(args.series, first), affine)
         passes = 2 if args.reference == "mean" else 1
@@ -78,16 +77,16 @@ def frame_of(path, number):
 def align_block(out, series, count, options, entry, folder, earlier):
     """Align the frames of one block; their volumes go to one file, their maps and likeness into the row."""
     start = int(entry["name"].rpartition("_")[2])
-    affine, matrix, aligned, frames = shape_of(series)[1], None, [], []
+    affine, matrix, volumes, frames = shape_of(series)[1], None, [], []
     for number in range(start, min(start + BLOCK, count)):
         here = options if matrix is None else {**options, "start": matrix}
-        found = quietly(register, entry["reference"], (frame_of(series, number), affine), **here)
+        found = aligned(entry["reference"], (frame_of(series, number), affine), **here)
         matrix = found.matrix
-        aligned.append(found.warped)
+        volumes.append(found.warped)
         frames.append({"frame": number, "matrix": matrix.tolist(), "similarity": found.similarity,
                        "similarity_before": found.similarity_before, "verdict": found.verdict, "reason": found.reason})
     path = folder / f"{entry['name']}.npy"
-    write_file(path, lambda file: np.save(file, np.stack(aligned, -1)))
+    write_file(path, lambda file: np.save(file, np.stack(volumes, -1)))
     bad = [frame for frame in frames if frame["verdict"] == "failed"]
     reason = f"frame {bad[0]['frame']}: {bad[0]['reason']}" if bad else ""
     row = {"name": entry["name"], "folder": str(folder), "frames": frames, "verdict": "failed" if bad else "ok",
@@ -151,33 +150,21 @@ def write_motion_page(out, table, failed, affine, args):
     lines = [[row["frame"], *[row[key] for key in PARAMETERS], row["framewise_displacement"],
               row["similarity_before"], row["similarity"], row["verdict"]] for row in table]
     reference = read_numbers(out / "reference.nii.gz", 3)[0]
-    aligned = np.asanyarray(open_nifti(out / "aligned.nii.gz").dataobj)
-    spread = aligned.std(-1)
+    series = np.asanyarray(open_nifti(out / "aligned.nii.gz").dataobj)
     pictures = [("reference", thumbnail(reference, affine), "reference", ""),
-                ("mean", thumbnail(aligned.mean(-1), affine), "mean of the aligned frames", ""),
-                ("spread", thumbnail(spread, affine), "standard deviation over the aligned frames", "")]
+                ("mean", thumbnail(series.mean(-1), affine), "mean of the aligned frames", ""),
+                ("spread", thumbnail(series.std(-1), affine), "standard deviation over the aligned frames", "")]
+    frames = [row["frame"] for row in table]
+    charts = [line_chart(title, [(key, frames, np.array([row[key] for row in table], float)) for key in keys],
+                         across="frame")
+              for title, keys in (("shift from the reference, mm", PARAMETERS[:3]),
+                                  ("rotation from the reference, radians", PARAMETERS[3:]),
+                                  ("displacement from frame to frame, mm", ("framewise_displacement",)))]
     sections = [("", cards_html(cards) + findings_html(findings_of([], failed))),
-                ("Motion", figure_html(motion_figure(table), "How far each frame is from the reference.")),
+                ("Motion", grid(charts)),
                 ("Volumes", gallery_html(pictures)),
                 ("Frames", table_html(header, lines, "Shifts in mm, rotations in radians. Click on a heading to "
                                                      "sort.",
                                       [None, *[".4f"] * 6, ".3f", ".3f", ".3f", None]))]
     return write_page(out / "motion.html", "Motion", f"{args.series}, aligned to {args.reference}.", sections,
                       sortable=True)
-
-
-def motion_figure(table):
-    """Shifts, turns, and displacement from frame to frame, over the frames."""
-    figure = Figure(figsize=(9.2, 5.4), layout="constrained")
-    panels = (("shift, mm", PARAMETERS[:3]), ("turn, radians", PARAMETERS[3:]),
-              ("displacement, mm", ("framewise_displacement",)))
-    for ax, (title, keys) in zip(figure.subplots(len(panels), 1, sharex=True), panels):
-        for key in keys:
-            values = np.array([row[key] for row in table], float)
-            ax.plot([row["frame"] for row in table], values, label=key, linewidth=1.4)
-        ax.set_ylabel(title)
-        ax.grid(color="#e3e6e9", linewidth=0.8)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-    ax.set_xlabel("frame")
-    return figure

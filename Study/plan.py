@@ -111,7 +111,6 @@ def grid(extent_mm, spacing_mm):
         size = np.maximum(np.ceil(extent_mm / spacing_mm / multiple - 0.05), 2).astype(int) * multiple
         if np.prod(size) <= row[0] * 1.3 or row is NETWORKS[-1]:
             return size, row
-    return None
 
 
 def write_config(out, args, base, size, spacing_mm, count):

@@ -18,7 +18,7 @@ from Inference.work import do_all
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.errors import InputError
 from Runtime.files import write_file
-from Study.common import Folder, dims_of, end, findings_of, finished_row, write_table
+from Study.common import dims_of, end, findings_of, finished_row, locked, write_table
 from Study.thumbnails import gallery_html, thumbnail
 
 BAD_SIDE = {"similarity": -1, "dice": -1, "tre_mm": 1, "folding_body_percent": 1, "sdlogj": 1, "covered_percent": -1,
@@ -30,7 +30,7 @@ BRIGHT = 0.3  # of the range of a volume: the outline that stands for a fixed vo
 def qc(args):
     """`omnimorph qc`; returns the exit code."""
     rows, failed = all_rows(args.results)
-    with Folder(args.out) as out:
+    with locked(args.out) as out:
         settings = {"program": "qc"}
         tasks = [(entry_of(row), out / "thumbnails") for row in rows]
         draw = functools.partial(draw_row, str(out), {row["name"]: row for row in rows})
@@ -137,5 +137,4 @@ def write_qc_page(out, rows, failed, args):
                  "labels or the outline of the fixed volume in orange and the warped labels in blue. A segmented image "
                  "shows its labels, with their doubt in red.</p>\n")]
     lead = f"{len(rows)} results of {', '.join(map(str, args.results))}."
-    return write_page(out / "qc.html", "Quality control", lead,
-                      sections, sortable=True)
+    return write_page(out / "qc.html", "Quality control", lead, sections, sortable=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from scipy import linalg, ndimage
 
 from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid
@@ -22,16 +21,15 @@ from Diffusion.fields import compose, exponential, then_affine
 from Diffusion.metrics import average, dice
 from Inference.labels import apply_field, apply_label, vote
 from Inference.pair_figures import without_affine
-from Inference.pair_row import scores_of
-from Inference.registration import register
 from Inference.results import damage, read_results, source_digests
 from Inference.verdict import judge_list
 from Inference.work import do_all
-from Report.page import cards_html, figure_html, findings_html, table_html, write_page
+from Report.charts import grid, line_chart
+from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
 from Runtime.files import write_file
-from Study.common import Folder, dims_of, end, findings_of, finished_row, quietly, volumes_of, write_table
+from Study import common
 from Study.thumbnails import gallery_html, thumbnail
 
 TEMPLATE, LABEL = "template.nii.gz", "template_label.nii.gz"
@@ -44,20 +42,20 @@ COLUMNS = ("similarity", "dice", "folding_percent")
 
 def template(args):
     """`omnimorph template`; returns the exit code."""
-    items = volumes_of(args.images, args.ids, args.subject_pattern)
+    items = common.volumes_of(args.images, args.ids, args.subject_pattern)
     if len(items) < FEWEST:
         raise InputError(f"{items[0]['image']}: it has {len(items)} volume; a template needs {FEWEST} subjects or "
                          "more.")
     settings = {"program": "template", "rounds": args.rounds, "affine": args.affine, "similarity": args.similarity,
                 "spacing_mm": args.spacing, "sharpen": args.sharpen, "start": str(args.start or "")}
     options = {"similarity": args.similarity, "device": str(pick_device(args.device))}
-    with Folder(args.out) as out:
+    with common.locked(args.out) as out:
         earlier = None if args.again else finished_earlier(items, settings, out)
         rows, failed, history = earlier or build(items, options, settings, out, args)
         page = write_template_page(out, rows, failed, history, args)
         last = history[-1]
         summary = {key: last[key] for key in ("mean_left", "most_left", "sharpness", "dice_pairs") if key in last}
-        return end(out, rows, failed, settings, page, args.strict, summary)
+        return common.end(out, rows, failed, settings, page, args.strict, summary)
 
 
 def entry_of(item):
@@ -127,7 +125,7 @@ def middle_subject(items, left_out):
     sizes = []
     for item in items:
         try:
-            image, affine = read_volume(item["image"], dims_of(item["image"]))
+            image, affine = read_volume(item["image"], common.dims_of(item["image"]))
         except InputError as error:
             left_out[item["id"]] = str(error)
             continue
@@ -153,15 +151,13 @@ def onto_template(out, options, starts, pair, folder, earlier):
     """Register one subject to the template; its deformation without the affine part goes to deformation.npy."""
     if pair["name"] in starts:
         options = {**options, "start": np.array(starts[pair["name"]])}
-    found = quietly(register, pair["fixed"], pair["moving"], **options)
+    found = common.aligned(pair["fixed"], pair["moving"], **options)
     if "moving" in found.segmentations:
         raise InputError(f"{pair['moving']}: a segmentation; give its image.")
     rest = without_affine(found.field, found.matrix, found.fixed.affine)
     path = folder / DEFORMATION
     write_file(path, lambda file: np.save(file, rest))
-    row = {"name": pair["name"], "folder": str(folder), "moving": str(Path(pair["moving"]).resolve()),
-           **scores_of(found), "verdict": found.verdict, "reason": found.reason, "matrix": found.matrix.tolist()}
-    return {**finished_row(row, pair, out, [path]), "warnings": []}
+    return common.aligned_row(found, pair, folder, out, [path], moving=str(Path(pair["moving"]).resolve()))
 
 
 def without_strangers(rows, left_out):
@@ -307,8 +303,7 @@ def sharpness(image):
 def finish(out, rows, middle, image, affine, items, left_out, history):
     """Write the template, its labels, and each subject's field and volumes. Returns: rows, failed, history."""
     write_volume(out / TEMPLATE, image, affine)
-    labels = {item["id"]: item["label"] for item in items}
-    done, maps = [], {}
+    items, done, maps = {item["id"]: item for item in items}, [], {}
     for row in rows:
         folder = out / "subjects" / row["name"]
         folder.mkdir(parents=True, exist_ok=True)
@@ -318,13 +313,12 @@ def finish(out, rows, middle, image, affine, items, left_out, history):
         write_volume(paths[1], apply_field(*own, field, affine), affine)
         matrix = (np.array(row["matrix"]) @ middle["before"]).tolist()
         row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve()), "matrix": matrix}
-        if labels[row["name"]]:
+        if label := items[row["name"]]["label"]:
             paths.append(folder / "warped_label.nii.gz")
-            maps[row["name"]] = apply_label(*read_label(labels[row["name"]], image.ndim), field, affine)
+            maps[row["name"]] = apply_label(*read_label(label, image.ndim), field, affine)
             write_volume(paths[-1], maps[row["name"]], affine)
-            row["moving_label"] = str(Path(labels[row["name"]]).resolve())
-        item = next(item for item in items if item["id"] == row["name"])
-        done.append(finished_row(row, entry_of(item), out, paths))
+            row["moving_label"] = str(Path(label).resolve())
+        done.append(common.finished_row(row, entry_of(items[row["name"]]), out, paths))
     if maps:
         label = vote(list(maps.values()))[0]
         write_volume(out / LABEL, label, affine)
@@ -348,7 +342,7 @@ def finish(out, rows, middle, image, affine, items, left_out, history):
 
 def write_template_page(out, rows, failed, history, args):
     """Write template.html and subjects.tsv. Returns: the page's path."""
-    image, affine = read_volume(out / TEMPLATE, dims_of(out / TEMPLATE))
+    image, affine = read_volume(out / TEMPLATE, common.dims_of(out / TEMPLATE))
     label = read_label(out / LABEL, image.ndim)[0] if any("dice" in row for row in rows) else None
     outline = [] if label is None else [(label, None)]
     last = history[-1]
@@ -364,34 +358,24 @@ def write_template_page(out, rows, failed, history, args):
                          f"{row['verdict']}, similarity {row['similarity']:.2f}{score}"))
     shown = [column for column in COLUMNS if any(row.get(column) is not None for row in rows)]
     lines = [[row["name"], row["verdict"], *[row.get(column) for column in shown]] for row in rows]
-    write_table(out / "subjects.tsv", ["name", "verdict", *shown], rows)
+    common.write_table(out / "subjects.tsv", ["name", "verdict", *shown], rows)
     cards = [("subjects", len(rows), f"{len(failed)} left out" if failed else ""),
              ("mean of the logarithms", f"{last['mean_left']:.3f}",
               f"voxels, {last['most_left']:.2f} where it is longest"),
              ("sharpness", f"{last['sharpness']:.4f}", "mean gradient before sharpening, of the range per mm")]
     if "dice_pairs" in last:
         cards.append(("Dice", f"{last['dice_pairs']:.3f}", "mean over all pairs of subjects, on the template"))
-    sections = [("", cards_html(cards) + findings_html(findings_of(rows, failed))),
+    numbers = [entry["round"] for entry in history]
+    charts = [line_chart(title, [(title, numbers, [entry[key] for entry in history])], across="round")
+              for key, title in (("moved", "template moved, mean, voxels"),
+                                 ("sharpness", "mean gradient of the plain mean, per mm"),
+                                 ("similarity", "similarity, mean of subjects"))]
+    sections = [("", cards_html(cards) + findings_html(common.findings_of(rows, failed))),
                 ("The template", gallery_html([("template", thumbnail(image, affine, outline), TEMPLATE, "")])),
-                ("Convergence", figure_html(convergence_figure(history), "Each round registers all subjects to the "
-                                            "template and moves it to their middle.") + gallery_html(rounds)),
+                ("Convergence", grid(charts) + "<p>Each round registers all subjects to the template and moves it to "
+                 "their middle.</p>\n" + gallery_html(rounds)),
                 ("Subjects", table_html(["subject", "verdict", *[word.replace("_percent", " %") for word in shown]],
                                         lines, "Click on a heading to sort.", [None, None, *[".3f"] * len(shown)])),
                 ("Subjects on the template", gallery_html(pictures))]
     lead = f"Of {len(rows)} subjects, in {args.rounds} rounds, on {' x '.join(map(str, image.shape))} voxels."
     return write_page(out / "template.html", "Template", lead, sections, sortable=True)
-
-
-def convergence_figure(history):
-    """How far the template moves, how sharp it is and how alike the subjects are to it, round by round."""
-    figure = Figure(figsize=(9.2, 2.6), layout="constrained")
-    panels = (("moved", "template moved, mean, voxels"), ("sharpness", "mean gradient of the plain mean, per mm"),
-              ("similarity", "similarity, mean of subjects"))
-    for ax, (key, title) in zip(figure.subplots(1, len(panels)), panels):
-        ax.plot([entry["round"] for entry in history], [entry[key] for entry in history], marker="o", color="#1668a8")
-        ax.set_title(title, loc="left", fontsize=9.5)
-        ax.set_xlabel("round")
-        ax.set_xticks([entry["round"] for entry in history])
-        ax.grid(color="#e3e6e9", linewidth=0.8)
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure

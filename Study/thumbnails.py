@@ -1,10 +1,10 @@
 """Small pictures of many volumes for a page: the middle slices with outlines, as PNG files of some kilobytes."""
 import base64
-import struct
-import zlib
+import io
 from html import escape
 
 import numpy as np
+from PIL import Image  # of matplotlib's requirements
 from scipy import ndimage
 
 from Dataloader.grids import to_canonical
@@ -73,14 +73,10 @@ def tile(planes, sides, limits, colours, has_heat):
 
 def png(picture):
     """Numbers of the palette (height, width) as the bytes of a PNG file."""
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    height, width = picture.shape
-    rows = np.pad(picture.astype(np.uint8), ((0, 0), (1, 0))).tobytes()  # each row begins with 0: no filter
-    head = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
-    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"PLTE", palette().tobytes())
-            + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b""))
+    image, file = Image.fromarray(picture.astype(np.uint8)), io.BytesIO()
+    image.putpalette(palette().tobytes())
+    image.save(file, "png", optimize=True)
+    return file.getvalue()
 
 
 def gallery_html(pictures):
