@@ -34,12 +34,13 @@ from Inference.load_model import find_checkpoint, load_model  # noqa: E402
 from Inference.registration import register  # noqa: E402
 from Inference.viewer import PAGE_BYTES, viewer_html  # noqa: E402
 from Report import page  # noqa: E402
-from Report.charts import grid, line_chart  # noqa: E402
-from Report.run_logs import log_lines  # noqa: E402
+from Report.charts import grid  # noqa: E402
+from Report.run_charts import loss_charts, validation_charts  # noqa: E402
+from Report.run_logs import read_run  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 from Runtime.device import describe, pick_device, prepare_device  # noqa: E402
-from Runtime.errors import STOP, InputError, parse_options  # noqa: E402
+from Runtime.errors import DONE, InputError, parse_options, run_program  # noqa: E402
 from Runtime.files import write_file  # noqa: E402
 from Runtime.run_lock import run_folder  # noqa: E402
 
@@ -47,10 +48,6 @@ CONFIG = "Config/config_demo.yaml"
 TRAIN, VALIDATION = range(0, 40), range(900, 908)
 HELD_OUT = range(5000, 5010)  # seeds of the ten subjects of the report; neither training nor validation uses them
 FOLDER = Path("Logs/demo")
-PANELS = [("Mode 1: recovery of a random deformation (ang: -1 is perfect)", ["ang", "dist", "regul"]),
-          ("Mode 2: contrastive", ["contrastive"]),
-          ("Mode 3: registration (imgsim: -1 is perfect)", ["imgsim", "imgmse", "ddf"]),
-          ("Validation", ["val_dice", "val_dice_before", "val_imgsim", "val_ang", "val_retrieval"])]
 
 
 def register_held_out(model, device):
@@ -123,10 +120,10 @@ def pair_viewer(case):
     return viewer_html(case["pair"], images, field, case["affine"], labels, PAGE_BYTES // 2)
 
 
-def write_report(cases, history, model, seconds):
+def write_report(cases, found, model, seconds):
     """Write Logs/demo/report.html: headline figures, curves, pictures, table. Returns: the means, a flat dict.
 
-    history: from `read_history`. seconds: that all of the demo took.
+    found: of Report/run_logs.py, of the training. seconds: that all of the demo took.
     """
     mean = {key: average([case[key] for case in cases]) for key in ("before", "after", "refined", "folding", "seconds")}
     cards = [("Dice before", f"{mean['before']:.3f}", "no registration"),
@@ -140,35 +137,20 @@ def write_report(cases, history, model, seconds):
     gallery = gallery_figure(deformed_copies(cases[0], model))
     page.write_page(
         FOLDER / "report.html", "OmniMorph demo",
-        f"One small {model[1]['model.name']} learned for {history[-1]['step']} steps from {len(TRAIN)} unlabelled "
-        f"synthetic volumes in three modes, then registered {len(cases)} pairs of subjects it had never seen.",
+        f"One small {model[1]['model.name']} learned for {found['epochs'][-1]['step']} steps from {len(TRAIN)} "
+        f"unlabelled synthetic volumes in three modes, then registered {len(cases)} pairs of subjects that it had "
+        "never seen.",
         [("", page.cards_html(cards)),
          ("Pairs", page.table_html(header, rows, "Mean Dice over the labels of each held-out pair.", formats)),
          ("Before and after", pictures),
          ("Deformed copies", page.figure_html(
              gallery, "One subject deformed at random, at two times t, and the same volume after the network has "
                       "undone what it can, as OM_augment.py writes it. The labels are deformed too (outlines).")),
-         ("Training", curves(history))],
+         ("Training", grid(loss_charts(found)[0] + validation_charts(found)))],
         viewer=True)
     print("\n" + page.text_table(header, rows, formats))
     return {"dice_before": mean["before"], "dice_after": mean["after"], "dice_refined": mean["refined"],
             "folding_percent": mean["folding"], "seconds": seconds}
-
-
-def curves(history):
-    """The averages of each epoch as charts. history: from `read_history`."""
-    charts = []
-    for title, keys in PANELS:
-        known = {key: [line for line in history if line.get(key) is not None] for key in keys}
-        charts.append(line_chart(title, [(key, [line["epoch"] for line in lines], [line[key] for line in lines])
-                                         for key, lines in known.items()], across="epoch"))
-    return grid(charts)
-
-
-def read_history(run):
-    """The log's lines of the epochs of a run, numbered from 1; of an epoch that ran twice, the last line."""
-    epochs = {line["epoch"]: line for line in log_lines(run, 0) if line["event"] == "epoch"}
-    return [{**line, "epoch": epoch + 1} for epoch, line in sorted(epochs.items())]
 
 
 def parse_arguments(argv=None):
@@ -188,8 +170,8 @@ def train(overrides):
         raise InputError(f"the training ended with exit code {code}; its messages are above.")
 
 
-def main(argv=None):
-    args = parse_arguments(argv)
+def run(args):
+    """Run the command line. Returns the exit code."""
     started = time.time()
     cfg = load_config(ROOT / CONFIG, args.overrides)
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -198,24 +180,26 @@ def main(argv=None):
     train(args.overrides)
     device = pick_device(cfg["run.device"])
     prepare_device(device, cfg["run.threads"])
-    run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"])
-    path = find_checkpoint(run)
+    folder = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"])
+    path = find_checkpoint(folder)
     print(f"\nregistering {len(HELD_OUT)} held-out pairs with {path} on {describe(device)}")
     model = load_model(path, device)
     cases = register_held_out(model, device)
-    result = write_report(cases, read_history(run), model, time.time() - started)
+    result = write_report(cases, read_run(folder), model, time.time() - started)
     # The precision of the training, which its checkpoint has; registration chooses for itself.
     amp = checkpoint.load(path)["config"]["run.amp"]
     print(f"\nDice {result['dice_before']:.3f} -> {result['dice_after']:.3f}, refined {result['dice_refined']:.3f}, "
           f"folded voxels {result['folding_percent']:.3f} %, {result['seconds'] / 60:.1f} minutes")
     print(f"report: {(FOLDER / 'report.html').resolve()}")
     print(json.dumps({**{name: round(value, 4) for name, value in result.items()}, "amp": amp}))
-    return 0
+    return DONE
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    args.out = FOLDER
+    return run_program(run, args)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(STOP)
+    sys.exit(main())

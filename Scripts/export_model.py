@@ -23,9 +23,10 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 from Dataloader.identity import volumes_of  # noqa: E402
 from Inference.load_model import find_checkpoint, load_model, load_state  # noqa: E402
 from OM_train_3modes import MODES  # noqa: E402
+from Report.page import markdown_table  # noqa: E402
 from Runtime import checkpoint  # noqa: E402
 from Runtime.config import modes_of, overridden  # noqa: E402
-from Runtime.errors import DONE, STOP, InputError, parse_options  # noqa: E402
+from Runtime.errors import DONE, InputError, parse_options, run_program  # noqa: E402
 from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E402
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
@@ -90,23 +91,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--model", required=True, metavar="F", help="a checkpoint (.pth) or the folder of a run")
     parser.add_argument("--out", metavar="FOLDER", help="where the two files go (default: beside the checkpoint)")
     parser.add_argument("--licence", metavar="TEXT", help="licence of the weights, for the card")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="set a "
-                                                                                                          "key of "
-                                                                                                          "the "
-                                                                                                          "config "
-                                                                                                          "that is "
-                                                                                                          "stored "
-                                                                                                          "in the "
-                                                                                                          "file, "
-                                                                                                          "such as "
-                                                                                                          "one of "
-                                                                                                          "refine.* "
-                                                                                                          "that was "
-                                                                                                          "tuned "
-                                                                                                          "after "
-                                                                                                          "training; "
-                                                                                                          "may be "
-                                                                                                          "repeated")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="set a key "
+                        "of the config that is stored in the file, such as one of refine.* that was tuned after "
+                        "training; may be repeated")
     return parse_options(parser, argv)
 
 
@@ -168,16 +155,11 @@ def training_volumes(state):
     return f"volumes: {counts['train']}; held out for validation: {counts['val']}"
 
 
-def table(rows):
-    """A Markdown table of two columns without a header. rows: (name, value) pairs."""
-    return "\n".join(["| | |", "|---|---|", *[f"| {name} | {value} |" for name, value in rows]])
-
-
 def architecture(net, cfg):
     """The card's table about the network."""
     parameters = sum(parameter.numel() for parameter in net.parameters())
     spacing = f"{cfg['data.spacing_mm']:g} mm" if cfg["data.spacing_mm"] else "as large as the field of view needs"
-    return table([
+    return markdown_table(["", ""], [
         ("Network", f"`{cfg['model.name']}`, {cfg['model.dims']}D, {parameters:,} parameters"),
         ("Channels of a volume", cfg["data.channels"]),
         ("Channels of the levels", cfg["model.channels"]),
@@ -193,7 +175,7 @@ def training(state, cfg, about):
     """The card's table about the training. state: content of the checkpoint. about: from `about_run`."""
     losses = ", ".join(f"{key.removeprefix('loss.')} {value:g}" for key, value in cfg.items()
                        if key.startswith("loss."))
-    return table([
+    return markdown_table(["", ""], [
         ("Data", f"{cfg['data.name']}, {training_volumes(state)}"),
         ("Length", f"{state['epoch']} epochs and {state['step_in_epoch']} steps, {state['step']} steps in all"),
         ("Batch", f"{cfg['data.global_batchsize'] or cfg['data.batchsize']} "
@@ -218,14 +200,14 @@ def card(name, net, state, cfg, about, digest, licence):
     labels = "Its loss has the Dice of label maps too." if cfg["loss.dice"] else "No labels are used."
     modes = [SENTENCES[mode.name].format(condition=shown, labels=labels) for mode in modes_of(cfg, MODES)]
     published = state.get("published", False)
-    figures = table((key, "-" if value is None else f"{value:.4g}") for key, value in about["metrics"].items())
+    figures = markdown_table(["", ""], about["metrics"].items())
     return CARD.format(
         licence_json=json.dumps(licence), data=cfg["data.name"], name=name, architecture=architecture(net, cfg),
         modes="\n".join(f"- {sentence}" for sentence in modes),
         training=PUBLISHED if published else training(state, cfg, about),
         register="" if cfg["model.condition_type"] == "none" else REGISTER.format(name=name),
         figures=figures if about["metrics"] else "No figures were recorded for this checkpoint.",
-        file=table([("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)]))
+        file=markdown_table(["", ""], [("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)]))
 
 
 def export(model, out=None, licence=None, overrides=()):
@@ -259,15 +241,15 @@ def export(model, out=None, licence=None, overrides=()):
     return target, page
 
 
-def main(argv=None):
-    args = parse_arguments(argv)
-    try:
-        target, page = export(args.model, args.out, args.licence, args.overrides)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+def run(args):
+    """Run the command line. Returns the exit code."""
+    target, page = export(args.model, args.out, args.licence, args.overrides)
     print(f"weights: {target} ({target.stat().st_size / 2**20:.1f} MiB)\nmodel card: {page}")
     return DONE
+
+
+def main(argv=None):
+    return run_program(run, parse_arguments(argv))
 
 
 if __name__ == "__main__":

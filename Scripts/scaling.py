@@ -22,7 +22,7 @@ import Runtime  # noqa: E402, F401  before what is not of the standard library: 
 # isort: split
 from Report.charts import grid, line_chart  # noqa: E402
 from Report.page import table_html, text_table, write_page  # noqa: E402
-from Report.run_logs import log_lines, ranks_of, read_launches  # noqa: E402
+from Report.run_logs import lines_of, ranks_of, read_launches  # noqa: E402
 from Runtime.errors import DONE, InputError, parse_options, run_program  # noqa: E402
 from Runtime.global_batch import known_step, split_step  # noqa: E402
 from Runtime.watchdog import ONE_OFF  # noqa: E402
@@ -59,7 +59,7 @@ def measurements(run):
         raise InputError(f"{run}: there is no attempts.jsonl; give the folder of a run, Models/<data>_<net>.")
     logs = collections.defaultdict(list)
     for rank in ranks_of(run):
-        for line in log_lines(run, rank):
+        for line in lines_of(run / f"rank{rank}.jsonl"):
             logs[line["attempt"], line["event"]].append(line)
     launches = [(datetime.datetime.fromisoformat(launch["started"]).timestamp(), launch["config"])
                 for launch in read_launches(run) if "started" in launch]
@@ -161,7 +161,7 @@ def report(runs, out):
     """Measure runs, write `scaling.html` to `out`, and print the table and last a line of JSON.
 
     runs: Paths of run folders. out: Path of a folder, created. Returns the exit code.
-    Raises InputError for what is no run, for one without a step to measure, and if `out` cannot be written.
+    Raises InputError for what is no run and for one without a step to measure, OSError if `out` cannot be written.
     """
     rows, notes = compare(runs)
     table = [[*[row[key] and factor * row[key] for _, key, factor, _ in COLUMNS], row["run"]] for row in rows]
@@ -172,12 +172,8 @@ def report(runs, out):
                                                      ("ideal", ranks, ideal)], across="ranks"),
                    line_chart("efficiency of a rank, %",
                               [("measured", ranks, [100 * row["efficiency"] for row in rows])], across="ranks")])
-    try:
-        page = write_page(out / "scaling.html", "Scaling", " ".join(notes),
-                          [("", charts + table_html(header, table, METHOD, formats))])
-    except OSError as error:
-        raise InputError(f"{out}: the report cannot be written there ({error.strerror}); give another folder with "
-                         "--out.") from None
+    page = write_page(out / "scaling.html", "Scaling", " ".join(notes),
+                      [("", charts + table_html(header, table, METHOD, formats))])
     print("\n".join([text_table(header, table, formats), "", *notes, f"report: {page.resolve()}"]))
     print(json.dumps({"rows": rows, "notes": notes, "warm_up": WARM_UP, "page": str(page)}))
     return DONE
