@@ -1,12 +1,12 @@
 """The counting of tests/bench/bench_augment.py: whose volumes have labels, what a gain is worth."""
 import json
 
+import bench_augment as bench
 import numpy as np
 import pytest
 from scipy import stats
 
 from Runtime.errors import STOP, InputError
-from tests.bench import bench_augment as bench
 
 VOLUMES = [(f"v{number:02d}",) for number in range(12)]
 

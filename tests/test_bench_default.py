@@ -1,19 +1,14 @@
 """tests/bench/bench_default.py: whose pairs, what a difference is worth, and that a run is logged, kept and scored."""
 import json
 import shutil
-import sys
-from pathlib import Path
 
+import bench_default as bench
 import numpy as np
 import pytest
 
 from Dataloader.nifti import read_label, write_volume
 from Dataloader.synthetic import make_subject
 from Runtime.errors import DONE, STOP
-
-sys.path.insert(0, str(Path(__file__).parent / "bench"))  # its benchmarks import each other as scripts do
-
-import bench_default as bench  # noqa: E402
 
 
 @pytest.fixture(scope="module")

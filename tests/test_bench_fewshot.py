@@ -1,19 +1,14 @@
 """The pure parts of bench_fewshot.py, bench_spread.py and bench_retrieval.py: draws, shapes, counting, intervals."""
-import sys
-from pathlib import Path
 
+import bench_fewshot as few
+import bench_retrieval as retrieval
+import bench_spread as spread
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from Runtime.config import load_config
-
-sys.path.insert(0, str(Path(__file__).parent / "bench"))  # its benchmarks import each other as scripts do
-
-import bench_fewshot as few  # noqa: E402
-import bench_retrieval as retrieval  # noqa: E402
-import bench_spread as spread  # noqa: E402
 
 SIZE = (12, 14, 10)
 

@@ -1,9 +1,9 @@
 """The remappings of tests/bench/bench_multimodal.py: what other modalities are made of."""
 import numpy as np
 import pytest
+from remappings import REMAPPINGS, bias_field, by_tissue, remap
 
 from Dataloader.synthetic import make_subject
-from tests.bench.remappings import REMAPPINGS, bias_field, by_tissue, remap
 
 FIXED, MOVING = (np.clip(make_subject(seed, (20, 24, 18))["image"], 0, 1) for seed in (0, 1))
 BOTH = ("t1_t2",)

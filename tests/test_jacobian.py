@@ -5,6 +5,7 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+from bench_change import change_percent, shrinking_field
 from scipy import ndimage
 
 import OM_study
@@ -13,7 +14,6 @@ from Dataloader.synthetic import make_subject
 from Diffusion.fields import jacobian_determinant
 from Inference.labels import apply_field
 from Study.jacobian import LOCAL, WHOLE, percent
-from tests.bench.bench_change import change_percent, shrinking_field
 
 SIZE, AFFINE = (22, 24, 20), np.diag([1.5, 1.5, 1.5, 1.0])
 

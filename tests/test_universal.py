@@ -239,9 +239,8 @@ def test_the_script_makes_a_network_that_registers_and_goes_on_after_its_end(vol
 # ---------------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench():
     """The program; what it sets in this process, a signal handler and the number of threads, is set back."""
-    monkeypatch.syspath_prepend(str(ROOT / "tests/bench"))
     threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
     yield importlib.import_module("bench_universal")
     torch.set_num_threads(threads)

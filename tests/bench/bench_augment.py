@@ -40,30 +40,28 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from common import ROOT, in_one_sentence
 from scipy import stats
 from torch import nn
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from Dataloader.datalist import read_datalist  # noqa: E402
-from Dataloader.grids import intensity_range, rescale, to_grid  # noqa: E402
-from Dataloader.nifti import read_label, read_volume  # noqa: E402
-from Diffusion.batch_augment import augment as common_augment  # noqa: E402
-from Diffusion.batch_augment import random_affine  # noqa: E402
-from Diffusion.fields import affine_field, warp  # noqa: E402
-from Diffusion.metrics import average, dice  # noqa: E402
-from Inference.augmentation import STRIDE, augment, pick_target, subject_number  # noqa: E402
-from Inference.labels import apply_label, vote  # noqa: E402
-from Inference.load_model import find_checkpoint, load_model  # noqa: E402
-from Inference.registration import register  # noqa: E402
-from Report.page import text_table  # noqa: E402
-from Runtime.config import load_config  # noqa: E402
-from Runtime.device import autocast  # noqa: E402
-from Runtime.errors import DONE, STOP, InputError  # noqa: E402
-from Runtime.files import sha256, write_file  # noqa: E402
-from Runtime.keyed_random import generator, uniform  # noqa: E402
+from Dataloader.datalist import read_datalist
+from Dataloader.grids import intensity_range, rescale, to_grid
+from Dataloader.nifti import read_label, read_volume
+from Diffusion.batch_augment import augment as common_augment
+from Diffusion.batch_augment import random_affine
+from Diffusion.fields import affine_field, warp
+from Diffusion.metrics import average, dice
+from Inference.augmentation import STRIDE, augment, pick_target, subject_number
+from Inference.labels import apply_label, vote
+from Inference.load_model import find_checkpoint, load_model
+from Inference.registration import register
+from Report.page import text_table
+from Runtime.config import load_config
+from Runtime.device import autocast
+from Runtime.errors import DONE, InputError
+from Runtime.files import sha256, write_file
+from Runtime.keyed_random import generator, uniform
 
 DATA = ROOT.parent / "shared/data/hippocampus"
 CONFIG = ROOT / "Config/config_hippocampus.yaml"
@@ -446,23 +444,20 @@ def publish(results, args, held_out):
     print(json.dumps({**summary, "ci_low": first["ci_low"], "ci_high": first["ci_high"]}))
 
 
+@in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
     torch.set_num_threads(args.threads)
-    try:
-        methods = methods_of(args)
-        model = load_model(args.checkpoint) if args.checkpoint else None
-        cfg = load_config(CONFIG, [*OURS, *args.overrides])
-        volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
-        if max(args.shots) > len(volumes):
-            raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes of ids {TRAIN_IDS}.")
-        tests = read(read_datalist(args.data, 3, args.test_ids))[:args.test_volumes or None]
-        held_out = [on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg)
-                    for _, image, label, affine in tests]
-        results = {method: run_method(method, volumes, tests, held_out, model, args, cfg) for method in methods}
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    methods = methods_of(args)
+    model = load_model(args.checkpoint) if args.checkpoint else None
+    cfg = load_config(CONFIG, [*OURS, *args.overrides])
+    volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
+    if max(args.shots) > len(volumes):
+        raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes of ids {TRAIN_IDS}.")
+    tests = read(read_datalist(args.data, 3, args.test_ids))[:args.test_volumes or None]
+    held_out = [on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg)
+                for _, image, label, affine in tests]
+    results = {method: run_method(method, volumes, tests, held_out, model, args, cfg) for method in methods}
     publish(results, args, held_out)
     return DONE
 

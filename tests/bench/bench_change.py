@@ -14,16 +14,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+import common  # noqa: F401  puts the repository on the path
 import numpy as np
 import torch
 from scipy import ndimage
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import OM_study  # noqa: E402
-from Dataloader.nifti import read_label, read_volume, write_volume  # noqa: E402
-from Diffusion.fields import jacobian_determinant  # noqa: E402
+import OM_study
+from Dataloader.nifti import read_label, read_volume, write_volume
+from Diffusion.fields import jacobian_determinant
 
 MARGIN, SMOOTH, NOISE = 14, 2.0, 0.02  # voxels around the label; of its mask; of the 99th percentile of the scan
 

@@ -26,14 +26,12 @@ import tempfile
 from pathlib import Path
 
 import torch
+from common import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from Dataloader.synthetic import write_dataset  # noqa: E402
-from Report.page import text_table  # noqa: E402
-from Runtime.device import computes_bf16, describe  # noqa: E402
-from Supervisor.attempts import read_lines  # noqa: E402
+from Dataloader.synthetic import write_dataset
+from Report.page import text_table
+from Runtime.device import computes_bf16, describe
+from Supervisor.attempts import read_lines
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 PROFILED = 4

@@ -27,19 +27,17 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import torch
+from common import ROOT
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from Dataloader.dataset import as_float, make_loader, read_ahead, read_datasets  # noqa: E402
-from Dataloader.grids import rescale  # noqa: E402
-from Dataloader.synthetic import make_subject, write_dataset  # noqa: E402
-from Diffusion.batch_augment import augment  # noqa: E402
-from Report.page import text_table  # noqa: E402
-from Runtime.config import load_config  # noqa: E402
-from Runtime.errors import PLANNED_RESTART  # noqa: E402
-from Supervisor.attempts import read_lines  # noqa: E402
+from Dataloader.dataset import as_float, make_loader, read_ahead, read_datasets
+from Dataloader.grids import rescale
+from Dataloader.synthetic import make_subject, write_dataset
+from Diffusion.batch_augment import augment
+from Report.page import text_table
+from Runtime.config import load_config
+from Runtime.errors import PLANNED_RESTART
+from Supervisor.attempts import read_lines
 
 SIDE, BATCH, ROUNDS, DIFFERENT = 128, 2, 7, 6
 TARGETS = {"cache_vs_nibabel": (30, "least"), "cache_vs_monai": (2, "least"), "pss_growth": (0.10, "most"),

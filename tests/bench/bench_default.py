@@ -45,23 +45,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peers import begin, clocks, peer, peers_python, spent
+from common import DATA, ROOT, in_one_sentence
+from peers import begin, clocks, peer, peers_python, spent, write_json
 from scipy import ndimage
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+import omnimorph
+from Dataloader.grids import intensity_range, rescale
+from Dataloader.nifti import read_label, read_volume, write_volume
+from Diffusion.metrics import average, dice, folding_percent
+from Inference.load_model import DEFAULTS
+from Report.page import text_table
+from Runtime.config import load_config
+from Runtime.errors import DONE, STOP, InputError
 
-import omnimorph  # noqa: E402
-from Dataloader.grids import intensity_range, rescale  # noqa: E402
-from Dataloader.nifti import read_label, read_volume, write_volume  # noqa: E402
-from Diffusion.metrics import average, dice, folding_percent  # noqa: E402
-from Inference.load_model import DEFAULTS  # noqa: E402
-from Report.page import text_table  # noqa: E402
-from Runtime.config import load_config  # noqa: E402
-from Runtime.errors import DONE, STOP, InputError  # noqa: E402
-from Runtime.files import write_file  # noqa: E402
-
-HERE, DATA, SEED = Path(__file__).resolve().parent, ROOT.parent / "shared/data", 46
+HERE, SEED = Path(__file__).resolve().parent, 46
 PAIRS, HIPPOCAMPUS_PAIRS, SCORED = (HERE / f"{name}" for name in ("default_pairs.json", "hippocampus_pairs.json",
                                                                   "default_scored.jsonl"))
 DRAWS, FEWEST = 10_000, 8  # of the bootstrap; volumes below which it says nothing
@@ -401,11 +398,6 @@ def run_method(name, method, pairs, folder, generate, settings, args, log=None):
     return [kept[pair["name"]] for pair in pairs if pair["name"] in kept]
 
 
-def write_json(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, (json.dumps(content, indent=1) + "\n").encode())
-
-
 def log_line(path, **entry):
     """Add a line to the log of what was scored on test pairs."""
     entry = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -577,20 +569,17 @@ def parse_arguments(argv=None):
     return parser.parse_args(argv)
 
 
+@in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
     begin(args.threads)
-    try:
-        left = args.rescore or args.report  # to no method
-        args.python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) and not left else None
-        if args.tune:
-            found = tune(args)
-            write_json(args.out / "tuning.json", found)
-            print(json.dumps(found))
-            return DONE
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    left = args.rescore or args.report  # to no method
+    args.python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) and not left else None
+    if args.tune:
+        found = tune(args)
+        write_json(args.out / "tuning.json", found)
+        print(json.dumps(found))
+        return DONE
     results, failed = score_test(args)
     for name, found in results.items():
         if found:

@@ -42,7 +42,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_augment import (  # and sys.path
+from bench_augment import (
     CONFIG,
     DATA,
     LABELS,
@@ -55,6 +55,7 @@ from bench_augment import (  # and sys.path
     orders_of,
     read,
 )
+from common import in_one_sentence
 from scipy import ndimage, stats
 from tqdm import tqdm
 
@@ -68,7 +69,7 @@ from Inference.load_model import find_checkpoint, load_model
 from Report.page import text_table
 from Runtime.config import load_config
 from Runtime.device import autocast
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE, InputError
 from Runtime.files import sha256, write_file
 from Runtime.keyed_random import generator, uniform
 
@@ -390,20 +391,17 @@ def publish(found, args, volumes):
                       "processor_minutes": minutes}))
 
 
+@in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
     torch.set_num_threads(args.threads)
-    try:
-        model = load_model(args.checkpoint)
-        cfg = load_config(CONFIG)
-        volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
-        if max(args.shots) > len(volumes):
-            raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes of ids {TRAIN_IDS}.")
-        held_out = [standard(*on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg))
-                    for _, image, label, affine in read(read_datalist(args.data, 3, args.test_ids))]
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    model = load_model(args.checkpoint)
+    cfg = load_config(CONFIG)
+    volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
+    if max(args.shots) > len(volumes):
+        raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes of ids {TRAIN_IDS}.")
+    held_out = [standard(*on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg))
+                for _, image, label, affine in read(read_datalist(args.data, 3, args.test_ids))]
     orders = orders_of(volumes, args.seeds)
     needed = counts_of(orders, args.shots)
     found, began = {}, time.process_time()

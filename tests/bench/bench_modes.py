@@ -21,12 +21,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench_registration import DATA, ROOT, TRAINING, set_words, subjects, write_json  # and sys.path
+from bench_registration import DATA, ROOT, TRAINING, set_words, subjects, write_json
+from common import in_one_sentence
 
 from Inference.load_model import find_checkpoint
 from OM_train_3modes import MODES
 from Report.page import text_table
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE, InputError
 from Supervisor.attempts import read_lines
 
 CONFIG, AUGMENT = ROOT / "Config/config_hippocampus.yaml", ROOT / "tests/bench/bench_augment.py"
@@ -122,15 +123,12 @@ def kept_or_new(name, modes, volumes, equal, args, made):
     return columns
 
 
+@in_one_sentence
 def main(argv=None):
     args, made = parse_arguments(argv), {}
-    try:
-        found = {volumes: {f"{modes}, equal {equal}": row(modes, volumes, equal, args, made)
-                           for equal in args.times for modes in args.modes if (equal, modes) != ("time", "123")}
-                 for volumes in args.volumes}
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    found = {volumes: {f"{modes}, equal {equal}": row(modes, volumes, equal, args, made)
+                       for equal in args.times for modes in args.modes if (equal, modes) != ("time", "123")}
+             for volumes in args.volumes}
     for volumes, rows in found.items():
         header = ["modes", *next(iter(rows.values()))]
         print(f"\n{volumes} training volumes, {args.threads} threads\n"

@@ -12,12 +12,13 @@ import argparse
 import itertools
 import sys
 
-from bench_registration import PEERS, ROOT, add_shared, ours, peer, prepare_pairs, publish, run_method  # and sys.path
+from bench_registration import PEERS, ROOT, add_shared, ours, peer, prepare_pairs, publish, run_method
+from common import in_one_sentence
 from peers import begin, peers_python
 
 from Inference.load_model import DEFAULTS
 from Runtime.config import load_config
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE, InputError
 
 DATA, BESIDE = ROOT.parent / "shared/data/mouse", ("antspyx_syn_cc", "greedy")
 
@@ -55,21 +56,18 @@ def method_of(name, args, cfg, python):
             {**options, "threads": args.threads})
 
 
+@in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
     begin(args.threads)
-    try:
-        brains, cfg = read_brains(args.data), load_config(DEFAULTS, args.overrides)
-        pairs = list(itertools.permutations(brains, 2))[:args.limit]
-        pairs = prepare_pairs(brains, pairs, args.out / "work/volumes", "header")
-        python = peers_python(args.peers_python) if set(args.methods) & set(BESIDE) else None
-        results = {}
-        for name in args.methods:
-            method, settings = method_of(name, args, cfg, python)
-            results[name] = run_method(name, method, pairs, args.out / f"{name}.json", settings, args.resume)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    brains, cfg = read_brains(args.data), load_config(DEFAULTS, args.overrides)
+    pairs = list(itertools.permutations(brains, 2))[:args.limit]
+    pairs = prepare_pairs(brains, pairs, args.out / "work/volumes", "header")
+    python = peers_python(args.peers_python) if set(args.methods) & set(BESIDE) else None
+    results = {}
+    for name in args.methods:
+        method, settings = method_of(name, args, cfg, python)
+        results[name] = run_method(name, method, pairs, args.out / f"{name}.json", settings, args.resume)
     publish(results, args.out, "Registration of mouse brains", f"{len(pairs)} ordered pairs of {len(brains)} brains; "
             f"{args.threads} threads. Ours: affine stage and refinement of {args.refine} steps, no network.",
             ("refine",))

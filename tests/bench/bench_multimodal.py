@@ -15,7 +15,7 @@ JSON.
 import argparse
 import sys
 
-from bench_registration import (  # and sys.path
+from bench_registration import (
     DATA,
     NO_NETWORK,
     TEST,
@@ -30,6 +30,7 @@ from bench_registration import (  # and sys.path
     run_methods,
     subjects,
 )
+from common import in_one_sentence
 from matplotlib.figure import Figure
 from peers import begin, peers_python
 from remappings import REMAPPINGS, remap
@@ -37,7 +38,7 @@ from remappings import REMAPPINGS, remap
 from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import read_volume, write_volume
 from Diffusion.metrics import average
-from Report.page import figure_html, table_html
+from Report.page import figure_html, markdown_table, table_html
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
@@ -123,13 +124,6 @@ def by_remapping(results, pairs):
     return header, [*rows, ["all", len(pairs), *map(average, columns)]]
 
 
-def markdown(header, rows):
-    """The table of `by_remapping` as text."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(f'{cell:.4f}' if isinstance(cell, float) else str(cell) for cell in line)} |\n"
-                   for line in lines)
-
-
 def pictures(pairs):
     """Figure of the middle slices of the first pair of each remapping, as all methods get them."""
     firsts = list({pair["remap"]: pair for pair in reversed(pairs)}.values())[::-1]
@@ -185,22 +179,20 @@ def method_of(name, args, python):
             {"options": options, "threads": args.threads})
 
 
+@in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
     begin(args.threads)
-    try:
-        pairs = make_pairs(args)
-        python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) else None
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    pairs = make_pairs(args)
+    python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) else None
     names = [name for name in METHODS if name in args.methods]
     results, failed = run_methods(names, lambda name: method_of(name, args, python), pairs, args)
     if results:
         header, rows = by_remapping(results, pairs)
-        write_file(args.out / "remappings.md", markdown(header, rows).encode())
-        print("\n" + markdown(header, rows), file=sys.stderr)
         formats = [None, None, *[".4f"] * (len(header) - 2)]
+        text = markdown_table(header, rows, formats)
+        write_file(args.out / "remappings.md", text + "\n")
+        print(f"\n{text}\n", file=sys.stderr)
         sections = [("Remappings", figure_html(pictures(pairs), "Middle slices of the first pair of each.")
                      + table_html(*what_it_is()) + table_html(header, rows, "Mean Dice.", formats))]
         lead = (f"{len(pairs)} ordered pairs ({args.subjects}) in {len(args.remaps)} remappings of intensities; "

@@ -8,33 +8,25 @@ speed of a shared machine drifts; the times are medians.
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
-from pathlib import Path
 
+import common  # noqa: F401  puts the repository on the path
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from Diffusion.diffuser import draw_velocity, image_count, middle  # noqa: E402
-from Diffusion.fields import identity, integrate_velocity, resize_field, warp  # noqa: E402
-from Diffusion.losses import local_correlation, mslncc  # noqa: E402
-from tests.plain_step import dense_correlation, step_by_step  # noqa: E402
+from Diffusion.diffuser import draw_velocity, image_count, middle
+from Diffusion.fields import identity, integrate_velocity, resize_field, warp
+from Diffusion.losses import local_correlation, mslncc
+from Report.page import text_table
+from Runtime.device import describe
+from tests.plain_step import dense_correlation, step_by_step
 
 GRIDS, V_SCALE, TIME = [8, 16, 32, 64], 4e-5, 79
 WINDOW = 9
 HEADINGS = ["operation", "ours ms", "reference ms", "ratio", "error", "target"]
-
-
-def processor():
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def in_turns(label, ours, reference, repeats, reference_repeats=None):
@@ -144,16 +136,6 @@ def bench_warp(size, channels, target, repeats):
             f"{error:.1e}", f"<= {target}"], ms / bare_ms
 
 
-def print_table(rows):
-    cells = [HEADINGS] + [[f"{cell:.1f}" if isinstance(cell, float) else cell for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADINGS))]
-    for row in cells:
-        print("  ".join(cell.rjust(w) if i in (1, 2) else cell.ljust(w)
-                        for i, (cell, w) in enumerate(zip(row, widths))).rstrip())
-    print("error: fields, relative to exact particle trajectories (ours / step by step); "
-          "correlation, difference of the values at one scale; warp, largest difference")
-
-
 def main():
     parser = argparse.ArgumentParser(description="Time the fast operations against the plain ones.")
     parser.add_argument("--size", type=int, default=128, help="image side in voxels (default 128)")
@@ -161,8 +143,8 @@ def main():
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(f"{processor()}, {args.threads} threads, torch {torch.__version__}, image {args.size}^3, float32, "
-          f"load at start {os.getloadavg()[0]:.1f} (other work on the machine spoils the figures)")
+    print(f"{describe(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, image {args.size}^3, "
+          f"float32, load at start {os.getloadavg()[0]:.1f} (other work on the machine spoils the figures)")
     row, results = bench_integrate_velocity(args.size, args.repeats)
     rows = [row]
     for key, name, reference, target in [("mslncc_vs_dense", "dense convolutions", dense_correlation, 30),
@@ -174,7 +156,9 @@ def main():
     for key, channels, target in [("warp_vs_grid_sample", 3, 1.4), ("warp1_vs_grid_sample", 1, 1.8)]:
         row, results[key] = bench_warp(args.size, channels, target, args.repeats)
         rows.append(row)
-    print_table(rows)
+    print(text_table(HEADINGS, rows, [None, ".1f", ".1f", None, None, None]))
+    print("error: fields, relative to exact particle trajectories (ours / step by step); "
+          "correlation, difference of the values at one scale; warp, largest difference")
     print(json.dumps({key: value if value is None else round(value, 4) for key, value in results.items()}))
 
 

@@ -15,17 +15,14 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
+from common import ROOT
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from Diffusion.diffuser import DeformDDPM  # noqa: E402
-from Inference.load_model import load_model  # noqa: E402
+from Diffusion.diffuser import DeformDDPM
+from Inference.load_model import load_model
 
 DATA = ROOT.parent / "shared/data/original"
 APART = 1e-6  # image sides by which the second run begins elsewhere

@@ -31,18 +31,16 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+import common  # noqa: F401  puts the repository on the path
+import torch
+from matplotlib.figure import Figure
 
-import torch  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-
-from Report.page import text_table  # noqa: E402
-from Runtime import launch as joining  # noqa: E402
-from Runtime.device import describe  # noqa: E402
-from Supervisor.attempts import free_port, read_lines  # noqa: E402
-from Supervisor.verdict import judge  # noqa: E402
-from tests.faults.common import (  # noqa: E402
+from Report.page import text_table
+from Runtime import launch as joining
+from Runtime.device import describe
+from Supervisor.attempts import free_port, read_lines
+from Supervisor.verdict import judge
+from tests.faults.common import (
     ends,
     final_weights,
     launch,

@@ -33,27 +33,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
-from peers import begin, clocks, peer, peers_python, spent, start_peer
+from common import ROOT, in_one_sentence
+from peers import begin, clocks, peer, peers_python, spent, start_peer, write_json
 from scipy.stats import wilcoxon
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from Dataloader.grids import intensity_range, rescale  # noqa: E402
-from Dataloader.nifti import read_header, read_label, read_volume, write_volume  # noqa: E402
-from Diffusion.fields import then_affine  # noqa: E402
-from Diffusion.metrics import average, dice, folding_percent, hd95  # noqa: E402
-from Inference.labels import apply_label  # noqa: E402
-from Inference.load_model import UNIVERSAL, find_checkpoint, load_model  # noqa: E402
-from Inference.registration import register, start_matrix  # noqa: E402
-from Report.page import cards_html, figure_html, table_html, text_table, write_page  # noqa: E402
-from Runtime import checkpoint  # noqa: E402
-from Runtime.config import load_config  # noqa: E402
-from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError  # noqa: E402
-from Runtime.files import sha256  # noqa: E402
-from Supervisor.attempts import read_lines  # noqa: E402
+from Dataloader.grids import intensity_range, rescale
+from Dataloader.nifti import read_header, read_label, read_volume, write_volume
+from Diffusion.fields import then_affine
+from Diffusion.metrics import average, dice, folding_percent, hd95
+from Inference.labels import apply_label
+from Inference.load_model import UNIVERSAL, find_checkpoint, load_model
+from Inference.registration import register, start_matrix
+from Report.page import cards_html, table_html, text_table, write_page
+from Runtime import checkpoint
+from Runtime.config import load_config
+from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError
+from Runtime.files import sha256
+from Supervisor.attempts import read_lines
 
 LIST, DATA = Path(__file__).parent / "hippocampus_pairs.json", ROOT.parent / "shared/data/hippocampus"
 TRAINING, VALIDATION, TEST = range(1, 61), range(201, 231), range(231, 281)
@@ -286,13 +283,6 @@ def run_methods(names, method_of, pairs, args):
     return results, failed
 
 
-def write_json(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
-
-
 def summary(scores):
     """Means over the pairs, the deviation of Dice, and the median of the seconds."""
     found = {key: average([entry[key] for entry in scores])
@@ -311,23 +301,6 @@ def paired(mine, other):
     p = float(wilcoxon(gains).pvalue) if gains.any() else 1.0
     return {"mean": float(gains.mean()), "sd": float(gains.std(ddof=1)) if len(gains) > 1 else 0.0,
             "won": int((gains > 0).sum()), "pairs": len(gains), "p": p}
-
-
-def box_plots(results):
-    """Figure of Dice, HD95 and seconds of every method."""
-    figure = Figure(figsize=(10.5, 0.42 * len(results) + 1.1), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True)
-    for ax, (key, title) in zip(axes, (("dice", "Dice"), ("hd95_mm", "HD95, mm"), ("seconds", "seconds per pair"))):
-        columns = [[entry[key] for entry in scores if entry[key] is not None] for scores in results.values()]
-        ax.boxplot(columns, orientation="horizontal", manage_ticks=False, widths=0.6, flierprops={"marker": "."},
-                   medianprops={"color": "#c2410c"})
-        ax.set_title(title, fontsize=10)
-        ax.grid(axis="x", color="#e2e6ea")
-        if key == "seconds":
-            ax.set_xscale("symlog", linthresh=0.1)
-    axes[0].set_yticks(range(1, len(results) + 1), list(results))
-    axes[0].invert_yaxis()
-    return figure
 
 
 def publish(results, out, title, lead, references, sections=(), more=None):
@@ -356,8 +329,7 @@ def publish(results, out, title, lead, references, sections=(), more=None):
     sections = [("", cards_html([(name, f"{means[name]['dice']:.3f}", f"Dice, {means[name]['seconds']:.2f} s a pair")
                                  for name in references if name in means])),
                 *sections,
-                ("Methods", table_html(header, rows, "Means over the pairs.", formats)),
-                ("Pairs", figure_html(box_plots(results), "Box: quartiles; line: median; whiskers: 1.5 boxes."))]
+                ("Methods", table_html(header, rows, "Means over the pairs.", formats))]
     if gain_rows:
         sections.append(("Pair by pair", table_html(gain_header, gain_rows, "Positive: better.", gain_formats)))
     page = write_page(out / "report.html", title, lead, sections)
@@ -431,11 +403,6 @@ def our_model(name, args):
     return path, load_model(path, overrides=args.overrides)
 
 
-def universal_settings(args):
-    """Overrides of the universal network: its refinement weighs roughness as it does here without one."""
-    return [f"refine.weight={load_config(NO_NETWORK)['refine.weight']}", *args.overrides]
-
-
 def method_of(name, args, models, python):
     """(generator of a method, what has to be the same to resume it)."""
     if name == "identity":
@@ -467,21 +434,20 @@ def method_of(name, args, models, python):
     return lambda pairs: peer(pairs, kind, options, folder, python, args.threads), settings
 
 
+@in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
     begin(args.threads)
-    try:
-        pairs = read_pairs(args.data)[:args.limit]
-        pairs = prepare_pairs(subjects(args.data, TEST), pairs, args.out / "work/volumes", args.start)
-        python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) else None
-        models = {name: our_model(name, args) for name in TRAININGS
-                  if name in [NETWORKS[method][0] for method in args.methods if method in NETWORKS]}
-        if "universal" in args.methods:
-            path = find_checkpoint("universal")
-            models["universal"] = path, load_model(path, overrides=universal_settings(args))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    pairs = read_pairs(args.data)[:args.limit]
+    pairs = prepare_pairs(subjects(args.data, TEST), pairs, args.out / "work/volumes", args.start)
+    python = peers_python(args.peers_python) if set(args.methods) & set(PEERS) else None
+    models = {name: our_model(name, args) for name in TRAININGS
+              if name in [NETWORKS[method][0] for method in args.methods if method in NETWORKS]}
+    if "universal" in args.methods:
+        path = find_checkpoint("universal")
+        # Its refinement weighs roughness as it does here without a network.
+        weight = load_config(NO_NETWORK)["refine.weight"]
+        models["universal"] = path, load_model(path, overrides=[f"refine.weight={weight}", *args.overrides])
     names = [name for name in METHODS if name in args.methods]
     results, failed = run_methods(names, lambda name: method_of(name, args, models, python), pairs, args)
     lead = (f"{len(pairs)} ordered pairs of volumes that no training has seen; {args.threads} threads. "

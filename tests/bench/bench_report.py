@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import bench_runtime  # first: it also puts the repository on the path
+import bench_runtime
 from bench_step import ROOT, configuration
 from tqdm import tqdm
 
@@ -66,7 +66,7 @@ def logging_share(folder):
     began = time.perf_counter()
     sums = pace.new_pace()
     for _ in range(50 * pace.EVERY):  # besides, as the loop of that benchmark does not call it
-        pace.keep_pace(sums, line, {"forward": 1.0, "data": 0.1}, state["watch"], curves)
+        pace.keep_pace(sums, line, {"forward": 1.0, "data": 0.1}, state.watch, curves)
     writer.flush(curves)
     pace_s = (time.perf_counter() - began) / (50 * pace.EVERY)
     rows = [row for row in rows if not row["writing"]] or rows  # a checkpoint that is being flushed delays any write

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_augment import DATA, LABELS  # and sys.path
+from bench_augment import DATA, LABELS
 from bench_fewshot import interval
 from bench_segment import registered, subjects
+from common import in_one_sentence
 from tqdm import tqdm
 
 from Dataloader.datalist import read_datalist
@@ -33,7 +34,7 @@ from Diffusion.metrics import average, dice
 from Inference.augmentation import place
 from Inference.load_model import load_model
 from Report.page import text_table
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE
 
 SCAN_IDS = "201-280"
 
@@ -146,18 +147,15 @@ def atlas_gain(images, atlases, model, out):
             for way, values in scores.items()}
 
 
+@in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
     torch.set_num_threads(args.threads)
-    try:
-        model = load_model(args.checkpoint)
-        scans = {name: [(item["id"], place(*read_volume(item["image"]), model[1])[0])
-                        for item in read_datalist(args.data / name, 3, ids)]
-                 for name, ids in (("liver", ""), ("cardiac", ""), ("hippocampus", SCAN_IDS))}
-        atlases, images = subjects("hippocampus", "test")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    model = load_model(args.checkpoint)
+    scans = {name: [(item["id"], place(*read_volume(item["image"]), model[1])[0])
+                    for item in read_datalist(args.data / name, 3, ids)]
+             for name, ids in (("liver", ""), ("cardiac", ""), ("hippocampus", SCAN_IDS))}
+    atlases, images = subjects("hippocampus", "test")
     found = retrieval(scans, model)
     print(text_table(["same person first", *next(iter(found.values()))], [[name, *one.values()] for name, one in
                      found.items()], [None, None, *[".3f"] * 4]))

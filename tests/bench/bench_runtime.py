@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_step import ROOT, configuration  # first: it also puts the repository on the path
+from bench_step import ROOT, configuration
 from tqdm import tqdm
 
 import OM_train_3modes as om
@@ -200,7 +200,7 @@ def main():
         state, rows = measure(cfg, Path(folder), args.steps)
         comparison = median_s(lambda _: agree.digest(agree.checksums(state.net.parameters())), 10)
         agreement, resumed = agreement_s(), resumes(cfg, state)
-    print(f"hippocampus config, {args.steps} steps, batch {cfg['data.batchsize']}, {describe(state['device'])}, torch "
+    print(f"hippocampus config, {args.steps} steps, batch {cfg['data.batchsize']}, {describe(state.device)}, torch "
           f"{torch.__version__}\nmedians, but for one row of steps begun while no checkpoint was being written\n")
     result = report(cfg, rows, comparison, agreement, resumed)
     for name, value in result.items():

@@ -17,21 +17,18 @@ import time
 from pathlib import Path
 
 import numpy as np
+from common import DATA, in_one_sentence
 from peers import peers_python
 from scipy import ndimage
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+import omnimorph
+from Dataloader.grids import intensity_range, rescale, to_grid
+from Dataloader.nifti import read_label, read_volume
+from Diffusion.metrics import average, dice
+from Inference.labels import apply_label, vote
+from Runtime.errors import DONE, InputError
+from Study.fusion import fuse
 
-import omnimorph  # noqa: E402
-from Dataloader.grids import intensity_range, rescale, to_grid  # noqa: E402
-from Dataloader.nifti import read_label, read_volume  # noqa: E402
-from Diffusion.metrics import average, dice  # noqa: E402
-from Inference.labels import apply_label, vote  # noqa: E402
-from Runtime.errors import DONE, STOP, InputError  # noqa: E402
-from Study.fusion import fuse  # noqa: E402
-
-DATA = ROOT.parent / "shared/data"
 ATLASES = ("001", "014", "025", "036", "046")  # of the hippocampus, apart from each other: neighbours may be one person
 FIRST_TEST = 203
 KINDS = {"hippocampus": ("labelsTr",), "brains": ("labelsTr", "tissuesTr")}
@@ -127,6 +124,7 @@ def score(name, part, limit, out, peers):
             "fusion_cpu_seconds": round(seconds["ours"] / max(len(images), 1), 2)}
 
 
+@in_one_sentence
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Labels joined from several atlases, beside other ways.")
     parser.add_argument("--json", action="store_true", help="print the scores as one line of JSON (always done)")
@@ -136,12 +134,8 @@ def main(argv=None):
     parser.add_argument("--peers-python", metavar="PYTHON", help="interpreter with requirements-peers.txt, for jlf")
     parser.add_argument("--out", type=Path, default=Path("/tmp/bench-segment"), help="where registrations are kept")
     args = parser.parse_args(argv)
-    try:
-        peers = str(peers_python(args.peers_python)) if args.peers_python else None
-        found = {name: score(name, args.part, args.limit, args.out, peers) for name in args.sets}
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    peers = str(peers_python(args.peers_python)) if args.peers_python else None
+    found = {name: score(name, args.part, args.limit, args.out, peers) for name in args.sets}
     print(json.dumps({"part": args.part, **found}))
     return DONE
 

@@ -28,9 +28,10 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import torch
-from bench_augment import CONFIG, DATA, read  # and sys.path
+from bench_augment import CONFIG, DATA, read
 from bench_fewshot import MAGNITUDE, SIGMA, START, TRAIN_IDS, WIDE, elastic_field, number_of
 from bench_original import DATA as ORIGINAL
+from common import in_one_sentence
 from scipy import ndimage
 from tqdm import tqdm
 
@@ -46,7 +47,7 @@ from Inference.registration import register
 from Report.page import text_table
 from Runtime.config import load_config
 from Runtime.device import autocast
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -229,16 +230,13 @@ def draw(found, path):
     plt.close(figure)
 
 
+@in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
     torch.set_num_threads(args.threads)
-    try:
-        model, cfg = load_model(args.checkpoint), load_config(CONFIG)
-        volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
-        modes = modes_of([centred(volume[2], cfg) for volume in read(read_datalist(args.data, 3, MODE_IDS))])
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    model, cfg = load_model(args.checkpoint), load_config(CONFIG)
+    volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
+    modes = modes_of([centred(volume[2], cfg) for volume in read(read_datalist(args.data, 3, MODE_IDS))])
     recovered = recoveries(volumes, args, model)
     pairs = registrations(volumes, args, cfg)
     found = {name: spread_of(pairs.get(name) or copies_of(name, volumes, args, model), modes, cfg) for name in SETS}

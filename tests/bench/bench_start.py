@@ -22,23 +22,20 @@ landed; missed, the others of them.
 import argparse
 import itertools
 import json
-import sys
 import time
 import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
+from common import DATA
 from scipy import ndimage
 from scipy.spatial.transform import Rotation
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from Dataloader.grids import foreground_box, to_grid  # noqa: E402
-from Dataloader.nifti import read_label, read_volume  # noqa: E402
-from Diffusion.metrics import average, dice  # noqa: E402
-from Inference.registration import register  # noqa: E402
+from Dataloader.grids import foreground_box, to_grid
+from Dataloader.nifti import read_label, read_volume
+from Diffusion.metrics import average, dice
+from Inference.registration import register
 
 SETS = {"brains": 28, "mouse": 16, "fetal": 16}  # how many of the pairs
 CHOOSING = 7  # brains, the first ones, by which settings may be chosen; the others are for the figures
@@ -164,7 +161,7 @@ def run(case, references):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--part", choices=("report", "choose"), default="report")
     parser.add_argument("--seed", type=int, default=46)
     parser.add_argument("--first", type=int, default=0, help="number of the first pair, to run them in parts")

@@ -16,19 +16,17 @@ import time
 from pathlib import Path
 
 import torch
+from common import ROOT
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-import OM_train_3modes as om  # noqa: E402
-from Dataloader.dataset import epoch_batches  # noqa: E402
-from Dataloader.synthetic import write_dataset  # noqa: E402
-from Diffusion.diffuser import make_condition  # noqa: E402
-from Report.page import text_table  # noqa: E402
-from Runtime.config import load_config  # noqa: E402
-from Runtime.device import describe, synchronize  # noqa: E402
-from tests.tiny import begin  # noqa: E402
+import OM_train_3modes as om
+from Dataloader.dataset import epoch_batches
+from Dataloader.synthetic import write_dataset
+from Diffusion.diffuser import make_condition
+from Report.page import text_table
+from Runtime.config import load_config
+from Runtime.device import describe, synchronize
+from tests.tiny import begin
 
 WARM_UP = 5
 

@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from bench_segment import DATA, FIRST_TEST, KINDS  # and sys.path
+from bench_segment import DATA, FIRST_TEST, KINDS
+from common import in_one_sentence
 from peers import peer, peers_python, start_peer
 from scipy import ndimage
 
@@ -28,7 +29,7 @@ from Dataloader.grids import intensity_range, rescale, to_grid
 from Dataloader.nifti import read_field, read_label, read_volume, write_volume
 from Diffusion.metrics import average, dice
 from Inference.labels import apply_field, apply_label
-from Runtime.errors import DONE, STOP, InputError
+from Runtime.errors import DONE, InputError
 
 SPACING_MM = {"hippocampus": None, "brains": 2.0}
 COUNT, NEAR = 20, 2  # hippocampus crops; voxels around a label
@@ -108,6 +109,7 @@ def scores_of(name, subjects, fields, affine):
     return {key: round(value, 4) for key, value in found.items()}
 
 
+@in_one_sentence
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the scores as one line of JSON (always done)")
@@ -117,18 +119,14 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=Path("/tmp/bench-template"), help="where everything is kept")
     args = parser.parse_args(argv)
     found = {}
-    try:
-        python = peers_python(args.peers_python)
-        for name in args.sets:
-            folder = args.out / name
-            subjects, found[name] = prepared(name, args.limit, folder / "volumes"), {}
-            for method, build in (("ours", ours), ("ants", ants)):
-                fields, affine, seconds = build(subjects, folder, python)
-                found[name][method] = {**scores_of(name, subjects, fields, affine), "seconds": round(seconds)}
-                print(f"{name} {method}, {len(subjects)} subjects: {json.dumps(found[name][method])}", flush=True)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    python = peers_python(args.peers_python)
+    for name in args.sets:
+        folder = args.out / name
+        subjects, found[name] = prepared(name, args.limit, folder / "volumes"), {}
+        for method, build in (("ours", ours), ("ants", ants)):
+            fields, affine, seconds = build(subjects, folder, python)
+            found[name][method] = {**scores_of(name, subjects, fields, affine), "seconds": round(seconds)}
+            print(f"{name} {method}, {len(subjects)} subjects: {json.dumps(found[name][method])}", flush=True)
     print(json.dumps(found))
     return DONE
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import bench_mouse
 import bench_multimodal
-from bench_registration import (  # and sys.path
+from bench_registration import (
     DATA,
     NO_NETWORK,
     ROOT,
@@ -38,6 +38,7 @@ from bench_registration import (  # and sys.path
     summary,
     write_json,
 )
+from common import in_one_sentence
 from peers import begin, peers_python
 
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
@@ -171,15 +172,12 @@ def parse_arguments(argv=None):
     return parser.parse_args(argv)
 
 
+@in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
     begin(args.threads)
-    try:
-        path = find_checkpoint(args.model)
-        model = path, load_model(path, overrides=args.overrides)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    path = find_checkpoint(args.model)
+    model = path, load_model(path, overrides=args.overrides)
     found = {name: run_part(name, model, args) for name in args.parts}
     parts = {name: means for name, (means, _) in found.items()}
     reached = judged(parts, args.limit is not None)

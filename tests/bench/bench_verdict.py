@@ -25,18 +25,15 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+from common import DATA, in_one_sentence
 from scipy import ndimage
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from Dataloader.nifti import read_volume
+from Inference.registration import register
+from Inference.verdict import judge
+from Runtime.errors import DONE, InputError
+from Runtime.files import write_file
 
-from Dataloader.nifti import read_volume  # noqa: E402
-from Inference.registration import register  # noqa: E402
-from Inference.verdict import judge  # noqa: E402
-from Runtime.errors import DONE, STOP, InputError  # noqa: E402
-from Runtime.files import write_file  # noqa: E402
-
-DATA = ROOT.parent / "shared/data"
 MOST_VOXELS = 150_000
 GOOD = {"choose": {"hippocampus": 28, "brains": 20, "fetal": 6, "liver": 4},
         "report": {"hippocampus": 26, "brains": 18, "fetal": 6, "mouse": 4, "liver": 4, "cardiac": 2}}
@@ -174,25 +171,22 @@ def scores_of(pair, folder):
     return scores
 
 
+@in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
-    try:
-        pairs = draw_pairs(args.data, args.subjects, args.seed)
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-        found, began = [], time.perf_counter()
-        for number in np.random.default_rng(args.seed).permutation(len(pairs)):  # a run cut short has all kinds
-            pair = pairs[number]
-            scores = scores_of(pair, args.out)
-            verdict, reason = judge(scores)
-            found.append({**pair, "verdict": verdict})
-            if not args.json:
-                wrong = "" if (verdict == "ok") == (pair["kind"] == "good") else " WRONG"
-                print(f"{pair['name']}: {verdict}{wrong}; similarity {scores['similarity']:.2f}, "
-                      f"{scores['seconds']:.1f} s {reason}", flush=True)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOP
+    pairs = draw_pairs(args.data, args.subjects, args.seed)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+    found, began = [], time.perf_counter()
+    for number in np.random.default_rng(args.seed).permutation(len(pairs)):  # a run cut short has all kinds
+        pair = pairs[number]
+        scores = scores_of(pair, args.out)
+        verdict, reason = judge(scores)
+        found.append({**pair, "verdict": verdict})
+        if not args.json:
+            wrong = "" if (verdict == "ok") == (pair["kind"] == "good") else " WRONG"
+            print(f"{pair['name']}: {verdict}{wrong}; similarity {scores['similarity']:.2f}, "
+                  f"{scores['seconds']:.1f} s {reason}", flush=True)
     good = [pair for pair in found if pair["kind"] == "good"]
     hopeless = [pair for pair in found if pair["kind"] != "good"]
     print(json.dumps({"subjects": args.subjects, "good": len(good), "hopeless": len(hopeless),

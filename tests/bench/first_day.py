@@ -27,32 +27,30 @@ import time
 import warnings
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import ROOT
+from scipy import ndimage
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from scipy import ndimage  # noqa: E402
-
-import OM_train_3modes as om  # noqa: E402
-from Dataloader.dataset import epoch_batches  # noqa: E402
-from Dataloader.synthetic import make_subject, write_dataset  # noqa: E402
-from Diffusion import device_ops  # noqa: E402
-from Diffusion.cost import mode_costs, step_memory  # noqa: E402
-from Diffusion.diffuser import draw_velocity, middle  # noqa: E402
-from Diffusion.fake_device import DeviceAutocast  # noqa: E402
-from Diffusion.fields import integrate_velocity, resize_field, warp  # noqa: E402
-from Diffusion.losses import mslncc, recovery_terms, regularity  # noqa: E402
-from Diffusion.om_net import CorrelationLayer  # noqa: E402
-from Inference.registration import register  # noqa: E402
-from Runtime.config import load_config  # noqa: E402
-from Runtime.device import computes_bf16, describe, pick_device, precision, prepare_device, synchronize  # noqa: E402
-from Runtime.errors import InputError  # noqa: E402
-from Runtime.files import write_file  # noqa: E402
-from Runtime.global_batch import split_step  # noqa: E402
-from Runtime.run_lock import run_folder  # noqa: E402
-from tests.tiny import begin  # noqa: E402
+import OM_train_3modes as om
+from Dataloader.dataset import epoch_batches
+from Dataloader.synthetic import make_subject, write_dataset
+from Diffusion import device_ops
+from Diffusion.cost import mode_costs, step_memory
+from Diffusion.diffuser import draw_velocity, middle
+from Diffusion.fake_device import DeviceAutocast
+from Diffusion.fields import integrate_velocity, resize_field, warp
+from Diffusion.losses import mslncc, recovery_terms, regularity
+from Diffusion.om_net import CorrelationLayer
+from Inference.registration import register
+from Runtime.config import load_config
+from Runtime.device import computes_bf16, describe, pick_device, precision, prepare_device, synchronize
+from Runtime.errors import InputError
+from Runtime.files import write_file
+from Runtime.global_batch import split_step
+from Runtime.run_lock import run_folder
+from tests.tiny import begin
 
 GIB = 2 ** 30
 SIDE = 128
@@ -438,65 +436,28 @@ def kernels(args, folder):
     return {**found, "parts_ms": parts_ms(profile)}
 
 
-class JoinedByTorch:
-    """In place of SideBySide of Diffusion/kernels.py."""
-
-    @staticmethod
-    def apply(zeros, *parts):
-        return torch.cat([*parts, parts[0].new_zeros(()).expand(len(parts[0]), zeros, *parts[0].shape[2:])], dim=1)
-
-
-@contextlib.contextmanager
-def without(measures):
-    """Within this context some of Triton's kernels are not used, but what stood there before."""
-    if not measures:
-        yield
-        return
-    device_ops.working_kernels("cuda")  # which tries all of them, as they are
-    by_triton, undo = importlib.import_module("Diffusion.kernels"), []
-    for name, (place, attribute, instead) in {
-            "interpolation": (by_triton, "interpolates", lambda *_: False),
-            "few channels": (by_triton, "few_channels", lambda *_: False),
-            "warp": (by_triton, "warps", lambda *_: False),
-            "side by side": (by_triton, "SideBySide", JoinedByTorch),
-            "unit features": (CorrelationLayer, "features", lambda layer, x: F.normalize(
-                device_ops.product_over_channels(x.float(), layer.project.weight), dim=-1, eps=1e-3))}.items():
-        if name in measures:
-            undo.append((place, attribute, getattr(place, attribute)))
-            setattr(place, attribute, instead)
-    try:
-        yield
-    finally:
-        for place, attribute, before in undo:
-            setattr(place, attribute, before)
-
-
-NEW = ("unit features", "interpolation", "few channels", "warp", "side by side")
-CASES = {"old kernels": ({}, NEW), "as it is": ({}, ()), "old kernels again": ({}, NEW), "as it is again": ({}, ()),
-         "no checkpointing": ({"model__use_checkpoint": False}, ()),
-         "field_stride 2, no checkpointing": ({"model__use_checkpoint": False, "model__field_stride": 2}, ()),
-         "plain": ({"run__graphs": "off"}, ()), "plain, old kernels": ({"run__graphs": "off"}, NEW),
-         **{f"without {name}": ({}, (name,)) for name in NEW}, "batch 4": ({"data__batchsize": 4}, ())}
+CASES = {"as it is": {}, "as it is again": {}, "no checkpointing": {"model__use_checkpoint": False},
+         "field_stride 2, no checkpointing": {"model__use_checkpoint": False, "model__field_stride": 2},
+         "plain": {"run__graphs": "off"}, "batch 4": {"data__batchsize": 4}}
 
 
 def graph_steps(args, folder):
-    """The step as graphs beside the plain one, by which kernels, and with what makes it cheaper, in turn."""
+    """The step as graphs beside the plain one, and with what makes it cheaper, in turn."""
     device, found = args.where, {}
     if device.type != "cuda":
         return {"left_out": NO_DEVICE + "graphs are those of CUDA."}
-    for name, (changes, measures) in CASES.items():
+    for name, changes in CASES.items():
         forget_peak(device)
         began, state, batches = time.perf_counter(), None, None
         try:
-            with without(measures):
-                cfg = configuration(args, folder, **changes)
-                state, batches = new_state(cfg, device)
-                first = steps(state, batches, cfg, 4)
-                seconds, peak = steps(state, batches, cfg, 6), peak_bytes(device)
-                recorded = (state.graphs or {}).get("recorded", {})
-                with parts_of_a_step(device) as spent:
-                    steps(state, batches, cfg, 3)
-                work = busy(functools.partial(steps, state, batches, cfg, 1), device)
+            cfg = configuration(args, folder, **changes)
+            state, batches = new_state(cfg, device)
+            first = steps(state, batches, cfg, 4)
+            seconds, peak = steps(state, batches, cfg, 6), peak_bytes(device)
+            recorded = (state.graphs or {}).get("recorded", {})
+            with parts_of_a_step(device) as spent:
+                steps(state, batches, cfg, 3)
+            work = busy(functools.partial(steps, state, batches, cfg, 1), device)
             found[name] = {"step_s": statistics.median(seconds), "slowest_s": max(seconds), **work, "first_s": first,
                            "recorded": sorted(key for key, value in recorded.items() if value),
                            "allocated_bytes": peak[0], "reserved_bytes": peak[1],

@@ -23,14 +23,15 @@ from pathlib import Path
 
 import nibabel
 import numpy as np
+from common import ROOT
 from scipy import ndimage
 
-ROOT, FILES = Path(__file__).resolve().parent.parent.parent, ("fixed", "moving", "moving_label")
-sys.path.insert(0, str(ROOT))
+from Dataloader.nifti import read_field
+from Dataloader.transforms import write_matrix
+from Runtime.errors import InputError
+from Runtime.files import write_file
 
-from Dataloader.nifti import read_field  # noqa: E402
-from Dataloader.transforms import write_matrix  # noqa: E402
-from Runtime.errors import InputError  # noqa: E402
+FILES = ("fixed", "moving", "moving_label")
 
 
 def read(path):
@@ -102,6 +103,10 @@ def clocks():
 def spent(started):
     """What has gone by since `clocks` gave `started`: (seconds on the wall, seconds of processors)."""
     return tuple(now - then for now, then in zip(clocks(), started))
+
+
+def write_json(path, content):
+    write_file(path, json.dumps(content, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -409,9 +414,7 @@ def train_voxelmorph(job, tell):
     net, steps = fit(images, best, job["minutes"], len(tried) * part, tell)
     state = {"model": net.state_dict(), "settings": best, "minutes": job["minutes"], "steps": steps, "tried": tried,
              "validation_dice": mean_dice(net, job["validation"])}
-    partial = Path(f"{job['weights']}.tmp-{os.getpid()}")
-    torch.save(state, partial)
-    os.replace(partial, job["weights"])
+    write_file(job["weights"], lambda file: torch.save(state, file))
     tell(done=True, **{key: value for key, value in state.items() if key != "model"})
 
 
@@ -419,14 +422,6 @@ WHOLE_JOBS = {"voxelmorph-train": train_voxelmorph, "ants-template": build_ants_
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-def save(path, array):
-    """An array file that is whole or not there."""
-    partial = Path(f"{path}.tmp-{os.getpid()}")
-    with open(partial, "wb") as file:
-        np.save(file, array)
-    os.replace(partial, path)
-
 
 def main():
     name, path = sys.argv[1:]
@@ -445,8 +440,8 @@ def main():
         method(job["pairs"][0], options)
     for number, pair in enumerate(job["pairs"]):
         field, label, seconds = method(pair, options)
-        save(f"{pair['out']}.field.npy", np.ascontiguousarray(field, np.float32))
-        save(f"{pair['out']}.label.npy", np.rint(np.asarray(label)).astype(np.int16))
+        np.save(f"{pair['out']}.field.npy", np.ascontiguousarray(field, np.float32))
+        np.save(f"{pair['out']}.label.npy", np.rint(np.asarray(label)).astype(np.int16))
         tell(number=number, seconds=seconds)
 
 

@@ -1,0 +1,22 @@
+"""What the benchmarks share. Importing it puts the repository on the path."""
+import functools
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT.parent / "shared/data"
+sys.path.insert(0, str(ROOT))
+
+from Runtime.errors import STOP, InputError  # noqa: E402
+
+
+def in_one_sentence(main):
+    """A main() that ends with STOP and the sentence of an InputError, where it raises one."""
+    @functools.wraps(main)
+    def ended(argv=None):
+        try:
+            return main(argv)
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return STOP
+    return ended
