@@ -10,7 +10,7 @@ from Dataloader.nifti import open_nifti, write_volume
 from Dataloader.synthetic import make_subject
 from Study.motion import displacement, parameters_of
 from Study.qc import outlier_of
-from tests.test_jacobian import texture
+from tests.test_jacobian import table, texture
 
 SIZE, AFFINE = (22, 24, 20), np.diag([2.0, 2.0, 2.0, 1.0])
 
@@ -56,9 +56,8 @@ def test_the_page_of_two_hundred_subjects(tmp_path, capsys):
     text = page.read_text()
     assert page.stat().st_size < 20e6 and text.count('class="thumb"') == 200
     assert "http" not in text.replace("http-equiv", "") and "aria-sort" in text and "lost.nii.gz" in text
-    head, first, *rest = (tmp_path / "qc/qc.tsv").read_text().splitlines()
-    cells = dict(zip(head.split("\t"), first.split("\t")))
-    assert cells["name"] == "s_199" and cells["verdict"] == "doubtful" and cells["outlier"] == "similarity"
+    first, *rest = table(tmp_path / "qc/qc.tsv")
+    assert first["name"] == "s_199" and first["verdict"] == "doubtful" and first["outlier"] == "similarity"
     assert len(rest) == 199
     assert run("qc", "--results", tmp_path / "reg", "--strict", "--out", tmp_path / "qc") == 43
     assert "keeping 200 of 200 subjects from an earlier run" in capsys.readouterr().err
@@ -103,10 +102,7 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
              "cpu"]
     assert run(*words) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["frames"] == 3
-    head, *lines = (tmp_path / "out/motion.tsv").read_text().splitlines()
-    assert len(lines) == 3
-    for line, (shift, degrees) in zip(lines, given):
-        cells = dict(zip(head.split("\t"), line.split("\t")))
+    for cells, (shift, degrees) in zip(table(tmp_path / "out/motion.tsv"), given, strict=True):
         found = [float(cells[key]) for key in ("trans_x", "trans_y", "trans_z", "rot_x", "rot_y", "rot_z")]
         np.testing.assert_allclose(found[:3], shift, atol=0.5)  # a quarter of a voxel
         np.testing.assert_allclose(np.rad2deg(found[3:]), [0, 0, degrees], atol=1.0)
