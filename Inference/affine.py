@@ -61,9 +61,9 @@ BETTER = 0.02  # of what the header's map lacks to perfect similarity: what anot
 LEAST_GAIN = 0.001  # what it gains at least whatever that one lacks: two equal volumes have 0.999 by rounding
 ONE_SIGN = 0.87  # of the correlation in all windows has one sign where two volumes are taken for one modality
 COMPARED = 2  # level on which structures are compared
-SAMPLED = ("fixed", "fixed_mask", "moving", "textured")  # of a level, what lies on the device
 
 
+@torch.no_grad()
 def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", similarity="correlation", fixed_mask=None,
                  moving_mask=None, finest=None, device="cpu"):
     """The affine or rigid map T that aligns two volumes, from world points of the fixed one to the moving one.
@@ -80,176 +80,59 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     And a dict that shows how far to trust T: affine_similarity, at the finest level, with 0 for each voxel of the fixed
     volume outside the moving one; affine_similarity_before, as the headers place the volumes; affine_runner_up, the
     similarity of the best other candidate as a fraction of that of T, at the first level with several candidates, else
-    0;
-    one_sign, see `_one_sign`, None with a similarity for two modalities.
+    0; one_sign, see `_one_sign`, None with a similarity for two modalities.
     Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
     """
     if kind not in ("affine", "rigid"):
         raise InputError(f"the kind of affine alignment is {kind!r}; give affine or rigid.")
-    given_affines = fixed_affine, moving_affine
-    fixed, fixed_affine = _checked("fixed", fixed, fixed_affine)
-    moving, moving_affine = _checked("moving", moving, moving_affine)
+    fixed, fixed_mask, fixed_affine = _checked("fixed", fixed, fixed_mask, fixed_affine)
+    moving, moving_mask, moving_affine = _checked("moving", moving, moving_mask, moving_affine)
     if fixed.ndim != moving.ndim:
         raise InputError(f"the fixed volume has {fixed.ndim} axes and the moving one {moving.ndim}; give two with "
                          "the same number.")
-    fixed, fixed_mask = _masked("fixed", fixed, given_affines[0], fixed_mask)
-    moving, moving_mask = _masked("moving", moving, given_affines[1], moving_mask)
-    volumes = (fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine)
-    frames, header, shapes = _frames(fixed, fixed_affine, moving, moving_affine)
-    search = (volumes, frames, header, shapes, device)
+    dims = fixed.ndim
+    fixed_frame, fixed_middle, fixed_shape = _frame(fixed, fixed_affine)
+    moving_frame, moving_middle, moving_shape = _frame(moving, moving_affine)
+    frames, shapes = (fixed_frame, moving_frame), (fixed_shape, moving_shape)
+    header = _in_plane(np.linalg.inv(moving_frame) @ fixed_frame, dims)
+    left, _, right = np.linalg.svd(header[:dims, :dims])
+    turn = left @ right  # the turn between the headers; in 2D their planes may differ
+    # From the fixed to the moving frame: as the headers say, and their orientation with the centres of the fields of
+    # view, or of the intensities, matched.
+    shifts = header[:dims, dims], moving_middle - turn @ fixed_middle, np.zeros(dims)
+    starts = [np.column_stack([turn, shift]) for shift in shifts]
+
+    def search(kind, similarity):
+        levels = _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, frames,
+                         _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0, device)
+        return (*_search(levels, starts, shapes, kind, similarity, finest), levels)
+
     found = one_sign = None
     if similarity not in ("mapped", "mind"):
-        found = _found(*search, kind, "correlation", finest)
+        found = search(kind, "correlation")
         one_sign = _one_sign(found)
-    if found is None or (similarity == "auto" and (one_sign < ONE_SIGN or _leads_astray(found, header))):
-        others = [_found(*search, each, "mind", finest) for each in dict.fromkeys(("rigid", kind))]
+    if found is None or (similarity == "auto" and (one_sign < ONE_SIGN or _leads_astray(found, starts))):
+        others = [search(each, "mind") for each in dict.fromkeys(("rigid", kind))]
         if one_sign is not None and one_sign >= ONE_SIGN:
             others.append(found)
         # Whoever names the measure knows that mutual information suits the pair.
-        found = _by_structures(others, header, LEAP_OF_TWO if similarity == "auto" else 0.0)
+        found = _by_structures(others, starts, LEAP_OF_TWO if similarity == "auto" else 0.0)
         one_sign = _one_sign(found) if similarity == "auto" else None
     matrix, scores, _ = found
-    return frames[1] @ _embed(matrix.numpy()) @ np.linalg.inv(frames[0]), {**scores, "one_sign": one_sign}
+    full = np.eye(4)
+    full[:dims, [*range(dims), 3]] = matrix
+    return moving_frame @ full @ np.linalg.inv(fixed_frame), {**scores, "one_sign": one_sign}
 
 
-def of_one_modality(scores):
-    """Whether two volumes count as one modality. scores: the dict that `align_affine` returns."""
-    return scores["one_sign"] is None or scores["one_sign"] >= ONE_SIGN
+# ---------------------------------------------------------------------------------------------------------------------
+# What is compared: the volumes, their frames, and both on the grids of all levels
+# ---------------------------------------------------------------------------------------------------------------------
 
+def _checked(name, array, mask, affine):
+    """The volume as float32 in 0 .. 1, zero where its mask is, the mask or None, and its affine, all canonical.
 
-def _found(volumes, frames, header, shapes, device, kind, similarity, finest):
-    """The best map (N, N + 1) of a kind by a similarity, the scores that `align_affine` returns, and the levels."""
-    dims = volumes[0].ndim
-    levels = _levels(volumes, frames, _basis(dims, kind), _size_ratio(shapes) if kind == "affine" else 1.0, device)
-    stages = _stages(similarity, dims, finest)
-    coarse = stages[0][1]
-    tried = torch.from_numpy(np.stack([*header, *_turned(header, shapes, kind, TURNS[coarse])]))
-    candidates = _together(_first(tried, len(header), levels[0], coarse), levels[0], coarse)
-    done, level, compared_by, runner_up = set(), levels[0], coarse, None
-    for number, compared_by, count, iterations in stages:
-        level = levels[number]
-        stage = (compared_by, level["spacing_mm"])
-        if stage in done:
-            continue  # the levels of a small volume may be the same, and the best map has been optimised there
-        best = _best(candidates, count, level, compared_by)
-        if runner_up is None and not _near(best, tried[0], level) and (usual := _near(candidates, tried[0], level)):
-            best = [*best, *_best(usual, 1, level, compared_by)]
-        candidates = [_optimise(start, parameters, level, compared_by, iterations) for start, parameters in best]
-        if count == 1:
-            done.add(stage)
-        if runner_up is None:
-            runner_up = _runner_up(candidates, level, compared_by, APART * levels[0]["spacing_mm"])
-            candidates = _as_headers_say(candidates, tried[0], level, compared_by)
-    (start, parameters), = _best(candidates, 1, level, compared_by)
-    matrix, scores = _kept(_matrix(start, parameters, level)[0], tried[0], level, compared_by)
-    return matrix, {"affine_similarity": scores[1], "affine_similarity_before": scores[0],
-                    "affine_runner_up": runner_up}, levels
-
-
-@torch.no_grad()
-def _by_structures(found, header, leap):
-    """Of some results of `_found` the one whose structures are most alike, or a start unless that gains `leap`.
-
-    Mutual information of two modalities is small wherever volumes lie, and its maximum may be far from their anatomy;
-    so may that of the correlation. header: of `_frames`. Returns: as `_found`.
+    mask: 0 .. 1 in the shape of the volume, or None. affine: 4x4.
     """
-    starts, of_starts, of_found = _structures_alike(found, header)
-    matrix, scores, levels = found[int(np.argmax(of_found))]
-    if max(of_found) - max(of_starts) < leap * (1.0 - max(of_starts)):
-        matrix, scores = starts[int(np.argmax(of_starts))], {
-            **scores, "affine_similarity": scores["affine_similarity_before"]}
-    return matrix, scores, levels
-
-
-@torch.no_grad()
-def _leads_astray(found, header):
-    """Whether a result of `_found` lies far from the headers and shows structures that are hardly more alike there."""
-    if not _far(found[0], header[0]):
-        return False
-    _, of_starts, (of_found,) = _structures_alike([found], header)
-    return of_found - max(of_starts) < LEAP_OF_TWO * (1.0 - max(of_starts))
-
-
-def _structures_alike(found, header):
-    """How alike the structures of two volumes are under the starts and under some results of `_found`.
-
-    Returns: the starts, maps (N, N + 1); a list of floats for them; another for what was found. The start that matches
-    the centres of intensity is left out: in two modalities they are different places.
-    """
-    level = found[-1][2][COMPARED]
-    described = self_similarity(level["fixed"])
-    starts = [torch.from_numpy(start) for start in header[:2]]
-
-    def alike(matrix):
-        warped, weight = _shown(matrix[None], level)
-        return float(mind_similarity(self_similarity(warped * (weight > 0)), described, level["textured"]))
-
-    return starts, [alike(start) for start in starts], [alike(matrix) for matrix, *_ in found]
-
-
-@torch.no_grad()
-def _one_sign(found):
-    """How much of the correlation in all windows, without its sign, has the sign of the most: 0.5 .. 1.
-
-    Volumes of one modality correlate in nearly all windows, those of two in some like this and in some like that.
-    found: what `_found` returns.
-    """
-    matrix, _, levels = found
-    level = levels[COMPARED]
-    warped, weight = _shown(matrix[None], level)
-    values, counted = local_correlation_map(warped, level["fixed"], WINDOW, False, weight * level["textured"])
-    values = values * counted
-    positive = float(values.clamp(min=0).sum() / values.abs().sum().clamp(min=1e-6))
-    return max(positive, 1.0 - positive)
-
-
-def _far(matrix, header):
-    """Whether a map (N, N + 1) turns by NEAR, or scales an axis by OTHER_SIZE, beyond what the headers say."""
-    dims = len(header)
-    change = matrix[:, :dims].numpy() @ np.linalg.inv(header[:, :dims])
-    sizes = np.linalg.svd(change)[1]
-    return not _turns_little(change) or sizes.max() > OTHER_SIZE or sizes.min() < 1 / OTHER_SIZE
-
-
-def _turns_little(change):
-    """Whether a linear map (N, N) turns by less than NEAR degrees."""
-    left, _, right = np.linalg.svd(change)
-    trace = np.trace(left @ right)
-    return ((trace - 1) / 2 if len(change) == 3 else trace / 2) > np.cos(np.radians(NEAR))
-
-
-def _near(candidates, header, level):
-    """Those of some (start, parameters) that turn by less than NEAR beyond what the headers say.
-
-    header: (N, N + 1), the map of the headers.
-    """
-    dims = len(header)
-    back = torch.linalg.inv(header[:, :dims])
-    return [(start, parameters) for start, parameters in candidates
-            if _turns_little((_matrix(start, parameters, level)[0].detach()[:, :dims] @ back).numpy())]
-
-
-@torch.no_grad()
-def _as_headers_say(candidates, header, level, similarity):
-    """The candidates, without those that turn far from the headers where that gains less than LEAP.
-
-    Many organs look about the same once they are turned by half a circle, and headers are usually right.
-    """
-    near = _near(candidates, header, level)
-    if not near or len(near) == len(candidates):
-        return candidates
-    best, usual = (max(_scores(some, level, similarity)) for some in (candidates, near))
-    return near if best - usual < LEAP * (1.0 - usual) else candidates
-
-
-def _stages(similarity, dims, finest):
-    """The rows of STAGES whose level has no more than `finest` voxels a side, and the first one."""
-    first, *rest = STAGES[similarity]
-    return [first, *(stage for stage in rest if finest is None or SIDES[dims][stage[0]] <= finest)]
-
-
-def _checked(name, array, affine):
-    """The volume as float32 in 0 .. 1 and its affine, both in canonical orientation."""
     array, affine = np.asarray(array), np.asarray(affine, np.float64)
     if array.ndim not in (2, 3) or min(array.shape) < 1:
         raise InputError(f"the {name} volume has the shape {array.shape}; give (D, H, W) or (H, W).")
@@ -261,55 +144,28 @@ def _checked(name, array, affine):
     lengths = np.linalg.norm(affine[:3, :3], axis=0) if affine.shape == (4, 4) else np.zeros(3)
     if not np.isfinite(affine).all() or lengths.min() == 0 or abs(np.linalg.det(affine[:3, :3] / lengths)) < 1e-6:
         raise InputError(f"the affine of the {name} volume is singular; repair the header.")
-    return to_canonical(rescale(array, float(array.min()), float(array.max())), affine)
-
-
-def _masked(name, array, affine, mask):
-    """A canonical volume, zero where its mask is, and the mask in the same orientation, or None.
-
-    affine: of the volume as it was given, 4x4. mask: 0 .. 1 in the shape of the volume as it was given, or None.
-    """
+    array, canonical_affine = to_canonical(rescale(array, float(array.min()), float(array.max())), affine)
     if mask is None:
-        return array, None
-    mask = to_canonical(np.asarray(mask, np.float32), np.asarray(affine, np.float64))[0]
+        return array, None, canonical_affine
+    mask = to_canonical(np.asarray(mask, np.float32), affine)[0]
     if mask.shape != array.shape:
         raise InputError(f"the {name} mask has the shape {mask.shape}, but its volume has {array.shape}; give a "
                          "mask of that shape.")
     if not (array * mask > FOREGROUND).any():
         raise InputError(f"the {name} mask excludes its whole volume; give one that is above 0 where voxels should "
                          "count.")
-    return array * mask, mask
+    return array * mask, mask, canonical_affine
 
 
-def _frame(affine, origin):
-    """4x4, frame to world in mm: the orthogonal matrix closest to an affine, and the frame's origin in the world."""
-    left, _, right = np.linalg.svd(affine[:3, :3])
-    frame = np.eye(4)
-    frame[:3, :3] = left @ right
-    frame[:3, 3] = origin
-    return frame
+def _frame(array, affine):
+    """The frame of a volume, 4x4 to the world: the orthogonal matrix closest to its affine, about its centre.
 
-
-def _embed(matrix):
-    """4x4 of an (N, N + 1) matrix; an axis beyond N is left as it is."""
-    dims = len(matrix)
-    full = np.eye(4)
-    full[:dims, :dims] = matrix[:, :dims]
-    full[:dims, 3] = matrix[:, dims]
-    return full
-
-
-def _in_plane(full, dims):
-    """(N + 1, N + 1): the rows and columns of a 4x4 that concern the N axes."""
-    kept = [*range(dims), 3]
-    return full[np.ix_(kept, kept)]
-
-
-def _moments(array):
-    """Centre (N,) and covariance (N, N) of the intensities of the foreground, in voxels."""
+    The centre is that of the intensities of the foreground.
+    Returns: the frame; in it the middle of the field of view (N,) and the covariance of the intensities (N, N), mm^2.
+    """
+    dims = array.ndim
     weight = np.where(array > FOREGROUND, array, 0).astype(np.float64)
     weight /= weight.sum()
-    dims = array.ndim
     axes = [np.arange(n) for n in array.shape]
     centre, covariance = np.zeros(dims), np.zeros((dims, dims))
     # Sums over all axes but two serve every moment.
@@ -322,189 +178,102 @@ def _moments(array):
         covariance[a, b] = covariance[b, a] = from_a @ plane @ from_b
         covariance[a, a] = along_a @ from_a ** 2
         covariance[b, b] = along_b @ from_b ** 2
-    return centre, covariance
+
+    def in_world(voxel):
+        return affine @ [*voxel, *[0] * (3 - dims), 1]
+
+    left, _, right = np.linalg.svd(affine[:3, :3])
+    frame = np.eye(4)
+    frame[:3, :3] = left @ right
+    frame[:3, 3] = in_world(centre)[:3]
+    to_frame = np.linalg.inv(frame)
+    middle = to_frame @ [*in_world((np.array(array.shape) - 1) / 2)[:3], 1]
+    to_frame_axes = (to_frame @ affine)[:dims, :dims]
+    return frame, middle[:dims], to_frame_axes @ covariance @ to_frame_axes.T
 
 
-def _frames(fixed, fixed_affine, moving, moving_affine):
-    """The frames of both volumes, 4x4 to the world; what the headers say about them; and the volumes' shapes in them.
-
-    Returns: two frames; three maps (N, N + 1) from the fixed to the moving frame: as the headers say, and their
-    orientation with the centres of the fields of view, or of the intensities, matched; two covariances (N, N), mm^2.
-    """
-    dims = fixed.ndim
-    fixed_frame, fixed_middle, fixed_shape = _place_in_frame(fixed, fixed_affine)
-    moving_frame, moving_middle, moving_shape = _place_in_frame(moving, moving_affine)
-    header = _in_plane(np.linalg.inv(moving_frame) @ fixed_frame, dims)
-    left, _, right = np.linalg.svd(header[:dims, :dims])
-    turn = left @ right  # the turn between the headers; in 2D their planes may differ
-    shifts = header[:dims, dims], moving_middle - turn @ fixed_middle, np.zeros(dims)
-    maps = [np.column_stack([turn, shift]) for shift in shifts]
-    return (fixed_frame, moving_frame), maps, (fixed_shape, moving_shape)
+def _in_plane(full, dims):
+    """(N + 1, N + 1): the rows and columns of a 4x4 that concern the N axes."""
+    kept = [*range(dims), 3]
+    return full[np.ix_(kept, kept)]
 
 
 def _size_ratio(shapes):
     """How many times as large the moving volume is as the fixed one, by their moments, where that is beyond OTHER_SIZE.
 
-    Nearer to 1 the moments tell too little: fields of view cut volumes off.
+    Nearer to 1 the moments tell too little: fields of view cut volumes off. shapes: the covariances of both.
     """
     ratio = float(np.exp(np.subtract(*(np.linalg.slogdet(shape)[1] for shape in shapes[::-1])) / (2 * len(shapes[0]))))
     return ratio if max(ratio, 1 / ratio) > OTHER_SIZE else 1.0
 
 
-def _turned(header, shapes, kind, count):
-    """Maps (N, N + 1) that match the centres of intensity under all turns, evenly spread, as the headers' mirroring.
+def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, frames, basis, size_ratio, device):
+    """Both volumes on the isotropic grids of all levels, coarse to fine.
 
-    The sizes are those of the headers; of an affine map also those that make the moments of the volumes the same, along
-    all axes alike or along each, which any affine map between two equal volumes does with one of the turns. They serve
-    headers that lie. header: from `_frames`. kind: of `align_affine`. count: of the turns in 3D.
+    Each level is made of the next finer one, so that large volumes are smoothed once. The box of the fixed foreground
+    is about SIDES voxels long. frames: two 4x4. basis: from `_basis`. size_ratio: from `_size_ratio`. device: for what
+    is sampled.
+    Returns: a list of dicts of what the loss needs.
     """
-    dims = len(shapes[0])
-    turns = header[0][:, :dims] @ all_turns(count if dims == 3 else TURNS_2D, dims)
-    turns = np.concatenate([turns, _principal_turns(shapes, np.linalg.det(header[0][:, :dims]))])
-    linear = [turns]
-    if kind == "affine":
-        fixed_root, moving_root = (_root(shape) for shape in shapes)
-        size = np.exp(np.subtract(*(np.linalg.slogdet(root)[1] for root in (moving_root, fixed_root))) / dims)
-        linear += [size * turns, moving_root @ turns @ np.linalg.inv(fixed_root)]
-    linear = np.concatenate(linear)
-    return np.concatenate([linear, np.zeros((len(linear), dims, 1))], axis=2)
-
-
-def all_turns(count, dims):
-    """Rotation matrices (count, dims, dims), evenly spread and always the same.
-
-    In 3D super-Fibonacci spirals (Alexa, CVPR 2022), quaternions along a spiral whose two angles advance by irrational
-    parts of a turn.
-    """
-    if dims == 2:
-        angle = 2 * np.pi * np.arange(count) / count
-        return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]).transpose(2, 0, 1)
-    place = np.arange(count) + 0.5
-    first, second = 2 * np.pi * place / 2 ** 0.5, 2 * np.pi * place / 1.533751168755204288
-    inner, outer = np.sqrt(place / count), np.sqrt(1 - place / count)
-    quaternions = [inner * np.sin(first), inner * np.cos(first), outer * np.sin(second), outer * np.cos(second)]
-    return Rotation.from_quat(np.stack(quaternions, axis=1)).as_matrix()
-
-
-def _principal_turns(shapes, determinant):
-    """The turns (K, N, N) that match the principal axes of two shapes, with all signs that mirror as the headers do."""
-    dims = len(shapes[0])
-    fixed_axes, moving_axes = (np.linalg.eigh(shape)[1] for shape in shapes)
-    matched = [moving_axes @ np.diag(signs) @ fixed_axes.T for signs in itertools.product((1.0, -1.0), repeat=dims)]
-    return np.stack([turn for turn in matched if np.linalg.det(turn) * determinant > 0])
-
-
-def _root(shape):
-    """The symmetric square root of a covariance (N, N)."""
-    values, axes = np.linalg.eigh(shape)
-    return axes @ np.diag(np.sqrt(np.maximum(values, 1e-6 * values.max()))) @ axes.T
-
-
-def _place_in_frame(array, affine):
-    """The frame of a volume, 4x4 to the world; in it the middle of the field of view (N,) and the covariance (N, N)."""
-    dims = array.ndim
-    centre, covariance = _moments(array)
-    frame = _frame(affine, _to_world(affine, centre))
-    to_frame = np.linalg.inv(frame)
-    middle = to_frame @ [*_to_world(affine, (np.array(array.shape) - 1) / 2), 1]
-    to_frame_axes = (to_frame @ affine)[:dims, :dims]
-    return frame, middle[:dims], to_frame_axes @ covariance @ to_frame_axes.T
-
-
-def _to_world(affine, voxel):
-    """The world point (3,) in mm of a voxel (N,)."""
-    return (affine @ [*voxel, *[0] * (3 - len(voxel)), 1])[:3]
-
-
-def _levels(volumes, frames, basis, size_ratio, device):
-    """All levels, coarse to fine, as `_level` makes them, each from the next finer: large volumes are smoothed once.
-
-    volumes: fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine. frames: two 4x4. basis: from `_basis`.
-    size_ratio: from `_size_ratio`. device: for the volumes.
-    """
-    fixed = volumes[0]
+    dims, levels = fixed.ndim, []
     box = foreground_box(fixed > FOREGROUND).astype(np.float64)
     margin = MARGIN * (box[1] - box[0])
     box = np.stack([np.maximum(box[0] - margin, 0), np.minimum(box[1] + margin, fixed.shape)])
-    levels = []
-    for side in reversed(SIDES[fixed.ndim]):
-        level, volumes = _level(*volumes, box, frames, side, size_ratio)
-        level.update({key: level[key].to(device) for key in SAMPLED if level[key] is not None})
-        box = np.array([[0] * fixed.ndim, volumes[0].shape], np.float64)
-        levels.insert(0, {**level, "basis": basis})
-    for level in levels:  # a unit of the shift has to mean the same at all of them
-        level["extent_mm"] = levels[-1]["extent_mm"]
-    return levels
+    for side in reversed(SIDES[dims]):
+        voxel_mm = np.linalg.norm(fixed_affine[:3, :dims], axis=0)
+        moving_voxel_mm = np.linalg.norm(moving_affine[:3, :dims], axis=0)
+        extent_mm = voxel_mm * (box[1] - box[0])
+        moving_extent_mm = moving_voxel_mm * moving.shape
+        spacing_mm = max(min(extent_mm.max() / side, extent_mm.min() / THINNEST), voxel_mm.min())
+        # A moving volume that is far larger than the fixed one must not fill the memory.
+        moving_spacing_mm = max(size_ratio * spacing_mm, moving_extent_mm.max() / (4 * side), moving_voxel_mm.min())
+        ratio = min((moving_extent_mm / size_ratio).prod() / extent_mm.prod(), 1.0)
+        fixed, fixed_mask, fixed_affine = _onto_grid(fixed, fixed_mask, fixed_affine, extent_mm, spacing_mm, box)
+        moving, moving_mask, moving_affine = _onto_grid(moving, moving_mask, moving_affine, moving_extent_mm,
+                                                        moving_spacing_mm)
+        box = np.array([[0] * dims, fixed.shape], np.float64)
+        # What a mask leaves out is zero in the volume; divided by the mask, smoothed alike, it has not leaked in.
+        shown = torch.from_numpy(fixed if fixed_mask is None else fixed / fixed_mask.clip(min=1e-3))[None, None]
+        weight = torch.ones_like(shown) if fixed_mask is None else torch.from_numpy(fixed_mask)[None, None]
+        count = box_mean(weight, WINDOW).clamp(min=1e-4)
+        mean = box_mean(weight * shown, WINDOW) / count
+        textured = weight * (weighted_variance(shown, mean, weight, count, WINDOW) > FLAT)
+        # Beside the moving intensities its mask, else a volume of ones, which shows what lies outside.
+        inside = np.ones_like(moving) if moving_mask is None else moving_mask
+        levels.append({
+            "fixed": shown.to(device), "fixed_mask": None if fixed_mask is None else weight.to(device),
+            "moving": torch.from_numpy(np.stack([moving, inside]))[None].to(device),
+            "textured": (textured if textured.any() else weight).to(device),  # where there is anything to compare
+            "attainable": ratio * float(inside.mean()), "basis": basis, "spacing_mm": float(f"{spacing_mm:.6g}"),
+            # Of the finest level: a unit of the shift means the same at all of them.
+            "extent_mm": levels[0]["extent_mm"] if levels else float(extent_mm.max()),
+            "from_fixed": torch.from_numpy(_in_plane(np.linalg.inv(frames[0]) @ fixed_affine, dims)),
+            "to_moving": torch.from_numpy(_in_plane(np.linalg.inv(moving_affine) @ frames[1], dims))})
+    return levels[::-1]
 
 
-def _level(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, box, frames, side, size_ratio):
-    """Both volumes smoothed and on isotropic grids, the box of the fixed one about `side` voxels long.
-
-    Returns: dict of what the loss needs; the volumes, masks and affines of this level, in the order of the arguments.
-    """
-    dims = fixed.ndim
-    voxel_mm = np.linalg.norm(fixed_affine[:3, :dims], axis=0)
-    moving_voxel_mm = np.linalg.norm(moving_affine[:3, :dims], axis=0)
-    extent_mm = voxel_mm * (box[1] - box[0])
-    moving_extent_mm = moving_voxel_mm * moving.shape
-    spacing_mm = max(min(extent_mm.max() / side, extent_mm.min() / THINNEST), voxel_mm.min())
-    # A moving volume that is far larger than the fixed one must not fill the memory.
-    moving_spacing_mm = max(size_ratio * spacing_mm, moving_extent_mm.max() / (4 * side), moving_voxel_mm.min())
-    ratio = min((moving_extent_mm / size_ratio).prod() / extent_mm.prod(), 1.0)
-    fixed, fixed_mask, fixed_affine = _both_to_grid(fixed, fixed_mask, fixed_affine, _size(extent_mm, spacing_mm),
-                                                    spacing_mm, box)
-    moving, moving_mask, moving_affine = _both_to_grid(moving, moving_mask, moving_affine,
-                                                       _size(moving_extent_mm, moving_spacing_mm), moving_spacing_mm)
-    # What a mask leaves out is zero in the volume; divided by the mask, smoothed alike, it has not leaked in.
-    shown = fixed if fixed_mask is None else fixed / fixed_mask.clip(min=1e-3)
-    # Beside the moving intensities its mask, else a volume of ones, which shows what lies outside.
-    inside = np.ones_like(moving) if moving_mask is None else moving_mask
-    level = {"fixed": torch.from_numpy(shown)[None, None], "spacing_mm": float(f"{spacing_mm:.6g}"),
-             "fixed_mask": None if fixed_mask is None else torch.from_numpy(fixed_mask)[None, None],
-             "moving": torch.from_numpy(np.stack([moving, inside]))[None],
-             "extent_mm": float(extent_mm.max()), "attainable": ratio * float(inside.mean()),
-             "textured": _textured(shown, fixed_mask),
-             "from_fixed": torch.from_numpy(_in_plane(np.linalg.inv(frames[0]) @ fixed_affine, dims)),
-             "to_moving": torch.from_numpy(_in_plane(np.linalg.inv(moving_affine) @ frames[1], dims))}
-    return level, (fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine)
-
-
-def _textured(fixed, mask):
-    """Where a volume, (*spatial), shows anything to compare: (1, 1, *spatial) of 0 and 1, or the mask there."""
-    fixed = torch.from_numpy(fixed)[None, None]
-    weight = torch.ones_like(fixed) if mask is None else torch.from_numpy(mask)[None, None]
-    count = box_mean(weight, WINDOW).clamp(min=1e-4)
-    mean = box_mean(weight * fixed, WINDOW) / count
-    textured = weight * (weighted_variance(fixed, mean, weight, count, WINDOW) > FLAT)
-    return textured if textured.any() else weight
-
-
-def _both_to_grid(array, mask, affine, size, spacing_mm, box=None):
-    """A volume and its mask or None on another grid, and the affine of that, see `to_grid`."""
+def _onto_grid(array, mask, affine, extent_mm, spacing_mm, box=None):
+    """A volume and its mask or None on a grid that covers an extent, and the affine of that, see `to_grid`."""
+    size = np.maximum(np.floor(extent_mm / spacing_mm + 1e-3), 1).astype(int)  # a rounding error must not cost a voxel
     on_grid, new_affine = to_grid(array, affine, size, spacing_mm, box=box)
     return on_grid, None if mask is None else to_grid(mask, affine, size, spacing_mm, box=box)[0], new_affine
 
 
-def _size(extent_mm, spacing_mm):
-    """How many whole voxels an extent holds, per axis, at least one; a rounding error must not cost one."""
-    return np.maximum(np.floor(extent_mm / spacing_mm + 1e-3), 1).astype(int)
-
+# ---------------------------------------------------------------------------------------------------------------------
+# Maps, and how alike the volumes are under them
+# ---------------------------------------------------------------------------------------------------------------------
 
 def _basis(dims, kind):
     """(P, N, N + 1): what each parameter adds to the generator (first N columns) and to the shift (last column)."""
-    basis = []
-    for a, b in itertools.product(range(dims), repeat=2):
-        entry = torch.zeros(dims, dims + 1, dtype=torch.float64)
-        entry[a, b] += 1.0
+    pairs = [(a, b) for a in range(dims) for b in range(dims) if kind == "affine" or a < b]
+    basis = torch.zeros(len(pairs) + dims, dims, dims + 1, dtype=torch.float64)
+    for number, (a, b) in enumerate(pairs):
+        basis[number, a, b] = 1.0
         if kind == "rigid":
-            entry[b, a] -= 1.0
-        if kind == "affine" or a < b:
-            basis.append(entry)
-    for a in range(dims):
-        entry = torch.zeros(dims, dims + 1, dtype=torch.float64)
-        entry[a, dims] = 1.0
-        basis.append(entry)
-    return torch.stack(basis)
+            basis[number, b, a] = -1.0
+    for axis in range(dims):
+        basis[len(pairs) + axis, axis, dims] = 1.0
+    return basis
 
 
 def _matrix(start, parameters, level):
@@ -520,20 +289,6 @@ def _matrix(start, parameters, level):
     linear = start[..., :dims] @ torch.matrix_exp(generator)
     shift_mm = start[..., dims:] + level["extent_mm"] * shift
     return torch.cat([linear, shift_mm], dim=-1), strain
-
-
-def global_correlation(image, target, weight):
-    """Normalised cross-correlation of all voxels of each sample under a weight of the same shape.
-
-    image, target, weight: (B, 1, *spatial). Returns: (B,), -1 .. 1.
-    """
-    image, target, weight = (each.flatten(1) for each in (image, target, weight))
-    total = weight.sum(1, keepdim=True).clamp(min=1.0)
-    image = image - (weight * image).sum(1, keepdim=True) / total
-    target = target - (weight * target).sum(1, keepdim=True) / total
-    covariance, image_variance, target_variance = ((weight * a * b).sum(1) / total[:, 0] for a, b in (
-        (image, target), (image, image), (target, target)))
-    return covariance * (image_variance * target_variance + 1e-10).rsqrt()
 
 
 def _shown(maps, level):
@@ -565,7 +320,24 @@ def _alike(maps, level, similarity):
         bins = min(MOST_BINS, round(level["fixed"].numel() ** (1 / 3)))
         alike = torch.stack([mutual_information(image, target, count, bins)
                              for image, target, count in zip(warped, fixed, weight)])
-    return (alike * _overlap(weight, level)).cpu()
+    # A mean over what both volumes show grows as soon as what is not alike leaves the moving volume. Times the part of
+    # what can be compared that lies in there, of what can lie there at most, it is a sum over one set of voxels.
+    seen = (weight * level["textured"]).flatten(1).sum(1)
+    return (alike * (seen / (level["attainable"] * level["textured"].sum())).clamp(max=1.0)).cpu()
+
+
+def global_correlation(image, target, weight):
+    """Normalised cross-correlation of all voxels of each sample under a weight of the same shape.
+
+    image, target, weight: (B, 1, *spatial). Returns: (B,), -1 .. 1.
+    """
+    image, target, weight = (each.flatten(1) for each in (image, target, weight))
+    total = weight.sum(1, keepdim=True).clamp(min=1.0)
+    image = image - (weight * image).sum(1, keepdim=True) / total
+    target = target - (weight * target).sum(1, keepdim=True) / total
+    covariance, image_variance, target_variance = ((weight * a * b).sum(1) / total[:, 0] for a, b in (
+        (image, target), (image, image), (target, target)))
+    return covariance * (image_variance * target_variance + 1e-10).rsqrt()
 
 
 def _loss(start, parameters, level, similarity):
@@ -574,17 +346,103 @@ def _loss(start, parameters, level, similarity):
     return 1.0 - _alike(maps, level, similarity) + torch.relu(strain - STRAIN[similarity]) ** 2
 
 
-def _overlap(weight, level):
-    """How much of what can be compared lies in the moving volume, of what can lie there at most, (B,), up to 1.
+def _slope(starts, parameters, level, similarity):
+    """The sum of the losses of some maps, and its derivatives by their parameters (B, P)."""
+    with torch.enable_grad():
+        parameters = parameters.detach().requires_grad_()
+        loss = _loss(starts, parameters, level, similarity).sum()
+        return loss.detach(), torch.autograd.grad(loss, parameters)[0]
 
-    A mean over what both volumes show grows as soon as what is not alike leaves the moving volume. Times this it is a
-    sum over one set of voxels, whatever the map. weight: (B, 1, *fixed), how much each voxel counts under the map.
+
+def _scores(candidates, level, similarity):
+    """What is left of a perfect similarity, 1, after all costs: a float for each (start, parameters)."""
+    return [1.0 - float(_loss(start[None], parameters[None], level, similarity)) for start, parameters in candidates]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The search
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _search(levels, starts, shapes, kind, similarity, finest):
+    """The best map (N, N + 1) of a kind by a similarity, and the scores that `align_affine` returns.
+
+    levels: of `_levels`. starts: maps (N, N + 1), of which the first is that of the headers. shapes: the covariances.
     """
-    seen = (weight * level["textured"]).flatten(1).sum(1)
-    return (seen / (level["attainable"] * level["textured"].sum())).clamp(max=1.0)
+    first, *finer = STAGES[similarity]
+    sides, measure = SIDES[len(shapes[0])], first[1]
+    tried = torch.from_numpy(np.stack([*starts, *_turned(starts[0], shapes, kind, TURNS[measure])]))
+    candidates = _together(_first(tried, len(starts), levels[0], measure), levels[0], measure)
+    header, done, runner_up = tried[0], set(), None
+    for number, measure, count, iterations in (
+            first, *(stage for stage in finer if finest is None or sides[stage[0]] <= finest)):
+        level = levels[number]
+        if (measure, level["spacing_mm"]) in done:
+            continue  # the levels of a small volume may be the same, and the best map has been optimised there
+        best = _best(candidates, count, level, measure)
+        if runner_up is None and not _near(best, header, level) and (usual := _near(candidates, header, level)):
+            best = [*best, *_best(usual, 1, level, measure)]
+        candidates = [_optimise(start, parameters, level, measure, iterations) for start, parameters in best]
+        if count == 1:
+            done.add((measure, level["spacing_mm"]))
+        if runner_up is None:
+            scores = _scores(candidates, level, measure)
+            order = sorted(range(len(scores)), key=lambda each: -scores[each])
+            maps = [_matrix(*candidates[each], level)[0] for each in order]
+            apart = _distinct(maps, 2, level, APART * levels[0]["spacing_mm"])
+            runner_up = scores[order[apart[1]]] / max(scores[order[0]], 1e-6) if len(apart) > 1 else 0.0
+            # Many organs look about the same once they are turned by half a circle, and headers are usually right.
+            if near := _near(candidates, header, level):
+                of_near = max(_scores(near, level, measure))
+                candidates = near if max(scores) - of_near < LEAP * (1.0 - of_near) else candidates
+    (start, parameters), = _best(candidates, 1, level, measure)
+    found = _matrix(start, parameters, level)[0]
+    # Both over the same voxels of the fixed grid; where one leads out of the moving volume nothing is alike.
+    before, after = _alike(torch.stack([header, found]), {**level, "attainable": 1.0}, measure).tolist()
+    is_better = after > before + max(BETTER * (1.0 - before), LEAST_GAIN)
+    return found if is_better else header, {"affine_similarity": after if is_better else before,
+                                            "affine_similarity_before": before, "affine_runner_up": runner_up}
 
 
-@torch.no_grad()
+def _turned(header, shapes, kind, count):
+    """Maps (N, N + 1) that match the centres of intensity under all turns, evenly spread, as the headers' mirroring.
+
+    Also those that match the principal axes. The sizes are those of the headers; of an affine map also those that make
+    the moments of the volumes the same, along all axes alike or along each, which any affine map between two equal
+    volumes does with one of the turns. They serve headers that lie. header: (N, N + 1). shapes: the covariances of the
+    volumes. kind: of `align_affine`. count: of the turns in 3D.
+    """
+    dims = len(shapes[0])
+    (fixed_values, fixed_axes), (moving_values, moving_axes) = (np.linalg.eigh(shape) for shape in shapes)
+    principal = [moving_axes @ np.diag(signs) @ fixed_axes.T for signs in itertools.product((1.0, -1.0), repeat=dims)]
+    mirrors = np.linalg.det(header[:, :dims])
+    turns = np.stack([*(header[:, :dims] @ all_turns(count if dims == 3 else TURNS_2D, dims)),
+                      *(turn for turn in principal if np.linalg.det(turn) * mirrors > 0)])
+    linear = [turns]
+    if kind == "affine":
+        fixed_root, moving_root = (axes @ np.diag(np.sqrt(np.maximum(values, 1e-6 * values.max()))) @ axes.T
+                                   for values, axes in ((fixed_values, fixed_axes), (moving_values, moving_axes)))
+        size = np.exp(np.subtract(*(np.linalg.slogdet(root)[1] for root in (moving_root, fixed_root))) / dims)
+        linear += [size * turns, moving_root @ turns @ np.linalg.inv(fixed_root)]
+    linear = np.concatenate(linear)
+    return np.concatenate([linear, np.zeros((len(linear), dims, 1))], axis=2)
+
+
+def all_turns(count, dims):
+    """Rotation matrices (count, dims, dims), evenly spread and always the same.
+
+    In 3D super-Fibonacci spirals (Alexa, CVPR 2022), quaternions along a spiral whose two angles advance by irrational
+    parts of a turn.
+    """
+    if dims == 2:
+        angle = 2 * np.pi * np.arange(count) / count
+        return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]).transpose(2, 0, 1)
+    place = np.arange(count) + 0.5
+    first, second = 2 * np.pi * place / 2 ** 0.5, 2 * np.pi * place / 1.533751168755204288
+    inner, outer = np.sqrt(place / count), np.sqrt(1 - place / count)
+    quaternions = [inner * np.sin(first), inner * np.cos(first), outer * np.sin(second), outer * np.cos(second)]
+    return Rotation.from_quat(np.stack(quaternions, axis=1)).as_matrix()
+
+
 def _first(maps, kept, level, similarity):
     """Of many maps (B, N, N + 1) the best ones, no two of them nearly the same, and the best of the `kept` first ones.
 
@@ -601,6 +459,48 @@ def _first(maps, kept, level, similarity):
     order = [best, *(number for number in scores.argsort(descending=True, stable=True).tolist() if number != best)]
     chosen = _distinct([maps[number] for number in order], TRIED[similarity], level, APART * level["spacing_mm"])
     return torch.stack([maps[order[number]] for number in chosen])
+
+
+def _together(starts, level, similarity):
+    """All starts (B, N, N + 1) with parameters after some steps of Adam: list of (start, parameters)."""
+    # Adam by hand (Kingma and Ba, ICLR 2015): torch.optim takes over a second to import torch._dynamo.
+    parameters = torch.zeros(len(starts), len(level["basis"]), dtype=torch.float64)
+    mean, square = torch.zeros_like(parameters), torch.zeros_like(parameters)
+    for number in range(STEPS):
+        slope = _slope(starts, parameters, level, similarity)[1]
+        mean, square = torch.lerp(mean, slope, 0.1), torch.lerp(square, slope.square(), 0.001)
+        step = STEP * (1.0 - 0.9 * number / STEPS)
+        first, second = (1.0 - decay ** (number + 1) for decay in (0.9, 0.999))
+        parameters = parameters - step * (mean / first) / ((square / second).sqrt() + 1e-8)
+    # The starts themselves stay among the maps: the header's may be perfect.
+    return [*zip(starts[:1], torch.zeros_like(parameters[:1])), *zip(starts, parameters)]
+
+
+def _optimise(start, parameters, level, similarity, iterations):
+    """The start and its parameters after some iterations of L-BFGS at one level."""
+    def loss_and_slope(values):
+        loss, slope = _slope(start[None], torch.from_numpy(values)[None], level, similarity)
+        return float(loss), slope[0].numpy()
+
+    found = optimize.minimize(loss_and_slope, parameters.numpy(), jac=True, method="L-BFGS-B", options={
+        "maxiter": iterations, "maxfun": 2 * iterations, "maxcor": 12, "gtol": 1e-6, "ftol": 1e-7})
+    # In volumes of a few voxels, which show too little, the parameters can diverge.
+    return start, torch.from_numpy(found.x) if np.isfinite(found.x).all() else parameters
+
+
+def _best(candidates, count, level, similarity):
+    """The `count` best of some (start, parameters), without those that are the same map to within a voxel.
+
+    Those below HOPEFUL are given up too; the best one always stays.
+    """
+    if len(candidates) == 1:
+        return candidates
+    scores = _scores(candidates, level, similarity)
+    enough = max(scores) - (1.0 - HOPEFUL) * abs(max(scores))
+    order = sorted(range(len(scores)), key=lambda number: -scores[number])
+    order = order[:1] + [number for number in order[1:] if scores[number] >= enough]
+    maps = [_matrix(*candidates[number], level)[0] for number in order]
+    return [candidates[order[number]] for number in _distinct(maps, count, level, level["spacing_mm"])]
 
 
 def _distinct(maps, count, level, distance_mm):
@@ -624,80 +524,75 @@ def _distinct(maps, count, level, distance_mm):
     return chosen
 
 
-def _together(starts, level, similarity):
-    """All starts (B, N, N + 1) with parameters after some steps of Adam: list of (start, parameters)."""
-    # Adam by hand (Kingma and Ba, ICLR 2015): torch.optim takes over a second to import torch._dynamo.
-    parameters = torch.zeros(len(starts), len(level["basis"]), dtype=torch.float64)
-    mean, square = torch.zeros_like(parameters), torch.zeros_like(parameters)
-    for number in range(STEPS):
-        slope = _slope(starts, parameters, level, similarity)[1]
-        mean, square = torch.lerp(mean, slope, 0.1), torch.lerp(square, slope.square(), 0.001)
-        step = STEP * (1.0 - 0.9 * number / STEPS)
-        first, second = (1.0 - decay ** (number + 1) for decay in (0.9, 0.999))
-        parameters = parameters - step * (mean / first) / ((square / second).sqrt() + 1e-8)
-    # The starts themselves stay among the maps: the header's may be perfect.
-    return [*zip(starts[:1], torch.zeros_like(parameters[:1])), *zip(starts, parameters)]
+def _near(candidates, header, level):
+    """Those of some (start, parameters) that turn by less than NEAR beyond what the headers say.
 
-
-def _scores(candidates, level, similarity):
-    """What is left of a perfect similarity, 1, after all costs: a float for each (start, parameters)."""
-    return [1.0 - float(_loss(start[None], parameters[None], level, similarity)) for start, parameters in candidates]
-
-
-@torch.no_grad()
-def _runner_up(candidates, level, similarity, distance_mm):
-    """The similarity of the best other answer as a fraction of the best one's; 0 without another."""
-    scores = _scores(candidates, level, similarity)
-    order = sorted(range(len(scores)), key=lambda number: -scores[number])
-    maps = [_matrix(*candidates[number], level)[0] for number in order]
-    chosen = _distinct(maps, 2, level, distance_mm)
-    return scores[order[chosen[1]]] / max(scores[order[0]], 1e-6) if len(chosen) > 1 else 0.0
-
-
-@torch.no_grad()
-def _kept(found, header, level, similarity):
-    """Of two maps (N, N + 1) the one found, or the header's unless the other one is clearly more alike.
-
-    Also the similarity of the header's and of the one returned. Both are compared over the same voxels of the fixed
-    grid; where one leads out of the moving volume nothing is alike.
+    header: (N, N + 1), the map of the headers.
     """
-    of_header, of_found = _alike(torch.stack([header, found]), {**level, "attainable": 1.0}, similarity).tolist()
-    if of_found > of_header + max(BETTER * (1.0 - of_header), LEAST_GAIN):
-        return found, (of_header, of_found)
-    return header, (of_header, of_header)
+    dims = len(header)
+    back = torch.linalg.inv(header[:, :dims])
+    return [(start, parameters) for start, parameters in candidates
+            if _turns_little((_matrix(start, parameters, level)[0][:, :dims] @ back).numpy())]
 
 
-def _optimise(start, parameters, level, similarity, iterations):
-    """The start and its parameters after some iterations of L-BFGS at one level."""
-    def loss_and_slope(values):
-        loss, slope = _slope(start[None], torch.from_numpy(values)[None], level, similarity)
-        return float(loss), slope[0].numpy()
-
-    found = optimize.minimize(loss_and_slope, parameters.numpy(), jac=True, method="L-BFGS-B", options={
-        "maxiter": iterations, "maxfun": 2 * iterations, "maxcor": 12, "gtol": 1e-6, "ftol": 1e-7})
-    # In volumes of a few voxels, which show too little, the parameters can diverge.
-    return start, torch.from_numpy(found.x) if np.isfinite(found.x).all() else parameters
+def _turns_little(change):
+    """Whether a linear map (N, N) turns by less than NEAR degrees."""
+    left, _, right = np.linalg.svd(change)
+    trace = np.trace(left @ right)
+    return ((trace - 1) / 2 if len(change) == 3 else trace / 2) > np.cos(np.radians(NEAR))
 
 
-def _slope(starts, parameters, level, similarity):
-    """The sum of the losses of some maps, and its derivatives by their parameters (B, P)."""
-    with torch.enable_grad():
-        parameters = parameters.detach().requires_grad_()
-        loss = _loss(starts, parameters, level, similarity).sum()
-        return loss.detach(), torch.autograd.grad(loss, parameters)[0]
+# ---------------------------------------------------------------------------------------------------------------------
+# One modality or two, and which answer to believe. found: the map (N, N + 1), the scores and the levels of a search
+# ---------------------------------------------------------------------------------------------------------------------
 
+def _one_sign(found):
+    """How much of the correlation in all windows, without its sign, has the sign of the most: 0.5 .. 1.
 
-@torch.no_grad()
-def _best(candidates, count, level, similarity):
-    """The `count` best of some (start, parameters), without those that are the same map to within a voxel.
-
-    Those below HOPEFUL are given up too; the best one always stays.
+    Volumes of one modality correlate in nearly all windows, those of two in some like this and in some like that.
     """
-    if len(candidates) == 1:
-        return candidates
-    scores = _scores(candidates, level, similarity)
-    enough = max(scores) - (1.0 - HOPEFUL) * abs(max(scores))
-    order = sorted(range(len(scores)), key=lambda number: -scores[number])
-    order = order[:1] + [number for number in order[1:] if scores[number] >= enough]
-    maps = [_matrix(*candidates[number], level)[0] for number in order]
-    return [candidates[order[number]] for number in _distinct(maps, count, level, level["spacing_mm"])]
+    matrix, _, levels = found
+    level = levels[COMPARED]
+    warped, weight = _shown(matrix[None], level)
+    values, counted = local_correlation_map(warped, level["fixed"], WINDOW, False, weight * level["textured"])
+    values = values * counted
+    positive = float(values.clamp(min=0).sum() / values.abs().sum().clamp(min=1e-6))
+    return max(positive, 1.0 - positive)
+
+
+def _leads_astray(found, starts):
+    """Whether a map turns by NEAR, or scales an axis by OTHER_SIZE, beyond the headers, for hardly more likeness."""
+    dims = len(starts[0])
+    change = found[0][:, :dims].numpy() @ np.linalg.inv(starts[0][:, :dims])
+    sizes = np.linalg.svd(change)[1]
+    if _turns_little(change) and sizes.max() <= OTHER_SIZE and sizes.min() >= 1 / OTHER_SIZE:
+        return False
+    of_starts, (of_found,) = _structures_alike([found], starts)
+    return of_found - max(of_starts) < LEAP_OF_TWO * (1.0 - max(of_starts))
+
+
+def _by_structures(found, starts, leap):
+    """Of some results the one whose structures are most alike, or a start unless that gains `leap`.
+
+    Mutual information of two modalities is small wherever volumes lie, and its maximum may be far from their anatomy;
+    so may that of the correlation.
+    """
+    of_starts, of_found = _structures_alike(found, starts)
+    matrix, scores, levels = found[int(np.argmax(of_found))]
+    if max(of_found) - max(of_starts) < leap * (1.0 - max(of_starts)):
+        matrix = torch.from_numpy(starts[int(np.argmax(of_starts))])
+        scores = {**scores, "affine_similarity": scores["affine_similarity_before"]}
+    return matrix, scores, levels
+
+
+def _structures_alike(found, starts):
+    """How alike the structures of two volumes are under the starts and under some results: two lists of floats.
+
+    The last start, which matches the centres of intensity, is left out: in two modalities they are different places.
+    """
+    level = found[-1][2][COMPARED]
+    described, alike = self_similarity(level["fixed"]), []
+    for matrix in (*map(torch.from_numpy, starts[:2]), *(matrix for matrix, *_ in found)):
+        warped, weight = _shown(matrix[None], level)
+        alike.append(float(mind_similarity(self_similarity(warped * (weight > 0)), described, level["textured"])))
+    return alike[:2], alike[2:]
