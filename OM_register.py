@@ -12,9 +12,7 @@ The two volumes of a pair may differ in size, spacing and orientation; they are 
 (Dataloader/nifti.py). For each pair it writes warped.nii.gz and warped_label.nii.gz (on the fixed grid), field.nii.gz
 (mm, for ITK, ANTs, Slicer and --apply), jacobian.nii.gz (determinant; <= 0 where it folds) and picture.png; for all
 pairs together report.html, results.csv and results.json. The last line on the terminal is one line of JSON with the
-means. Exit
-codes: 0 done, 43 bad input, also
-where only some pairs of a list are bad: the others are done.
+means. Exit codes: 0 done, 43 bad input, also where only some pairs of a list are bad: the others are done.
 """
 from Runtime import __version__  # first of all: a Python that is too old ends here, in one sentence
 
@@ -106,7 +104,18 @@ def check_arguments(args):
         if not (args.moving or args.moving_label or args.points):
             raise InputError("--apply needs something to move: --moving, --moving-label or --points.")
     else:
-        check_pairs(args, also_seen)
+        one = args.moving or args.fixed_label or args.moving_label or args.points or args.moving_points or also_seen
+        if args.pairs and one or not args.pairs and not (args.fixed and args.moving):
+            raise InputError("give either --pairs, or --fixed and --moving: one file, several, or a folder.")
+        several = is_list(args)
+        if several and (args.moving_mask or args.fixed_channels or args.moving_channels or args.moving_points):
+            raise InputError("--moving-mask, --moving-points and channels are for one pair; for several list them in a "
+                             "--pairs table.")
+        if not several and len(args.moving_label) > 1:
+            raise InputError("--moving-label names several files for one moving volume; give the one that belongs to "
+                             "it.")
+        if args.initial and (several or args.start != "auto"):
+            raise InputError("--initial sets the start of one pair: leave out --pairs and --start.")
         args.affine = args.affine or ("none" if args.initial else "affine")
         args.affine = None if args.affine == "none" else args.affine
         args.refine = STEPS if args.refine is None else args.refine
@@ -127,21 +136,6 @@ def check_arguments(args):
             require_file(path)
     if args.pairs and not os.path.exists(args.pairs):
         raise InputError(f"{args.pairs}: no such list of pairs; check the path.")
-
-
-def check_pairs(args, also_seen):
-    """Raise InputError where the options name neither one pair nor a list."""
-    one = bool(args.moving or args.fixed_label or args.moving_label or args.points or args.moving_points or also_seen)
-    if args.pairs and one or not args.pairs and not (args.fixed and args.moving):
-        raise InputError("give either --pairs, or --fixed and --moving: one file, several, or a folder.")
-    several = is_list(args)
-    if several and (args.moving_mask or args.fixed_channels or args.moving_channels or args.moving_points):
-        raise InputError("--moving-mask, --moving-points and channels are for one pair; for several list them in a "
-                         "--pairs table.")
-    if not several and len(args.moving_label) > 1:
-        raise InputError("--moving-label names several files for one moving volume; give the one that belongs to it.")
-    if args.initial and (several or args.start != "auto"):
-        raise InputError("--initial sets the start of one pair: leave out --pairs and --start.")
 
 
 def run(args):

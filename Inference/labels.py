@@ -42,6 +42,22 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     return label_at(label, np.indices(field.shape[1:], np.float32) + moving_field)
 
 
+def carry(array, affine, field, fixed_affine, mode):
+    """An image (mode "bilinear") or a label map ("smooth", "nearest") warped by `apply_field` or `apply_label`."""
+    if mode == "bilinear":
+        return apply_field(array, affine, field, fixed_affine)
+    return apply_label(array, affine, field, fixed_affine, mode)
+
+
+def without_affine(field, matrix, affine):
+    """A field without its affine part: B^-1(x + field(x)) - x with B = affine^-1 matrix affine.
+
+    field: (N, *fixed) in voxels. matrix: 4x4, fixed to moving world. affine: 4x4 of the fixed grid. Returns: as field.
+    """
+    back = np.linalg.inv(affine) @ np.linalg.inv(matrix) @ affine
+    return then_affine(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None], back)[0].numpy()
+
+
 def label_at(label, points, sigma=SIGMA):
     """A label map at points between its voxels, without the steps of nearest-neighbour sampling.
 

@@ -1,5 +1,7 @@
-"""The files of a registered pair: warped images and labels, fields, landmarks."""
+"""A registered pair in its folder: its files, its picture and page, its row of the results; and saving one Result."""
+import os
 import re
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -18,9 +20,98 @@ from Dataloader.nifti import (
 )
 from Dataloader.transforms import write_field_h5, write_matrix
 from Diffusion.fields import jacobian_determinant
-from Inference.pair_lists import channels_of
+from Inference.labels import apply_label
+from Inference.pair_figures import pair_figure, read_pair, write_pair_page, write_report
+from Inference.pair_lists import CHANNELS, TO_REGISTER, channels_of
+from Inference.results import file_digests, output_files, remove_outputs, require_apart, source_digests, write_results
+from Inference.scores import COLUMNS, label_scores, point_scores, said_of_labels
+from Inference.verdict import judge, judge_list
+from Report.page import figure_png
 from Runtime.errors import InputError, attempt
 from Runtime.files import write_file
+
+# Beside COLUMNS; what `judge` looks at is among them.
+ROW = ("overlap_percent", "covered_percent", "body_overlap", "folding_body_percent", "stretched_percent",
+       "inverse_error_max_mm", "affine_similarity_before", "affine_similarity", "affine_runner_up", "one_sign",
+       "scale_least", "scale_most", "turn_degrees", "shear_degrees", "mirrors", "segmentations", "compared_by",
+       "warnings", "start")
+
+
+def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, None), disp=None, also=(),
+              carried="smooth", picture=True, earlier=None):
+    """Write the files of a registered pair and return its row of the results.
+
+    folder: of the pair. out: of the results, the same for a single pair. pair: its name and its files, TO_REGISTER.
+    result: of `register`. labels: the label maps of fixed and moving volume, on their grids, or None. points_mm: the
+    landmarks of both, (P, 3), or None. disp, also: as for `write_pair`. carried: how labels are, of LABELS. picture:
+    whether to draw one. earlier: the row of an earlier registration, whose files go before the first new one comes.
+    """
+    fixed_label, moving_label = labels
+
+    def label_under(field):
+        """The moving label map on the fixed grid, (*fixed)."""
+        return apply_label(moving_label, result.moving.affine, field, result.fixed.affine, carried)
+
+    warped_label = None if moving_label is None else label_under(result.field)
+    row = {"name": pair["name"], **{key: os.path.abspath(pair[key]) for key in TO_REGISTER if key in pair},
+           "folder": str(folder), **scores_of(result), "matrix": result.matrix.tolist(), "labels": {}}
+    if moving_label is not None and fixed_label is not None and fixed_label.any():
+        row.update(label_scores({"_before": label_under(np.zeros_like(result.field)), "": warped_label}, fixed_label))
+    if all(points is not None for points in points_mm):
+        row.update(point_scores(*points_mm, pair, result.field, result.fixed.affine))
+    row["verdict"], row["reason"] = judge(row)
+    row["warnings"] = [*row["warnings"], *said_of_labels(row)]
+    if moving_label is not None and moving_label.any() and not warped_label.any():
+        row["warnings"].append(f"no voxel of {pair['moving_label']} lies in the fixed volume after the registration.")
+    make_folder(folder)
+    remove_outputs(folder, out, earlier)
+    write_pair(folder, pair, result, warped_label, points_mm[0], disp, also)
+    if picture:
+        shown = read_pair(row, result.fixed.array.ndim)
+        write_file(folder / "picture.png", figure_png(pair_figure(shown)))
+        if folder != out:  # of a list: the page of a single pair is the report
+            write_pair_page(folder, row, shown)
+    return {**row, "source": source_digests(pair), "files": file_digests(output_files(folder, disp), out)}
+
+
+def scores_of(result):
+    """The part of the row that the registration itself gives."""
+    found = {key: getattr(result, key, None) for key in (*COLUMNS, *ROW)}
+    return {**{key: value for key, value in found.items() if value is not None}, "seconds": result.seconds["total"],
+            "seconds_of": result.seconds}
+
+
+def save(result, folder):
+    """Write a Result as the command writes a pair: its files, picture, results and report.
+
+    Volumes that were given in memory are written too, as fixed.nii.gz, moving.nii.gz and so on, whole numbers in their
+    own type: the page and the scores read them.
+    """
+    folder = Path(folder)
+    volumes = {"fixed": result.fixed, "moving": result.moving}
+    for side in ("fixed", "moving"):
+        volumes.update(zip(CHANNELS[side], volumes[side].channels))
+    require_apart(folder, [volume.path for volume in volumes.values() if volume.path])
+    make_folder(folder)
+    files = {key: volume.path or folder / f"{key}.nii.gz" for key, volume in volumes.items()}
+    for key, volume in volumes.items():
+        if not volume.path:
+            whole = volume.dtype is not None and volume.dtype.kind in "iu"
+            write_volume(files[key], volume.array.astype(volume.dtype) if whole else volume.array, volume.affine,
+                         volume.header)
+    pair = {"name": f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}", **files}
+    rows = judge_list([write_row(folder, folder, pair, result)])
+    dims = result.fixed.array.ndim
+    write_report(folder, rows, [], "omnimorph.register", dims)
+    write_results(folder, rows, [], {"config": {"model.dims": dims}}, complete=True)
+
+
+def make_folder(path):
+    """Make a folder of results. Raises InputError if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: the folder cannot be created ({error.strerror}); choose another --out.") from None
 
 
 def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=None, also=()):
@@ -33,44 +124,31 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
     None. disp: path of the field for Learn2Reg, or None. also: some of ALSO: the fields as .h5, the alignment as
     affine.mat, the warped image and label in another format.
     """
-    header = read_raw_header(pair["fixed"])
-    field, affine = result.field, result.fixed.affine
-    if warped_label is not None:
-        write_warped(folder / "warped_label.nii.gz", warped_label, pair["moving_label"], affine, header)
-    write_warped(folder / "warped.nii.gz", result.warped, pair["moving"], affine, header)
+    header, affine = read_raw_header(pair["fixed"]), result.fixed.affine
+    for suffix in ("nii.gz", *(word for word in ("nrrd", "mha", "mgz") if word in also)):
+        if warped_label is not None:
+            write_warped(folder / f"warped_label.{suffix}", warped_label, pair["moving_label"], affine, header)
+        write_warped(folder / f"warped.{suffix}", result.warped, pair["moving"], affine, header)
     for number, (warped, path) in enumerate(zip(result.warped_channels, channels_of(pair, "moving")), 2):
         write_warped(folder / f"warped_channel_{number}.nii.gz", warped, path, affine, header)
-    write_field(folder / "field.nii.gz", field, affine, header)
-    determinant = jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()
+    for name, field, side in (("field", result.field, "fixed"), ("inverse_field", result.inverse, "moving")):
+        if field is not None:
+            write_field(folder / f"{name}.nii.gz", field, getattr(result, side).affine, read_raw_header(pair[side]))
+            if "h5" in also:
+                write_field_h5(folder / f"{name}.h5", field, getattr(result, side).affine)
+    determinant = jacobian_determinant(torch.from_numpy(result.field)[None])[0].numpy()
     write_volume(folder / "jacobian.nii.gz", determinant, affine, grid_header(header))
-    if result.inverse is not None:
-        write_field(folder / "inverse_field.nii.gz", result.inverse, result.moving.affine,
-                    read_raw_header(pair["moving"]))
     for side in ("fixed", "moving"):
         found = getattr(result, f"segmented_{side}")
         if found is not None:
             write_volume(folder / f"segmented_{side}.nii.gz", found, getattr(result, side).affine,
                          grid_header(read_raw_header(pair[side])))
     if disp:
-        write_field_learn2reg(disp, field, affine)
-    write_also(folder, pair, result, warped_label, also)
-    if points_mm is not None:
-        write_points(folder / "points.csv", points_mm, field, affine)
-
-
-def write_also(folder, pair, result, warped_label, also):
-    """Write the files for other programs, see `write_pair`."""
-    header, affine = read_raw_header(pair["fixed"]), result.fixed.affine
-    if "h5" in also:
-        write_field_h5(folder / "field.h5", result.field, affine)
-        if result.inverse is not None:
-            write_field_h5(folder / "inverse_field.h5", result.inverse, result.moving.affine)
+        write_field_learn2reg(disp, result.field, affine)
     if "mat" in also:
         write_matrix(folder / "affine.mat", result.matrix)
-    for suffix in set(also) & {"nrrd", "mha", "mgz"}:
-        write_warped(folder / f"warped.{suffix}", result.warped, pair["moving"], affine, header)
-        if warped_label is not None:
-            write_warped(folder / f"warped_label.{suffix}", warped_label, pair["moving_label"], affine, header)
+    if points_mm is not None:
+        write_points(folder / "points.csv", points_mm, result.field, affine)
 
 
 def write_warped(path, warped, source, affine, fixed_header):

@@ -10,7 +10,20 @@ Composed small steps are the greedy diffeomorphism of Christensen et al., IEEE T
 Anal 2008, here with both smoothings as in Yushkevich et al., "Fast Automatic Segmentation of Hippocampal Subfields and
 Medial Temporal Lobe Subregions in 3 Tesla and 7 Tesla T2-weighted MRI", Alzheimer's & Dementia 2016 (Greedy). The field
 is defined on a control grid, which has every second voxel of large images.
+
+How much the field is smoothed is inferred from the pair by cross-validation. With too little smoothing a field follows
+the noise of the images, with too much it cannot follow their anatomy. The best amount depends on both: a fixed number
+that suits human brains is wrong for mice. The images alone determine it, without labels. The fixed volume is cut into
+cubes of two colours. The field is found from one colour alone, and the similarity is measured inside the cubes of the
+other: a field that follows anatomy is right there too, one that follows noise is not. That is cross-validation, as
+Wahba, "Spline Models for Observational Data", 1990, chooses the smoothness of splines. The curve over the smoothing has
+one maximum, and it is found on small images, with few steps.
+
+The gross motion is found from all voxels first, at the coarsest resolution. Otherwise structures that move by the side
+of a cube, such as the wall of a beating heart, are hidden whole, and the smoothest field guesses them best.
 """
+import math
+
 import torch
 from tqdm import tqdm
 
@@ -27,7 +40,6 @@ from Diffusion.losses import (
     weighted_mean,
     window_statistics,
 )
-from Inference import regularisation
 
 OF_TWO_MODALITIES = ("mapped", "mind")
 BINS = 32  # of the intensities that are mapped to those of the other modality
@@ -36,6 +48,15 @@ BINS = 32  # of the intensities that are mapped to those of the other modality
 EDGES = 0.3
 FILLED = 2.0  # voxels: standard deviation of the Gaussian that fills in what a mask leaves out, for the gradients
 SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point, where that takes no time
+# To infer the smoothing:
+BLOCK, RIM = 8, 2  # voxels: side of the cubes, and what of them lies near the other colour and is not measured
+MOST_VOXELS = 750_000  # of the images on which the curve is looked for; larger ones are halved along each axis
+LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
+WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # that are tried, each twice the one before
+GROSS = 1.0  # weight with which the gross motion is found
+TRIAL_STEPS = 15  # of optimisation at each resolution
+# Of two modalities. Cubes tell nothing there: neighbours share structures of one modality alone, and the curve falls.
+OTHER_MEASURE = 2.0
 
 
 def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, fixed_mask=None, structures=None):
@@ -58,57 +79,77 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
         weight = cfg["refine.weight"]
         if weight == "auto":
             one_modality = cfg["registration.similarity"] not in OF_TWO_MODALITIES
-            weight = inferred_weight(pair, field, cfg) if one_modality else regularisation.OTHER_MEASURE
+            weight = inferred_weight(pair, field, cfg) if one_modality else OTHER_MEASURE
         levels = level_steps(fixed.shape[2:], steps, cfg)
         return resize_field(deformed(pair, field, levels, weight, cfg, bar.update), fixed.shape[2:])
 
 
 def inferred_weight(pair, field, cfg):
-    """The refine.weight that suits a pair, see Inference/regularisation.py: a float.
-
-    pair, field: as for `deformed`.
-    """
-    factor = regularisation.shrinking(pair["fixed"].shape[2:])
+    """The refine.weight that suits a pair of one modality: a float. pair, field: as for `deformed`."""
+    factor = shrinking(pair["fixed"].shape[2:])
     structures = pair["structures"]
     small = {"structures": None if structures is None else smaller(structures, factor)}
     for side in ("moving", "fixed"):
         small[side], small[f"{side}_mask"] = masked(lambda volume: smaller(volume, factor), pair[side],
                                                     pair[f"{side}_mask"])
     size = small["fixed"].shape[2:]
-    seen, measured = regularisation.cubes(size, small["fixed"].device)
+    seen, measured = cubes(size, small["fixed"].device)
     inside = 1.0 if small["fixed_mask"] is None else small["fixed_mask"]
     halves = {**small, "fixed_mask": inside * seen}
     start = None if field is None else resize_field(field, size)
-    levels = [(each, regularisation.STEPS) for each, _ in level_steps(size, 1, cfg)]
+    levels = [(each, TRIAL_STEPS) for each, _ in level_steps(size, 1, cfg)]
     # The field is found on every second voxel whatever the size, which is enough to see which weight is best.
     cfg = {**cfg, "refine.stride": max(cfg["refine.stride"], 2)}
     if len(levels) > 1:
         gross, *levels = levels
-        start = resize_field(deformed(small, start, [gross], regularisation.GROSS, cfg), size)
+        start = resize_field(deformed(small, start, [gross], GROSS, cfg), size)
+
+    whole = pair_at_level({**small, "structures": None}, 1, cfg)
+    images = whole["images"]
 
     def score(weight):
+        """How alike the cubes that were not seen are under the field of this weight."""
         found = resize_field(deformed(halves, start, levels, weight, cfg), size)
-        return unseen_similarity(small, found, measured, cfg)
+        warped, counts = warp_pair(whole, found)
+        values, counted = local_correlation_map(warped[:, :images], whole["fixed"][:, :images], cfg["refine.window"],
+                                                cfg["registration.squared"])
+        counts = measured if counts is None else measured * counts
+        return float(weighted_mean(values * counted, counts) / weighted_mean(counted, counts).clamp(min=1e-6))
 
-    return regularisation.best_weight(score)
+    return best_weight(score)
 
 
-def unseen_similarity(pair, field, measured, cfg):
-    """How alike a pair is where `measured`, (1, 1, *size), is above 0: a float.
+def cubes(size, device="cpu"):
+    """The two colours: what the optimisation sees, and what is measured; (1, 1, *size) float32 each, 0 or 1."""
+    dims = len(size)
+    places = [torch.arange(n, device=device).view([-1 if k == axis else 1 for k in range(dims)])
+              for axis, n in enumerate(size)]
+    seen = sum(place // BLOCK for place in places) % 2 == 0
+    inner = math.prod((place % BLOCK >= RIM) & (place % BLOCK < BLOCK - RIM) for place in places)
+    return seen.float()[None, None], (inner * ~seen).float()[None, None]
 
-    pair: as for `deformed`. field: (1, N, *size) in voxels.
+
+def shrinking(size):
+    """The factor by which a pair of this size is shrunk before the curve is computed: a power of 2."""
+    factor = 1
+    while math.prod(-(-n // factor) for n in size) > MOST_VOXELS and min(size) >= 2 * factor * LEAST_SIDE:
+        factor *= 2
+    return factor
+
+
+def best_weight(score):
+    """The weight with the highest score: that of WEIGHTS, moved to the maximum of the parabola through its neighbours.
+
+    All are tried, since noise gives the curve small steps that a search would stop at. The parabola is over the
+    logarithm of the weight. score: a function of a weight. Returns: a float.
     """
-    small = pair_at_level({**pair, "structures": None}, 1, cfg)
-    warped, weight = warp_pair(small, field)
-    measured, fixed = measured if weight is None else measured * weight, small["fixed"]
-    if cfg["registration.similarity"] == "mind":
-        return float(mind_similarity(warped, fixed, measured))
-    if cfg["registration.similarity"] == "mapped":
-        fixed = as_moving(fixed, warped, weight)
-    images = small["images"]
-    values, counted = local_correlation_map(warped[:, :images], fixed[:, :images], cfg["refine.window"],
-                                            cfg["registration.squared"])
-    return float(weighted_mean(values * counted, measured) / weighted_mean(counted, measured).clamp(min=1e-6))
+    scores = [score(weight) for weight in WEIGHTS]
+    best = max(range(len(scores)), key=scores.__getitem__)
+    if best in (0, len(scores) - 1):
+        return WEIGHTS[best]
+    below, highest, above = scores[best - 1:best + 2]
+    curvature = below - 2 * highest + above
+    return WEIGHTS[best] * 2 ** (0.5 * (below - above) / curvature) if curvature < 0 else WEIGHTS[best]
 
 
 def level_steps(size, steps, cfg):
@@ -208,7 +249,9 @@ def force(warped, weight, pair, statistics, cfg):
     if kind == "mind":
         by_value = slope_of(lambda seen: mind_similarity(seen, fixed, weight), image)
     else:
-        fixed = as_moving(fixed, image, weight) if kind == "mapped" else fixed
+        if kind == "mapped":  # each intensity becomes the mean of the moving image at the same voxels
+            own = each_channel(fixed)
+            fixed = table_lookup(own, conditional_means(own, each_channel(image), weight, BINS)).view(fixed.shape)
         statistics = statistics or window_statistics(fixed, window, weight)
         by_value = correlation_slope(image, fixed, statistics, window, cfg["registration.squared"], weight)
         by_value[:, pair["images"]:] *= EDGES
@@ -221,15 +264,6 @@ def force(warped, weight, pair, statistics, cfg):
         for axis in range(total.shape[1]):
             add_slope_(total[:, axis], warped[:, channel], axis + 1, by_value[:, channel])
     return total
-
-
-def as_moving(fixed, warped, weight):
-    """The fixed image with each intensity replaced by the mean intensity of the moving image at the same voxels.
-
-    fixed, warped: (1, C, *spatial). weight: (1, 1, *spatial) or None. Returns: as fixed.
-    """
-    own = each_channel(fixed)
-    return table_lookup(own, conditional_means(own, each_channel(warped), weight, BINS)).view(fixed.shape)
 
 
 def slope_of(function, image):

@@ -27,10 +27,9 @@ from Dataloader.volume import axes
 from Diffusion.metrics import folding_percent
 from Inference.bids import require_own_names, write_bids
 from Inference.choices import is_list
-from Inference.initial import register_from
-from Inference.labels import apply_field, apply_label
+from Inference.labels import apply_field, apply_label, carry
 from Inference.load_model import DEFAULTS, load_model
-from Inference.outputs import disp_name, require_own_disps, write_points, write_warped
+from Inference.outputs import disp_name, make_folder, require_own_disps, write_points, write_row, write_warped
 from Inference.pair_figures import means, write_report
 from Inference.pair_lists import (
     CHANNELS,
@@ -40,11 +39,9 @@ from Inference.pair_lists import (
     read_pairs_to_register,
     require_images,
 )
-from Inference.pair_row import make_folder, write_row
-from Inference.registration import overlap_percent
-from Inference.results import require_apart, write_results
+from Inference.registration import overlap_percent, register_from
+from Inference.results import do_all, require_apart, write_results
 from Inference.verdict import judge_list
-from Inference.work import do_all
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.device import describe, pick_device, prepare_device
@@ -69,21 +66,17 @@ def asked_pairs(args):
         of_fixed = {key: Path(path) for key, path in of_fixed.items() if path}
         pairs = [{**pair, **of_fixed} for pair in pairs_onto(args.fixed, moving, args.moving_label, args.fixed_label)]
     else:
-        pairs = [one_pair(args)]
+        if max(len(args.fixed_channels), len(args.moving_channels)) >= MOST_CHANNELS:
+            raise InputError(f"a volume has at most {MOST_CHANNELS} channels, the first one included; leave some out.")
+        files = {"fixed": args.fixed, "moving": args.moving[0], "fixed_label": args.fixed_label,
+                 "moving_label": args.moving_label[0] if args.moving_label else None, "fixed_mask": args.fixed_mask,
+                 "moving_mask": args.moving_mask, "points": args.points, "moving_points": args.moving_points,
+                 **dict(zip(CHANNELS["fixed"], args.fixed_channels)),
+                 **dict(zip(CHANNELS["moving"], args.moving_channels))}
+        name = f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}"
+        pairs = [{"name": name, **{key: Path(path) for key, path in files.items() if path}}]
     require_images(pairs)
     return pairs
-
-
-def one_pair(args):
-    """The pair that --fixed and --moving name."""
-    if max(len(args.fixed_channels), len(args.moving_channels)) >= MOST_CHANNELS:
-        raise InputError(f"a volume has at most {MOST_CHANNELS} channels, the first one included; leave some out.")
-    files = {"fixed": args.fixed, "moving": args.moving[0], "fixed_label": args.fixed_label,
-             "moving_label": args.moving_label[0] if args.moving_label else None, "fixed_mask": args.fixed_mask,
-             "moving_mask": args.moving_mask, "points": args.points, "moving_points": args.moving_points,
-             **dict(zip(CHANNELS["fixed"], args.fixed_channels)), **dict(zip(CHANNELS["moving"], args.moving_channels))}
-    name = f"{volume_id(files['moving'])} to {volume_id(files['fixed'])}"
-    return {"name": name, **{key: Path(path) for key, path in files.items() if path}}
 
 
 def asked_model(args, dims):
@@ -146,7 +139,12 @@ def register_all(args):
     make_folder(out)
     token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
-        rows, failed = register_each(pairs, model, cfg, settings, args, out)
+        (out / "report.html").unlink(missing_ok=True)
+        print(f"device: {describe(args.device)}", file=sys.stderr)
+        tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
+        WORKER.update(args=args, model=model, cfg=cfg)
+        rows, failed = do_all(out, tasks, register_pair, settings, args.workers, again=args.again,
+                              resumes=is_list(args), begin=begin_worker, arguments=(args,))
         rows = judge_list(rows)
         if rows:
             page = write_report(out, rows, failed, how_registered(args), cfg["model.dims"])
@@ -166,18 +164,6 @@ def register_all(args):
             print(f"{kind}: {row['name']}: {row['verdict']}, {row['reason']}", file=sys.stderr)
     hopeless = args.strict and any(row["verdict"] == "failed" for row in rows)
     return STOP if failed or hopeless else DONE
-
-
-def register_each(pairs, model, cfg, settings, args, out):
-    """Register all pairs that no earlier run has done. Returns: rows and failed pairs, in their order."""
-    (out / "report.html").unlink(missing_ok=True)
-    print(f"device: {describe(args.device)}", file=sys.stderr)
-    several = is_list(args)
-    tasks = [(pair, out / pair["name"] if several else out) for pair in pairs]
-    WORKER.update(args=args, model=model, cfg=cfg)
-    begin = begin_worker if args.workers > 1 and len(pairs) > 1 else None
-    return do_all(out, tasks, register_pair, settings, args.workers, again=args.again, resumes=several, begin=begin,
-                  arguments=(args,))
 
 
 def begin_worker(args):
@@ -238,28 +224,29 @@ def apply_saved(args):
     given = (args.apply, args.fixed, args.points, *args.moving, *args.moving_label)
     require_apart(out, [path for path in given if path])
     field, affine = read_any_field(args.apply, dims)
-    header = fixed_header(args, field, affine, dims)
+    header = nibabel.Nifti1Header()
+    if args.fixed:
+        shape, fixed_affine = read_header(args.fixed, dims)
+        require_same_grid(f"{args.apply}: the field", field.shape[1:], affine, args.fixed, shape, fixed_affine,
+                          "give the field of this volume, or leave out --fixed")
+        header = read_raw_header(args.fixed)
     points_mm = read_points(args.points) if args.points else None
-    # Everything is read before anything is written: (target, source, array, its affine).
-    for path in (*args.moving, *args.moving_label):
-        for doubt in placement_doubts(path, dims):
-            print(f"warning: {doubt}", file=sys.stderr)
-    images = [(out / warped_name("warped", path, args.moving), path, *read_numbers(path, dims))
-              for path in args.moving]
-    label_maps = [(out / warped_name("warped_label", path, args.moving_label), path, *read_label(path, dims))
-                  for path in args.moving_label]
-    describe_field(args.apply, field, affine, [entry[1:] for entry in images + label_maps])
+    moved = []  # (target, source, array, its affine, how it is carried): all is read before anything is written
+    for word, paths, read, mode in (("warped", args.moving, read_numbers, "bilinear"),
+                                    ("warped_label", args.moving_label, read_label, args.labels)):
+        for path in paths:
+            for doubt in placement_doubts(path, dims):
+                print(f"warning: {doubt}", file=sys.stderr)
+            name = f"{word}_{volume_id(path)}" if len(paths) > 1 else word
+            moved.append((out / f"{name}.nii.gz", path, *read(path, dims), mode))
+    describe_field(args.apply, field, affine, [entry[1:4] for entry in moved])
     make_folder(out)
     token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
-        for target, *_ in images + label_maps:
+        for target in (*(entry[0] for entry in moved), *([out / "points.csv"] if args.points else [])):
             target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label
-        if args.points:
-            (out / "points.csv").unlink(missing_ok=True)
-        for target, path, array, own_affine in images:
-            write_warped(target, apply_field(array, own_affine, field, affine), path, affine, header)
-        for target, path, array, own_affine in label_maps:
-            write_warped(target, apply_label(array, own_affine, field, affine, args.labels), path, affine, header)
+        for target, path, array, own_affine, mode in moved:
+            write_warped(target, carry(array, own_affine, field, affine, mode), path, affine, header)
         if points_mm is not None:
             write_points(out / "points.csv", points_mm, field, affine)
     finally:
@@ -288,21 +275,3 @@ def describe_field(path, field, affine, moved):
         if inside.mean() < 1 - OUTSIDE / 100:
             print(f"warning: {path}: the field leads out of {source} from {100 * (1 - inside.mean()):.0f} % of the "
                   "voxels; check that the two belong together", file=sys.stderr)
-
-
-def fixed_header(args, field, affine, dims):
-    """The NIfTI header for what is on the grid of the field: that of --fixed, or an empty one.
-
-    field: (N, *spatial). affine: 4x4 of its grid. Raises InputError where --fixed is on another grid.
-    """
-    if not args.fixed:
-        return nibabel.Nifti1Header()
-    shape, fixed_affine = read_header(args.fixed, dims)
-    require_same_grid(f"{args.apply}: the field", field.shape[1:], affine, args.fixed, shape, fixed_affine,
-                      "give the field of this volume, or leave out --fixed")
-    return read_raw_header(args.fixed)
-
-
-def warped_name(word, path, paths):
-    """The file name of a warped image or label; with several, each contains the name of its source."""
-    return f"{word}_{volume_id(path)}.nii.gz" if len(paths) > 1 else f"{word}.nii.gz"

@@ -32,11 +32,12 @@ from Dataloader.grids import (
 )
 from Dataloader.nifti import one_plane
 from Dataloader.prepare import intensity_limits
+from Dataloader.transforms import is_field, read_any_field, read_matrix
 from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source
-from Diffusion.fields import resample, then_affine, warp
+from Diffusion.fields import compose, resample, then_affine, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.predict import best_field, label_map, segmented, segmented_labels
-from Inference.affine import WINDOW, align_affine, of_one_modality
+from Inference.affine import ONE_SIGN, WINDOW, align_affine
 from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS
 from Inference.labels import apply_field
 from Inference.load_model import default_config, load_model
@@ -98,7 +99,7 @@ class Result:
 
     def save(self, folder) -> None:
         """Write into a folder what the command writes for a pair: files, picture, results and report."""
-        from Inference.pair_row import save  # here: matplotlib takes a second
+        from Inference.outputs import save  # here: matplotlib takes a second
 
         save(self, folder)
 
@@ -153,7 +154,11 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     trained with (data.channels), usually only the first.
     Raises InputError for input that cannot be read, is not a volume, or does not fit together.
     """
-    affine, refine, device = _options(affine, refine, device)
+    affine = "affine" if affine is True else affine
+    refine = STEPS if refine is True else int(refine)
+    if affine and affine not in AFFINES:
+        raise InputError(f"affine must be {' or '.join(AFFINES)}, not {affine!r}.")
+    device = device if isinstance(device, torch.device) else pick_device(device)
     fixed = read_side(fixed, "fixed", fixed_mask, fixed_channels)
     moving = read_side(moving, "moving", moving_mask, moving_channels)
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
@@ -164,8 +169,44 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     return bring_back(solution, fixed, moving, inverse, cfg, began, device)
 
 
+def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, **options):
+    """`register`, started from the transform in a file of another program.
+
+    initial: path of a matrix or a field, see Dataloader/transforms.py; None: from `start`, as `register` does it.
+    fixed, moving: paths. dims: axes of the volumes. options: those of `register`.
+    Returns: what `register` does. If `initial` is a field, the result's field is the whole transform, and
+    overlap_percent and matrix are between the fixed volume and the moving one warped by `initial`.
+    Raises InputError as `register` does, and for an inverse if `initial` is a field.
+    """
+    if initial is None:
+        return register(fixed, moving, start=start, inverse=inverse, **options)
+    if not is_field(initial):
+        return register(fixed, moving, start=read_matrix(initial, fixed, moving, dims), inverse=inverse, **options)
+    if inverse:
+        raise InputError(f"{initial}: a registration that starts from a field cannot be inverted; leave out "
+                         "--inverse, or start from a matrix.")
+    fixed = read_side(fixed, "fixed", options.pop("fixed_mask", None), options.pop("fixed_channels", ()))
+    moving = read_side(moving, "moving", options.pop("moving_mask", None), options.pop("moving_channels", ()))
+    first, first_affine = read_any_field(initial, dims)
+    to_first = np.linalg.inv(first_affine) @ fixed.affine
+    first = total_field(torch.from_numpy(first)[None], to_first, np.linalg.inv(to_first), fixed.array.shape)
+    shown, *shown_channels = (apply_field(array, moving.affine, first, fixed.affine) for array in arrays(moving))
+    if shown.min() == shown.max():
+        raise InputError(f"{initial}: this field shows nothing of the moving volume; check that it leads from fixed "
+                         "to moving, and that it is the right file.")
+    shown_mask = None if moving.mask is None else apply_field(moving.mask, moving.affine, first, fixed.affine, order=0)
+    result = register(tuple(fixed), (shown, fixed.affine), start="header", fixed_mask=fixed.mask,
+                      fixed_channels=arrays(fixed)[1:], moving_mask=shown_mask, moving_channels=shown_channels,
+                      **options)
+    field = compose(torch.from_numpy(first)[None], torch.from_numpy(result.field)[None])[0].numpy()
+    warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
+    scores = pair_scores(fixed, moving, field, warped, result.matrix, None, result.compared_by, result.one_sign)
+    return dataclasses.replace(result, fixed=fixed, moving=moving, field=field, warped=warped,
+                               warped_channels=warped_channels, start="field", **scores)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Read: the volumes, the network and the options
+# Read: the volumes and the network
 # ---------------------------------------------------------------------------------------------------------------------
 
 def read_side(source, side, mask=None, channels=()):
@@ -177,15 +218,6 @@ def read_side(source, side, mask=None, channels=()):
         raise InputError(f"{volume.name}: shape {volume.array.shape} has fewer than {LEAST_SIDE} voxels along an "
                          "axis, which is too few to deform; register the slices in 2D.")
     return dataclasses.replace(volume, mask=read_mask(mask, volume), channels=read_further(channels, volume))
-
-
-def _options(affine, refine, device):
-    """affine, refine and device of `register`: the kind, the number and the torch.device that the words stand for."""
-    affine = "affine" if affine is True else affine
-    refine = STEPS if refine is True else int(refine)
-    if affine and affine not in AFFINES:
-        raise InputError(f"affine must be {' or '.join(AFFINES)}, not {affine!r}.")
-    return affine, refine, device if isinstance(device, torch.device) else pick_device(device)
 
 
 def _net_and_config(model, config, similarity, fixed, moving, device):
@@ -208,33 +240,18 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
     if cfg["model.dims"] != dims:
         raise InputError(f"{fixed.name} and {moving.name} are {dims}D, but the model, or --dims, is "
                          f"{cfg['model.dims']}D; give volumes that match it, or change --dims.")
-    _require_channels(fixed, moving, 1 if net is None else cfg["data.channels"])
+    if len(fixed.channels) != len(moving.channels):
+        raise InputError(f"{fixed.name} has {len(fixed.channels)} further channels and {moving.name} has "
+                         f"{len(moving.channels)}; give the same channels for both, in the same order.")
+    if net is not None and 1 + len(fixed.channels) < cfg["data.channels"]:
+        raise InputError(f"{fixed.name}: the model was trained on volumes with {cfg['data.channels']} channels "
+                         f"(data.channels), but {1 + len(fixed.channels)} is given; add the others of both volumes "
+                         "with --fixed-channels and --moving-channels, in the same order.")
     if similarity is None:
         return net, cfg
     if similarity not in SIMILARITIES:
         raise InputError(f"similarity must be {', '.join(SIMILARITIES)}, not {similarity!r}.")
     return net, {**cfg, "registration.similarity": similarity}
-
-
-def _require_channels(fixed, moving, seen):
-    """Raise InputError for unequal numbers of channels, and for too few. seen: how many the network needs."""
-    if len(fixed.channels) != len(moving.channels):
-        raise InputError(f"{fixed.name} has {len(fixed.channels)} further channels and {moving.name} has "
-                         f"{len(moving.channels)}; give the same channels for both, in the same order.")
-    if 1 + len(fixed.channels) < seen:
-        raise InputError(f"{fixed.name}: the model was trained on volumes with {seen} channels (data.channels), but "
-                         f"{1 + len(fixed.channels)} is given; add the others of both volumes with --fixed-channels "
-                         "and --moving-channels, in the same order.")
-
-
-def _on_device(pair, device):
-    """A dict of arrays (C, *spatial) or None as one of batches of one, (1, C, *spatial), on a device."""
-    return {key: None if array is None else torch.from_numpy(array)[None].to(device) for key, array in pair.items()}
-
-
-def _tensor(array):
-    """A volume (*spatial) as a batch of one, (1, 1, *spatial)."""
-    return torch.from_numpy(array)[None, None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +264,8 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
     fixed, moving: Volumes. affine: "rigid", "affine" or False. start: as for `register`. as_trained: on the grid of a
     network's training, see `working_grid`. device: that of `solve`.
     """
-    began, similarity, chosen = time.perf_counter(), cfg["registration.similarity"], "correlation"
+    began, similarity = time.perf_counter(), cfg["registration.similarity"]
+    compared_by = "correlation" if similarity == "auto" else similarity
     if not as_trained:
         fixed, moving = without_padding(fixed), without_padding(moving)
     fixed01, *fixed_rest = (rescale(array, *intensity_limits(array, cfg)) for array in arrays(fixed))
@@ -255,8 +273,8 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
     brightest = np.max([fixed01, *fixed_rest[:cfg["data.channels"] - 1]], axis=0)
     work_fixed, work_affine = working_grid(fixed01, fixed.affine, cfg, as_trained, brightest)
     if isinstance(start, str) and start == "auto":
-        start = "header" if affine else better_start(fixed.array, fixed.affine, moving01, moving.affine, work_fixed,
-                                                     work_affine, similarity)
+        start = "header" if affine else better_start(fixed.array.shape, fixed.affine, moving01, moving.affine,
+                                                     work_fixed, work_affine, similarity)
     matrix, alignment = start_matrix(start, fixed.array.shape, fixed.affine, moving.array.shape, moving.affine), {}
     if affine:
         started_affine = np.linalg.inv(matrix) @ moving.affine
@@ -265,20 +283,22 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
                                         fixed_mask=fixed.mask, moving_mask=moving.mask, finest=finest,
                                         device=device if device.type == "cuda" else "cpu")  # others may lack float64
         matrix = matrix @ found
-        chosen = "correlation" if of_one_modality(alignment) else "mind"
+        if similarity == "auto" and alignment["one_sign"] is not None and alignment["one_sign"] < ONE_SIGN:
+            compared_by = "mind"
     seconds = time.perf_counter() - began if affine else 0.0
 
-    size = work_fixed.shape
-    of_fixed = {"fixed": np.stack([work_fixed, *(_on_working_grid(channel, fixed.affine, work_affine, size)
-                                                 for channel in fixed_rest)]),
-                "fixed_mask": _mask_on_working_grid(fixed.mask, fixed.affine, work_affine, size)}
-    to_world = matrix @ work_affine
-    pair = {"moving": np.stack([_on_working_grid(channel, moving.affine, to_world, size)
-                                for channel in (moving01, *moving_rest)]),
-            "moving_mask": _mask_on_working_grid(moving.mask, moving.affine, to_world, size), **of_fixed}
+    pair = {}
+    for side, volume, images, to_world in (("fixed", fixed, fixed_rest, work_affine),
+                                           ("moving", moving, [moving01, *moving_rest], matrix @ work_affine)):
+        images = [_on_working_grid(image, volume.affine, to_world, work_fixed.shape) for image in images]
+        pair[side] = np.stack([work_fixed, *images] if side == "fixed" else images)
+        pair[f"{side}_mask"] = None
+        if volume.mask is not None:  # it counts where an image shows nothing of what it leaves out
+            mask = _on_working_grid(volume.mask, volume.affine, to_world, work_fixed.shape)
+            pair[f"{side}_mask"] = (mask > 0.99).astype(np.float32)[None]
     overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
     return Placed(start if isinstance(start, str) else "matrix", matrix, overlap, work_affine, pair, seconds, alignment,
-                  chosen if similarity == "auto" else similarity)
+                  compared_by)
 
 
 def without_padding(volume):
@@ -335,19 +355,12 @@ def _on_working_grid(image, affine, work_to_world, size):
     image: (D, H, W) or (H, W). affine: its 4x4. work_to_world: 4x4, voxels of the other grid to the volume's world.
     """
     dims = image.ndim
-    change = rows(np.linalg.inv(affine) @ work_to_world, dims)
-    steps = np.linalg.norm(change[:, :dims], axis=1)  # voxels of the image in a step of the grid
+    change = np.linalg.inv(affine) @ work_to_world
+    steps = np.linalg.norm(change[:dims, :dims], axis=1)  # voxels of the image in a step of the grid
     sigma = np.where(steps > SMOOTH_ABOVE, SMOOTH_SIGMA * steps, 0)
     image = ndimage.gaussian_filter(image, sigma, mode="nearest") if sigma.any() else image
-    return ndimage.affine_transform(image, change[:, :dims], change[:, dims], tuple(size), order=1,
+    return ndimage.affine_transform(image, change[:dims, :dims], change[:dims, 3], tuple(size), order=1,
                                     mode="grid-constant", cval=0)
-
-
-def _mask_on_working_grid(mask, affine, work_to_world, size):
-    """A mask on another grid, (1, *size), or None: 1 where an image there shows nothing of what it leaves out."""
-    if mask is None:
-        return None
-    return (_on_working_grid(mask, affine, work_to_world, size) > 0.99).astype(np.float32)[None]
 
 
 def start_matrix(start, shape, affine, moving_shape, moving_affine):
@@ -364,36 +377,31 @@ def start_matrix(start, shape, affine, moving_shape, moving_affine):
         return matrix
     matrix = np.eye(4)
     if start == "centre":
-        matrix[:3, 3] = _middle_mm(moving_shape, moving_affine) - _middle_mm(shape, affine)
+        middle_mm, moving_middle_mm = (own @ [*((np.array(size) - 1) / 2), *[0] * (3 - len(size)), 1]
+                                       for size, own in ((shape, affine), (moving_shape, moving_affine)))
+        matrix[:3, 3] = (moving_middle_mm - middle_mm)[:3]
     return matrix
 
 
-def _middle_mm(shape, affine):
-    """The world point (3,) in the middle of a field of view."""
-    middle = (np.array(shape) - 1) / 2
-    return (affine @ [*middle, *[0] * (3 - len(shape)), 1])[:3]
-
-
-def better_start(fixed, fixed_affine, moving, moving_affine, work_fixed, work_affine, similarity="correlation"):
+def better_start(shape, affine, moving, moving_affine, work_fixed, work_affine, similarity="correlation"):
     """ "header"; or "centre" if that makes the volumes clearly more alike, or if they barely overlap by their headers.
 
     They are compared where both fields of view overlap: two crops of one volume have different centres, and their
     headers are right.
-    fixed: (*fixed), of which only the shape counts. moving: (*moving) in 0..1. work_fixed: the fixed volume on the
-    working grid. Affines: 4x4. similarity: of `register`.
+    shape, affine: of the fixed volume. moving: (*moving) in 0..1. work_fixed: the fixed volume on the working grid.
+    Affines: 4x4. similarity: of `register`.
     """
     compare = local_correlation if similarity in ("correlation", "auto") else mapped_correlation
     scores = {}
     for start in STARTS[1:]:
-        matrix = start_matrix(start, fixed.shape, fixed_affine, moving.shape, moving_affine)
-        if overlap_percent(fixed.shape, fixed_affine, moving.shape, moving_affine, matrix) < FAR_APART:
+        matrix = start_matrix(start, shape, affine, moving.shape, moving_affine)
+        if overlap_percent(shape, affine, moving.shape, moving_affine, matrix) < FAR_APART:
             scores[start] = 0.0
             continue
-        to_world = matrix @ work_affine
-        work_moving = _tensor(_on_working_grid(moving, moving_affine, to_world, work_fixed.shape))
-        inside = _tensor(_on_working_grid(np.ones_like(moving), moving_affine, to_world, work_fixed.shape))
-        work_moving = work_moving / inside.clamp(min=1e-3)
-        scores[start] = float(compare(work_moving, _tensor(work_fixed), WINDOW, weight=inside))
+        fixed, work_moving, inside = (torch.from_numpy(array)[None, None] for array in (work_fixed, *(
+            _on_working_grid(array, moving_affine, matrix @ work_affine, work_fixed.shape)
+            for array in (moving, np.ones_like(moving)))))
+        scores[start] = float(compare(work_moving / inside.clamp(min=1e-3), fixed, WINDOW, weight=inside))
     return "centre" if scores["centre"] > scores["header"] + BETTER else "header"
 
 
@@ -405,16 +413,57 @@ def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):
     dims = len(shape)
     axes = [np.linspace(0, n - 1, min(n, 32)) for n in shape]
     points = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(dims, -1)
-    change = rows(np.linalg.inv(moving_affine) @ matrix @ affine, dims)
-    moving_points = change[:, :dims] @ points + change[:, dims:]
+    change = np.linalg.inv(moving_affine) @ matrix @ affine
+    moving_points = change[:dims, :dims] @ points + change[:dims, 3:]
     inside = (moving_points > -0.5) & (moving_points < np.reshape(moving_shape, (dims, 1)) - 0.5)
     return 100.0 * float(inside.all(0).mean())
 
 
-def rows(matrix, dims):
-    """Of a 4x4 the rows and columns of `dims` axes, and the shift: (dims, dims + 1) float64."""
-    matrix = np.asarray(matrix, np.float64)
-    return np.hstack([matrix[:dims, :dims], matrix[:dims, 3:]])
+# ---------------------------------------------------------------------------------------------------------------------
+# Solve: the field of the working grid
+# ---------------------------------------------------------------------------------------------------------------------
+
+def solve(net, placed, fixed, moving, refine, cfg, device, progress=False):
+    """The field that the network, the refinement or both find for a placed pair: Solution.
+
+    net: or None. placed: of `align`. fixed, moving: Volumes. refine: steps, 0 for none.
+    """
+    seconds = {"affine": placed.seconds, "network": 0.0, "refine": 0.0}
+    pair, field, structures = _on_device(placed.pair, device), None, None
+    if net is not None:
+        began, seen = time.perf_counter(), cfg["data.channels"]
+        with torch.no_grad():
+            parts = segmented(net, pair["moving"][:, :seen], pair["fixed"][:, :seen], cfg)
+            field = best_field(net, *parts, cfg)
+        structures = torch.cat(parts)[:, seen:] if cfg["model.structures"] else None
+        synchronize(device)
+        seconds["network"] = time.perf_counter() - began
+    own_grid = net is None or bool(refine and cfg["refine.grid"] == "own")
+    if own_grid and net is not None:  # refinement sees voxels as small as those of the files
+        own = align(fixed, moving, False, placed.matrix, cfg, device)
+        change, size = np.linalg.inv(placed.work_affine) @ own.work_affine, own.pair["fixed"].shape[1:]
+        field = torch.from_numpy(total_field(field.float().cpu(), change, np.linalg.inv(change), size))[None].to(device)
+        structures = None if structures is None else resample(structures, change, size)
+        placed = dataclasses.replace(placed, overlap_percent=own.overlap_percent, work_affine=own.work_affine,
+                                     pair=own.pair)
+        pair = _on_device(placed.pair, device)
+    sentences = _warnings(placed, fixed, moving, own_grid)
+    if refine:
+        began = time.perf_counter()
+        field = optimise(pair["moving"], pair["fixed"], field, refine, cfg, progress, pair["moving_mask"],
+                         pair["fixed_mask"], structures)
+        synchronize(device)
+        seconds["refine"] = time.perf_counter() - began
+    if field is None:
+        field = torch.zeros(1, fixed.array.ndim, *pair["fixed"].shape[2:])
+    if not bool(torch.isfinite(field).all()):
+        raise InputError("The field has NaN or infinite numbers; use another checkpoint, or try --set run.amp=off.")
+    return Solution(placed, field.cpu(), structures, seconds, sentences)
+
+
+def _on_device(pair, device):
+    """A dict of arrays (C, *spatial) or None as one of batches of one, (1, C, *spatial), on a device."""
+    return {key: None if array is None else torch.from_numpy(array)[None].to(device) for key, array in pair.items()}
 
 
 def _warnings(placed, fixed, moving, own_grid):
@@ -440,73 +489,6 @@ def _warnings(placed, fixed, moving, own_grid):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Solve: the field of the working grid
-# ---------------------------------------------------------------------------------------------------------------------
-
-def solve(net, placed, fixed, moving, refine, cfg, device, progress=False):
-    """The field that the network, the refinement or both find for a placed pair: Solution.
-
-    net: or None. placed: of `align`. fixed, moving: Volumes. refine: steps, 0 for none.
-    """
-    seconds = {"affine": placed.seconds, "network": 0.0, "refine": 0.0}
-    pair, field, structures = _on_device(placed.pair, device), None, None
-    if net is not None:
-        began = time.perf_counter()
-        field, structures = _ask(net, pair, cfg)
-        synchronize(device)
-        seconds["network"] = time.perf_counter() - began
-    own_grid = net is None or bool(refine and cfg["refine.grid"] == "own")
-    if own_grid and net is not None:
-        placed, field, structures = _on_own_grid(field, structures, placed, fixed, moving, cfg)
-        pair = _on_device(placed.pair, device)
-    sentences = _warnings(placed, fixed, moving, own_grid)
-    if refine:
-        began = time.perf_counter()
-        field = optimise(pair["moving"], pair["fixed"], field, refine, cfg, progress, pair["moving_mask"],
-                         pair["fixed_mask"], structures)
-        synchronize(device)
-        seconds["refine"] = time.perf_counter() - began
-    if field is None:
-        field = torch.zeros(1, fixed.array.ndim, *pair["fixed"].shape[2:])
-    if not bool(torch.isfinite(field).all()):
-        raise InputError("The field has NaN or infinite numbers; use another checkpoint, or try --set run.amp=off.")
-    return Solution(placed, field.cpu(), structures, seconds, sentences)
-
-
-def _ask(net, pair, cfg):
-    """u, (1, N, *work) in voxels, as the network finds it, and the structures that it segments.
-
-    pair: dict of moving, fixed, (1, C, *work), of which it sees the channels that it was trained with.
-    Returns: u; shares of the structures in moving and fixed, (2, K, *work), None without model.structures.
-    """
-    seen = cfg["data.channels"]
-    with torch.no_grad():
-        moving, fixed = segmented(net, pair["moving"][:, :seen], pair["fixed"][:, :seen], cfg)
-        field = best_field(net, moving, fixed, cfg)
-    return field, torch.cat([moving, fixed])[:, seen:] if cfg["model.structures"] else None
-
-
-def _on_own_grid(work_field, structures, placed, fixed, moving, cfg):
-    """The network's answer and the pair on the working grid that they have without a network.
-
-    So refinement sees voxels as small as those of the files, whatever grid the network was trained on.
-    work_field: (1, N, *work) in voxels of the network's grid. structures: (2, K, *work) or None. placed: of `align`,
-    for that grid.
-    Returns: what `align` does for the other grid, with the same T; the field there, in its voxels, and the structures,
-    on their device.
-    """
-    own = align(fixed, moving, False, placed.matrix, cfg, work_field.device)
-    change = np.linalg.inv(placed.work_affine) @ own.work_affine
-    size = own.pair["fixed"].shape[1:]
-    field = total_field(work_field.float().cpu(), change, np.linalg.inv(change), size)
-    if structures is not None:
-        structures = resample(structures, change, size)
-    own = dataclasses.replace(own, start=placed.start, seconds=placed.seconds, alignment=placed.alignment,
-                              compared_by=placed.compared_by)
-    return own, torch.from_numpy(field)[None].to(work_field.device), structures
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Bring back: the field on the files' grids, and its scores
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -518,10 +500,22 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
     sentences, more = list(solution.warnings), {}
     if inverse:
-        more, sentence = _inverse(solution, moving)
-        sentences += sentence
+        more["inverse"], rest = inverse_field(
+            solution.field, np.linalg.inv(placed.matrix @ work_affine) @ moving.affine,
+            np.linalg.inv(moving.affine) @ work_affine, moving.array.shape)
+        missed_percent = 100.0 * float((rest > NOT_INVERTED).mean())
+        if missed_percent:
+            most_mm = (rest * np.linalg.norm(work_affine[:3, 0])).max()
+            sentences.append(f"the inverse field did not converge: {missed_percent:.2g} % of the points of "
+                             f"{moving.name} miss by up to {most_mm:.2g} mm after going there and back, mostly where "
+                             "the field folds; do not use the inverse there.")
+            warnings.warn(sentences[-1], stacklevel=3)
     if solution.structures is not None:
-        more.update(_segmentations(solution, fixed, moving, segmented_labels(cfg)))
+        shares, labels = solution.structures.float().cpu(), segmented_labels(cfg)
+        for side, volume, share, to_world in (("moving", moving, shares[:1], placed.matrix @ work_affine),
+                                              ("fixed", fixed, shares[1:], work_affine)):
+            carried = resample(share, np.linalg.inv(to_world) @ volume.affine, volume.array.shape)
+            more[f"segmented_{side}"] = label_map(carried, labels)[0].numpy().astype(np.uint16)
     seconds = {**solution.seconds, "total": time.perf_counter() - began}
     scores = pair_scores(fixed, moving, field, warped, placed.matrix, more.get("inverse"),
                          placed.compared_by, placed.alignment.get("one_sign"), device)
@@ -567,28 +561,3 @@ def _joined(sampled, before, after):
     linear = torch.from_numpy(np.asarray(after, np.float64)[:dims, :dims].astype(np.float32))
     turned = (linear @ sampled.flatten(2)).view(sampled.shape)
     return (then_affine(torch.zeros_like(sampled), np.round(after @ before, 12)) + turned)[0].numpy()
-
-
-def _inverse(solution, moving):
-    """inverse of Result, in a dict; and a sentence, in a list, where it is not an inverse everywhere."""
-    matrix, work_affine = solution.placed.matrix, solution.placed.work_affine
-    field, rest = inverse_field(solution.field, np.linalg.inv(matrix @ work_affine) @ moving.affine,
-                                np.linalg.inv(moving.affine) @ work_affine, moving.array.shape)
-    rest_mm = rest * np.linalg.norm(work_affine[:3, 0])
-    missed_percent, sentences = 100.0 * float((rest > NOT_INVERTED).mean()), []
-    if missed_percent:
-        sentences = [f"the inverse field did not converge: {missed_percent:.2g} % of the points of {moving.name} "
-                     f"miss by up to {rest_mm.max():.2g} mm after going there and back, mostly where the field "
-                     "folds; do not use the inverse there."]
-        warnings.warn(sentences[0], stacklevel=4)
-    return {"inverse": field}, sentences
-
-
-def _segmentations(solution, fixed, moving, labels):
-    """segmented_fixed and segmented_moving of Result. labels: of the structures, K ints."""
-    found, shares, to_world = {}, solution.structures.float().cpu(), solution.placed.work_affine
-    sides = (("moving", moving, solution.placed.matrix @ to_world), ("fixed", fixed, to_world))
-    for (side, volume, placed), share in zip(sides, shares.split(1)):
-        carried = resample(share, np.linalg.inv(placed) @ volume.affine, volume.array.shape)
-        found[f"segmented_{side}"] = label_map(carried, labels)[0].numpy().astype(np.uint16)
-    return found

@@ -15,8 +15,7 @@ from Dataloader.transforms import write_matrix
 from Diffusion.metrics import average, dice
 from Inference.labels import apply_label, vote
 from Inference.outputs import grid_header, write_warped
-from Inference.results import damage, read_results, require_apart, source_digests
-from Inference.work import do_all
+from Inference.results import damage, do_all, read_results, require_apart, source_digests
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
@@ -81,7 +80,7 @@ def voters(image, atlases, same_subject):
 
 
 def entry_of(image, atlases):
-    """What the labels of an image depend on, for Inference/work.py."""
+    """What the labels of an image depend on, for Inference/results.py."""
     files = {"image": image["image"], **({"truth": image["label"]} if image["label"] else {})}
     for atlas in atlases:
         files.update({f"atlas {atlas['id']}": atlas["image"], f"labels {atlas['id']}": atlas["label"]})
@@ -108,7 +107,7 @@ def kept_images(images, voting, settings, out, again):
 
 
 def pairs_of(images, voting):
-    """The registrations, each as the entry of a list, see Inference/work.py."""
+    """The registrations, each as the entry of a list, see Inference/results.py."""
     return [{"name": f"{atlas['id']}_to_{item['id']}", "fixed": item["image"], "moving": atlas["image"],
              "moving_label": atlas["label"]} for item in images for atlas in voting[item["id"]]["atlases"]]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from Dataloader.datalist import label_beside, list_volumes, name_subjects, select, volume_id
 from Dataloader.nifti import SUFFIXES, ends_in, open_nifti
 from Dataloader.volume import axes
-from Inference.pair_row import make_folder, scores_of
+from Inference.outputs import make_folder, scores_of
 from Inference.registration import register
 from Inference.results import file_digests, source_digests, write_results
 from Runtime import run_lock

@@ -21,10 +21,9 @@ from Dataloader.nifti import read_field, read_label, read_numbers, read_volume, 
 from Dataloader.volume import read_source
 from Diffusion.fields import exponential, jacobian_determinant, then_affine
 from Inference.labels import apply_field, apply_label
+from Inference.outputs import scores_of
 from Inference.pair_figures import without_affine
-from Inference.pair_row import scores_of
-from Inference.results import read_results
-from Inference.work import do_all
+from Inference.results import do_all, read_results
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError

@@ -12,7 +12,7 @@ import numpy as np
 
 from Dataloader.nifti import checked_image, open_nifti, read_affine, read_numbers, write_volume
 from Diffusion.metrics import average
-from Inference.work import do_all
+from Inference.results import do_all
 from Report.charts import grid, line_chart
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device

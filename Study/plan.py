@@ -17,7 +17,7 @@ import yaml
 from Dataloader.datalist import list_volumes
 from Dataloader.grids import foreground_box, intensity_range, to_canonical
 from Dataloader.nifti import is_segmentation, read_header, read_volume
-from Inference.pair_row import make_folder
+from Inference.outputs import make_folder
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import DONE, STOP, InputError

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from Dataloader.nifti import read_label, read_numbers, read_volume
-from Inference.results import read_results
+from Inference.results import do_all, read_results
 from Inference.scores import COLUMNS, heading, in_range
 from Inference.verdict import LEAST_LIST, LEAST_SPREAD, OUTLIER, VERDICTS, judge_list
-from Inference.work import do_all
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.errors import InputError
 from Runtime.files import write_file
@@ -77,7 +76,7 @@ def outlier_of(row, rows):
 
 
 def entry_of(row):
-    """What the picture of a row depends on, for Inference/work.py."""
+    """What the picture of a row depends on, for Inference/results.py."""
     folder = Path(row["folder"])
     shown = [folder / name for name in ("warped.nii.gz", "warped_label.nii.gz", "label.nii.gz", "doubt.nii.gz")]
     files = {path.name: path for path in shown if path.is_file()}

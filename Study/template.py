@@ -21,9 +21,8 @@ from Diffusion.fields import compose, exponential, then_affine
 from Diffusion.metrics import average, dice
 from Inference.labels import apply_field, apply_label, vote
 from Inference.pair_figures import without_affine
-from Inference.results import damage, read_results, source_digests
+from Inference.results import damage, do_all, read_results, source_digests
 from Inference.verdict import judge_list
-from Inference.work import do_all
 from Report.charts import grid, line_chart
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device

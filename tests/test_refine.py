@@ -7,10 +7,13 @@ from Dataloader.synthetic import make_subject
 from Diffusion.fields import exponential, warp
 from Diffusion.losses import image_similarity, local_correlation
 from Diffusion.metrics import folding_percent
-from Inference import regularisation
 from Inference.refine import (
     EDGES,
+    RIM,
+    WEIGHTS,
     add_slope_,
+    best_weight,
+    cubes,
     edges,
     force,
     gaussian,
@@ -19,6 +22,7 @@ from Inference.refine import (
     onto_control_grid,
     pair_at_level,
     refine,
+    shrinking,
     smaller,
     smooth,
 )
@@ -165,33 +169,26 @@ def test_a_number_is_taken_as_it_is_and_auto_is_the_number_inferred():
 
 @pytest.mark.parametrize("best", [0.4, 0.5, 0.9, 2.2])
 def test_best_weight_is_the_maximum_of_a_parabola(best):
-    assert regularisation.best_weight(lambda weight: -np.log2(weight / best) ** 2) == pytest.approx(best, rel=1e-6)
-
-
-def test_a_small_step_in_the_curve_does_not_keep_the_search_from_the_maximum():
-    scores = dict(zip(regularisation.WEIGHTS, (0.0, 2.0, 1.9, 4.0, 3.0)))
-    assert regularisation.best_weight(scores.__getitem__) == pytest.approx(2.0 * 2 ** 0.177, rel=0.01)
-
-
-def test_a_weight_at_the_end_of_its_range_is_taken_as_it_is():
-    assert regularisation.best_weight(lambda weight: weight) == regularisation.WEIGHTS[-1]
-    assert regularisation.best_weight(lambda weight: -weight) == regularisation.WEIGHTS[0]
+    assert best_weight(lambda weight: -np.log2(weight / best) ** 2) == pytest.approx(best, rel=1e-6)
+    assert best_weight(lambda weight: weight) == WEIGHTS[-1] and best_weight(lambda weight: -weight) == WEIGHTS[0]
+    scores = dict(zip(WEIGHTS, (0.0, 2.0, 1.9, 4.0, 3.0)))  # a small step does not keep the search from the maximum
+    assert best_weight(scores.__getitem__) == pytest.approx(2.0 * 2 ** 0.177, rel=0.01)
 
 
 def test_no_window_inside_the_measured_cubes_touches_what_was_seen():
     for size in ((20, 24, 17), (40, 33)):
-        seen, measured = regularisation.cubes(size)
+        seen, measured = cubes(size)
         assert seen.shape == measured.shape == (1, 1, *size)
         assert 0.4 < float(seen.mean()) < 0.6 and 0.02 < float(measured.mean()) < 0.2
-        reach = 2 * regularisation.RIM + 1
+        reach = 2 * RIM + 1
         pool = torch.nn.functional.max_pool3d if len(size) == 3 else torch.nn.functional.max_pool2d
-        assert float((pool(measured, reach, 1, regularisation.RIM) * seen).max()) == 0.0
+        assert float((pool(measured, reach, 1, RIM) * seen).max()) == 0.0
 
 
 def test_large_pairs_are_shrunk_before_the_weight_is_inferred():
-    assert [regularisation.shrinking(size) for size in ((40, 50, 40), (160, 200, 160), (400, 500, 400), (600, 700))] \
+    assert [shrinking(size) for size in ((40, 50, 40), (160, 200, 160), (400, 500, 400), (600, 700))] \
         == [1, 2, 8, 1]
-    assert regularisation.shrinking((4000, 4000, 20)) == 1, "too few voxels along an axis would be left"
+    assert shrinking((4000, 4000, 20)) == 1, "too few voxels along an axis would be left"
 
 
 def test_steps_are_divided_among_the_levels():

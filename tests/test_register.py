@@ -455,13 +455,6 @@ def test_bad_volumes(place, tmp_path, capsys, kind, words):
     assert not list((tmp_path / "out").glob("*.nii.gz"))
 
 
-def test_a_process_prints_no_traceback(place, tmp_path):
-    found = process(place, "--fixed", image(place, "a_0001"), "--moving", broken(place, tmp_path, "nan"), "--model",
-                    place / "run", "--out", tmp_path / "out", "--device", "cpu")
-    assert found.returncode == 43 and "Traceback" not in found.stderr and not found.stdout
-    assert found.stderr.strip().splitlines()[-1].startswith(f"error: {tmp_path / 'nan.nii.gz'}: ")
-
-
 def test_labels_that_do_not_belong_to_their_image(place, tmp_path, capsys):
     words = ["--fixed", image(place, "a_0001"), "--moving", image(place, "b_0002"), *network(place), "--out",
              tmp_path / "out", "--device", "cpu", "--moving-label"]

@@ -16,12 +16,11 @@ from Dataloader.synthetic import make_subject, random_field
 from Diffusion.metrics import spread
 from Inference import registration
 from Inference.choices import STEPS
-from Inference.pair_figures import score_cards, without_affine
+from Inference.labels import without_affine
+from Inference.pair_figures import score_cards
 from Inference.registration import (
     apply_field,
     overlap_percent,
-    start_matrix,
-    total_field,
     working_grid,
 )
 from Inference.scores import COLUMNS
@@ -381,22 +380,6 @@ def test_outside_the_moving_image_is_its_least_intensity():
     np.testing.assert_allclose(apply_field(image, OBLIQUE, far, OBLIQUE), -1000, atol=1e-3)
 
 
-def test_a_field_on_one_grid_is_the_same_deformation_on_another():
-    u = torch.from_numpy(random_field(5, (30, 26, 34), 0.05))[None]
-    half = np.diag([0.5, 0.5, 0.5, 1])
-    fine = total_field(u, half, np.linalg.inv(half), (59, 51, 67))
-    np.testing.assert_allclose(fine[:, ::2, ::2, ::2], 2 * u[0].numpy(), atol=1e-3)
-
-
-def test_refinement_alone_and_from_a_network():
-    shape = (26, 22, 24)
-    fixed, moving = ((make_subject(seed, shape)["image"], make_affine(spacing=(1, 1.1, 1.2))) for seed in (0, 1))
-    alone = register(fixed, moving, refine=12)
-    assert alone.similarity > alone.similarity_before + 0.02 and alone.seconds["refine"] > 0
-    further = register(fixed, moving, (Known(0.01), settings()), refine=12)
-    assert further.similarity > further.similarity_before and further.folding_percent < 1
-
-
 def test_affine_alignment_begins_where_the_start_says():
     image = make_subject(0, (26, 30, 28))["image"]
     turned = make_affine(degrees=(0, 0, 8), origin=(40, -7, 3))
@@ -430,10 +413,6 @@ def test_a_singular_affine_and_a_broken_network_are_refused():
         register((good, np.eye(4)), (good, np.zeros((4, 4))))
     with pytest.raises(InputError, match="field has NaN"):
         register((good, np.eye(4)), (good, np.eye(4)), (Known(np.inf), settings(16, 1.0)))
-
-
-def test_the_header_is_the_identity():
-    assert np.array_equal(start_matrix("header", (3,), np.eye(4), (3,), None), np.eye(4))
 
 
 def test_the_grid_of_a_picture_is_that_of_the_deformation_alone():

@@ -16,8 +16,7 @@ import OM_register
 from Dataloader.nifti import read_field, read_volume, write_field, write_volume
 from Dataloader.synthetic import make_subject
 from Dataloader.transforms import read_any_field, read_matrix, write_field_h5, write_matrix
-from Inference.initial import register_from
-from Inference.registration import apply_field, register
+from Inference.registration import apply_field, register, register_from
 from tests.test_nifti import OBLIQUE, make_affine, refused
 from tests.tiny import ROOT
 
