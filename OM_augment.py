@@ -42,11 +42,9 @@ from Inference.augmentation import (
     show,
     shown_kind,
     subject_number,
-    without_map,
 )
 from Inference.choices import LABELS, STEPS
 from Inference.draws import (
-    append_records,
     claim_folder,
     draw_name,
     draw_paths,
@@ -56,7 +54,7 @@ from Inference.draws import (
     source_digests,
     write_lists,
 )
-from Inference.labels import apply_field, apply_label
+from Inference.labels import carry, without_affine
 from Inference.load_model import DEFAULTS, find_checkpoint, load_model
 from Inference.nnunet import cases_of, check_name, require_one_grid, write_dataset
 from Inference.outputs import write_moved
@@ -129,26 +127,22 @@ def check_arguments(args):
         (args.ids and not args.data, "--ids needs --data; leave it out for a single --image."),
         (args.draws is not None and args.draws < 1, f"--draws {args.draws}: at least 1 copy is needed."),
         (args.workers < 1, f"--workers {args.workers}: at least 1 process is needed."),
-        (args.stride is not None and args.stride < 1, f"--stride {args.stride}: the recovery goes at least 1 "
-         "time on in each step."),
+        (args.stride is not None and args.stride < 1,
+         f"--stride {args.stride}: the recovery goes at least 1 time on in each step."),
         (args.slices < 0, f"--slices {args.slices}: give a number of planes, or 0 for a random one."),
-        (args.model != "none" and args.config, "--config is for --model none; a model has its own config, whose "
-                                               "keys --set changes."),
+        (args.model != "none" and args.config,
+         "--config is for --model none; a model has its own config, whose keys --set changes."),
         (args.register is not None and not args.target, "--register: name the volumes to register to by --target."),
-        (args.register is not None and args.register < 0, f"--register {args.register}: the number of steps must be "
-                                                          "0 or more."),
+        (args.register is not None and args.register < 0,
+         f"--register {args.register}: the number of steps must be 0 or more."),
         (args.register is not None and (args.start or args.condition or args.slices), "--register makes no random "
-                                                                                      "deformation and uses the "
-                                                                                      "whole target: leave out "
-                                                                                      "--start, --condition and "
-                                                                                      "--slices."),
-        (args.model == "none" and args.target and args.register is None, "--target: only a network can deform an "
-                                                                         "image towards a target; give a --model, "
-                                                                         "or --register."),
-        (not args.target and args.condition not in (None, "none"), f"--condition {args.condition} needs a --target; "
-                                                                   "give one."),
-        (args.target and args.condition == "none", "--target: with --condition none the target is not used; leave "
-                                                   "out one of the two."),
+         "deformation and uses the whole target: leave out --start, --condition and --slices."),
+        (args.model == "none" and args.target and args.register is None,
+         "--target: only a network can deform an image towards a target; give a --model, or --register."),
+        (not args.target and args.condition not in (None, "none"),
+         f"--condition {args.condition} needs a --target; give one."),
+        (args.target and args.condition == "none",
+         "--target: with --condition none the target is not used; leave out one of the two."),
     ]
     for is_wrong, sentence in wrong:
         if is_wrong:
@@ -232,17 +226,12 @@ def prepare_worker(job):
         net, cfg = load_model(job["model"], device, job["overrides"])
     else:
         cfg = load_config(job["config"], job["overrides"])
-    WORKER.update(job=job, net=net, cfg=cfg, device=device,
-                  targets=read_targets(job["target"], cfg["model.dims"], cfg["data.channels"]))
+    targets, path = [], job["target"]
+    if path:
+        targets = ([read_one(path, cfg["model.dims"])] if path.endswith(SUFFIXES) else
+                   read_datalist(path, cfg["model.dims"], channels=cfg["data.channels"]))
+    WORKER.update(job=job, net=net, cfg=cfg, device=device, targets=targets)
     placed_target.cache_clear()
-
-
-def read_targets(path, dims, channels):
-    """The items of the volumes that --target names, each with its resolved path as "file"; none without --target."""
-    if not path:
-        return []
-    items = [read_one(path, dims)] if path.endswith(SUFFIXES) else read_datalist(path, dims, channels=channels)
-    return [{**item, "file": item["image"].resolve()} for item in items]
 
 
 @functools.lru_cache(maxsize=8)
@@ -256,7 +245,7 @@ def placed_target(number):
 def targets_of(item):
     """The numbers of the targets for a volume, without the volume itself."""
     own = item["image"].resolve()
-    return [number for number, target in enumerate(WORKER["targets"]) if target["file"] != own]
+    return [number for number, target in enumerate(WORKER["targets"]) if target["image"].resolve() != own]
 
 
 def target_of(item, rng_key):
@@ -268,17 +257,18 @@ def target_of(item, rng_key):
     return pick_target(others, rng_key) if others else None
 
 
-def read_item(item, dims):
-    """Read a volume: image (D, H, W) or (H, W) float32, affine 4x4, then, each an (array, affine), its label and mask,
-    by kind, and a list of its further channels.
+def read_item(item, dims, labels):
+    """What of a volume is deformed: tuples of kind, path, array (D, H, W) or (H, W), affine 4x4 and how it is carried.
+
+    The image is the first; its further channels, label and mask follow. labels: how label maps are carried.
     """
     image, affine = read_volume(item["image"], dims)
     require_image(item["image"], image)
-    label_maps = {}
-    for kind in ("label", "mask"):
-        if item[kind]:
-            label_maps[kind] = read_beside(item, kind, image.shape, affine)
-    return image, affine, label_maps, [read_volume(path, dims) for path in item.get("channels", [])]
+    files = [("image", item["image"], image, affine, "bilinear")]
+    files += [(f"channel{number}", path, *read_volume(path, dims), "bilinear")
+              for number, path in enumerate(item.get("channels", []), 1)]
+    return files + [(kind, item[kind], *read_beside(item, kind, image.shape, affine), labels)
+                    for kind in ("label", "mask") if item[kind]]
 
 
 def try_draws(item, draws):
@@ -288,18 +278,24 @@ def try_draws(item, draws):
 
 def make_draws(item, draws):
     """Write some draws of one volume. draws: their numbers. Returns: their records."""
-    job, volume = WORKER["job"], read_item(item, WORKER["cfg"]["model.dims"])
-    digests, records = source_digests(item), []
+    job, out = WORKER["job"], Path(WORKER["job"]["out"])
+    volume, digests = read_item(item, WORKER["cfg"]["model.dims"], job["labels"]), source_digests(item)
+    records = []
     for draw in draws:
         rng_key = (job["seed"], subject_number(item["id"]), draw)
-        target = target_of(item, rng_key)
+        target, paths = target_of(item, rng_key), draw_paths(item, draw)
         made = random_copy(volume, target, rng_key) if job["register"] is None else registered_copy(item, target)
-        sizes = write_draw(Path(job["out"]), item, draw, volume, made)
-        shape = without_map(made["field"], made["affine"], made["matrix"])
-        measures = {name: round(value, 5) for name, value in measure(shape, made["affine"]).items()}
-        target_id = "" if target is None else WORKER["targets"][target]["id"]
-        records.append({"name": draw_name(item, draw), "id": item["id"], "draw": draw, "target": target_id,
-                        "matrix": made["matrix"], "source": digests, "bytes": sizes, **measures})
+        field, affine, matrix, grid = made["field"], made["affine"], made["matrix"], made["file"]
+        # The number types are those of the volume, the headers those of the grid.
+        for kind, path, array, own_affine, mode in volume:
+            write_moved(out / paths[kind], made["carry"](array, own_affine, mode), path,
+                        own_affine if grid is None else affine, read_raw_header(grid or path))
+        write_field(out / paths["field"], field, affine, read_raw_header(grid or item["image"]))
+        shape = field if matrix is None else without_affine(field, matrix, affine)
+        measures = {name: round(value, 5) for name, value in measure(shape, affine).items()}
+        records.append({"name": draw_name(item, draw), "id": item["id"], "draw": draw,
+                        "target": "" if target is None else WORKER["targets"][target]["id"], "matrix": matrix,
+                        "source": digests, "bytes": file_sizes(paths, out), **measures})
     return records
 
 
@@ -311,9 +307,10 @@ def random_copy(volume, target, rng_key):
     its affine, mode as in `deform`).
     """
     job, cfg, device = WORKER["job"], WORKER["cfg"], WORKER["device"]
-    image, affine, label_maps, channels = volume
-    mask = label_maps["mask"][0] if "mask" in label_maps else None
-    seen, condition = [array for array, _ in channels[:cfg["data.channels"] - 1]] if WORKER["net"] else [], None
+    (_, _, image, affine, _), *others = volume
+    mask = next((array for kind, _, array, *_ in others if kind == "mask"), None)
+    channels = [array for kind, _, array, *_ in others if kind.startswith("channel")]
+    seen, condition = channels[:cfg["data.channels"] - 1] if WORKER["net"] else [], None
     if target is not None:
         condition = show(placed_target(target), job["condition"], job["slices"], rng_key, cfg).to(device)
     field = draw_field(image, affine, cfg, rng_key, job["start"], WORKER["net"], condition, job["stride"], mask, device,
@@ -321,7 +318,7 @@ def random_copy(volume, target, rng_key):
     turn = draw_turn(image.shape, affine, rng_key, cfg) if target is None else None
     matrix = None if turn is None else (affine @ turn @ np.linalg.inv(affine)).tolist()
     return {"field": field, "affine": affine, "file": None, "matrix": matrix,
-            "carry": lambda array, own_affine, mode="bilinear": deform(array, field, mode)}
+            "carry": lambda array, own_affine, mode: deform(array, field, mode)}
 
 
 def registered_copy(item, target):
@@ -337,33 +334,9 @@ def registered_copy(item, target):
                          moving_channels=item.get("channels", [])[:seen])
     for sentence in found.warnings:
         tqdm.write(f"warning: {sentence}", file=sys.stderr)
-    field, affine = found.field, found.fixed.affine
-
-    def carry(array, own_affine, mode="bilinear"):
-        if mode != "bilinear":
-            return apply_label(array, own_affine, field, affine, mode)
-        return apply_field(array, own_affine, field, affine)
-
-    return {"field": field, "affine": affine, "file": fixed["image"], "matrix": found.matrix.tolist(),
-            "carry": carry}
-
-
-def write_draw(out, item, draw, volume, made):
-    """Write the files of one draw with the number types of its volume, and the headers of its grid. Returns: sizes.
-
-    volume: from `read_item`. made: from `random_copy`.
-    """
-    paths, (image, affine, label_maps, channels) = draw_paths(item, draw), volume
-    files = [("image", item["image"], image, affine, "bilinear")]
-    for number, (path, channel) in enumerate(zip(item.get("channels", []), channels), 1):
-        files.append((f"channel{number}", path, *channel, "bilinear"))
-    files += [(kind, item[kind], *label_map, WORKER["job"]["labels"]) for kind, label_map in label_maps.items()]
-    for kind, path, array, own_affine, mode in files:
-        grid = own_affine if made["file"] is None else made["affine"]
-        write_moved(out / paths[kind], made["carry"](array, own_affine, mode), path, grid,
-                    read_raw_header(made["file"] or path))
-    write_field(out / paths["field"], made["field"], made["affine"], read_raw_header(made["file"] or item["image"]))
-    return file_sizes(paths, out)
+    return {"field": found.field, "affine": found.fixed.affine, "file": fixed["image"],
+            "matrix": found.matrix.tolist(),
+            "carry": lambda array, own_affine, mode: carry(array, own_affine, found.field, found.fixed.affine, mode)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -381,24 +354,23 @@ def make_all(job, items, draws, workers, records):
         missing = missing_draws(item, draws, records, out)
         tasks += [(item, missing[first:first + CHUNK]) for first in range(0, len(missing), CHUNK)]
     total, left = len(items) * draws, sum(len(numbers) for _, numbers in tasks)
+    if min(workers, len(tasks)) <= 1 or WORKER["device"].type != "cpu":
+        results = ((task, try_draws(*task)) for task in tasks)
+    else:
+        results = run_tasks(try_draws, tasks, workers, job["out"], prepare_worker, (job,))
     bar = tqdm(total=total, initial=total - left, desc="augmenting", unit="draw")
     with bar, open(out / "draws.jsonl", "a", encoding="utf-8") as file:
-        for (item, numbers), made in results_of(job, tasks, workers):
+        for (item, numbers), made in results:
             bar.update(len(numbers))
             run_lock.touch(out)
             if isinstance(made, str):
                 refused[item["id"]] = made
                 continue
             records.update({record["name"]: record for record in made})
-            append_records(file, made)
+            # An empty line first: a kill may have cut the last line of an earlier run.
+            file.write("\n" + "".join(json.dumps(record) + "\n" for record in made))
+            file.flush()
     return records, refused
-
-
-def results_of(job, tasks, workers):
-    """Yield ((item, numbers of draws), what `try_draws` returns), from this process or from `workers` others."""
-    if min(workers, len(tasks)) <= 1 or WORKER["device"].type != "cpu":
-        return ((task, try_draws(*task)) for task in tasks)
-    return run_tasks(try_draws, tasks, workers, job["out"], prepare_worker, (job,))
 
 
 def run(args):

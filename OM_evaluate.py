@@ -67,16 +67,6 @@ def asked_pairs(args):
     return pairs, args.dims or dims or 3
 
 
-def score_whole(pair, dims, carried):
-    """`score_pair`, after a check that the field of a registered pair has not changed since it was written."""
-    if "written" in pair:
-        folder, digests = pair["written"]
-        problem = damage(digests, folder)
-        if problem:
-            raise InputError(f"{problem}: register this pair again.")
-    return score_pair(pair, dims, carried)
-
-
 def score_labels(pair, field, grid, dims, carried, scores):
     """Dice and HD95 of each label of the fixed image, before and after, into `scores`.
 
@@ -108,8 +98,12 @@ def score_pair(pair, dims=3, carried="smooth"):
 
     pair: dict with name and those of TO_SCORE that there are. dims: 2 or 3. carried: how labels are, see --labels.
     Returns: dict of name, "labels" ({label: scores}) and those means of COLUMNS that the files allow.
-    Raises InputError naming the file for whatever does not fit.
+    Raises InputError naming the file for whatever does not fit, and for a field that has changed since it was written.
     """
+    if "written" in pair:
+        folder, digests = pair["written"]
+        if problem := damage(digests, folder):
+            raise InputError(f"{problem}: register this pair again.")
     scores = {"name": pair.get("name", "pair"), "labels": {}}
     field, affine, grid = None, None, None
     if "field" in pair:
@@ -128,39 +122,31 @@ def score_pair(pair, dims=3, carried="smooth"):
 
 
 def write_scores(folder, scores, failed):
-    """Write scores.csv, scores.json and scores.html, and print the table.
+    """Write scores.csv, scores.json and scores.html, and print the table; the page has the worst pairs first.
 
     scores: of `score_pair`, at least one. failed: dicts of name and reason of the other pairs.
     """
     columns = spread(scores, COLUMNS)
+    means = {column: mean for column, (mean, _, _) in columns.items()}
     write_file(folder / "scores.csv", scores_csv(scores, COLUMNS))
-    content = {"pairs": scores, "failed": failed, "mean": {column: mean for column, (mean, _, _) in columns.items()}}
+    content = {"pairs": scores, "failed": failed, "mean": means}
     plain = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
     write_file(folder / "scores.json", json.dumps(plain, indent=1) + "\n")
-    write_tables(folder / "scores.html", scores, failed, columns)
-    print(json.dumps({column: round(mean, 5) for column, (mean, _, _) in columns.items()}))
-
-
-def write_tables(path, scores, failed, columns):
-    """Write the page, worst pairs first, and print the same table. columns: of `spread`."""
     header, formats = ["pair", *map(heading, columns)], [None, *[COLUMNS[column] for column in columns]]
-    rows = table_rows(scores, columns)
-    worst_first = table_rows(sorted(scores, key=lambda score: score.get("dice") or 0.0), columns)
-    ends = [["mean", *[mean for mean, _, _ in columns.values()]], ["sd", *[sd for _, sd, _ in columns.values()]]]
+    rows, worst_first = ([[score["name"], *[score.get(column) for column in columns]] for score in ordered]
+                         for ordered in (scores, sorted(scores, key=lambda score: score.get("dice") or 0.0)))
+    ends = [["mean", *means.values()], ["sd", *[sd for _, sd, _ in columns.values()]]]
     cards = cards_html([(heading(column), f"{mean:{COLUMNS[column]}}", f"sd {sd:{COLUMNS[column]}}, {count} pairs")
                         for column, (mean, sd, count) in columns.items()])
     sections = [("", cards), ("Pairs", table_html(header, [*worst_first, *ends], "Worst Dice first.", formats))]
     if failed:
         reasons = [[entry["name"], entry["reason"]] for entry in failed]
         sections.append(("Not scored", table_html(["pair", "why"], reasons)))
+    path = folder / "scores.html"
     write_page(path, "Registrations, scored", f"{len(scores)} pairs.", sections)
     print(text_table(header, [*rows, *ends], formats))
     print(f"\nscores: {path.resolve()}")
-
-
-def table_rows(scores, columns):
-    """Rows of the table of pairs, in the order of `scores`."""
-    return [[score["name"], *[score.get(column) for column in columns]] for score in scores]
+    print(json.dumps({column: round(mean, 5) for column, mean in means.items()}))
 
 
 def score_all(args):
@@ -169,7 +155,7 @@ def score_all(args):
     scores, failed = [], []
     with tqdm(pairs, "scoring", unit="pair") as bar:  # closed before an error is printed
         for pair in bar:
-            score = attempt(pair["name"], score_whole, pair, dims, args.labels)
+            score = attempt(pair["name"], score_pair, pair, dims, args.labels)
             if isinstance(score, str):
                 failed.append({"name": pair["name"], "reason": score})
             else:

@@ -6,8 +6,8 @@ import numpy as np
 from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import SUFFIXES, read_field, read_label, read_volume
 from Diffusion.figures import gallery_figure
-from Inference.augmentation import without_map
 from Inference.draws import MEASURES, draw_paths
+from Inference.labels import without_affine
 from Inference.viewer import PAGE_BYTES, viewer_html
 from Report.page import cards_html, figure_html, table_html, text_table, write_page
 
@@ -21,9 +21,13 @@ def write_report(out, lead, items, kept, refused, dims, targets):
 
     out: folder of the draws. lead: how they were made. items: the volumes. kept: the records of their draws.
     refused: {id: why} of volumes that could not be used. targets: {id: item} of the volumes on whose grids the copies
-    are; empty if they are on the grid of their own volume. Returns: the `summary`.
+    are; empty if they are on the grid of their own volume. Returns: the headline figures, as plain JSON.
     """
-    headline = summary(kept, items, refused)
+    folding, lengths = ([record[key] for record in kept] for key in ("folding", "mean"))
+    headline = {"draws": len(kept), "subjects": len(items), "refused": len(refused),
+                "folding_percent_mean": round(float(np.mean(folding)), 5),
+                "folding_percent_max": round(float(np.max(folding)), 5),
+                "deformation_percent_mean": round(float(np.mean(lengths)), 4)}
     records = {item["id"]: [] for item in items}
     for record in kept:
         records[record["id"]].append(record)
@@ -31,17 +35,20 @@ def write_report(out, lead, items, kept, refused, dims, targets):
              ("deformation", f"{headline['deformation_percent_mean']:.1f} %", "mean displacement, of the longest side"),
              ("folded voxels", f"{headline['folding_percent_mean']:.3g} %",
               f"largest of a draw {headline['folding_percent_max']:.3g} %")]
-    volumes = volume_table(records)
+    header = ["", "draws", "mean %", "95th %", "max %", "folded %", "largest folded %"]
+    formats = [None, None, ".2f", ".2f", ".2f", ".4f", ".4f"]
+    rows = [[name, len(draws), *[float(np.mean([record[key] for record in draws])) for key in MEASURES],
+             max(record["folding"] for record in draws)] for name, draws in records.items()]
     pictures = [picture(item, out, records[item["id"]], dims, targets) for item in items[:PICTURED]]
     note = ("Length of the displacement in percent of the image's longest side: mean, 95th percentile and maximum over "
             "the voxels, then mean over the draws. Folded: voxels whose Jacobian determinant is <= 0.")
     sections = [("", cards_html(cards)), ("Some of them", "".join(pictures)),
-                ("Volumes", table_html(volumes["header"], volumes["rows"], note, volumes["formats"])),
+                ("Volumes", table_html(header, rows, note, formats)),
                 ("Draws", draws_table(kept))]
     if refused:
         sections.append(("Left out", table_html(["volume", "why"], sorted(refused.items()))))
     write_page(out / "report.html", "Deformed copies", lead, sections, viewer=True)
-    print(text_table(**volumes))
+    print(text_table(header, rows, formats))
     print(f"\nreport: {(out / 'report.html').resolve()}")
     return headline
 
@@ -68,16 +75,6 @@ def describe(job, cfg):
     return f"{lead}."
 
 
-def summary(kept, items, refused):
-    """The headline figures of all draws, as plain JSON. Arguments as in `write_report`."""
-    folding = [record["folding"] for record in kept]
-    mean = [record["mean"] for record in kept]
-    return {"draws": len(kept), "subjects": len(items), "refused": len(refused),
-            "folding_percent_mean": round(float(np.mean(folding)), 5),
-            "folding_percent_max": round(float(np.max(folding)), 5),
-            "deformation_percent_mean": round(float(np.mean(mean)), 4)}
-
-
 def picture(item, out, records, dims, targets):
     """One volume and some of its draws, read from their files, as HTML; the first has a viewer.
 
@@ -93,7 +90,8 @@ def picture(item, out, records, dims, targets):
     for record in records[:ACROSS]:
         paths = {kind: out / path for kind, path in draw_paths(item, record["draw"]).items()}
         copy, _ = read_volume(paths["image"], dims)
-        field = without_map(*read_field(paths["field"], dims), record.get("matrix"))
+        field, own_affine = read_field(paths["field"], dims)
+        field = without_affine(field, record["matrix"], own_affine) if record.get("matrix") else field
         title = f"draw {record['draw']}: {record['mean']:.1f} %"
         copies.append((title, rescale(copy, low, high), read_own_label(paths.get("label"), copy.shape), field))
     _, images, labels, fields = zip(*copies[:2])
@@ -107,16 +105,6 @@ def picture(item, out, records, dims, targets):
     where = "Slice through the middle of the last axis, with" if dims == 3 else "With"
     return viewer + figure_html(gallery_figure(copies), f"{item['id']}. {where} outlines of the labels; below, the "
                                 "deformed grid. Percent: mean displacement, of the image's longest side.")
-
-
-def volume_table(records):
-    """Header, rows and formats of the table of volumes. records: {id: records of its draws}."""
-    rows = []
-    for name, draws in records.items():
-        means = [float(np.mean([record[key] for record in draws])) for key in MEASURES]
-        rows.append([name, len(draws), *means, max(record["folding"] for record in draws)])
-    return {"header": ["", "draws", "mean %", "95th %", "max %", "folded %", "largest folded %"], "rows": rows,
-            "formats": [None, None, ".2f", ".2f", ".2f", ".4f", ".4f"]}
 
 
 def draws_table(kept):

@@ -78,25 +78,18 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
     turn = None if condition is not None else draw_turn(image.shape, affine, rng_key, cfg)
     if turn is not None:
         image, mask, *channels = (None if one is None else turned(one, turn) for one in (image, mask, *channels))
-        field = _draw_unturned(image, affine, cfg, rng_key, start, net, None, stride, mask, device, channels)
-        return then_affine(torch.from_numpy(field)[None], turn)[0].numpy()
-    return _draw_unturned(image, affine, cfg, rng_key, start, net, condition, stride, mask, device, channels)
-
-
-def _draw_unturned(image, affine, cfg, rng_key, start, net, condition, stride, mask, device, channels):
-    """What `draw_field` returns with copies.permute false."""
-    dims, ddpm, t = image.ndim, DeformDDPM(cfg), draw_start(start, rng_key, cfg)
+    ddpm, t = DeformDDPM(cfg), draw_start(start, rng_key, cfg)
     if net is not None:
         placed, grid_affine = place(image, affine, cfg, mask, channels)
         field = ddpm.recover(net, placed.to(device), t, [rng_key], cfg, condition, stride).cpu()
-        return to_native(field, grid_affine, image.shape, affine)
-    # Straight from the control points, which span the training grid from corner to corner.
-    points = cfg["diffusion.grids"][-1] // 2
-    field = ddpm.draw_image_field([points] * dims, [t], [rng_key], "cpu")
-    size = np.broadcast_to(cfg["data.img_size"], (dims,))
-    voxels_per_point = np.diag([*(size - 1) / (points - 1), *[1] * (4 - dims)])
-    points_affine = training_grid(image, affine, cfg, mask) @ voxels_per_point
-    return to_native(field, points_affine, image.shape, affine)
+    else:  # straight from the control points, which span the training grid from corner to corner
+        points = cfg["diffusion.grids"][-1] // 2
+        field = ddpm.draw_image_field([points] * dims, [t], [rng_key], "cpu")
+        size = np.broadcast_to(cfg["data.img_size"], (dims,))
+        voxels_per_point = np.diag([*(size - 1) / (points - 1), *[1] * (4 - dims)])
+        grid_affine = training_grid(image, affine, cfg, mask) @ voxels_per_point
+    field = to_native(field, grid_affine, image.shape, affine)
+    return field if turn is None else then_affine(torch.from_numpy(field)[None], turn)[0].numpy()
 
 
 def deform(array, field, mode="bilinear"):
@@ -131,18 +124,6 @@ def measure(field, affine):
     determinant = jacobian_determinant(torch.from_numpy(field)[None])
     return {"mean": float(percent.mean()), "p95": float(np.percentile(percent, 95)), "max": float(percent.max()),
             "folding": 100 * float((determinant <= 0).double().mean())}
-
-
-def without_map(field, affine, matrix):
-    """A field without its world map: u'(x) = M (x + u(x)) - x, both in voxels.
-
-    field: (N, *spatial). affine: 4x4 of its grid. matrix: T, 4x4, from the field's volume to the other one, in mm; None
-    leaves the field as it is.
-    """
-    if matrix is None:
-        return field
-    back = np.linalg.inv(np.linalg.inv(affine) @ matrix @ affine)
-    return then_affine(torch.from_numpy(field)[None], back)[0].numpy()
 
 
 def subject_number(subject):
@@ -269,17 +250,6 @@ def place(image, affine, cfg, mask=None, channels=()):
     channels: further channels of the image, of its shape. Raises InputError where they are not as many as the config
     says, or of another shape.
     """
-    require_all_channels(image, channels, cfg)
-    affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
-    images = (image, *channels)
-    box = focus(images, affine, cfg, mask)
-    placed = [to_grid(normalised(one, cfg), affine, cfg["data.img_size"], cfg["data.spacing_mm"], box=box)
-              for one in images]
-    return torch.from_numpy(np.stack([array for array, _ in placed]))[None], placed[0][1]
-
-
-def require_all_channels(image, channels, cfg):
-    """Raises InputError for another number of channels than the network was trained with, or of another shape."""
     if 1 + len(channels) != cfg["data.channels"]:
         raise InputError(f"image: it has {1 + len(channels)} of the {cfg['data.channels']} channels that the model "
                          "was trained with (data.channels); give all of them, in the same order.")
@@ -287,6 +257,12 @@ def require_all_channels(image, channels, cfg):
         if np.shape(channel) != np.shape(image):
             raise InputError(f"channel {number}: shape {np.shape(channel)} is not that of the image, "
                              f"{np.shape(image)}; bring it to the image's grid.")
+    affine = np.eye(4) if affine is None else np.asarray(affine, np.float64)
+    images = (image, *channels)
+    box = focus(images, affine, cfg, mask)
+    placed = [to_grid(normalised(one, cfg), affine, cfg["data.img_size"], cfg["data.spacing_mm"], box=box)
+              for one in images]
+    return torch.from_numpy(np.stack([array for array, _ in placed]))[None], placed[0][1]
 
 
 def focus(images, affine, cfg, mask=None):

@@ -55,7 +55,9 @@ def claim_folder(out, settings):
     Returns: the records of the draws that are there, {name: record}.
     Raises InputError where the folder holds other things, or draws that were made with other settings.
     """
-    path, records = out / "settings.json", read_records(out / "draws.jsonl")
+    path, log = out / "settings.json", out / "draws.jsonl"
+    lines = log.read_text().splitlines() if log.is_file() else []
+    records = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last one
     if not path.is_file():
         others = [entry.name for entry in out.iterdir() if entry.name not in ("lock.json", ".lock")]
         if others:
@@ -72,25 +74,7 @@ def claim_folder(out, settings):
     write_file(path, (json.dumps(settings, indent=1) + "\n").encode())
     for unfinished in out.glob("*Tr/.*.tmp-*"):  # of a run that was killed; the lock says that no other is at work
         unfinished.unlink(missing_ok=True)
-    return records
-
-
-def read_records(path):
-    """The records of the draws that an earlier run has finished, {name: record}. path: draws.jsonl."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    records = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last one
     return {record["name"]: record for record in records}
-
-
-def append_records(file, records):
-    """Add the records of some draws to the open draws.jsonl, a line each.
-
-    An empty line first: where a kill cut the last line of an earlier run, the next one begins on a line of its own.
-    """
-    file.write("\n")
-    for record in records:
-        file.write(json.dumps(record) + "\n")
-    file.flush()
 
 
 def missing_draws(item, draws, records, out):

@@ -42,7 +42,13 @@ def find_checkpoint(path):
     damaged, the newest intact one is used, with a warning.
     Returns: Path. Raises InputError for a damaged file and for a folder without an intact checkpoint.
     """
-    path = _universal() if path == "universal" else Path(path)
+    if path == "universal":
+        if not UNIVERSAL.is_file():
+            raise InputError(f"universal: its weights are missing ({UNIVERSAL} does not exist); restore that file, "
+                             "train it again with `bash Scripts/bash_train_universal.sh`, which takes hours, or "
+                             "register without this network.")
+        path = UNIVERSAL
+    path = Path(path)
     if path.is_dir():
         return path / _best_or_newest(path)
     if not path.is_file():
@@ -54,15 +60,6 @@ def find_checkpoint(path):
     if problem:
         raise InputError(f"{path} is damaged ({problem}): restore the file or use another checkpoint.")
     return path
-
-
-def _universal():
-    """The path of the universal network. Raises InputError while it is not there."""
-    if not UNIVERSAL.is_file():
-        raise InputError(f"universal: its weights are missing ({UNIVERSAL} does not exist); restore that file, "
-                         "train it again with `bash Scripts/bash_train_universal.sh`, which takes hours, or "
-                         "register without this network.")
-    return UNIVERSAL
 
 
 def _best_or_newest(run):
@@ -132,24 +129,19 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
 def load_state(path, device="cpu"):
     """The content of a file of `find_checkpoint` or of a run: a dict with at least "model", the weights, and "config".
 
-    A .safetensors file has the averaged weights if the training kept them; a checkpoint has these as "ema". The weights
-    of the published method, such as 000000_cmr_recresacnet.pth of github.com/jianqingzheng/
-    def_diff_rec, have the config of PUBLISHED_CONFIGS. Raises InputError for an unusable file, OSError for a fault that
+    A .safetensors file has the averaged weights if the training kept them; a checkpoint has these as "ema". The bare
+    weights of the published method, such as 000000_cmr_recresacnet.pth of github.com/jianqingzheng/def_diff_rec, get
+    the config of PUBLISHED_CONFIGS, and "published". Raises InputError for an unusable file, OSError for a fault that
     may be temporary.
     """
     if path.suffix == ".safetensors":
         return _read_safetensors(path, device)
     state = checkpoint.read(path, device)
     if isinstance(state, dict) and all(isinstance(state.get(key), torch.Tensor) for key in PUBLISHED):
-        return _published(state)
+        times, last = (state[key] for key in PUBLISHED)
+        config = load_config(PUBLISHED_CONFIGS.get(last.dim() - 2, DEFAULTS), [f"diffusion.timesteps={len(times)}"])
+        return {"model": dict(state), "config": config, "published": True}
     return checkpoint.require_own(state, path)
-
-
-def _published(weights):
-    """The state of the published method's bare weights: {"model": weights, "config": flat dict, "published": True}."""
-    times, last = (weights[key] for key in PUBLISHED)
-    config = load_config(PUBLISHED_CONFIGS.get(last.dim() - 2, DEFAULTS), [f"diffusion.timesteps={len(times)}"])
-    return {"model": dict(weights), "config": config, "published": True}
 
 
 def _read_safetensors(path, device):

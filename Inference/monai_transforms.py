@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from Inference.augmentation import MODES, STRIDE, deform, draw_field, draw_start
-from Inference.labels import apply_field, apply_label
+from Inference.labels import carry
 from Inference.load_model import default_config
 from Inference.registration import register
 from Runtime.errors import InputError
@@ -145,20 +145,13 @@ class Registerd:
             if tuple(data[key].shape[1:]) != moving.shape[1:]:
                 raise InputError(f"{key}: shape {tuple(data[key].shape[1:])} is not that of {self.moving_key}, "
                                  f"{moving.shape[1:]}; bring both to one grid.")
-            channels = [warp_channel(channel, moving_affine, found.field, fixed_affine, mode)
-                        for channel in plain(data[key])]
-            place(result, key, np.stack(channels), self.fixed_key, fixed_affine)
+            given = plain(data[key])
+            warped = np.stack([carry(channel, moving_affine, found.field, fixed_affine, mode) for channel in given])
+            warped = np.rint(warped) if mode == "bilinear" and given.dtype.kind in "bui" else warped
+            place(result, key, warped.astype(given.dtype), self.fixed_key, fixed_affine)
         if self.field_key:
             result[self.field_key] = found.field
         return result
-
-
-def warp_channel(channel, affine, field, fixed_affine, mode):
-    """A channel of the moving grid warped to the fixed grid, with the same dtype; whole numbers are rounded."""
-    if mode != "bilinear":
-        return apply_label(channel, affine, field, fixed_affine, mode)
-    warped = apply_field(channel, affine, field, fixed_affine)
-    return (np.rint(warped) if channel.dtype.kind in "bui" else warped).astype(channel.dtype)
 
 
 def place(result, key, array, fixed_key, fixed_affine):

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 
 from Dataloader.nifti import read_field, read_label, read_volume
-from Diffusion.fields import then_affine
 from Diffusion.figures import registration_figure
 from Diffusion.metrics import spread
-from Inference.labels import apply_field
+from Inference.labels import apply_field, without_affine
 from Inference.scores import COLUMNS, body_of, contrast, heading, in_range
 from Inference.verdict import VERDICTS
 from Inference.viewer import viewer_html
@@ -67,21 +66,12 @@ def read_pair(row, dims):
         labels = {"fixed": read_label(row["fixed_label"], dims)[0],
                   "before": apply_field(moving_label, moving_affine, zero, affine, order=0),
                   "after": read_label(folder / "warped_label.nii.gz", dims)[0]}
-    before, after = _greys_together(by_header, warped)
-    seen = torch.from_numpy(in_range(fixed, fixed))[None, None]
-    body = body_of(contrast(seen, torch.ones_like(seen))[2])[0, 0].numpy()
-    return {"name": row["name"], "images": {"fixed": _grey(fixed), "before": before, "after": after}, "labels": labels,
-            "field": without_affine(field, row["matrix"], affine), "affine": affine,
-            "body": body}
-
-
-def without_affine(field, matrix, affine):
-    """A field without its affine part: B^-1(x + field(x)) - x with B = affine^-1 matrix affine.
-
-    field: (N, *fixed) in voxels. matrix: 4x4, fixed to moving world. affine: 4x4 of the fixed grid. Returns: as field.
-    """
-    back = np.linalg.inv(affine) @ np.linalg.inv(matrix) @ affine
-    return then_affine(torch.from_numpy(np.ascontiguousarray(field, np.float32))[None], back)[0].numpy()
+    seen, both = in_range(fixed, fixed), np.stack([by_header, warped])
+    images = {"fixed": seen, "before": in_range(by_header, both), "after": in_range(warped, both)}
+    seen = torch.from_numpy(seen)[None, None]
+    return {"name": row["name"], "images": {word: image.clip(0, 1) for word, image in images.items()},
+            "labels": labels, "field": without_affine(field, row["matrix"], affine), "affine": affine,
+            "body": body_of(contrast(seen, torch.ones_like(seen))[2])[0, 0].numpy()}
 
 
 def pair_figure(pair):
@@ -130,27 +120,41 @@ def write_report(folder, rows, failed, lead, dims):
     notes += [[row["name"], "warning", sentence] for row in ordered for sentence in row["warnings"]]
     if notes:
         sections.append(("Failed pairs and warnings", table_html(["pair", "", "what"], notes)))
-    cards = ("Scores", cards_html(score_cards(columns, len(rows)), EXPLAINED))
     title, how = "Registrations", f"{len(rows)} pairs; {lead}."
     if len(rows) == 1:
         title, how = lines[0][0], f"{lead[:1].upper()}{lead[1:]}."
-        sections += [*pair_sections(rows[0], folder, read_pair(rows[0], dims)), cards, files_section(rows[0], folder)]
+        sections += pair_sections(rows[0], folder, read_pair(rows[0], dims))
     else:
         pages = [Path(row["folder"]) / PAIR_PAGE for row in ordered]
         linked = [[(line[0], os.path.relpath(page, folder)) if page.is_file() else line[0], *line[1:]]
                   for line, page in zip(lines, pages)]
-        sections += [cards, ("Pairs", table_html(header, linked, f"Worst {order_word} first; a name opens the page of "
-                                                 "its pair. Before: as the headers place the volumes. Seconds without "
-                                                 "reading files.", formats, EXPLAINED))]
+        note = (f"Worst {order_word} first; a name opens the page of its pair. Before: as the headers place the "
+                "volumes. Seconds without reading files.")
+        sections += [("Scores", cards_html(score_cards(columns, len(rows)), EXPLAINED)),
+                     ("Pairs", table_html(header, linked, note, formats, EXPLAINED))]
     return write_page(folder / "report.html", title, how, sections, viewer=True)
 
 
 def write_pair_page(folder, row, pair):
     """Write the page of one pair of a list. folder: of the pair, which has its files. pair: of `read_pair`."""
-    columns = spread([row], COLUMNS)
-    sections = [("", verdicts_html([row])), *pair_sections(row, folder, pair),
-                ("Scores", cards_html(score_cards(columns, 1), EXPLAINED)), files_section(row, folder)]
+    sections = [("", verdicts_html([row])), *pair_sections(row, folder, pair)]
     write_page(folder / PAIR_PAGE, row["name"], "", sections, viewer=True)
+
+
+def pair_sections(row, folder, pair):
+    """The sections of a page in `folder` that show a pair: the viewer, the picture, the scores and the files.
+
+    The picture is that of the pair's folder where it has been drawn. row: of the results. pair: of `read_pair`.
+    """
+    drawn = Path(row["folder"]) / "picture.png"
+    png = drawn.read_bytes() if drawn.is_file() else figure_png(pair_figure(pair))
+    written = sorted(path for path in Path(row["folder"]).iterdir() if path.name in WORDS_OF_FILES)
+    files = [[(path.name, os.path.relpath(path, folder)), WORDS_OF_FILES[path.name]] for path in written]
+    return [("", viewer_html(**pair)),
+            ("Slices", png_html(png, "Middle slices, on the fixed grid; grid and Jacobian without the affine part.",
+                                pair["name"])),
+            ("Scores", cards_html(score_cards(spread([row], COLUMNS), 1), EXPLAINED)),
+            ("Files", table_html(["file", "what it is"], files))]
 
 
 def score_cards(columns, count):
@@ -172,13 +176,6 @@ def score_cards(columns, count):
     return cards
 
 
-def files_section(row, folder):
-    """What was written for a pair, as links from a page in `folder`."""
-    written = sorted(path for path in Path(row["folder"]).iterdir() if path.name in WORDS_OF_FILES)
-    lines = [[(path.name, os.path.relpath(path, folder)), WORDS_OF_FILES[path.name]] for path in written]
-    return "Files", table_html(["file", "what it is"], lines)
-
-
 def verdicts_html(rows):
     """The verdict on each pair that is not ok, with its reason, in its colour; one line if all pairs are ok."""
     bad = sorted((row for row in rows if row["verdict"] != "ok"), key=lambda row: -VERDICTS.index(row["verdict"]))
@@ -189,28 +186,3 @@ def verdicts_html(rows):
         lines.append(("ok", "ok", f"{count} pair{'s' * (count > 1)} of {len(rows)}." if len(rows) > 1 else
                       "No sign of a failure was found."))
     return findings_html(lines)
-
-
-def pair_sections(row, folder, pair):
-    """The sections of a page that show a pair: the viewer and the picture.
-
-    The picture is that of the pair's folder where it has been drawn. row: of the results. pair: of `read_pair`.
-    """
-    name, drawn = pair["name"], Path(row["folder"]) / "picture.png"
-    png = drawn.read_bytes() if drawn.is_file() else figure_png(pair_figure(pair))
-    return [("", viewer_html(**pair)),
-            ("Slices", png_html(png, "Middle slices, on the fixed grid; grid and Jacobian without the affine part.",
-                                name))]
-
-
-def _grey(volume, limits=None):
-    """Intensities as 0..1 between two percentiles, of this volume or as given."""
-    volume = np.asarray(volume, np.float32)
-    low, high = limits or np.percentile(volume, (0.5, 99.5))
-    return np.clip((volume - low) / (high - low if high > low else 1), 0, 1)
-
-
-def _greys_together(before, after):
-    """The moving volume before and after, with the same intensity for the same grey."""
-    low, high = np.percentile(np.stack([before, after]), (0.5, 99.5))
-    return _grey(before, (low, high)), _grey(after, (low, high))

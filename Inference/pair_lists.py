@@ -155,7 +155,13 @@ def read_pairs_to_score(path):
     if not content["complete"]:
         print(f"warning: {path}: the registration did not finish; run it again to continue",
               file=sys.stderr)
-    return [_registered_pair(path, row) for row in entries], content["settings"]["config"]["model.dims"]
+    pairs = []
+    for row in entries:
+        relative = os.path.normpath(os.path.join(row["folder"], "field.nii.gz"))
+        labels = {key: Path(row[key]) for key in ("fixed_label", "moving_label") if key in row}
+        pairs.append({"name": row["name"], **labels, "field": path.parent / relative,
+                      "written": (path.parent, {relative: row["files"][relative]})})
+    return pairs, content["settings"]["config"]["model.dims"]
 
 
 def _read_list(path):
@@ -205,11 +211,3 @@ def _label_of(image, labels):
     if folder.name.startswith("images"):
         candidates.append(folder.parent / folder.name.replace("images", "labels") / image.name)
     return next((path for path in candidates if path and path.is_file()), None)
-
-
-def _registered_pair(path, row):
-    """A pair of results.json, with its labels and its field. row: of the results."""
-    field = path.parent / row["folder"] / "field.nii.gz"
-    relative = os.path.relpath(field, path.parent)
-    labels = {key: Path(row[key]) for key in ("fixed_label", "moving_label") if key in row}
-    return {"name": row["name"], **labels, "field": field, "written": (path.parent, {relative: row["files"][relative]})}

@@ -243,7 +243,7 @@ def apply_saved(args):
     make_folder(out)
     token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
-        for target in (*(entry[0] for entry in moved), *([out / "points.csv"] if args.points else [])):
+        for target in [target for target, *_ in moved] + [out / "points.csv"] * bool(args.points):
             target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label
         for target, path, array, own_affine, mode in moved:
             write_warped(target, carry(array, own_affine, field, affine, mode), path, affine, header)

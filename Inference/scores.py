@@ -88,7 +88,7 @@ def in_range(volume, source):
     low, high = np.percentile(source, (0.5, 99.5))
     if high <= low:
         low, high = float(source.min()), float(source.max())
-    return ((np.asarray(volume, np.float32) - np.float32(low)) / np.float32(high - low)).clip(-1, 2)
+    return ((np.asarray(volume, np.float32) - np.float32(low)) / np.float32(high - low or 1)).clip(-1, 2)
 
 
 def contrast(volume, weight):
@@ -200,20 +200,15 @@ def label_scores(label_maps, fixed, spacing_mm=None):
     return scores
 
 
-def said_of_labels(scores):
-    """Sentences about structures that are in only one of two label maps. scores: of `label_scores`."""
+def said_of_labels(scores, most=5):
+    """Sentences about structures that only one of two label maps has; they name some. scores: of `label_scores`."""
     sentences = []
     for key, whose, missing in (("labels_lost", "fixed volume", "registered"),
                                 ("labels_extra", "moving volume", "fixed")):
-        if scores.get(key):
-            sentences.append(f"of the labels of the {whose} the {missing} one lacks {few_words(scores[key])}.")
+        if labels := scores.get(key):
+            words = ", ".join(map(str, labels[:most])) + f" and {len(labels) - most} more" * (len(labels) > most)
+            sentences.append(f"of the labels of the {whose} the {missing} one lacks {words}.")
     return sentences
-
-
-def few_words(labels, most=5):
-    """Some labels as words: "1, 2, 3, 4, 5 and 7 more"."""
-    more = len(labels) - most
-    return ", ".join(map(str, labels[:most])) + (f" and {more} more" if more > 0 else "")
 
 
 def point_scores(fixed_mm, moving_mm, pair, field, affine):

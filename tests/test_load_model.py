@@ -115,12 +115,6 @@ def test_what_cannot_be_used_is_named(tmp_path, spoil, words):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_an_unknown_override_is_named(tmp_path):
-    torch.save(state(config()), tmp_path / "good.pth")
-    with pytest.raises(InputError, match="unknown key refine.windw; did you mean refine.window"):
-        load_model(tmp_path / "good.pth", overrides=["refine.windw=7"])
-
-
 def test_config_of_a_checkpoint_is_plain_json(run):
     """What the .safetensors file carries along has to be text."""
     _, cfg = load_model(run)

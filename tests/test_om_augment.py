@@ -22,7 +22,7 @@ from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
 from Diffusion.networks import build_network
-from Inference.augmentation import augment, deform, measure, place, to_native, training_grid, without_map
+from Inference.augmentation import augment, deform, measure, place, to_native, training_grid
 from Inference.labels import apply_label
 from Inference.load_model import load_model
 from Inference.monai_transforms import RandDeformationd
@@ -491,19 +491,6 @@ def test_a_network_registers_copies_too(data, model):
     assert fields[0].shape == fields[1].shape and np.abs(fields[0] - fields[1]).max() > 1e-2
 
 
-def test_a_field_beside_an_affine_map():
-    numbers, affine = np.random.default_rng(3), FLIPPED
-    matrix = np.eye(4)
-    matrix[:3] += 0.1 * numbers.normal(size=(3, 4))
-    shape = (4, 5, 6)
-    places = np.indices(shape).reshape(3, -1)
-    inner = numbers.normal(size=(3, places.shape[1]))
-    change = np.linalg.inv(affine) @ matrix @ affine
-    field = change[:3, :3] @ (places + inner) + change[:3, 3:] - places
-    found = without_map(field.reshape(3, *shape), affine, matrix)
-    np.testing.assert_allclose(found.reshape(3, -1), inner, atol=1e-4)
-
-
 def test_without_a_word_a_target_is_shown_as_in_training(data, model, capsys):
     net, cfg = load_model(model)
     array, target = (read_volume(data / f"data/imagesTr/s_00{number}.nii.gz")[0] for number in (1, 2))
@@ -522,14 +509,6 @@ def test_without_a_word_a_target_is_shown_as_in_training(data, model, capsys):
     for more, warned in (([], False), (["--slices", 3], True), (["--condition", "slice"], True)):
         assert run(*words, *more, "--out", data / f"warned {len(more)} {warned} {more[:1]}") == 0
         assert ("has not learned to use a few planes" in capsys.readouterr().err) == warned
-
-
-@pytest.mark.slow
-def test_with_a_network_too_workers_change_nothing(data, model):
-    words = ["--data", data / "data", "--model", model, "--draws", 1, "--target", data / "data/imagesTr/s_002.nii.gz"]
-    assert run(*words, "--out", data / "a") == 0
-    assert run(*words, "--out", data / "b", "--workers", 2) == 0
-    assert contents(data / "a") == contents(data / "b")
 
 
 def test_a_silent_network_leaves_the_random_deformation():

@@ -5,7 +5,6 @@ from scipy import ndimage
 
 from Dataloader.nifti import is_segmentation
 from Dataloader.synthetic import make_subject
-from Inference.labels import apply_field
 from Inference.registration import register
 from Inference.scores import affine_scores, image_scores, inverse_scores, label_scores, said_of_labels
 from tests import tiny
@@ -122,11 +121,3 @@ def test_structures_that_one_map_lacks_are_named():
     assert scores["labels_lost"] == [2] and scores["labels_extra"] == [9]
     lost, extra = said_of_labels(scores)
     assert "2" in lost and "9" in extra
-
-
-def test_what_is_seen_is_where_the_field_leads_into_the_moving_volume():
-    image = np.random.default_rng(0).random((12, 12, 12)).astype(np.float32)
-    field = np.zeros((3, 12, 12, 12), np.float32)
-    field[0] = 6
-    seen = apply_field(np.ones_like(image), np.eye(4), field, np.eye(4), order=0)
-    assert seen[:6].all() and not seen[6:].any()
