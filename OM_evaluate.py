@@ -32,8 +32,6 @@ from Report.page import cards_html, table_html, text_table, write_page
 from Runtime.errors import DONE, STOP, InputError, attempt, parse_options, run_program
 from Runtime.files import write_file
 
-ADVICE = "give the one for this pair"  # where a file is on another grid than the fixed label
-
 
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Score registrations by Dice and HD95 of each label, landmark "
@@ -67,32 +65,6 @@ def asked_pairs(args):
     return pairs, args.dims or dims or 3
 
 
-def score_labels(pair, field, grid, dims, carried, scores):
-    """Dice and HD95 of each label of the fixed image, before and after, into `scores`.
-
-    field: (N, *fixed) in voxels or None. grid: its (shape, affine) or None. carried: a word of --labels.
-    """
-    fixed, fixed_affine = read_label(pair["fixed_label"], dims)
-    if grid:
-        require_same_grid(f"{pair['field']}: it", *grid, pair["fixed_label"], fixed.shape, fixed_affine, ADVICE)
-    label_maps = {}
-    if "moving_label" in pair:
-        moving, affine = read_label(pair["moving_label"], dims)
-        zero = np.zeros((dims, *fixed.shape), np.float32)
-        label_maps["_before"] = apply_label(moving, affine, zero, fixed_affine, carried)
-        if field is not None:
-            label_maps[""] = apply_label(moving, affine, field, fixed_affine, carried)
-    if "warped_label" in pair:
-        warped, affine = read_label(pair["warped_label"], dims)
-        require_same_grid(f"{pair['warped_label']}: it", warped.shape, affine, pair["fixed_label"], fixed.shape,
-                          fixed_affine, ADVICE)
-        label_maps[""] = warped
-    if not fixed.any():
-        raise InputError(f"{pair['fixed_label']}: it has no label above 0; give a label image.")
-    spacing_mm = np.linalg.norm(fixed_affine[:3, :dims], axis=0)
-    scores.update(label_scores(label_maps, fixed, spacing_mm))
-
-
 def score_pair(pair, dims=3, carried="smooth"):
     """All scores of one pair.
 
@@ -105,13 +77,28 @@ def score_pair(pair, dims=3, carried="smooth"):
         if problem := damage(digests, folder):
             raise InputError(f"{problem}: register this pair again.")
     scores = {"name": pair.get("name", "pair"), "labels": {}}
-    field, affine, grid = None, None, None
+    field = affine = None
     if "field" in pair:
         field, affine = read_field(pair["field"], dims)
-        grid = (field.shape[1:], affine)
         scores.update((key, value) for key, value in field_scores(field).items() if key in COLUMNS)
     if "fixed_label" in pair:
-        score_labels(pair, field, grid, dims, carried, scores)
+        fixed, fixed_affine = read_label(pair["fixed_label"], dims)
+        on_its_grid = pair["fixed_label"], fixed.shape, fixed_affine, "give the one for this pair"
+        if field is not None:
+            require_same_grid(f"{pair['field']}: it", field.shape[1:], affine, *on_its_grid)
+        label_maps = {}  # as the headers place the moving labels, and after the registration
+        if "moving_label" in pair:
+            moving, own = read_label(pair["moving_label"], dims)
+            zero = np.zeros((dims, *fixed.shape), np.float32)
+            for suffix, each in (("_before", zero), ("", field)):
+                if each is not None:
+                    label_maps[suffix] = apply_label(moving, own, each, fixed_affine, carried)
+        if "warped_label" in pair:
+            label_maps[""], own = read_label(pair["warped_label"], dims)
+            require_same_grid(f"{pair['warped_label']}: it", label_maps[""].shape, own, *on_its_grid)
+        if not fixed.any():
+            raise InputError(f"{pair['fixed_label']}: it has no label above 0; give a label image.")
+        scores.update(label_scores(label_maps, fixed, np.linalg.norm(fixed_affine[:3, :dims], axis=0)))
     if "fixed_points" in pair and "moving_points" in pair:
         fixed_mm, moving_mm = read_points(pair["fixed_points"]), read_points(pair["moving_points"])
         scores.update(point_scores(fixed_mm, moving_mm, pair, field, affine))

@@ -134,23 +134,18 @@ def load_state(path, device="cpu"):
     the config of PUBLISHED_CONFIGS, and "published". Raises InputError for an unusable file, OSError for a fault that
     may be temporary.
     """
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path, device)
+    if path.suffix == ".safetensors":  # of Scripts/export_model.py
+        weights, metadata = read_weights(path, device)
+        try:
+            config = json.loads(metadata.get("config", "null"))
+        except (ValueError, RecursionError):
+            raise InputError(f"{path}: its config is not valid JSON; export the model again.") from None
+        if metadata.get("weights_sha256") not in (None, checkpoint.weights_sha256(weights)):
+            raise InputError(f"{path}: its weights differ from those that were exported; copy the file again.")
+        return {"model": weights, "config": config}
     state = checkpoint.read(path, device)
     if isinstance(state, dict) and all(isinstance(state.get(key), torch.Tensor) for key in PUBLISHED):
         times, last = (state[key] for key in PUBLISHED)
         config = load_config(PUBLISHED_CONFIGS.get(last.dim() - 2, DEFAULTS), [f"diffusion.timesteps={len(times)}"])
         return {"model": dict(state), "config": config, "published": True}
     return checkpoint.require_own(state, path)
-
-
-def _read_safetensors(path, device):
-    """What Scripts/export_model.py wrote: {"model": weights, "config": flat dict}."""
-    weights, metadata = read_weights(path, device)
-    try:
-        config = json.loads(metadata.get("config", "null"))
-    except (ValueError, RecursionError):
-        raise InputError(f"{path}: its config is not valid JSON; export the model again.") from None
-    if metadata.get("weights_sha256") not in (None, checkpoint.weights_sha256(weights)):
-        raise InputError(f"{path}: its weights differ from those that were exported; copy the file again.")
-    return {"model": weights, "config": config}
