@@ -114,6 +114,7 @@ def test_modules_are_loaded_in_their_order_and_by_the_launcher_only(tmp_path):
     assert calls.read_text().count("external") == 1
 
 
+@pytest.mark.slow
 def test_the_launcher_prints_the_settings_and_the_run_keeps_them(tmp_path):
     make_data(tmp_path)
     environment = launcher_environment(1, CLUSTER="gilbreth", NCCL_DEBUG="WARN")

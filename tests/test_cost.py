@@ -40,6 +40,7 @@ def test_fake_costs_are_real_costs():
     assert counted == costs()
 
 
+@pytest.mark.slow
 def test_dry_run_costs_nothing_and_ends_in_json(tmp_path, capsys):
     make_data(tmp_path)
     assert om.main(arguments(tmp_path, "--dry-run", run__amp="bf16")) == 0

@@ -512,6 +512,7 @@ def test_the_number_of_a_subject_is_exact_in_a_float64():
     assert all(0 <= number < 2 ** 48 and int(float(number)) == number for number in numbers)
 
 
+@pytest.mark.slow
 def test_fifteen_thousand_volumes_are_listed_fast(tmp_path):
     names = [f"v_{number:05d}.nii.gz" for number in range(15000)]
     write(tmp_path / "imagesTr" / names[0])

@@ -57,8 +57,8 @@ def graphs_of_operations(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param({"data__global_batchsize": 4}, marks=pytest.mark.slow)],
-                         ids=["one batch", "two batches"])
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"data__global_batchsize": 4}], ids=["one batch", "two batches"])
 def test_a_training_by_graphs_has_the_losses_of_the_plain_one(tmp_path, graphs_of_operations, changes):
     """All modes, embeddings by averaged weights among them, one batch in a step and several."""
     words = {"run__epochs": 1, "run__amp": "off", "optim__average": 0.9, "run__exact_sums": False, **changes}

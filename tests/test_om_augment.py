@@ -157,6 +157,7 @@ def test_measures_of_known_fields():
     assert measure(field, affine)["folding"] == 100
 
 
+@pytest.mark.slow
 def test_the_deformation_is_strong_and_does_not_fold(tmp_path, capsys):
     """32 draws for each volume, as the hippocampus config makes them."""
     real = (DATA / "hippocampus").is_dir()

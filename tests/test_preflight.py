@@ -236,6 +236,7 @@ def context(folder, **more):
             "findings": {"device": {"devices": 0}, "forward": {"process_bytes": GIB}}}
 
 
+@pytest.mark.slow
 def test_memory_beyond_what_slurm_gave(tmp_path):
     given = context(tmp_path, cfg=config(tmp_path, data__in_memory=False, data__num_workers=12, run__amp="bf16"))
     given["variables"]["SLURM_MEM_PER_NODE"] = "6000"
@@ -459,6 +460,7 @@ def test_all_ranks_of_a_node_that_does_not_come_are_named(tmp_path, monkeypatch)
     assert found["said"].startswith("rank 1-2 of 3 did not arrive within") and found["waits_for"] == [1, 2]
 
 
+@pytest.mark.slow
 def test_two_real_ranks(tmp_path):
     words = arguments(tmp_path, "--max-steps-before-restart", "3")
     kept = {name: value for name, value in os.environ.items() if "SLURM" not in name and "OMNIMORPH" not in name}

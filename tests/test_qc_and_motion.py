@@ -46,6 +46,7 @@ def test_an_outlier_is_told_by_its_worst_number():
     assert outlier_of({"similarity": 0.1}, rows[:7])["outlier"] == ""  # too few to say
 
 
+@pytest.mark.slow
 def test_the_page_of_two_hundred_subjects(tmp_path, capsys):
     write_results(tmp_path, 200)
     assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0

@@ -50,7 +50,7 @@ def test_every_task_runs_once_in_another_process():
     assert 1 <= len(pids) <= 2 and os.getpid() not in pids and calls
 
 
-@pytest.mark.parametrize("function", [kill_one, take_too_much])
+@pytest.mark.parametrize("function", [kill_one, pytest.param(take_too_much, marks=pytest.mark.slow)])
 def test_a_worker_that_dies_or_lacks_memory_is_one_sentence(function):
     with pytest.raises(InputError, match="out: a worker process was killed, .* fewer --workers than 2"):
         list(run_tasks(function, [(1,), (2,)], 2, "out"))
