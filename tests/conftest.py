@@ -1,8 +1,12 @@
-"""Puts the repository root on sys.path so that the tests run from any folder; cleans up after each test and file."""
+"""Puts the repository root on sys.path, makes once what several files read, and cleans up after each test and file."""
 import faulthandler
+import fcntl
+import hashlib
+import json
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -21,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
 from Runtime import watchdog  # noqa: E402
-from tests import launching  # noqa: E402
+from tests import launching, tiny  # noqa: E402
 
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 HOOK = sys.excepthook
@@ -54,6 +58,63 @@ def pytest_collection_modifyitems(items):
         alone = item.path.name == "test_faults.py"
         item.add_marker(pytest.mark.xdist_group(shared or (item.name if alone else item.path.name)))
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is made once for all processes of a run of the tests: to be read only
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """once(name, make): a folder that make(folder) has filled for whichever test asked first."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def made(name, make):
+        folder, whole = shared / name, shared / f"{name}.whole"
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not whole.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                whole.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def data(once):
+    """A folder data with eight synthetic subjects of 8^3 voxels and their labels."""
+    return once("tiny_data", lambda folder: tiny.make_data(folder, size=8))
+
+
+@pytest.fixture(scope="session")
+def finished_run(once, data):
+    """finished_run(ranks, **changes): folder of a training on `data` with tiny.QUICK that nothing has interrupted.
+
+    What it printed is in its file log if it had several ranks. Tests that continue it copy the folder.
+    """
+    def folder(ranks=1, **changes):
+        def train(folder):
+            words = tiny.options(data, folder, **{**tiny.QUICK, **changes})
+            if ranks > 1:
+                from tests import warm
+                warm.train(ranks, folder / "log", words)
+            else:
+                import OM_train_3modes as om
+                assert om.main(words) == 0
+
+        kind = hashlib.sha256(json.dumps([ranks, changes], sort_keys=True, default=str).encode()).hexdigest()[:12]
+        return once(f"tiny_run_{kind}", train)
+
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is cleaned up
+# ---------------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(autouse=True)
 def no_watchdog_outlives_its_test():

@@ -72,7 +72,7 @@ def measure(folder):
     from tests.tiny import QUICK, arguments, make_data
 
     make_data(folder, size=8)
-    run = apart(OM_train_3modes.main, arguments(folder, **{**QUICK, "run__epochs": 1}))
+    run = apart(OM_train_3modes.main, arguments(folder, **{**QUICK, "model__rec_num": 2, "run__epochs": 1}))
     steps = [place for place, (_, name) in enumerate(run) if name == "train_step"]
     images, labels = folder / "data/imagesTr", folder / "data/labelsTr"
     options = ["--model", "none", "--affine", "--refine", "5", "--device", "cpu"]

@@ -1,8 +1,10 @@
 """A training small enough for tests: 16^3 synthetic volumes, a few thousand weights, milliseconds per step."""
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +24,25 @@ SETTINGS = {
     "model.field_stride": 1, "diffusion.grids": "[4, 8]", "contrastive.embedding": 8, "contrastive.queue": 8,
     "registration.window": 5, "registration.scales": 2, "registration.gate": 2, "data.train_ids": "0-5",
     "data.val_ids": "6-7", "data.img_size": 16, "data.batchsize": 2, "data.diff_reg_batch_ratio": 2, "data.repeats": 2,
-    "data.expect_samples": 6, "run.epochs": 2, "run.checkpoint_steps": 2, "run.val_pairs": 2, "run.device": "cpu",
+    "data.expect_samples": 6, "run.epochs": 2, "run.checkpoint_steps": 2, "run.val_pairs": 1, "run.device": "cpu",
     # One thread: the same rounding in every process, whatever else the machine does.
     "run.threads": 1,
     # On a CPU that emulates bfloat16 a step takes ten times as long; tests of bfloat16 ask for it.
     "run.amp": "off",
 }
-# Changes for trainings of which only the bits, the counts and the events matter: 8^3, no pictures. A third of the time.
-QUICK = {"data__img_size": 8, "model__channels": "[4, 4, 8]", "run__picture_every": 0}
+# Changes for trainings of which only the bits, the counts and the events matter: 8^3, one pass, no pictures. A fifth of
+# the time.
+QUICK = {"data__img_size": 8, "model__channels": "[4, 4, 8]", "model__rec_num": 1, "run__picture_every": 0}
+# What a launch takes over from the one before, beside the weights: a rate, an average, and Adam's moments of each mode,
+# of which the third is left out of some steps.
+CARRIED = {"optim__schedule": "cosine", "optim__average": 0.9, "optim__moments": "per_mode", "registration__gate": 0.0}
+# Changes for trainings that ranks share: three steps of four samples and two pairs, of which some have labels, also of
+# one step. run.checksum_every: weights compared before each step.
+SHARED = {**QUICK, "model__rec_num": 2, "data__batchsize": 1, "data__global_batchsize": 4, "run__epochs": 1,
+          "run__checksum_every": 1, "run__checkpoint_steps": 1, "run__val_pairs": 3, "run__pause_planned_s": 0,
+          "run__pause_crash_s": 0, "optim__average": 0.9, "optim__moments": "per_mode", "loss__dice": 0.01,
+          "data__label_ids": "1-2,4", "loss__segment": 0.1, "model__structures": 6, "model__descents": 2,
+          "model__fine_descents": 1}
 MASKED = (1, 4, 6)  # volumes that `add_masks` gives a mask
 FAST_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -44,6 +57,11 @@ def settings(folder, **changes):
 def arguments(folder, *more, **changes):
     """Command line of a tiny training run inside `folder`."""
     return ["--config", CONFIG, *more, *[word for item in settings(folder, **changes) for word in ("--set", item)]]
+
+
+def options(data, folder, *more, **changes):
+    """Command line of a tiny training on the volumes in `data`, which others may read too, with outputs in `folder`."""
+    return arguments(data, *more, **{"run__models": folder / "Models", "run__logs": folder / "Logs", **changes})
 
 
 def config(folder=Path("."), **changes):
@@ -63,6 +81,13 @@ def first_batches(run):
 
 def make_data(folder, count=8, size=16, dims=3):
     write_dataset(folder / "data", range(count), size, dims=dims)
+    return folder
+
+
+def prepare(data, folder, **changes):
+    """The cache of a tiny run's volumes, in `folder`, which it creates. Returns: the folder."""
+    import OM_prepare
+    assert OM_prepare.main(arguments(data, "--workers", "1", data__cache=folder, **changes)) == 0
     return folder
 
 
@@ -86,10 +111,29 @@ def log_lines(folder, event, rank=0):
     return [line for line in read_lines(path) if line["event"] == event]
 
 
+def newest_state(folder):
+    """What the newest checkpoint of the tiny run inside `folder` holds."""
+    run = folder / "Models/demo_om_net"
+    return checkpoint.load(run / checkpoint.newest(run))
+
+
 def final_sha256(folder):
     """SHA-256 of the weights in the newest checkpoint of the tiny run inside `folder`."""
-    run = folder / "Models/demo_om_net"
-    return checkpoint.weights_sha256(checkpoint.load(run / checkpoint.newest(run))["model"])
+    return checkpoint.weights_sha256(newest_state(folder)["model"])
+
+
+def kill_in(arguments, folder, step):
+    """Train in a process of its own inside `folder`, and kill it once the run has done that step."""
+    from tests import warm
+    folder.mkdir(exist_ok=True)
+    with warm.ranks(1, folder / "log", [arguments]) as (process,):
+        until = time.monotonic() + 120
+        while not [line for line in log_lines(folder, "step") if line["step"] >= step]:
+            assert process.is_alive() and time.monotonic() < until, "the run ended before it could be killed"
+            time.sleep(0.005)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
 
 
 def launcher_environment(ranks, **more):
