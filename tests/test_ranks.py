@@ -15,43 +15,23 @@ from Runtime import checkpoint, launch
 from Runtime.launch import Ranks
 from Supervisor import attempts
 from Supervisor.attempts import free_port
-from tests import launching, warm
-from tests.tiny import QUICK, ROOT, arguments, config, launcher_environment, log_lines, make_data
+from tests import launching, tiny, warm
+from tests.tiny import ROOT, SHARED, config, final_sha256, launcher_environment, log_lines, newest_state
 
-# Three steps of four samples and two pairs, in float32. run.checksum_every: weights compared before each step.
-SETTINGS = {**QUICK, "data__batchsize": 1, "data__global_batchsize": 4, "run__epochs": 1, "run__checksum_every": 1,
-            "run__checkpoint_steps": 1, "optim__lr": 1e-4, "run__pause_planned_s": 0, "run__pause_crash_s": 0,
-            "loss__dice": 0.01, "data__label_ids": "1-2,4"}  # some pairs have labels, also of one step
 TOLERANCE = 1e-5  # without run.exact_sums; each mode of a step moves a weight by up to 1e-4
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("ranks"), size=8)
-
-
 def options(data, folder, *more, **changes):
-    return arguments(data, *more, **{**SETTINGS, "run__models": folder / "Models", "run__logs": folder / "Logs",
-                                     **changes})
+    return tiny.options(data, folder, *more, **{**SHARED, **changes})
 
 
 def by_launcher(ranks, *words):
     return launching.run(["bash", ROOT / "bash_train_multi_nodes.sh", *words], env=launcher_environment(ranks))
 
 
-def final_state(folder):
-    run = folder / "Models/demo_om_net"
-    assert checkpoint.newest(run) == "000001_demo_om_net.pth"
-    return checkpoint.load(run / "000001_demo_om_net.pth")
-
-
 def decisions(folder):
     history = attempts.history(folder / "Models/demo_om_net")
     return [line["decision"] for line in history if line["event"] == "end"]
-
-
-def sha256(folder):
-    return checkpoint.weights_sha256(final_state(folder)["model"])
 
 
 def assert_close(state, other, tolerance):
@@ -63,38 +43,31 @@ def assert_close(state, other, tolerance):
 
 
 @pytest.fixture(scope="module")
-def alone(data, tmp_path_factory):
+def alone(finished_run):
     """One rank that accumulates four batches in each step, two of pairs."""
-    folder = tmp_path_factory.mktemp("alone")
-    assert om.main(options(data, folder)) == 0
-    return folder
+    return finished_run(**SHARED)
 
 
 @pytest.fixture(scope="module")
-def together(data, tmp_path_factory):
+def together(finished_run):
     """Two ranks that accumulate two batches each, and have one of pairs."""
-    folder = tmp_path_factory.mktemp("together")
-    warm.train(2, folder / "log", options(data, folder))
-    return folder
+    return finished_run(ranks=2, **SHARED)
 
 
-def test_two_ranks_train_as_one_that_accumulates(data, alone, together):
-    assert sha256(together) == sha256(alone), "run.exact_sums: the same bits"
+def test_two_ranks_train_as_one_that_accumulates(alone, together):
+    """With a network that segments, descents, labels of some pairs, an average, and moments of each mode."""
+    one, two = (newest_state(folder) for folder in (alone, together))
+    for kind in ("model", "ema"):
+        assert checkpoint.weights_sha256(two[kind]) == checkpoint.weights_sha256(one[kind]), "run.exact_sums: same bits"
+    assert one["step"] == two["step"] == 3 and set(two["optimizer"]) == set(om.MODES)
     one, two = (log_lines(folder, "epoch")[-1] for folder in (alone, together))
-    assert 0 < one["labelled"] < 1 and one["dice"] > 0, "some pairs have labels"
-    for name in [*om.TERMS, "dice", "labelled", "steps", "open_share", "nonfinite", "val_ang", "val_retrieval",
-                 "val_imgsim", "val_dice", "val_folding"]:
+    assert one["labelled"] == 1 and 0 < one["segmented"] < 1, "what is segmented stands in for labels of other pairs"
+    assert one["dice"] > 0 and one["segment"] > 0
+    for name in [*om.TERMS, "dice", "labelled", "segment", "segmented", "steps", "open_share", "nonfinite", "val_ang",
+                 "val_retrieval", "val_imgsim", "val_dice", "val_folding", "val_segment"]:
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     assert len(log_lines(together, "step")) == 3 and not log_lines(together, "step", rank=1), "rank 0 logs the steps"
     assert len(log_lines(together, "end", rank=1)) == 1 and decisions(together) == ["done"]
-
-
-def test_two_ranks_train_as_one_with_moments_of_each_mode_too(data, tmp_path, alone):
-    for folder in ("alone", "together"):
-        (tmp_path / folder).mkdir()
-    assert om.main(options(data, tmp_path / "alone", optim__moments="per_mode")) == 0
-    warm.train(2, tmp_path / "log", options(data, tmp_path / "together", optim__moments="per_mode"))
-    assert sha256(tmp_path / "together") == sha256(tmp_path / "alone") != sha256(alone)
 
 
 @pytest.mark.slow
@@ -105,23 +78,23 @@ def test_planned_restarts_of_two_ranks_by_the_launcher_and_debugging_give_the_sa
     wanted = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"}
     assert wanted.items() <= kept.items()
     assert decisions(tmp_path) == ["restart", "done"] and "done after 2 rounds" in ended.stdout
-    assert sha256(tmp_path) == sha256(together)
+    assert final_sha256(tmp_path) == final_sha256(together)
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(data, tmp_path, alone):
     assert om.main(options(data, tmp_path, "--max-steps-before-restart", "1")) == 42
     printed = warm.train(2, tmp_path / "log", options(data, tmp_path))
-    assert "continuing from" in printed and sha256(tmp_path) == sha256(alone)
+    assert "continuing from" in printed and final_sha256(tmp_path) == final_sha256(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes, tolerance", [
-    ({"run__exact_sums": "false"}, TOLERANCE),
-    pytest.param({"run__bf16_sums": "true"}, 2e-4, marks=pytest.mark.slow)], ids=["float32", "bf16"])
+    ({"run__exact_sums": "false"}, TOLERANCE), ({"run__bf16_sums": "true"}, 2e-4)], ids=["float32", "bf16"])
 def test_without_exact_sums_the_ranks_differ_by_rounding_only(data, tmp_path, alone, changes, tolerance):
     warm.train(2, tmp_path / "log", options(data, tmp_path, **changes))
-    assert_close(final_state(tmp_path), final_state(alone), tolerance)
-    before = om.build_network(config(data, **QUICK)).state_dict()
-    moved = [(final_state(alone)["model"][name] - before[name]).abs().max().item() for name in before]
+    assert_close(newest_state(tmp_path), newest_state(alone), tolerance)
+    before = om.build_network(config(data, **SHARED)).state_dict()
+    moved = [(newest_state(alone)["model"][name] - before[name]).abs().max().item() for name in before]
     assert max(moved) > 10 * TOLERANCE
 
 
@@ -202,7 +175,7 @@ def test_torchrun_starts_ranks_too(data, tmp_path, together):
                    "FAULTS": json.dumps([slow]), "FAULT_DIR": str(tmp_path)}
     ended = launching.run([*command, ROOT / "OM_train_3modes.py", *options(data, tmp_path)], env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert sha256(tmp_path) == sha256(together) and decisions(tmp_path) == ["done"]
+    assert final_sha256(tmp_path) == final_sha256(together) and decisions(tmp_path) == ["done"]
     assert (tmp_path / "slow").exists() and not (tmp_path / "Models/demo_om_net/lock.json").exists()
 
 
@@ -228,7 +201,7 @@ def test_fifty_steps_of_one_two_and_four_ranks(data, tmp_path):
         folder.mkdir()
         warm.train(ranks, folder / "log", options(data, folder, data__repeats=40, data__pairs=200,
                                                   data__diff_reg_batch_ratio=1, run__checkpoint_steps=0))
-        states[ranks] = final_state(tmp_path / str(ranks))
+        states[ranks] = newest_state(tmp_path / str(ranks))
         assert states[ranks]["step"] == 50 and len(log_lines(tmp_path / str(ranks), "step")) == 50
     for ranks in (2, 4):
         worst = max(((states[ranks]["model"][name] - tensor).norm() / tensor.norm()).item()

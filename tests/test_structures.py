@@ -26,17 +26,11 @@ from Inference.refine import refine
 from Inference.registration import register
 from Runtime.config import load_config
 from Runtime.errors import InputError
-from tests import warm
-from tests.tiny import QUICK, ROOT, arguments, config, final_sha256, log_lines, make_data
+from tests.tiny import QUICK, ROOT, SHARED, arguments, config, final_sha256, log_lines, make_data, options
 
 SIZES = {2: (18, 25), 3: (10, 13, 16)}  # nothing that could be halved twice
 LEARNED = {"loss__dice": 0.03, "loss__segment": 0.1, "model__structures": 6}
 REGISTRATION_ALONE = {"loss__dist": 0, "loss__ang": 0, "loss__regul": 0, "loss__contrastive": 0}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("structures"))
 
 
 def tiny(dims=3, structures=2, **changes):
@@ -227,16 +221,12 @@ def test_refinement_brings_structures_together_that_the_intensities_do_not_show(
 # Trainings, and registration after them
 # ---------------------------------------------------------------------------------------------------------------------
 
-def options(data, folder, *more, **changes):
-    places = {"run__models": folder / "Models", "run__logs": folder / "Logs"}
-    return arguments(data, *more, **{**LEARNED, **places, **changes})
-
-
 @pytest.fixture(scope="module")
-def trained(data, tmp_path_factory):
+def trained(tmp_path_factory):
     """A network whose training was registration and segmentation alone."""
-    folder = tmp_path_factory.mktemp("trained")
-    assert om.main(options(data, folder, **REGISTRATION_ALONE, run__epochs=12, optim__lr=2e-2, optim__average=0)) == 0
+    folder = make_data(tmp_path_factory.mktemp("trained"))
+    changes = {**LEARNED, **REGISTRATION_ALONE, "run__epochs": 12, "optim__lr": 2e-2}
+    assert om.main(arguments(folder, **changes)) == 0
     return folder
 
 
@@ -259,8 +249,9 @@ def test_the_dice_of_what_is_segmented_is_over_the_labels_there_are():
     assert segmentation_dice([volume], [0 * truth], cfg) is segmentation_dice([volume], [None], cfg) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", ["trained", "own"])
-def test_registration_refines_by_what_it_segments_on_either_grid(trained, data, grid):
+def test_registration_refines_by_what_it_segments_on_either_grid(trained, grid):
     net, cfg = load_model(trained / "Models/demo_om_net", overrides=[f"refine.grid={grid}", "refine.weight=0.2"])
     pair = [make_subject(number, (20, 18, 22)) for number in (6, 7)]
     (fixed, moving), affine = [volume["image"] for volume in pair], np.diag([0.8, 0.9, 0.75, 1.0])
@@ -308,14 +299,15 @@ def test_what_is_segmented_lies_on_the_grid_of_each_volume_by_its_label(grid, la
         assert min(dice(there, torch.tensor(named)[expected], named[1:])) > 0.85, side
 
 
-def test_it_is_written_where_the_network_segments_and_goes_where_another_does_not(trained, tmp_path):
+def test_it_is_written_where_the_network_segments_and_goes_where_another_does_not(finished_run, tmp_path):
+    model = finished_run(**SHARED) / "Models/demo_om_net"
     sides = dict(zip(("fixed", "moving"), turned_pair()))
     for side, (image, affine) in sides.items():
         write_volume(tmp_path / f"{side}.nii.gz", image.astype(np.float32), affine)
     words = ["--fixed", tmp_path / "fixed.nii.gz", "--moving", tmp_path / "moving.nii.gz", "--start", "centre",
              "--device", "cpu", "--no-picture", "--out", tmp_path / "out"]
-    assert OM_register.main([str(word) for word in [*words, "--model", trained / "Models/demo_om_net", "--affine",
-                                                         "none", "--refine", "0"]]) == 0
+    assert OM_register.main([str(word) for word in [*words, "--model", model, "--affine", "none", "--refine",
+                                                         "0"]]) == 0
     for side, (image, affine) in sides.items():
         found, placed = read_label(tmp_path / f"out/segmented_{side}.nii.gz", 3)
         assert found.shape == image.shape and np.allclose(placed, affine, atol=1e-5) and found.max() <= 6
@@ -323,28 +315,17 @@ def test_it_is_written_where_the_network_segments_and_goes_where_another_does_no
     assert not list(tmp_path.glob("out/segmented*")), "they belong to another registration"
 
 
-def test_all_modes_resume_exactly_and_two_ranks_train_as_one(data, tmp_path):
-    quick = {**QUICK, "data__batchsize": 1, "data__global_batchsize": 4, "run__epochs": 1, "run__checkpoint_steps": 1,
-             "data__label_ids": "1-2,4", "model__descents": 2, "model__fine_descents": 1}
-    whole, resumed, together = (tmp_path / name for name in ("whole", "resumed", "together"))
-    assert om.main(options(data, whole, **quick)) == 0
-    assert om.main(options(data, resumed, "--max-steps-before-restart", "2", **quick)) == 42
-    assert om.main(options(data, resumed, **quick)) == 0
-    together.mkdir()
-    warm.train(2, together / "log", options(data, together, **quick))
-    assert final_sha256(whole) == final_sha256(resumed) == final_sha256(together)
+def test_all_modes_resume_exactly(finished_run, data, tmp_path):
+    for code, words in ((42, ["--max-steps-before-restart", "2"]), (0, [])):
+        assert om.main(options(data, tmp_path, *words, **SHARED)) == code
+    whole = finished_run(**SHARED)
+    assert final_sha256(whole) == final_sha256(tmp_path)
     (epoch,) = log_lines(whole, "epoch")
     assert epoch["labelled"] == 1 and 0 < epoch["segmented"] < 1, "what is segmented stands in for labels"
-    sharded = tmp_path / "sharded"
-    sharded.mkdir()
-    warm.train(2, sharded / "log", options(data, sharded, **quick, run__strategy="fsdp"))
-    (other,) = log_lines(sharded, "epoch")
-    for name in ("dice", "segment", "imgsim", "val_dice", "val_ang", "val_segment"):
-        assert other[name] == pytest.approx(epoch[name], rel=1e-3, abs=1e-5), name
 
 
 def test_another_number_of_labels_is_one_sentence(data, tmp_path, capfd):
-    assert om.main(options(data, tmp_path, model__structures=5)) == 43
+    assert om.main(options(data, tmp_path, **QUICK, **{**LEARNED, "model__structures": 5})) == 43
     assert ("error: model.structures is 5, but the label maps of the training volumes hold 6 labels (1, 2, 3, 4, 5, "
             "6): set it to that number, or name those that count by registration.labels.") in capfd.readouterr().err
 
