@@ -11,8 +11,8 @@ from Runtime import checkpoint
 from Runtime.errors import InputError
 from Runtime.files import sha256
 from Scripts import export_model
-from tests import launching
-from tests.tiny import ROOT, config
+from tests import warm
+from tests.tiny import config
 
 safetensors = pytest.importorskip("safetensors", reason="pip install -r requirements-export.txt")
 
@@ -50,8 +50,7 @@ def same(found, expected):
 
 def test_the_program_writes_the_same_weights_and_a_card(tmp_path):
     run, weights = make_run(tmp_path)
-    done = launching.run([sys.executable, str(ROOT / "Scripts/export_model.py"), "--model", str(run), "--licence",
-                           "CC-BY-SA 4.0"], cwd=tmp_path)
+    done = warm.program(export_model.main, ["--model", str(run), "--licence", "CC-BY-SA 4.0"], tmp_path)
     assert done.returncode == 0, done.stderr
     target = run / "000002_demo_om_net.safetensors"
     net, cfg = load_model(target)
@@ -128,32 +127,26 @@ def test_a_checkpoint_outside_its_run_has_a_card_without_figures(tmp_path):
     assert "No figures were recorded" in page.read_text() and "not recorded" in page.read_text()
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:len(content) // 2], lambda content: content[:6],
-                                    lambda content: b"\xff" * 8 + content[8:], lambda content: b""])
-def test_a_damaged_file_is_one_sentence(tmp_path, damage):
+UNREADABLE, OTHER = "not a readable .safetensors file", "its weights differ from those that were exported"
+
+
+@pytest.mark.parametrize("damage, said", [
+    (lambda content: content[:len(content) // 2], UNREADABLE), (lambda content: content[:6], UNREADABLE),
+    (lambda content: b"\xff" * 8 + content[8:], UNREADABLE), (lambda content: b"", UNREADABLE),
+    (lambda content: content[:-1000] + bytes([content[-1000] ^ 1]) + content[-999:], OTHER)])
+def test_a_damaged_file_is_one_sentence(tmp_path, damage, said):
     target, _ = export_model.export(make_run(tmp_path)[0])
     target.write_bytes(damage(target.read_bytes()))
-    with pytest.raises(InputError, match=f"{target}: not a readable .safetensors file") as caught:
+    with pytest.raises(InputError, match=f"{target}: {said}") as caught:
         load_model(target)
     assert "\n" not in str(caught.value)
 
 
-def test_one_flipped_bit_of_the_weights_is_noticed(tmp_path):
-    target, _ = export_model.export(make_run(tmp_path)[0])
-    content = bytearray(target.read_bytes())
-    content[-1000] ^= 1
-    target.write_bytes(content)
-    with pytest.raises(InputError, match=f"{target}: its weights differ from those that were exported"):
-        load_model(target)
-
-
-def test_without_the_package_the_command_to_install_it(tmp_path):
+def test_without_the_package_the_command_to_install_it(tmp_path, monkeypatch, capsys):
     run, _ = make_run(tmp_path)
-    code = ("import sys; sys.modules['safetensors'] = None; from Scripts.export_model import main; "
-            f"sys.exit(main(['--model', {str(run)!r}]))")
-    done = launching.run([sys.executable, "-c", code], cwd=ROOT)
-    assert done.returncode == 43 and not list(run.glob("*.safetensors"))
-    assert done.stderr == "error: writing .safetensors files needs a package: pip install safetensors\n"
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert export_model.main(["--model", str(run)]) == 43 and not list(run.glob("*.safetensors"))
+    assert capsys.readouterr().err == "error: writing .safetensors files needs a package: pip install safetensors\n"
 
 
 def test_what_cannot_be_exported(tmp_path, capsys):

@@ -16,7 +16,7 @@ from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests import findings
 from tests.faults.common import until
-from tests.tiny import QUICK, ROOT, arguments, make_data
+from tests.tiny import QUICK, ROOT, arguments, make_data, options
 
 ONE_SUBJECT = {"data__train_ids": "", "data__val_ids": "", "data__subject_pattern": "(subject)"}
 
@@ -60,10 +60,10 @@ def test_bars_of_a_job_print_a_line_a_minute():
 def test_a_refused_start_leaves_no_folder_and_is_no_death(tmp_path, capsys):
     """G14: a first start that is refused leaves nothing; one in a folder with a run is neither a death nor lost time.
     F13: whose volumes are of one subject is told why mode 2 stays 0."""
-    run, changes = tmp_path / "Models/demo_om_net", {**QUICK, **ONE_SUBJECT}
+    run, changes = tmp_path / "Models/demo_om_net", {**QUICK, **ONE_SUBJECT, "data__repeats": 1}
     assert om.main(arguments(tmp_path, **changes)) == 43 and "no such data" in capsys.readouterr().err
     assert list((tmp_path / "Models").iterdir()) == [] and not (tmp_path / "Logs").exists()
-    make_data(tmp_path)
+    make_data(tmp_path, size=8)
     assert om.main(arguments(tmp_path, **changes, run__epochs=1)) == 0
     assert "all training volumes are of one subject, so mode 2 has nobody" in capsys.readouterr().out
     (tmp_path / "data").rename(tmp_path / "elsewhere")
@@ -78,15 +78,15 @@ def test_a_refused_start_leaves_no_folder_and_is_no_death(tmp_path, capsys):
     assert each["rule"] == "stopped" and "This needs a person" in each["sentence"]
 
 
-def test_an_error_of_the_picture_does_not_cost_the_epoch(tmp_path, monkeypatch):
+def test_an_error_of_the_picture_does_not_cost_the_epoch(data, tmp_path, monkeypatch):
     """B17: its checkpoint is written before the figure is drawn."""
     def no_font(*_, **__):
         raise RuntimeError("the font is gone")
 
-    make_data(tmp_path)
+    changes = {**QUICK, "run__picture_every": 1, "run__checkpoint_steps": 0, "data__repeats": 1}
     monkeypatch.setattr("Diffusion.figures.registration_figure", no_font)
     with pytest.raises(RuntimeError, match="the font is gone"):
-        om.main(arguments(tmp_path, **{**QUICK, "run__picture_every": 1}, run__checkpoint_steps=0))
+        om.main(options(data, tmp_path, **changes))
     run = tmp_path / "Models/demo_om_net"
     assert until(lambda: checkpoint.newest(run), 60) == "000001_demo_om_net.pth", "a thread writes it"
 

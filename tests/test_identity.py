@@ -1,9 +1,6 @@
 """A run knows its data: it goes on with those it was trained on, with more of them, and not with others."""
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,29 +8,25 @@ import torch
 import OM_train_3modes as om
 from Dataloader.datalist import subject_key
 from Dataloader.dataset import read_datasets
-from Dataloader.identity import as_csv, compare_data, describe_data
+from Dataloader.identity import as_csv, compare_data, describe_data, require_same_everywhere
 from Dataloader.synthetic import write_dataset
-from Runtime import checkpoint
+from Runtime import checkpoint, launch
 from Runtime.errors import InputError
-from Supervisor.attempts import free_port
-from tests import launching
-from tests.tiny import ROOT, arguments, config, log_lines, make_data
+from tests import warm
+from tests.tiny import QUICK, arguments, config, log_lines, make_data, prepare
 
-TWO_RANKS = """
-import torch
-from Dataloader.identity import require_same_everywhere
-from Runtime import launch
-from tests.tiny import config
-ranks = launch.environment()
-launch.rendezvous(ranks, 60)
-launch.join(ranks, torch.device("cpu"), config())
-require_same_everywhere(ranks, "these")
-try:
-    require_same_everywhere(ranks, f"those of rank {ranks.rank}")
-except ValueError as error:
-    print(error)
-launch.leave(ranks)
-"""
+
+def join_and_compare():
+    """What two ranks do that read the same data, and then others."""
+    ranks = launch.environment()
+    launch.rendezvous(ranks, 60)
+    launch.join(ranks, torch.device("cpu"), config())
+    require_same_everywhere(ranks, "these")
+    try:
+        require_same_everywhere(ranks, f"those of rank {ranks.rank}")
+    except ValueError as error:
+        print(error, flush=True)
+    launch.leave(ranks)
 
 
 def data_of(train, val=(), name="brains"):
@@ -77,31 +70,28 @@ def test_whoever_was_trained_on_is_not_held_out_later():
         compare_data(data_of(SOME), data_of(SOME[2:], [("p1_2", 5)]), "F")
 
 
-def test_what_is_kept_does_not_depend_on_where_the_files_are(tmp_path):
-    make_data(tmp_path / "one")
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    cfg = config(tmp_path / "one")
-    kept = [describe_data(cfg, *read_datasets(config(tmp_path / name))[:2]) for name in ("one", "two")]
-    assert kept[0] == kept[1] and json.loads(kept[0])["name"] == "demo"
-    launching.run([sys.executable, str(ROOT / "OM_prepare.py"), "--workers", "1",
-                    *arguments(tmp_path / "one", data__cache=tmp_path / "cache")], check=True)
-    assert describe_data(cfg, *read_datasets(config(tmp_path / "one", data__cache=tmp_path / "cache"))[:2]) == kept[0]
-    lines = as_csv(kept[0]).splitlines()
-    size = (tmp_path / "one/data/imagesTr/subject_0006.nii.gz").stat().st_size
+def test_what_is_kept_does_not_depend_on_where_the_files_are(data, tmp_path):
+    shutil.copytree(data, tmp_path / "copy")
+    cfg, cache = config(data), prepare(data, tmp_path / "cache")
+    kept, copied, cached = (describe_data(cfg, *read_datasets(other)[:2]) for other in (
+        cfg, config(tmp_path / "copy"), config(data, data__cache=cache)))
+    assert kept == copied == cached and json.loads(kept)["name"] == "demo"
+    lines = as_csv(kept).splitlines()
+    size = (data / "data/imagesTr/subject_0006.nii.gz").stat().st_size
     assert lines[0] == "id,subject,split,bytes" and lines[7] == f"subject_0006,subject_0006,val,{size}"
     assert len(lines) == 9
 
 
 def train(folder, *more, **changes):
-    return om.main(arguments(folder, *more, **changes))
+    return om.main(arguments(folder, *more, **{**QUICK, **changes}))
 
 
 def test_a_data_set_that_grew_goes_on_with_the_next_epoch_and_another_is_refused(tmp_path, capfd):
-    make_data(tmp_path, 8)
+    make_data(tmp_path, 8, 8)
     assert train(tmp_path, "--max-steps-before-restart", "2", data__train_ids="0-5,8-9") == 42
     run = tmp_path / "Models/demo_om_net"
     assert (run / "data.csv").read_text() == as_csv(checkpoint.load(run / checkpoint.newest(run))["data"])
-    write_dataset(tmp_path / "data", range(10), 16)
+    write_dataset(tmp_path / "data", range(10), 8)
     capfd.readouterr()
     assert train(tmp_path, "--max-steps-before-restart", "1", data__train_ids="0-5,8-9") == 42
     out = capfd.readouterr().out
@@ -112,7 +102,7 @@ def test_a_data_set_that_grew_goes_on_with_the_next_epoch_and_another_is_refused
     assert (state["epoch"], state["step_in_epoch"], state["samples"]) == (1, 1, 2)
     assert len((run / "data.csv").read_text().splitlines()) == 11
     shutil.rmtree(tmp_path / "data")
-    write_dataset(tmp_path / "data", range(8), 18)  # the same names
+    write_dataset(tmp_path / "data", range(8), 9)  # the same names
     assert train(tmp_path, data__train_ids="0-5") == 43
     said = capfd.readouterr().err
     assert "was trained on different data with the same name demo: of its 10 volumes, 0 are among the 8" in said
@@ -120,7 +110,7 @@ def test_a_data_set_that_grew_goes_on_with_the_next_epoch_and_another_is_refused
 
 
 def test_without_ids_some_subjects_are_held_out_and_the_run_has_the_name_of_its_data(tmp_path):
-    make_data(tmp_path, 12)
+    make_data(tmp_path, 12, 8)
     changes = {"data__name": "", "data__train_ids": "", "data__val_ids": "", "data__val_fraction": 0.05}
     assert train(tmp_path, "--max-steps-before-restart", "1", **changes) == 42
     run = tmp_path / "Models/data_om_net"
@@ -131,10 +121,10 @@ def test_without_ids_some_subjects_are_held_out_and_the_run_has_the_name_of_its_
 
 def test_other_volumes_of_a_subject_are_no_negatives(tmp_path):
     """A queue full of other scans of the batch's subject is as good as empty; one of another subject's is not."""
-    make_data(tmp_path, 6)
+    make_data(tmp_path, 6, 8)
     rows = [f"data/imagesTr/subject_000{number}.nii.gz,{'ab'[number // 3]}" for number in range(6)]
     (tmp_path / "list.csv").write_text("\n".join(["image,subject", *rows]) + "\n")
-    cfg = config(tmp_path, data__root=tmp_path / "list.csv", data__val_ids="", data__train_ids="0-5")
+    cfg = config(tmp_path, data__root=tmp_path / "list.csv", data__val_ids="", data__train_ids="0-5", **QUICK)
     dataset = read_datasets(cfg)[0]
     assert dataset.subjects.tolist() == [subject_key("a")] * 3 + [subject_key("b")] * 3
     net, ddpm = om.build_network(cfg), om.DeformDDPM(cfg)
@@ -148,12 +138,7 @@ def test_other_volumes_of_a_subject_are_no_negatives(tmp_path):
 
 
 def test_ranks_that_read_other_data_are_named(tmp_path):
-    (tmp_path / "two.py").write_text(TWO_RANKS)
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    both = [launching.start([sys.executable, str(tmp_path / "two.py")], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, env={**variables, "RANK": str(rank)}) for rank in (0, 1)]
-    for process in both:
-        out, err = process.communicate(timeout=90)
-        assert process.returncode == 0, err
-        assert "rank 1 of 2 reads different data from rank 0: data.root and data.cache must be the same on" in out
+    said = "rank 1 of 2 reads different data from rank 0: data.root and data.cache must be the same on"
+    with warm.ranks(2, tmp_path / "log", [], target=join_and_compare) as ranks:
+        assert warm.codes(ranks, 90) == [0, 0], (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text().count(said) == 2

@@ -1,14 +1,11 @@
 """Labels and masks of training volumes in mode 3: their losses, their augmentation, and trainings that read them."""
 import itertools
-import signal
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import OM_prepare
 import OM_train_3modes as om
 from Dataloader import identity
 from Dataloader.dataset import NO_LABELS, Files, epoch_batches, find_labels, read_datasets
@@ -19,8 +16,8 @@ from Diffusion.metrics import dice
 from Runtime.global_batch import split_step
 from Runtime.launch import Ranks
 from Runtime.progress import Progress
-from tests import warm
-from tests.tiny import MASKED, QUICK, add_masks, arguments, begin, config, final_sha256, log_lines, make_data
+from tests import tiny
+from tests.tiny import MASKED, QUICK, add_masks, begin, config, final_sha256, log_lines, make_data, prepare
 
 SIZES = [(13, 16), (10, 13, 16)]
 KEYS = [(0, 3, position) for position in range(4)]
@@ -47,18 +44,13 @@ def shift(size, voxels):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_without_a_field_it_is_one_minus_the_dice_of_the_metrics(size):
-    moving, fixed = blocks(size, 2, 6), blocks(size, 3, 5)
-    found, share = label_terms(shift(size, 0), moving, fixed, [BOTH], torch.tensor([1, 2]))
+def test_it_is_one_minus_the_dice_of_the_metrics_and_zero_where_a_field_brings_the_labels_together(size):
+    moving, fixed, values = blocks(size, 2, 6), blocks(size, 3, 5), torch.tensor([1, 2])
+    found, share = label_terms(shift(size, 0), moving, fixed, [BOTH], values)
     assert found.item() == pytest.approx(1 - np.mean(dice(moving, fixed, [1, 2])), abs=1e-6) and 0.2 < found < 0.9
     assert share.item() == 1.0
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_field_that_brings_the_labels_together_makes_it_zero(size):
-    moving, fixed = blocks(size, 2, 6), blocks(size, 1, 5)
-    found, _ = label_terms(shift(size, 1), moving, fixed, [BOTH], torch.tensor([1, 2]))
-    assert found.item() == pytest.approx(0.0, abs=1e-5)
+    together, _ = label_terms(shift(size, 1), moving, blocks(size, 1, 5), [BOTH], values)
+    assert together.item() == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -217,8 +209,8 @@ def maps_of_pairs(cfg, most=4):
 
 
 def test_maps_are_those_of_the_volumes_from_files_from_memory_and_from_the_cache(data, tmp_path):
-    changes = {**SOME, "registration__masks": True, "data__cache": tmp_path / "cache"}
-    assert OM_prepare.main(arguments(data, "--workers", "1", **changes)) == 0
+    changes = {**SOME, "registration__masks": True}
+    changes["data__cache"] = prepare(data, tmp_path / "cache", **changes)
     sources = [{"data__cache": "", "data__in_memory": False}, {"data__cache": "", "data__in_memory": True}, {}]
     (files, dataset), (memory, _), (cache, _) = (maps_of_pairs(config(data, **{**changes, **source}))
                                                  for source in sources)
@@ -275,13 +267,13 @@ def test_labels_that_cannot_be_used_are_one_sentence(data, tmp_path, monkeypatch
 # ---------------------------------------------------------------------------------------------------------------------
 
 def options(data, folder, *more, **changes):
-    places = {"run__models": folder / "Models", "run__logs": folder / "Logs"}
-    return arguments(data, *more, **{**SOME, "registration__masks": True, **places, **changes})
+    return tiny.options(data, folder, *more, **{**SOME, "registration__masks": True, **changes})
 
 
-def test_a_training_with_labels_of_some_volumes_is_logged_and_goes_on_after_a_kill(data, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert om.main(options(data, whole)) == 0
+def test_a_training_with_labels_of_some_volumes_is_logged_and_resumes_exactly(data, tmp_path):
+    """Some pairs deformed, and some seen in other intensities."""
+    whole, parts, both = tmp_path / "whole", tmp_path / "parts", {"augment__deform": 0.5, "augment__remap": 0.5}
+    assert om.main(options(data, whole, **both)) == 0
     steps = log_lines(whole, "step")
     labelled = [line["terms"]["labelled"] for line in steps]
     assert set(labelled) == {0.0, 1.0} and len(steps) == 12
@@ -291,23 +283,16 @@ def test_a_training_with_labels_of_some_volumes_is_logged_and_goes_on_after_a_ki
         known = [one["dice"] for one in terms if "dice" in one]
         assert epoch["labelled"] == pytest.approx(len(known) / len(terms))
         assert epoch["dice"] == (pytest.approx(np.mean(known)) if known else None)
-    with warm.ranks(1, tmp_path / "log", [options(data, killed)]) as (process,):
-        until = time.time() + 120
-        while not [line for line in log_lines(killed, "step") if line["step"] >= 7]:
-            assert process.is_alive() and time.time() < until, "the run ended before it could be killed"
-            time.sleep(0.005)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-    assert om.main(options(data, killed)) == 0
-    assert final_sha256(killed) == final_sha256(whole)
-    assert log_lines(killed, "epoch")[-1]["dice"] == log_lines(whole, "epoch")[-1]["dice"]
+    for code, words in ((42, ["--max-steps-before-restart", "9"]), (0, [])):
+        assert om.main(options(data, parts, *words, **both)) == code
+    assert final_sha256(parts) == final_sha256(whole)
+    assert log_lines(parts, "epoch")[-1]["dice"] == log_lines(whole, "epoch")[-1]["dice"]
 
 
 def test_labels_are_met_as_often_as_the_config_says(data, tmp_path):
-    changes = {"data__labelled_pairs": 1.0, "data__label_ids": "1-2", "run__epochs": 1}
-    assert om.main(options(data, tmp_path, **changes)) == 0
-    assert {line["terms"]["labelled"] for line in log_lines(tmp_path, "step")} == {1.0}
+    changes = {"data__labelled_pairs": 1.0, "data__label_ids": "1-2"}
+    assert om.main(options(data, tmp_path, "--max-steps-before-restart", "4", **changes)) == 42
+    assert [line["terms"]["labelled"] for line in log_lines(tmp_path, "step")] == [1.0] * 4
 
 
 def run_and_pair(cfg):
@@ -357,11 +342,3 @@ def test_labels_of_a_pair_are_deformed_with_its_images(data):
         sure = (batch[side] - 0.5).abs() > 0.499
         assert torch.equal((batch["label"][side] == 2)[sure], (batch[side] > 0.5)[sure])
         assert (batch[side] - stored).abs().mean() > 0.01, "it is deformed"
-
-
-def test_a_training_with_both_resumes_exactly(data, tmp_path):
-    both = {"augment__deform": 0.5, "augment__remap": 0.5, "run__epochs": 1}
-    assert om.main(options(data, tmp_path / "whole", **both)) == 0
-    assert om.main(options(data, tmp_path / "parts", "--max-steps-before-restart", "1", **both)) == 42
-    assert om.main(options(data, tmp_path / "parts", **both)) == 0
-    assert final_sha256(tmp_path / "parts") == final_sha256(tmp_path / "whole")

@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import OM_train_3modes as om
 from Runtime import writer
-from tests.tiny import arguments, log_lines, make_data
+from tests.tiny import QUICK, log_lines, options
 
 
 def read(folder):
@@ -75,10 +75,9 @@ def test_what_waits_is_bounded(tmp_path, monkeypatch):
     assert steps[-1] == 99 and 5 < len(steps) < 30 and steps == list(range(steps[0], 100))
 
 
-def test_a_training_outlives_a_logs_folder_that_takes_nothing(tmp_path, capfd):
-    make_data(tmp_path)
+def test_a_training_outlives_a_logs_folder_that_takes_nothing(data, tmp_path, capfd):
     (tmp_path / "Logs").write_text("in the way")
-    assert om.main(arguments(tmp_path, run__epochs=1)) == 0
+    assert om.main(options(data, tmp_path, **QUICK, run__epochs=1, data__repeats=1)) == 0
     said = capfd.readouterr()
     assert said.err.count("TensorBoard: ") == 1 and "Traceback" not in said.err and "done: 1 epochs" in said.out
     assert log_lines(tmp_path, "epoch")
