@@ -4,15 +4,11 @@
     with launching.running(command, stdout=log) as process:   # as subprocess.Popen
         ...
 
-Each is a session of its own and carries a mark in its environment, which all that it starts inherit: a rank that a
-killed launcher leaves behind, a worker in a session of its own, a program that ignores SIGTERM are found by it and
-killed when the `with` block is left: by a failure, a KeyboardInterrupt or the signal of pytest-timeout too. A guard
-process does the same when pytest itself is killed. A block that ends well must leave nothing behind; what it leaves is
-killed and named in an AssertionError. tests/conftest.py asks the same after each file of tests, of all processes.
-
-`start` leaves the end to who calls it, at the latest to tests/conftest.py: after each test it ends what that test has
-started. Scripts that tests start may use all of this as well (tests/faults, tests/slurm): marks nest, so that the end
-of the script's own process takes all that it has started along.
+Each is a session of its own with a mark in its environment, which all that it starts inherit. By the mark they are
+found and killed when the `with` block is left, whatever ends it; a guard process does so when pytest itself is killed.
+A block that ends well must leave nothing behind: what it leaves is killed and named in an AssertionError.
+tests/conftest.py asks the same after each file of tests, and ends what a test has begun by `start`. Scripts that tests
+start may use all of this too (tests/faults, tests/slurm): marks nest.
 """
 import contextlib
 import itertools
