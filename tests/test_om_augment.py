@@ -31,9 +31,10 @@ from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
 from Runtime.errors import InputError
 from tests import launching
-from tests.test_nifti import DATA, OBLIQUE, make_affine
+from tests.test_nifti import OBLIQUE, make_affine
 from tests.tiny import CONFIG, ROOT, config, run_in_little_memory, write_large
 
+DATA = ROOT.parent / "shared/data"
 SHAPE = (24, 28, 33)
 FLIPPED = make_affine((1, 2, 0), (1, -1, 1), (1.3, 1.0, 0.8), (20, -10, 8))
 SMALL = ["diffusion.grids=[4,8]", "data.img_size=24", "data.spacing_mm=0"]
