@@ -201,7 +201,7 @@ def test_the_written_data_set_has_the_regions(tmp_path, capsys):
 def test_an_nnunet_list_that_is_broken_is_one_sentence(tmp_path):
     write_case(tmp_path, 1)
     (tmp_path / "dataset.json").write_text('{"channel_names": ["T1"]}')
-    with refused("dataset.json", "none of nnU-Net's"):
+    with refused("dataset.json", "are not those of nnU-Net"):
         read_datalist(tmp_path)
     (tmp_path / "dataset.json").write_text('{"channel_names": {"0": "T1"}, "file_ending": ".nii.gz"}')
     (tmp_path / "labelsTr/b_001.nii.gz").unlink()
