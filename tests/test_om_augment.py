@@ -161,9 +161,9 @@ def test_measures_of_known_fields():
 @pytest.mark.slow
 def test_the_deformation_is_strong_and_does_not_fold(tmp_path, capsys):
     """32 draws for each volume, as the hippocampus config makes them."""
-    real = (DATA / "hippocampus").is_dir()
+    real = ROOT.parent / "shared/data/hippocampus"
     write_subject(tmp_path / "data", 1, make_affine(signs=(-1, 1, 1)), (35, 50, 36))
-    words = ["--data", DATA / "hippocampus", "--ids", "231"] if real else ["--data", tmp_path / "data"]
+    words = ["--data", real, "--ids", "231"] if real.is_dir() else ["--data", tmp_path / "data"]
     assert run(*words, "--model", "none", "--config", ROOT / "Config/config_hippocampus.yaml", "--draws", 32, "--out",
                tmp_path / "out") == 0
     result = last_line(capsys)
