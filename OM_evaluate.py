@@ -74,7 +74,8 @@ def score_pair(pair, dims=3, carried="smooth"):
     """
     if "written" in pair:
         folder, digests = pair["written"]
-        if problem := damage(digests, folder):
+        problem = damage(digests, folder)
+        if problem:
             raise InputError(f"{problem}: register this pair again.")
     scores = {"name": pair.get("name", "pair"), "labels": {}}
     field = affine = None

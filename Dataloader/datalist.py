@@ -180,7 +180,7 @@ def split_volumes(source, items, cfg):
     source: what the errors begin with. items: from `list_volumes` or a cache.
     Returns: two lists of items in their order. Raises InputError for ids that select nothing.
     """
-    train_ids, val_ids = cfg["data.train_ids"], cfg["data.val_ids"]
+    train_ids, val_ids, fraction = cfg["data.train_ids"], cfg["data.val_ids"], cfg["data.val_fraction"]
     free = trainable(source, items)
     marked = [item for item in items if item["split"] == "val"]
     if marked:
@@ -190,7 +190,7 @@ def split_volumes(source, items, cfg):
     if val_ids.strip():
         val = select(source, free, val_ids)
     elif not names_all:
-        held_out = held_out_subjects(free, cfg["data.val_fraction"])
+        held_out = held_out_subjects(free, fraction)
         val = [item for item in free if item["subject"] in held_out]
     if not names_all:
         held_out = {item["subject"] for item in val}
