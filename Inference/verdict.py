@@ -32,7 +32,7 @@ def judge(scores):
     scores: the result of Inference/registration.py's `register`, or the row of a pair; what is missing or None is not
     judged. The reason is that of the worst finding.
     """
-    found = [finding for check in CHECKS if (finding := check(scores))]
+    found = [finding for check in CHECKS for finding in check(scores)]
     if not found:
         return "ok", ""
     return max(found, key=lambda finding: VERDICTS.index(finding[0]))
@@ -49,31 +49,29 @@ def _level(value, limits, larger_is_worse=True):
 def _segmentation(scores):
     sides = scores.get("segmentations") or []
     if len(sides) == 1:
-        return "failed", f"the {sides[0]} volume is a segmentation and the other one an image: give its image."
+        yield "failed", f"the {sides[0]} volume is a segmentation and the other one an image: give its image."
     if sides:
-        return "doubtful", ("both volumes are segmentations, and intensities were compared: give the images, and these "
-                            "as labels.")
-    return None
+        yield "doubtful", ("both volumes are segmentations, and intensities were compared: give the images, and these "
+                           "as labels.")
 
 
 def _affine(scores):
     if scores.get("mirrors"):
-        return "failed", "the affine part mirrors the volume: correct the initial matrix or the header."
+        yield "failed", "the affine part mirrors the volume: correct the initial matrix or the header."
     least, most = scores.get("scale_least"), scores.get("scale_most")
     if most is not None:
         factor = most if most * least > 1 else 1 / least
         level = _level(factor, SCALES)
         if level != "ok":
             word = "enlarges" if most * least > 1 else "shrinks"
-            return level, (f"the affine part {word} an axis {factor:.2g} times: check the voxel sizes in both headers, "
-                           "and that both show the same.")
+            yield level, (f"the affine part {word} an axis {factor:.2g} times: check the voxel sizes in both headers, "
+                          "and that both show the same.")
     level = _level(scores.get("shear_degrees"), SHEAR_DEGREES)
     if level != "ok":
-        return level, f"the affine part shears by {scores['shear_degrees']:.0f} degrees: look at the picture."
+        yield level, f"the affine part shears by {scores['shear_degrees']:.0f} degrees: look at the picture."
     if (scores.get("turn_degrees") or 0) > TURN_DEGREES:
-        return "doubtful", (f"the affine part turns by {scores['turn_degrees']:.0f} degrees from the headers: check "
-                            "both orientations, and left and right.")
-    return None
+        yield "doubtful", (f"the affine part turns by {scores['turn_degrees']:.0f} degrees from the headers: check "
+                           "both orientations, and left and right.")
 
 
 def _alike(scores):
@@ -81,18 +79,17 @@ def _alike(scores):
     two_modalities = scores.get("compared_by", "correlation") != "correlation"
     # Their intensities need no linear relation to be right. Who asked for another measure knows that.
     if after is None or (two_modalities and scores.get("one_sign") is None):
-        return None
+        return
     covered = max(scores.get("covered_percent", 100.0), COVERED_PERCENT[1]) / 100  # what is not is judged by itself
     level = _level(after / covered, ALIKE_OF_TWO if two_modalities else ALIKE, larger_is_worse=False)
     if level == "doubtful" and two_modalities:
-        return level, ("the volumes look like two modalities and were compared by their structures: check the "
-                       "picture, because no score shows whether they match.")
-    if level != "ok":
-        return level, (f"the volumes still differ strongly after the registration (similarity {after:.2f}): check "
-                       "that both show the same organ.")
-    if after < before - LOST:
-        return "doubtful", f"the volumes are less similar than before (similarity {before:.2f}, after it {after:.2f})."
-    return None
+        yield level, ("the volumes look like two modalities and were compared by their structures: check the "
+                      "picture, because no score shows whether they match.")
+    elif level != "ok":
+        yield level, (f"the volumes still differ strongly after the registration (similarity {after:.2f}): check "
+                      "that both show the same organ.")
+    if before is not None and after < before - LOST:
+        yield "doubtful", f"the volumes are less similar than before (similarity {before:.2f}, after it {after:.2f})."
 
 
 def _covered(scores):
@@ -101,41 +98,38 @@ def _covered(scores):
         limits = COVERED_PERCENT[0], 0.0  # where a volume shows nothing the other modality may show something
     level = _level(scores.get("covered_percent"), limits, larger_is_worse=False)
     if level != "ok":
-        return level, (f"the moving volume covers only {scores['covered_percent']:.0f} % of what the fixed one "
-                       "shows: check that both show the same part of the body.")
-    return None
+        yield level, (f"the moving volume covers only {scores['covered_percent']:.0f} % of what the fixed one "
+                      "shows: check that both show the same part of the body.")
 
 
 def _regular(scores):
     level = _level(scores.get("folding_body_percent"), FOLDED_PERCENT)
     if level != "ok":
-        return level, f"the field folds in {scores['folding_body_percent']:.2g} % of the body: raise refine.weight."
+        yield level, f"the field folds in {scores['folding_body_percent']:.2g} % of the body: raise refine.weight."
     level = _level(scores.get("stretched_percent"), STRETCHED_PERCENT)
     if level != "ok":
-        return level, ("the deformation changes the local volume more than fivefold in "
-                       f"{scores['stretched_percent']:.0f} % of the body: check that the moving volume shows all of "
-                       "it.")
+        yield level, ("the deformation changes the local volume more than fivefold in "
+                      f"{scores['stretched_percent']:.0f} % of the body: check that the moving volume shows all of "
+                      "it.")
     level = _level(scores.get("inverse_error_mm"), INVERSE_ERROR_MM)
     if level != "ok":
-        return level, (f"going there and back misses by {scores['inverse_error_mm']:.2g} mm on average: do not use "
-                       "the inverse.")
-    return None
+        yield level, (f"going there and back misses by {scores['inverse_error_mm']:.2g} mm on average: do not use "
+                      "the inverse.")
 
 
 def _labels(scores):
     before, after = scores.get("dice_before"), scores.get("dice")
     if after is not None:
         if before is not None and after < before - DICE_LOST:
-            return "failed", f"the labels overlap less than before (Dice {before:.3f} before, {after:.3f} after)."
+            yield "failed", f"the labels overlap less than before (Dice {before:.3f} before, {after:.3f} after)."
         if after < LEAST_DICE:
-            return "failed", f"the labels hardly overlap (Dice {after:.3f}): check that they belong to these volumes."
+            yield "failed", f"the labels hardly overlap (Dice {after:.3f}): check that they belong to these volumes."
     before, after = scores.get("tre_before_mm"), scores.get("tre_mm")
     if after is not None and before is not None and after > TRE_GAINED * before:
-        return "failed", (f"the landmarks are further apart than before the registration ({before:.2f} mm before, "
-                          f"{after:.2f} mm after).")
+        yield "failed", (f"the landmarks are further apart than before the registration ({before:.2f} mm before, "
+                         f"{after:.2f} mm after).")
     if scores.get("labels_lost"):
-        return "doubtful", f"the warped labels lack structures of the fixed volume: {scores['labels_lost'][:5]}."
-    return None
+        yield "doubtful", f"the warped labels lack structures of the fixed volume: {scores['labels_lost'][:5]}."
 
 
 # In the order in which their reasons are told where several are equally bad.
