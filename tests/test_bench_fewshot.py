@@ -38,8 +38,8 @@ def test_elastic_deformations_have_the_strength_of_smoothed_noise():
 
 def test_a_volume_keeps_as_many_copies_as_its_fewest_companions_want():
     orders = [[("a",), ("b",), ("c",)], [("c",), ("a",), ("b",)]]
-    assert few.counts_of(orders, [1, 3]) == {"a": 16, "b": 4, "c": 16}
-    assert few.counts_of(orders, [2]) == {"a": 8, "b": 8, "c": 8}
+    assert few.counts_of(orders, {1: 16, 3: 4}) == {"a": 16, "b": 4, "c": 16}
+    assert few.counts_of(orders, {2: 8}) == {"a": 8, "b": 8, "c": 8}
 
 
 def test_a_row_with_a_missing_seed_is_named_and_not_averaged():

@@ -22,7 +22,7 @@ The rows:
 The simple rows draw anew in every step. Copies are drawn once: 16 of a volume that is alone, 8 of each of two, 4 of
 each of five or ten; a sample is a copy with probability SHARE, else the volume itself. Volumes lie on one grid of
 40 x 56 x 40 voxels, mean 0, variance 1. Network, steps, first weights and order of the volumes are the same in all
-rows; the row's own augmentation is all that is added.
+rows; the row's own augmentation is all that is added. --copies makes as many copies of each volume in all rows.
 
 Each seed takes other labelled volumes (those of 1 are among those of 2, 5 and 10) and other first weights. Dice is the
 mean over both labels, then over the seeds; its 95 % interval is that over the test volumes by Student's t, as is that
@@ -95,6 +95,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="ROW",
                         help=f"some of {', '.join(METHODS)}")
     parser.add_argument("--shots", nargs="+", type=int, default=[1, 2, 5, 10], metavar="K", help="labelled volumes")
+    parser.add_argument("--copies", type=int, metavar="N", help="of each labelled volume (16 of one, 8 of each of two, "
+                        "4 of each of more)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="choices of volumes (%(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training (%(default)s)")
     parser.add_argument("--rate", type=float, default=LR, help="learning rate of Adam (%(default)s)")
@@ -104,7 +106,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="(%(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue with what is in the folder of --out")
     parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_fewshot", metavar="FOLDER")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.counts = {labelled: args.copies or COUNTS.get(labelled, LEAST) for labelled in args.shots}
+    return args
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,12 +221,12 @@ def standard(image, label):
     return (image - image.mean()) / (image.std() + 1e-6), label
 
 
-def counts_of(orders, shots):
-    """How many copies each volume needs: {id: number}. orders: of the volumes, one for each seed."""
+def counts_of(orders, counts):
+    """How many copies each volume needs: {id: number}. orders: of the volumes, one for each seed. counts: of args."""
     needed = {}
-    for order, labelled in itertools.product(orders, shots):
+    for order, (labelled, count) in itertools.product(orders, counts.items()):
         for volume in order[:labelled]:
-            needed[volume[0]] = max(needed.get(volume[0], 0), COUNTS.get(labelled, LEAST))
+            needed[volume[0]] = max(needed.get(volume[0], 0), count)
     return needed
 
 
@@ -261,7 +265,7 @@ def pool_of(method, volume, count, labelled, model, args, cfg, others):
         found = kept(path, settings, True)
     copies = [(torch.from_numpy(image).float(), torch.from_numpy(label).float())
               for image, label in zip(found["images"], found["labels"])]
-    return [standard(*drawn) for drawn in (itself, *copies[:COUNTS.get(labelled, LEAST)])]
+    return [standard(*drawn) for drawn in (itself, *copies[:args.counts[labelled]])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +321,8 @@ def cell(method, labelled, seed, order, needed, held_out, model, args, cfg, over
     over: run nothing any more; without a file it is None.
     """
     weights = sha256(find_checkpoint(args.checkpoint)) if COMBINED.get(method, method) in COPIES else None
-    settings = json.loads(json.dumps([args.steps, args.rate, args.test_ids, WIDTHS, COUNTS, LEAST, cfg, weights]))
+    settings = [args.steps, args.rate, args.test_ids, WIDTHS, args.counts[labelled], cfg, weights]
+    settings = json.loads(json.dumps(settings))
     path = args.out / "cells" / f"{method}_{labelled}_{seed}.json"
     if args.resume and path.is_file() and (found := json.loads(path.read_text()))["settings"] == settings:
         return found
@@ -403,7 +408,7 @@ def main(argv=None):
     held_out = [standard(*on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg))
                 for _, image, label, affine in read(read_datalist(args.data, 3, args.test_ids))]
     orders = orders_of(volumes, args.seeds)
-    needed = counts_of(orders, args.shots)
+    needed = counts_of(orders, args.counts)
     found, began = {}, time.process_time()
     work = sorted(itertools.product(args.shots, METHODS), key=lambda one: one[1] in COMBINED)  # these come last
     work = [(method, labelled) for labelled, method in work if method in args.methods]
