@@ -243,7 +243,8 @@ def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine,
         levels.append({
             "fixed": shown.to(device), "fixed_mask": None if fixed_mask is None else weight.to(device),
             "moving": torch.from_numpy(np.stack([moving, inside]))[None].to(device),
-            "textured": (textured if textured.any() else weight).to(device),  # where there is anything to compare
+            # Flat windows correlate with nothing, so only the others count.
+            "textured": (textured if textured.any() else weight).to(device),
             "attainable": ratio * float(inside.mean()), "basis": basis, "spacing_mm": float(f"{spacing_mm:.6g}"),
             # Of the finest level: a unit of the shift means the same at all of them.
             "extent_mm": levels[0]["extent_mm"] if levels else float(extent_mm.max()),

@@ -35,13 +35,13 @@ def read_run(run):
 
     run: folder of the run, Models/<data>_<net>.
     Returns a dict of
-      run: Path; lock, manifest: content of these files, {} where there is none; pictures: Paths, oldest first
+      run: Path; lock, manifest: content of these files, {} if absent; pictures: Paths, oldest first
       attempts: lines of attempts.jsonl; costs: of `goodput.costs_of`
       steps, once: columns of all rows of rank 0, and of the steps that are in the result, see `as_columns`
       epochs: lines of rank 0, those of an epoch that ran twice only once; scores: {val_...: those that have it}
       pace: {rank: its lines}; now: {rank: its last breadcrumb}; events: all other lines of all ranks, by time
-      launches: of `read_launches`; config, modes: of the newest one, {} and [] where there is none; losses: names of
-      the losses and terms, those of the modes first
+      launches: of `read_launches`; config, modes: those of the newest launch, {} and [] if there was no launch
+      losses: names of the losses and their terms, the modes' own losses first
     Raises InputError if this is no run folder.
     """
     run = Path(run)
