@@ -160,6 +160,7 @@ def test_a_thread_that_reads_ahead_passes_errors_on_and_stops_when_nobody_listen
     assert time.time() - started < 2, "not until all 400 have been read"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is there on Linux only")
 def test_a_worker_ends_whose_parent_was_killed_before_it_had_started(tmp_path):
     make_data(tmp_path)
@@ -177,6 +178,7 @@ def test_a_worker_ends_whose_parent_was_killed_before_it_had_started(tmp_path):
     assert not alive
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_handing_over_a_batch_is_not_taken_for_a_rank(tmp_path):
     make_data(tmp_path)
     (tmp_path / "hand_over.py").write_text(HAND_OVER)

@@ -139,6 +139,7 @@ def test_intel_gpus_without_a_backend_are_refused_in_one_sentence():
         backend(XPU)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(dist.is_backend_available("xccl"), reason="this torch has xccl")
 def test_older_intel_stacks_are_loaded_where_an_intel_gpu_may_be_meant(tmp_path):
     for name, content in PACKAGES.items():
@@ -149,7 +150,9 @@ def test_older_intel_stacks_are_loaded_where_an_intel_gpu_may_be_meant(tmp_path)
 
 
 @pytest.mark.skipif(dist.is_backend_available("xccl"), reason="this torch has xccl")
-@pytest.mark.parametrize("version, device", [("1.13.10+xpu", "auto"), ("1.13.10+xpu", "xpu"), (f"{OURS}+cpu", "auto")])
+@pytest.mark.parametrize("version, device", [
+    ("1.13.10+xpu", "auto"), pytest.param("1.13.10+xpu", "xpu", marks=pytest.mark.slow),
+    pytest.param(f"{OURS}+cpu", "auto", marks=pytest.mark.slow)])
 def test_an_intel_package_for_another_torch_is_not_imported(tmp_path, version, device):
     """It may end the process: with os._exit, which nothing catches."""
     install(tmp_path, "intel_extension_for_pytorch", "import os\nos._exit(127)\n", version)

@@ -37,8 +37,8 @@ def write_labels(folder):
     return 5 / 6
 
 
-@pytest.mark.parametrize("task", ["prepare", "register", *(pytest.param(task, marks=pytest.mark.slow) for task in (
-    "augment", "evaluate"))])
+@pytest.mark.parametrize("task", ["prepare", *(pytest.param(task, marks=pytest.mark.slow) for task in (
+    "register", "augment", "evaluate"))])
 def test_each_task_reaches_its_program(task):
     done = call(task, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"usage: OM_{task}.py"), done.stderr

@@ -143,6 +143,7 @@ def freezer():
     folder.rmdir()
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_be_killed_keeps_nobody_waiting(tmp_path, freezer):
     """Rank 0 is held, rank 1 dies: rank 2 is ended at once, the next round begins while rank 0 is still there."""
     rank = """echo $BASHPID > "$FOLDER/rank$RANK"
@@ -198,6 +199,7 @@ def test_ranks_do_not_outlive_the_shell_of_their_round(tmp_path):
     assert causes == ["vanished", "done"] and ended(tmp_path) == ["continue", "done"]
 
 
+@pytest.mark.slow
 def test_the_launch_goes_on_where_the_process_that_begins_a_round_is_killed(tmp_path):
     call = """if [[ $3 == begin ]]; then
         count=$(($(cat "$FOLDER/begins" 2> /dev/null) + 1)); echo $count > "$FOLDER/begins"

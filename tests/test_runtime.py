@@ -43,6 +43,7 @@ def test_there_are_programs():
     ast.parse((ROOT / "Runtime/__init__.py").read_text(), feature_version=(3, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OLD, reason="no Python older than 3.11 here")
 def test_real_old_pythons_say_the_same():
     for python in OLD:

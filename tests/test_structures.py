@@ -315,6 +315,7 @@ def test_it_is_written_where_the_network_segments_and_goes_where_another_does_no
     assert not list(tmp_path.glob("out/segmented*")), "they belong to another registration"
 
 
+@pytest.mark.slow  # tests/test_ranks.py continues the same training with another number of ranks
 def test_all_modes_resume_exactly(finished_run, data, tmp_path):
     for code, words in ((42, ["--max-steps-before-restart", "2"]), (0, [])):
         assert om.main(options(data, tmp_path, *words, **SHARED)) == code
