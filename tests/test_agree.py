@@ -251,9 +251,10 @@ def test_ranks_with_different_configs_are_all_refused(monkeypatch):
 
 def test_ranks_of_two_trainings_at_one_port_do_not_become_one_model(monkeypatch):
     """Rank 1 of another run comes first; the own one later. Both runs are called launch0 of two ranks."""
+    monkeypatch.setattr(launch, "HEAR_S", 1)  # the stranger waits that long, too, for rank 0 to name the missing
     people = [(Ranks(rank=rank, world_size=2), f"Models/{name}_om_net", {}) for rank, name in ((1, "b"), (0, "a"),
                                                                                                (1, "a"))]
-    stranger, *own = meet_in_threads(people, free_port(), monkeypatch, seconds=15)
+    stranger, *own = meet_in_threads(people, free_port(), monkeypatch, seconds=5)
     assert own == [None, None] and ("did not arrive" in stranger or "cannot be reached" in stranger)
 
 

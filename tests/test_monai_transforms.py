@@ -75,11 +75,12 @@ def test_the_moving_volume_alone(sample):
     ({}, {"fixed": np.zeros((1, 8, 8, 8))}, "fixed: every voxel is 0")])
 def test_what_cannot_be_used_is_one_sentence(sample, words, changes, sentence):
     with pytest.raises(InputError, match=sentence):
-        Registerd("fixed", "moving", refine=1, **words)({**sample[0], **changes})
+        Registerd("fixed", "moving", affine=False, refine=1, **words)({**sample[0], **changes})
 
 
 def test_absent_keys_where_they_are_allowed(sample):
-    words = {"keys": ["moving", "other"], "mode": "nearest", "allow_missing_keys": True, "refine": 1}
+    words = {"keys": ["moving", "other"], "mode": "nearest", "allow_missing_keys": True, "affine": False,
+             "refine": 1}
     result = Registerd("fixed", "moving", **words)(sample[0])
     assert "other" not in result and result["moving"].shape == (2, *FIXED[0])
 
