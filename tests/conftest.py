@@ -31,8 +31,9 @@ HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, sign
 HOOK = sys.excepthook
 launching.mark_this_process()
 # Files that take long, the longest first: begun last, one of them would run alone while the other processes wait.
-LONG = ("faults", "strategies", "om_augment", "affine", "train", "ranks", "launcher", "cache", "masks_and_modalities",
-        "register", "watchdog", "networks", "preflight", "scaling", "segment", "mslncc", "checkpoint", "data")
+LONG = ("faults", "om_augment", "strategies", "affine", "train", "ranks", "cache", "register", "launcher",
+        "masks_and_modalities", "watchdog", "networks", "preflight", "template", "segment", "memory", "checkpoint",
+        "data", "workers")
 
 # Files for `make test-all`: they install, start or train programs as a whole, count or simulate devices, or ask tools
 # of the tests themselves. What a commit breaks first has its test in the other files.

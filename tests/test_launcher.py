@@ -261,7 +261,7 @@ def test_a_dry_run_is_passed_on(tmp_path):
     assert not run_of(tmp_path).exists()
 
 
-@pytest.mark.parametrize("ranks", ["0", "two", "2.5", "-1"])
+@pytest.mark.parametrize("ranks", ["0", "two", *(pytest.param(text, marks=pytest.mark.slow) for text in ("2.5", "-1"))])
 def test_a_wrong_number_of_ranks_is_one_sentence(tmp_path, ranks):
     with launched(tmp_path, ranks=ranks) as process:
         assert process.wait(60) == 43
