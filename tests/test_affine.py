@@ -80,8 +80,9 @@ def error(found, true, fixed, affine):
     return np.linalg.norm((np.linalg.inv(affine) @ (found - true) @ points)[:3], axis=0).max()
 
 
-@pytest.mark.parametrize("dims, kind, seed", [(3, "affine", 0), (3, "affine", 1), (3, "rigid", 3),
-                                              (2, "affine", 4), (2, "affine", 5), (2, "rigid", 6)])
+@pytest.mark.parametrize("dims, kind, seed", [
+    (3, "affine", 0), pytest.param(3, "affine", 1, marks=pytest.mark.slow), (3, "rigid", 3),
+    (2, "affine", 4), pytest.param(2, "affine", 5, marks=pytest.mark.slow), (2, "rigid", 6)])
 def test_a_known_map_is_recovered_between_any_two_grids(dims, kind, seed):
     numbers, fixed = np.random.default_rng(seed), subject(dims, seed)
     fixed_affine = random_grid(numbers, np.array([40.0, -70.0, 15.0]), fixed.shape)[0]
@@ -135,16 +136,17 @@ def volumes_with_little_texture():
     return {name: tuple(volume.clip(0, 1).astype(np.float32) for volume in pair) for name, pair in pairs.items()}
 
 
-@pytest.mark.parametrize("kind", ["rigid", "affine"])
-@pytest.mark.parametrize("name", [name if name in ("blobs", "two noises") else pytest.param(
-    name, marks=pytest.mark.slow) for name in volumes_with_little_texture()])
+@pytest.mark.parametrize("name, kind", [
+    (name, kind) if (name, kind) in (("blobs", "affine"), ("two noises", "rigid")) else pytest.param(
+        name, kind, marks=pytest.mark.slow) for name in volumes_with_little_texture() for kind in ("rigid", "affine")])
 def test_a_volume_stays_where_it_belongs(name, kind):
     fixed, moving = volumes_with_little_texture()[name]
     found, _ = align_affine(fixed, np.eye(4), moving, np.eye(4), kind)
     assert mean_shift(found, fixed) < {"bent": 1.2, "phantom with noise": 0.6}.get(name, 0.2)
 
 
-@pytest.mark.parametrize("lost", ["nothing", "orientation", "spacing"])
+@pytest.mark.parametrize("lost", [
+    pytest.param("nothing", marks=pytest.mark.slow), "orientation", pytest.param("spacing", marks=pytest.mark.slow)])
 def test_a_volume_that_is_turned_moved_and_has_a_header_that_lies_is_found(lost):
     numbers, fixed = np.random.default_rng(11), subject()
     true = random_map(numbers, fixed, np.eye(4), "rigid", 60, 0.5)
@@ -187,7 +189,13 @@ def test_a_header_that_is_moved_is_followed(dims):
     shifted[:dims, 3] = [100.0, -250.0, 33.0][:dims]
     found, _ = align_affine(fixed, header, fixed, shifted @ header)
     assert error(found, shifted, fixed, header) < 0.02
-    np.testing.assert_array_equal(found, align_affine(fixed, header, fixed, shifted @ header)[0])
+
+
+@pytest.mark.parametrize("dims", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_same_pair_gives_the_same_bits(dims):
+    fixed, header = subject(dims), np.diag([0.9, 1.1, 1.3, 1.0])
+    first, again = (align_affine(fixed, header, np.roll(fixed, 3, axis=0), header)[0] for _ in range(2))
+    np.testing.assert_array_equal(first, again)
 
 
 def test_the_order_in_which_a_volume_is_stored_does_not_matter():
@@ -200,13 +208,16 @@ def test_the_order_in_which_a_volume_is_stored_does_not_matter():
     assert error(again, found, fixed, np.eye(4)) < 0.02
 
 
-def test_a_volume_that_its_field_of_view_cuts_off_is_aligned():
+@pytest.mark.parametrize("cut", ["moving", pytest.param("fixed", marks=pytest.mark.slow)])
+def test_a_volume_that_its_field_of_view_cuts_off_is_aligned(cut):
     numbers, fixed = np.random.default_rng(8), subject()
     true = random_map(numbers, fixed, np.eye(4), "affine", 15, 0.1, 1.1)
     part = moved(fixed, np.eye(4), true, np.eye(4), (32, 40, 28), numbers)[:, :26]
-    assert error(align_affine(fixed, np.eye(4), part, np.eye(4))[0], true, fixed, np.eye(4)) < 1.0
-    back, _ = align_affine(part, np.eye(4), fixed, np.eye(4))
-    assert error(np.linalg.inv(back), true, fixed, np.eye(4)) < 1.0
+    if cut == "moving":
+        found, _ = align_affine(fixed, np.eye(4), part, np.eye(4))
+    else:
+        found = np.linalg.inv(align_affine(part, np.eye(4), fixed, np.eye(4))[0])
+    assert error(found, true, fixed, np.eye(4)) < 1.0
 
 
 def test_slices_of_different_planes():

@@ -93,7 +93,10 @@ def test_results_of_two_templates_are_refused(results, capsys):
     assert "no results of a template" in capsys.readouterr().err
 
 
-def test_two_scans_give_the_same_change_in_both_orders(tmp_path, capsys):
+@pytest.mark.parametrize("orders", [
+    pytest.param([("one", "two")], id="one order"),
+    pytest.param([("one", "two"), ("two", "one")], id="both orders", marks=pytest.mark.slow)])
+def test_two_scans_give_the_same_change_in_both_orders(tmp_path, orders):
     """The second scan's middle has shrunk by a known field; the sign turns with the order, within 0.01."""
     first = texture(0, 1.5)
     field = swelling(SIZE, 0.05, 6)  # of the second scan's grid: it shows what lies further out, so it has shrunk
@@ -102,12 +105,12 @@ def test_two_scans_give_the_same_change_in_both_orders(tmp_path, capsys):
     write_volume(tmp_path / "one.nii.gz", first + noise[0], AFFINE)
     write_volume(tmp_path / "two.nii.gz", second + noise[1], AFFINE)
     maps = {}
-    for order in (("one", "two"), ("two", "one")):
+    for order in orders:
         out = tmp_path / order[0]
         assert run("--scans", *(tmp_path / f"{name}.nii.gz" for name in order), "--out", out,
                    "--device", "cpu") == 0
         maps[order[1]] = read_numbers(out / order[1] / WHOLE)[0]
-    assert np.abs(maps["two"] + maps["one"]).max() < 0.01
+    assert len(orders) == 1 or np.abs(maps["two"] + maps["one"]).max() < 0.01
     middle = tuple(slice(n // 2 - 3, n // 2 + 3) for n in SIZE)
     exact = -percent(np.log(jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()[middle]))
     assert percent(maps["two"][middle]) == pytest.approx(exact, rel=0.35) and exact < -8
