@@ -152,6 +152,15 @@ def test_time_per_epoch_is_that_of_complete_epochs_in_one_attempt(tmp_path):
     assert row["epoch_s"] == pytest.approx((10 + 14) / 2), "epoch 2 was in two attempts"
 
 
+def test_one_run_alone_has_efficiency_one(tmp_path, capsys):
+    log = Log(tmp_path / "run")
+    log.begin(2)
+    log.steps(0, [*LEAD, {"forward": 2.0}])
+    assert report([log.run], tmp_path) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert (row["ranks"], row["efficiency"], row["speedup"]) == (2, 1.0, 1.0)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input
 # ---------------------------------------------------------------------------------------------------------------------
@@ -203,6 +212,7 @@ def expected_rate(folder):
     return 4 * (12 - WARM_UP - 1) / seconds
 
 
+@pytest.mark.slow
 def test_the_report_on_real_runs(folders, tmp_path):
     ended = command(*map(run_of, folders), "--out", tmp_path / "new/out")
     assert ended.returncode == 0, ended.stderr
@@ -224,9 +234,3 @@ def test_the_report_on_real_runs(folders, tmp_path):
     text = page.read_text()
     assert "samples per second" in text and "ideal" in text and "strong scaling" in text
     assert f"<td class=num>{rows[1]['samples_per_s']:.4g}</td>" in text
-
-
-def test_one_run_alone_has_efficiency_one(folders, tmp_path, capsys):
-    assert report([run_of(folders[1])], tmp_path) == 0
-    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert (row["ranks"], row["efficiency"], row["speedup"]) == (2, 1.0, 1.0)
