@@ -153,7 +153,11 @@ def test_the_pair_tells_whether_it_is_of_two_modalities(contrast, compared_by):
     assert found.compared_by == compared_by and (found.one_sign < ONE_SIGN) == (compared_by == "mind")
     if compared_by == "mind":
         assert found.verdict != "ok" and ("two modalities" in found.reason or found.verdict == "failed")
-    asked = register((fixed, SPACING_MM), (moving, SPACING_MM), refine=5, config=config(), similarity="mind")
+
+
+def test_a_similarity_that_is_asked_for_is_taken():
+    fixed, moving = (make_subject(seed, SIZE)["image"] for seed in (3, 4))
+    asked = register((fixed, SPACING_MM), (moving, SPACING_MM), refine=1, config=config(), similarity="mind")
     assert asked.compared_by == "mind" and asked.one_sign is None
 
 

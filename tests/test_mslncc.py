@@ -44,7 +44,7 @@ def test_window_larger_than_the_image(sides, window):
 
 
 def test_scales_are_averaged(size):
-    a, b = pair([2 * n for n in size])
+    a, b = pair([n + 6 for n in size])
     pool = F.avg_pool3d if len(size) == 3 else F.avg_pool2d
     levels = []
     x, y = a, b
