@@ -654,14 +654,15 @@ def spoil(folder):
 def test_refused_volumes_are_left_out_and_reported(tmp_path, capsys):
     write_volumes(tmp_path, range(8))
     reasons, place = spoil(tmp_path), tmp_path / "cache"
-    run = prepare(tmp_path, place, "--workers", "2")
-    assert run.returncode == DONE and "8 volumes (8 with labels), 5 refused" in run.stdout, run.stderr
+    assert run_here(tmp_path, place, "--workers", "2") == DONE
+    printed = capsys.readouterr().out
+    assert "8 volumes (8 with labels), 5 refused" in printed
     rows = {row["id"]: row for row in csv.DictReader(open(place / "refused.csv", encoding="utf-8"))}
     assert set(rows) == set(reasons)
     refused = {name: (file, why) for name, file, why in json.loads((place / "manifest.json").read_text())["refused"]}
     page = (tmp_path / "Logs/demo_prepared.html").read_text()
     for name, word in reasons.items():
-        assert word in rows[name]["reason"] and f"refused {name}: {rows[name]['reason']}" in run.stdout
+        assert word in rows[name]["reason"] and f"refused {name}: {rows[name]['reason']}" in printed
         assert refused[name] == (rows[name]["image"], rows[name]["reason"])
         assert name in page and word in page
     with pytest.raises(InputError, match=r"6 training volumes \(5 were refused when it was prepared\), but"):

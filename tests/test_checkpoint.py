@@ -94,12 +94,16 @@ while True:
 # A folder of four megabytes and checkpoints of 1.2: the fourth has no room. Prints what happened in each act.
 FULL_DISK = """
 import json, subprocess, sys
-from tests.test_checkpoint import Path, checkpoint, name, small_state
+from pathlib import Path
+import torch
+from Runtime import checkpoint
 run = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", run], check=True)
 def attempt(epoch, keep, size=300_000):
-    state = small_state(epoch, size) | {"epoch": epoch}
-    error = checkpoint.save_in_background(run, name(epoch), state, keep=keep).exception()
+    state = {"format": 1, "model": {"w": torch.full((size,), float(epoch))}, "optimizer": {}, "epoch": epoch,
+             "step_in_epoch": epoch, "step": epoch, "config": {}}
+    name = checkpoint.epoch_name(epoch, "all", "net")
+    error = checkpoint.save_in_background(run, name, state, keep=keep).exception()
     left = sorted(path.name for path in run.glob("*.pth*"))
     verified = [checkpoint.verify(run, name) for name in left]
     said = error and [error.errno, str(error)]
@@ -405,7 +409,7 @@ def test_no_thread_stays_when_a_checkpoint_is_written(tmp_path):
 
 def test_kill_during_saves_in_the_background_leaves_a_good_checkpoint(run):
     rng, done = random.Random(5), 0
-    for _ in range(15):
+    for _ in range(8):
         process, output = child(BACKGROUND_LOOP, run, done)
         begun = output.readline() + output.readline()
         time.sleep(rng.uniform(0, 0.25))
