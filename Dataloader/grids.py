@@ -2,6 +2,8 @@
 
 Arrays and affines are those of Dataloader/nifti.py: axes i, j, k of the file, voxel to world in millimetres, RAS.
 """
+import math
+
 import numpy as np
 from nibabel import orientations
 from scipy import ndimage
@@ -11,6 +13,7 @@ from Runtime.errors import InputError
 SMOOTH_ABOVE = 1.5  # an axis that shrinks by more is smoothed first
 SMOOTH_SIGMA = 0.4  # of that Gaussian, in voxels of the target grid
 SAME_GRID = 0.1  # largest distance, in voxels, between the corners of two grids that count as the same
+MOST_VOXELS = 256 ** 3  # that are worked on at once; of larger volumes a coarser grid, or one slab after the other
 
 
 def intensity_range(array, low=0.5, high=99.5):
@@ -43,6 +46,25 @@ def to_canonical(array, affine):
     change = orientations.inv_ornt_aff(ornt, array.shape)
     new_affine = np.asarray(affine, np.float64) @ _embed(change[:-1, :-1], change[:-1, -1])
     return np.ascontiguousarray(orientations.apply_orientation(array, ornt)), new_affine
+
+
+def slabs(shape):
+    """Slices along the first axis of at most MOST_VOXELS voxels each, which together are the whole: a list."""
+    rows = max(1, MOST_VOXELS // math.prod(shape[1:]))
+    return [slice(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]
+
+
+def of_slab(matrix, slab):
+    """A 4x4 from the voxels of a grid as one from those of its slab. slab: of `slabs`."""
+    return matrix @ _embed(np.eye(3), (slab.start, 0, 0))
+
+
+def thinning(shape):
+    """The least step with which every step-th voxel along each axis is a grid of at most MOST_VOXELS."""
+    step = 1
+    while math.prod(-(-n // step) for n in shape) > MOST_VOXELS:
+        step += 1
+    return step
 
 
 def same_grid(shape, affine, other_shape, other_affine):

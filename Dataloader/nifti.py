@@ -21,6 +21,7 @@ import numpy as np
 from scipy import ndimage
 
 from Dataloader import formats
+from Dataloader.grids import slabs
 from Runtime.config import plain_number
 from Runtime.errors import InputError
 from Runtime.files import require_file, write_file
@@ -505,7 +506,10 @@ def write_field(path, field, affine, header=None):
     """
     header = nibabel.Nifti1Header() if header is None else nibabel.Nifti1Header.from_header(header)
     header.set_intent(VECTOR)
-    write_volume(path, to_itk(field, affine)[..., None, :].astype(np.float32), affine, header)
+    vectors = np.empty((*field.shape[1:], *[1] * (3 - len(field)), 1, 3), np.float32)
+    for slab in slabs(field.shape[1:]):
+        vectors[slab] = to_itk(field[:, slab], affine)[..., None, :]
+    write_volume(path, vectors, affine, header)
 
 
 def write_field_learn2reg(path, field, affine):
@@ -532,14 +536,19 @@ def read_field(path, dims=3):
                          "millimetres (ITK, ANTs) or (X, Y, Z, 3) in voxels (Learn2Reg).")
     require_one_plane(path, shape, dims)
     affine = read_affine(path, image, dims)
-    vectors = read_voxels(path, image).astype(np.float64).reshape(*shape[:3], 3)
+    vectors = read_voxels(path, image).reshape(*shape[:3], 3)
     if not np.isfinite(vectors).all():
         raise InputError(f"{path}: {np.count_nonzero(~np.isfinite(vectors))} numbers are NaN or infinite; compute "
                          "the field again.")
-    if in_mm:
-        return from_itk(vectors, affine, dims), affine
-    vectors = np.moveaxis(vectors, -1, 0)
-    return (vectors[:2, ..., 0] if dims == 2 else vectors).astype(np.float32), affine
+    field = np.empty((dims, *shape[:dims]), np.float32)
+    for slab in slabs(shape[:dims]):
+        part = vectors[slab].astype(np.float64)
+        if in_mm:
+            field[:, slab] = from_itk(part, affine, dims)
+        else:
+            part = np.moveaxis(part, -1, 0)
+            field[:, slab] = part[:2, ..., 0] if dims == 2 else part
+    return field, affine
 
 
 def is_in_mm(shape):

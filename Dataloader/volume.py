@@ -47,9 +47,28 @@ class Volume:
         """array, affine: so that `apply_field(*volume, ...)` reads."""
         return iter((self.array, self.affine))
 
+    def every(self, step):
+        """The Volume of every step-th voxel along each axis; itself for a step of 1."""
+        if step == 1:
+            return self
+        kept = (slice(None, None, step),) * self.array.ndim
+        affine = self.affine.copy()
+        affine[:3, :self.array.ndim] *= step
+        return dataclasses.replace(self, array=self.array[kept], affine=affine,
+                                   mask=None if self.mask is None else self.mask[kept],
+                                   channels=tuple(channel.every(step) for channel in self.channels))
+
 
 def is_path(source):
     return isinstance(source, str | os.PathLike)
+
+
+def shape_of(source):
+    """The shape of what `read_source` takes, before its voxels are read; None for what it refuses."""
+    if is_path(source):
+        return tuple(open_nifti(source).shape)
+    array = source[0] if isinstance(source, tuple | list) and len(source) else source
+    return tuple(array.GetSize()) if hasattr(array, "GetSize") else getattr(array, "shape", None)
 
 
 def read_source(source, name):

@@ -3,6 +3,7 @@ import numpy as np
 import torch
 from scipy import ndimage
 
+from Dataloader.grids import of_slab, slabs
 from Diffusion.fields import then_affine, warp
 
 SIGMA = 0.8  # voxels by which labels are smoothed; chosen on pairs of hippocampi that no training and no test has seen
@@ -20,11 +21,19 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     Returns: (*fixed); outside the image its least intensity, for labels 0.
     """
     change = np.linalg.inv(affine) @ fixed_affine
-    moving_field = then_affine(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)
     lowest = np.float32(image.min()) if order else 0  # `warp` gives 0 outside
     above = torch.from_numpy(np.asarray(image, np.float32) - lowest)[None, None]
-    warped = warp(above, moving_field, mode="bilinear" if order else "nearest")[0, 0].numpy() + lowest
-    return warped if order else warped.astype(image.dtype)
+    warped = np.empty(field.shape[1:], np.float32 if order else image.dtype)
+    for slab in slabs(warped.shape):
+        there = warp(above, _to_moving(field, change, slab), mode="bilinear" if order else "nearest")
+        warped[slab] = there[0, 0].numpy() + lowest
+    return warped
+
+
+def _to_moving(field, change, slab):
+    """The field by which `warp` samples the moving volume on a slab of the fixed grid. change: as for `then_affine`."""
+    part = torch.from_numpy(np.ascontiguousarray(field[:, slab], np.float32))[None]
+    return then_affine(part, of_slab(change, slab))
 
 
 def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_affine: np.ndarray,
@@ -37,9 +46,12 @@ def apply_label(label: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
     """
     if labels == "nearest":
         return apply_field(label, affine, field, fixed_affine, order=0)
-    change = np.linalg.inv(affine) @ fixed_affine
-    moving_field = then_affine(torch.from_numpy(np.ascontiguousarray(field, dtype=np.float32))[None], change)[0].numpy()
-    return label_at(label, np.indices(field.shape[1:], np.float32) + moving_field)
+    change, warped = np.linalg.inv(affine) @ fixed_affine, np.empty(field.shape[1:], label.dtype)
+    for slab in slabs(warped.shape):
+        there = np.indices(warped[slab].shape, np.float32)
+        there += _to_moving(field, change, slab)[0].numpy()
+        warped[slab] = label_at(label, there)
+    return warped
 
 
 def carry(array, affine, field, fixed_affine, mode):

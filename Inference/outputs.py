@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from Dataloader.datalist import volume_id
-from Dataloader.grids import same_grid
+from Dataloader.grids import same_grid, slabs
 from Dataloader.nifti import (
     move_points,
     read_header,
@@ -136,8 +136,7 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
             write_field(folder / f"{name}.nii.gz", field, getattr(result, side).affine, read_raw_header(pair[side]))
             if "h5" in also:
                 write_field_h5(folder / f"{name}.h5", field, getattr(result, side).affine)
-    determinant = jacobian_determinant(torch.from_numpy(result.field)[None])[0].numpy()
-    write_volume(folder / "jacobian.nii.gz", determinant, affine, grid_header(header))
+    write_volume(folder / "jacobian.nii.gz", determinants(result.field), affine, grid_header(header))
     for side in ("fixed", "moving"):
         found = getattr(result, f"segmented_{side}")
         if found is not None:
@@ -149,6 +148,16 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
         write_matrix(folder / "affine.mat", result.matrix)
     if points_mm is not None:
         write_points(folder / "points.csv", points_mm, result.field, affine)
+
+
+def determinants(field):
+    """The `jacobian_determinant` of a field (N, *spatial) in voxels: (*spatial) float32, one slab after the other."""
+    found = np.empty(field.shape[1:], np.float32)
+    for slab in slabs(found.shape):
+        first = max(slab.start - 1, 0)  # a difference needs the planes beside it
+        part = torch.from_numpy(field[:, first:slab.stop + 1])[None]
+        found[slab] = jacobian_determinant(part)[0, slab.start - first:][:slab.stop - slab.start].numpy()
+    return found
 
 
 def write_warped(path, warped, source, affine, fixed_header):

@@ -6,11 +6,13 @@ import nibabel
 import numpy as np
 import torch
 
+from Dataloader.grids import thinning
 from Dataloader.nifti import read_field, read_label, read_volume
+from Dataloader.volume import Volume
 from Diffusion.figures import registration_figure
 from Diffusion.metrics import spread
 from Inference.labels import apply_field, without_affine
-from Inference.scores import COLUMNS, body_of, contrast, heading, in_range
+from Inference.scores import COLUMNS, body_of, contrast, every, heading, in_range
 from Inference.verdict import VERDICTS
 from Inference.viewer import viewer_html
 from Report.page import cards_html, figure_png, findings_html, png_html, table_html, text_table, write_page
@@ -46,7 +48,7 @@ EXPLAINED = {heading(column): words for column, words in {
 
 
 def read_pair(row, dims):
-    """The volumes of one registered pair on the fixed grid, from its files.
+    """The volumes of one registered pair on the fixed grid, or every second or third of its voxels, from its files.
 
     Intensities are 0..1 between percentiles of each volume, so that differences can be looked at.
     row: of the results, with name, fixed, moving, folder, matrix and, where there are, fixed_label and moving_label.
@@ -54,18 +56,21 @@ def read_pair(row, dims):
     in voxels without the affine part, affine, and body, booleans, where the fixed volume shows something.
     """
     folder = Path(row["folder"])
-    fixed, affine = read_volume(row["fixed"], dims)
+    fixed = Volume(*read_volume(row["fixed"], dims), row["fixed"])
     moving, moving_affine = read_volume(row["moving"], dims)
-    field, _ = read_field(folder / "field.nii.gz", dims)
+    step = thinning(fixed.array.shape)
+    kept = (slice(None, None, step),) * dims
+    fixed, affine = fixed.every(step)
+    field = every(read_field(folder / "field.nii.gz", dims)[0], step)
     zero = np.zeros_like(field)
     by_header = apply_field(moving, moving_affine, zero, affine)
     warped = apply_field(moving, moving_affine, field, affine)
     labels = None
     if "fixed_label" in row and "moving_label" in row:
         moving_label, _ = read_label(row["moving_label"], dims)
-        labels = {"fixed": read_label(row["fixed_label"], dims)[0],
+        labels = {"fixed": read_label(row["fixed_label"], dims)[0][kept],
                   "before": apply_field(moving_label, moving_affine, zero, affine, order=0),
-                  "after": read_label(folder / "warped_label.nii.gz", dims)[0]}
+                  "after": read_label(folder / "warped_label.nii.gz", dims)[0][kept]}
     seen, both = in_range(fixed, fixed), np.stack([by_header, warped])
     images = {"fixed": seen, "before": in_range(by_header, both), "after": in_range(warped, both)}
     seen = torch.from_numpy(seen)[None, None]

@@ -23,7 +23,7 @@ from Dataloader.nifti import (
     read_raw_header,
 )
 from Dataloader.transforms import read_any_field
-from Dataloader.volume import axes
+from Dataloader.volume import axes, shape_of
 from Diffusion.metrics import folding_percent
 from Inference.bids import require_own_names, write_bids
 from Inference.choices import is_list
@@ -39,7 +39,7 @@ from Inference.pair_lists import (
     read_pairs_to_register,
     require_images,
 )
-from Inference.registration import overlap_percent, register_from
+from Inference.registration import memory_needed, overlap_percent, register_from
 from Inference.results import do_all, require_apart, write_results
 from Inference.verdict import judge_list
 from Runtime import checkpoint, run_lock
@@ -106,6 +106,16 @@ def dims_of(pairs):
     return 3
 
 
+def memory_of(pairs, args):
+    """What the largest pair takes, in words."""
+    needed = [attempt(pair["name"], lambda pair=pair: memory_needed(
+        shape_of(pair["fixed"]), shape_of(pair["moving"]), 1 + len(channels_of(pair, "fixed")) + ("fixed_mask" in pair),
+        args.inverse)) for pair in pairs]
+    largest = max((each for each in needed if not isinstance(each, str)), default=0) / 2 ** 30
+    share = f" in each of {args.workers} processes" if args.workers > 1 and len(pairs) > 1 else ""
+    return f"up to {largest:.1f} GiB{share}" + (", and what the network takes" if args.model != "none" else "")
+
+
 def how_registered(args):
     """How the pairs are registered, for the top of the page."""
     steps = [f"model {args.model}"] if args.model != "none" else []
@@ -140,7 +150,7 @@ def register_all(args):
     token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
         (out / "report.html").unlink(missing_ok=True)
-        print(f"device: {describe(args.device)}", file=sys.stderr)
+        print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
         tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
         WORKER.update(args=args, model=model, cfg=cfg)
         rows, failed = do_all(out, tasks, register_pair, settings, args.workers, again=args.again,

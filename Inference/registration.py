@@ -14,6 +14,7 @@ With a network the working grid is that of its training; with refine.grid "own" 
 with voxels as large as those of the fixed volume, which is the only working grid without a network.
 """
 import dataclasses
+import math
 import time
 import warnings
 
@@ -21,10 +22,12 @@ import numpy as np
 import torch
 from scipy import ndimage
 
+from Dataloader import grids
 from Dataloader.grids import (
     SMOOTH_ABOVE,
     SMOOTH_SIGMA,
     foreground_box,
+    of_slab,
     rescale,
     to_canonical,
     to_grid,
@@ -33,7 +36,7 @@ from Dataloader.grids import (
 from Dataloader.nifti import one_plane
 from Dataloader.prepare import intensity_limits
 from Dataloader.transforms import is_field, read_any_field, read_matrix
-from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source
+from Dataloader.volume import Volume, is_path, read_further, read_mask, read_source, shape_of
 from Diffusion.fields import compose, resample, then_affine, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.predict import best_field, label_map, segmented, segmented_labels
@@ -43,12 +46,17 @@ from Inference.labels import apply_field
 from Inference.load_model import default_config, load_model
 from Inference.refine import refine as optimise
 from Inference.scores import pair_scores
+from Runtime import memory
 from Runtime.device import pick_device, synchronize
 from Runtime.errors import InputError
 
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
-MOST_VOXELS = 256 ** 3  # of the working grid where no network sets it
 BETTER = 0.02  # similarity by which the centres must beat the headers, which are usually right
+# Bytes of the host's memory: of the program; for each voxel of what is read (an image and its mask), of the fixed grid
+# (field, warped image and the same read back for the picture), of what the inverse takes on the moving grid; and for
+# each voxel that is worked on at once. Measured with 1 to 33 million voxels (notebook of 2026-11).
+PROGRAM, READ, WRITTEN, INVERSE = 0.4 * 2 ** 30, 4, 24, 12
+AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 220, 20, 50
 NOT_INVERTED = 0.1  # voxels of the working grid that a point there and back may miss by
 FAR_APART = 50.0  # percent of the fixed field of view; where the moving one covers less, a warning says so
 
@@ -159,13 +167,15 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     if affine and affine not in AFFINES:
         raise InputError(f"affine must be {' or '.join(AFFINES)}, not {affine!r}.")
     device = device if isinstance(device, torch.device) else pick_device(device)
+    require_memory(fixed, moving, 1 + len(fixed_channels) + (fixed_mask is not None), inverse)
     fixed = read_side(fixed, "fixed", fixed_mask, fixed_channels)
     moving = read_side(moving, "moving", moving_mask, moving_channels)
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
     began = time.perf_counter()
-    placed = align(fixed, moving, affine, start, cfg, device, as_trained=net is not None)
+    seen_fixed, seen_moving = within_memory(fixed), within_memory(moving)
+    placed = align(seen_fixed, seen_moving, affine, start, cfg, device, as_trained=net is not None)
     cfg = cfg | {"registration.similarity": placed.compared_by}
-    solution = solve(net, placed, fixed, moving, refine, cfg, device, progress)
+    solution = solve(net, placed, seen_fixed, seen_moving, refine, cfg, device, progress)
     return bring_back(solution, fixed, moving, inverse, cfg, began, device)
 
 
@@ -208,6 +218,34 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
 # ---------------------------------------------------------------------------------------------------------------------
 # Read: the volumes and the network
 # ---------------------------------------------------------------------------------------------------------------------
+
+def memory_needed(shape, moving_shape, images=1, inverse=False):
+    """The most host memory that `register` takes, in bytes, without a network's own.
+
+    shape, moving_shape: of the two volumes. images: on each grid, masks and channels included. inverse: as there.
+    """
+    fixed, moving = math.prod(shape), math.prod(moving_shape)
+    fixed_part, moving_part = (min(voxels, grids.MOST_VOXELS) for voxels in (fixed, moving))
+    return int(PROGRAM + READ * images * (fixed + moving) + WRITTEN * fixed + INVERSE * moving * inverse
+               + AT_ONCE * fixed_part + (AT_ONCE_MOVING + AT_ONCE_INVERSE * inverse) * moving_part)
+
+
+def require_memory(fixed, moving, images, inverse):
+    """Raise InputError for a pair that needs more memory than is free. fixed, moving: as for `register`."""
+    shapes = shape_of(fixed), shape_of(moving)
+    if None in shapes:
+        return  # the reading says what is wrong
+    needed, names = memory_needed(*shapes, images, inverse), [
+        str(side) if is_path(side) else word for side, word in ((fixed, "fixed"), (moving, "moving"))]
+    for look in (lambda: None, memory.trim):  # the C library may keep what the pair before has freed
+        look()
+        free = memory.measure(torch.device("cpu"))["host_free"]
+        if free is None or needed <= free:
+            return
+    raise InputError(f"{' and '.join(names)}: to register them takes up to {needed / 2 ** 30:.1f} GiB of memory, and "
+                     f"{free / 2 ** 30:.1f} GiB are free; resample them to larger voxels, leave out the inverse, use "
+                     "fewer workers, or take a machine with more.")
+
 
 def read_side(source, side, mask=None, channels=()):
     """One volume of a pair with its mask and further channels. side: "fixed" or "moving". Others as for `register`."""
@@ -301,6 +339,26 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
                   compared_by)
 
 
+def within_memory(volume):
+    """A Volume; one of more than MOST_VOXELS without its padding, and on the `isotropic_grid` if it still has more."""
+    for shrink in (without_padding, onto_isotropic_grid):
+        if volume.array.size > grids.MOST_VOXELS:
+            volume = shrink(volume)
+    return volume
+
+
+def onto_isotropic_grid(volume):
+    """A Volume on its `isotropic_grid`, with its mask, of which whole voxels count, and its channels."""
+    def on_grid(image):
+        return to_grid(image, volume.affine, *isotropic_grid(*to_canonical(image, volume.affine)))
+
+    array, affine = on_grid(volume.array)
+    mask = None if volume.mask is None else (on_grid(volume.mask)[0] > 0.99).astype(np.float32)
+    channels = [dataclasses.replace(channel, array=on_grid(channel.array)[0], affine=affine)
+                for channel in volume.channels]
+    return dataclasses.replace(volume, array=array, affine=affine, mask=mask, channels=channels)
+
+
 def without_padding(volume):
     """A Volume without constant planes at its borders, so that padding does not change the result."""
     first, stop = varying_box(arrays(volume))
@@ -336,12 +394,21 @@ def working_grid(image, affine, cfg, as_trained, brightest=None):
         if spacing_mm:
             size = np.maximum(size, _covering_size((box[1] - box[0]) * voxel_mm, spacing_mm))
         return to_grid(image, affine, size, spacing_mm, box=box if crop else None)
-    spacing_mm = float(np.exp(np.log(voxel_mm).mean()))
-    count = float(np.prod(_covering_size(shape * voxel_mm, spacing_mm), dtype=np.float64))
-    if count > MOST_VOXELS:
-        spacing_mm *= (count / MOST_VOXELS) ** (1 / dims)
+    size, spacing_mm = isotropic_grid(canonical, canonical_affine)
     least = max(LEAST_SIDE, 2 ** (cfg["registration.scales"] - 1))  # the similarity halves the grid so often
-    return to_grid(image, affine, np.maximum(_covering_size(shape * voxel_mm, spacing_mm), least), spacing_mm)
+    return to_grid(image, affine, np.maximum(size, least), spacing_mm)
+
+
+def isotropic_grid(image, affine):
+    """Size and spacing in mm of a grid over the field of view of a canonical volume, for `to_grid`.
+
+    Its cubes are as large as the voxels of the volume, on average, or larger, so that they are at most MOST_VOXELS.
+    """
+    voxel_mm = np.linalg.norm(affine[:3, :image.ndim], axis=0)
+    spacing_mm, extent_mm = float(np.exp(np.log(voxel_mm).mean())), image.shape * voxel_mm
+    while (count := math.prod(size := _covering_size(extent_mm, spacing_mm).tolist())) > grids.MOST_VOXELS:
+        spacing_mm *= max((count / grids.MOST_VOXELS) ** (1 / image.ndim), 1.001)
+    return size, spacing_mm
 
 
 def _covering_size(extent_mm, spacing_mm):
@@ -447,7 +514,7 @@ def solve(net, placed, fixed, moving, refine, cfg, device, progress=False):
         placed = dataclasses.replace(placed, overlap_percent=own.overlap_percent, work_affine=own.work_affine,
                                      pair=own.pair)
         pair = _on_device(placed.pair, device)
-    sentences = _warnings(placed, fixed, moving, own_grid)
+    sentences = _warnings(placed, fixed, moving)
     if refine:
         began = time.perf_counter()
         field = optimise(pair["moving"], pair["fixed"], field, refine, cfg, progress, pair["moving_mask"],
@@ -466,23 +533,14 @@ def _on_device(pair, device):
     return {key: None if array is None else torch.from_numpy(array)[None].to(device) for key, array in pair.items()}
 
 
-def _warnings(placed, fixed, moving, own_grid):
-    """What the user should know before believing the result, a list of sentences; each is given as a warning too.
-
-    own_grid: whether the voxels of the working grid are as large as those of the fixed volume, unless memory forbids.
-    """
-    sentences, dims = [], fixed.array.ndim
+def _warnings(placed, fixed, moving):
+    """What the user should know before believing the result, a list of sentences; each is given as a warning too."""
+    sentences = []
     if placed.overlap_percent < FAR_APART:
         advice = "check that both show the same part of the body" if placed.alignment else (
             "align them first with --affine" + " or --start centre" * (placed.start == "header"))
         sentences.append(f"{moving.name} covers {placed.overlap_percent:.0f} % of the field of view of {fixed.name}: "
                          f"{advice}.")
-    if own_grid:
-        own, used = (abs(np.linalg.det(affine[:dims, :dims])) ** (1 / dims)
-                     for affine in (fixed.affine, placed.work_affine))
-        if used > 1.001 * own:
-            sentences.append(f"{fixed.name} has more voxels than fit in memory, so its field is computed on a grid "
-                             f"of {used:.3g} mm.")
     for sentence in sentences:
         warnings.warn(sentence, stacklevel=4)
     return sentences
@@ -499,6 +557,12 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
                         np.linalg.inv(fixed.affine) @ placed.matrix @ work_affine, fixed.array.shape)
     warped, *warped_channels = (apply_field(array, moving.affine, field, fixed.affine) for array in arrays(moving))
     sentences, more = list(solution.warnings), {}
+    own_mm, used_mm = (np.exp(np.log(np.linalg.norm(each[:3, :fixed.array.ndim], axis=0)).mean())
+                       for each in (fixed.affine, work_affine))
+    if fixed.array.size > grids.MOST_VOXELS and used_mm > 1.001 * own_mm:
+        sentences.append(f"{fixed.name} has {fixed.array.size / 1e6:.0f} million voxels: the field is found on a grid "
+                         f"of {used_mm:.3g} mm and brought back to its own.")
+        warnings.warn(sentences[-1], stacklevel=3)
     if inverse:
         more["inverse"], rest = inverse_field(
             solution.field, np.linalg.inv(placed.matrix @ work_affine) @ moving.affine,
@@ -531,7 +595,11 @@ def total_field(work_field, before, after, shape):
     voxels of the file's grid to those of the working grid, and from there to the file's. shape: of the file's grid.
     Returns: (N, *shape) float32 in voxels of the file's grid.
     """
-    return _joined(resample(work_field, before, shape, padding="border"), before, after)
+    field = np.empty((len(shape), *shape), np.float32)
+    for slab in grids.slabs(shape):
+        own, back = of_slab(before, slab), np.linalg.inv(of_slab(np.eye(4), slab)) @ after
+        field[:, slab] = _joined(resample(work_field, own, field[0, slab].shape, padding="border"), own, back)
+    return field
 
 
 def inverse_field(work_field, before, after, shape, rounds=50):
@@ -541,15 +609,19 @@ def inverse_field(work_field, before, after, shape, rounds=50):
     interpolated, and with half steps, which converge wherever u does not fold; whole steps need derivatives below one.
     Returns: (N, *shape) float32; lengths of v + u(y + v) that are left, (*shape) in voxels of the working grid.
     """
-    v = torch.zeros(1, len(shape), *shape)
-    y = then_affine(v, before)
-    for _ in range(rounds):
+    inverse, missed = np.empty((len(shape), *shape), np.float32), np.empty(shape, np.float32)
+    for slab in grids.slabs(shape):
+        own, back = of_slab(before, slab), np.linalg.inv(of_slab(np.eye(4), slab)) @ after
+        v = torch.zeros(1, len(shape), *missed[slab].shape)
+        y = then_affine(v, own)
+        for _ in range(rounds):
+            rest = v + warp(work_field, y + v, padding="border")
+            if float(rest.square().sum(1).max()) < 1e-6:
+                break
+            v = v - 0.5 * rest
         rest = v + warp(work_field, y + v, padding="border")
-        if float(rest.square().sum(1).max()) < 1e-6:
-            break
-        v = v - 0.5 * rest
-    rest = v + warp(work_field, y + v, padding="border")
-    return _joined(v, before, after), rest.square().sum(1).sqrt()[0].numpy()
+        inverse[:, slab], missed[slab] = _joined(v, own, back), rest.square().sum(1).sqrt()[0].numpy()
+    return inverse, missed
 
 
 def _joined(sampled, before, after):

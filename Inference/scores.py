@@ -2,6 +2,7 @@
 import numpy as np
 import torch
 
+from Dataloader.grids import thinning
 from Dataloader.nifti import is_segmentation, move_points
 from Diffusion.fields import jacobian_determinant, then_affine, warp
 from Diffusion.losses import box_mean, weighted_variance
@@ -24,9 +25,12 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
     """All scores of a registered pair except labels and landmarks, and the verdict: this part of its Result.
 
     Both similarities, and the body of the fixed volume, are of the first channel.
+    Of more than MOST_VOXELS voxels, every second or third along each axis counts.
     fixed, moving: Volumes. field: (N, *fixed). warped: (*fixed). matrix: 4x4, fixed to moving world. inverse:
     (N, *moving) or None. compared_by, one_sign: of the Result. device: for the similarities. Returns: dict.
     """
+    step, moving_step = thinning(fixed.array.shape), thinning(moving.array.shape)
+    fixed, warped, field = fixed.every(step), warped[(slice(None, None, step),) * warped.ndim], every(field, step)
     by_header = np.zeros_like(field)
     before = apply_field(moving.array, moving.affine, by_header, fixed.affine)
     if moving.mask is None:
@@ -41,9 +45,15 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
                   segmentations=[side for side, volume in (("fixed", fixed), ("moving", moving))
                                  if is_segmentation(volume.array)])
     if inverse is not None:
-        scores.update(inverse_scores(field, fixed.affine, inverse, moving.affine, body))
+        scores.update(inverse_scores(field, fixed.affine, every(inverse, moving_step),
+                                     moving.every(moving_step).affine, body))
     scores["verdict"], scores["reason"] = judge({**scores, "one_sign": one_sign})
     return scores
+
+
+def every(field, step):
+    """A field (N, *spatial) at every step-th voxel along each axis, in voxels of that grid; itself for a step of 1."""
+    return field if step == 1 else field[(slice(None), *[slice(None, None, step)] * len(field))] / step
 
 
 def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_mask=None, device="cpu"):

@@ -212,6 +212,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @linux
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep other amounts")
+@pytest.mark.slow
 def test_freed_memory_is_kept_for_the_next_tensor():
     """By itself glibc gets the pages of each large tensor from Linux anew."""
     pages = {word: int(subprocess.run([sys.executable, "-c", FREED, word], cwd=ROOT, check=True, capture_output=True,

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 
 import nibabel
 import numpy as np
@@ -307,6 +309,36 @@ def test_a_folder_in_use_is_refused(place, pair, tmp_path, capsys):
     run_lock.unlock(tmp_path / "out", token)
 
 
+def test_a_pair_that_does_not_fit_in_memory_is_refused_before_it_is_read(place, tmp_path, capsys):
+    """3000^3 voxels of one byte, of which the disk holds none."""
+    header = nibabel.Nifti1Image(np.zeros((1, 1, 1), np.uint8), np.eye(4)).header
+    header.set_data_shape((3000, 3000, 3000))
+    with open(tmp_path / "huge.nii", "wb") as file:
+        header.write_to(file)
+        file.truncate(352 + 3000 ** 3)
+    refused(capsys, "huge.nii and .*c_0003.nii.gz: to register them takes up to [0-9]{3}.[0-9] GiB of memory, and "
+            "[0-9.]+ GiB are free; resample", "--fixed", tmp_path / "huge.nii", "--moving", image(place, "c_0003"),
+            "--out", tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--inverse"]])
+def test_a_pair_stays_below_the_memory_that_it_says(words, tmp_path):
+    for seed, shape in enumerate([(96, 112, 104), (88, 120, 96)]):
+        write_volume(tmp_path / f"{seed}.nii.gz", make_subject(seed, shape)["image"], np.eye(4))
+    command = [sys.executable, "OM_register.py", "--fixed", tmp_path / "0.nii.gz", "--moving", tmp_path / "1.nii.gz",
+               "--out", tmp_path / "out", "--refine", "10", *words]
+    with subprocess.Popen(list(map(str, command)), cwd=tiny.ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                          text=True) as process:
+        said = process.stderr.read()
+        _, code, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(code)
+    assert process.returncode == 0, said
+    most = float(re.search("memory: up to ([0-9.]+) GiB", said)[1]) + 0.05  # as rounded
+    assert 0.4 * most < used.ru_maxrss / 2 ** 20 < most
+
+
+@pytest.mark.slow
 def test_a_pair_that_needs_more_memory_than_there_is_is_named_and_the_others_are_done(place, tmp_path):
     tiny.write_large(tmp_path / "large_0007.nii.gz")
     words = listed(place, tmp_path, {"fixed": str(tmp_path / "large_0007.nii.gz"), "name": "large", "moving": str(
@@ -318,6 +350,7 @@ def test_a_pair_that_needs_more_memory_than_there_is_is_named_and_the_others_are
     assert json.loads((tmp_path / "out/results.json").read_text())["mean"]["pairs"] == 2
 
 
+@pytest.mark.slow
 def test_too_little_memory_to_apply_a_field_is_one_sentence(place, pair, tmp_path):
     tiny.write_large(tmp_path / "large.nii.gz")
     done = tiny.run_in_little_memory("OM_register", "--apply", place / "pair/field.nii.gz", "--moving",

@@ -10,13 +10,14 @@ import SimpleITK as sitk
 import torch
 from scipy import ndimage
 
-from Dataloader.nifti import LPS, move_points, write_field, write_volume
+from Dataloader import grids
+from Dataloader.nifti import LPS, move_points, read_field, write_field, write_volume
 from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject, random_field
 from Diffusion.metrics import spread
-from Inference import registration
+from Inference import outputs, registration
 from Inference.choices import STEPS
-from Inference.labels import without_affine
+from Inference.labels import apply_label, without_affine
 from Inference.pair_figures import score_cards
 from Inference.registration import (
     apply_field,
@@ -244,11 +245,49 @@ def test_refined_on_its_own_grid_a_pair_comes_closer():
 
 
 def test_a_volume_beyond_memory_gets_a_coarser_grid_and_a_sentence(monkeypatch):
-    monkeypatch.setattr(registration, "MOST_VOXELS", 2000)
+    monkeypatch.setattr(grids, "MOST_VOXELS", 2000)
     fixed, moving = two_volumes(0, 0)
-    with pytest.warns(UserWarning, match="fixed has more voxels .* on a grid of 2.* mm"):
+    with pytest.warns(UserWarning, match="fixed has .* million voxels: the field is found on a grid of 2.* mm"):
         found = register(fixed, moving)
     assert found.field.shape == (3, *fixed[0].shape) and len(found.warnings) == 1
+
+
+@pytest.mark.filterwarnings("ignore:fixed has 0 million voxels")
+def test_a_coarser_grid_takes_masks_and_channels_with_it(monkeypatch):
+    fixed, moving = two_volumes(0, 1)
+    sides = {"fixed": (fixed[0] > 0.05).astype(np.float32), "moving": np.ones_like(moving[0])}
+    words = {**{f"{side}_mask": mask for side, mask in sides.items()}, "fixed_channels": [fixed[0]],
+             "moving_channels": [moving[0]], "inverse": True, "refine": 9, "start": "header"}
+    whole = register(fixed, moving, **words)
+    monkeypatch.setattr(grids, "MOST_VOXELS", 4000)
+    coarse = register(fixed, moving, **words)
+    assert coarse.field.shape == whole.field.shape and coarse.inverse.shape == whole.inverse.shape
+    assert len(coarse.warped_channels) == 1 and coarse.warped.shape == fixed[0].shape
+    assert np.abs(coarse.field - whole.field).mean() < 0.3, "voxels, of which a coarser one is 1.7"
+    assert coarse.similarity > coarse.similarity_before and coarse.inverse_error_mm < 0.3
+
+
+def test_slab_by_slab_is_the_same(monkeypatch, tmp_path):
+    """Large volumes are worked on slab by slab: fields, images, labels and determinants are as of the whole."""
+    fixed, moving = two_volumes(0, 1)
+    label = np.digitize(moving[0], [0.2, 0.5]).astype(np.int16)
+    u = torch.from_numpy(random_field(0, (20, 22, 24)))[None]
+    work = np.diag([1.3, 1.3, 1.3, 1.0])
+    before, after = np.linalg.inv(work) @ fixed[1], np.linalg.inv(fixed[1]) @ work
+
+    def all_of_it():
+        field = registration.total_field(u, before, after, fixed[0].shape)
+        write_field(tmp_path / "field.nii.gz", field, fixed[1])
+        return [field, *registration.inverse_field(u, before, after, fixed[0].shape), outputs.determinants(field),
+                apply_field(*moving, field, fixed[1]), apply_field(label, moving[1], field, fixed[1], order=0),
+                apply_label(label, moving[1], field, fixed[1]), read_field(tmp_path / "field.nii.gz")[0]]
+
+    whole = all_of_it()
+    monkeypatch.setattr(grids, "MOST_VOXELS", 3 * fixed[0][0].size + 1)
+    assert len(grids.slabs(fixed[0].shape)) > 3
+    for one, other in zip(whole, all_of_it()):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, atol=2e-3 if one.dtype.kind == "f" else 0)
 
 
 def test_volumes_apart_are_said_and_brought_together_by_their_centres():
