@@ -4,6 +4,7 @@
     python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model Models/RUN --out Results/pair
     python OM_register.py --fixed F.nii.gz --moving FOLDER --workers 4 --out Results/onto_F
     python OM_register.py --pairs pairs.csv --out Results/run
+    python OM_register.py --pairs pairs.csv --part 3/20 --out Results/run
     python OM_register.py --fixed F.nrrd --moving M.mgz --initial A.mat --also h5 --out Results/b
     python OM_register.py --apply Results/pair/field.nii.gz --moving OTHER.nii.gz --out Results/other
 
@@ -19,6 +20,7 @@ from Runtime import __version__  # first of all: a Python that is too old ends h
 # isort: split
 import argparse
 import os
+import re
 import sys
 
 from Inference.choices import AFFINES, ALSO, LABELS, SIMILARITIES, STARTS, STEPS, is_dicom_folder, is_list
@@ -54,6 +56,8 @@ def parse_arguments(argv=None):
     parser.add_argument("--list", metavar="KEY", help="which list in that file, such as registration_val")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of pairs to register at a time, "
                         "each in its own process (%(default)s)")
+    parser.add_argument("--part", metavar="K/N", help="register every N-th pair of a list, from the K-th on, as one of "
+                        "N jobs, such as those of a Slurm array; the same command without --part joins what they did")
     parser.add_argument("--again", action="store_true", help="register again the pairs of a list that an earlier run "
                         "with the same options has completed")
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of registering")
@@ -126,6 +130,13 @@ def check_arguments(args):
             raise InputError("--config and --dims are for --model none: a model has its own config.")
         if args.refine < 0:
             raise InputError(f"--refine {args.refine}: the number of steps must be 0 or more.")
+        if args.part:
+            found = re.fullmatch("([0-9]+)/([0-9]+)", args.part)
+            if not found or not 1 <= int(found[1]) <= int(found[2]):
+                raise InputError(f"--part {args.part}: it is K/N with K from 1 to N, such as 3/20.")
+            if not several or args.learn2reg or "bids" in args.also:
+                raise InputError("--part is for a list; leave --learn2reg and --also bids to the command that joins "
+                                 "the parts.")
         if args.workers < 1:
             raise InputError(f"--workers {args.workers}: at least 1 process is needed.")
     files = [args.fixed, args.fixed_label, args.fixed_mask, args.moving_mask, args.points, args.moving_points,

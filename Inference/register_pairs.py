@@ -40,7 +40,7 @@ from Inference.pair_lists import (
     require_images,
 )
 from Inference.registration import memory_needed, overlap_percent, register_from
-from Inference.results import do_all, require_apart, write_results
+from Inference.results import PARTS, do_all, parts_of, require_apart, write_results
 from Inference.verdict import judge_list
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
@@ -146,25 +146,33 @@ def register_all(args):
         require_own_disps(pairs, cfg["model.dims"])
     if "bids" in args.also:
         require_own_names(pairs)
-    make_folder(out)
-    token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
+    args.home = home = out
+    if args.part:
+        number, count = map(int, args.part.split("/"))
+        args.home = home = out / PARTS / f"{number}_of_{count}"
+        pairs = pairs[number - 1::count]
+    make_folder(home)
+    tokens = {}
     try:
-        (out / "report.html").unlink(missing_ok=True)
+        for each in (home, *parts_of(home)):
+            tokens[each] = run_lock.lock(each, run_lock.STALE_S, instead="name another --out")
+        (home / "report.html").unlink(missing_ok=True)
         print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
         tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
         WORKER.update(args=args, model=model, cfg=cfg)
-        rows, failed = do_all(out, tasks, register_pair, settings, args.workers, again=args.again,
+        rows, failed = do_all(home, tasks, register_pair, settings, args.workers, again=args.again,
                               resumes=is_list(args), begin=begin_worker, arguments=(args,))
         rows = judge_list(rows)
         if rows:
-            page = write_report(out, rows, failed, how_registered(args), cfg["model.dims"])
+            page = write_report(home, rows, failed, how_registered(args), cfg["model.dims"])
             print(f"\nreport: {page.resolve()}")
             print(json.dumps(means(rows, failed)))
-        write_results(out, rows, failed, settings, complete=True)
+        write_results(home, rows, failed, settings, complete=True)
         if "bids" in args.also:
             write_bids(out)
     finally:
-        run_lock.unlock(out, token)
+        for each, token in tokens.items():
+            run_lock.unlock(each, token)
     for entry in failed:
         print(f"error: {entry['name']}: {entry['reason']}" if is_list(args) else f"error: {entry['reason']}",
               file=sys.stderr)
@@ -186,7 +194,7 @@ def begin_worker(args):
 def register_pair(pair, folder, earlier):
     """Register one pair, write its files into `folder`, and return its row of the results."""
     args, model, cfg = WORKER["args"], WORKER["model"], WORKER["cfg"]
-    dims, out = cfg["model.dims"], Path(args.out)
+    dims, out = cfg["model.dims"], args.home
     require_apart(folder, [pair[key] for key in TO_REGISTER if key in pair])
     disp = out / disp_name(pair, dims) if args.learn2reg else None
     points_mm = [read_points(pair[key]) if key in pair else None for key in ("points", "moving_points")]

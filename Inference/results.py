@@ -34,6 +34,7 @@ OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_fiel
 # Names in the folder of results that no file to be read may have, whatever is asked for.
 RESERVED = (r"(warped.*|field|inverse_field|jacobian|segmented_fixed|segmented_moving)\.(nii|nii\.gz|nrrd|mha|mgz|h5)$"
             r"|points\.csv$|affine\.mat$")
+PARTS = "parts"  # folder of the results of parts of a list
 DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 
 
@@ -80,6 +81,17 @@ def read_results(out):
         return {"version": content.get("version"), "settings": content.get("settings"), "pairs": rows}
     except (OSError, ValueError, LookupError, TypeError):
         return {"version": None, "settings": None, "pairs": {}}
+
+
+def parts_of(out):
+    """The folders with results of parts of a list (--part) in the folder of the whole, Paths."""
+    return sorted((out / PARTS).glob("*_of_*"))
+
+
+def moved_to(out, home, row):
+    """A row of the results in the folder `home` as one of those in `out`."""
+    files = {os.path.relpath(home / name, out): entry for name, entry in row["files"].items()}
+    return {**row, "folder": os.path.normpath(row["folder"]), "files": files}
 
 
 def kept_rows(earlier, settings, pairs, out):
@@ -157,8 +169,10 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     Returns: rows, and failed entries as dicts of name and reason, in the order of the list.
     """
     earlier = read_results(out)
-    entries = [entry for entry, _ in tasks]
-    kept = kept_rows(earlier, settings, entries, out) if resumes and not again else {}
+    entries, kept = [entry for entry, _ in tasks], {}
+    for home in (*parts_of(out), out) if resumes and not again else ():
+        kept.update({name: moved_to(out, home, row)
+                     for name, row in kept_rows(read_results(home), settings, entries, home).items()})
     if kept:
         print(f"{out}: keeping {len(kept)} of {len(tasks)} {unit}s from an earlier run (--again repeats them)",
               file=sys.stderr)

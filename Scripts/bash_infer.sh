@@ -14,6 +14,11 @@
 #   sbatch --gres=none Scripts/bash_infer.sh prepare --config Config/config_om.yaml --set data.root=/data/brains
 #   sbatch --gres=none Scripts/bash_infer.sh evaluate --pairs scored.json --out Results/scores
 #
+#   sbatch --array=1-20 Scripts/bash_infer.sh register --pairs pairs.csv --out Results/run
+#
+# In an array, 1 to N, each job registers every N-th pair (--part); the same command without --array joins their results
+# and registers what is missing.
+#
 # What follows the task goes to OM_prepare.py, OM_register.py, OM_augment.py or OM_evaluate.py (each with --help). In a
 # job that holds a device, augment with a network takes it (--device auto); prepare, evaluate and augment without a
 # network have no use for one: --gres=none, and more --cpus-per-task. The folder Logs has to be there when a job is
@@ -51,6 +56,11 @@ if [[ -n ${SLURM_JOB_GPUS:-} || ${SLURM_GPUS_ON_NODE:-0} != 0 ]]; then
     elif [[ $task == augment ]] && ! has --device "$@"; then
         set -- "$@" --device auto
     fi
+fi
+
+if [[ $task == register && -n ${SLURM_ARRAY_TASK_ID:-} ]] && ! has --part "$@"; then
+    [[ $SLURM_ARRAY_TASK_MIN == 1 ]] || stop "the jobs of an array are numbered from 1: submit it with --array=1-N."
+    set -- "$@" --part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_MAX"
 fi
 
 # shellcheck source=/dev/null

@@ -53,6 +53,16 @@ def test_paths_are_those_of_where_the_command_was_typed(tmp_path):
     assert (tmp_path / "scores/scores.csv").is_file() and "evaluate on" in done.stderr
 
 
+def test_the_jobs_of_an_array_register_their_parts(tmp_path):
+    python = python_that(tmp_path / "python", 'echo "$@"')
+    words = ["register", "--pairs", "pairs.csv", "--out", "out"]
+    numbers = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "20"}
+    assert call(*words, PYTHON=python, **numbers).stdout.strip().endswith("--out out --part 3/20")
+    assert call(*words, "--part", "1/2", PYTHON=python, **numbers).stdout.strip().endswith("--part 1/2")
+    done = call(*words, PYTHON=python, **{**numbers, "SLURM_ARRAY_TASK_MIN": "0"})
+    assert done.returncode == 43 and "--array=1-N" in done.stderr
+
+
 def test_bad_input_passes_its_exit_code_and_sentence_on(tmp_path):
     done = call("register", "--fixed", tmp_path / "none.nii.gz", "--moving", tmp_path / "none.nii.gz", "--model",
                 "none", "--affine", "--out", tmp_path / "out")

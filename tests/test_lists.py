@@ -1,6 +1,8 @@
 """Lists of pairs as people have them: one volume and a folder, tables, workers, and lists that grow."""
+import contextlib
 import json
 import shutil
+import subprocess
 
 import nibabel
 import numpy as np
@@ -14,7 +16,7 @@ from Inference import register_pairs
 from Inference.load_model import default_config
 from Inference.pair_lists import pairs_onto, read_pairs_to_register
 from Inference.results import read_results
-from Runtime import __version__
+from Runtime import __version__, run_lock
 from Runtime.errors import InputError
 
 FAST = ["--affine", "none", "--refine", "1", "--set", "refine.levels=1", "--no-picture", "--device", "cpu"]
@@ -32,6 +34,16 @@ def data(tmp_path):
 
 def call(*words):
     return OM_register.main([str(word) for word in (*words, *FAST)])
+
+
+@contextlib.contextmanager
+def held(folder):
+    """The lock of a folder is held by another process that lives."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        token = run_lock.lock(folder, run_lock.STALE_S, pid=process.pid)
+        yield
+        run_lock.unlock(folder, token)
+        process.kill()
 
 
 def results(out):
@@ -61,6 +73,33 @@ def test_a_folder_onto_one_volume_is_kept_where_it_grows_and_survives_a_bad_one(
     assert (tmp_path / "out/sub-01_T1w_to_sub-00_T1w/field.nii.gz").stat().st_mtime_ns == done
     assert call(*words, "--again") == 0
     assert (tmp_path / "out/sub-01_T1w_to_sub-00_T1w/field.nii.gz").stat().st_mtime_ns > done
+
+
+def test_parts_of_a_list_are_joined(data, tmp_path, capsys):
+    """Two of three parts have run; the whole command keeps their pairs, registers the rest, and is as if alone."""
+    words = ("--fixed", data / "sub-00_T1w.nii.gz", "--moving", data)
+    out = tmp_path / "out"
+    for part in ("1/3", "3/3"):
+        assert call(*words, "--out", out, "--part", part) == 0
+    assert not (out / "results.json").exists() and (out / "parts/3_of_3/report.html").is_file()
+    written = {path: path.stat().st_mtime_ns for path in out.glob("sub-*/field.nii.gz")}
+    assert len(written) == 2
+    capsys.readouterr()
+    with held(out / "parts/1_of_3"):
+        assert call(*words, "--out", out) == 43 and "1_of_3 is in use" in capsys.readouterr().err
+    assert call(*words, "--out", out) == 0
+    assert "keeping 2 of 3 pairs" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert call(*words, "--out", tmp_path / "alone") == 0
+    joined, alone = results(out)["pairs"], results(tmp_path / "alone")["pairs"]
+    assert [row["name"] for row in joined] == [row["name"] for row in alone]
+    for one, other in zip(joined, alone):
+        assert one["folder"] == other["folder"] and one["similarity"] == other["similarity"]
+        assert one["files"]["%s/field.nii.gz" % one["folder"]] == other["files"]["%s/field.nii.gz" % other["folder"]]
+    capsys.readouterr()
+    assert call(*words, "--out", out) == 0 and "keeping 3 of 3 pairs" in capsys.readouterr().err
+    for part, said in (("4/3", "K from 1 to N"), ("1", "K/N")):
+        assert call(*words, "--out", out, "--part", part) == 43 and said in capsys.readouterr().err
 
 
 def test_a_file_that_may_not_be_read_and_a_fault_of_the_program_end_no_list(data, tmp_path, monkeypatch, capsys):

@@ -10,8 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from Dataloader.nifti import write_volume
+from Dataloader.synthetic import make_subject
 from Runtime.checkpoint import newest
 from Runtime.errors import InputError
 from Runtime.run_lock import lock
@@ -337,6 +340,27 @@ def test_a_lock_is_worth_as_much_as_its_job(slurm, tmp_path, monkeypatch):
     subprocess.run(["scancel", job], env=slurm, check=True)
     until(lambda: is_over(slurm, job))
     assert lock(tmp_path, 60) != found["token"]
+
+
+def test_the_jobs_of_an_array_register_a_list_and_one_more_joins_them(slurm, tmp_path):
+    for seed in range(4):
+        write_volume(tmp_path / f"data/s{seed}.nii.gz", make_subject(seed, 12)["image"], np.eye(4))
+    words = ["Scripts/bash_infer.sh", "register", "--fixed", tmp_path / "data/s0.nii.gz", "--moving", tmp_path / "data",
+             "--affine", "none", "--refine", "1", "--out", tmp_path / "out"]
+
+    def submitted(*options):
+        done = subprocess.run(["sbatch", "--parsable", "--cpus-per-task=1", "--gres=none", *options, *map(str, words)],
+                              cwd=ROOT, env=submitting(slurm), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    array = submitted("--array=1-2", f"--output={tmp_path}/part_%a.out")
+    whole = submitted(f"--dependency=afterok:{array}", f"--output={tmp_path}/whole.out")
+    until(lambda: is_over(slurm, whole), 300)
+    said = (tmp_path / "whole.out").read_text()
+    assert state(slurm, whole)[0] == "COMPLETED" and "keeping 3 of 3 pairs" in said, said
+    assert len(json.loads((tmp_path / "out/results.json").read_text())["pairs"]) == 3
+    assert sorted(path.name for path in (tmp_path / "out/parts").iterdir()) == ["1_of_2", "2_of_2"]
 
 
 def test_a_second_job_on_the_same_folder_is_refused(slurm, checkout, place, short):
