@@ -304,12 +304,17 @@ def test_every_strategy_goes_on_from_every_checkpoint(data, tmp_path, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, changes", [
-    (2, {"model__name": "recresacnet"}), (2, {"model__name": "recmulmodmutattnnet"}),
+    (2, {"model__name": "recresacnet", "data__img_size": 16}), (2, {"model__name": "recmulmodmutattnnet"}),
     (3, {"model__use_checkpoint": "false"}), (2, {"run__exact_sums": "false", "run__channels_last": "false"})],
     ids=["recresacnet", "recmulmodmutattnnet", "three ranks", "float32 sums"])
 def test_so_does_every_network(data, tmp_path, monkeypatch, ranks, changes):
+    """In recresacnet a bias before an instance norm has a gradient of mere rounding, of which Adam makes a full step.
+
+    Its bottleneck has more than one voxel, of which such a norm would leave only its own bias.
+    """
     seen, folder = run_main(data, tmp_path, ranks, changes)
-    after = check(seen, folder, data, ranks, **changes)
+    rounding = 0.03 if changes.get("model__name") == "recresacnet" else 100 * TOLERANCE
+    after = check(seen, folder, data, ranks, rounding=rounding, **changes)
     if changes.get("run__exact_sums") != "false":  # else one rank sums in another order than two
         check_alone(after, folder, data, ranks, monkeypatch, **changes)
 
