@@ -210,7 +210,7 @@ def dry_run(cfg, world_size, modes):
           f"{on_device['run.amp']}), {memory['cpu'] / 2 ** 30:.1f} on a CPU ({on_cpu['run.amp']}): "
           f"{(memory['cpu'] - max(cost['peak'] for cost in costs.values())) / 2 ** 30:.1f} for weights, moments and "
           "averages, the rest for the largest mode")
-    each = f"x {split.sample_batches} batches, one after another" * (split.sample_batches > 1)
+    each = f" x {split.sample_batches} batches, one after another" * (split.sample_batches > 1)
     batch = f"effective batch {split.samples} (ranks: {world_size}{each})"
     if volumes:
         print(f"{steps} steps per epoch: {volumes} volumes (from {source}), {pairs} pairs; {batch}")

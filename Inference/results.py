@@ -23,7 +23,7 @@ from Inference.pair_figures import PAIR_PAGE, means
 from Inference.scores import COLUMNS
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError, attempt, first_line
-from Runtime.files import sha256, write_file
+from Runtime.files import remove_leftovers, sha256, write_file
 from Runtime.workers import run_tasks
 
 OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_field.nii.gz", "jacobian.nii.gz",
@@ -168,6 +168,7 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     has no bar. begin(*arguments): called once in each process of several `workers`.
     Returns: rows, and failed entries as dicts of name and reason, in the order of the list.
     """
+    remove_leftovers(out)  # of a run that was killed
     earlier = read_results(out)
     entries, kept = [entry for entry, _ in tasks], {}
     for home in (*parts_of(out), out) if resumes and not again else ():

@@ -137,10 +137,10 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def prepare(folder, place, *more, limit=None, **changes):
+def prepare(folder, place, *more, limit=None, seconds=240, **changes):
     """OM_prepare.py as a process of its own. limit: bytes that a file may have."""
     full = None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    return launching.run(command(folder, place, *more, **changes), env=environment(), preexec_fn=full)
+    return launching.run(command(folder, place, *more, **changes), seconds, env=environment(), preexec_fn=full)
 
 
 def run_here(folder, place, *more, **changes):
@@ -908,7 +908,7 @@ def test_fifteen_thousand_volumes_open_in_seconds(tmp_path):
         write_raw(tmp_path / f"data/imagesTr/v_{number:05d}.nii", rng.integers(0, 99, (16, 16, 16), np.uint8))
     changes = {"data__train_ids": '""', "data__val_ids": '""', "data__val_fraction": 0, "data__expect_samples": 15000}
     started = time.time()
-    assert prepare(tmp_path, tmp_path / "cache", **changes).returncode == DONE
+    assert prepare(tmp_path, tmp_path / "cache", seconds=600, **changes).returncode == DONE
     print(f"prepared in {time.time() - started:.1f} s")
     for workers in (0, 2):
         cfg = cached(tmp_path, tmp_path / "cache", data__num_workers=workers, **changes)

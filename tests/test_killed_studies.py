@@ -82,7 +82,7 @@ def test_a_killed_study_goes_on_to_the_same_result(place, task, monkeypatch):
     assert code == 0
     rng, kept, codes = np.random.default_rng(51), {}, []
     for number in range(KILLS):
-        codes.append(ended([*words, "--out", str(killed)], seconds * (number + rng.random()) / KILLS / 2)[0])
+        codes.append(ended([*words, "--out", str(killed)], seconds * (number + rng.random()) / KILLS)[0])
         assert codes[-1] in (-signal.SIGKILL, 0)
         now = finished_files(killed)
         assert {path: now.get(path) for path in kept} == kept

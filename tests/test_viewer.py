@@ -17,7 +17,7 @@ from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject, random_field
 from Inference.pair_figures import read_pair
 from Inference.viewer import LEVELS, NO_NODE, PAGE_BYTES, coarser, viewer_html
-from Report.page import VIEWER_SCRIPT, write_page
+from Report.page import VIEWER_SCRIPT, table_html, write_page
 from tests.browser import CHROMIUM, browser
 from tests.test_nifti import make_affine
 from tests.test_page import NASTY, Balance
@@ -351,9 +351,11 @@ def test_on_a_phone_a_finger_moves_the_divider_and_nothing_is_wider_than_it(repo
 
 @pytest.mark.slow
 @needs_chromium
-def test_what_a_table_says_above_itself_fits_a_phone(report, tmp_path):
+def test_what_a_table_says_above_itself_fits_a_phone(tmp_path):
+    table = table_html(["pair", *(f"column {number}" for number in range(12))], [["one", *range(12)]], "Words. " * 30)
+    page = write_page(tmp_path / "page.html", "Table", "", [("Scores", table)])
     with browser(tmp_path, width=390, height=844, touch=True) as tab:
-        tab.open(report)
+        tab.open(page)
         for scrolled in (0, 150):
             left, right, table = tab.ask(f"""(() => {{
                 document.querySelector(".wide:has(table)").scrollLeft = {scrolled};
@@ -389,4 +391,4 @@ def test_without_scripts_the_figures_are_there_and_the_viewer_is_not(report, tmp
         tab.open(report)
         assert tab.ask("document.querySelector('.viewer').offsetHeight") == 0
         seen = tab.ask("[...document.images].map(each => each.offsetHeight > 100 && each.naturalWidth > 500)")
-        assert seen == [True] * 3
+        assert seen == [True]
