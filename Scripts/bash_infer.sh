@@ -59,8 +59,8 @@ if [[ -n ${SLURM_JOB_GPUS:-} || ${SLURM_GPUS_ON_NODE:-0} != 0 ]]; then
 fi
 
 if [[ $task == register && -n ${SLURM_ARRAY_TASK_ID:-} ]] && ! has --part "$@"; then
-    [[ $SLURM_ARRAY_TASK_MIN == 1 ]] || stop "the jobs of an array are numbered from 1: submit it with --array=1-N."
-    set -- "$@" --part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_MAX"
+    [[ ${SLURM_ARRAY_TASK_MIN:-} == 1 ]] || stop "the jobs of an array are numbered from 1: submit it with --array=1-N."
+    set -- "$@" --part "$SLURM_ARRAY_TASK_ID/${SLURM_ARRAY_TASK_MAX:-}"
 fi
 
 # shellcheck source=/dev/null
