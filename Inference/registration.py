@@ -54,8 +54,8 @@ LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
 BETTER = 0.02  # similarity by which the centres must beat the headers, which are usually right
 # Bytes of the host's memory: of the program; for each voxel of what is read (an image and its mask), of the fixed grid
 # (field, warped image and the same read back for the picture), of what the inverse takes on the moving grid; and for
-# each voxel that is worked on at once. Measured with 1 to 33 million voxels (notebook of 2026-11).
-PROGRAM, READ, WRITTEN, INVERSE = 0.4 * 2 ** 30, 4, 24, 12
+# each voxel that is worked on at once. Measured with 1 to 125 million voxels (notebook of 2026-11).
+PROGRAM, READ, WRITTEN, INVERSE = 0.4 * 2 ** 30, 4, 42, 12
 AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 220, 20, 50
 NOT_INVERTED = 0.1  # voxels of the working grid that a point there and back may miss by
 FAR_APART = 50.0  # percent of the fixed field of view; where the moving one covers less, a warning says so
