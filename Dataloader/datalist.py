@@ -572,11 +572,8 @@ def label_beside(image, listings=None):
     """
     image, stem = Path(image), _stem(image)
     wanted = (stem, volume_id(image), stem.rpartition("_")[0] if bids_subject(stem) else stem)
-    found = []
-    for name in sorted((Listings() if listings is None else listings)[image.parent] or ()):
-        match = SEGMENTATION.fullmatch(_stem(name)) if ends_in(name, SUFFIXES) and not name.startswith(".") else None
-        if match and ENTITIES.sub("", match[1]) in wanted:
-            found.append((match[2].lower().endswith("mask"), wanted.index(ENTITIES.sub("", match[1])), name))
+    named = (Listings() if listings is None else listings).segmentations(image.parent)
+    found = [(is_mask, wanted.index(word), name) for word in set(wanted) for is_mask, name in named.get(word, ())]
     return image.parent / min(found)[2] if found else None
 
 
@@ -633,6 +630,10 @@ class Listings(dict):
     """{folder, a Path: names of its files}, listed when first asked for; empty if it may not be, None if it is missing.
     """
 
+    def __init__(self):
+        super().__init__()
+        self.named = {}
+
     def __missing__(self, folder):
         try:
             with os.scandir(folder) as entries:
@@ -640,6 +641,17 @@ class Listings(dict):
         except (OSError, ValueError):
             self[folder] = set() if os.path.isdir(folder) else None
         return self[folder]
+
+    def segmentations(self, folder):
+        """{what they are named after: [(whether it is a mask, name)]} of the segmentations in a folder, found once."""
+        if folder not in self.named:
+            self.named[folder] = found = {}
+            for name in self[folder] or ():
+                match = SEGMENTATION.fullmatch(_stem(name)) if ends_in(name, SUFFIXES) and name[0] != "." else None
+                if match:
+                    entry = (match[2].lower().endswith("mask"), name)
+                    found.setdefault(ENTITIES.sub("", match[1]), []).append(entry)
+        return self.named[folder]
 
 
 def _lookup(path, pair, role, index):
