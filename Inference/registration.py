@@ -597,7 +597,7 @@ def total_field(work_field, before, after, shape):
     """
     field = np.empty((len(shape), *shape), np.float32)
     for slab in grids.slabs(shape):
-        own, back = of_slab(before, slab), np.linalg.inv(of_slab(np.eye(4), slab)) @ after
+        own, back = _of_slab(before, after, slab)
         field[:, slab] = _joined(resample(work_field, own, field[0, slab].shape, padding="border"), own, back)
     return field
 
@@ -611,7 +611,7 @@ def inverse_field(work_field, before, after, shape, rounds=50):
     """
     inverse, missed = np.empty((len(shape), *shape), np.float32), np.empty(shape, np.float32)
     for slab in grids.slabs(shape):
-        own, back = of_slab(before, slab), np.linalg.inv(of_slab(np.eye(4), slab)) @ after
+        own, back = _of_slab(before, after, slab)
         v = torch.zeros(1, len(shape), *missed[slab].shape)
         y = then_affine(v, own)
         for _ in range(rounds):
@@ -622,6 +622,11 @@ def inverse_field(work_field, before, after, shape, rounds=50):
         rest = v + warp(work_field, y + v, padding="border")
         inverse[:, slab], missed[slab] = _joined(v, own, back), rest.square().sum(1).sqrt()[0].numpy()
     return inverse, missed
+
+
+def _of_slab(before, after, slab):
+    """`before` and `after` of `total_field` for a slab of the file's grid, a slice of `slabs`."""
+    return of_slab(before, slab), np.linalg.inv(of_slab(np.eye(4), slab)) @ after
 
 
 def _joined(sampled, before, after):

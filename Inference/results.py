@@ -171,9 +171,11 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     remove_leftovers(out)  # of a run that was killed
     earlier = read_results(out)
     entries, kept = [entry for entry, _ in tasks], {}
-    for home in (*parts_of(out), out) if resumes and not again else ():
-        kept.update({name: moved_to(out, home, row)
-                     for name, row in kept_rows(read_results(home), settings, entries, home).items()})
+    if resumes and not again:
+        for home in parts_of(out):
+            kept.update({name: moved_to(out, home, row)
+                         for name, row in kept_rows(read_results(home), settings, entries, home).items()})
+        kept.update(kept_rows(earlier, settings, entries, out))
     if kept:
         print(f"{out}: keeping {len(kept)} of {len(tasks)} {unit}s from an earlier run (--again repeats them)",
               file=sys.stderr)
