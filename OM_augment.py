@@ -82,8 +82,9 @@ def parse_arguments(argv=None):
     parser.add_argument("--data", help="or many volumes: a folder with dataset.json, a .json or .csv list, or a "
                         "folder of volumes")
     parser.add_argument("--ids", default="", help='volumes of --data to take, such as "1-60,75" (default: all)')
-    parser.add_argument("--model", required=True, help="checkpoint, .safetensors file or run folder; universal: the "
-                        "network for any volumes; none: random deformations without a network")
+    parser.add_argument("--model", required=True, help="checkpoint, .safetensors file, run folder or hf:OWNER/NAME of "
+                        "a model hub; universal: the network for any volumes; none: random deformations without a "
+                        "network")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the copies go")
     parser.add_argument("--nnunet", metavar="NAME", help="also write originals and copies as a data set of nnU-Net "
                                                          "v2, such as Dataset501_Brains; X_0000 and X_0001 then get "

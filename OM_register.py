@@ -62,8 +62,8 @@ def parse_arguments(argv=None):
                         "with the same options has completed")
     parser.add_argument("--apply", metavar="FIELD", help="apply this field instead of registering")
     parser.add_argument("--model", default="none", metavar="FILE", help="start from the prediction of a network: "
-                        "checkpoint, .safetensors file or run folder, or universal, the bundled network for any "
-                        "volumes (%(default)s)")
+                        "checkpoint, .safetensors file, run folder, hf:OWNER/NAME of a model hub, or universal, "
+                        "the bundled network for any volumes (%(default)s)")
     parser.add_argument("--affine", nargs="?", const="affine", choices=(*AFFINES, "none"),
                         help="alignment before the deformation (affine; with --initial none)")
     parser.add_argument("--refine", type=int, nargs="?", const=STEPS, metavar="N",

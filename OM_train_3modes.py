@@ -71,7 +71,8 @@ def parse_arguments(argv=None):
                         help="override one key, e.g. --set data.root=/data/brains; may be repeated")
     parser.add_argument("--fresh", action="store_true", help="start over in a new folder beside the old one")
     parser.add_argument("--init-from", metavar="F", help="start a new run from the weights of a checkpoint, a "
-                        ".safetensors file, a run's folder, or universal, the network for any volumes")
+                        ".safetensors file, a run's folder, hf:OWNER/NAME of a model hub, or universal, the network "
+                        "for any volumes")
     parser.add_argument("--dry-run", action="store_true", help="build everything, print sizes and costs, and exit")
     parser.add_argument("--max-steps-before-restart", type=int, default=0, metavar="N",
                         help="save after N steps and exit with 42, so that a launcher starts again (0 = off)")
@@ -501,7 +502,7 @@ def train(cfg, args, ranks, folder):
     if is_main:
         print(f"done: {cfg['run.epochs']} epochs, {progress.step} steps, weights "
               f"{checkpoint.weights_sha256(weights)}\n"
-              f"the network, for OM_register.py, OM_augment.py and Scripts/export_model.py: --model {folder}")
+              f"the network, for OM_register.py, OM_augment.py and OM_export.py: --model {folder}")
     return DONE
 
 

@@ -24,6 +24,8 @@ PUBLISHED_CONFIGS = {2: DEFAULTS.with_name("config_cmr.yaml"), 3: DEFAULTS.with_
 OTHER_REFINEMENT = ("refine.stride", "refine.smooth", "refine.weight")
 # What "universal" stands for: a network for volumes of any kind, trained on synthetic anatomies alone.
 UNIVERSAL = Path(__file__).parent / "universal.safetensors"
+# The weights in a folder of OM_export.py, and what precedes the name of such a folder on huggingface.co.
+EXPORTED, HUB = "model.safetensors", "hf:"
 
 
 @functools.cache
@@ -35,8 +37,9 @@ def default_config(dims):
 def find_checkpoint(path):
     """The checkpoint file that `path` names, verified.
 
-    path: a file; a run's folder, whose best checkpoint is used, else the newest; or the word "universal" for the
-    bundled file, UNIVERSAL.
+    path: a file; a run's folder, whose best checkpoint is used, else the newest; a folder of OM_export.py, or
+    hf:OWNER/NAME for one on huggingface.co, maybe with @REVISION; or the word "universal" for the bundled file,
+    UNIVERSAL.
     A checkpoint must match its SHA-256 in the manifest, because torch reads flipped bits without an error; one that was
     copied out of its run is compared with the checksums of its own zip archive. If the best checkpoint of a folder is
     damaged, the newest intact one is used, with a warning.
@@ -48,9 +51,12 @@ def find_checkpoint(path):
                              "train it again with `bash Scripts/bash_train_universal.sh`, which takes hours, or "
                              "register without this network.")
         path = UNIVERSAL
+    if str(path).startswith(HUB):
+        path = _from_hub(path)
     path = Path(path)
     if path.is_dir():
-        return path / _best_or_newest(path)
+        exported = path / EXPORTED
+        return exported if exported.is_file() else path / _best_or_newest(path)
     if not path.is_file():
         raise InputError(f"{path}: no such model; give a checkpoint (.pth), a .safetensors file or a run's folder.")
     run = path.parent.parent if path.parent.name == "tmp" else path.parent
@@ -60,6 +66,21 @@ def find_checkpoint(path):
     if problem:
         raise InputError(f"{path} is damaged ({problem}): restore the file or use another checkpoint.")
     return path
+
+
+def _from_hub(name):
+    """The weights that hf:OWNER/NAME@REVISION names; downloaded once, since the library keeps them."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise InputError(f"{name}: networks of a hub need a package: pip install huggingface_hub") from None
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    try:
+        return hf_hub_download(repository, EXPORTED, revision=revision or None)
+    except (OSError, ValueError) as error:  # no such repository, file or revision; no network; a name that cannot be
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"{name}: {EXPORTED} cannot be had from the hub ({reason}); check the name, or download its "
+                         "folder by hand and give that.") from None
 
 
 def _best_or_newest(run):
@@ -106,8 +127,8 @@ def _manifest(run):
 def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]:
     """A network in evaluation mode with the weights of `path`, and the config it was trained with.
 
-    path: checkpoint (.pth), .safetensors file, run folder or "universal", see `find_checkpoint`. device: where the
-    network goes. overrides: list of "key=value" that change the config.
+    path: checkpoint (.pth), .safetensors file, run folder, hf:OWNER/NAME or "universal", see `find_checkpoint`.
+    device: where the network goes. overrides: list of "key=value" that change the config.
     The averaged weights are used if the training kept them (optim.average). The precision suits this device and may
     differ from training, unless overrides name run.amp.
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
@@ -134,7 +155,7 @@ def load_state(path, device="cpu"):
     the config of PUBLISHED_CONFIGS, and "published". Raises InputError for an unusable file, OSError for a fault that
     may be temporary.
     """
-    if path.suffix == ".safetensors":  # of Scripts/export_model.py
+    if path.suffix == ".safetensors":  # of OM_export.py
         weights, metadata = read_weights(path, device)
         try:
             config = json.loads(metadata.get("config", "null"))

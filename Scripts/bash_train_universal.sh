@@ -115,15 +115,14 @@ training --set run.models="$folder/second" --set run.logs="$folder/Logs/second" 
 
 # 4. One file, and where --model universal looks for it.
 run rm -rf "$folder/export"
-run "${INTERPRETER[@]}" "$root/Scripts/export_model.py" --model "$folder/second/universal_om_net" \
+run "${INTERPRETER[@]}" "$root/OM_export.py" --model "$folder/second/universal_om_net" \
     --out "$folder/export" --licence Apache-2.0
-made=$folder/export/"<the best checkpoint>".safetensors
+made=$folder/export/model.safetensors
 if [[ -z $only_print ]]; then
-    made=$(compgen -G "$folder/export/*.safetensors")
     bytes=$(stat -c %s "$made")
     ((bytes <= 20000000)) || stop "$made has $bytes bytes, and a file of the repository has at most 20 MB."
 fi
 run mkdir -p "$(dirname "$into")"
 run cp "$made" "$into"
-run cp "$folder/export/MODEL_CARD.md" "${into%.safetensors}.md"
+run cp "$folder/export/README.md" "${into%.safetensors}.md"
 [[ -n $only_print ]] || echo "$into: now --model universal, where it lies in Inference; tests/bench/bench_universal.py says how good it is."

@@ -1,6 +1,6 @@
 """The command `omnimorph`: the programs of the repository by short names.
 
-    omnimorph register | augment | train | prepare | evaluate | segment | template |
+    omnimorph register | augment | train | export | prepare | evaluate | segment | template |
               jacobian | qc | motion | plan [options]
 """
 import importlib
@@ -9,14 +9,15 @@ import sys
 
 from Runtime import __version__
 
-PROGRAMS = {"register": "OM_register", "augment": "OM_augment", "train": "OM_train_3modes", "prepare": "OM_prepare",
-            "evaluate": "OM_evaluate", **dict.fromkeys(["segment", "template", "jacobian", "qc", "motion", "plan"],
-                                                     "OM_study")}
+PROGRAMS = {"register": "OM_register", "augment": "OM_augment", "train": "OM_train_3modes", "export": "OM_export",
+            "prepare": "OM_prepare", "evaluate": "OM_evaluate",
+            **dict.fromkeys(["segment", "template", "jacobian", "qc", "motion", "plan"], "OM_study")}
 USAGE = """usage: omnimorph TASK [options]
 
   register   align pairs of volumes, or apply a saved field
   augment    deformed copies of images with their labels and fields
   train      train a network in three modes
+  export     write a trained network to a folder, ready for a model hub
   prepare    bring a data set onto the training grid, once before the training
   evaluate   score registrations
   segment    label volumes by a few labelled ones

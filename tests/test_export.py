@@ -1,19 +1,29 @@
-"""A network as .safetensors with a model card: the same weights bit for bit, and what is damaged is refused."""
+"""A network as a folder for a model hub: the same weights bit for bit, and what is damaged is refused."""
+import functools
+import http.server
 import json
+import os
+import subprocess
 import sys
+import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import OM_export
+from Dataloader.nifti import write_volume
+from Dataloader.synthetic import make_subject
 from Diffusion.networks import build_network
 from Inference.load_model import load_model
 from Runtime import checkpoint
 from Runtime.errors import InputError
 from Runtime.files import sha256
-from Scripts import export_model
 from tests import warm
 from tests.tiny import config
 
+ROOT = Path(__file__).parent.parent
 safetensors = pytest.importorskip("safetensors", reason="pip install -r requirements-export.txt")
 
 
@@ -40,7 +50,7 @@ def make_run(folder, ema=False, changed=False):
 def test_the_card_counts_what_the_checkpoint_says_it_was_trained_on():
     rows = [["a_1", "a", "train", 5], ["a_2", "a", "train", 5], ["b_1", "b", "train", 5], ["c_1", "c", "val", 5]]
     state = {"data": json.dumps({"name": "demo", "volumes": rows})}
-    said = export_model.training_volumes(state)
+    said = OM_export.training_volumes(state)
     assert said == "volumes: 3 (subjects: 2); held out for validation: 1 (subjects: 1)"
 
 
@@ -50,50 +60,54 @@ def same(found, expected):
 
 def test_the_program_writes_the_same_weights_and_a_card(tmp_path):
     run, weights = make_run(tmp_path)
-    done = warm.program(export_model.main, ["--model", str(run), "--licence", "CC-BY-SA 4.0"], tmp_path)
+    done = warm.program(OM_export.main, ["--model", str(run), "--licence", "CC-BY-SA 4.0"], tmp_path)
     assert done.returncode == 0, done.stderr
-    target = run / "000002_demo_om_net.safetensors"
-    net, cfg = load_model(target)
+    target = run / "hub/model.safetensors"
+    assert sorted(path.name for path in target.parent.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    net, cfg = load_model(target.parent)
     assert same(net.state_dict(), weights) and not net.training
     expected_net, expected_cfg = load_model(run)
-    assert {key for key in cfg if cfg[key] != expected_cfg[key]} <= set(export_model.PLACES)
+    assert {key for key in cfg if cfg[key] != expected_cfg[key]} <= set(OM_export.PLACES)
     assert same(net.state_dict(), expected_net.state_dict())
-    page = (run / "MODEL_CARD.md").read_text()
+    assert json.loads((run / "hub/config.json").read_text()) == {
+        key: value for key, value in config(tmp_path).items() if key not in OM_export.PLACES}
+    page = (run / "hub/README.md").read_text()
     parameters = sum(parameter.numel() for parameter in net.parameters())
-    for part in (sha256(target), "CC-BY-SA 4.0", f"{parameters:,} parameters", "16 x 16 x 16 voxels", "0.7123",
-                 "30 steps in all", "0123abcd", "9.9", "volumes: 1 (subjects: 1)", "as the last step left them"):
+    for part in (sha256(target), "CC-BY-SA 4.0", "---\nlicense: cc-by-sa-4.0\nlibrary", "000002_demo_om_net.pth",
+                 f"{parameters:,} parameters", "16 x 16 x 16 voxels", "0.7123", "30 steps in all", "0123abcd",
+                 "9.9", "volumes: 1 (subjects: 1)", "as the last step left them"):
         assert part in page, part
     assert "| val_ang | - |" in page and "with local changes" not in page and str(tmp_path) not in page
-    assert not list(run.glob("*.tmp-*"))
+    assert not list(run.rglob("*.tmp-*"))
 
 
 def test_the_file_says_what_it_is(tmp_path):
     run, weights = make_run(tmp_path, changed=True)
-    target, page = export_model.export(run, tmp_path / "given away")
+    target, page = OM_export.export(run, tmp_path / "given away")
     assert target.parent == page.parent == tmp_path / "given away"
     with safetensors.safe_open(target, "pt") as file:
         found = file.metadata()
     assert json.loads(found["config"])["model.name"] == "om_net"
     assert str(tmp_path) not in found["config"], "folders of this machine are given away with it"
-    assert found["license"] in page.read_text() and found["license"]
+    assert found["license"] in page.read_text() and found["license"] and "license: unknown\n" in page.read_text()
     assert found["format"] == "pt" and found["commit"] == "0123abcd with local changes"
     assert found["weights_sha256"] == checkpoint.weights_sha256(weights)
 
 
 def test_averaged_weights_are_the_ones_given_away(tmp_path):
     run, weights = make_run(tmp_path, ema=True)
-    target, page = export_model.export(run)
+    target, page = OM_export.export(run)
     assert same(load_model(target)[0].state_dict(), weights) and "moving average" in page.read_text()
 
 
 def test_keys_that_were_tuned_after_the_training_go_along(tmp_path, capsys):
     run, weights = make_run(tmp_path)
-    assert export_model.main(["--model", str(run), "--set", "refine.weight=5e-1", "--set", "refine.levels=1"]) == 0
-    net, cfg = load_model(run / "000002_demo_om_net.safetensors")
+    assert OM_export.main(["--model", str(run), "--set", "refine.weight=5e-1", "--set", "refine.levels=1"]) == 0
+    net, cfg = load_model(run / "hub")
     assert cfg["refine.weight"] == 0.5 and cfg["refine.levels"] == 1 and same(net.state_dict(), weights)
     capsys.readouterr()
     for words, part in (("refine.speed=3", "unknown key refine.speed"), ("refine.levels=none", "refine.levels")):
-        assert export_model.main(["--model", str(run), "--set", words, "--out", str(tmp_path / "bad")]) == 43
+        assert OM_export.main(["--model", str(run), "--set", words, "--out", str(tmp_path / "bad")]) == 43
         printed = capsys.readouterr().err
         assert printed.startswith("error: ") and part in printed and not (tmp_path / "bad").exists()
 
@@ -104,12 +118,12 @@ def test_the_card_names_the_modes_of_the_training_alone(tmp_path):
     net, state = load_model(run)[0], checkpoint.load(run / "000002_demo_om_net.pth")
 
     def named(**keys):
-        page = export_model.card("a", net, state, config(tmp_path, **keys), about, "", "")
+        page = OM_export.card("a", net, state, config(tmp_path, **keys), about, "", "")
         return [name for name in ("Diffusion:", "Contrastive:", "Registration:") if name in page]
 
     assert named() == ["Diffusion:", "Contrastive:", "Registration:"]
     assert named(loss__dist=0, loss__ang=0, loss__regul=0, loss__contrastive=0) == ["Registration:"]
-    assert list(export_model.SENTENCES) == list(export_model.MODES)
+    assert list(OM_export.SENTENCES) == list(OM_export.MODES)
 
 
 def test_a_checkpoint_outside_its_run_has_a_card_without_figures(tmp_path):
@@ -117,11 +131,11 @@ def test_a_checkpoint_outside_its_run_has_a_card_without_figures(tmp_path):
     copy = tmp_path / "alone" / "mine.pth"
     copy.parent.mkdir()
     copy.write_bytes((run / "000002_demo_om_net.pth").read_bytes())
-    target, page = export_model.export(copy)
-    assert target.name == "mine.safetensors" and same(load_model(target)[0].state_dict(), weights)
+    target, page = OM_export.export(copy)
+    assert "of `mine.pth`" in page.read_text() and same(load_model(target)[0].state_dict(), weights)
     assert "No labels are used." in page.read_text()
     cfg = config(tmp_path, loss__dice=0.1)
-    said = export_model.card("a", load_model(target)[0], checkpoint.load(copy), cfg, {"metrics": {}, "commit": "",
+    said = OM_export.card("a", load_model(target)[0], checkpoint.load(copy), cfg, {"metrics": {}, "commit": "",
                                                                                       "torch": ""}, "", "")
     assert "Its loss has the Dice of label maps too." in said and "No labels are used." not in said
     assert "No figures were recorded" in page.read_text() and "not recorded" in page.read_text()
@@ -135,7 +149,7 @@ UNREADABLE, OTHER = "not a readable .safetensors file", "its weights differ from
     (lambda content: b"\xff" * 8 + content[8:], UNREADABLE), (lambda content: b"", UNREADABLE),
     (lambda content: content[:-1000] + bytes([content[-1000] ^ 1]) + content[-999:], OTHER)])
 def test_a_damaged_file_is_one_sentence(tmp_path, damage, said):
-    target, _ = export_model.export(make_run(tmp_path)[0])
+    target, _ = OM_export.export(make_run(tmp_path)[0])
     target.write_bytes(damage(target.read_bytes()))
     with pytest.raises(InputError, match=f"{target}: {said}") as caught:
         load_model(target)
@@ -145,15 +159,87 @@ def test_a_damaged_file_is_one_sentence(tmp_path, damage, said):
 def test_without_the_package_the_command_to_install_it(tmp_path, monkeypatch, capsys):
     run, _ = make_run(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert export_model.main(["--model", str(run)]) == 43 and not list(run.glob("*.safetensors"))
+    assert OM_export.main(["--model", str(run)]) == 43 and not list(run.rglob("*.safetensors"))
     assert capsys.readouterr().err == "error: writing .safetensors files needs a package: pip install safetensors\n"
 
 
 def test_what_cannot_be_exported(tmp_path, capsys):
-    target, _ = export_model.export(make_run(tmp_path)[0])
+    target, _ = OM_export.export(make_run(tmp_path)[0])
     (tmp_path / "text.pth").write_text("no weights")
     for given, part in ((target, "exported already"), (tmp_path / "none.pth", "no such model"),
                         (tmp_path / "text.pth", "text.pth cannot be read")):
-        assert export_model.main(["--model", str(given)]) == 43
+        assert OM_export.main(["--model", str(given)]) == 43
         printed = capsys.readouterr().err
         assert printed.startswith("error: ") and part in printed and printed.count("\n") == 1
+
+
+class Hub(http.server.SimpleHTTPRequestHandler):
+    """A hub with one repository: /OWNER/NAME/resolve/REVISION/FILE, in the words that its library waits for."""
+
+    def send_head(self):
+        owner, name, _, revision, file = self.path.removeprefix("/").split("/")
+        self.path = f"/{file}"
+        if (owner, name) != ("us", "demo") or revision not in ("main", "v1"):
+            self.server.asked.append(404)
+            return self.send_error(404)
+        self.server.asked.append(revision)
+        return super().send_head()
+
+    def end_headers(self):
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", f'"{len(self.path)}"')
+        super().end_headers()
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.mark.slow  # its package comes with requirements-smoke.txt
+def test_a_network_is_loaded_by_its_name_on_a_hub(tmp_path):
+    pytest.importorskip("huggingface_hub", reason="pip install -r requirements-export.txt")
+    target, _ = OM_export.export(make_run(tmp_path)[0])
+    for number in range(2):
+        write_volume(tmp_path / f"image_{number}.nii.gz", make_subject(number, (16, 16, 16))["image"], np.eye(4))
+    serve = functools.partial(Hub, directory=target.parent)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        server.asked = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "OMP_NUM_THREADS": "1",
+                       "HF_HOME": str(tmp_path / "hf")}
+
+        def registered(name, **more):
+            words = ["--fixed", tmp_path / "image_0.nii.gz", "--moving", tmp_path / "image_1.nii.gz", "--out",
+                     tmp_path / "out", "--affine", "none", "--refine", "0", "--device", "cpu", "--model", name]
+            return subprocess.run([sys.executable, ROOT / "OM_register.py", *words], capture_output=True, text=True,
+                                  env={**environment, **more})
+
+        def field_of(name, **more):
+            done = registered(name, **more)
+            assert done.returncode == 0, done.stderr
+            return (tmp_path / "out/field.nii.gz").read_bytes()
+
+        expected = field_of(target)
+        for name, revision in (("hf:us/demo", "main"), ("hf:us/demo@v1", "v1")):
+            assert field_of(name) == expected and set(server.asked) == {revision}
+            server.asked.clear()
+        assert field_of("hf:us/demo", HF_HUB_OFFLINE="1") == expected and not server.asked, "kept from the first time"
+        for name in ("hf:us/other", "hf:us/demo@v2", "hf:us/a/b"):
+            done = registered(name)
+            errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+            assert done.returncode == 43 and len(errors) == 1 and "Traceback" not in done.stderr
+            assert errors[0].startswith(f"error: {name}: model.safetensors cannot be had from the hub ("), done.stderr
+        server.shutdown()
+
+
+def test_a_hub_without_its_package_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(InputError, match="hf:us/demo: networks of a hub need a package: pip install huggingface_hub"):
+        load_model("hf:us/demo")
+
+
+@pytest.mark.parametrize("licence, expected", [
+    (OM_export.UNSTATED, "license: unknown"), ("CC-BY-SA 4.0", "license: cc-by-sa-4.0"),
+    ("Apache-2.0", "license: apache-2.0"), ('ours: "ask"', 'license: other\nlicense_name: "ours: \\"ask\\""')])
+def test_the_licence_in_the_head_of_the_card(licence, expected):
+    assert OM_export.licence_keys(licence) == expected

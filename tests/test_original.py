@@ -126,16 +126,16 @@ def test_copies_by_the_published_weights(folder, tmp_path, capsys):
 
 def test_the_published_weights_can_be_given_away(folder, tmp_path):
     pytest.importorskip("safetensors", reason="pip install -r requirements-export.txt")
-    from Scripts import export_model
+    import OM_export
     model = folder / "000000_cmr_recresacnet.pth"
-    target, card = export_model.export(model, tmp_path)
+    target, card = OM_export.export(model, tmp_path)
     net, cfg = load_model(target)
     same, same_cfg = load_model(model)
-    places = set(export_model.PLACES)
+    places = set(OM_export.PLACES)
     assert all(cfg[key] == same_cfg[key] for key in cfg if key not in places)
     assert all(map(torch.equal, net.state_dict().values(), same.state_dict().values()))
     text = card.read_text()
-    assert "Medical Image Analysis 110 (2026) 103987" in text and '"Apache-2.0"' in text
+    assert "Medical Image Analysis 110 (2026) 103987" in text and "license: apache-2.0\n" in text
     assert "OM_augment.py --image" in text and "OM_register.py" not in text
 
 

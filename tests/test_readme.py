@@ -215,7 +215,8 @@ def promised(words):
     return {
         "OM_prepare.py": ["Cache/brains/manifest.json", "Logs/brains_prepared.html"],
         "OM_evaluate.py": [f"{out}/scores.{suffix}" for suffix in ("csv", "json", "html")],
-        "export_model.py": ["Models/brains_om_net/*.safetensors", "Models/brains_om_net/MODEL_CARD.md"],
+        "OM_export.py": [f"Models/brains_om_net/hub/{name}" for name in ("model.safetensors", "config.json",
+                                                                         "README.md")],
     }.get(program, [])
 
 

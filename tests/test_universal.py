@@ -186,7 +186,7 @@ def test_the_script_shows_commands_that_exist_with_keys_that_exist(tmp_path):
     shown = commands("--folder", tmp_path, "--count", "50", "--first-epochs", "3", "--", "--set", "run.device=cpu")
     programs = [words[1].removeprefix(f"{ROOT}/") for words in shown if words[1].endswith(".py")]
     assert programs == ["Scripts/make_anatomies.py", "OM_prepare.py", "OM_train_3modes.py", "OM_train_3modes.py",
-                        "Scripts/export_model.py"]
+                        "OM_export.py"]
     prepare, first, second = (load_config(words[words.index("--config") + 1], [
         value for word, value in zip(words, words[1:]) if word == "--set"]) for words in shown[1:4])
     assert prepare["data.root"] == shown[0][shown[0].index("--out") + 1] == str(tmp_path / "anatomies")

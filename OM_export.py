@@ -1,33 +1,31 @@
-"""Give a trained network away: its weights as .safetensors beside the .pth, and a model card.
+"""Give a trained network away: a folder with its weights, config and model card, as a model hub wants it.
 
-    python Scripts/export_model.py --model Models/all_om_net [--out FOLDER] [--licence "CC-BY-SA 4.0"]
+    python OM_export.py --model Models/all_om_net [--out FOLDER] [--licence "CC-BY-SA 4.0"]
 
 Of a run's folder the best checkpoint is taken, else the newest. The weights are those that registration and
-augmentation work with: the averaged ones where the training kept them. The file holds the config too, so --model of
-every tool takes it; the keys of PLACES, folders of this machine, stay here. Needs safetensors
+augmentation work with: the averaged ones where the training kept them. Their file holds the config too, so --model of
+every tool takes it, or the folder; the keys of PLACES, folders of this machine, stay here. Needs safetensors
 (requirements-export.txt). Exit codes: 0 done, 43 bad input.
 """
+import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+
+# isort: split
 import argparse
 import importlib.util
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
-
-# isort: split
-from Dataloader.identity import volumes_of  # noqa: E402
-from Inference.load_model import find_checkpoint, load_model, load_state  # noqa: E402
-from OM_train_3modes import MODES  # noqa: E402
-from Report.page import markdown_table  # noqa: E402
-from Runtime import checkpoint  # noqa: E402
-from Runtime.config import modes_of, overridden  # noqa: E402
-from Runtime.errors import DONE, InputError, parse_options, run_program  # noqa: E402
-from Runtime.files import partial_path, replace, sha256, write_file  # noqa: E402
+from Dataloader.identity import volumes_of
+from Inference.load_model import EXPORTED, HUB, find_checkpoint, load_model, load_state
+from OM_train_3modes import MODES
+from Report.page import markdown_table
+from Runtime import checkpoint
+from Runtime.config import modes_of, overridden
+from Runtime.errors import DONE, InputError, parse_options, run_program
+from Runtime.files import partial_path, replace, sha256, write_file
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
 PUBLISHED_LICENCE = "Apache-2.0"  # of the published method's repository, its weights included
@@ -35,8 +33,9 @@ PUBLISHED = """Trained by its authors: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Pa
 model (DRDM): instance deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987;
 weights from github.com/jianqingzheng/def_diff_rec. The file does not record how long and on which data."""
 REGISTER = "".join(
-    f"    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model {{name}} {words}\n"
+    f"    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model FOLDER {words}\n"
     for words in ("--affine none --refine 0 --out Results/fast", "--out Results/pair"))
+CONFIG, PAGE = "config.json", "README.md"  # beside EXPORTED; a hub shows the second and counts downloads by the first
 PLACES = ("data.root", "data.cache", "run.models", "run.logs", "run.notify")  # the last one may hold a secret address
 # What the card says about each mode of a training.
 SENTENCES = {"diffusion": "Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing "
@@ -45,7 +44,8 @@ SENTENCES = {"diffusion": "Diffusion: a volume is deformed at random, and the ne
              "far from other subjects'.",
              "registration": "Registration: two volumes are aligned, the network seeing all of the fixed one. {labels}"}
 CARD = """---
-license: {licence_json}
+{licence_keys}
+library_name: omnimorph
 tags: [image-registration, medical-imaging, deformation]
 ---
 # {data}: a deformation network
@@ -78,8 +78,10 @@ drawing deformed copies of labelled images for the training of other networks.
 - Folding is discouraged in the training, not impossible: every tool reports it for each field.
 
 ## Use
-{register}    python OM_augment.py --image I.nii.gz --label L.nii.gz --model {name} --out Results/augmented
-    python -c "from Inference.load_model import load_model; net, cfg = load_model('{name}')"
+FOLDER is the folder of this page, or {hub}OWNER/NAME where it lies on huggingface.co.
+
+{register}    python OM_augment.py --image I.nii.gz --label L.nii.gz --model FOLDER --out Results/augmented
+    python -c "from Inference.load_model import load_model; net, cfg = load_model('FOLDER')"
 
 ## File
 {file}
@@ -87,9 +89,11 @@ drawing deformed copies of labelled images for the training of other networks.
 
 
 def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description="Write a trained network as .safetensors, with a model card.")
+    parser = argparse.ArgumentParser(description="Write a trained network, its config and a model card to a folder, "
+                                                 "as a model hub wants it.")
     parser.add_argument("--model", required=True, metavar="F", help="a checkpoint (.pth) or the folder of a run")
-    parser.add_argument("--out", metavar="FOLDER", help="where the two files go (default: beside the checkpoint)")
+    parser.add_argument("--out", metavar="FOLDER", help="where the files go (default: a folder named hub "
+                        "beside the checkpoint)")
     parser.add_argument("--licence", metavar="TEXT", help="licence of the weights, for the card")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="set a key "
                         "of the config that is stored in the file, such as one of refine.* that was tuned after "
@@ -189,11 +193,19 @@ def training(state, cfg, about):
         ("Commit", about["commit"] or "not recorded")])
 
 
-def card(name, net, state, cfg, about, digest, licence):
-    """The text of MODEL_CARD.md.
+def licence_keys(licence):
+    """The licence in the head of a card: hubs know licences by names in small letters, such as cc-by-sa-4.0."""
+    name = "unknown" if licence == UNSTATED else licence.lower().replace(" ", "-")
+    if re.fullmatch(r"[a-z0-9.-]+", name):
+        return f"license: {name}"
+    return f"license: other\nlicense_name: {json.dumps(licence)}"
 
-    name: of the .safetensors file. state: content of the checkpoint. about: from `about_run`. digest: SHA-256 of the
-    file. licence: of the weights.
+
+def card(source, net, state, cfg, about, digest, licence):
+    """The text of the model card.
+
+    source: name of the checkpoint. state: its content. about: from `about_run`. digest: SHA-256 of the weights' file.
+    licence: of the weights.
     """
     shown = {"none": "nothing else", "slice": "one to several slices of the original",
             "volume": "slices of the original, or all of it"}[cfg["model.condition_type"]]
@@ -202,21 +214,22 @@ def card(name, net, state, cfg, about, digest, licence):
     published = state.get("published", False)
     figures = markdown_table(["", ""], about["metrics"].items())
     return CARD.format(
-        licence_json=json.dumps(licence), data=cfg["data.name"], name=name, architecture=architecture(net, cfg),
+        licence_keys=licence_keys(licence), data=cfg["data.name"], hub=HUB, architecture=architecture(net, cfg),
         modes="\n".join(f"- {sentence}" for sentence in modes),
         training=PUBLISHED if published else training(state, cfg, about),
-        register="" if cfg["model.condition_type"] == "none" else REGISTER.format(name=name),
+        register="" if cfg["model.condition_type"] == "none" else REGISTER,
         figures=figures if about["metrics"] else "No figures were recorded for this checkpoint.",
-        file=markdown_table(["", ""], [("File", f"`{name}`"), ("SHA-256", f"`{digest}`"), ("Licence", licence)]))
+        file=markdown_table(["", ""], [("File", f"`{EXPORTED}`, of `{source}`"), ("SHA-256", f"`{digest}`"),
+                                       ("Licence", licence)]))
 
 
 def export(model, out=None, licence=None, overrides=()):
-    """Write <checkpoint>.safetensors and MODEL_CARD.md.
+    """Write the weights, EXPORTED, with CONFIG and PAGE beside them.
 
-    model: checkpoint, run folder or the published method's weights. out: folder, default that of the checkpoint.
+    model: checkpoint, run folder or the published method's weights. out: folder, default hub beside the checkpoint.
     licence: of the weights, for the card.
     overrides: list of "key=value" that change the config which the file brings along.
-    Returns: the paths of the two files.
+    Returns: the paths of the weights and of the card.
     Raises InputError for what is no checkpoint of this project or does not fit it, and where safetensors is not
     installed.
     """
@@ -229,15 +242,16 @@ def export(model, out=None, licence=None, overrides=()):
     net, cfg = load_model(source, overrides=overrides)  # refuses weights that do not fit the config
     config = {**state["config"], **{key: cfg[key] for key in overridden(overrides)}}
     config = {key: value for key, value in config.items() if key not in PLACES}
-    folder = Path(out or source.parent)
+    folder = Path(out or source.parent / "hub")
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{source.stem}.safetensors"
+    target = folder / EXPORTED
     about = {"metrics": {}, "commit": None} if state.get("published") else about_run(source, state)
     weights = state.get("ema") or state["model"]
     licence = licence or (PUBLISHED_LICENCE if state.get("published") else UNSTATED)
     digest = write_weights(target, weights, config, about["commit"], licence)
-    page = folder / "MODEL_CARD.md"
-    write_file(page, card(target.name, net, state, cfg, about, digest, licence))
+    page = folder / PAGE
+    write_file(page, card(source.name, net, state, cfg, about, digest, licence))
+    write_file(folder / CONFIG, json.dumps(config, indent=1) + "\n")
     return target, page
 
 
