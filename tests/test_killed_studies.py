@@ -11,11 +11,12 @@ import pytest
 import OM_study
 from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
+from Study.motion import BLOCK
 from tests.test_qc_and_motion import write_results
 
 pytestmark = pytest.mark.slow
 SIZE, AFFINE = (12, 13, 11), np.diag([2.0, 2.0, 2.0, 1.0])
-PROGRAMS = ("atlases", "template", "jacobian", "qc")
+PROGRAMS = ("atlases", "template", "jacobian", "qc", "motion")
 STARTED = multiprocessing.get_context("forkserver")  # a new process has all modules, so each kill hits the work
 STARTED.set_forkserver_preload([f"Study.{name}" for name in PROGRAMS])
 KILLS = 3  # in equal parts of the time that a whole run takes, each at a random moment of its part
@@ -37,7 +38,7 @@ def ended(words, after_s=None):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Volumes with labels in two folders, scans of one subject, and results to look through."""
+    """Volumes with labels in two folders, scans of one subject, a series, and results to look through."""
     folder = tmp_path_factory.mktemp("killed")
     for number in range(5):
         subject, where = make_subject(number, SIZE), folder / ("atlases" if number < 2 else "images")
@@ -47,6 +48,8 @@ def place(tmp_path_factory):
     for number in range(3):
         noisy = image + rng.normal(0, 0.02, SIZE).astype(np.float32)
         write_volume(folder / f"scan_{number}.nii.gz", noisy, AFFINE)
+    frames = [image + rng.normal(0, 0.02, SIZE).astype(np.float32) for _ in range(2 * BLOCK + 1)]
+    write_volume(folder / "series.nii.gz", np.stack(frames, -1), AFFINE)
     write_results(folder, 40)
     return folder
 
@@ -56,6 +59,7 @@ WORDS = {
     "template": "--images {0}/images --rounds 2",
     "jacobian": "--scans {0}/scan_0.nii.gz {0}/scan_1.nii.gz {0}/scan_2.nii.gz",
     "qc": "--results {0}/reg",
+    "motion": "--series {0}/series.nii.gz",
 }
 
 
