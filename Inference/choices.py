@@ -3,6 +3,7 @@ import glob
 import os
 
 STEPS = 100  # of refinement: at each of three resolutions the similarity hardly grows after 25 of them
+STEPS_CONTINUED = 33  # of one that continues another registration, at the finest resolution alone
 AFFINES = ("rigid", "affine")
 STARTS = ("auto", "header", "centre")
 SIMILARITIES = ("auto", "correlation", "mapped", "mind")

@@ -76,12 +76,16 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
         return field.float() if field is not None else torch.zeros(1, fixed.dim() - 2, *fixed.shape[2:],
                                                                    device=fixed.device)
     with torch.no_grad(), tqdm(total=steps, desc="refining", unit="step", leave=False, disable=not progress) as bar:
-        weight = cfg["refine.weight"]
-        if weight == "auto":
-            one_modality = cfg["registration.similarity"] not in OF_TWO_MODALITIES
-            weight = inferred_weight(pair, field, cfg) if one_modality else OTHER_MEASURE
-        levels = level_steps(fixed.shape[2:], steps, cfg)
+        weight, levels = weight_for(pair, field, cfg), level_steps(fixed.shape[2:], steps, cfg)
         return resize_field(deformed(pair, field, levels, weight, cfg, bar.update), fixed.shape[2:])
+
+
+@torch.no_grad()
+def weight_for(pair, field, cfg):
+    """refine.weight as a number: where it is "auto", the one that suits this pair. pair, field: as for `deformed`."""
+    if cfg["refine.weight"] != "auto":
+        return cfg["refine.weight"]
+    return OTHER_MEASURE if cfg["registration.similarity"] in OF_TWO_MODALITIES else inferred_weight(pair, field, cfg)
 
 
 def inferred_weight(pair, field, cfg):

@@ -41,10 +41,11 @@ from Diffusion.fields import compose, resample, then_affine, warp
 from Diffusion.losses import local_correlation, mapped_correlation
 from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Inference.affine import ONE_SIGN, WINDOW, align_affine
-from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS
+from Inference.choices import AFFINES, SIMILARITIES, STARTS, STEPS, STEPS_CONTINUED
 from Inference.labels import apply_field
 from Inference.load_model import default_config, load_model
 from Inference.refine import refine as optimise
+from Inference.refine import weight_for
 from Inference.scores import pair_scores
 from Runtime import memory
 from Runtime.device import pick_device, synchronize
@@ -98,6 +99,7 @@ class Result:
     affine_similarity_before: float | None = None
     affine_runner_up: float | None = None
     one_sign: float | None = None
+    smoothing: float | None = None  # refine.weight, as it was inferred from the pair or set; None without refinement
     inverse: np.ndarray | None = None  # (N, *moving) in voxels of the moving grid
     inverse_error_mm: float | None = None  # mean distance of a point of the moving volume from where it was, there
     inverse_error_max_mm: float | None = None  # and back again, by both fields as they are written; and the largest
@@ -105,11 +107,26 @@ class Result:
     segmented_fixed: np.ndarray | None = None  # (*fixed) uint16, a network with model.structures: what it segments
     segmented_moving: np.ndarray | None = None  # (*moving), by the labels of its training's maps
 
+    @property
+    def known(self) -> "Known":
+        """What another registration onto the same fixed volume, or one like it, may start from."""
+        return Known(self.matrix, self.field, self.fixed.affine, self.smoothing)
+
     def save(self, folder) -> None:
         """Write into a folder what the command writes for a pair: files, picture, results and report."""
         from Inference.outputs import save  # here: matplotlib takes a second
 
         save(self, folder)
+
+
+@dataclasses.dataclass
+class Known:
+    """A registration that another one continues, at the finest resolution alone."""
+
+    matrix: np.ndarray  # T, 4x4
+    field: np.ndarray  # (N, *size), displacement in voxels of its grid, T included
+    affine: np.ndarray  # 4x4, of that grid
+    smoothing: float | None  # refine.weight; None: that of the config
 
 
 @dataclasses.dataclass
@@ -133,6 +150,7 @@ class Solution:
     placed: Placed  # on the grid of the field
     field: torch.Tensor  # u, (1, N, *work) float32 on the CPU, in voxels
     structures: torch.Tensor | None  # shares of what a network segments in moving and fixed, (2, K, *work)
+    smoothing: float | None  # refine.weight; None without refinement
     seconds: dict[str, float]  # affine, network, refine
     warnings: list[str]
 
@@ -151,7 +169,8 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     refine: steps of optimisation for this pair, True for the recommended number, False for none. progress: show a bar.
     start: "header" (as the headers place the volumes), "centre" (the centres of the fields of view coincide), "auto"
     (the more similar of the two; the affine alignment tries its own starts), or a 4x4 matrix, fixed to moving world in
-    mm.
+    mm; or, without a model, what an earlier registration found (`Result.known`): its field is continued at the finest
+    resolution, with its smoothing, and refine=True is as many steps as others have there.
     device: auto, cpu, cuda, xpu, or a torch.device. inverse: find the inverse too.
     similarity: one of SIMILARITIES, see `image_similarity`. With "auto", an affine alignment by correlation decides
     whether the pair shows two modalities, which are then compared by "mind". None: the config's
@@ -162,10 +181,14 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     trained with (data.channels), usually only the first.
     Raises InputError for input that cannot be read, is not a volume, or does not fit together.
     """
+    known, start = (start, start.matrix) if isinstance(start, Known) else (None, start)
     affine = "affine" if affine is True else affine
-    refine = STEPS if refine is True else int(refine)
+    refine = (STEPS if known is None else STEPS_CONTINUED) if refine is True else int(refine)
     if affine and affine not in AFFINES:
         raise InputError(f"affine must be {' or '.join(AFFINES)}, not {affine!r}.")
+    if known is not None and model is not None:
+        raise InputError("start: an earlier registration and a model were given, and both tell where to start; leave "
+                         "out one of them.")
     device = device if isinstance(device, torch.device) else pick_device(device)
     require_memory(fixed, moving, 1 + len(fixed_channels) + (fixed_mask is not None), inverse)
     fixed = read_side(fixed, "fixed", fixed_mask, fixed_channels)
@@ -175,7 +198,9 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     seen_fixed, seen_moving = within_memory(fixed), within_memory(moving)
     placed = align(seen_fixed, seen_moving, affine, start, cfg, device, as_trained=net is not None)
     cfg = cfg | {"registration.similarity": placed.compared_by}
-    solution = solve(net, placed, seen_fixed, seen_moving, refine, cfg, device, progress)
+    if known is not None:
+        cfg = cfg | {"refine.levels": 1} | ({} if known.smoothing is None else {"refine.weight": known.smoothing})
+    solution = solve(net, placed, seen_fixed, seen_moving, refine, cfg, device, progress, known)
     return bring_back(solution, fixed, moving, inverse, cfg, began, device)
 
 
@@ -490,13 +515,18 @@ def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):
 # Solve: the field of the working grid
 # ---------------------------------------------------------------------------------------------------------------------
 
-def solve(net, placed, fixed, moving, refine, cfg, device, progress=False):
+def solve(net, placed, fixed, moving, refine, cfg, device, progress=False, known=None):
     """The field that the network, the refinement or both find for a placed pair: Solution.
 
-    net: or None. placed: of `align`. fixed, moving: Volumes. refine: steps, 0 for none.
+    net: or None. placed: of `align`. fixed, moving: Volumes. refine: steps, 0 for none. known: what to start from.
     """
     seconds = {"affine": placed.seconds, "network": 0.0, "refine": 0.0}
-    pair, field, structures = _on_device(placed.pair, device), None, None
+    pair, field, structures, smoothing = _on_device(placed.pair, device), None, None, None
+    if known is not None:
+        to_work = np.linalg.inv(placed.matrix @ placed.work_affine) @ known.affine
+        field = total_field(torch.from_numpy(known.field)[None], np.linalg.inv(known.affine) @ placed.work_affine,
+                            to_work, placed.pair["fixed"].shape[1:])
+        field = torch.from_numpy(field)[None].to(device)
     if net is not None:
         began, seen = time.perf_counter(), cfg["data.channels"]
         with torch.no_grad():
@@ -517,15 +547,16 @@ def solve(net, placed, fixed, moving, refine, cfg, device, progress=False):
     sentences = _warnings(placed, fixed, moving)
     if refine:
         began = time.perf_counter()
-        field = optimise(pair["moving"], pair["fixed"], field, refine, cfg, progress, pair["moving_mask"],
-                         pair["fixed_mask"], structures)
+        smoothing = weight_for({**pair, "structures": structures}, field, cfg)
+        field = optimise(pair["moving"], pair["fixed"], field, refine, cfg | {"refine.weight": smoothing}, progress,
+                         pair["moving_mask"], pair["fixed_mask"], structures)
         synchronize(device)
         seconds["refine"] = time.perf_counter() - began
     if field is None:
         field = torch.zeros(1, fixed.array.ndim, *pair["fixed"].shape[2:])
     if not bool(torch.isfinite(field).all()):
         raise InputError("The field has NaN or infinite numbers; use another checkpoint, or try --set run.amp=off.")
-    return Solution(placed, field.cpu(), structures, seconds, sentences)
+    return Solution(placed, field.cpu(), structures, smoothing, seconds, sentences)
 
 
 def _on_device(pair, device):
@@ -585,7 +616,8 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
                          placed.compared_by, placed.alignment.get("one_sign"), device)
     return Result(fixed=fixed, moving=moving, field=field, warped=warped, warped_channels=warped_channels,
                   start=placed.start, matrix=placed.matrix, overlap_percent=placed.overlap_percent,
-                  seconds=seconds, warnings=sentences, **scores, **placed.alignment, **more)
+                  smoothing=solution.smoothing, seconds=seconds, warnings=sentences, **scores, **placed.alignment,
+                  **more)
 
 
 def total_field(work_field, before, after, shape):

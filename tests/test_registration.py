@@ -16,7 +16,7 @@ from Dataloader.prepare import on_grid
 from Dataloader.synthetic import make_subject, random_field
 from Diffusion.metrics import spread
 from Inference import outputs, registration
-from Inference.choices import STEPS
+from Inference.choices import STEPS, STEPS_CONTINUED
 from Inference.labels import apply_label, without_affine
 from Inference.pair_figures import score_cards
 from Inference.registration import (
@@ -399,8 +399,30 @@ def test_the_recommended_number_of_steps_needs_no_number(monkeypatch):
 
     monkeypatch.setattr(registration, "optimise", one_step)
     for refine in (True, 7, 0):
-        register(*pairs, refine=refine, config=settings(model__dims=2, refine__levels=1))
-    assert asked == [STEPS, 7]
+        found = register(*pairs, refine=refine, config=settings(model__dims=2, refine__levels=1))
+    register(*pairs, refine=True, start=found.known)
+    assert asked == [STEPS, 7, STEPS_CONTINUED]
+
+
+@apart_is_said_elsewhere
+@pytest.mark.parametrize("fixed, moving", [(0, 1), (1, 2), (2, 0)])
+def test_a_registration_continues_from_an_earlier_one(fixed, moving):
+    """Without further steps the map stays what it was, on any two grids; with some it gets better."""
+    fixed, moving = two_volumes(fixed, moving)
+    first = registration.register(fixed, moving, refine=6)
+    same = register(fixed, moving, start=first.known)
+    assert np.abs(same.field - first.field).mean() < 0.05 and np.abs(first.field).max() > 2  # voxels
+    further = register(fixed, moving, start=first.known, refine=True)
+    assert further.similarity > first.similarity
+    assert first.smoothing == further.smoothing and same.smoothing is None
+
+
+@pytest.mark.filterwarnings("ignore:.* an array alone has no spacing")
+def test_an_earlier_registration_and_a_model_both_tell_where_to_start():
+    pair = [make_subject(seed, (24, 28), dims=2)["image"] for seed in (0, 1)]
+    known = registration.register(*pair, refine=False).known
+    with pytest.raises(InputError, match="an earlier registration and a model were given"):
+        register(*pair, (Known(), settings(model__dims=2)), start=known)
 
 
 def test_labels_are_nearest_and_keep_their_type():
