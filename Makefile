@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 # tests also wait.
 TEST_PROCESSES ?= 3
 # Of the slow tests, which start many ranks each.
-SLOW_PROCESSES ?= 3
+SLOW_PROCESSES ?= 2
 
 .PHONY: help venv demo test test-all test-slurm faults bench bench-registration docs lint clean
 

@@ -48,7 +48,7 @@ def place(tmp_path_factory):
     for number in range(3):
         noisy = image + rng.normal(0, 0.02, SIZE).astype(np.float32)
         write_volume(folder / f"scan_{number}.nii.gz", noisy, AFFINE)
-    frames = [image + rng.normal(0, 0.02, SIZE).astype(np.float32) for _ in range(2 * BLOCK + 1)]
+    frames = [image + rng.normal(0, 0.02, SIZE).astype(np.float32) for _ in range(BLOCK + 1)]
     write_volume(folder / "series.nii.gz", np.stack(frames, -1), AFFINE)
     write_results(folder, 40)
     return folder

@@ -403,7 +403,8 @@ def test_a_node_that_dies_is_left_out(slurm, checkout, place, short):
     until(lambda: is_over(slurm, job), 400)
     text = printed(checkout, job)
     assert state(slurm, job)[0] == "COMPLETED", text
-    assert ends(folder)[0]["cause"] == "vanished" and ends(folder)[0]["verdict"]["host"] == "n4", text
+    # "frozen" where the deadline of the others comes before the end of their connections: its words are of a node too.
+    assert ends(folder)[0]["cause"] in ("vanished", "frozen") and ends(folder)[0]["verdict"]["host"] == "n4", text
     assert "left out, since no task can be started there: n4" in text and final_weights(folder) == short
     assert "2 of 4 ranks (1 x 2) do the whole step of 4 samples, 2 batches each" in text
     assert json.loads((run_of(folder) / "step.json").read_text()) == {"samples": 4, "pairs": 4, "ranks": 4}
