@@ -4,7 +4,8 @@ Around every voxel in which the maps disagree, a patch of the image is compared 
 atlas: first each atlas is shifted by at most a voxel to its best fit, then the atlases are weighted. Two atlases that
 err in the same way count as one: with the differences d_i of the patches, the matrix of their products M_ij = (|d_i| .
 |d_j|)^BETA says how probably both are wrong together, and the weights that minimise the expected error are M^-1 1 / (1'
-M^-1 1), as Wang et al., "Multi-Atlas Segmentation with Joint Label Fusion", IEEE TPAMI 2013.
+M^-1 1), as Wang et al., "Multi-Atlas Segmentation with Joint Label Fusion", IEEE TPAMI 2013. A patch speaks for all of
+its voxels: the weights of a voxel are the mean of those of the patches that hold it.
 """
 import itertools
 
@@ -16,15 +17,14 @@ PATCH = 2  # voxels: patches reach so far to each side
 SEARCH = 1  # voxels by which an atlas may be moved to fit better
 BETA = 2.0  # how steeply a difference counts
 ALPHA = 1.0  # of the mean of the diagonal, added to it: with less, few atlases decide, with all their chance errors
-SIGMA = 0.5  # voxels by which the votes are smoothed, as in Inference/labels.py
 CHUNK = 20_000  # voxels at a time
 
 
-def fuse(image, atlases, maps, sigma=SIGMA):
+def fuse(image, atlases, maps):
     """The labels of an image by what several atlases say, each by its likeness around the voxel.
 
     image: (D, H, W) or (H, W) float32. atlases: the images of K atlases on its grid, (*size) each. maps: their K label
-    maps (*size), integers. sigma: of the Gaussian over the votes, in voxels.
+    maps (*size), integers.
     Returns: label (*size) of the maps' dtype; doubt (*size) float32, 0 where all agree: the share of the votes that the
     winner did not get.
     """
@@ -35,7 +35,7 @@ def fuse(image, atlases, maps, sigma=SIGMA):
     disputed = ndimage.binary_dilation(disputed, np.ones((3,) * disputed.ndim), iterations=SEARCH)
     box = around(disputed, PATCH + SEARCH + 1)
     weights, voted = weigh(image[box], [atlas[box] for atlas in atlases], maps[(slice(None), *box)], disputed[box])
-    return count(maps[0], disputed, weights, voted, sigma)
+    return count(maps[0], disputed, averaged(weights, disputed[box]), voted)
 
 
 def around(mask, margin):
@@ -111,16 +111,24 @@ def joint_weights(apart, beta=BETA, alpha=ALPHA):
     return weights / weights.sum(1, keepdim=True).clamp(min=1e-12)
 
 
-def count(agreed, disputed, weights, voted, sigma):
+def averaged(weights, disputed):
+    """The mean weights of the patches that hold each disputed voxel, (n, K). disputed: where the n weights are."""
+    width, found = 2 * PATCH + 1, np.empty_like(weights)
+    share = ndimage.uniform_filter(disputed.astype(np.float32), width, mode="constant")[disputed]
+    for number in range(weights.shape[1]):
+        volume = np.zeros(disputed.shape, np.float32)
+        volume[disputed] = weights[:, number]
+        found[:, number] = ndimage.uniform_filter(volume, width, mode="constant")[disputed] / share
+    return found
+
+
+def count(agreed, disputed, weights, voted):
     """Label and doubt from the votes. agreed: (*size), the label where nothing is disputed. Others as `weigh` gives."""
-    winner, most = np.zeros_like(agreed), np.full(agreed.shape, -1.0, np.float32)
-    total = np.zeros(agreed.shape, np.float32)
-    for value in np.union1d(np.unique(agreed), np.unique(voted)):
-        votes = (agreed == value).astype(np.float32)
-        votes[disputed] = np.where(voted == value, weights, 0).sum(1)
-        box = around(votes > 0, int(4 * sigma + 1)) if (votes > 0).any() else tuple(slice(0, 0) for _ in votes.shape)
-        share = ndimage.gaussian_filter(votes[box], sigma, mode="nearest") if sigma else votes[box]
-        total[box] += share
-        better = share > most[box]
-        winner[box][better], most[box][better] = value, share[better]
-    return winner, np.clip(1 - most / np.maximum(total, 1e-6), 0, 1).astype(np.float32)
+    winner, most = voted[:, 0].copy(), np.full(len(voted), -1.0, np.float32)
+    for value in np.unique(voted):
+        share = np.where(voted == value, weights, 0).sum(1)
+        better = share > most
+        winner[better], most[better] = value, share[better]
+    label, doubt = agreed.copy(), np.zeros(agreed.shape, np.float32)
+    label[disputed], doubt[disputed] = winner, np.clip(1 - most / np.maximum(weights.sum(1), 1e-6), 0, 1)
+    return label, doubt

@@ -1,8 +1,8 @@
 """Motion in a 4D series: every frame aligned to one frame or to the mean of all, and how far each had moved.
 
-Frames are aligned in blocks, each frame starting from the result of the one before it in its block, so the result is
-the same for any number of processes. The map of a frame leads from the reference to the positions of its points in that
-frame.
+Frames are aligned in blocks, each frame starting from the result of the one before it in its block (with --deform from
+its field), so the result is the same for any number of processes. The map of a frame leads from the reference to the
+positions of its points in that frame.
 """
 import functools
 from pathlib import Path
@@ -77,13 +77,12 @@ def frame_of(path, number):
 def align_block(out, series, count, options, entry, folder, earlier):
     """Align the frames of one block; their volumes go to one file, their maps and likeness into the row."""
     start = int(entry["name"].rpartition("_")[2])
-    affine, matrix, volumes, frames = shape_of(series)[1], None, [], []
+    affine, begin, volumes, frames = shape_of(series)[1], {}, [], []
     for number in range(start, min(start + BLOCK, count)):
-        here = options if matrix is None else {**options, "start": matrix}
-        found = aligned(entry["reference"], (frame_of(series, number), affine), **here)
-        matrix = found.matrix
+        found = aligned(entry["reference"], (frame_of(series, number), affine), **options, **begin)
+        begin = {} if found.verdict == "failed" else {"start": found.known if options["refine"] else found.matrix}
         volumes.append(found.warped)
-        frames.append({"frame": number, "matrix": matrix.tolist(), "similarity": found.similarity,
+        frames.append({"frame": number, "matrix": found.matrix.tolist(), "similarity": found.similarity,
                        "similarity_before": found.similarity_before, "verdict": found.verdict, "reason": found.reason})
     path = folder / f"{entry['name']}.npy"
     write_file(path, lambda file: np.save(file, np.stack(volumes, -1)))

@@ -4,7 +4,8 @@ Every subject is registered to the current template; T_i is the affine map and u
 subject i. The template is then moved so that their means vanish: with the mean logarithms of the T_i and of the
 deformations, x -> exp(-mean log u)(exp(-mean log T) x) is applied before each of them. The mean of the subjects, warped
 by the moved maps, is sharpened and becomes the next template (Avants et al., NeuroImage 2010, "The optimal template
-effect"; logarithms as in Arsigny et al., MICCAI 2006). Rounds begin on coarse grids and end on fine ones.
+effect"; logarithms as in Arsigny et al., MICCAI 2006). The first half of the rounds has a coarse grid. Those after it
+do not find the fields anew: each continues those of the round before at the finest resolution.
 """
 import functools
 import json
@@ -21,6 +22,7 @@ from Diffusion.fields import compose, exponential, then_affine
 from Diffusion.metrics import average, dice
 from Inference.labels import apply_field, apply_label, vote
 from Inference.pair_figures import without_affine
+from Inference.registration import Known
 from Inference.results import damage, do_all, read_results, source_digests
 from Inference.verdict import judge_list
 from Report.charts import grid, line_chart
@@ -32,10 +34,11 @@ from Study import common
 from Study.thumbnails import gallery_html, thumbnail
 
 TEMPLATE, LABEL = "template.nii.gz", "template_label.nii.gz"
-ENOUGH_LEFT, MOST_PASSES, SMOOTH_MEAN = 0.01, 4, 1.0  # voxels of the mean logarithm, on average; passes; voxels
+ENOUGH_LEFT, MOST_PASSES, SMOOTH_MEAN = 0.02, 4, 1.0  # voxels of the mean logarithm, on average; passes; voxels
 SHARPEN, SHARPEN_SIGMA = 1.0, 1.0  # how much of what a Gaussian of so many voxels takes away is added
 FEWEST, LEAST_SIDE = 2, 8  # subjects; voxels along an axis
-DEFORMATION = "deformation.npy"  # of a subject and round: (N, *size), without the affine part
+# Of a subject and round, (N, *size): the deformation without the affine part; the whole map from the moved template.
+DEFORMATION, FIELD = "deformation.npy", "field.npy"
 COLUMNS = ("similarity", "dice", "folding_percent")
 
 
@@ -90,33 +93,39 @@ def build(items, options, settings, out, args):
     left_out, history, starts = {}, [], {}
     start = read_source(str(args.start or middle_subject(items, left_out)), "start")
     extent_mm, finest_mm = field_of_view(start, args.spacing)
-    factors = [1, *(2 if number < args.rounds // 2 else 1 for number in range(args.rounds))]
+    factors = [2 if number <= args.rounds // 2 else 1 for number in range(args.rounds + 1)]
     image, affine = rescale(start.array, *intensity_range(start.array)), start.affine
     for number, factor in enumerate(factors):
         where = out / f"round_{number}"
         where.mkdir(exist_ok=True)
         spacing_mm = factor * finest_mm
         size = np.maximum(np.ceil(extent_mm / spacing_mm - 1e-3).astype(int), LEAST_SIDE)
-        image, affine = to_grid(image, affine, size, spacing_mm)
+        before, (image, affine) = affine, to_grid(image, affine, size, spacing_mm)
         write_volume(where / TEMPLATE, image, affine)
-        tasks = [({"name": item["id"], "moving": item["image"], "fixed": where / TEMPLATE}, where / item["id"])
-                 for item in items if item["id"] not in left_out]
+        continues = number > max(args.rounds // 2, 1)
+        tasks = [({"name": item["id"], "moving": item["image"], "fixed": where / TEMPLATE, **(
+                     {"known": out / f"round_{number - 1}" / item["id"] / FIELD} if continues else {})},
+                  where / item["id"]) for item in items if item["id"] not in left_out]
         how = {**options, "affine": args.affine if number < 2 else False, "refine": number > 0}
-        rows, failed = do_all(where, tasks, functools.partial(onto_template, str(where), how, starts), settings,
-                              args.workers, f"round {number} of {args.rounds}", "subject", args.again)
+        align = functools.partial(onto_template, str(where), how, starts, before)
+        rows, failed = do_all(where, tasks, align, settings, args.workers, f"round {number} of {args.rounds}",
+                              "subject", args.again)
         left_out.update({entry["name"]: entry["reason"] for entry in failed})
         rows = without_strangers(rows, left_out) if number == 1 else rows
         if len(rows) < FEWEST:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
             raise InputError(f"{args.images[0]}: fewer than {FEWEST} subjects are left ({reasons}).")
         middle = centre(rows, affine, exact=number == args.rounds)
-        starts = {row["name"]: (np.array(row["matrix"]) @ middle["before"]).tolist() for row in rows}
-        plain, image = average_of(rows, middle, affine, args.sharpen)
+        starts = {row["name"]: (np.array(row["matrix"]) @ middle["before"], row.get("smoothing")) for row in rows}
+        for row in rows:
+            path, field = Path(row["folder"]) / FIELD, field_of(row, middle)
+            write_file(path, lambda file, field=field: np.save(file, field))
+        plain, image = average_of(rows, affine, args.sharpen)
         history.append({"round": number, "spacing_mm": spacing_mm, "moved": middle["moved"],
                         "mean_left": middle["left"], "most_left": middle["most_left"],
                         "sharpness": sharpness(plain) / spacing_mm,
                         "similarity": average([row["similarity"] for row in rows])})
-    return finish(out, rows, middle, image, affine, items, left_out, history)
+    return finish(out, rows, middle["before"], image, affine, items, left_out, history)
 
 
 def middle_subject(items, left_out):
@@ -146,10 +155,15 @@ def field_of_view(volume, spacing_mm):
     return np.array(canonical.shape) * voxel_mm, spacing_mm or float(np.exp(np.log(voxel_mm).mean()))
 
 
-def onto_template(out, options, starts, pair, folder, earlier):
-    """Register one subject to the template; its deformation without the affine part goes to deformation.npy."""
+def onto_template(out, options, starts, before, pair, folder, earlier):
+    """Register one subject to the template; its deformation without the affine part goes to deformation.npy.
+
+    starts: its map and smoothing so far, by name. before: affine of the template before, on which pair's "known" is.
+    """
     if pair["name"] in starts:
-        options = {**options, "start": np.array(starts[pair["name"]])}
+        start, smoothing = starts[pair["name"]]
+        options = {**options, "start": start if "known" not in pair else Known(start, np.load(pair["known"]), before,
+                                                                               smoothing)}
     found = common.aligned(pair["fixed"], pair["moving"], **options)
     if "moving" in found.segmentations:
         raise InputError(f"{pair['moving']}: a segmentation; give its image.")
@@ -189,13 +203,13 @@ def deformation_of(row, margin=0):
 
 
 def margin_for(rows):
-    """How wide it is for some rows: so that it falls by a quarter of a voxel per voxel, on average; at least 8."""
+    """How wide it is for some rows: so that it falls by a third of a voxel per voxel, on average; at least 8."""
     most = 0.0
     for row in rows:
         field = deformation_of(row)[0]
         faces = [field.select(axis, place) for axis in range(1, field.dim()) for place in (0, -1)]
         most = max(most, *(float(face.abs().max()) for face in faces))
-    return max(8, int(np.ceil(4 * most)))
+    return max(8, int(np.ceil(3 * most)))
 
 
 def logarithm(field, rounds=2):
@@ -220,9 +234,9 @@ def log_matrix(matrix):
 def centre(rows, affine, exact):
     """Where the middle of the subjects is, seen from the present template, whose grid has this affine.
 
-    exact: by the mean of logarithms, in passes until little of it is left; else by the mean of displacements, once,
-    which is near it and costs little. The mean is smoothed by a voxel: where a field nearly folds, its logarithm is
-    coarse.
+    exact: by the mean of displacements, then by that of logarithms, in passes until little of it is left; else by the
+    first alone, which is near it and costs little. The mean is smoothed by a voxel: where a field nearly folds, its
+    logarithm is coarse.
     Returns: dict of way, (1, N, *wide) in voxels, x -> x + way(x) leads from the new template to the old one, on the
     template's grid with `margin` voxels around it; before, 4x4, the affine part of it in the world, which way includes;
     moved, the mean length of the mean deformation; left and most_left, mean and largest length of the mean logarithm
@@ -237,10 +251,11 @@ def centre(rows, affine, exact):
     middle = {"margin": margin, "affine": wide, "before": before, "moved": None, "left": None, "most_left": None}
     inner = (..., *(slice(margin, -margin) for _ in size))
     for number in range(MOST_PASSES if exact else 1):
-        mean = sum(centred_deformation(row, {**middle, "way": way}, exact) for row in rows) / len(rows)
+        logs = exact and number > 0  # the first pass goes most of the way, and needs none for it
+        mean = sum(centred_deformation(row, {**middle, "way": way}, logs) for row in rows) / len(rows)
         length = mean[inner].square().sum(1).sqrt()
         middle["moved"] = float(length.mean()) if number == 0 else middle["moved"]
-        if exact:
+        if logs:
             middle.update(left=float(length.mean()), most_left=float(length.max()))
             if middle["left"] < ENOUGH_LEFT or number == MOST_PASSES - 1:
                 break
@@ -273,15 +288,15 @@ def field_of(row, middle):
     return centred_field(row, middle)[inner].numpy()
 
 
-def average_of(rows, middle, affine, amount):
+def average_of(rows, affine, amount):
     """The mean of the subjects in the moved template, plain and sharpened, (*size) float32 in 0..1.
 
     Each counts where its field of view reaches. amount: of sharpening, see SHARPEN.
     """
     total = weight = 0
     for row in rows:
-        image, own = read_volume(row["moving"], len(middle["way"].shape) - 2)
-        field = field_of(row, middle)
+        field = np.load(Path(row["folder"]) / FIELD)
+        image, own = read_volume(row["moving"], len(field))
         seen = apply_field(np.ones(image.shape, np.float32), own, field, affine, order=0)
         total = total + seen * apply_field(rescale(image, *intensity_range(image)), own, field, affine)
         weight = weight + seen
@@ -299,18 +314,21 @@ def sharpness(image):
 # What is written
 # ---------------------------------------------------------------------------------------------------------------------
 
-def finish(out, rows, middle, image, affine, items, left_out, history):
-    """Write the template, its labels, and each subject's field and volumes. Returns: rows, failed, history."""
+def finish(out, rows, before, image, affine, items, left_out, history):
+    """Write the template, its labels, and each subject's field and volumes. Returns: rows, failed, history.
+
+    before: of `centre`.
+    """
     write_volume(out / TEMPLATE, image, affine)
     items, done, maps = {item["id"]: item for item in items}, [], {}
     for row in rows:
         folder = out / "subjects" / row["name"]
         folder.mkdir(parents=True, exist_ok=True)
-        field, own = field_of(row, middle), read_volume(row["moving"], image.ndim)
+        field, own = np.load(Path(row["folder"]) / FIELD), read_volume(row["moving"], image.ndim)
         paths = [folder / "field.nii.gz", folder / "warped.nii.gz"]
         write_field(paths[0], field, affine)
         write_volume(paths[1], apply_field(*own, field, affine), affine)
-        matrix = (np.array(row["matrix"]) @ middle["before"]).tolist()
+        matrix = (np.array(row["matrix"]) @ before).tolist()
         row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve()), "matrix": matrix}
         if label := items[row["name"]]["label"]:
             paths.append(folder / "warped_label.nii.gz")
@@ -334,8 +352,9 @@ def finish(out, rows, middle, image, affine, items, left_out, history):
             history[-1]["dice_pairs"] = float(np.mean(pairs))
     failed = [{"name": name, "reason": reason} for name, reason in left_out.items()]
     write_file(out / "convergence.json", json.dumps(history, indent=1) + "\n")
-    for path in out.glob(f"round_*/*/{DEFORMATION}"):
-        path.unlink()
+    for name in (DEFORMATION, FIELD):
+        for path in out.glob(f"round_*/*/{name}"):
+            path.unlink()
     return judge_list(done), failed, history
 
 

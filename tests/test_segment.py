@@ -11,7 +11,7 @@ from Dataloader.nifti import read_label, read_volume, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.metrics import average, dice
 from Study.atlases import voters
-from Study.fusion import best_shift, fuse, joint_weights
+from Study.fusion import averaged, best_shift, count, fuse, joint_weights
 from Study.thumbnails import COLOURS, GREYS, palette, thumbnail, tile
 
 SIZE, AFFINE = (18, 20, 16), np.diag([2.0, 2.0, 2.0, 1.0])
@@ -59,9 +59,20 @@ def test_an_atlas_is_moved_to_where_it_fits():
     np.testing.assert_array_equal(best_shift(image, atlas, shifts, None, places, 3), [10, 10, 10])
 
 
+def test_a_patch_votes_for_all_of_its_voxels():
+    """One patch in one disputed voxel gives its weights there, two neighbours the mean of theirs."""
+    disputed = np.zeros((20, 20), bool)
+    disputed[3, 3] = disputed[12, 12] = disputed[12, 13] = True
+    weights = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], np.float32)
+    np.testing.assert_allclose(averaged(weights, disputed), [[0.9, 0.1], [0.4, 0.6], [0.4, 0.6]], atol=1e-6)
+    label, doubt = count(np.full((20, 20), 7), disputed, averaged(weights, disputed), np.array([[1, 2]] * 3))
+    assert label[3, 3] == 1 and label[12, 12] == label[12, 13] == 2 and label[0, 0] == 7
+    assert doubt[3, 3] == pytest.approx(0.1) and doubt[12, 12] == pytest.approx(0.4) and doubt[0, 0] == 0
+
+
 def test_flat_images_give_a_plain_vote():
     flat, maps = np.zeros((8, 8), np.float32), [np.eye(8, dtype=np.int16), np.eye(8, dtype=np.int16), np.zeros((8, 8))]
-    label, _ = fuse(flat, [flat] * 3, [each.astype(np.int16) for each in maps], sigma=0)
+    label, _ = fuse(flat, [flat] * 3, [each.astype(np.int16) for each in maps])
     np.testing.assert_array_equal(label, np.eye(8))
 
 
