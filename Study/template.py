@@ -125,7 +125,7 @@ def build(items, options, settings, out, args):
                         "mean_left": middle["left"], "most_left": middle["most_left"],
                         "sharpness": sharpness(plain) / spacing_mm,
                         "similarity": average([row["similarity"] for row in rows])})
-    return finish(out, rows, middle["before"], image, affine, items, left_out, history)
+    return finish(out, rows, starts, image, affine, items, left_out, history)
 
 
 def middle_subject(items, left_out):
@@ -314,10 +314,10 @@ def sharpness(image):
 # What is written
 # ---------------------------------------------------------------------------------------------------------------------
 
-def finish(out, rows, before, image, affine, items, left_out, history):
+def finish(out, rows, starts, image, affine, items, left_out, history):
     """Write the template, its labels, and each subject's field and volumes. Returns: rows, failed, history.
 
-    before: of `centre`.
+    starts: as for `onto_template`.
     """
     write_volume(out / TEMPLATE, image, affine)
     items, done, maps = {item["id"]: item for item in items}, [], {}
@@ -328,7 +328,7 @@ def finish(out, rows, before, image, affine, items, left_out, history):
         paths = [folder / "field.nii.gz", folder / "warped.nii.gz"]
         write_field(paths[0], field, affine)
         write_volume(paths[1], apply_field(*own, field, affine), affine)
-        matrix = (np.array(row["matrix"]) @ before).tolist()
+        matrix = starts[row["name"]][0].tolist()
         row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve()), "matrix": matrix}
         if label := items[row["name"]]["label"]:
             paths.append(folder / "warped_label.nii.gz")
