@@ -405,7 +405,8 @@ def test_the_recommended_number_of_steps_needs_no_number(monkeypatch):
 
 
 @apart_is_said_elsewhere
-@pytest.mark.parametrize("fixed, moving", [(0, 1), (1, 2), (2, 0)])
+@pytest.mark.parametrize("fixed, moving", [
+    (0, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_a_registration_continues_from_an_earlier_one(fixed, moving):
     """Without further steps the map stays what it was, on any two grids; with some it gets better."""
     fixed, moving = two_volumes(fixed, moving)

@@ -440,9 +440,10 @@ def test_a_save_that_outlasts_the_time_limit_ends_before_it(slurm, checkout, pla
     folder = prepared(place, "slow save")
     fault = {"id": "save", "do": "sleep_long", "rank": 0, "phase": "checkpoint", "step": 8}
     words = options(folder, run__deadline_floor_s=900, run__deadline_first_s=900)
-    job = submit(slurm, checkout, words, "--time=3", "--signal=B:USR1@60", FAULTS=json.dumps([fault]),
+    job = submit(slurm, checkout, words, "--time=3", "--signal=B:USR1@5", FAULTS=json.dumps([fault]),
                  FAULT_DIR=str(folder), PYTHONPATH=str(ROOT / "tests/faults/inject"))
     until(lambda: (folder / "save").exists(), 170)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
     until(lambda: state(slurm, job)[1] == 1, 200)
     text = printed(checkout, job)
     assert "the ranks have not left in time before the time limit" in text and "DUE TO TIME LIMIT" not in text, text
