@@ -42,6 +42,7 @@ SLOW = ("anatomies", "bench_augment", "bench_default", "bench_multimodal", "benc
         "simulated_device", "smoke", "step_cost", "universal", "3modes_opt_equivalence")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Within one process the order of files does not matter; tests of one file stay in theirs.
 
@@ -58,6 +59,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(900))  # beside each other they take twice as long
         alone = item.path.name == "test_faults.py"
         item.add_marker(pytest.mark.xdist_group(shared or (item.name if alone else item.path.name)))
+
+
+def pytest_collection_finish(session):
+    """xdist sends a group to one process by a suffix of its tests' names; where that fails, nothing else tells."""
+    if getattr(session.config.option, "loadgroup", False):  # in a process of --dist loadgroup
+        apart = [item.nodeid for item in session.items if "@" not in item.nodeid.rpartition("]")[2]]
+        assert not apart, f"these tests are in no group: see pytest-xdist in requirements-test.txt: {apart[:3]}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
