@@ -1,4 +1,5 @@
 """tests/bench/bench_default.py: whose pairs, what a difference is worth, and that a run is logged, kept and scored."""
+import itertools
 import json
 import shutil
 
@@ -116,11 +117,17 @@ def test_a_run_is_written_logged_resumed_and_scored_anew(mice, tmp_path, capsys)
     assert not (out / "volumes").exists()
 
 
-def test_one_weight_for_all_is_a_method(mice, tmp_path):
+def test_one_weight_for_all_and_a_network_are_methods(mice, tmp_path):
     pair = bench.prepare("mouse", "test", mice, tmp_path, 1)[0]
-    fields = [next(bench.ours([pair], weight))[0] for weight in ("0.1", "10")]
-    assert all(field.shape == (3, 20, 24, 18) for field in fields)
-    assert np.abs(fields[0] - fields[1]).max() > 0.05, "the weight changes nothing"
+    args = bench.parse_arguments(["--networks", "any=universal", "--refine", "2"])
+    fields = []
+    for method in ("weight_0.1", "weight_2", "any"):
+        generate, settings = bench.method_of("mouse", method, None, args)
+        fields.append(next(generate([pair]))[0])
+        assert fields[-1].shape == (3, 20, 24, 18) and ("weights" in settings) == (method == "any")
+    assert all(np.abs(one - other).max() > 0.05 for one, other in itertools.combinations(fields, 2))
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--networks", "universal"])
 
 
 def test_what_is_missing_is_named_and_the_other_sets_are_scored(mice, tmp_path, capsys):

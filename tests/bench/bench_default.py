@@ -6,6 +6,7 @@
 Ours is `omnimorph.register(fixed, moving)` and nothing else. The peers are Greedy, ANTs SyN with local correlation,
 DIPY's SyN and ConvexAdam, in the environment that peers.py makes. `weight_W` is ours with one fixed refine.weight; the
 best of WEIGHTS on the test pairs is an upper bound for what a rule that infers the weight can reach, and nothing else.
+`--networks NAME=MODEL` adds networks (a run's folder, a file, or universal), each followed by --refine steps.
 
 The protocol, written before the first score:
 
@@ -53,10 +54,11 @@ import omnimorph
 from Dataloader.grids import intensity_range, rescale
 from Dataloader.nifti import read_label, read_volume, write_volume
 from Diffusion.metrics import average, dice, folding_percent
-from Inference.load_model import DEFAULTS
+from Inference.load_model import DEFAULTS, find_checkpoint, load_model
 from Report.page import text_table
 from Runtime.config import load_config
 from Runtime.errors import DONE, STOP, InputError
+from Runtime.files import sha256
 
 HERE, SEED = Path(__file__).resolve().parent, 46
 PAIRS, HIPPOCAMPUS_PAIRS, SCORED = (HERE / f"{name}" for name in ("default_pairs.json", "hippocampus_pairs.json",
@@ -273,9 +275,8 @@ def identity(pairs):
         yield (np.tensordot(change[:3, :3], points, 1) + change[:3, 3].reshape(3, 1, 1, 1)).astype(np.float32), (0., 0.)
 
 
-def ours(pairs, weight=None):
-    """register() as it is, or with one refine.weight for all."""
-    more = {} if weight is None else {"config": load_config(DEFAULTS, [f"refine.weight={weight}"])}
+def ours(pairs, **more):
+    """register() as it is, or with more arguments."""
     warm_up = tuple(np.random.default_rng(seed).random((16, 16, 16), np.float32) for seed in (0, 1))
     omnimorph.register(*((array, np.eye(4)) for array in warm_up), **more)
     for pair in pairs:
@@ -309,8 +310,14 @@ def method_of(name, method, setting, args):
     if method == "identity":
         return identity, {}
     if method not in PEERS:
-        weight = method.removeprefix("weight_") if method != "ours" else None
-        return (lambda pairs: ours(pairs, weight)), {"commit": our_commit(), "threads": args.threads}
+        more, same = {}, {"commit": our_commit(), "threads": args.threads}
+        if method in args.networks:
+            path = find_checkpoint(args.networks[method])
+            more = {"model": load_model(path), "refine": args.refine}
+            same |= {"weights": sha256(path), "refine": args.refine}
+        elif method != "ours":
+            more = {"config": load_config(DEFAULTS, [f"refine.weight={method.removeprefix('weight_')}"])}
+        return (lambda pairs: ours(pairs, **more)), same
     options, folder = settings_of(name)[method][setting], args.out / "work" / name / method / setting
     return (lambda pairs: of_peer(pairs, method, options, folder, args.python, args.threads),
             {"setting": setting, "options": options, "threads": args.threads})
@@ -530,7 +537,7 @@ def tune(args):
 def score_test(args):
     """Score each method on the test pairs. Returns: {set: {method: rows}}; sentences about what failed."""
     results, failed = {name: {} for name in args.sets}, []
-    for name, method in itertools.product(args.sets, args.methods):
+    for name, method in itertools.product(args.sets, [*args.methods, *args.networks]):
         if method in PEERS and method not in CHOSEN.get(name, {}):
             continue  # it has not been tuned for this set
         try:
@@ -554,6 +561,8 @@ def parse_arguments(argv=None):
                         help=f"some of {', '.join(SETS)} (all)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME",
                         help=f"some of {', '.join(METHODS)} (all)")
+    parser.add_argument("--networks", nargs="+", default=[], metavar="NAME=MODEL", help="networks to score as well")
+    parser.add_argument("--refine", type=int, default=20, metavar="N", help="steps after a network (%(default)s)")
     parser.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N pairs of each set")
     parser.add_argument("--tune", action="store_true", help="score the settings of the peers on the tuning pairs")
     parser.add_argument("--json", action="store_true", help="one line of JSON at the end")
@@ -566,7 +575,10 @@ def parse_arguments(argv=None):
     parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
     parser.add_argument("--log", type=Path, default=SCORED, metavar="F", help="of what was scored on test pairs")
     parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_default", metavar="FOLDER")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.networks = dict(word.split("=", 1) if "=" in word else parser.error(f"--networks {word}: NAME=MODEL is needed")
+                         for word in args.networks)
+    return args
 
 
 @in_one_sentence
