@@ -47,8 +47,8 @@ BINS = 32  # of the intensities that are mapped to those of the other modality
 # gain 0.01 of Dice, brains, mice and livers a little; with 1 hippocampi gain 0.014 and brains lose 0.01.
 EDGES = 0.3
 FILLED = 2.0  # voxels: standard deviation of the Gaussian that fills in what a mask leaves out, for the gradients
-# Weights of a Gaussian below this are zero. Products with the smallest ones are subnormal numbers, with which Intel's CPUs
-# compute a hundred times more slowly: a third of the time of a small pair.
+# Weights of a Gaussian below this are zero. Products with the smallest ones are subnormal numbers, with which Intel's
+# CPUs compute a hundred times more slowly: a third of the time of a small pair.
 NOTHING = 1e-20
 SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point, where that takes no time
 # To infer the smoothing:
