@@ -52,8 +52,8 @@ def new_task(tasks, name, purpose, unit="subjects"):
                       "each in its own process (%(default)s)")
     task.add_argument("--again", action="store_true", help="repeat what an earlier run with the same options has "
                       "completed")
-    task.add_argument("--strict", action="store_true", help="exit with code 43 if a subject was left out or has "
-                      "failed")
+    task.add_argument("--strict", action="store_true", help="exit with code 43 if a subject was left out, has "
+                      "failed, or has the verdict failed")
     task.add_argument("--device", default="auto", help="auto, cpu, cuda, xpu (%(default)s)")
     return task
 
@@ -68,7 +68,7 @@ def add_volumes(task, name, purpose):
 
 def add_similarity(task):
     task.add_argument("--similarity", choices=SIMILARITIES, help="how volumes are compared: correlation; for two "
-                      "modalities mapped or mind (as in the config: correlation)")
+                      "modalities mapped or mind; auto decides from each pair (as in the config, which has auto)")
 
 
 def add_segment(tasks):

@@ -3,6 +3,6 @@ import importlib.util
 import sys
 
 if importlib.util.find_spec("fcntl") is None:  # Windows, where the other programs run
-    sys.stderr.write("error: preparing and training need the file locks of Linux or macOS: on Windows use WSL 2; "
-                     "OM_register.py, OM_augment.py and OM_evaluate.py also run without it.\n")
+    sys.stderr.write("error: preparing, training and exporting need the file locks of Linux or macOS: on Windows use "
+                     "WSL 2; OM_register.py, OM_study.py, OM_augment.py and OM_evaluate.py also run without it.\n")
     sys.exit(43)

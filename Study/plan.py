@@ -41,7 +41,7 @@ def plan(args):
         raise InputError(f"{args.data}: none of its {len(items)} volumes can be read ({bad[0][1]}).")
     device, out = pick_device(args.device), Path(args.out)
     make_folder(out)
-    chosen = choose(seen, len(items) - len(bad), args, device, out)
+    chosen = choose(seen, args, device, out)
     labelled = sum(item["label"] is not None for item in items)
     advice = advise(args.purpose, len(items), labelled, args.data)
     page = write_plan_page(out, args, items, seen, bad, chosen, advice)
@@ -80,14 +80,14 @@ def look(items):
     return seen, bad
 
 
-def choose(seen, count, args, device, out):
+def choose(seen, args, device, out):
     """Write config.yaml, on the finest grid of which a step fits into the memory. Returns: what it costs."""
     spacing = float(np.median([np.exp(np.log(row["voxel_mm"]).mean()) for row in seen]))
     boxes = [row["box_mm"] for row in seen if "box_mm" in row]
     extent = np.minimum(np.percentile([row["size_mm"] for row in seen], 95, axis=0), 1.05 * np.max(boxes, axis=0))
     while True:
         size, (_, base, multiple, steps) = grid(extent, spacing)
-        write_config(out, args, base, size, spacing, count)
+        write_config(out, args, base, size, spacing)
         cost = dry_run(out, device)
         need = cost["step_memory_bytes"].get(device.type, cost["step_memory_bytes"]["cpu"])
         room = ROOM * (cost["free_bytes"] or math.inf)
@@ -97,10 +97,12 @@ def choose(seen, count, args, device, out):
     if need > room:
         raise InputError(f"{args.data}: a step needs {need / 2 ** 30:.1f} GiB even at {spacing:.3g} mm, but only "
                          f"{room / 2 ** 30:.1f} are free on {device}; train on a machine with more memory.")
-    step_s = cost["step_seconds"]
+    epochs = -(-steps // cost["steps_per_epoch"])
+    write_config(out, args, base, size, spacing, epochs)
+    step_s, steps = cost["step_seconds"], epochs * cost["steps_per_epoch"]
     return {"img_size": [int(n) for n in size], "spacing_mm": round(spacing, 4), "base": base,
             "memory_gib": round(need / 2 ** 30, 2), "step_seconds": round(step_s, 2),
-            "epoch_minutes": round(step_s * cost["steps_per_epoch"] / 60, 2), "steps": steps,
+            "epoch_minutes": round(step_s * cost["steps_per_epoch"] / 60, 2), "epochs": epochs, "steps": steps,
             "hours": round(step_s * steps / 3600, 2)}
 
 
@@ -113,9 +115,8 @@ def grid(extent_mm, spacing_mm):
             return size, row
 
 
-def write_config(out, args, base, size, spacing_mm, count):
+def write_config(out, args, base, size, spacing_mm, epochs=1):
     """Write config.yaml: only what differs from its base."""
-    epochs = next(row[3] for row in NETWORKS if row[1] == base)
     content = {"base": base, "model": {"dims": len(size)},
                "data": {"name": Path(args.data).resolve().stem, "root": str(Path(args.data).resolve()),
                         "train_ids": "", "val_ids": "", "val_fraction": 0.1, "cache": "auto", "expect_samples": 0,
@@ -125,7 +126,7 @@ def write_config(out, args, base, size, spacing_mm, count):
     content["diffusion"] = {"grids": sorted({max(4, finest // 2 ** k // 4 * 4) for k in (3, 2, 1, 0)})}
     if args.purpose == "register":
         content.update(ALONE)
-    content["run"] = {"epochs": max(1, round(epochs / max(count, 1) / 10))}
+    content["run"] = {"epochs": epochs}
     text = (f"# Written by `omnimorph plan --data {args.data} --for {args.purpose}`. The keys are explained in "
             f"config_om.yaml; change what you like.\n{yaml.safe_dump(content, sort_keys=False)}")
     write_file(out / "config.yaml", text)
@@ -147,7 +148,7 @@ def advise(purpose, count, labelled, data):
     """Which program serves the purpose, in a sentence or two."""
     if purpose == "augment":
         return (f"To augment you need no training: omnimorph augment --model none --data {data} --out Data/copies. "
-                "A trained network makes copies with the shapes of your volumes.")
+                "Copies with the shapes of other volumes need none either: name those by --target and add --register.")
     if purpose == "segment":
         few = f"With labels of {labelled} of {count} volumes, "
         if not labelled:

@@ -64,7 +64,8 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish(session):
     """xdist sends a group to one process by a suffix of its tests' names; where that fails, nothing else tells."""
     if getattr(session.config.option, "loadgroup", False):  # in a process of --dist loadgroup
-        apart = [item.nodeid for item in session.items if "@" not in item.nodeid.rpartition("]")[2]]
+        apart = [item.nodeid for item in session.items
+                 if item.get_closest_marker("slurm") and not item.nodeid.endswith("@slurm")]
         assert not apart, f"these tests are in no group: see pytest-xdist in requirements-test.txt: {apart[:3]}"
 
 

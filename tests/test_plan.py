@@ -34,6 +34,8 @@ def test_a_config_that_the_training_takes(tmp_path, capsys):
     found = json.loads(printed.out.splitlines()[-1])
     cfg = load_config(tmp_path / "plan/config.yaml")
     assert cfg["data.img_size"] == found["img_size"] and cfg["loss.contrastive"] == 0 and cfg["data.val_fraction"]
+    steps_per_epoch = found["steps"] / found["epochs"]
+    assert cfg["run.epochs"] == found["epochs"] and 5000 <= found["steps"] < 5000 + steps_per_epoch
     assert found["left_out"] == 1 and "flat is left out" in printed.err
     assert found["memory_gib"] > 0 and found["hours"] > 0 and "omnimorph register" in printed.out
     page = (tmp_path / "plan/plan.html").read_text()

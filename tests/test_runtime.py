@@ -91,5 +91,5 @@ sys.exit(OM_register.main("--fixed 0.nii.gz --moving 1.nii.gz --model none --ref
 def test_without_fcntl_a_training_is_one_sentence(program, tmp_path):
     script = f"import sys; sys.modules['fcntl'] = None; import {program}"
     ended = launching.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert ended.returncode == 43 and ended.stderr.startswith("error: preparing and training need the file locks")
+    assert ended.returncode == 43 and ended.stderr.startswith("error: preparing, training and exporting need")
     assert ended.stderr.count("\n") == 1 and "WSL 2" in ended.stderr
