@@ -1,13 +1,12 @@
-"""Synthetic anatomies, made of noise in random contrasts, for a network that handles volumes of any kind.
+"""Synthetic anatomies from noise, in random contrasts, to train a network for any kind of volume.
 
-After SynthMorph (Hoffmann et al., IEEE TMI 2022): each label is the region where one of several warped maps of smooth
-noise is the largest, and gets random intensities, so that the network learns neither the shape nor the contrast of any
-real organ. Added here are structures within structures, fields of view, and spacings. One anatomy has several views,
-which differ by deformation, contrast, blur, bias, noise, field of view and spacing; views of one anatomy are pairs with
-true labels.
+Based on SynthMorph (Hoffmann et al., IEEE TMI 2022): several maps of smooth noise are warped, each label is the region
+where its map is the largest, and each label gets random intensities. So the network learns neither the shape nor the
+contrast of any real organ. This version adds nested structures, fields of view and spacings. The views of an anatomy
+differ in deformation, contrast, blur, bias, noise, field of view and spacing; two of them form a pair with true labels.
 
-Everything depends only on (seed, number of the anatomy, number of the view).
-Scripts/make_anatomies.py writes them as a data set.
+Everything is a function of (seed, number of the anatomy, number of the view) alone.
+Scripts/make_anatomies.py writes a data set of anatomies.
 """
 import itertools
 
@@ -16,29 +15,29 @@ from scipy import ndimage
 
 from Runtime.keyed_random import hashed
 
-REGIONS = (4, 10)  # of an anatomy, labels 1 to so many
-NESTS = (1, 2)  # of an anatomy: groups of structures that lie within each other, their labels come next
-NESTED = (1, 3)  # structures of such a group
+REGIONS = (4, 10)  # regions of an anatomy; their labels count from 1
+NESTS = (1, 2)  # groups of nested structures in an anatomy; their labels follow
+NESTED = (1, 3)  # structures in such a group
 MOST_LABELS = REGIONS[1] + NESTS[1] * NESTED[1]
-CELLS = (2, 6)  # of the noise along a side: large regions beside small ones
-WARP_CELLS, WARP = (3, 7), 0.06  # of the field that warps each noise, and its root mean square in sides along an axis
-BODY = 0.6  # probability of a body in empty space; else the regions fill all of the volume, as in a crop
+CELLS = (2, 6)  # noise cells along a side: the range makes large and small regions
+WARP_CELLS, WARP = (3, 7), 0.06  # cells of the field that warps a map; its root mean square, as a fraction of the side
+BODY = 0.6  # probability of a body in empty space; otherwise the regions fill the volume, as in a crop
 AIR = 0.8  # probability that the space around a body is black
-TEXTURE = 0.06  # most of a label's standard deviation; its mean is between 0 and 1
-VOXEL_MM = (0.1, 2.0)  # of the anatomy's own grid: from mice to men
-SIDES = (0.6, 1.0)  # field of view of an anatomy, along each axis in sides
-FOV_CHANGE, FOV_SHIFT = 0.08, 0.04  # of a view: log of its sides, and shift of its centre in sides; what is beyond is 0
-SPACING = (0.9, 1.5)  # voxels of a view in those of the anatomy
-THICK, THICKNESS = 0.4, (2.0, 4.0)  # probability of thick slices, and how thick these are in such voxels
-LEAST_SIDE = 8  # voxels of a view
-BLUR = 1.0  # most of the Gaussian, in voxels of the anatomy
-BIAS = 0.4  # most of the log of the bias field
-GAMMA = 0.3  # most of the log of the exponent
-NOISE = (0.005, 0.06)  # standard deviation; never 0: a volume without any difference would be refused
+TEXTURE = 0.06  # largest standard deviation of a label; its mean is between 0 and 1
+VOXEL_MM = (0.1, 2.0)  # voxel side of the anatomy's own grid, from mice to humans
+SIDES = (0.6, 1.0)  # field of view of an anatomy along each axis, as a fraction of the side
+FOV_CHANGE, FOV_SHIFT = 0.08, 0.04  # most that a view changes its log size, and shifts, in sides; 0 beyond the anatomy
+SPACING = (0.9, 1.5)  # voxel side of a view, in voxels of the anatomy
+THICK, THICKNESS = 0.4, (2.0, 4.0)  # probability of thick slices, and their thickness in voxels of the view
+LEAST_SIDE = 8  # voxels along an axis, of an anatomy or a view
+BLUR = 1.0  # largest sigma of the Gaussian, in voxels of the anatomy
+BIAS = 0.4  # largest log of the bias field
+GAMMA = 0.3  # largest log of the exponent
+NOISE = (0.005, 0.06)  # standard deviation; never 0, because constant volumes are refused
 
 
 def contrast_of(view):
-    """The number of a view's contrast: two views each have the same one, so that pairs of both kinds exist."""
+    """The contrast number of a view: views 2k and 2k + 1 share one, so pairs within and across contrasts exist."""
     return view // 2
 
 
@@ -68,9 +67,9 @@ def label_map(seed, number, size):
 
 
 def _nest(rng, label, place_norm, following):
-    """Draw a structure, one within it, and so on, into a label map, in place; labels are taken from `following`.
+    """Draw a group of nested structures into a label map, in place; their labels come from `following`.
 
-    place_norm: (N, *size) of each voxel, -1 to 1 from face to face.
+    place_norm: (N, *size) position of each voxel, -1 to 1 from face to face.
     """
     dims = label.ndim
     distance = _distance(rng, place_norm, rng.uniform(-0.5, 0.5, dims), rng.uniform(0.2, 0.45, dims), 0.15)
@@ -80,7 +79,7 @@ def _nest(rng, label, place_norm, following):
 
 
 def _distance(rng, place_norm, centre, radii, wobble):
-    """1 on the surface of an ellipsoid that noise has deformed, less inside: (*size). centre, radii: (N,) in -1 .. 1.
+    """(*size), 1 on the surface of an ellipsoid deformed by noise, less inside. centre, radii: (N,) in -1 .. 1.
 
     wobble: root mean square of the logarithm of its radius.
     """
@@ -90,10 +89,10 @@ def _distance(rng, place_norm, centre, radii, wobble):
 
 
 def render(label, seed, number, contrast):
-    """The intensities of an anatomy in one of its contrasts, before anything is done to them.
+    """The intensities of an anatomy in one of its contrasts, before `make_view` deforms and degrades them.
 
-    label: (*size) of `label_map`. contrast: its number. Each label has a mean and a texture, which is that of the
-    anatomy: in another contrast it is fainter or stronger, or inverted.
+    label: (*size) from `label_map`. contrast: its number. Each label has a mean and a texture. The texture belongs to
+    the anatomy; a contrast makes it fainter or stronger, or inverts it.
     Returns: float64 (*size), about 0 to 1.
     """
     texture = smooth_noise(_rng(seed, "texture", number), label.shape, max(min(label.shape) // 4, 2))
@@ -105,12 +104,12 @@ def render(label, seed, number, contrast):
 
 
 def make_view(label, field, seed, number, view):
-    """One view of an anatomy: what a scanner would show of one deformed copy of it.
+    """One view of an anatomy: a simulated scan of a deformed copy.
 
-    label: (*size) of `label_map`. field: (N, *size) displacement in voxels of the anatomy's grid: the copy is
+    label: (*size) from `label_map`. field: (N, *size) displacement in voxels of the anatomy's grid; the copy is
     anatomy(x + field(x)). seed, number: of the anatomy. view: number of the view.
-    Returns: dict of image, int16, 1000 is white before the bias; label, uint8; both on the same grid of the view's own
-    shape; affine, 4x4, voxel to world in mm: views of an anatomy have one world.
+    Returns: dict of image, int16 (1000 is white before the bias), and label, uint8, both on one grid of the view's own
+    shape; affine, 4x4, voxel to world in mm. All views of an anatomy share one world.
     """
     rng = _rng(seed, "view", number, view)
     points = np.indices(label.shape) + field
@@ -119,7 +118,7 @@ def make_view(label, field, seed, number, view):
     label = ndimage.map_coordinates(label, points, order=0, mode="grid-constant")
     grid = view_grid(rng, label.shape, seed, number)
     scale, offset, shape = grid["scale"], grid["offset"], grid["shape"]
-    sigma = np.hypot(rng.uniform(0, BLUR), np.where(scale > 1.5, 0.4 * scale, 0))  # a thick slice shows what is in it
+    sigma = np.hypot(rng.uniform(0, BLUR), np.where(scale > 1.5, 0.4 * scale, 0))  # a thick slice averages over depth
     image = ndimage.gaussian_filter(image, sigma, mode="nearest")
     image = ndimage.affine_transform(image, scale, offset, shape, order=1, mode="grid-constant")
     label = ndimage.affine_transform(label, scale, offset, shape, order=0, mode="grid-constant")
@@ -136,9 +135,9 @@ def _as_measured(rng, image):
 
 
 def view_grid(rng, size, seed, number):
-    """The grid of a view: voxel i shows the place scale * i + offset of the anatomy.
+    """The grid of a view: voxel i lies at scale * i + offset in the anatomy.
 
-    rng: of the view. size: of the anatomy. seed, number: of the anatomy, which has a field of view and a size in mm.
+    rng: of the view. size, seed, number: of the anatomy, which sets the base field of view and the voxel side in mm.
     Returns: dict of scale and offset, (N,); shape, N ints; affine, 4x4 to the world in mm.
     """
     of_anatomy, size = _rng(seed, "field of view", number), np.array(size)
@@ -165,7 +164,7 @@ def smooth_noise(rng, size, cells):
     """Noise with unit root mean square: a cubic B-spline with normal coefficients.
 
     size: of the result. cells: of the spline along each axis; the fewer the smoother.
-    Returns: float64 (*size). By sums and products of arrays alone, whose bits do not depend on threads.
+    Returns: float64 (*size). It uses only sums and products of arrays, so its bits do not depend on threads.
     """
     values = rng.standard_normal([cells + 3] * len(size))
     for axis, count in enumerate(size):
@@ -178,13 +177,13 @@ def smooth_noise(rng, size, cells):
 
 
 def _warped_points(rng, size):
-    """Every voxel's place after a smooth random displacement: (N, *size)."""
+    """The position of every voxel after a smooth random displacement: (N, *size)."""
     cells = rng.integers(WARP_CELLS[0], WARP_CELLS[1] + 1)
     return np.stack([place + WARP * n * smooth_noise(rng, size, cells) for place, n in zip(np.indices(size), size)])
 
 
 def _rng(seed, purpose, *counters):
-    """A generator of numpy for one purpose, by the hash of its arguments (Runtime/keyed_random.py)."""
+    """A numpy generator for one purpose, seeded by the hash of its arguments (Runtime/keyed_random.py)."""
     return np.random.default_rng(int.from_bytes(hashed(seed, f"anatomies: {purpose}", *counters), "little"))
 
 

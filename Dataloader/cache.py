@@ -2,14 +2,14 @@
 
     images_00000.npy   (n, D, H, W) of data.dtype: the volumes of part 0, whole numbers 0 .. 255 or 0.0 .. 1.0; with
                        data.channels C > 1 (n, C, D, H, W)
-    labels_00000.npy   (n, D, H, W) uint8 or int16, masks_00000.npy likewise: only where a volume of the part has one
+    labels_00000.npy   (n, D, H, W) uint8 or int16, masks_00000.npy likewise: only if a volume of the part has one
     volumes_00000.json source files, headers and grids of the volumes; written last: a part exists when this file does
     plan.json          the parts that will be made, until OM_prepare.py is done
     refused.csv        which volumes are left out, and why
     manifest.json      settings, volumes, size and SHA-256 of every file; written last: without it a cache is incomplete
-    .readers           locked, shared, by every training that reads the cache
+    .readers           every training that reads the cache holds a shared lock on it
 
-Every file is written under another name, flushed and renamed. OM_prepare.py writes, everything else only reads.
+Every file is written under a temporary name, flushed and renamed. OM_prepare.py writes, everything else only reads.
 """
 import contextlib
 import fcntl
@@ -35,10 +35,10 @@ from Runtime.files import write_file
 FORMAT = 1
 SETTINGS = ("data.name", "data.root", "model.dims", "data.img_size", "data.spacing_mm", "data.crop_above",
             "data.percentiles", "data.window", "data.dtype", "data.channels")
-MOST_VOLUMES = 16  # in a part
-MOST_BYTES = 64 * 2 ** 20  # of a part's images
+MOST_VOLUMES = 16  # limit for a part
+MOST_BYTES = 64 * 2 ** 20  # limit for the images of a part
 OPEN_FILES = 128  # mapped at a time by a process; each takes a file handle, and some systems allow only 1024
-WORDS = ("subject", "modality", "split")  # what the data list says of a volume
+WORDS = ("subject", "modality", "split")  # what the data list says about a volume
 LINE = ("id", "subject", "modality", "group", "row", "label", "mask", "split", "bytes")  # columns in the manifest
 PATIENCE_S = 10.0  # longer than OM_prepare.py needs to remove old parts
 OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)|(?:plan|manifest)\.json|refused\.csv)"
@@ -50,7 +50,7 @@ OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)
 # ---------------------------------------------------------------------------------------------------------------------
 
 def settings(cfg):
-    """The part of a config on which the content of a cache depends, as plain JSON."""
+    """The config keys that determine the content of a cache, with their values, as plain JSON."""
     return {"format": FORMAT, **{key: cfg[key] for key in SETTINGS}}
 
 
@@ -67,14 +67,14 @@ def encode(image, dtype):
 
 
 def decode(image):
-    """The inverse of `encode`: intensities 0 .. 1 in float32, of a stored array."""
+    """The inverse of `encode`: a stored array as float32 intensities 0 .. 1."""
     return image.astype(np.float32) * np.float32(1 / 255) if image.dtype == np.uint8 else image.astype(np.float32)
 
 
 def entry(item, root):
-    """What a record keeps of a volume from the data list: id, words, and its files relative to the data folder.
+    """The part of a volume's record that comes from the data list: id, words, and files relative to the data folder.
 
-    "source" has size and time of each file, to detect changes; it is None if one is missing.
+    "source" has the size and time of each file, to detect changes; it is None if a file is missing.
     """
     base = Path(root) if Path(root).is_dir() else Path(root).parent
     paths = {kind: item[kind] and os.path.relpath(item[kind], base) for kind in KINDS}
@@ -89,11 +89,11 @@ def entry(item, root):
 
 
 def plan(folder, items, cfg):
-    """Which parts of a cache exist and which must be made: the same parts after any interruption.
+    """Divide a cache into parts that exist and parts to make; an interrupted run resumes with the same parts.
 
-    A part whose source files have changed, or are no longer in the list, is rebuilt, under another number as long as a
-    finished cache needs the old one. A part stays if the list only changes words of its volumes (subject, modality,
-    split); its record is then updated.
+    A part is rebuilt if its source files have changed or left the list; it gets a new number while a finished cache
+    still needs the old part. If the list only changes words of its volumes (subject, modality, split), the part stays
+    and its record is updated.
     folder: of the cache. items: from the data list.
     Returns: {number: record} of the parts that stay; {number: items} of those to make.
     """
@@ -106,7 +106,7 @@ def plan(folder, items, cfg):
         taken.add(number)
         usable = record and record["settings"] == settings(cfg) and not wrong_files(sizes, record["files"])
         lines = all_lines(record) if usable else []
-        # They are in the list, and their files are those that it names now, unchanged.
+        # The list still names all volumes of the part, with the same files, unchanged.
         if lines and all(line["id"] in wanted and all(
                 line.get(key) == value for key, value in wanted[line["id"]].items() if key not in WORDS)
                 for line in lines):
@@ -123,7 +123,7 @@ def plan(folder, items, cfg):
 
 
 def all_lines(record):
-    """The lines of a part's volumes, those that were refused included."""
+    """The lines of a part's volumes, refused ones included."""
     return record["volumes"] + record["refused"]
 
 
@@ -135,8 +135,8 @@ def record_paths(folder):
 def write_group(folder, number, items, cfg, done=lambda: None):
     """Prepare and write one part of the cache.
 
-    A volume that cannot be used is left out, with the reason in the part's record. items: from the data list. done: is
-    called after each volume. Returns: the record.
+    An unusable volume is left out, and the part's record gives the reason. items: from the data list. done: called
+    after each volume. Returns: the record.
     """
     volumes, refused = [], []
     arrays = {kind: [] for kind in KINDS}
@@ -177,7 +177,7 @@ def write_arrays(folder, number, arrays, cfg):
 
 
 def as_bytes(content):
-    """A record, plan or manifest as its file has it: JSON with the SHA-256 of all else under "sha256"."""
+    """The content of a record, plan or manifest file: JSON, with the SHA-256 of its other keys under "sha256"."""
     content = {key: value for key, value in content.items() if key != "sha256"}
     checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps({**content, "sha256": checksum}, allow_nan=False) + "\n").encode()
@@ -206,7 +206,7 @@ def write_manifest(folder, cfg, groups):
         files.update(record["files"])
         data = as_bytes(record)
         files[name] = [len(data), hashlib.sha256(data).hexdigest()]
-        # The words of a record may have changed. It is written only now, because the old manifest needs the old record.
+        # A record's words may have changed. It is written only now, because the old manifest needs the old record.
         if (Path(folder) / name).read_bytes() != data:
             write_bytes(folder, name, data)
     manifest = {"settings": settings(cfg), "subject_pattern": cfg["data.subject_pattern"], "volumes": sorted(volumes),
@@ -220,11 +220,11 @@ def write_manifest(folder, cfg, groups):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def read_json(path):
-    """A record, plan or manifest; None where it is missing or damaged."""
+    """A record, plan or manifest; None if it is missing or damaged."""
     try:
         data = Path(path).read_bytes()
         content = json.loads(data)
-        # The bytes are compared, checksum included: a flipped bit can turn 1e-05 into 1E-05, the same number.
+        # Compare all bytes, checksum included: a flipped bit can turn 1e-05 into 1E-05, the same number.
         return content if data == as_bytes(content) else None
     except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
         return None
@@ -233,8 +233,8 @@ def read_json(path):
 def read_manifest(folder, cfg):
     """The manifest of a cache made with this config's settings.
 
-    Raises InputError for a cache that is missing, not complete (naming volumes that are missing), damaged, or made with
-    other settings.
+    Raises InputError for a cache that is missing, incomplete (naming the missing volumes), damaged, or made with other
+    settings.
     """
     folder = Path(folder)
     again = "run OM_prepare.py with this config"
@@ -295,7 +295,7 @@ def some(names, most=5):
 
 
 def wrong_files(sizes, files):
-    """What is missing or of another size, as a list of texts. sizes: from `file_sizes`. files: {name: [bytes, ...]}."""
+    """Texts on files that are missing or have another size. sizes: from `file_sizes`. files: {name: [bytes, ...]}."""
     wrong = [f"{name} is missing" for name in files if name not in sizes]
     for name, (size, _) in files.items():
         if sizes.get(name, size) < size:
@@ -308,7 +308,7 @@ def wrong_files(sizes, files):
 def verify(folder, manifest):
     """Read every file and compare it with its checksum.
 
-    Returns: {file: what is wrong}, sorted by name; files that do not belong to the cache are among them.
+    Returns: {file: what is wrong}, sorted by name, including files that do not belong to the cache.
     """
     wrong = {text.split(" ")[0]: text for text in wrong_files(file_sizes(folder), manifest["files"])}
     known = {*manifest["files"], "manifest.json", "refused.csv", "plan.json", ".lock", "lock.json", ".readers"}
@@ -350,15 +350,15 @@ def map_part(path):
 
 @functools.lru_cache(OPEN_FILES)
 def map_once(path):
-    """`map_part`, which keeps the OPEN_FILES files used last open."""
+    """`map_part`, but the OPEN_FILES most recently used files stay open."""
     return map_part(path)
 
 
 def open_cache(folder, cfg, ranks=None):
     """Open the cache of a config.
 
-    ranks: of a training. It locks the cache while it reads, and with data.verify compares the files with their
-    checksums, divided among the ranks. None: read the manifest only, and neither lock, check nor copy.
+    ranks: those of a training, which locks the cache while it reads; with data.verify, its ranks divide up the files
+    and compare them with their checksums. None: only read the manifest; do not lock, check or copy.
     Returns: dict of
       folder  where to read: the cache, or its staged copy
       items   dicts of id, subject, modality, split, bytes (of the image's file), label and mask (whether there is one),
@@ -407,14 +407,14 @@ def require_undamaged(folder, manifest, ranks, show):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who reads it: a shared lock, which the system releases when the process ends, however it ends, on any node
+# Readers hold a shared lock. The system releases it when the process ends, however it ends, on any node.
 # ---------------------------------------------------------------------------------------------------------------------
 
 def hold(folder, show):
     """Lock a cache for reading, shared with other readers.
 
-    show: print a warning where the file system has no locks. Returns: the open lock file; None where there is no cache
-    or no lock. Raises InputError where OM_prepare.py keeps the cache locked for more than PATIENCE_S seconds.
+    show: print a warning if the file system has no locks. Returns: the open lock file; None if there is no cache or no
+    lock. Raises InputError if OM_prepare.py keeps the cache locked for more than PATIENCE_S seconds.
     """
     if not (Path(folder) / "manifest.json").is_file():
         return None
@@ -439,7 +439,7 @@ def hold(folder, show):
 
 @contextlib.contextmanager
 def without_readers(folder):
-    """Keep training runs from opening a cache. Yields: whether none reads it; True also without file locks."""
+    """Keep training runs from opening a cache. Yields: whether no run reads it; True if there are no file locks."""
     readers = open_readers(folder)
     free = True
     try:
@@ -454,7 +454,7 @@ def without_readers(folder):
 
 
 def open_readers(folder):
-    """The open .readers of a cache; None where there is no cache, or the file is missing and cannot be made."""
+    """The open .readers of a cache; None if there is no cache, or the file is missing and cannot be created."""
     for mode in ("a+b", "rb"):  # another user's file can only be read, which is enough to lock it
         with contextlib.suppress(OSError):
             return open(Path(folder) / ".readers", mode)

@@ -1,4 +1,4 @@
-"""Data lists: which volumes and pairs a run uses, of which subjects, and which are held out.
+"""Data lists: the volumes and pairs that a run uses, their subjects, and which of them are held out.
 
 It reads Decathlon and Learn2Reg JSON files, CSV lists, and folders of NIfTI files or, if they have none, of other
 formats.
@@ -20,17 +20,17 @@ from Dataloader.nifti import NIFTI, SUFFIXES, ends_in, read_header
 from Runtime.errors import InputError
 from Runtime.files import no_name_twice
 
-PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first there is
-SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}  # of a folder without a list: no images
-NO_DATA = {"derivatives", "sourcedata"}  # of BIDS: results and raw data beside the images
-# The name of a segmentation: that of its image, or of its subject and session in BIDS, and one of these words.
+PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first one present counts
+SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}  # these hold no images, in a folder without a list
+NO_DATA = {"derivatives", "sourcedata"}  # BIDS folders of results and raw data, beside the images
+# A segmentation is named after its image, or in BIDS after its subject and session, followed by one of these words.
 SEGMENTATION = re.compile(r"(.+?)[_-](d?seg|aseg|segmentation|labels?|labelmap|(?:brain)?mask)", re.I)
-ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # of BIDS, which an image does not share
-CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the number of the subject
-NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an image of nnU-Net: its case, and its channel
+ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that the image lacks
+CHANNEL = re.compile(r"_\d+_(000\d)$")  # a channel or state, after the subject number
+NUMBERED = re.compile(r"(.+)_(\d{4})")  # the name of an nnU-Net image: case and channel
 MOST_CHANNELS = 5
 FURTHER = tuple(f"image_{number}" for number in range(2, MOST_CHANNELS + 1))  # columns of further channels
-BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # at the start of a name: sub-01_ses-02_T1w is of subject sub-01
+BIDS = re.compile(r"sub-[A-Za-z0-9]+(?=_|$)")  # starts a name: sub-01_ses-02_T1w belongs to subject sub-01
 COLUMNS = ("image", "label", "mask", "id", "subject", "modality", "split")
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
           "testing": "test"}
@@ -40,19 +40,19 @@ FEW_SUBJECTS = 10  # with fewer, none is held out unless data.val_fraction amoun
 def read_datalist(root, dims=3, ids="", pattern="", held_out=False, channels=1):
     """List the volumes of a data set.
 
-    root: a folder, list or pattern, as docs/data.md says. A labelsTr in a folder must hold the label of every image, a
-    masksTr the mask of at least one: an image without a mask is used as a whole. In a list only the image is needed;
-    other keys and columns are ignored, and an empty cell is absent.
-    dims: 2 or 3, checked on the first volume. ids: as in `select`. pattern: as in `name_subjects`. held_out: also list
-    what the list keeps for validation or test. channels: how many images each volume has. With several, X_0000, X_0001
-    and so on are those of the volume X where the list does not name them together, as in nnU-Net's data sets; a single
-    file may hold them all (`read_channels`).
+    root: a folder, list or pattern, see docs/data.md. In a folder, labelsTr must hold the label of every image, and
+    masksTr the mask of at least one; an image without a mask is used whole. In a list only the image is required;
+    unknown keys and columns are ignored, and an empty cell counts as absent.
+    dims: 2 or 3, checked on the first volume. ids: as in `select`. pattern: as in `name_subjects`. held_out: include
+    volumes that the list keeps for validation or test. channels: number of images per volume. If there are several,
+    X_0000, X_0001 and so on are the channels of volume X, as in nnU-Net data sets, unless the list groups them. One
+    file may also hold all channels (`read_channels`).
 
     Returns: list of dict(id=str, image=Path, label=Path or None, mask=Path or None, subject=str, modality=str,
-    split="", "train", "val" or "test"), sorted by id, with channels=list of Path where further channels are files;
-    `volume_id` says how ids are derived. Where the list names no modality, the last number of a name like X_0001_0001
-    picks one from the "modality" of the JSON file, if that has several; else it is "".
-    Raises InputError for a missing or malformed list, missing files, duplicate ids and a selection that is empty.
+    split="", "train", "val" or "test"), sorted by id, plus channels=list of Path if further channels are files.
+    `volume_id` derives the ids. If the list names no modality, the last number of a name like X_0001_0001 picks one
+    from "modality" in the JSON file, if that has several; otherwise it is "".
+    Raises InputError for a missing or malformed list, missing files, duplicate ids and an empty selection.
     """
     items = list_volumes(root, pattern, channels)
     chosen = select(root, items if held_out else trainable(root, items), ids)
@@ -86,16 +86,16 @@ def list_volumes(root, pattern="", channels=1):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Channels: images of one volume in files of their own
+# Channels: the images of one volume in separate files
 # ---------------------------------------------------------------------------------------------------------------------
 
 def group_channels(items):
-    """Items of cases from those of single images: X_0000, X_0001 and so on are channels of the case X.
+    """Merge the items of single images into one item per case: X_0000, X_0001 and so on are channels of case X.
 
     items: as from `read_datalist`.
-    Returns: items in the same order with the channel of the lowest number as image and the others as "channels"; the
-    label and the mask are the first there are.
-    Raises InputError where a channel of a case is missing.
+    Returns: items in the same order. The lowest-numbered channel is the image, the others are "channels"; label and
+    mask are the first ones found in the case.
+    Raises InputError if a channel of a case is missing.
     """
     cases = {}
     for item in items:
@@ -116,17 +116,17 @@ def group_channels(items):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Subjects: to whom a volume belongs, and who is held out. Pairs, mode 2's negatives and the split all use this.
+# Subjects: who a volume belongs to, and who is held out. Pairs, mode 2's negatives and the split all use this.
 # ---------------------------------------------------------------------------------------------------------------------
 
 def name_subjects(root, items, pattern=""):
     """Give each item its subject, in place.
 
-    The subject of the list comes first. Then, in this order: the group of the regular expression `pattern`, which must
-    match in the path of every image below the data folder; sub-XX at the start of a BIDS name; X_0001 where all names
-    of the data set end like X_0001_0000 and X_0001_0001. Otherwise each volume is its own subject.
-    root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" where the list names none.
-    Raises InputError for a pattern that cannot be used, or that does not match in the path of an image.
+    The first of these that applies: the subject in the list; the group of the regular expression `pattern`, which must
+    match in every image path below the data folder; sub-XX at the start of a BIDS name; X_0001 if all names of the data
+    set end like X_0001_0000 and X_0001_0001. Otherwise each volume is its own subject.
+    root: folder or list, a Path. items: dicts as from `read_datalist`, subject "" if the list names none.
+    Raises InputError for an unusable pattern, or one that finds no subject in an image path.
     """
     base = root if root.is_dir() else _above_pattern(root)
     channels = [CHANNEL.search(_stem(item["image"])) for item in items]
@@ -148,7 +148,7 @@ def name_subjects(root, items, pattern=""):
 
 
 def bids_subject(name):
-    """sub-XX of a BIDS name, "" of another."""
+    """sub-XX from a BIDS name; "" from any other name."""
     match = BIDS.match(name)
     return match[0] if match else ""
 
@@ -166,18 +166,18 @@ def _compiled(pattern):
 
 
 def subject_key(subject):
-    """The number of a subject: a hash of its name below 2^48, the same in every run, which a float64 holds exactly."""
+    """The number of a subject: a hash of its name, the same in every run; below 2^48, so a float64 holds it exactly."""
     return int.from_bytes(hashlib.sha256(subject.encode()).digest()[:6], "big")
 
 
 def split_volumes(source, items, cfg):
-    """Which volumes are trained on, and which are held out for validation.
+    """Split volumes into those to train on and those held out for validation.
 
-    Volumes that the list keeps for test are not used. Held out are those that the list keeps for validation; if there
-    are none, those of data.val_ids; without these and without data.train_ids, data.val_fraction of the subjects
-    (`held_out_subjects`). data.train_ids and data.val_ids narrow what the list says. With data.val_ids alone, all other
-    subjects are trained on; a data.train_ids such as "25%" takes a share of those who would be trained on without it.
-    source: what the errors begin with. items: from `list_volumes` or a cache.
+    The list's test volumes are not used. Its validation volumes are held out; if there are none, those of data.val_ids;
+    with neither these nor data.train_ids, data.val_fraction of the subjects (`held_out_subjects`). If the list marks
+    validation volumes, data.train_ids and data.val_ids narrow its two sets. With data.val_ids alone, all other subjects
+    are trained on. A data.train_ids such as "25%" takes that share of the subjects that would otherwise be trained on.
+    source: start of the error messages. items: from `list_volumes` or a cache.
     Returns: two lists of items in their order. Raises InputError for ids that select nothing.
     """
     train_ids, val_ids, fraction = cfg["data.train_ids"], cfg["data.val_ids"], cfg["data.val_fraction"]
@@ -199,7 +199,7 @@ def split_volumes(source, items, cfg):
 
 
 def trainable(source, items):
-    """The items that their list does not keep for validation or test. Raises InputError where there are none."""
+    """The items that their list does not keep for validation or test. Raises InputError if there are none."""
     free = [item for item in items if item["split"] in ("", "train")]
     if not free:
         raise InputError(f"{source}: the list keeps all {len(items)} volumes for validation or test; mark some as "
@@ -210,10 +210,10 @@ def trainable(source, items):
 def held_out_subjects(items, fraction):
     """The subjects that data.val_fraction holds out: a set of names.
 
-    Each subject has a place in 0 .. 1, a hash of its name alone, and is held out where it lies below the fraction:
-    adding or removing others does not move it. Validation needs a pair: where fewer than two volumes lie below the
-    fraction, the subjects next above are held out too, until there are two volumes. (Such a subject may be trained on
-    later, when added ones lie below the fraction.) With few subjects none is held out, see FEW_SUBJECTS.
+    A hash of its name alone gives each subject a place in 0 .. 1; below the fraction, the subject is held out. Adding
+    or removing other subjects does not move it. Validation needs a pair: if fewer than two volumes lie below the
+    fraction, the next subjects above it are held out too, until there are two volumes. (Such a subject may be trained
+    on later, once added subjects lie below the fraction.) With few subjects none is held out, see FEW_SUBJECTS.
     """
     volumes = collections.Counter(item["subject"] for item in items)
     if not fraction or (len(volumes) < FEW_SUBJECTS and fraction * len(volumes) < 1):
@@ -235,10 +235,10 @@ def _place(subject):
 def select(source, items, ids):
     """The items that `ids` names.
 
-    source: what the errors begin with, such as the data folder. items: dicts with "id" and maybe "subject". ids:
-    numbers and rising ranges such as "1-60,75"; "" takes all. They are compared with the last number in an id, or in
-    the subject where the id begins with it, so that the volumes of a subject stay together. A share of the subjects,
-    such as "25%", takes those with the highest `_place`: a larger share has all of a smaller one.
+    source: start of the error messages, such as the data folder. items: dicts with "id" and maybe "subject". ids:
+    numbers and rising ranges such as "1-60,75"; "" takes all. They are compared with the last number in the id, or in
+    the subject if the id begins with it, so that the volumes of a subject stay together. A share such as "25%" takes
+    the subjects with the highest `_place`, so a larger share contains every smaller one.
     Returns: list of items in their order. Raises InputError for ids that cannot be read or select nothing.
     """
     ids = str(ids)
@@ -262,7 +262,7 @@ def select(source, items, ids):
 
 
 def share_of(ids):
-    """The share that ids such as "25%" name, 0 .. 1; 0 for numbers and ranges. Raises InputError for another share."""
+    """The share in ids such as "25%", 0 .. 1; 0 for numbers and ranges. Raises InputError for 0% and above 100%."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", ids)
     share = float(match[1]) / 100 if match else 0.0
     if match and not 0 < share <= 1:
@@ -273,7 +273,7 @@ def share_of(ids):
 def read_ranges(text, where):
     """The numbers of a text such as "1-60,75", as a list of ranges.
 
-    where: what the error begins with. Raises InputError for a part that is neither a number nor a rising range.
+    where: start of the error message. Raises InputError for a part that is neither a number nor a rising range.
     """
     ranges = []
     for part in text.split(","):
@@ -286,10 +286,10 @@ def read_ranges(text, where):
 
 
 def read_pairs(path, items):
-    """Read the pairs of a training from a Learn2Reg JSON file.
+    """Read training pairs from a Learn2Reg JSON file.
 
     path: of a list of {"fixed", "moving"}, or of an object with such a list under one of PAIR_KEYS. The values are ids,
-    or paths of which only the id counts. items: from `read_datalist`.
+    or paths that are reduced to their id. items: from `read_datalist`.
     Returns: list of (moving index, fixed index) into items.
     Raises InputError for an unreadable or empty list and for an id that is not in items.
     """
@@ -321,7 +321,7 @@ def _stem(path):
 
 
 def read_json(path):
-    """The content of a JSON file. Raises InputError where it cannot be read or is not valid JSON."""
+    """The content of a JSON file. Raises InputError if it cannot be read or is not valid JSON."""
     try:
         return json.loads(_read_text(path), object_pairs_hook=no_name_twice)
     except InputError:
@@ -331,11 +331,11 @@ def read_json(path):
 
 
 def pair_files(path, number, entry, keys):
-    """The files of one entry of a pair list that names files: {key: Path} of the keys it gives.
+    """The files of one entry in a list of file pairs: {key: Path} for the keys present.
 
-    path: of the list; the entry's paths are relative to its folder. number: of the entry, from 1, for the errors.
-    entry: dict of paths or None, and maybe "name". keys: those it may have.
-    Raises InputError for another key and for what is not a path.
+    path: of the list; paths in an entry are relative to its folder. number: of the entry, from 1, for the errors.
+    entry: dict of paths or None, and maybe "name". keys: the permitted keys.
+    Raises InputError for an unknown key and for a value that is not a path.
     """
     for key, value in entry.items():
         if key not in (*keys, "name"):
@@ -389,9 +389,9 @@ def _from_json(path):
 
 
 def _from_nnunet(path, content):
-    """The items of a data set of nnU-Net v2: <case>_0000 and so on in imagesTr, <case> in labelsTr.
+    """The items of an nnU-Net v2 data set: <case>_0000 and so on in imagesTr, <case> in labelsTr.
 
-    Each channel is a volume; all of a case have its label and are of one subject.
+    Each channel is a volume; the channels of a case share its label and its subject.
     """
     names, ending = content["channel_names"], content.get("file_ending", ".nii.gz")
     if not isinstance(names, dict) or ending not in SUFFIXES:
@@ -413,7 +413,7 @@ def _from_nnunet(path, content):
 
 
 def _validation_entries(path, content):
-    """The volumes under "validation", each once, with split "val" whatever they say. A pair stands for its volumes."""
+    """The volumes under "validation", each once, all with split "val". A pair counts as its two volumes."""
     entries = content.get("validation", [])
     if not isinstance(entries, list):
         raise InputError(f"{path}: \"validation\" is not a list; give it entries like those of \"training\".")
@@ -427,7 +427,7 @@ def _validation_entries(path, content):
 
 
 def _checked_entry(path, entry):
-    """An entry of a JSON list as {column: text}, without what is absent or empty. Raises InputError for other types."""
+    """An entry of a JSON list as {column: text}, without empty values. Raises InputError for values of other types."""
     entry = {"image": entry} if isinstance(entry, str) else entry
     image = entry.get("image") if isinstance(entry, dict) else None
     further = image[1:] if isinstance(image, list) else []
@@ -444,7 +444,7 @@ def _checked_entry(path, entry):
     for role in ("subject", "modality", "split"):
         if isinstance(entry.get(role), bool) or not isinstance(entry.get(role), str | int | None):
             raise InputError(f"{path}: the {role} {entry[role]} of {name} is not a word; correct or drop it.")
-    # Not "id": in a JSON list it may be that of another program. A .csv list is written for this one.
+    # Not "id": in a JSON list it may belong to another program. A .csv list is written for OmniMorph.
     words = {role: str(entry[role]) for role in COLUMNS if role != "id" and entry.get(role) not in (None, "")}
     return {**words, "image": image, **dict(zip(FURTHER, further))}
 
@@ -469,10 +469,10 @@ def _from_csv(path):
 
 
 def read_csv(path, known):
-    """The header of a CSV file, a list of cells, and its rows that are not blank, a list of (line, {column: cell}).
+    """The header of a CSV file, a list of cells, and its non-blank rows, a list of (line, {column: cell}).
 
-    known: names of columns, in lower case, of which the header may have each once. Others and empty cells are left out.
-    Raises InputError for what is not CSV in UTF-8, and for a row that has not as many cells as the header.
+    known: column names in lower case; none may occur twice in the header. Other columns and empty cells are left out.
+    Raises InputError if the file is not CSV in UTF-8, or if a row and the header differ in their number of cells.
     """
     try:
         text = _read_text(path)
@@ -504,7 +504,7 @@ def read_csv(path, known):
 
 
 def _listed_item(where, folder, entry, listings, modalities):
-    """The item of a list entry. where: list and line, for the errors. Raises InputError where a file is missing."""
+    """The item of a list entry. where: list and line, for the errors. Raises InputError if a file is missing."""
     paths = {role: folder / entry[role] if role in entry else None for role in ("image", "label", "mask")}
     further = {role: folder / entry[role] for role in FURTHER if role in entry}
     for role, path in {**paths, **further}.items():
@@ -519,7 +519,7 @@ def _listed_item(where, folder, entry, listings, modalities):
 
 
 def _from_paths(root, paths, channels):
-    """The items of some volumes with their labels and masks; what is a segmentation by its name is no image."""
+    """The items of some volumes with their labels and masks; a file named as a segmentation is not an image."""
     images, items, listings = [path for path in paths if not is_named_segmentation(path)], [], Listings()
     if paths and not images:
         raise InputError(f"{root}: the names of all {len(paths)} volumes mark them as segmentations, such as "
@@ -536,10 +536,9 @@ def _from_paths(root, paths, channels):
 
 
 def _volumes_under(base):
-    """Paths of the NIfTI files anywhere in a folder; without any, of the volumes in other formats, of which a folder of
-    DICOM slices is one.
+    """Paths of the NIfTI files anywhere in a folder, or, without any, of volumes in other formats.
 
-    Raises InputError for links to files that are not there.
+    A folder of DICOM slices is one volume. Raises InputError for broken links.
     """
     paths, lost = [], []
     for folder, inner, names in os.walk(base):
@@ -567,8 +566,8 @@ def is_named_segmentation(path):
 def label_beside(image, listings=None):
     """The segmentation that lies beside an image and is named after it, or None. listings: Listings, or None.
 
-    sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg, case_0000 has case_seg. Of several it
-    prefers one that is no mask, then the one with most of the image's name, then the first in the alphabet.
+    sub-01_T1w has sub-01_T1w_dseg, sub-01_space-T1w_dseg or sub-01_dseg; case_0000 has case_seg. Of several, it prefers
+    a file that is not a mask, then the one with most of the image's name, then the first in alphabetical order.
     """
     image, stem = Path(image), _stem(image)
     wanted = (stem, volume_id(image), stem.rpartition("_")[0] if bids_subject(stem) else stem)
@@ -586,9 +585,9 @@ def _above_pattern(root):
 
 
 def _sibling(root, image, kind, listings, channels):
-    """The label (kind "labelsTr") or mask ("masksTr") of an image of a folder without a list, or None.
+    """The label (kind "labelsTr") or mask ("masksTr") of an image in a folder without a list, or None.
 
-    With several channels X_0001 may have that of its volume, X.
+    With several channels, X_0001 may use the label or mask of its volume X.
     """
     folder = (image.parent.parent if image.parent.name == "imagesTr" else root) / kind
     if listings[folder] is None:
@@ -621,14 +620,13 @@ def _item(image, label, mask, words=None, modalities=None):
 
 
 def _is_file(path, listings):
-    """Whether a file exists. Each folder is listed once: asking for each file is slow on a network disk."""
+    """Whether a file exists. Each folder is listed only once: checking file by file is slow on a network disk."""
     names = listings[path.parent]
     return path.name in names if names else os.path.isfile(path)
 
 
 class Listings(dict):
-    """{folder, a Path: names of its files}, listed when first asked for; empty if it may not be, None if it is missing.
-    """
+    """{folder Path: names of its files}, listed at first use; empty if a folder is unreadable, None if missing."""
 
     def __init__(self):
         super().__init__()
@@ -643,7 +641,7 @@ class Listings(dict):
         return self[folder]
 
     def segmentations(self, folder):
-        """{what they are named after: [(whether it is a mask, name)]} of the segmentations in a folder, found once."""
+        """Segmentations in a folder, searched once: {the name they are named after: [(whether a mask, file name)]}."""
         if folder not in self.named:
             self.named[folder] = found = {}
             for name in self[folder] or ():

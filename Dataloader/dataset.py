@@ -27,8 +27,8 @@ from Runtime.launch import Ranks
 
 ALONE = Ranks()
 PIECE = 2 ** 18  # voxels: 1 MiB of float32 stays in a processor's cache between two operations
-SHARED, MOST_SOCKET_PATH = "/dev/shm", 107  # where torch's workers put batches; bytes of a socket's path on Linux
-NO_LABELS = -2 ** 15  # in each voxel of the label map of a volume that has none
+SHARED, MOST_SOCKET_PATH = "/dev/shm", 107  # where torch's workers put batches; most bytes of a socket path on Linux
+NO_LABELS = -2 ** 15  # value of every voxel in the label map of a volume without labels
 
 
 def as_float(images):
@@ -46,12 +46,12 @@ def as_float(images):
 class VolumeDataset:
     """Volumes by number.
 
-    items: from the datalist or the cache. images, labels, masks: indexed by number, each a (D, H, W) array, or of
-    images of several channels (C, D, H, W); a label or mask is asked for only where the item has one. rule: which pairs
-    are permitted, from `pair_rule`. hold: an open lock file, kept as long as this object, so that the cache is not
-    removed. channels: C.
-    Further attributes: subjects, (N,) int64, the `subject_key` of each volume; found_labels, those of `find_labels`, or
-    None; labelled, of `labelled_volumes`, or None; loader, made once by `epoch_batches`.
+    items: from the datalist or the cache. images, labels, masks: indexed by number, each a (D, H, W) array, images with
+    several channels (C, D, H, W); a label or mask is read only if the item has one. rule: which pairs are permitted,
+    from `pair_rule`. hold: an open lock file that lives as long as this object, so that the cache is not removed.
+    channels: C.
+    Further attributes: subjects, (N,) int64, the `subject_key` of each volume; found_labels, from `find_labels`, or
+    None; labelled, from `labelled_volumes`, or None; loader, made once by `epoch_batches`.
     """
 
     def __init__(self, items, images, labels, rule, hold=None, masks=None, channels=1):
@@ -75,7 +75,7 @@ class VolumeDataset:
         return as_float(stacked(self.images, [index], self.channels)[0])
 
     def label(self, index):
-        """One label map: (1, *size) int16; None where the volume has none."""
+        """One label map: (1, *size) int16; None if the volume has none."""
         if not self.items[index]["label"]:
             return None
         return torch.from_numpy(np.array(self.labels[index], np.int16))[None]
@@ -92,10 +92,10 @@ class Files:
 
 
 class Maps:
-    """The label maps or masks of all volumes, by number: (D, H, W) int16, also of volumes that have none.
+    """The label maps or masks of all volumes, by number: (D, H, W) int16, constant for a volume that has none.
 
-    arrays: of those that have one. has: (N,) bool, which have. size: of the grid. missing: the value in each voxel of
-    the map of a volume that has none.
+    arrays: the maps by number, of the volumes that have one. has: (N,) bool, whether a volume has one. size: of the
+    grid. missing: the constant.
     """
 
     def __init__(self, arrays, has, size, missing):
@@ -108,9 +108,9 @@ class Maps:
 
 
 def pair_maps(dataset, cfg):
-    """What mode 3 reads of a volume beside its image: {"label": Maps, "mask": Maps}, only what the config asks for.
+    """What mode 3 reads besides the images: {"label": Maps, "mask": Maps}, only the kinds that the config uses.
 
-    A volume without a mask has one of ones: it counts as a whole.
+    A volume without a mask gets a mask of ones: all of it counts.
     """
     sources = {"label": (dataset.labels, NO_LABELS), "mask": (dataset.masks, 1)}
     maps = {}
@@ -128,14 +128,14 @@ def wanted_maps(cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batches: what is read ahead, by loader workers or by a thread
+# Batches: read ahead by loader workers or by a thread
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Batches(Dataset):
     """The part of a data set that goes to loader workers: batches by (position, index) or (position, index, "pair").
 
-    The position in the epoch's order keys the random draws, the index says which volume it is. channels: of an image.
-    maps: of `pair_maps`, read only for the volumes of pairs.
+    The position in the epoch's order keys the random draws; the index selects the volume. channels: of an image.
+    maps: from `pair_maps`, read only for the volumes of pairs.
     """
 
     def __init__(self, images, channels, maps):
@@ -151,7 +151,7 @@ class Batches(Dataset):
 
 
 def stacked(arrays, indices, channels=1):
-    """Some arrays of one shape as a batch: (B, 1, *shape); of several channels, their first axis, (B, C, *spatial)."""
+    """Arrays of one shape as a batch: (B, 1, *shape), or (B, C, *spatial) if their first axis is several channels."""
     batch = torch.from_numpy(np.stack([arrays[index] for index in indices]))
     return batch.unsqueeze(1) if channels == 1 else batch
 
@@ -164,13 +164,13 @@ def as_it_is(batch):
 def make_loader(dataset, batch_list, cfg):
     """A DataLoader over given batches.
 
-    batch_list: list of lists of addresses, see Batches. Its content may be replaced between two passes, so that the
-    workers live as long as the loader.
+    batch_list: list of lists of addresses, see Batches. Replace its content between two passes, and the workers live as
+    long as the loader.
     Yields: images as stored (B, C, *size), positions (B,), indices (B,), maps {kind: (B, 1, *size) int16}.
     """
     workers, options = workers_of(cfg), {}
     if workers:
-        # spawn: a forked worker inherits the locks of the accelerator's driver, which may be taken at that moment.
+        # spawn: a forked worker inherits the locks of the accelerator's driver, which another thread may hold.
         options = {"prefetch_factor": cfg["data.prefetch_factor"], "multiprocessing_context": "spawn",
                    "persistent_workers": True, "worker_init_fn": leave_signals_to_the_rank}
     return DataLoader(Batches(dataset.images, dataset.channels, pair_maps(dataset, cfg)), batch_sampler=batch_list,
@@ -178,14 +178,14 @@ def make_loader(dataset, batch_list, cfg):
 
 
 def workers_of(cfg):
-    """How many processes read batches: none where all volumes are in memory."""
+    """How many processes read batches: none if all volumes are in memory."""
     return 0 if cfg["data.in_memory"] and not cfg["data.cache"] else cfg["data.num_workers"]
 
 
 def require_room_for_workers(cfg):
-    """Raise InputError if a worker could not hand over a batch: it would fail in a thread of torch, without a message.
+    """Raise InputError if a worker could not hand over a batch: it would fail in a torch thread, without a message.
 
-    It needs /dev/shm, and a socket in the folder for temporary files, whose path must be short.
+    A worker needs room in /dev/shm, and a socket in the temporary folder, with a short path.
     """
     if not workers_of(cfg):
         return
@@ -203,9 +203,9 @@ def require_room_for_workers(cfg):
 def read_ahead(loader, ahead, prepare=lambda number, batch: batch):
     """prepare(number, batch) of each batch that a loader yields, numbered from 0.
 
-    ahead: how many batches a thread reads and prepares before they are needed; 0 for no thread. With workers these read
-    ahead, and the batches are prepared when they are needed.
-    Raises RuntimeError where a worker is killed.
+    ahead: how many batches a thread reads and prepares before they are needed; 0: no thread. If the loader has workers,
+    they read ahead instead, and each batch is prepared when it is needed.
+    Raises RuntimeError if a worker is killed.
     """
     if loader.num_workers or not ahead:
         try:
@@ -222,19 +222,19 @@ def read_ahead(loader, ahead, prepare=lambda number, batch: batch):
         while (batch := waiting.popleft().result()) is not None:
             waiting.append(thread.submit(next, prepared, None))
             yield batch
-    finally:  # also where an epoch ends early
+    finally:  # also if an epoch ends early
         thread.shutdown(cancel_futures=True)
 
 
 def leave_signals_to_the_rank(worker):
     """Ignore signals in a worker.
 
-    A scheduler signals every process of a job, a terminal every one of a command. The rank then saves and exits, and
-    needs its workers until then.
+    A scheduler signals every process of a job, and a terminal every process of a command. The rank then saves and
+    exits, and needs its workers until then.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # torch notes the parent only later. A worker whose rank is dead by then would wait for work for ever.
+    # torch records the parent only later: if the rank has died by then, the worker would wait for work forever.
     if os.getppid() != multiprocessing.parent_process().pid:
         sys.exit(1)
 
@@ -250,16 +250,16 @@ def end_workers():
 def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
     """The batches of one rank from here to the end of the epoch.
 
-    dataset: of the training. listed: pairs, or None. progress: epoch, samples and pairs done. split: of `split_step`.
-    draw: a function of the rng keys of a batch of volumes, for draws that take long; a thread may call it in advance.
-    Returns: iterator over steps of (volumes, pairs), two lists of batches (images as stored, positions, subjects, and
-    of volumes what `draw` returned or None, of pairs their maps as `make_loader` yields them). In a batch of pairs
-    moving and fixed alternate.
+    dataset: the training set. listed: pairs, or None. progress: epoch, samples and pairs done. split: from
+    `split_step`. draw: a function of the rng keys of a batch of volumes, for slow draws; a thread may call it early.
+    Returns: iterator over steps of (volumes, pairs), two lists of batches (images as stored, positions, subjects, x).
+    For volumes, x is the result of `draw` or None; for pairs, the maps that `make_loader` yields. In a batch of
+    pairs, moving and fixed alternate.
     """
     volumes, pairs = epoch_lists(cfg, dataset, listed, progress, split, ranks)
     steps = steps_left(cfg, len(dataset), listed, split, progress.samples, progress.pairs)
     sample_batches, pair_batches = split.sample_batches, split.pair_batches
-    # One list, in the order in which the steps need them, so that one set of workers reads both.
+    # One list, in the order of the steps, so that one set of workers reads both.
     in_order = []
     for step in range(steps):
         in_order += volumes[step * sample_batches:(step + 1) * sample_batches]
@@ -306,13 +306,13 @@ def epoch_lists(cfg, dataset, listed, progress, split, ranks):
 def read_datasets(cfg, headers_only=False, ranks=ALONE):
     """The data sets of a config: from the cache of data.cache, else from the files of data.root.
 
-    headers_only: read the lists but no volume, and neither lock, check nor copy the cache. ranks: of the training; rank
-    0 draws the progress bars, and each checks a part of the cache.
-    Returns: training VolumeDataset, with loss.dice with the labels that this rank has found in its part of the label
-    maps; validation VolumeDataset, maybe empty; the listed training pairs or None.
-    Raises InputError if a folder is missing, the cache is not that of the config or not complete, there are fewer
-    training volumes than data.expect_samples, with loss.dice fewer than two with labels, or with registration.masks
-    none with a mask.
+    headers_only: read the lists but no volumes; do not lock, check or copy the cache. ranks: of the training; rank 0
+    draws the progress bars, and each rank checks a part of the cache.
+    Returns: training VolumeDataset, whose found_labels, if loss.dice is used, are those in this rank's part of the
+    label maps; validation VolumeDataset, maybe empty; the listed training pairs or None.
+    Raises InputError if a folder is missing, if the cache is incomplete or was made with other settings, if there are
+    fewer training volumes than data.expect_samples, if loss.dice is used and fewer than two have labels, or if
+    registration.masks is set and none has a mask.
     """
     root, cache = cfg["data.cache"] or cfg["data.root"], None
     if not headers_only:
@@ -364,9 +364,9 @@ def require_usable(root, train, val, cfg, cache):
 
 
 def with_usable_labels(root, items, cfg):
-    """Training volumes of which only those of data.label_ids keep their label. items: dicts, which are not changed.
+    """The training volumes; only those that data.label_ids selects keep their label. items: dicts, not changed.
 
-    Raises InputError where fewer than two have one, since loss.dice compares the labels of a pair.
+    Raises InputError if fewer than two keep one, because loss.dice compares the labels of a pair.
     """
     usable = {item["id"] for item in select(root, items, cfg["data.label_ids"]) if item["label"]}
     if len(usable) < 2:
@@ -378,10 +378,10 @@ def with_usable_labels(root, items, cfg):
 
 
 def labelled_volumes(items, cfg):
-    """Arguments of `with_labelled`: the volumes that have labels and the rule of their pairs; None without such pairs.
+    """Arguments for `with_labelled`: the labelled volumes and the rule for their pairs; None without such pairs.
 
-    items: of the training, after `with_usable_labels`. Raises InputError where data.labelled_pairs asks for pairs and
-    loss.dice for no labels, or no pair of labelled volumes is permitted.
+    items: of the training, after `with_usable_labels`. Raises InputError if data.labelled_pairs is set without
+    loss.dice, or if no pair of labelled volumes is permitted.
     """
     if not cfg["data.labelled_pairs"]:
         return None
@@ -394,7 +394,7 @@ def labelled_volumes(items, cfg):
 
 
 def find_labels(dataset, ranks, cfg):
-    """The labels that loss.dice compares, as they occur in this rank's part of the label maps: sorted list of ints."""
+    """The labels for loss.dice that occur in this rank's part of the label maps: sorted list of ints."""
     labelled = [number for number, item in enumerate(dataset.items) if item["label"]]
     own = labelled[ranks.rank::ranks.world_size]
     return labels_in(dataset, tqdm(own, "finding labels", unit="vol", leave=False, delay=1, disable=ranks.rank > 0),
@@ -402,9 +402,9 @@ def find_labels(dataset, ranks, cfg):
 
 
 def labels_in(dataset, numbers, cfg):
-    """The labels that loss.dice compares, as they occur in the maps of some volumes: sorted list of ints.
+    """The labels for loss.dice that occur in the maps of some volumes: sorted list of ints.
 
-    Background (0) does not count, nor what registration.labels leaves out.
+    Background (0) does not count, nor do labels that registration.labels leaves out.
     """
     found, wanted = set(), cfg["registration.labels"].strip()
     spans = read_ranges(wanted, "registration.labels") if wanted else [range(1, 2 ** 15)]
@@ -417,15 +417,15 @@ def labels_in(dataset, numbers, cfg):
 def make_dataset(items, rule, what, kinds, cache, cfg, in_memory, show):
     """The VolumeDataset of some items, with voxels from the cache, from memory, or from files at each use.
 
-    rule: of `pair_rule`. what, show: text of the progress bar, and whether to draw it. kinds: what is read into memory.
-    cache: from `open_cache`, or None. in_memory: read all volumes now.
+    rule: from `pair_rule`. what, show: text of the progress bar, and whether to draw it. kinds: those to read into
+    memory. cache: from `open_cache`, or None. in_memory: read all volumes now.
     """
     if cache:
         number_of = {item["id"]: number for number, item in enumerate(cache["items"])}
         numbers = [number_of[item["id"]] for item in items]
         groups = [cache["groups"][number] for number in numbers]
         rows = [cache["rows"][number] for number in numbers]
-        # Pages of a copy in memory count as this process's own: kept maps would look like a leak until all are in use.
+        # Pages of a copy in memory count as this process's own; maps kept open look like a leak until all are in use.
         images, labels, masks = (Rows(cache["folder"], kind, groups, rows, keep=not cache["staged"]) for kind in KINDS)
         return VolumeDataset(items, images, labels, rule, cache["hold"], masks, cfg["data.channels"])
     if in_memory:

@@ -17,24 +17,24 @@ from Runtime.errors import InputError
 from Runtime.files import write_file
 
 READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
-UNEVEN = 0.02  # of the step between slices: what two steps may differ by
+UNEVEN = 0.02  # most by which a step between slices may differ from the mean step, as a fraction of it
 WRITTEN = (".nrrd", ".mha")  # the others keep their voxels in a second file
 NUMBERS = {"sitkInt8": "int8", "sitkUInt8": "uint8", "sitkInt16": "int16", "sitkUInt16": "uint16",
            "sitkInt32": "int32", "sitkUInt32": "uint32", "sitkInt64": "int64", "sitkUInt64": "uint64",
-           "sitkFloat32": "float32", "sitkFloat64": "float64"}  # of SimpleITK and numpy
+           "sitkFloat32": "float32", "sitkFloat64": "float64"}  # number types of SimpleITK and numpy
 TO_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])  # its own inverse
 
 
 def is_itk(path):
-    """Whether a path is one of a file, or of a folder of DICOM slices, that is read by SimpleITK."""
+    """Whether SimpleITK reads this path: a file, or a folder of DICOM slices."""
     return Path(path).suffix.lower() in READ or is_series(path)
 
 
 def is_series(path):
-    """Whether a path is a folder whose first file is of DICOM, whatever its name ends in."""
+    """Whether a path is a folder whose first file is DICOM, whatever its suffix."""
     if not os.path.isdir(path):
         return False
-    with contextlib.suppress(OSError):  # what may not be read is told where it is read
+    with contextlib.suppress(OSError):  # the reader reports unreadable files
         names = [item.name for item in os.scandir(path) if item.is_file()]
         names = [name for name in names if not name.startswith((".", "DICOMDIR"))]
         if names:
@@ -44,9 +44,9 @@ def is_series(path):
 
 
 def import_sitk(path):
-    """SimpleITK, imported only when needed, because that takes time. path: of the file that needs it.
+    """SimpleITK, imported only when needed, because the import is slow. path: of the file that needs it.
 
-    Raises InputError where it is missing.
+    Raises InputError if it is not installed.
     """
     try:
         import SimpleITK
@@ -57,15 +57,15 @@ def import_sitk(path):
 
 
 def open_itk(path):
-    """A nibabel image with shape, number type and affine of a file or DICOM series; its voxels are not read: all are 0.
+    """A nibabel image with the shape, dtype and affine of a file or DICOM series; its voxels are not read: all are 0.
 
-    Raises InputError, naming the path, where it cannot be read, has several numbers in a voxel, or is no whole series.
+    Raises InputError, naming the path, if it cannot be read, has several numbers per voxel, or is no complete series.
     """
     sitk = import_sitk(path)
     headers = [_header(sitk, file, path) for file in files_of(sitk, path)]
     first, count = headers[0], len(headers)
     size, affine = first.GetSize(), affine_of(first)
-    if count > 1:  # slices lie as their own positions say: a tilted gantry makes a sheared affine
+    if count > 1:  # the positions of the slices give the third axis: a tilted gantry shears the affine
         size, affine[:3, 2] = (*size[:2], count), TO_LPS[:3, :3] @ _step_between(path, headers)
     elif Path(path).suffix.lower() == ".dcm" and size[2:] == (1,) and not os.path.isdir(path):
         raise InputError(f"{path}: this is one slice of a DICOM series; give the folder with all of its slices.")
@@ -80,7 +80,7 @@ def open_itk(path):
 
 
 def files_of(sitk, path):
-    """The path of a file, or those of the one DICOM series in a folder. Raises InputError where there are several."""
+    """The path of a file, or those of the DICOM series in a folder. Raises InputError unless there is exactly one."""
     if not os.path.isdir(path):
         return [str(path)]
     names = sitk.ImageSeriesReader.GetGDCMSeriesIDs(str(path))
@@ -90,7 +90,7 @@ def files_of(sitk, path):
 
 
 def _header(sitk, file, path):
-    """A reader that has read what a file says of itself. path: what errors call it."""
+    """A reader that has read the header of a file. path: its name in errors."""
     reader = sitk.ImageFileReader()
     reader.SetFileName(str(file))
     try:
@@ -117,7 +117,7 @@ def _step_between(path, headers):
 
 
 def read_itk(path):
-    """All voxels of a file or a DICOM series, axes i, j, k. Raises InputError where it is damaged."""
+    """All voxels of a file or a DICOM series, axes i, j, k. Raises InputError if it is damaged."""
     sitk = import_sitk(path)
     try:
         files = files_of(sitk, path)
@@ -129,7 +129,7 @@ def read_itk(path):
 def write_itk(path, array, affine):
     """Write a .nrrd or .mha file, completely and durably.
 
-    array: (D, H, W) or (H, W, 1), of any of NUMBERS. affine: 4x4, mm, RAS.
+    array: (D, H, W) or (H, W, 1), with a number type in NUMBERS. affine: 4x4, mm, RAS.
     """
     sitk = import_sitk(path)
     with tempfile.TemporaryDirectory() as folder:
@@ -139,9 +139,9 @@ def write_itk(path, array, affine):
 
 
 def itk_image(sitk, array, affine):
-    """A SimpleITK image of three axes.
+    """A SimpleITK image with three axes.
 
-    sitk: SimpleITK. array: (D, H, W), or (D, H, W, C) with C numbers in a voxel. affine: 4x4, mm, RAS.
+    sitk: SimpleITK. array: (D, H, W), or (D, H, W, C) with C numbers per voxel. affine: 4x4, mm, RAS.
     """
     order = (2, 1, 0, 3)[:array.ndim]
     image = sitk.GetImageFromArray(np.ascontiguousarray(array.transpose(order)), isVector=array.ndim == 4)
@@ -154,8 +154,7 @@ def itk_image(sitk, array, affine):
 
 
 def affine_of(image):
-    """The affine 4x4, mm, RAS, of an ITK image, or of a reader that has its header; axes after the third are left out.
-    """
+    """The affine (4x4, mm, RAS) of an ITK image or of a reader with its header; axes after the third are left out."""
     spacing = image.GetSpacing()
     dims, kept = len(spacing), min(len(spacing), 3)
     matrix = np.eye(4)
@@ -165,7 +164,7 @@ def affine_of(image):
 
 
 def reason_of(error):
-    """What ITK says went wrong: the last line of its error, which follows the place in its own code."""
+    """The reason in an ITK error: its last line; the lines above point into ITK's own code."""
     return str(error).strip().splitlines()[-1].strip()
 
 

@@ -1,4 +1,4 @@
-"""Grids: volumes onto the training grid and back, with one interpolation; which grids are the same.
+"""Grids: bring volumes onto the training grid and back, with one interpolation, and compare grids.
 
 Arrays and affines are those of Dataloader/nifti.py: axes i, j, k of the file, voxel to world in millimetres, RAS.
 """
@@ -11,15 +11,15 @@ from scipy import ndimage
 from Runtime.errors import InputError
 
 SMOOTH_ABOVE = 1.5  # an axis that shrinks by more is smoothed first
-SMOOTH_SIGMA = 0.4  # of that Gaussian, in voxels of the target grid
+SMOOTH_SIGMA = 0.4  # sigma of that Gaussian, in voxels of the target grid
 SAME_GRID = 0.1  # largest distance, in voxels, between the corners of two grids that count as the same
-MOST_VOXELS = 256 ** 3  # that are worked on at once; of larger volumes a coarser grid, or one slab after the other
+MOST_VOXELS = 256 ** 3  # processed at once; larger volumes use a coarser grid, or one slab after the other
 
 
 def intensity_range(array, low=0.5, high=99.5):
     """The two intensities of an array that become 0 and 1: its percentiles, or minimum and maximum if these are equal.
 
-    low, high: percentiles, in percent; of a sparse volume both can be 0.
+    low, high: percentiles, in percent; in a sparse volume both can be intensity 0.
     Returns: two floats; equal for a constant array.
     """
     bottom, top = np.percentile(array, [low, high])
@@ -49,18 +49,18 @@ def to_canonical(array, affine):
 
 
 def slabs(shape):
-    """Slices along the first axis of at most MOST_VOXELS voxels each, which together are the whole: a list."""
+    """Slices that divide the first axis into slabs of at most MOST_VOXELS voxels each: a list."""
     rows = max(1, MOST_VOXELS // math.prod(shape[1:]))
     return [slice(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]
 
 
 def of_slab(matrix, slab):
-    """A 4x4 from the voxels of a grid as one from those of its slab. slab: of `slabs`."""
+    """Turn a 4x4 that maps voxels of a grid into one that maps voxels of its slab. slab: from `slabs`."""
     return matrix @ _embed(np.eye(3), (slab.start, 0, 0))
 
 
 def thinning(shape):
-    """The least step with which every step-th voxel along each axis is a grid of at most MOST_VOXELS."""
+    """The smallest step at which every step-th voxel along each axis gives a grid of at most MOST_VOXELS."""
     step = 1
     while math.prod(-(-n // step) for n in shape) > MOST_VOXELS:
         step += 1
@@ -70,8 +70,8 @@ def thinning(shape):
 def same_grid(shape, affine, other_shape, other_affine):
     """Whether two grids have the same shape and corners at most SAME_GRID voxels apart along each axis.
 
-    shape, other_shape: D, H, W or H, W. affine, other_affine: 4x4, voxel to world in mm. The affine of one grid differs
-    by rounding between programs.
+    shape, other_shape: D, H, W or H, W. affine, other_affine: 4x4, voxel to world in mm. Programs round the affine of
+    the same grid differently.
     """
     if tuple(shape) != tuple(other_shape):
         return False
@@ -81,9 +81,9 @@ def same_grid(shape, affine, other_shape, other_affine):
 
 
 def require_same_grid(what, shape, affine, other, other_shape, other_affine, advice):
-    """Raise InputError where two grids are not the same one, see `same_grid`.
+    """Raise InputError unless two grids are the same, see `same_grid`.
 
-    what: file and what it is, such as "F.nii.gz: the mask". other: of what volume. advice: what to do.
+    what: file and its role, such as "F.nii.gz: the mask". other: the volume that it must match. advice: what to do.
     """
     if not same_grid(shape, affine, other_shape, other_affine):
         differs = grid_difference(shape, affine, other_shape, other_affine)
@@ -112,7 +112,7 @@ def grid_difference(shape, affine, other_shape, other_affine):
 
 
 def foreground_box(inside):
-    """The smallest box around the True voxels of an array; the whole array where none is True.
+    """The smallest box around the True voxels of an array; the whole array if none is True.
 
     Returns: (2, dims) ints, the first and the past-the-end index of each axis.
     """
@@ -124,9 +124,9 @@ def foreground_box(inside):
 
 
 def varying_box(images, least=4):
-    """The box of a grid without its outermost planes in which every image is constant, such as those of padding.
+    """The box that is left of a grid without outer planes in which every image is constant, such as padding.
 
-    images: list of arrays (D, H, W) or (H, W). least: how many voxels stay along each axis.
+    images: list of arrays (D, H, W) or (H, W). least: smallest number of voxels to keep along each axis.
     Returns: (2, dims) ints, the first and the past-the-end index of each axis.
     """
     box = np.array([[0] * images[0].ndim, images[0].shape])
@@ -149,8 +149,8 @@ def grid_transform(shape, affine, size, spacing_mm, box=None):
 
     shape: of the canonical array, D, H, W or H, W. affine: 4x4. size: target shape, an int or one per axis.
     spacing_mm: target voxel side in millimetres; 0: the smallest at which the whole field of view fits in `size`.
-    box: from `foreground_box`; it is centred and fitted instead of the field of view, and not cut out: the grid still
-    shows what is around it.
+    box: from `foreground_box`; it is centred and fitted instead of the field of view. Nothing is cut out: the grid
+    still shows what is around the box.
     Returns: scale (dims,), offset (dims,), with index_in = scale * index_out + offset; new_affine 4x4.
     An axis whose scale is 1 within 1e-4 gets exactly 1 and a whole offset, so that it is copied, not interpolated.
     """
@@ -163,7 +163,7 @@ def grid_transform(shape, affine, size, spacing_mm, box=None):
     copied = np.abs(scale - 1) < 1e-4
     scale = np.where(copied, 1.0, scale)
     offset = (first + stop - 1) / 2 - scale * (size - 1) / 2
-    # Whole offsets: where the shapes differ by an odd number, the exact centre would blur every voxel by half a voxel.
+    # Whole offsets: if the shapes differ by an odd number, exact centring would blur every voxel by half a voxel.
     offset = np.where(copied, np.floor(offset), offset)
     return scale, offset, np.asarray(affine, np.float64) @ _embed(np.diag(scale), offset)
 
@@ -175,7 +175,7 @@ def to_grid(array, affine, size, spacing_mm, order=1, box=None):
     box: in the canonical array, see `grid_transform`.
     order: 1 for images (float32 out; smoothed first along axes that shrink by more than SMOOTH_ABOVE), 0 for labels
     (dtype kept). Outside the volume: 0.
-    Returns: array of shape `size`; its affine 4x4. Where only a crop or padding is needed the values are exact copies.
+    Returns: array of shape `size`; its affine 4x4. If a crop or padding is enough, the values are exact copies.
     """
     array, affine = to_canonical(array, affine)
     scale, offset, new_affine = grid_transform(array.shape, affine, size, spacing_mm, box)

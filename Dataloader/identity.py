@@ -11,14 +11,14 @@ from Dataloader.cache import some
 from Runtime import agree
 from Runtime.errors import InputError
 
-MOST_LABELS = 64  # that loss.dice compares
+MOST_LABELS = 64  # limit for loss.dice
 
 
 def describe_data(cfg, dataset, held_out):
-    """A run's data as a checkpoint keeps them, as JSON: the name, and id, subject, split and bytes of each volume.
+    """A run's data as a checkpoint stores them, as JSON: the name, and id, subject, split and bytes of each volume.
 
-    dataset, held_out: training and validation VolumeDataset. The bytes are those of the image's file. Where the
-    files are does not matter.
+    dataset, held_out: training and validation VolumeDataset. bytes: size of the image file. The location of the files
+    does not matter.
     """
     rows = []
     for split, volumes in (("train", dataset), ("val", held_out)):
@@ -53,9 +53,9 @@ def require_same_everywhere(ranks, described):
 def agree_on_labels(ranks, own, cfg):
     """The labels that loss.dice compares: the same list on all ranks, so that the tensors of a step have one shape.
 
-    own: sorted list of those that this rank has found, see `dataset.find_labels`. Every rank calls this.
-    Returns: sorted list of ints. Raises InputError, on every rank, for none, for more than MOST_LABELS, and where the
-    network would learn to segment another number of them.
+    own: sorted list of the labels that this rank has found, see `dataset.find_labels`. Every rank calls this.
+    Returns: sorted list of ints. Raises InputError, on every rank, for no labels, for more than MOST_LABELS, and if the
+    network would learn to segment a different number of labels.
     """
     labels = sorted(set(itertools.chain(*agree.gather_objects(ranks, own))))
     if not labels:
@@ -78,9 +78,9 @@ def compare_data(before, now, path):
     """Check that a run may continue with the data it has now.
 
     before, now: from `describe_data`. path: of the checkpoint.
-    Returns: whether the order of the training volumes has changed; sentences about what has changed.
-    Raises InputError where fewer than half of the volumes have the same id and size, which is another data set of the
-    same name; and where a subject is held out that was trained on, because its scores would be too good.
+    Returns: whether the order of the training volumes has changed; sentences about the changes.
+    Raises InputError if fewer than half of the volumes have the same id and size (another data set with the same name),
+    or if a subject that was trained on is now held out (its scores would be too good).
     """
     name = json.loads(before)["name"]
     old, new = by_id(before), by_id(now)

@@ -21,12 +21,12 @@ RESAMPLE = "resample it, for example with nibabel.processing.resample_from_to(la
 
 
 def on_grid(item, cfg, kinds=KINDS):
-    """Read an image, its label and mask onto the training grid, with one interpolation, by the data.* keys.
+    """Read an image, its label and mask onto the training grid, with one interpolation, as the data.* keys say.
 
     item: from `read_datalist`. cfg: flat config. kinds: which of KINDS are wanted.
     Returns: dict of image (D, H, W) float32 in [0, 1], with data.channels C > 1 (C, D, H, W); label, mask (D, H, W)
-    int16 or None; shape and affine (4x4, RAS) of the file; grid_affine (4x4) of the training grid; low, high: file
-    intensities of 0 and 1, with C > 1 lists of them.
+    int16 or None; shape and affine (4x4, RAS) of the file; grid_affine (4x4) of the training grid; low, high: the file
+    intensities that become 0 and 1, lists if C > 1.
     Raises InputError naming the file for whatever `read_volume` refuses, and for a label on another grid.
     """
     size, spacing_mm, crop = cfg["data.img_size"], cfg["data.spacing_mm"], cfg["data.crop_above"]
@@ -77,12 +77,12 @@ def read_image(item, dims, count):
 
 
 def intensity_limits(array, cfg):
-    """The two intensities of a volume that become 0 and 1, as data.window or data.percentiles say."""
+    """The two intensities of a volume that become 0 and 1, from data.window or data.percentiles."""
     return cfg["data.window"] if any(cfg["data.window"]) else intensity_range(array, *cfg["data.percentiles"])
 
 
 def describe(item, prepared):
-    """What the cache stores of a volume besides its voxels, as plain JSON. prepared: from `on_grid`."""
+    """What the cache stores about a volume besides its voxels, as plain JSON. prepared: from `on_grid`."""
     header = read_raw_header(item["image"])
     return {"shape": list(prepared["shape"]), "affine": prepared["affine"].tolist(),
             "grid_affine": prepared["grid_affine"].tolist(), "low": prepared["low"], "high": prepared["high"],
@@ -90,7 +90,7 @@ def describe(item, prepared):
 
 
 def original_header(record):
-    """The NIfTI header of the file of a volume. record: from `describe`."""
+    """The NIfTI header of a volume's file. record: from `describe`."""
     block = base64.b64decode(record["header"])
     kind = nibabel.Nifti1Header if len(block) == nibabel.Nifti1Header.template_dtype.itemsize else nibabel.Nifti2Header
     return kind(block, check=False)
@@ -100,8 +100,8 @@ def to_original(array, record, order=1, intensities=False, channel=0):
     """Bring an array from the training grid to the grid of the volume's file, for `write_volume`.
 
     array: (D, H, W) or (H, W) on the training grid. record: from `describe`. order: 1 for images, 0 for labels.
-    intensities: map 0 and 1 back to those of the file, of several channels to those of number `channel`.
-    Returns: array of the file's shape; where the grid does not reach 0, with intensities what 0 stands for.
+    intensities: map 0 and 1 back to file intensities; with several channels, to those of number `channel`.
+    Returns: array of the file's shape. Outside the grid it is 0, or, with intensities, what 0 stands for.
     """
     array = from_grid(array, record["grid_affine"], record["shape"], record["affine"], order)
     low, high = (np.ravel(record[name])[channel if np.ndim(record[name]) else 0] for name in ("low", "high"))
@@ -111,7 +111,7 @@ def to_original(array, record, order=1, intensities=False, channel=0):
 def read_beside(item, kind, shape, affine):
     """The label or mask of an image, and its own affine, which may differ from the image's by rounding.
 
-    kind: "label" or "mask". shape, affine: of the image. Raises InputError for one on another grid, see `same_grid`.
+    kind: "label" or "mask". shape, affine: of the image. Raises InputError if the grids differ, see `same_grid`.
     """
     array, own_affine = read_label(item[kind], len(shape))
     require_same_grid(f"{item[kind]}: the {kind} of {item['image']}", array.shape, own_affine, "the image", shape,

@@ -19,9 +19,9 @@ def pair_rule(cfg, items):
 
     "same" means two volumes of one subject or modality, never a volume with itself.
     items: dicts with "subject" and "modality".
-    Returns: None where any two volumes may be paired, else dict of subject and modality, (N,) ints, a code for each
-    item; subjects and modalities, the words of the config.
-    Raises InputError where no pair is permitted, and where a pair list stands beside another choice of pairs.
+    Returns: None if any two volumes may be paired, else dict of subject and modality, (N,) ints, a code for each item;
+    subjects and modalities, the words of the config.
+    Raises InputError if no pair is permitted, or if a pair list is combined with another choice of pairs.
     """
     words = {key: cfg[key] for key in ("data.pair_subjects", "data.pair_modalities")}
     choices = [f"{key}={word}" for key, word in words.items() if word != "any"]
@@ -60,9 +60,9 @@ def epoch_pairs(seed, epoch, volumes, count, listed=None, rule=None):
 
 
 def with_labelled(pairs, cfg, epoch, labelled, rule):
-    """The pairs of an epoch, of which data.labelled_pairs, drawn at random, become pairs of two labelled volumes.
+    """Replace a random share data.labelled_pairs of an epoch's pairs by pairs of two labelled volumes.
 
-    pairs: of `epoch_pairs`. labelled: indices of the labelled volumes. rule: from `pair_rule`, for these volumes.
+    pairs: from `epoch_pairs`. labelled: indices of the labelled volumes. rule: from `pair_rule`, for these volumes.
     """
     seed, share = cfg["run.seed"], cfg["data.labelled_pairs"]
     chosen = (torch.rand(len(pairs), generator=generator(seed, "labelled", epoch)) < share).tolist()
@@ -72,7 +72,7 @@ def with_labelled(pairs, cfg, epoch, labelled, rule):
 
 
 def _partners(rule):
-    """(N,) number of permitted partners of each volume, without a table of all pairs."""
+    """(N,) number of permitted partners of each volume, computed without a table of all pairs."""
     subject, modality = rule["subject"], rule["modality"]
     both = np.unique(subject * len(subject) + modality, return_inverse=True)[1]
     codes = {("any", "any"): 0 * both, ("same", "any"): subject, ("any", "same"): modality, ("same", "same"): both}
@@ -122,7 +122,7 @@ def epoch_pair_count(cfg, volumes, listed, split):
 def steps_left(cfg, volumes, listed, split, samples=0, pairs=0):
     """Steps to the end of an epoch: until its samples or its pairs are used up, whichever is first.
 
-    samples, pairs: how many of this epoch are done. Others as in `epoch_pair_count`.
+    samples, pairs: how many of this epoch are done. Other arguments as in `epoch_pair_count`.
     """
     samples_left = volumes * cfg["data.repeats"] - samples
     pairs_left = epoch_pair_count(cfg, volumes, listed, split) - pairs
@@ -132,8 +132,8 @@ def steps_left(cfg, volumes, listed, split, samples=0, pairs=0):
 def batches(order, total, batchsize, first=0, rank=0, world_size=1):
     """The batches of one rank from position `first` on.
 
-    Each step takes the next `total` positions. Each rank gets one run of them, in batches of `batchsize`, so a step has
-    the same samples for any number of ranks. The last step is filled from the front of the order.
+    Each step takes the next `total` positions. Each rank gets a contiguous range of them, in batches of `batchsize`, so
+    a step has the same samples for any number of ranks. The last step is filled up from the start of the order.
     order: entries by position. Returns: list of batches, each a list of (position, entry).
     """
     per_rank = total // world_size
