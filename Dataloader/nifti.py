@@ -1,10 +1,10 @@
-"""Volumes in and out: images, label maps, and deformation fields as ITK, ANTs, Slicer and Learn2Reg read them.
+"""Read and write images, label maps, and deformation fields as ITK, ANTs, Slicer and Learn2Reg use them.
 
-They are NIfTI files, but also FreeSurfer's .mgz and .mgh (by nibabel), .nrrd, MetaImage and DICOM
-(Dataloader/formats.py). Every file is opened as a nibabel NIfTI image.
+The formats are NIfTI, FreeSurfer's .mgz and .mgh (by nibabel), and .nrrd, MetaImage and DICOM (Dataloader/formats.py).
+Every file is opened as a nibabel NIfTI image.
 
 The nibabel array is used untransposed: D, H, W are its i, j, k (2D: H, W are i, j). Affines are 4x4 float64, voxel to
-world in millimetres, RAS, in 2D too. Those of a file in other units are converted, as ITK does.
+world in millimetres, RAS, in 2D too. Affines of files in other units are converted, as in ITK.
 
 A field is (N, *spatial) on the fixed grid, displacement in voxels, channel 0 along the first axis of the array: voxel x
 of the fixed volume corresponds to A_moving^-1 A_fixed (x + field(x)) in the moving one. If a header names another unit
@@ -28,28 +28,28 @@ from Runtime.files import require_file, write_file
 
 NIFTI = (".nii.gz", ".nii")
 FREESURFER = (".mgz", ".mgh")
-SUFFIXES = (*NIFTI, *FREESURFER, *formats.READ)  # of the files that hold volumes
+SUFFIXES = (*NIFTI, *FREESURFER, *formats.READ)  # of all files that can hold volumes
 WRITTEN = (*NIFTI, *FREESURFER, *formats.WRITTEN)
 READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError,
                nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError, gzip.BadGzipFile,
-               TypeError,  # nibabel's answer to a .mgh file that is shorter than its header
-               OverflowError)  # and to voxels that begin at infinity
-MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes of metre and micrometre; ITK takes all others for millimetres
-MOST_BYTES = 16 * 2 ** 30  # of a compressed file's voxels, so that a damaged header cannot ask for all memory
+               TypeError,  # nibabel raises it for a .mgh file that is shorter than its header
+               OverflowError)  # and this one if the voxels begin at infinity
+MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes for metre and micrometre; ITK treats all others as millimetres
+MOST_BYTES = 16 * 2 ** 30  # limit for a compressed file's voxels, so that a damaged header cannot claim all memory
 CHUNK = 8 * 2 ** 20  # bytes decompressed at a time
 MOST_AFTER = 64 * 2 ** 20  # bytes after the last voxel: they are read up to the checksum, but not kept
-MOST_LABELS = 500  # different whole numbers of a label map
-EQUAL_NEIGHBOURS = 0.7  # of the voxels of a label map that show something, those like the next one
-ROUNDED = 1e-3  # of a label: what a scale factor such as 1.000015 may add
-VECTOR = 1007  # NIfTI's intent of a vector per voxel, which ITK and ANTs write for displacement fields
-PLACE_CODES = range(6)  # of sform and qform
-PLACED_APART = 0.1  # of a voxel: what sform and qform may differ by without a word
+MOST_LABELS = 500  # distinct whole numbers in a label map
+EQUAL_NEIGHBOURS = 0.7  # share of a label map's foreground voxels that equal their neighbour, at least
+ROUNDED = 1e-3  # relative error of a label that a scale factor such as 1.000015 may cause
+VECTOR = 1007  # NIfTI's intent code for a vector per voxel, which ITK and ANTs write for displacement fields
+PLACE_CODES = range(6)  # the sform and qform codes that NIfTI defines
+PLACED_APART = 0.1  # voxels by which sform and qform may differ without a warning
 FSL_INTENTS = range(2006, 2020)  # displacements and coefficients of FNIRT and TOPUP
 LPS = np.array([-1.0, -1.0, 1.0])  # signs from RAS to ITK's world, whose first two axes point the other way
 
 
 def ends_in(path, suffixes):
-    """Whether a path has one of these suffixes (a word or a tuple), in capitals or not: some scanners write .NII.GZ."""
+    """Whether a path has one of these suffixes (str or tuple), in upper or lower case: some scanners write .NII.GZ."""
     return Path(path).name.lower().endswith(suffixes)
 
 
@@ -62,7 +62,7 @@ def read_volume(path, dims=3):
 
     path: with one of SUFFIXES; trailing axes of length 1 are dropped.
     Returns: array (D, H, W) or (H, W), float32, C-contiguous, file intensities; affine 4x4 float64.
-    Raises InputError, naming the file, where it is missing, not NIfTI, truncated or corrupt, has another number of
+    Raises InputError, naming the file, if it is missing, not NIfTI, truncated or corrupt, or has another number of
     axes, NaN or infinite voxels, one constant value, or a singular affine.
     """
     array, affine = _read(path, dims)
@@ -101,9 +101,9 @@ def _channel_shape(path, shape, dims):
 
 
 def checked_image(path, array):
-    """An image as float32, C-contiguous. path: what errors call it.
+    """An image as float32, C-contiguous. path: its name in errors.
 
-    Raises InputError for one that `read_volume` refuses.
+    Raises InputError for an image that `read_volume` refuses.
     """
     if array.dtype.kind not in "buif":
         raise InputError(f"{path}: each voxel must be one real number, but the type is {array.dtype}; convert the "
@@ -124,7 +124,7 @@ def is_segmentation(volume):
 
     volume: (D, H, W) or (H, W). In an image with few grey levels, neighbours differ wherever it has contrast.
     """
-    some = volume[tuple(slice(None, None, 4) for _ in volume.shape)]  # enough to tell most images, in little time
+    some = volume[tuple(slice(None, None, 4) for _ in volume.shape)]  # a quick look that rules out most images
     for part in (some, volume):
         if not (part == np.rint(part)).all() or len(values := np.unique(part)) > MOST_LABELS:
             return False
@@ -134,7 +134,7 @@ def is_segmentation(volume):
 
 
 def require_image(path, volume):
-    """Raise InputError where a volume looks like a segmentation. path: of its file. volume: (D, H, W) or (H, W)."""
+    """Raise InputError if a volume looks like a segmentation. path: of its file. volume: (D, H, W) or (H, W)."""
     if is_segmentation(volume):
         raise InputError(f"{path}: it has only a few whole numbers in large patches, so it is a segmentation and "
                          "not an image; list it as the label of its image, or choose the images by a pattern such "
@@ -144,10 +144,10 @@ def require_image(path, volume):
 def read_label(path, dims=3):
     """Read one label map.
 
-    Returns: array (D, H, W) or (H, W), C-contiguous, int16, or int32 where the labels need it, as those of atlases of
-    the mouse brain do; affine 4x4 float64.
+    Returns: array (D, H, W) or (H, W), C-contiguous, int16, or int32 if the labels need it, as in atlases of the mouse
+    brain; affine 4x4 float64.
     Raises InputError as `read_volume` does, except that a constant map is allowed, and for values that are not
-    whole numbers (within ROUNDED, which a scale factor in the header may cost) or do not fit int32.
+    whole numbers (within ROUNDED, the error of a scale factor in the header) or do not fit int32.
     """
     array, affine = _read(path, dims)
     _require_finite(path, array)
@@ -166,7 +166,7 @@ def read_label(path, dims=3):
 
 
 def read_numbers(path, dims=3):
-    """Read one image of any finite numbers, also a constant or a soft mask: as `read_volume` otherwise."""
+    """Read one image of any finite numbers, such as a constant or a soft mask; otherwise like `read_volume`."""
     array, affine = _read(path, dims)
     _require_finite(path, array)
     return np.ascontiguousarray(array, dtype=np.float32), affine
@@ -177,8 +177,8 @@ def read_header(path, dims=3, channels=1):
 
     channels: with more than 1, a file of several images is permitted, as `read_channels` reads it.
     Returns: shape, a tuple of `dims` ints; affine 4x4 float64.
-    Raises InputError as `read_volume` does for what the header shows. A truncated .nii.gz is noticed only when it is
-    read as a whole.
+    Raises InputError as `read_volume` does, for errors that the header shows. A truncated .nii.gz goes unnoticed until
+    the whole file is read.
     """
     image = open_nifti(path)
     if channels > 1 and math.prod(image.shape[dims:]) != 1:
@@ -189,7 +189,7 @@ def read_header(path, dims=3, channels=1):
 def open_nifti(path):
     """nibabel image whose voxels are not read yet. Raises InputError for a missing, foreign or too short file.
 
-    Of a file that is no NIfTI file it has shape, affine and number type; its voxels come from `read_voxels`.
+    For a file in another format it has the shape, affine and number type; the voxels come from `read_voxels`.
     """
     path = Path(path)
     if not formats.is_series(path):
@@ -214,9 +214,9 @@ def open_nifti(path):
 
 
 def _require_place_codes(path, image):
-    """Raise InputError for a code that NIfTI does not define: nibabel would ignore its matrix, and ITK would not.
+    """Raise InputError for a code that NIfTI does not define: nibabel would ignore its matrix, and ITK would use it.
 
-    image: as nibabel has read it, which shows such a code as 0; so only then the file is opened once more.
+    image: as read by nibabel, which shows such a code as 0; only then is the header read again.
     """
     if int(image.header["sform_code"]) and int(image.header["qform_code"]):
         return
@@ -229,7 +229,7 @@ def _require_place_codes(path, image):
 
 
 def as_nifti(image):
-    """A nibabel image of any format as a NIfTI image, with the same voxels, not read yet, and its place in mm."""
+    """A nibabel image of any format as a NIfTI image, with the same voxels, not read yet, and its position in mm."""
     if isinstance(image, nibabel.Nifti1Image):
         return image
     image = nibabel.Nifti1Image(image.dataobj, image.affine, dtype=image.get_data_dtype())
@@ -243,21 +243,21 @@ def read_raw_header(path):
 
 
 def stored_type(path):
-    """The number type of a file's voxels, a numpy dtype; None where they are scaled (slope, intercept)."""
+    """The numpy dtype of the voxels in a file; None if they are scaled (slope, intercept)."""
     stored = open_nifti(path).dataobj
     scaled = (getattr(stored, "slope", 1), getattr(stored, "inter", 0)) != (1, 0)
     return None if scaled else np.dtype(stored.dtype).newbyteorder("=")
 
 
 def mm_of_unit(header):
-    """Millimetres in the unit of length of a nibabel header; 1 where it names none."""
+    """Millimetres in the unit of length of a nibabel header; 1 if it names none."""
     return MM_OF_UNIT.get(int(header["xyzt_units"]) & 7, 1.0)
 
 
 def read_affine(path, image, dims):
     """The affine of a nibabel image, 4x4 float64, voxel to world in millimetres.
 
-    A third axis that a 2D file leaves zero becomes the unit normal. Raises InputError where the affine is singular.
+    A third axis that a 2D file leaves zero becomes the unit normal. Raises InputError if the affine is singular.
     """
     affine = np.array(image.affine, np.float64)
     affine[:3] *= mm_of_unit(image.header)
@@ -314,7 +314,7 @@ def is_rigid_and_scaled(matrix):
 
 
 def require_volume_name(path):
-    """Raises InputError for a path whose suffix is not that of a volume that can be written: before long work."""
+    """Raises InputError unless volumes can be written with the suffix of this path; to be called before long work."""
     if not ends_in(path, WRITTEN):
         raise InputError(f"{path}: a volume file ends in {', '.join(WRITTEN)}; rename the output.")
 
@@ -322,12 +322,12 @@ def require_volume_name(path):
 def write_volume(path, array, affine, header=None):
     """Write a volume, completely and durably (Runtime/files.py). The same input gives the same bytes.
 
-    path: with one of WRITTEN; its folder is made if missing.
+    path: with one of WRITTEN; its folder is created if missing.
     array: (D, H, W), (H, W) stored as (H, W, 1), or more axes, stored as they are. The dtype is kept, except those that
     NIfTI lacks: bool becomes uint8, float16 becomes float32.
-    affine: 4x4 voxel to world in millimetres, RAS; written as qform and sform with the codes of `header`, or 1 where it
+    affine: 4x4 voxel to world in millimetres, RAS; written as qform and sform with the codes of `header`, or 1 if it
     has none, and in its unit of length. header: nibabel header whose descriptive fields are kept; it is not changed.
-    Other formats than NIfTI have no such fields; .mgz and .mgh know fewer number types, see `_for_freesurfer`.
+    Formats other than NIfTI have no such fields; .mgz and .mgh have fewer number types, see `_for_freesurfer`.
     Raises InputError for another suffix.
     """
     path = Path(path)
@@ -346,8 +346,8 @@ def write_volume(path, array, affine, header=None):
     if header is not None:
         affine[:3] /= mm_of_unit(header)
     image = nibabel.Nifti1Image(array, affine, header, dtype=array.dtype)
-    # The codes of the given header: nibabel resets those of its copy when the affine is another.
-    # A qform has no shear; one without it would place the volume elsewhere in ITK.
+    # The codes come from the given header: nibabel resets those of its copy if the affine differs.
+    # A qform cannot express shear; with the shear dropped, ITK would place the volume elsewhere.
     qform_code = (1 if header is None else int(header["qform_code"]) or 1) if is_rigid_and_scaled(affine[:3, :3]) else 0
     image.set_qform(affine, qform_code)
     image.set_sform(affine, 1 if header is None else int(header["sform_code"]) or 1)
@@ -367,7 +367,7 @@ def _write_nifti(file, image, compressed):
 
 
 def _for_freesurfer(path, array):
-    """The array in a number type that .mgz has: uint8, int16, int32 or float32. Raises InputError where none fits."""
+    """The array in a number type of .mgz: uint8, int16, int32 or float32. Raises InputError if none fits."""
     if array.dtype.name in ("uint8", "int16", "int32", "float32"):
         return array
     if array.dtype.kind == "f":
@@ -478,13 +478,13 @@ def to_mm(field, affine):
 
 
 def to_itk(field, affine):
-    """A field in voxels, (N, *spatial), as ITK has it: (X, Y, Z, 3) float64 in millimetres, LPS; 2D is one plane."""
+    """A field in voxels, (N, *spatial), in ITK's form: (X, Y, Z, 3) float64 in millimetres, LPS; 2D is one plane."""
     field_mm = to_mm(field, affine).reshape(3, *field.shape[1:], *[1] * (3 - len(field)))
     return np.moveaxis(field_mm, 0, -1) * LPS
 
 
 def from_itk(vectors_mm, affine, dims):
-    """The inverse of `to_itk`: (N, *spatial) float32 in voxels. A 2D field loses what leads out of its plane."""
+    """The inverse of `to_itk`: (N, *spatial) float32 in voxels. In 2D, components out of the plane are dropped."""
     field_mm = np.moveaxis(vectors_mm, -1, 0) * LPS.reshape(3, 1, 1, 1)
     field_mm = field_mm[..., 0] if dims == 2 else field_mm
     inverse = np.linalg.inv(np.asarray(affine, np.float64)[:3, :3])[:dims]
@@ -492,7 +492,7 @@ def from_itk(vectors_mm, affine, dims):
 
 
 def require_one_plane(path, shape, dims):
-    """Raise InputError for a field of several planes where the volumes are 2D. shape: X, Y, Z and maybe more."""
+    """Raise InputError for a field of several planes if the volumes are 2D. shape: X, Y, Z and maybe more."""
     if dims == 2 and shape[2] != 1:
         raise InputError(f"{path}: the field has {shape[2]} planes, but the volumes are 2D; give a field with a "
                          "single plane.")
@@ -524,8 +524,8 @@ def read_field(path, dims=3):
     """Read a field written by `write_field` or `write_field_learn2reg`, or by ITK, ANTs or a Learn2Reg participant.
 
     Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4.
-    Raises InputError, naming the file, where it is missing, damaged, not finite, of another shape, or of a program
-    whose fields mean something else.
+    Raises InputError, naming the file, if it is missing, damaged, not finite, of another shape, or from a program whose
+    fields have another meaning.
     """
     image = open_nifti(path)
     _require_ours(path, image.header)
@@ -557,7 +557,7 @@ def is_in_mm(shape):
 
 
 def _require_ours(path, header):
-    """Raise InputError for a field of a program that writes other numbers into the same shape."""
+    """Raise InputError for a field from a program that uses the same shape with another meaning."""
     code, name = int(header["intent_code"]), header["intent_name"].item().decode("latin-1").strip("\0 ")
     theirs = None
     if ends_in(path, FREESURFER):
@@ -589,10 +589,10 @@ def move_points(points_mm, field, affine):
 def read_points(path):
     """Read landmarks from a table: x, y, z in millimetres, RAS, in each row.
 
-    A header row names the columns x, y and z in any order, beside others such as an id; without one there are three
-    columns. They are separated by commas, semicolons, tabs or blanks; but for commas, decimal commas are numbers too.
-    The text is UTF-8, UTF-16 or Latin-1.
-    Returns: (P, 3) float64. Raises InputError where it is missing or a row does not have these numbers.
+    A header row names the columns x, y and z in any order, beside others such as an id; without a header there are
+    three columns. Commas, semicolons, tabs or blanks separate them; decimal commas are read too, unless commas separate
+    the columns. The text is UTF-8, UTF-16 or Latin-1.
+    Returns: (P, 3) float64. Raises InputError if the file is missing or a row lacks these numbers.
     """
     path = Path(path)
     require_file(path)
@@ -617,7 +617,7 @@ def read_points(path):
 
 
 def _text(content):
-    """The text of a file in UTF-8, UTF-16 (with a mark of its byte order, or mostly ASCII) or Latin-1."""
+    """The text of a file in UTF-8, UTF-16 (with a byte order mark, or mostly ASCII) or Latin-1."""
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         return content.decode("utf-16", errors="replace")
     if b"\0" in content[:4]:
@@ -629,7 +629,7 @@ def _text(content):
 
 
 def _cells(line):
-    """The cells of a row, separated by what stands in it: tabs, semicolons, commas or blanks."""
+    """The cells of a row, split at its own separator: tabs, semicolons, commas or blanks."""
     line = line.strip()
     if "\t" in line or ";" in line:
         return [cell.strip() for cell in line.split("\t" if "\t" in line else ";")]

@@ -1,12 +1,12 @@
 """A copy of the cache on each node's own disk or in its memory, made once for all ranks of the node.
 
-The ranks of a node coordinate by a lock on the copy. A copy stays between two rounds of a run; the first rank of the
-next round compares it with its checksums. When training is done, the last rank removes it. A run that copies another
-cache to the same place removes copies that nobody holds. So does the launcher on each node when it ends, whatever ended
-the ranks: `python -m Dataloader.staging PLACE`.
+The ranks of a node coordinate through a lock on the copy. A copy stays between two rounds of a run; the first rank of
+the next round compares it with its checksums. When training is done, the last rank removes it. A run that copies
+another cache to the same place removes copies that no process holds. So does the launcher on each node when it ends,
+however the ranks ended: `python -m Dataloader.staging PLACE`.
 
-Everybody may write to the place (/dev/shm), so a copy is a folder that only this user may enter. If another user has
-taken its name, that folder is left alone and the copy gets another name.
+Anyone may write to the place (/dev/shm), so a copy is a folder that only this user may enter. If another user has taken
+its name, that folder is left alone and the copy gets another name.
 """
 import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
 
@@ -31,17 +31,17 @@ from Runtime.files import sha256
 
 CHUNK = 8 * 2 ** 20  # bytes copied at a time
 HASHING = 4  # threads; hashlib releases the GIL
-MOST_TAKEN = 100  # names to try for a copy, where other users have taken some
+MOST_TAKEN = 100  # names to try for a copy, because other users may have taken some
 HELD = {}  # {folder of a copy: its open lock file}; the lock ends when the file is closed, or with the process
 
 
 def stage(folder, manifest, place, show=True):
     """Copy a cache to its own folder in `place`, unless it is there. Returns: that folder.
 
-    Every file is compared with its checksum: while it is copied, or, in a copy of an earlier round, by the first rank.
+    Every file is compared with its checksum: while it is copied, or by the first rank if an earlier round copied it.
     Damaged files of a copy are copied again.
     folder: of the cache. place: a folder; ~ and $VARIABLES are expanded. show: draw progress bars.
-    Raises InputError where the place is missing or too small, and for a damaged file of the cache.
+    Raises InputError if the place is missing or too small, and for a damaged file of the cache.
     """
     parent = expanded(place)
     if "$" in str(parent) or not parent.is_dir():
@@ -82,7 +82,7 @@ def expanded(place):
 def copy_of(manifest, parent):
     """The folder for the copy of a cache, named after this user and the cache's content. It may not exist yet.
 
-    Raises InputError where other users have taken all of its names.
+    Raises InputError if other users have taken all of its names.
     """
     name = f"omnimorph_{os.getuid()}_{manifest['sha256'][:16]}"
     for number in range(MOST_TAKEN):
@@ -94,7 +94,7 @@ def copy_of(manifest, parent):
 
 
 def enter_stage():
-    """Enter this phase, or tell the ranks that wait for this one that it moves."""
+    """Enter the phase "stage"; called again, tell the ranks that wait for this one that it makes progress."""
     watchdog.phase("stage")
 
 
@@ -146,7 +146,7 @@ def is_lock_of(handle, target):
 def wait_for(handle, target, files, show):
     """Get the lock: exclusively if nobody holds it, shared once the copy is complete. Returns: whether exclusively.
 
-    files: how many files the copy will have, for the progress bar while another rank makes it.
+    files: number of files in the complete copy, for the progress bar while another rank makes it.
     """
     seen = -1  # files of the copy when last counted
     with tqdm(total=files, desc=f"waiting for {target}", unit="file", leave=False, delay=1, disable=not show) as bar:
@@ -164,7 +164,7 @@ def wait_for(handle, target, files, show):
 
 
 def lock_at_once(handle, kind=fcntl.LOCK_EX):
-    """Take a lock without waiting. Returns: whether it was free. Raises OSError where the file system has no locks."""
+    """Take a lock without waiting. Returns: whether it was free. Raises OSError if the file system has no locks."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
         return True
@@ -188,7 +188,7 @@ def not_copied(manifest, target):
 
 
 def damaged(folder, files, text, alive=watchdog.goes_on, show=True):
-    """Which files do not have their checksum: list of names. files: {name: [bytes, SHA-256]}.
+    """Names of the files that differ from their checksum: a list. files: {name: [bytes, SHA-256]}.
 
     text, show: of the progress bar, and whether to draw it. alive: called after each file.
     """
@@ -207,7 +207,7 @@ def damaged(folder, files, text, alive=watchdog.goes_on, show=True):
 
 
 def make_whole(folder, manifest, target, show):
-    """Copy the files that the copy lacks or has damaged, and after them the manifest."""
+    """Copy missing and damaged files, then the manifest."""
     missing = not_copied(manifest, target)
     copied = {name: mark for name, mark in manifest["files"].items() if name not in missing}
     for name in damaged(target, copied, f"comparing {target} with its checksums", enter_stage, show):
@@ -226,7 +226,7 @@ def make_whole(folder, manifest, target, show):
 
 
 def copy_file(path, target, checksum=None):
-    """Copy a file, readable by this user only. Raises InputError where its content has another checksum."""
+    """Copy a file, readable by this user only. Raises InputError if its content has another checksum."""
     partial = target.with_name(f"{target.name}.tmp")
     total = hashlib.sha256()
     with open(path, "rb") as file, open(partial, "wb", opener=private) as copy:
@@ -241,7 +241,7 @@ def copy_file(path, target, checksum=None):
 
 
 def remove_unused(parent, target=None):
-    """Delete this user's copies, but `target`, that no process holds. Copies of other users are not touched."""
+    """Delete this user's copies that no process holds, except `target`. Copies of other users are not touched."""
     for other in parent.glob(f"omnimorph_{os.getuid()}_*"):
         if other != target and is_ours(other) and os.path.lexists(other / ".lock"):
             # Another copy that cannot be opened or removed must not stop this training.

@@ -26,11 +26,11 @@ LABELS = {"0": "background", "1": "shell", "2": "left lobe", "3": "right lobe", 
           "6": "ventral body"}
 FIELD, INTENSITY = 1, 2  # purposes of the random draws of a subject
 STEPS = 6  # squarings of a velocity
-MOST_THREADS = 8  # that write subjects: one at 128^3 needs half a GiB while it is made
+MOST_THREADS = 8  # limit for threads that write subjects: making one at 128^3 takes half a GiB
 
 
 def template(size, dims=3):
-    """The anatomy that every subject is a deformed copy of: a head with six labelled structures, always the same.
+    """The anatomy whose deformed copies are the subjects: a head with six labelled structures, always the same.
 
     size: int or one per axis. dims: 2 or 3; the 2D anatomy is the middle plane of the 3D one.
     Returns: image float32 in [0, 1], 0 at the border; label int16, 0 to 6 as in LABELS; both of shape `size`.
@@ -56,8 +56,8 @@ def random_field(seed, size, amplitude=AMPLITUDE, dims=3):
     The stationary velocity is Gaussian-smoothed noise at two scales plus an affine part (rotation within 5 degrees,
     scale within 8 %, shift within 2 %, at the default amplitude), integrated by scaling and squaring (Arsigny et al.,
     MICCAI 2006).
-    seed: int >= 0. size: int or one per axis. amplitude: root mean square over image and axes of the displacement, as
-    a fraction of the side along its axis.
+    seed: int >= 0. size: int or one per axis. amplitude: root mean square displacement over voxels and axes, as a
+    fraction of the side along each axis.
     Returns: float32 (dims, *size), displacement in voxels, channel 0 along the first axis.
     """
     size = _shape(size, dims)
@@ -66,7 +66,7 @@ def random_field(seed, size, amplitude=AMPLITUDE, dims=3):
     velocity = _noise(rng, size, 0.09) + 0.7 * _noise(rng, size, 0.17)
     velocity = AMPLITUDE * velocity / _rms(velocity) + _affine_velocity(rng, size)
     velocity *= amplitude / _rms(velocity)
-    # The integrated field has not quite the amplitude of the velocity; one correction leaves an error below 1 %.
+    # Integration changes the amplitude slightly; one correction leaves an error below 1 %.
     velocity *= amplitude / max(_rms(_integrate(velocity * sides) / sides), 1e-12)
     return _integrate(velocity * sides).astype(np.float32)
 
@@ -93,7 +93,7 @@ def make_subject(seed, size, amplitude=AMPLITUDE, dims=3):
 
 
 def write_dataset(folder, seeds, size, amplitude=AMPLITUDE, dims=3, with_fields=False):
-    """Write subjects in the Decathlon layout: imagesTr, labelsTr, dataset.json and, if asked, fieldsTr.
+    """Write subjects in the Decathlon layout: imagesTr, labelsTr, dataset.json and, with `with_fields`, fieldsTr.
 
     seeds: ints >= 0, one subject_%04d each. Images are int16 (intensity x 1000), labels uint8, 1 mm isotropic, RAS;
     fields .npy as from `random_field`.
@@ -111,7 +111,7 @@ def write_dataset(folder, seeds, size, amplitude=AMPLITUDE, dims=3, with_fields=
             (folder / "fieldsTr").mkdir(exist_ok=True)
             np.save(folder / "fieldsTr" / f"{name}.npy", subject["field"])
         return f"{name}.nii.gz"
-    # Threads suffice: scipy and gzip compute without Python's lock. At 128^3 a subject takes nine seconds of a core.
+    # Threads suffice: scipy and gzip release Python's lock. At 128^3 a subject takes nine seconds on one core.
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as threads:
         names = list(tqdm(threads.map(write, seeds), desc=f"writing {folder}", unit="subject", total=len(seeds)))
     content = {"name": "Synthetic", "description": "Deformed copies of one synthetic anatomy, made by this repository",

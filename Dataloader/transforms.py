@@ -1,7 +1,7 @@
-"""Transforms in and out as ITK, ANTs, Slicer, FSL and FreeSurfer have them: matrices, and fields in .h5 files.
+"""Transforms in the formats of ITK, ANTs, Slicer, FSL and FreeSurfer: matrices, and fields in .h5 files.
 
-A matrix T is 4x4 in millimetres of the RAS world, from a point of the fixed volume to the same point of the moving one:
-the direction in which an image is resampled. ITK uses that direction too, but with x and y reversed (LPS). FSL and
+A matrix T, 4x4 in RAS millimetres, maps a point of the fixed volume to the same anatomical point of the moving one, the
+direction in which images are resampled. ITK uses that direction too, but with x and y reversed (LPS). FSL and
 FreeSurfer use the opposite direction, from moving to fixed.
 """
 import io
@@ -21,11 +21,11 @@ from Runtime.files import require_file, write_file
 FIELDS = (".nii.gz", ".nii", ".h5")
 MATRICES = (".mat", ".txt", ".tfm", ".lta")
 AFFINE_NAME = "AffineTransform_double_3_3"
-VOX_TO_VOX, RAS_TO_RAS = 0, 1  # FreeSurfer's types of a .lta file
+VOX_TO_VOX, RAS_TO_RAS = 0, 1  # FreeSurfer's types of transform in a .lta file
 
 
 def is_field(path):
-    """Whether a path is one of a field, not of a matrix."""
+    """Whether a path names a field, not a matrix."""
     return Path(path).name.endswith(FIELDS)
 
 
@@ -34,10 +34,10 @@ def is_field(path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def read_matrix(path, fixed, moving, dims=3):
-    """T of a file: .mat, .txt or .tfm of ITK and ANTs, .mat of FSL's flirt, or .lta of FreeSurfer.
+    """Read T from a file: .mat, .txt or .tfm of ITK and ANTs, .mat of FSL's flirt, or .lta of FreeSurfer.
 
-    fixed, moving: paths of the two volumes, which FSL's matrices depend on. dims: axes of the volumes.
-    Returns: 4x4 float64. Raises InputError, naming the file, for one that is none of these or has no affine matrix.
+    fixed, moving: paths of the two volumes, because FSL's matrices depend on them. dims: axes of the volumes.
+    Returns: 4x4 float64. Raises InputError, naming the file, for other files and for files without an affine matrix.
     """
     path = Path(path)
     require_file(path)
@@ -76,7 +76,7 @@ def write_matrix(path, matrix):
 
 
 def _plain_numbers(content):
-    """The 4x4 of a text of sixteen numbers, which is FSL's; None for anything else."""
+    """The 4x4 in a text of sixteen numbers, FSL's format; None for anything else."""
     try:
         numbers = np.array(content.decode("ascii").split(), np.float64)
     except ValueError:
@@ -85,7 +85,7 @@ def _plain_numbers(content):
 
 
 def _itk_text(path, text):
-    """Name, parameters and fixed parameters of the one transform of a text file of ITK."""
+    """Name, parameters and fixed parameters of the only transform in an ITK text file."""
     lines = [line.split(":", 1) for line in text.splitlines() if ":" in line and not line.startswith("#")]
     names = [value.strip() for key, value in lines if key == "Transform"]
     try:
@@ -99,7 +99,7 @@ def _itk_text(path, text):
 
 
 def _itk_matlab(path, content):
-    """Name, parameters and fixed parameters of a .mat file of ITK."""
+    """Name, parameters and fixed parameters of the transform in an ITK .mat file."""
     try:
         found = loadmat(io.BytesIO(content))
     except (ValueError, TypeError, KeyError, IndexError, OSError, NotImplementedError, MatReadError) as error:
@@ -112,7 +112,7 @@ def _itk_matlab(path, content):
 
 
 def _from_itk(path, name, parameters, centre):
-    """T of a transform of ITK: x -> M (x - c) + t + c, in LPS. One of two axes lies in the plane of the first two."""
+    """T of an ITK transform: x -> M (x - c) + t + c, in LPS. A 2D transform acts in the plane of the first two axes."""
     kind, dims = name.split("_")[0], len(centre)
     if kind in ("AffineTransform", "MatrixOffsetTransformBase") and len(parameters) == dims * (dims + 1):
         linear, shift = parameters[:dims * dims].reshape(dims, dims), parameters[dims * dims:]
@@ -129,7 +129,7 @@ def _from_itk(path, name, parameters, centre):
 
 
 def _rotation(kind, parameters):
-    """The 3x3 of a rigid transform of ITK: Euler angles (applied y, x, z), or a versor with a scale."""
+    """The 3x3 of an ITK rigid transform: Euler angles (applied y, x, z), or a versor with a scale."""
     if kind == "Euler3DTransform":
         (sx, sy, sz), (cx, cy, cz) = np.sin(parameters[:3]), np.cos(parameters[:3])
         about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])
@@ -145,9 +145,9 @@ def _rotation(kind, parameters):
 
 
 def _from_fsl(matrix, fixed, moving):
-    """T of flirt's matrix, which leads from the moving to the fixed volume in millimetres of their own grids.
+    """T of flirt's matrix, which maps the moving to the fixed volume, both in millimetres of their own grids.
 
-    fixed, moving: (shape, affine). Their grids begin in a corner, and x is flipped where the volume is not.
+    fixed, moving: (shape, affine). FSL's grids start in a corner, and FSL flips x unless the volume has it flipped.
     """
     to_fixed = fixed[1] @ np.linalg.inv(_fsl_grid(*fixed)) @ matrix @ _fsl_grid(*moving) @ np.linalg.inv(moving[1])
     return np.linalg.inv(to_fixed)
@@ -163,7 +163,7 @@ def _fsl_grid(shape, affine):
 
 
 def _from_lta(path, text):
-    """T of a .lta file of FreeSurfer, of voxels or of RAS, which leads from the source (moving) to the destination."""
+    """T of a FreeSurfer .lta file, voxel to voxel or RAS to RAS, which maps the source (moving) to the destination."""
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     fields = {key.strip(): value.split() for key, equals, value in (line.partition("=") for line in lines) if equals}
@@ -182,7 +182,7 @@ def _from_lta(path, text):
 
 
 def _lta_volume(lines, heading):
-    """Voxel to RAS, 4x4, of a volume that a .lta file describes."""
+    """The voxel-to-RAS 4x4 of a volume described in a .lta file."""
     first = lines.index(heading) + 1
     fields = {key.strip(): np.array(value.split(), np.float64) for key, equals, value in (
         line.partition("=") for line in lines[first:first + 8]) if equals and key.strip() not in ("valid", "filename")}
@@ -209,7 +209,7 @@ def write_field_h5(path, field, affine):
 
 
 def read_any_field(path, dims=3):
-    """A field of a NIfTI file, as `read_field` reads it, or of a .h5 file with a displacement field of ITK.
+    """A field from a NIfTI file, as `read_field` reads it, or from a .h5 file with an ITK displacement field.
 
     Returns: (N, *spatial) float32 in voxels of its own grid; affine 4x4. Raises InputError naming the file.
     """

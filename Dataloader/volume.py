@@ -29,7 +29,7 @@ class Volume:
     """One image, its mask and further channels on the same grid.
 
     array: (D, H, W) or (H, W) float32, intensities as stored. affine: 4x4 float64, voxel to world in mm, RAS.
-    name: its path as given, or what errors call it. path: of the file, None for what was handed over in memory.
+    name: its path as given, or its name in errors. path: of the file, None if the volume was passed in memory.
     header: of the file or image; an empty one for an array. dtype: of the numbers as stored, None if scaled.
     mask: (*spatial) float32, 1 where the image counts, else 0; None: everywhere. channels: more images.
     """
@@ -44,7 +44,7 @@ class Volume:
     channels: tuple["Volume", ...] = ()
 
     def __iter__(self):
-        """array, affine: so that `apply_field(*volume, ...)` reads."""
+        """Yield array and affine, so that `apply_field(*volume, ...)` works."""
         return iter((self.array, self.affine))
 
     def every(self, step):
@@ -64,7 +64,7 @@ def is_path(source):
 
 
 def shape_of(source):
-    """The shape of what `read_source` takes, before its voxels are read; None for what it refuses."""
+    """The shape of a source of `read_source`, before its voxels are read; None for a source that it refuses."""
     if is_path(source):
         return tuple(open_nifti(source).shape)
     array = source[0] if isinstance(source, tuple | list) and len(source) else source
@@ -72,11 +72,11 @@ def shape_of(source):
 
 
 def read_source(source, name):
-    """A Volume of 2 or 3 axes from whatever holds it. Trailing axes of length 1 in a file or image do not count.
+    """A Volume of 2 or 3 axes from a file, image or array. Trailing axes of length 1 in a file or image do not count.
 
-    source: path; nibabel image; SimpleITK image; (array, affine 4x4); or an array or tensor alone, whose voxels are
-    then cubes of 1 mm, with a warning. name: what errors call a source without a path, such as "fixed".
-    Raises InputError for a source that is no volume, or that is empty, constant, not finite or on a singular grid.
+    source: path; nibabel image; SimpleITK image; (array, affine 4x4); or an array or tensor alone, which gets cubic
+    voxels of 1 mm and a warning. name: the name of a source without a path in errors, such as "fixed".
+    Raises InputError if the source is not a volume, or is empty, constant, not finite or on a singular grid.
     """
     if is_path(source):
         image = open_nifti(source)
@@ -155,7 +155,7 @@ def read_mask(source, volume):
     """A mask on the grid of its volume, 0 or 1, float32; None without a source.
 
     source: path of a file, array, or None. volume: a Volume.
-    Raises InputError where the mask is on another grid, or nowhere above 0.
+    Raises InputError if the mask is on another grid, or nowhere above 0.
     """
     if source is None:
         return None
@@ -174,7 +174,7 @@ def read_mask(source, volume):
 def read_further(sources, volume):
     """The further channels of a volume, a tuple of Volumes on its grid.
 
-    sources: paths or arrays, in their order. Raises InputError for another grid.
+    sources: paths or arrays, in order. Raises InputError for another grid.
     """
     read = []
     for number, source in enumerate(sources, 2):
