@@ -1,7 +1,7 @@
 """Charts of a page as inline SVG: no script, no library, no picture file. Colours follow the page (Report/page.css).
 
-A curve of any length becomes at most one point per pixel: the mean of the values there, over a band from the least to
-the greatest, so that a spike of one step in a hundred thousand remains visible.
+A curve of any length is reduced to one point per pixel: the mean of the values there, over a band from the least to the
+greatest, so that a spike of one step in a hundred thousand remains visible.
 """
 import math
 from html import escape
@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 360, 150
 LEFT, RIGHT, TOP, BOTTOM = 44, 6, 8, 20  # margins
 POINTS = WIDTH - LEFT - RIGHT
 COLOURS = 8  # classes c0 .. c7 of page.css
-NO_VALUES = "no values yet"  # beside the title of an empty chart
+NO_VALUES = "no values yet"  # shown beside the title of an empty chart
 
 
 def thin(x, y, points=POINTS):
@@ -41,7 +41,7 @@ def ticks(low, high, count=4):
 
 
 def number(value, digits=3):
-    """A number for an axis or a heading: so many digits, thousands as k, millions as M."""
+    """A number for an axis or a heading, with `digits` digits: from ten thousand as k, then as M and G."""
     if value is None or not math.isfinite(value):
         return "-"
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -56,9 +56,9 @@ def number(value, digits=3):
 def line_chart(title, curves, marks=(), log=False, note="", across="step", limits=()):
     """A <figure> with curves over the steps.
 
-    title: plain text. curves: list of (name, x, y); one alone has its last value beside the title, several have a
-    legend. marks: list of (x, kind, text) of vertical lines, kind "dead" or "planned". log: logarithmic y axis, which
-    leaves out what is not positive. note: plain text below. limits: list of (name, y) of horizontal lines.
+    title: plain text. curves: list of (name, x, y); a single curve shows its last value beside the title, several get a
+    legend. marks: list of (x, kind, text) for vertical lines, kind "dead" or "planned". log: logarithmic y axis, which
+    leaves out values that are not positive. note: plain text below. limits: list of (name, y) for horizontal lines.
     """
     thinned = []
     for name, x, y in curves:
@@ -77,10 +77,10 @@ def line_chart(title, curves, marks=(), log=False, note="", across="step", limit
 
 
 def frame(curves, limits, log):
-    """What maps values to pixels: {"first", "last": of x, "low", "high": of y, "log"}."""
+    """The ranges that map values to pixels: {"first", "last": of x, "low", "high": of y, "log"}."""
     low = min(scaled(np.min(curve[3]), log) for curve in curves)
     high = max(scaled(np.max(curve[4]), log) for curve in curves)
-    for limit in limits:  # a limit that is far from the curves does not squeeze them
+    for limit in limits:  # a limit far from the curves must not squeeze them
         value = scaled(limit, log)
         if low - (high - low) <= value <= high + (high - low):
             low, high = min(low, value), max(high, value)
@@ -120,7 +120,7 @@ def axes(box, unit):
 
 
 def labelled(values):
-    """(value, text) of the marks of an axis, with as many digits as tell them apart."""
+    """(value, text) of the ticks of an axis, with enough digits to tell them apart."""
     for digits in range(3, 9):
         texts = [number(value, digits) for value in values]
         if len(set(texts)) == len(texts):
@@ -129,7 +129,7 @@ def labelled(values):
 
 
 def y_ticks(box):
-    """Round numbers of the y axis; powers of ten where it is logarithmic and long enough."""
+    """Round numbers of the y axis; powers of ten if it is logarithmic and contains at least two."""
     if not box["log"]:
         return ticks(box["low"], box["high"])
     powers = range(math.ceil(box["low"]), math.floor(box["high"]) + 1)
@@ -175,10 +175,10 @@ def level(box, name, y):
 
 
 def stacked_chart(title, edges, parts, note=""):
-    """A <figure> with a column for each part of the time, of which each kind fills its share.
+    """A <figure> with a column for each part of the time, divided into the shares of all kinds.
 
-    edges: len + 1 numbers, shown as hours since the first. parts: list of (name, colour class, values); the first is
-    lowest.
+    edges: len(values) + 1 times in s, shown as hours since the first, or minutes if there are fewer than two hours.
+    parts: list of (name, colour class, values); the first is at the bottom.
     """
     sums = sum(np.asarray(values, float) for _, _, values in parts) if parts else np.zeros(1)
     if not np.any(sums > 0):
@@ -198,7 +198,7 @@ def stacked_chart(title, edges, parts, note=""):
 
 
 def figure(title, last, svg, below, note):
-    """A chart with its heading, legend and note. svg: of the drawing, "" for none. below: HTML."""
+    """A chart with its heading, legend and note. svg: the drawing, "" for none. below: HTML of the legend."""
     drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{svg}</svg>\n'
     return (f'<figure class="chart"><figcaption><b>{escape(title)}</b> <span>{escape(last)}</span></figcaption>\n'
             f"{drawing if svg else ''}{below}{f'<p>{escape(note)}</p>' if note else ''}</figure>\n")

@@ -33,7 +33,7 @@ def short_names(runs):
 
 
 def figures(found):
-    """{name: value} of what a run came to: state, steps, final losses and scores, time, goodput, device hours."""
+    """{name: value} of a run's outcome: state, steps, final losses and scores, time, goodput, device hours."""
     kinds, _ = add_up(found)
     wall, epochs = sum(kinds.values()), found["epochs"]
     ranks = max((line.get("ranks") or 1 for line in found["attempts"] if line["event"] == "begin"), default=1)
@@ -62,7 +62,7 @@ def overlaid(runs, names):
 
 
 def mean_alone(name, x, y, points=150):
-    """A curve by at most so many of its points: bands of several runs would hide each other."""
+    """At most `points` points of a curve, so that it has no band: bands of several runs would hide each other."""
     if len(x) <= points:
         return name, x, y
     chosen = np.unique(np.linspace(0, len(x) - 1, points).astype(int))
@@ -70,8 +70,7 @@ def mean_alone(name, x, y, points=150):
 
 
 def compared(runs, out):
-    """Write the page of some runs and print its figures. Raises InputError for what is no run and for fewer than two.
-    """
+    """Write the page of some runs and print its figures. Raises InputError for fewer than two or if one is no run."""
     if len(runs) < 2:
         raise InputError(f"compare {runs[0]}: name two runs or more.")
     names, runs = short_names(runs), [read_run(run) for run in runs]

@@ -1,4 +1,4 @@
-"""How a run spent its wall time, from attempts.jsonl and the log of rank 0: useful, replayed, lost, by each cause."""
+"""How a run spent its wall time, from attempts.jsonl and the log of rank 0: useful, replayed, lost to each cause."""
 import collections
 
 import numpy as np
@@ -6,7 +6,7 @@ import numpy as np
 from Report.page import text_table
 from Supervisor.verdict import STARTING
 
-# Phases of the log by the kind of time in the table; any other phase belongs to a restart.
+# The kind of time in the table for each phase of the log; any other phase belongs to a restart.
 STEP = ("deform", "embeddings", "forward", "accumulate", "agree", "backward", "optimizer", "between steps")
 PHASES = {"data": "waiting for data", "epoch": "waiting for data", "checkpoint": "checkpoints",
           "evaluate": "validation", "refresh": "process-group refresh", **dict.fromkeys(STEP, "steps")}
@@ -35,8 +35,8 @@ def costs_of(attempts, steps):
 
     attempts, steps: of run_logs.read_run.
     Returns: [{"attempt", "begin": its line, "end": its line or None, "began", "ended": time stamps, "began_after":
-    cause of the end before, "cause", "spent": Counter of seconds by kind, "restart", "detection": seconds, "rows":
-    indices of its rows in steps}]. An attempt begins where the one before ended.
+    cause of the previous end, "cause", "spent": Counter of seconds by kind, "restart", "detection": seconds, "rows":
+    indices of its rows in steps}]. An attempt begins when the previous one ended.
     """
     ends = {line["attempt"]: line for line in attempts if line["event"] == "end"}
     costs, kinds, end_before, cause = [], kinds_of_rows(steps), None, "first start"
@@ -55,20 +55,20 @@ def costs_of(attempts, steps):
                       "began_after": cause, "cause": verdict["cause"], "spent": spent, "restart": restart,
                       "detection": detection, "rows": rows})
         cause = verdict["cause"]
-        # The time until a training that is done gets more epochs, or a refused one its correction, is nobody's.
+        # No attempt is charged for the time until a finished training gets more epochs or a refused one is corrected.
         end_before = None if cause == "done" or waits_for_person else ended
     return costs
 
 
 def is_refused_start(end):
-    """Whether an attempt was refused before its first step and has to be corrected by a person: it is no death, and its
-    time is not lost by the run. end: the line of attempts.jsonl."""
+    """Whether an attempt was refused before its first step and a person has to correct it. This is no death, and the
+    run does not count its time as lost. end: the line of attempts.jsonl."""
     verdict = end["verdict"]
     return (verdict["cause"], end.get("decision")) == ("refused", "stop") and verdict["phase"] in STARTING
 
 
 def kinds_of_rows(steps):
-    """{kind: seconds of each row}, without the kinds that belong to an attempt as a whole. steps: columns."""
+    """{kind: seconds of each row}, without kinds that belong to a whole attempt. steps: columns."""
     replayed, rows = steps["replayed"] == 1, {}
     for name, column in steps.items():
         kind = PHASES.get(name.removeprefix("spent.")) if name.startswith("spent.") else None
@@ -82,18 +82,18 @@ def kinds_of_rows(steps):
 
 
 def over_time(found, parts=60):
-    """Where the time went in each of so many equal parts of the run.
+    """Where the time went in each of `parts` equal parts of the run.
 
-    found: of run_logs.read_run.
-    Returns: (edges: parts + 1 time stamps, {kind: seconds in each part}). A restart is told by its cause, as "restart:
-    killed"; kinds that took no time are left out.
+    found: from run_logs.read_run.
+    Returns: (edges: parts + 1 time stamps, {kind: seconds in each part}). A restart is named after its cause, such as
+    "restart: killed"; kinds that took no time are left out.
     """
     attempts, steps = found["costs"], found["steps"]
     began, ended = attempts[0]["began"], max(attempt["ended"] for attempt in attempts)
     edges = np.linspace(began, max(ended, began + 1e-3), parts + 1)
     rows = kinds_of_rows(steps)
     lasted = np.maximum(sum(rows.values(), np.zeros(len(steps["time"]))), 1e-9)
-    # The share of each row that is over at each edge: a row ends at its time and has lasted as long as its phases.
+    # The share of each row that is over at each edge: a row ends at its time stamp and lasts as long as its phases.
     over = [np.clip((edge - steps["time"] + lasted) / lasted, 0.0, 1.0) for edge in edges]
     seconds = {kind: np.diff([np.dot(share, rows[kind]) for share in over]) for kind in KINDS if kind in rows}
     for cause in dict.fromkeys(attempt["began_after"] for attempt in attempts):
@@ -107,7 +107,7 @@ def over_time(found, parts=60):
 
 
 def spread(seconds, edges, start, end):
-    """Add the time from start to end to the parts of the run in which it lies. seconds: of each part, changed here."""
+    """Add the time from start to end to the parts of the run that it overlaps. seconds: of each part, changed here."""
     overlap = np.minimum(edges[1:], end) - np.maximum(edges[:-1], start)
     seconds += np.maximum(overlap, 0.0)
 
@@ -131,7 +131,7 @@ def kinds_table(found):
 
 
 def causes_table(found):
-    """(header, rows, formats) of what each cause of an attempt's end has cost."""
+    """(header, rows, formats) of the cost of each cause that ended an attempt."""
     _, causes = add_up(found)
     rows = [(cause, int(costs["times"]), costs["detection"], costs["restart"], costs["replayed"], lost_seconds(costs))
             for cause, costs in causes.items()]

@@ -37,7 +37,7 @@ def figure_html(figure, caption="", alt=""):
 
 
 def png_html(png, caption="", alt=""):
-    """The bytes of `figure_png` as `figure_html` embeds them: what is drawn already is not drawn again."""
+    """Embed the bytes of `figure_png` as `figure_html` does, without drawing the figure again."""
     data = base64.b64encode(png).decode()
     width = round(int.from_bytes(png[16:20], "big") * SCREEN_DPI / FILE_DPI)  # columns of pixels, from the PNG's header
     return (f'<figure><div class="wide"><img src="data:image/png;base64,{data}" alt="{escape(alt or caption)}" '
@@ -108,17 +108,17 @@ def write_page(path, title, lead, sections, refresh_s=None, viewer=False, sortab
     """Write a complete, self-contained page, atomically; it needs no network.
 
     path: the .html file; its folder is created. title, lead: plain text. sections: list of (heading, html), with html
-    of the functions above; an empty heading is left out. refresh_s: a browser loads the page again after so many
-    seconds; None: it does not. viewer: whether sections hold viewers (Inference/viewer.py), which need a script.
-    sortable: whether a click on a heading of a table sorts its rows, which needs another one.
+    from the functions above; an empty heading is left out. refresh_s: seconds after which a browser reloads the page;
+    None: never. viewer: whether sections hold viewers (Inference/viewer.py), which need a script. sortable: whether a
+    click on a column heading sorts the rows of a table, which needs another script.
     Returns: path as a Path.
     """
     path = Path(path)
     body = "".join(f"<section>\n{f'<h2>{escape(heading)}</h2>' if heading else ''}\n{html}</section>\n"
                    for heading, html in sections)
     refresh = f'<meta http-equiv="refresh" content="{refresh_s:.0f}">\n' if refresh_s else ""
-    # The policy keeps the page from loading anything over the network, and from running other scripts than these two,
-    # whatever a section contains.
+    # Whatever a section contains, the policy keeps the page from loading anything over the network and from running
+    # scripts other than these two.
     style, policy = STYLE + VIEWER_STYLE * viewer, "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     scripts = [VIEWER_SCRIPT] * viewer + [SORT_SCRIPT] * sortable
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
@@ -168,7 +168,7 @@ def _cells(header, rows, formats):
     for row in [formats, *rows]:
         if len(row) != len(header):
             raise InputError(f"A table of {len(header)} columns cannot hold {row}; give one entry per column.")
-    numeric = []  # for each column, whether all its cells are numbers, but for None
+    numeric = []  # for each column, whether all cells except None are numbers
     for index in range(len(header)):
         column = [row[index] for row in rows if row[index] is not None]
         numeric.append(bool(column) and all(isinstance(cell, NUMBER) for cell in column))

@@ -7,17 +7,17 @@ import numpy as np
 
 from Report.run_logs import tail_of
 
-# What a rank does by itself in a step. In the other phases it also waits for ranks that are slower.
+# The phases of a step in which a rank works by itself. In the others it also waits for slower ranks.
 OWN = ("data", "deform", "embeddings", "forward", "accumulate", "optimizer")
 SLOWER, WINDOWS = 1.15, 3  # times the median of the other ranks, in each of the last windows of pace.EVERY steps
-LEAK_STEPS = 2000  # a leak that was logged so many steps ago and has not come back is over
-RECENT = 1000  # steps in which losses that are not finite are counted
+LEAK_STEPS = 2000  # steps after which a leak that was not logged again is over
+RECENT = 1000  # last steps in which non-finite losses are counted
 FEW_NONFINITE = 3
-CLIP_STEPS, ALWAYS, NOTHING = 100, 0.95, 2e-3  # steps; share of them; of the step that the strongest mode takes
+CLIP_STEPS, ALWAYS, NOTHING = 100, 0.95, 2e-3  # steps; share of them; fraction of the strongest mode's clipped norm
 GATE_STEPS = 200
 WORSE_SINCE, WORSE_SHARE = 5, 0.3  # validations, and share of all of them, since the best one
-METRICS = ("val_dice", "val_imgsim")  # of the validation, higher is better; the first that there is counts
-DISK_FULL, CHECKPOINTS = 0.95, 3  # share of the disk; checkpoints that should still fit
+METRICS = ("val_dice", "val_imgsim")  # validation scores, higher is better; the first one present counts
+DISK_FULL, CHECKPOINTS = 0.95, 3  # used share of the disk; checkpoints that should still fit
 
 
 def find_all(found):
@@ -34,7 +34,7 @@ def finding(rule, step, sentence, advice):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def straggler(found):
-    """A rank whose own work takes longer than that of the others, so that all wait for it in every step."""
+    """A rank whose own work takes longer than that of the others, so that they wait for it in every step."""
     paces = own_seconds(found)
     if len(paces) < 2:
         return []
@@ -64,9 +64,9 @@ def mean_of(rows, windows, phase):
 
 
 def own_seconds(found):
-    """{rank: {last step of a window: {phase: seconds of a step}}} of the newest attempt, by `own_of`.
+    """{rank: {last step of a window: {phase: seconds per step}}} of the newest attempt, by `own_of`.
 
-    The first window of an attempt compiles and connects, and is left out.
+    The first window of an attempt is left out, because it includes compiling and connecting.
     """
     attempt = max((line["attempt"] for line in found["attempts"]), default=0)
     paces = {}
@@ -78,18 +78,18 @@ def own_seconds(found):
 
 
 def own_of(line):
-    """Seconds of a step that a rank works by itself, by phase. line: of an event "pace"."""
+    """Seconds per step of a rank's own work, by phase. line: of an event "pace"."""
     return {name: line["spent"].get(name, 0.0) / line["steps"] for name in OWN}
 
 
 def host_of(found, rank):
-    """Slurm's name of the node of a rank, or its host."""
+    """Slurm's name for the node of a rank, or its host name."""
     starts = [line for line in found["events"] if line["event"] == "start" and line.get("rank") == rank]
     return (starts[-1].get("node") or starts[-1].get("host", "") if starts else "") or "an unknown host"
 
 
 def leak(found):
-    """Memory that grows in a straight line, as each rank finds by itself (Runtime/memory.py)."""
+    """Memory that grows linearly; each rank detects it in its own memory (Runtime/memory.py)."""
     last = last_step(found)
     newest = {line["rank"]: line for line in found["events"] if line["event"] == "leak"}
     cures = {"graph": "something keeps the graph alive: `python tests/diagnose_xpu_leak.py` shows which part",
@@ -103,7 +103,7 @@ def leak(found):
 
 
 def nonfinite(found):
-    """Losses that are not finite, more of them than before."""
+    """More non-finite losses than before."""
     steps = tail_of(found["once"], RECENT)
     bad = np.nan_to_num(steps["nonfinite"]) > 0
     half = len(bad) // 2
@@ -111,7 +111,7 @@ def nonfinite(found):
     if now < FEW_NONFINITE or now <= before:
         return []
     modes = [line.get("mode", "") for line in found["events"] if line["event"] == "nonfinite"]
-    mode = max(dict.fromkeys(modes), key=modes.count, default="some mode")  # of equals the first, which runs first
+    mode = max(dict.fromkeys(modes), key=modes.count, default="some mode")  # in a tie, the first, which runs first
     return [finding("non-finite losses", steps["step"][-1],
                     f"the loss of {mode} was not finite in {now} of the last {len(bad) - half} steps, after {before} "
                     "in as many before",
@@ -172,7 +172,7 @@ def stuck_gate(found):
 
 
 def overfitting(found):
-    """Validation has been getting worse for a while, and the training losses better."""
+    """Validation has been getting worse for a while, while the training loss improves."""
     metric = next((name for name in METRICS if found["scores"].get(name)), None)
     lines = found["scores"].get(metric, [])
     scores = np.array([line[metric] for line in lines])

@@ -2,7 +2,7 @@
 
     python -m Report.run Models/<run>                       write Models/<run>/report.html
     python -m Report.run Models/<run> --text                the same for a terminal
-    python -m Report.run Models/<run> --follow              keep both up to date while the run goes on
+    python -m Report.run Models/<run> --follow              keep the report up to date until the run ends
 
 It only reads what a run has written, so you can use it at any time and on a copied folder.
 """
@@ -25,21 +25,21 @@ from Report.run_logs import read_json, read_launches, read_run, tail_of
 from Runtime.errors import DONE, parse_options, run_program
 from Runtime.files import read_lines
 
-FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # seconds between two looks of --follow, and at least so many times what a look takes
-PICTURE_BYTES = 3 * 2 ** 20  # of all pictures of a page together, which stays below 5 MB
-QUIET_S = 10.0  # so long after its deadline a rank has not been heard of, the run counts as silent
-LAST_ATTEMPTS = 100  # that are told one by one
+FOLLOW_S, FOLLOW_SHARE = 10.0, 20  # --follow pauses at least this many s, and this many times a report's duration
+PICTURE_BYTES = 3 * 2 ** 20  # limit for all pictures of a page, so that the page stays below 5 MB
+QUIET_S = 10.0  # from the last deadline of the ranks until the run counts as silent
+LAST_ATTEMPTS = 100  # listed one by one
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How the run stands, in words and numbers
+# The state of the run, in words and numbers
 # ---------------------------------------------------------------------------------------------------------------------
 
 def state_of(found, now=None):
-    """How a run stands: (word, sentence). word: running, waiting, silent, stopped or done.
+    """The state of a run: (word, sentence). word: running, waiting, silent, stopped or done.
 
-    found: of run_logs.read_run. now: time.time(). A rank says until when it would be heard of again (its deadline); a
-    run that has missed that is silent: all its processes are gone, or this is a copy of its folder.
+    found: from run_logs.read_run. now: time.time(). Each rank logs a deadline for its next sign of life. A run is
+    silent once all deadlines have passed: all its processes are gone, or this is a copy of its folder.
     """
     now = now or time.time()
     begins = [line for line in found["attempts"] if line["event"] == "begin"]
@@ -110,9 +110,9 @@ def headline(found, findings):
 
 
 def time_left(found, kinds):
-    """The time until the last epoch, in words, by epochs done and the wall time that they took.
+    """The time until the last epoch is done, in words, from the steps done so far and their wall time.
 
-    None before the first epoch and after the last one.
+    None before the first epoch is done and after the last one.
     """
     epochs, of = found["epochs"], found["config"].get("run.epochs")
     if not epochs or not of:
@@ -124,7 +124,7 @@ def time_left(found, kinds):
 
 
 def speed(found, last=100):
-    """Samples per second of the last steps, waits included; None where the log does not say."""
+    """Samples per second over the last steps, waits included; None if the log does not have them."""
     steps = tail_of(found["once"], last)
     total = steps["seconds"].sum()
     return float(np.nansum(steps["samples"]) / total) if total > 0 and np.isfinite(steps["samples"]).any() else None
@@ -135,9 +135,9 @@ def speed(found, last=100):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def write_report(found, path, refresh_s=None):
-    """Write the page of a run. found: of run_logs.read_run. refresh_s: a browser loads it again after so long.
+    """Write the page of a run. found: from run_logs.read_run. refresh_s: seconds after which a browser reloads it.
 
-    Returns: path. Raises OSError where it cannot be written.
+    Returns: path. Raises OSError if it cannot be written.
     """
     findings, (word, sentence), (losses, zeros) = find_all(found), state_of(found), run_charts.loss_charts(found)
     sections = [("", cards_html(headline(found, findings))),
@@ -170,7 +170,7 @@ def nothing(sentence):
 
 
 def time_html(found):
-    """Goodput over the time, by kind and by the cause of each end."""
+    """Goodput over time, by kind of time and by cause of each end."""
     if not found["costs"]:
         return nothing("attempts.jsonl has no line of a beginning that can be read.")
     return (grid([run_charts.time_chart(found)]).replace('class="charts"', 'class="charts one"')
@@ -185,7 +185,7 @@ def captioned(table, caption):
 
 
 def attempt_rows(found):
-    """What each attempt was: dicts of number, began, ranks, first and last step, cause, who, where, cost, sentence."""
+    """A dict for each attempt: number, began, ranks, first and last step, cause, who, where, cost, sentence."""
     costs, rows = found["costs"], []
     for index, each in enumerate(costs):
         verdict = (each["end"] or {}).get("verdict", {})
@@ -203,7 +203,7 @@ def attempt_rows(found):
 
 
 def attempts_html(found):
-    """Every end with its cause and its cost, the newest first; each opens to the whole sentence and the stack."""
+    """The end of each attempt with its cause and cost, newest first; each unfolds to the whole sentence and stack."""
     rows, items = attempt_rows(found), []
     for row in rows[::-1][:LAST_ATTEMPTS]:
         who = f"rank {row['rank']} on {row['host']}" if row["rank"] is not None else ""
@@ -219,7 +219,7 @@ def attempts_html(found):
 
 
 def ranks_table(found):
-    """(header, rows, formats): host, own work of a step and memory of each rank, by its last line."""
+    """(header, rows, formats): host, own work per step and memory of each rank, from its last lines."""
     own, rows = own_seconds(found), []
     for rank, lines in sorted(found["pace"].items()):
         if not lines:
@@ -256,7 +256,7 @@ def pictures_html(found):
 
 
 def profile_html(found):
-    """The operations that took most time in the newest profile (--profile)."""
+    """The operations that took the most time in the newest profile (--profile)."""
     paths = sorted((found["run"] / "profile").glob("*.json"))
     profile = read_json(paths[-1], {}) if paths else {}
     if not profile.get("top"):
@@ -272,14 +272,14 @@ def profile_html(found):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def differing_keys(configs, without=()):
-    """[(key, value in each config as text, "-" where it has no such key)] where flat configs differ, but for some."""
+    """[(key, value in each config as text, "-" if absent)] of the keys in which flat configs differ, but `without`."""
     keys = sorted({key for cfg in configs for key in cfg} - set(without))
     return [(key, *(json.dumps(cfg[key]) if key in cfg else "-" for cfg in configs)) for key in keys
             if len({json.dumps(cfg.get(key)) for cfg in configs}) > 1]
 
 
 def config_changes(found):
-    """[(heading, rows of `differing_keys`)]: against the run before, and of each launch against the one before it."""
+    """[(heading, rows of `differing_keys`)]: since the previous run, and from each launch to the next."""
     result, launches = [], found["launches"]
     before = run_before(found)
     if before and launches:
@@ -293,7 +293,7 @@ def config_changes(found):
 
 
 def run_before(found):
-    """(name, flat config) of the run beside this one that was started last before it; None without one."""
+    """(name, flat config) of the latest run in the same folder that started before this one; None without one."""
     began, candidates = found["attempts"][0]["time"], []
     for path in found["run"].resolve().parent.glob("*/attempts.jsonl"):
         if path.parent == found["run"].resolve():
@@ -309,7 +309,7 @@ def run_before(found):
 
 
 def config_html(found):
-    """What has changed, and all keys behind it."""
+    """The keys that have changed, and all keys folded up below them."""
     if not found["config"]:
         return nothing("The folder has no launches/, so the config is not known.")
     html = "".join(table_html(["key", "before", "now"], rows, f"Changed {heading}") if rows
@@ -375,7 +375,7 @@ def curve_rows(found):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def report(args):
-    """One look: write the page, or print the text. Returns: the state's word."""
+    """Write the page, print the text, or both, once. Returns: the word of the run's state."""
     found = read_run(args.run)
     path = args.out or args.run / "report.html"
     word, sentence = state_of(found)
@@ -391,7 +391,7 @@ def report(args):
 
 
 def look(args):
-    """Look once; with --follow again and again until the run is done or stopped, or Ctrl-C. Returns the exit code."""
+    """Report once; with --follow, repeat until the run is done or stopped, or until Ctrl-C. Returns: the exit code."""
     while True:
         began = time.monotonic()
         if report(args) in ("done", "stopped") or not args.follow:

@@ -5,8 +5,8 @@ from Report.charts import line_chart, stacked_chart
 from Report.goodput import KINDS, over_time
 from Report.rules import own_of
 
-SHOWN_RANKS = 8  # drawn as a curve each; of more ranks the median and the two that differ most from it
-PLANNED = ("first start", "planned restart", "done", "running")  # what a restart may follow besides deaths
+SHOWN_RANKS = 8  # each drawn as a curve; of more ranks, only the median and the two farthest from it
+PLANNED = ("first start", "planned restart", "done", "running")  # causes of a restart other than deaths
 # What the curves mean; a loss of your own shows its name alone.
 MEANINGS = {"total": "mode 1: weighted loss", "ang": "mode 1: cosine of recovered and true field; -1 is perfect",
             "dist": "mode 1: relative squared error; 0 is perfect", "regul": "mode 1: regulariser",
@@ -19,12 +19,12 @@ MEANINGS = {"total": "mode 1: weighted loss", "ang": "mode 1: cosine of recovere
             "val_dice": "mode 3: Dice of the labels; 1 is perfect", "val_imgsim": "mode 3: -1 is perfect",
             "val_folding": "mode 3: % of voxels that fold", "val_segment": "Dice of the segmentation; 1 is perfect"}
 DEATH_COLOURS = ("k6", "c3", "c6", "c4", "c5")  # classes of page.css
-LEAK_LINE = 200  # steps, length of the line of a leak
+LEAK_LINE = 200  # length of the line that shows a leak, in steps
 GIB = 2 ** 30
 
 
 def restarts(found):
-    """Vertical lines at the step with which an attempt began: [(step, "dead" or "planned", text)]."""
+    """Vertical lines at the first step of each restarted attempt: [(step, "dead" or "planned", text)]."""
     marks, steps = [], found["steps"]
     for before, each in zip(found["costs"], found["costs"][1:]):
         if not before["end"] or before["cause"] == "done" or not len(each["rows"]):
@@ -35,7 +35,7 @@ def restarts(found):
 
 
 def loss_charts(found):
-    """The losses of the modes and each term that a step function returns, over the steps; names of flat zeros."""
+    """Charts of the modes' losses and of each term that a step function returns; names of curves that are all 0."""
     steps, marks = found["once"], restarts(found)
     nothing = np.full(len(steps["step"]), np.nan)
     curves = {name: steps.get(f"terms.{name}", nothing) for name in found["losses"]}
@@ -74,7 +74,7 @@ def gradient_charts(found):
 
 
 def smoothed(curves, width=50):
-    """Running means of curves, over the values that there are."""
+    """Running means of curves, over their finite values."""
     result = []
     for name, x, y in curves:
         known = np.isfinite(y)
@@ -119,7 +119,7 @@ def rank_charts(found):
 
 
 def few(curves):
-    """Curves of ranks for a chart: all of a few; of many the median, and the two that are farthest from it."""
+    """Curves of ranks for a chart: all if there are few; otherwise the median and the two farthest from it."""
     named = [(f"rank {rank}", x, y) for rank, (x, y) in sorted(curves.items()) if len(x)]
     if len(named) <= SHOWN_RANKS:
         return named
@@ -133,9 +133,9 @@ def few(curves):
 
 
 def leak_lines(found, curves, place):
-    """A straight line for the newest leak of each rank, with the slope that the rank has found.
+    """A straight line for the newest leak of each rank, with the slope that the rank has measured.
 
-    curves: {rank: (steps, GiB)}. place: "host" or "device", of whose leaks the lines are.
+    curves: {rank: (steps, GiB)}. place: "host" or "device", the memory that leaks.
     """
     leaks = {line["rank"]: line for line in found["events"] if line["event"] == "leak"}
     lines = []
@@ -151,7 +151,7 @@ def leak_lines(found, curves, place):
 
 
 def time_chart(found):
-    """Where the wall time went, over the time: by kind, and restarts by the end that made them necessary."""
+    """Where the wall time went over the run, by kind; restarts are split by the cause of the end before them."""
     edges, seconds = over_time(found)
     deaths = iter(DEATH_COLOURS)
     colours = {**{kind: f"k{number}" for number, kind in enumerate(KINDS)}, "detection": "k7"}

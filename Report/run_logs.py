@@ -1,8 +1,8 @@
-"""The logs of a run, read once for the report, the rules, goodput and comparison. No torch.
+"""The logs of a run, read once for the report, the rules, goodput and comparison. This module needs no torch.
 
-`read_run` works on a folder that is being written and on a copy. An incomplete line, cut off by a crash or still being
-written, is left out. The steps of rank 0 become columns of numbers, so that a run of a hundred thousand steps is read
-in seconds.
+`read_run` works on the folder of a running training and on a copy. An incomplete line, cut off by a crash or still
+being written, is left out. The steps of rank 0 become columns of numbers, so that a run of a hundred thousand steps is
+read in seconds.
 """
 import array
 import json
@@ -19,11 +19,11 @@ from Runtime.config import flatten
 from Runtime.errors import InputError
 
 NAN = math.nan
-NESTED = ("terms", "norms", "spent")  # dicts of numbers in a line "step"; each key becomes a column "terms.ang"
+NESTED = ("terms", "norms", "spent")  # dicts of numbers in a line "step"; a key becomes a column such as "terms.ang"
 PLAIN = ("step", "attempt", "time", "epoch", "open", "nonfinite", "lr", "samples")
-FEW_RANKS = 8  # are read whole; of each of many ranks at most the share of READ_BYTES at the end of its log
+FEW_RANKS = 8  # logs read whole; with more ranks, only the last READ_BYTES / ranks bytes of each log but rank 0's
 READ_BYTES = 64 * 2 ** 20
-# What the files beside the logs have to look like (`of_form`), as far as a report goes by it.
+# The forms that a report expects of the files beside the logs (`of_form`).
 MODE = {"name": str, "curve": str, "terms": [str]}
 FORMS = {"launch": {"command": [str], "modes": [{**MODE, "clip_norm": str, "gate": str}], "packages": {},
                     "settings": {}, "job": {}},
@@ -31,16 +31,16 @@ FORMS = {"launch": {"command": [str], "modes": [{**MODE, "clip_norm": str, "gate
 
 
 def read_run(run):
-    """All that the logs of a run say.
+    """Everything that the logs of a run contain.
 
     run: folder of the run, Models/<data>_<net>.
     Returns a dict of
       run: Path; lock, manifest: content of these files, {} if absent; pictures: Paths, oldest first
       attempts: lines of attempts.jsonl; costs: of `goodput.costs_of`
       steps, once: columns of all rows of rank 0, and of the steps that are in the result, see `as_columns`
-      epochs: lines of rank 0, those of an epoch that ran twice only once; scores: {val_...: those that have it}
-      pace: {rank: its lines}; now: {rank: its last breadcrumb}; events: all other lines of all ranks, by time
-      launches: of `read_launches`; config, modes: those of the newest launch, {} and [] if there was no launch
+      epochs: lines of rank 0, one per epoch even if it ran twice; scores: {val_...: the epochs' lines that have it}
+      pace: {rank: its "pace" lines}; now: {rank: its last breadcrumb}; events: all other lines of all ranks, by time
+      launches: from `read_launches`; config, modes: those of the newest launch, {} and [] if there was no launch
       losses: names of the losses and their terms, the modes' own losses first
     Raises InputError if this is no run folder.
     """
@@ -87,9 +87,9 @@ def ranks_of(run):
 
 
 def lines_of(path, tail=None):
-    """The objects of a log, as Runtime/files.read_lines, but one at a time. Nothing if there is no such file.
+    """The objects of a log, like Runtime/files.read_lines, but one at a time. Nothing if there is no such file.
 
-    tail: bytes at its end that are read, None for all.
+    tail: number of bytes to read from its end, None for all.
     """
     try:
         with open(path, errors="replace", newline="\n") as file:
@@ -99,7 +99,7 @@ def lines_of(path, tail=None):
                 try:
                     line = json.loads(text)
                 except ValueError:
-                    continue  # cut
+                    continue  # incomplete
                 if isinstance(line, dict) and "event" in line and "attempt" in line:
                     yield line
     except (FileNotFoundError, NotADirectoryError):
@@ -113,8 +113,8 @@ def lines_of(path, tail=None):
 def add_row(columns, line):
     """Add the numbers of a line "step", or of the "end" of an attempt, which has the time since its last step.
 
-    columns: {name: one float for each row so far that had one or came later}. A key of NESTED becomes one name with it:
-    "terms.ang". What a line has not, or not as a number, is NaN.
+    columns: {name: one float for each row up to the last one that has this name}. A nested key gets a joint name, such
+    as "terms.ang". Missing values and values that are not numbers are NaN.
     """
     row = {name: line[name] for name in PLAIN if name in line}
     row["is_step"] = line["event"] == "step"
@@ -129,10 +129,10 @@ def add_row(columns, line):
 
 
 def as_columns(columns):
-    """All rows, and of each step that is in the result the row of its last time, by rising step: ({name: values}, ...).
+    """All rows, and the last row of each step, by rising step: ({name: values}, {name: values}).
 
-    columns: of `add_row`. Besides these, "seconds" are those of all phases of a row, and "replayed" is 1 where a later
-    attempt has done the step again.
+    columns: from `add_row`. Two are added: "seconds", the sum over all phases of a row, and "replayed", 1 if a later
+    attempt did the step again.
     """
     count = len(columns["is_step"])
     rows = {name: np.array([*column, *[NAN] * (count - len(column))]) for name, column in columns.items()}
@@ -164,10 +164,10 @@ def read_json(path, form):
 
 
 def of_form(content, form):
-    """The parts of a JSON value that have the form of what was written: damage costs the parts that it hit.
+    """The parts of a JSON value that have the expected form; damaged parts are dropped.
 
     form: a type or tuple of types; [form] for a list of such values; {name: form} for an object, whose other names are
-    kept as they are, or {"*": form} for one whose values are all alike. Returns: those parts, None where nothing fits.
+    kept as they are, or {"*": form} for one whose values are all alike. Returns: those parts, None if nothing fits.
     """
     if isinstance(form, list) and isinstance(content, list):
         parts = [of_form(part, form[0]) for part in content]

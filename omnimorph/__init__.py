@@ -5,7 +5,7 @@
     found.save("Results/pair")
     copy, moved_label, field = omnimorph.augment(image, label, affine, draw=3)
 
-help() explains each function. Errors that a caller can correct are raised as omnimorph.InputError, with one sentence.
+help() explains each function. An error that a caller can correct raises omnimorph.InputError, with one sentence.
 """
 import importlib
 from typing import TYPE_CHECKING
@@ -25,10 +25,10 @@ __all__ = ["InputError", "Result", "__version__", "apply_field", "apply_label", 
 
 
 def __getattr__(name):
-    """A function, imported at its first use: that takes torch and seconds, and `omnimorph --help` needs neither."""
+    """A function, imported at its first use: loading torch takes seconds, and `omnimorph --help` does not need it."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    house = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." where it is installed
+    house = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." if installed
     return getattr(importlib.import_module(f"{house}Inference.{HOMES[name]}"), name)
 
 

@@ -31,7 +31,7 @@ omnimorph TASK --help explains the options of each, and omnimorph --version tell
 
 
 def main():
-    """Run the program that the command line names. Returns: its exit code; 43 where it names none."""
+    """Run the program that the command line names. Returns: its exit code; 43 if it names none."""
     task = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if task in ("-h", "--help"):
         print(USAGE)
@@ -43,9 +43,9 @@ def main():
         print(f"error: {task} is no task: it is one of {', '.join(PROGRAMS)}.", file=sys.stderr)
         return 43
     name = PROGRAMS[task]
-    installed = f"{__package__}.{name}"  # in the repository the programs lie at its top instead
+    installed = f"{__package__}.{name}"  # in the repository, the programs are at the top level instead
     program = importlib.import_module(installed if importlib.util.find_spec(installed) else name)
-    # OM_study.py has several tasks, and takes the name of one as its first word.
+    # OM_study.py has several tasks and takes the task's name as its first argument.
     sys.argv = ["omnimorph", *sys.argv[1:]] if name == "OM_study" else [f"omnimorph {task}", *sys.argv[2:]]
     return program.main()
 

@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# In a checkout the code lies beside this package, after `pip install` in it.
+# In a checkout the code is beside this package; after `pip install` it is inside.
 ROOT = HERE if (HERE / "Runtime").is_dir() else HERE.parent
 FOLDERS = ("Runtime", "Supervisor", "Report", "Dataloader", "Diffusion", "Inference", "Study", "Scripts")
-LEAST_LITERAL = 12  # letters of a refusal that have to be in a text: fewer would fit anything
+LEAST_LITERAL = 12  # letters of fixed text that a refusal must have: fewer would match anything
 
 
 def read_rows(text):
     """[(list of fragments, meaning, cure)] of the tables of docs/messages.md.
 
-    A fragment is what stands between backticks in the first cell.
+    A fragment is text between backticks in the first cell.
     """
     rows = []
     for line in text.splitlines():
@@ -46,7 +46,7 @@ def matching_rows(text, rows):
 
 
 def _template(node):
-    """The text of a string expression, with {} for what differs; None if it is no string."""
+    """The text of a string expression, with {} for each variable part; None if it is no string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
