@@ -188,7 +188,7 @@ def _rng(seed, purpose, *counters):
 
 
 def _shape(size):
-    """A tuple of ints. Raises ValueError where an axis is shorter than LEAST_SIDE."""
+    """A tuple of ints. Raises ValueError if an axis is shorter than LEAST_SIDE."""
     size = tuple(int(n) for n in size)
     if len(size) not in (2, 3) or min(size) < LEAST_SIDE:
         raise ValueError(f"size {size}: an anatomy has 2 or 3 axes of at least {LEAST_SIDE} voxels")

@@ -407,7 +407,7 @@ def require_undamaged(folder, manifest, ranks, show):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Readers hold a shared lock. The system releases it when the process ends, however it ends, on any node.
+# Readers hold a shared lock. The system releases it when the process ends, however it ends and on any node.
 # ---------------------------------------------------------------------------------------------------------------------
 
 def hold(folder, show):
