@@ -1,14 +1,14 @@
 """The affine stage: an affine or rigid map between two volumes, by the similarity that the networks train on.
 
 Multi-start optimisation. On a coarse grid it tries evenly spread rotations, each with the scale from the headers and
-with the scale from the moments of the volumes, in case a header has lost orientation or spacing. The correlation of all
-voxels is quick and selects candidates; the local correlation, which separates the true map from the others even on this
-grid, ranks them. The best maps, and the header's, are optimised together, and the best of these by L-BFGS on finer
-grids. A map is its start times the matrix exponential of a generator, so that rotation, scale and shear are numbers of
-one size.
+with the scale from the moments of the volumes, in case a header has lost orientation or spacing. The quick correlation
+of all voxels selects candidates. The local correlation ranks them: it separates the true map from the others even on
+this grid. Adam optimises the best maps and the best start of the headers together; L-BFGS then refines the best of
+these on finer grids. A map is its start times the matrix exponential of a generator, so the parameters of rotation,
+scale and shear have similar magnitudes.
 
-The maps live between two frames, one for each volume: millimetres along its (orthonormalised) axes from its centre of
-intensity. In these frames a map has small numbers whatever the headers contain, and one code serves 2D and 3D.
+Each map leads from the fixed to the moving frame. The frame of a volume is in millimetres along its (orthonormalised)
+axes from its centre of intensity, so a map has small entries whatever the headers contain. 2D and 3D share the code.
 """
 import itertools
 
@@ -31,35 +31,35 @@ from Diffusion.losses import (
 from Runtime.errors import InputError
 
 SIDES = {2: (24, 48, 96, 192), 3: (16, 32, 64, 96)}  # voxels along the longest side, never finer than the volume
-# By registration.similarity: (level, similarity, how many maps go on at most, iterations for each of them).
+# By registration.similarity: (level, similarity, most maps to keep, iterations for each map).
 STAGES = {"correlation": [(1, "local", 8, 10), (2, "local", 1, 20), (3, "local", 1, 20)]}
-# Of what compares volumes of different modalities, mutual information alone does not mind how a volume is turned.
+# Of the measures for two modalities, only mutual information does not depend on a volume's orientation.
 STAGES["mapped"] = STAGES["mind"] = [(1, "mutual", 4, 20), (2, "mutual", 2, 20), (3, "mutual", 1, 10)]
-TURNS = {"local": 500, "mutual": 100}  # that are tried in 3D; neighbours are about 20 and 35 degrees apart
+TURNS = {"local": 500, "mutual": 100}  # rotations tried in 3D; neighbours are about 20 and 35 degrees apart
 TURNS_2D = 24
-SIFTED = 400  # of the maps tried, those that the correlation of all voxels leaves for the local one
-TRIED = {"local": 12, "mutual": 6}  # maps that are optimised at the coarsest level
-STEPS, STEP = 25, 0.03  # of Adam there
-HOPEFUL = 0.8  # similarity, as a fraction of the best map's, below which a map is given up
+SIFTED = 400  # maps that the correlation of all voxels passes on to the local correlation
+TRIED = {"local": 12, "mutual": 6}  # maps optimised at the coarsest level
+STEPS, STEP = 25, 0.03  # of Adam at the coarsest level
+HOPEFUL = 0.8  # a map with less than this fraction of the best map's similarity is dropped
 WINDOW = 7  # of the local correlation, in voxels of the level
-FLAT = 1e-4  # local variance of intensities up to which nothing can be compared, as for local_correlation
+FLAT = 1e-4  # local intensity variance; a window with no more is too flat to compare, as in local_correlation
 FOREGROUND = 0.05  # intensity above which a voxel counts for centre, moments and box
 MARGIN = 0.1  # around the foreground of the fixed volume, as a fraction of its box
-THINNEST = 4  # voxels that a level has at least along the shortest side
-# Norm of the logarithmic strain above which it costs; 0.7 is 1.5 times as large along every axis. Mutual information
-# gains by squeezing one volume into a bright part of the other, so with it every strain costs.
+THINNEST = 4  # fewest voxels of a level along the shortest side
+# Norm of the logarithmic strain above which it is penalised; 0.7 is 1.5 times as large along every axis. Mutual
+# information gains from squeezing one volume into a bright part of the other, so there every strain is penalised.
 STRAIN = {"local": 0.7, "mutual": 0.0}
-OTHER_SIZE = 1.5  # times by which sizes differ where moments are believed in, and headers are not
-APART = 4  # voxels of the coarsest level, from which on two maps there count as different answers
-MOST_BINS = 32  # of the joint histogram; small volumes, whose voxels would not fill it, have fewer
-NEAR = 75.0  # degrees up to which a map is turned about as the headers say
-LEAP = 0.2  # of what the best map so near lacks to perfect similarity: what one that is turned further gains at least
-# The same for any map over the best start, by the likeness of structures, where two modalities are suspected. True
-# maps that lie far from the headers gain 0.6 to 0.86, wrong ones up to 0.31.
+OTHER_SIZE = 1.5  # ratio of sizes above which the moments are trusted instead of the headers
+APART = 4  # voxels of the coarsest level; two maps further apart count as different answers
+MOST_BINS = 32  # of the joint histogram; small volumes get fewer, because their voxels would not fill it
+NEAR = 75.0  # degrees; a map that turns less from the headers agrees with their orientation
+LEAP = 0.2  # a map that turns further must close this share of the best near map's gap to perfect similarity
+# The same for any map against the best start, by the similarity of structures, if two modalities are suspected. True
+# maps far from the headers close 0.6 to 0.86 of the gap, wrong ones up to 0.31.
 LEAP_OF_TWO = 0.45
-BETTER = 0.02  # of what the header's map lacks to perfect similarity: what another one gains at least
-LEAST_GAIN = 0.001  # what it gains at least whatever that one lacks: two equal volumes have 0.999 by rounding
-ONE_SIGN = 0.87  # of the correlation in all windows has one sign where two volumes are taken for one modality
+BETTER = 0.02  # another map must close this share of the header map's gap to perfect similarity
+LEAST_GAIN = 0.001  # and must gain at least this: rounding leaves two equal volumes at 0.999
+ONE_SIGN = 0.87  # two volumes count as one modality if this share of the correlation in all windows has one sign
 COMPARED = 2  # level on which structures are compared
 
 
@@ -70,16 +70,16 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
 
     fixed, moving: (D, H, W), or both (H, W), intensities 0 .. 1, of any size, spacing and orientation; they need not
     overlap. fixed_affine, moving_affine: 4x4, voxel to world in millimetres, RAS. kind: "affine", or "rigid" (rotation
-    and shift). similarity: "correlation"; for two modalities "mapped" or "mind", with which mutual information finds
-    the map, see STAGES, and structures judge it; "auto": correlation, and "mind" if that shows two modalities.
-    fixed_mask, moving_mask: 0 .. 1 in the shape of the volume, how much each voxel counts; None for all alike.
-    finest: voxels along the longest side beyond which no level but the first is taken; None for all.
-    device: on which volumes are sampled and compared; it has to know float64. The maps stay on the CPU.
+    and shift). similarity: "correlation"; for two modalities "mapped" or "mind": mutual information finds the map (see
+    STAGES) and the similarity of structures judges it; "auto": correlation, then "mind" if that shows two modalities.
+    fixed_mask, moving_mask: 0 .. 1 in the shape of the volume, the weight of each voxel; None for equal weights.
+    finest: most voxels along the longest side; finer levels are skipped, except the first. None: no level is skipped.
+    device: where volumes are sampled and compared; it must support float64. The maps stay on the CPU.
     Returns: T, 4x4 float64, millimetres to millimetres: warped(x) = moving(A_moving^-1 T A_fixed x). In 2D the map
     stays in the planes of the images. The same input gives the same result. T never mirrors unless the headers do.
-    And a dict that shows how far to trust T: affine_similarity, at the finest level, with 0 for each voxel of the fixed
-    volume outside the moving one; affine_similarity_before, as the headers place the volumes; affine_runner_up, the
-    similarity of the best other candidate as a fraction of that of T, at the first level with several candidates, else
+    Also a dict that shows how far to trust T: affine_similarity, at the finest level, with 0 for each voxel of the
+    fixed volume outside the moving one; affine_similarity_before, as the headers place the volumes; affine_runner_up,
+    the similarity of the best other candidate as a fraction of T's, at the first level with several candidates, else
     0; one_sign, see `_one_sign`, None with a similarity for two modalities.
     Raises InputError for constant or non-finite volumes, singular affines, different numbers of axes, unknown kinds.
     """
@@ -115,7 +115,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
         others = [search(each, "mind") for each in dict.fromkeys(("rigid", kind))]
         if one_sign is not None and one_sign >= ONE_SIGN:
             others.append(found)
-        # Whoever names the measure knows that mutual information suits the pair.
+        # A user who names the measure has decided that mutual information suits the pair.
         found = _by_structures(others, starts, LEAP_OF_TWO if similarity == "auto" else 0.0)
         one_sign = _one_sign(found) if similarity == "auto" else None
     matrix, scores, _ = found
@@ -160,15 +160,15 @@ def _checked(name, array, mask, affine):
 def _frame(array, affine):
     """The frame of a volume, 4x4 to the world: the orthogonal matrix closest to its affine, about its centre.
 
-    The centre is that of the intensities of the foreground.
-    Returns: the frame; in it the middle of the field of view (N,) and the covariance of the intensities (N, N), mm^2.
+    The centre is the foreground's centre of intensity.
+    Returns: the frame; the middle of the field of view (N,) and the covariance of the intensities (N, N), mm^2, in it.
     """
     dims = array.ndim
     weight = np.where(array > FOREGROUND, array, 0).astype(np.float64)
     weight /= weight.sum()
     axes = [np.arange(n) for n in array.shape]
     centre, covariance = np.zeros(dims), np.zeros((dims, dims))
-    # Sums over all axes but two serve every moment.
+    # Sums over all axes but two are enough for every moment.
     for a, b in itertools.combinations(range(dims), 2):
         plane = weight.sum(tuple(k for k in range(dims) if k not in (a, b)))
         along_a, along_b = plane.sum(1), plane.sum(0)
@@ -199,9 +199,9 @@ def _in_plane(full, dims):
 
 
 def _size_ratio(shapes):
-    """How many times as large the moving volume is as the fixed one, by their moments, where that is beyond OTHER_SIZE.
+    """Size of the moving volume over that of the fixed one, by their moments; 1 if they differ less than OTHER_SIZE.
 
-    Nearer to 1 the moments tell too little: fields of view cut volumes off. shapes: the covariances of both.
+    Smaller differences are unreliable, because fields of view cut volumes off. shapes: the covariances of both.
     """
     ratio = float(np.exp(np.subtract(*(np.linalg.slogdet(shape)[1] for shape in shapes[::-1])) / (2 * len(shapes[0]))))
     return ratio if max(ratio, 1 / ratio) > OTHER_SIZE else 1.0
@@ -210,10 +210,10 @@ def _size_ratio(shapes):
 def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine, frames, basis, size_ratio, device):
     """Both volumes on the isotropic grids of all levels, coarse to fine.
 
-    Each level is made of the next finer one, so that large volumes are smoothed once. The box of the fixed foreground
-    is about SIDES voxels long. frames: two 4x4. basis: from `_basis`. size_ratio: from `_size_ratio`. device: for what
-    is sampled.
-    Returns: a list of dicts of what the loss needs.
+    Each level is made from the next finer one, so large volumes are smoothed only once. The box of the fixed foreground
+    is about SIDES voxels long. frames: two 4x4. basis: from `_basis`. size_ratio: from `_size_ratio`. device: for the
+    volumes and masks.
+    Returns: a list of dicts with what the loss needs.
     """
     dims, levels = fixed.ndim, []
     box = foreground_box(fixed > FOREGROUND).astype(np.float64)
@@ -232,13 +232,13 @@ def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine,
         moving, moving_mask, moving_affine = _onto_grid(moving, moving_mask, moving_affine, moving_extent_mm,
                                                         moving_spacing_mm)
         box = np.array([[0] * dims, fixed.shape], np.float64)
-        # What a mask leaves out is zero in the volume; divided by the mask, smoothed alike, it has not leaked in.
+        # The volume is zero outside its mask. Dividing by the equally smoothed mask removes the zeros that leaked in.
         shown = torch.from_numpy(fixed if fixed_mask is None else fixed / fixed_mask.clip(min=1e-3))[None, None]
         weight = torch.ones_like(shown) if fixed_mask is None else torch.from_numpy(fixed_mask)[None, None]
         count = box_mean(weight, WINDOW).clamp(min=1e-4)
         mean = box_mean(weight * shown, WINDOW) / count
         textured = weight * (weighted_variance(shown, mean, weight, count, WINDOW) > FLAT)
-        # Beside the moving intensities its mask, else a volume of ones, which shows what lies outside.
+        # The second channel shows what lies outside the moving volume: its mask, else ones.
         inside = np.ones_like(moving) if moving_mask is None else moving_mask
         levels.append({
             "fixed": shown.to(device), "fixed_mask": None if fixed_mask is None else weight.to(device),
@@ -246,7 +246,7 @@ def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine,
             # Flat windows correlate with nothing, so only the others count.
             "textured": (textured if textured.any() else weight).to(device),
             "attainable": ratio * float(inside.mean()), "basis": basis, "spacing_mm": float(f"{spacing_mm:.6g}"),
-            # Of the finest level: a unit of the shift means the same at all of them.
+            # From the finest level, so that a unit of the shift means the same at all levels.
             "extent_mm": levels[0]["extent_mm"] if levels else float(extent_mm.max()),
             "from_fixed": torch.from_numpy(_in_plane(np.linalg.inv(frames[0]) @ fixed_affine, dims)),
             "to_moving": torch.from_numpy(_in_plane(np.linalg.inv(moving_affine) @ frames[1], dims))})
@@ -254,7 +254,7 @@ def _levels(fixed, fixed_mask, fixed_affine, moving, moving_mask, moving_affine,
 
 
 def _onto_grid(array, mask, affine, extent_mm, spacing_mm, box=None):
-    """A volume and its mask or None on a grid that covers an extent, and the affine of that, see `to_grid`."""
+    """A volume and its mask (or None) on a grid that covers an extent, and the affine of that grid; see `to_grid`."""
     size = np.maximum(np.floor(extent_mm / spacing_mm + 1e-3), 1).astype(int)  # a rounding error must not cost a voxel
     on_grid, new_affine = to_grid(array, affine, size, spacing_mm, box=box)
     return on_grid, None if mask is None else to_grid(mask, affine, size, spacing_mm, box=box)[0], new_affine
@@ -280,8 +280,8 @@ def _basis(dims, kind):
 def _matrix(start, parameters, level):
     """The maps (.., N, N + 1) of some parameters (.., P), and the norms (..,) of their logarithmic strains.
 
-    The entries of the generator are angles, logarithms of scales and shears, the shift is a fraction of the longest
-    side: numbers of comparable size, about the centre of intensity. start: (.., N, N + 1).
+    The parameters have similar magnitudes. The entries of the generator are angles, logarithms of scales and shears
+    about the centre of intensity; the shift is a fraction of the longest side. start: (.., N, N + 1).
     """
     dims = start.shape[-2]
     change = torch.tensordot(parameters, level["basis"], 1)
@@ -293,7 +293,7 @@ def _matrix(start, parameters, level):
 
 
 def _shown(maps, level):
-    """What maps (B, N, N + 1) show on the fixed grid of a level: image and weight of voxels, (B, 1, *fixed) each."""
+    """The moving image under maps (B, N, N + 1) on a level's fixed grid, and its voxel weights: (B, 1, *fixed) each."""
     count, dims = maps.shape[:2]
     size = level["fixed"].shape[2:]
     linear = level["to_moving"][:dims, :dims] @ maps @ level["from_fixed"]
@@ -302,14 +302,14 @@ def _shown(maps, level):
     linear, shift = linear[:, :, :dims].float().to(device), shift[:, :, None].float().to(device)
     points = identity(size, device).flatten(2)[0]                                            # (N, V)
     there = (linear @ points + shift).movedim(1, 0)                                                  # (N, B, V)
-    grid = (count * size[0], *size[1:])  # all maps in one call: one behind the other along the first axis
+    grid = (count * size[0], *size[1:])  # all maps in one call, stacked along the first axis
     sampled = warp(level["moving"], there.reshape(1, dims, *grid) - identity(grid, device)).reshape(2, count, 1, *size)
     weight = sampled[1] if level["fixed_mask"] is None else sampled[1] * level["fixed_mask"]
     return sampled[0] / sampled[1].clamp(min=1e-3), weight
 
 
 def _alike(maps, level, similarity):
-    """The similarity (B,) of the volumes under maps (B, N, N + 1), times how much of them can be compared."""
+    """The similarity (B,) of the volumes under maps (B, N, N + 1), times the share of them that can be compared."""
     warped, weight = _shown(maps, level)
     fixed = level["fixed"].expand_as(warped)
     if similarity == "global":
@@ -321,8 +321,8 @@ def _alike(maps, level, similarity):
         bins = min(MOST_BINS, round(level["fixed"].numel() ** (1 / 3)))
         alike = torch.stack([mutual_information(image, target, count, bins)
                              for image, target, count in zip(warped, fixed, weight)])
-    # A mean over what both volumes show grows as soon as what is not alike leaves the moving volume. Times the part of
-    # what can be compared that lies in there, of what can lie there at most, it is a sum over one set of voxels.
+    # A mean over the overlap grows when dissimilar voxels leave the moving volume. Times the share of the comparable
+    # voxels inside the moving volume, of the most that can be inside, it is a sum over one fixed set of voxels.
     seen = (weight * level["textured"]).flatten(1).sum(1)
     return (alike * (seen / (level["attainable"] * level["textured"].sum())).clamp(max=1.0)).cpu()
 
@@ -342,13 +342,13 @@ def global_correlation(image, target, weight):
 
 
 def _loss(start, parameters, level, similarity):
-    """1 - similarity plus the costs of too much strain, (B,). start: (B, N, N + 1). parameters: (B, P)."""
+    """1 - similarity plus the penalty on too much strain, (B,). start: (B, N, N + 1). parameters: (B, P)."""
     maps, strain = _matrix(start, parameters, level)
     return 1.0 - _alike(maps, level, similarity) + torch.relu(strain - STRAIN[similarity]) ** 2
 
 
 def _slope(starts, parameters, level, similarity):
-    """The sum of the losses of some maps, and its derivatives by their parameters (B, P)."""
+    """The sum of the losses of some maps, and its gradient with respect to their parameters (B, P)."""
     with torch.enable_grad():
         parameters = parameters.detach().requires_grad_()
         loss = _loss(starts, parameters, level, similarity).sum()
@@ -356,7 +356,7 @@ def _slope(starts, parameters, level, similarity):
 
 
 def _scores(candidates, level, similarity):
-    """What is left of a perfect similarity, 1, after all costs: a float for each (start, parameters)."""
+    """1 - loss, which is 1 for perfect similarity without penalty: a float for each (start, parameters)."""
     return [1.0 - float(_loss(start[None], parameters[None], level, similarity)) for start, parameters in candidates]
 
 
@@ -367,7 +367,7 @@ def _scores(candidates, level, similarity):
 def _search(levels, starts, shapes, kind, similarity, finest):
     """The best map (N, N + 1) of a kind by a similarity, and the scores that `align_affine` returns.
 
-    levels: of `_levels`. starts: maps (N, N + 1), of which the first is that of the headers. shapes: the covariances.
+    levels: from `_levels`. starts: maps (N, N + 1), the headers' map first. shapes: the covariances.
     """
     first, *finer = STAGES[similarity]
     sides, measure = SIDES[len(shapes[0])], first[1]
@@ -378,7 +378,7 @@ def _search(levels, starts, shapes, kind, similarity, finest):
             first, *(stage for stage in finer if finest is None or sides[stage[0]] <= finest)):
         level = levels[number]
         if (measure, level["spacing_mm"]) in done:
-            continue  # the levels of a small volume may be the same, and the best map has been optimised there
+            continue  # a small volume may have equal levels; the best map is already optimised at this one
         best = _best(candidates, count, level, measure)
         if runner_up is None and not _near(best, header, level) and (usual := _near(candidates, header, level)):
             best = [*best, *_best(usual, 1, level, measure)]
@@ -391,13 +391,13 @@ def _search(levels, starts, shapes, kind, similarity, finest):
             maps = [_matrix(*candidates[each], level)[0] for each in order]
             apart = _distinct(maps, 2, level, APART * levels[0]["spacing_mm"])
             runner_up = scores[order[apart[1]]] / max(scores[order[0]], 1e-6) if len(apart) > 1 else 0.0
-            # Many organs look about the same once they are turned by half a circle, and headers are usually right.
+            # Many organs look about the same after half a turn, and headers are usually right.
             if near := _near(candidates, header, level):
                 of_near = max(_scores(near, level, measure))
                 candidates = near if max(scores) - of_near < LEAP * (1.0 - of_near) else candidates
     (start, parameters), = _best(candidates, 1, level, measure)
     found = _matrix(start, parameters, level)[0]
-    # Both over the same voxels of the fixed grid; where one leads out of the moving volume nothing is alike.
+    # Both over the same voxels of the fixed grid; a voxel that maps outside the moving volume counts as 0.
     before, after = _alike(torch.stack([header, found]), {**level, "attainable": 1.0}, measure).tolist()
     is_better = after > before + max(BETTER * (1.0 - before), LEAST_GAIN)
     return found if is_better else header, {"affine_similarity": after if is_better else before,
@@ -405,12 +405,12 @@ def _search(levels, starts, shapes, kind, similarity, finest):
 
 
 def _turned(header, shapes, kind, count):
-    """Maps (N, N + 1) that match the centres of intensity under all turns, evenly spread, as the headers' mirroring.
+    """Maps (N, N + 1) that match the centres of intensity under evenly spread rotations, mirrored if the headers are.
 
-    Also those that match the principal axes. The sizes are those of the headers; of an affine map also those that make
-    the moments of the volumes the same, along all axes alike or along each, which any affine map between two equal
-    volumes does with one of the turns. They serve headers that lie. header: (N, N + 1). shapes: the covariances of the
-    volumes. kind: of `align_affine`. count: of the turns in 3D.
+    Rotations that match the principal axes are added. The maps take their scale from the headers. If kind is "affine",
+    further maps match the moments of the volumes, with one scale or with one for each axis; the latter, with the right
+    rotation, is any affine map between two equal volumes. They help when headers are wrong. header: (N, N + 1).
+    shapes: the covariances of the volumes. kind: as for `align_affine`. count: number of rotations in 3D.
     """
     dims = len(shapes[0])
     (fixed_values, fixed_axes), (moving_values, moving_axes) = (np.linalg.eigh(shape) for shape in shapes)
@@ -431,8 +431,8 @@ def _turned(header, shapes, kind, count):
 def all_turns(count, dims):
     """Rotation matrices (count, dims, dims), evenly spread and always the same.
 
-    In 3D super-Fibonacci spirals (Alexa, CVPR 2022), quaternions along a spiral whose two angles advance by irrational
-    parts of a turn.
+    In 3D they are super-Fibonacci spirals (Alexa, CVPR 2022): quaternions along a spiral whose two angles advance by
+    irrational fractions of a turn.
     """
     if dims == 2:
         angle = 2 * np.pi * np.arange(count) / count
@@ -445,7 +445,7 @@ def all_turns(count, dims):
 
 
 def _first(maps, kept, level, similarity):
-    """Of many maps (B, N, N + 1) the best ones, no two of them nearly the same, and the best of the `kept` first ones.
+    """The best of many maps (B, N, N + 1), no two of them nearly the same; the best of the first `kept` leads them.
 
     Returns: (K, N, N + 1), at most TRIED of them.
     """
@@ -473,7 +473,7 @@ def _together(starts, level, similarity):
         step = STEP * (1.0 - 0.9 * number / STEPS)
         first, second = (1.0 - decay ** (number + 1) for decay in (0.9, 0.999))
         parameters = parameters - step * (mean / first) / ((square / second).sqrt() + 1e-8)
-    # The starts themselves stay among the maps: the header's may be perfect.
+    # The first start also stays without any step: it may be perfect already.
     return [*zip(starts[:1], torch.zeros_like(parameters[:1])), *zip(starts, parameters)]
 
 
@@ -485,14 +485,14 @@ def _optimise(start, parameters, level, similarity, iterations):
 
     found = optimize.minimize(loss_and_slope, parameters.numpy(), jac=True, method="L-BFGS-B", options={
         "maxiter": iterations, "maxfun": 2 * iterations, "maxcor": 12, "gtol": 1e-6, "ftol": 1e-7})
-    # In volumes of a few voxels, which show too little, the parameters can diverge.
+    # Volumes of a few voxels show too little, so the parameters can diverge.
     return start, torch.from_numpy(found.x) if np.isfinite(found.x).all() else parameters
 
 
 def _best(candidates, count, level, similarity):
-    """The `count` best of some (start, parameters), without those that are the same map to within a voxel.
+    """The `count` best of some (start, parameters), without maps that are the same to within a voxel.
 
-    Those below HOPEFUL are given up too; the best one always stays.
+    Maps below HOPEFUL are dropped too; the best one always stays.
     """
     if len(candidates) == 1:
         return candidates
@@ -505,9 +505,9 @@ def _best(candidates, count, level, similarity):
 
 
 def _distinct(maps, count, level, distance_mm):
-    """Numbers of the first `count` maps (N, N + 1) in a list that are further apart than a distance.
+    """Indices of the first `count` maps (N, N + 1) in a list that are further apart than a distance.
 
-    Two maps are as far apart as they bring a corner of the fixed volume.
+    The distance between two maps is the largest distance between their images of one corner of the fixed volume.
     """
     half, dims = level["extent_mm"] / 2, len(maps[0])
     corners = [[*corner, 1.0] for corner in itertools.product((-half, half), repeat=dims)]
@@ -515,7 +515,7 @@ def _distinct(maps, count, level, distance_mm):
     places, chosen = [], []
     for number, matrix in enumerate(maps):
         place = matrix @ corners
-        # A moving volume in larger millimetres has larger distances.
+        # A map to a larger moving volume stretches these distances too.
         unit = float(torch.linalg.det(matrix[:, :dims]).abs()) ** (1 / dims)
         if all(float((place - other).norm(dim=0).max()) > unit * distance_mm for other in places):
             places.append(place)
@@ -526,9 +526,9 @@ def _distinct(maps, count, level, distance_mm):
 
 
 def _near(candidates, header, level):
-    """Those of some (start, parameters) that turn by less than NEAR beyond what the headers say.
+    """The (start, parameters) whose maps turn by less than NEAR from the headers' map.
 
-    header: (N, N + 1), the map of the headers.
+    header: (N, N + 1), the headers' map.
     """
     dims = len(header)
     back = torch.linalg.inv(header[:, :dims])
@@ -548,9 +548,9 @@ def _turns_little(change):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def _one_sign(found):
-    """How much of the correlation in all windows, without its sign, has the sign of the most: 0.5 .. 1.
+    """The share of the absolute correlation in all windows that has the majority sign: 0.5 .. 1.
 
-    Volumes of one modality correlate in nearly all windows, those of two in some like this and in some like that.
+    Volumes of one modality correlate with one sign in nearly all windows; with two modalities the signs are mixed.
     """
     matrix, _, levels = found
     level = levels[COMPARED]
@@ -562,7 +562,7 @@ def _one_sign(found):
 
 
 def _leads_astray(found, starts):
-    """Whether a map turns by NEAR, or scales an axis by OTHER_SIZE, beyond the headers, for hardly more likeness."""
+    """Whether a map turns by NEAR or scales an axis by OTHER_SIZE from the headers, but hardly gains similarity."""
     dims = len(starts[0])
     change = found[0][:, :dims].numpy() @ np.linalg.inv(starts[0][:, :dims])
     sizes = np.linalg.svd(change)[1]
@@ -573,10 +573,10 @@ def _leads_astray(found, starts):
 
 
 def _by_structures(found, starts, leap):
-    """Of some results the one whose structures are most alike, or a start unless that gains `leap`.
+    """The result with the most similar structures, or the best start if that result gains less than `leap` over it.
 
-    Mutual information of two modalities is small wherever volumes lie, and its maximum may be far from their anatomy;
-    so may that of the correlation.
+    Mutual information of two modalities is small everywhere, and its maximum may not match the anatomy; nor may that
+    of the correlation.
     """
     of_starts, of_found = _structures_alike(found, starts)
     matrix, scores, levels = found[int(np.argmax(of_found))]
@@ -587,9 +587,9 @@ def _by_structures(found, starts, leap):
 
 
 def _structures_alike(found, starts):
-    """How alike the structures of two volumes are under the starts and under some results: two lists of floats.
+    """The similarity of the structures of two volumes under the starts and under some results: two lists of floats.
 
-    The last start, which matches the centres of intensity, is left out: in two modalities they are different places.
+    The last start is left out: it matches the centres of intensity, which are different places in two modalities.
     """
     level = found[-1][2][COMPARED]
     described, alike = self_similarity(level["fixed"]), []

@@ -20,8 +20,8 @@ def write_report(out, lead, items, kept, refused, dims, targets):
     """Write report.html and print its table.
 
     out: folder of the draws. lead: how they were made. items: the volumes. kept: the records of their draws.
-    refused: {id: why} of volumes that could not be used. targets: {id: item} of the volumes on whose grids the copies
-    are; empty if they are on the grid of their own volume. Returns: the headline figures, as plain JSON.
+    refused: {id: why} of volumes that could not be used. targets: {id: item} of the volumes whose grids the copies
+    use; empty if each copy uses its own volume's grid. Returns: the headline figures, as plain JSON.
     """
     folding, lengths = ([record[key] for record in kept] for key in ("folding", "mean"))
     headline = {"draws": len(kept), "subjects": len(items), "refused": len(refused),
@@ -78,7 +78,7 @@ def describe(job, cfg):
 def picture(item, out, records, dims, targets):
     """One volume and some of its draws, read from their files, as HTML; the first has a viewer.
 
-    records: of its draws. targets: as in `write_report`; with them that first copy lies beside its target.
+    records: of its draws. targets: as in `write_report`; if given, the viewer shows the first copy beside its target.
     """
     image, affine = read_volume(item["image"], dims)
     low, high = intensity_range(image)

@@ -30,19 +30,19 @@ def augment(image, label=None, affine=None, model=None, start=None, seed=0, draw
     image: (D, H, W) or (H, W), any real numbers. label: the same shape, or None.
     affine: 4x4, voxel to world in millimetres; default the identity.
     model: (network, config) from `load_model`; None: the random deformation alone.
-    start: time of the random deformation, 1 .. diffusion.timesteps - 1: the larger the stronger; or (low, high),
-    between which it is drawn, or a text as copies.start of the config explains it, which is the default.
-    seed, subject, draw: the key of the draw. OM_augment.py takes the id of the volume as subject.
+    start: time of the random deformation, 1 .. diffusion.timesteps - 1; larger is stronger. (low, high) draws it from
+    that range; a text follows the rules of copies.start in the config, which is also the default.
+    seed, subject, draw: the key of the draw. OM_augment.py uses the volume's id as subject.
     target: volume (same number of axes) towards which the network deforms, on its own grid (target_affine).
-    condition: what the network sees of the target: "slice" for the number of planes in `slices` (0: a random number, as
-    in training), "volume" for all of it, None for what it was trained with, or planes if `slices` is given.
-    stride: times per step of the scaled recovery, see `DeformDDPM.recover`. mask: (*spatial), where data.crop_above
-    centres the training grid. cfg: without a model, the config whose diffusion.*, copies.* and data.* keys are taken;
-    default Config/config_om.yaml. device: where the network is. labels: how the label is carried: smooth or nearest.
+    condition: what the network sees of the target: "slice" for `slices` planes (0: a random number, as in training),
+    "volume" for all of it, None for planes if `slices` is given, otherwise for what it was trained with.
+    stride: times per step of the scaled recovery, see `DeformDDPM.recover`. mask: (*spatial), on which data.crop_above
+    centres the training grid. cfg: config for diffusion.*, copies.* and data.* if there is no model; default
+    Config/config_om.yaml. device: where the network is. labels: interpolation of the label, smooth or nearest.
     channels, target_channels: further channels of image and target, for a network that was trained with several; they
     are not deformed here, see `deform`.
-    Returns: image, of its dtype, whole numbers rounded; label or None; field (N, *spatial) float32
-    in voxels: image(x) is what was at x + field(x).
+    Returns: the image in its own dtype, whole numbers rounded; the label or None; the field (N, *spatial) float32 in
+    voxels: image(x) is what was at x + field(x).
     Raises InputError for unusable input.
     """
     image = require_volume(image, "image")
@@ -114,8 +114,8 @@ def measure(field, affine):
     """How much a field deforms.
 
     field: (N, *spatial) in voxels. affine: 4x4 of its grid.
-    Returns: dict of mean, p95 and max over the voxels of the length of the displacement, in percent of the longest side
-    of the field of view (both in millimetres); and folding, the percentage of voxels whose determinant is <= 0.
+    Returns: dict of mean, p95 and max of the displacement's length over the voxels, in percent of the longest side of
+    the field of view (both in millimetres); and folding, the percentage of voxels whose determinant is <= 0.
     """
     axes_mm = np.asarray(affine, np.float64)[:3, :len(field)]
     side_mm = (np.linalg.norm(axes_mm, axis=0) * field.shape[1:]).max()
@@ -135,7 +135,7 @@ def draw_start(start, rng_key, cfg):
     """The time of the random deformation, an int.
 
     start: int, (low, high), a text as copies.start of the config explains it, or None for that key. rng_key: (seed,
-    subject, draw). Raises InputError for a time that the config does not have.
+    subject, draw). Raises InputError for a time outside 1 .. diffusion.timesteps - 1.
     """
     last, draw = cfg["diffusion.timesteps"] - 1, rng_key[-1]
     said = start = cfg["copies.start"] if start is None else start
@@ -156,7 +156,7 @@ def draw_start(start, rng_key, cfg):
 
 
 def draw_turn(shape, affine, rng_key, cfg):
-    """How copies.permute turns a copy: a 4x4 matrix from each voxel to the voxel that it shows, or None.
+    """The random flips and axis swaps of copies.permute: a 4x4 matrix from each voxel to the voxel it shows, or None.
 
     Each axis is mirrored with probability 1/2, and axes with the same number and size of voxels are swapped at random,
     so the grid stays the same and no interpolation is needed.
@@ -180,7 +180,7 @@ def draw_turn(shape, affine, rng_key, cfg):
 
 
 def turned(array, turn):
-    """The array as `draw_turn` shows it, without interpolation: at x what was at turn(x). array: (*spatial)."""
+    """The array under a turn of `draw_turn`, without interpolation: turned(x) = array(turn(x)). array: (*spatial)."""
     dims = np.ndim(array)
     source = np.abs(turn[:dims, :dims]).argmax(1)
     mirrored = [axis for axis in range(dims) if turn[axis, source[axis]] < 0]
@@ -188,7 +188,7 @@ def turned(array, turn):
 
 
 def require_volume(array, name, dims=None):
-    """The array, of two or three axes of finite real numbers. Raises InputError naming what else it is."""
+    """The array, which must have two or three axes and finite real numbers. Raises InputError naming the problem."""
     array = np.asarray(array)
     if array.ndim not in (2, 3) or dims not in (None, array.ndim):
         raise InputError(f"{name}: shape {array.shape} is not {dims or '2D or 3'}D; give one {dims or 3}D volume.")
@@ -215,7 +215,7 @@ def show(target, kind, slices, rng_key, cfg):
     """What the network sees of a target, drawn once for all steps: values and mask, (1, C + 1, *size).
 
     target: (1, C, *size) on the training grid. kind, slices: condition and slices of `augment`. rng_key: of the draw.
-    Raises InputError where the model takes no condition, and for more planes than the grid has.
+    Raises InputError if the model takes no condition or the grid has fewer planes than requested.
     """
     if cfg["model.condition_type"] == "none":
         raise InputError("target: the model was trained without a condition (model.condition_type none) and cannot "
@@ -247,8 +247,8 @@ def training_grid(image, affine, cfg, mask=None):
 def place(image, affine, cfg, mask=None, channels=()):
     """A volume on the training grid, just as `on_grid` puts a file there: (1, C, *size), and the grid's affine 4x4.
 
-    channels: further channels of the image, of its shape. Raises InputError where they are not as many as the config
-    says, or of another shape.
+    channels: further channels of the image, of its shape. Raises InputError if their number differs from the config's
+    or their shape from the image's.
     """
     if 1 + len(channels) != cfg["data.channels"]:
         raise InputError(f"image: it has {1 + len(channels)} of the {cfg['data.channels']} channels that the model "
@@ -278,7 +278,7 @@ def focus(images, affine, cfg, mask=None):
 
 
 def normalised(image, cfg):
-    """Intensities in 0 .. 1 as the training has them."""
+    """Intensities in 0 .. 1, scaled as in training."""
     image = np.asarray(image, np.float32)
     return rescale(image, *intensity_limits(image, cfg))
 

@@ -4,7 +4,7 @@
     bids/sub-01/ses-1/anat/sub-01_ses-1_space-F_dseg.nii.gz                      its label map
     bids/sub-01/ses-1/anat/sub-01_ses-1_from-T1w_to-F_mode-image_xfm.nii.gz      the field, also as .h5
 
-A segmentation stays on the grid of its volume and is sub-01_ses-1_desc-omnimorph_dseg.nii.gz. Source:
+A segmentation stays on the grid of its volume and is named sub-01_ses-1_desc-omnimorph_dseg.nii.gz. Source:
 https://bids-specification.readthedocs.io, "Derivatives"; transforms as its proposal BEP014 and fMRIPrep name them.
 """
 import json
@@ -17,7 +17,7 @@ from Runtime.errors import InputError
 from Runtime.files import write_file
 
 NAME = re.compile(r"(sub-[A-Za-z0-9]+(?:_[A-Za-z]+-[A-Za-z0-9]+)*)_([A-Za-z0-9]+)")  # entities, suffix
-KINDS = ("anat", "func", "dwi", "fmap", "perf", "pet", "micr")  # folders of BIDS; anat where the source lies elsewhere
+KINDS = ("anat", "func", "dwi", "fmap", "perf", "pet", "micr")  # folders of BIDS; anat if the source is elsewhere
 # {file of a pair: what its name ends in}; a name in braces is filled in.
 OF_A_PAIR = {"warped.nii.gz": "space-{space}_{suffix}.nii.gz", "warped_label.nii.gz": "space-{space}_dseg.nii.gz",
              "field.nii.gz": "from-{suffix}_to-{space}_mode-image_xfm.nii.gz",
@@ -29,9 +29,9 @@ OF_A_SEGMENTATION = {"label.nii.gz": "desc-omnimorph_dseg.nii.gz"}
 
 
 def split_name(path):
-    """Entities without those of a derivative, and suffix of a BIDS name: ("sub-01_ses-1", "T1w").
+    """The entities, without those of a derivative, and the suffix of a BIDS name: ("sub-01_ses-1", "T1w").
 
-    Raises InputError for another name.
+    Raises InputError for a name that is not BIDS.
     """
     found = NAME.fullmatch(volume_id(path))
     if not found:
@@ -41,7 +41,7 @@ def split_name(path):
 
 
 def targets(row):
-    """{name of a result: its path below bids/} of a row of results.json."""
+    """{name of a result: its path below bids/} for a row of results.json."""
     source = Path(row["image"] if "image" in row else row["moving"])
     entities, suffix = split_name(source)
     session = re.search(r"_(ses-[A-Za-z0-9]+)", entities)
@@ -53,7 +53,7 @@ def targets(row):
 
 
 def require_own_names(rows):
-    """Raise InputError where a volume has no BIDS name, or where two results would have one name.
+    """Raise InputError if a volume has no BIDS name, or if two results would share a name.
 
     rows: of results.json, or pairs to register.
     """

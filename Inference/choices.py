@@ -1,9 +1,9 @@
-"""The words that options take and what they mean, for programs that explain them before torch is imported."""
+"""The values that options take, for programs that explain them before importing torch."""
 import glob
 import os
 
-STEPS = 100  # of refinement: at each of three resolutions the similarity hardly grows after 25 of them
-STEPS_CONTINUED = 33  # of one that continues another registration, at the finest resolution alone
+STEPS = 100  # of refinement; after 25 at each of three resolutions the similarity hardly grows
+STEPS_CONTINUED = 33  # of refinement that continues another registration, at the finest resolution only
 AFFINES = ("rigid", "affine")
 STARTS = ("auto", "header", "centre")
 SIMILARITIES = ("auto", "correlation", "mapped", "mind")

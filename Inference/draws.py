@@ -23,7 +23,7 @@ def draw_name(item, draw):
 
 
 def draw_paths(item, draw):
-    """Where the files of a draw are, relative to the folder of all: {kind: path}."""
+    """The paths of a draw's files, relative to the output folder: {kind: path}."""
     name = draw_name(item, draw)
     paths = {kind: f"{folder}/{name}.nii.gz" for kind, folder in FOLDERS.items() if kind == "field" or item[kind]}
     for channel in range(1, 1 + len(item.get("channels", []))):
@@ -52,8 +52,8 @@ def claim_folder(out, settings):
     """Use an empty folder, or continue in one whose draws were made with the same settings.
 
     out: Path of a folder that this process has locked. settings: from `draw_settings`.
-    Returns: the records of the draws that are there, {name: record}.
-    Raises InputError where the folder holds other things, or draws that were made with other settings.
+    Returns: the records of the draws already there, {name: record}.
+    Raises InputError if the folder holds other things, or draws made with other settings.
     """
     path, log = out / "settings.json", out / "draws.jsonl"
     lines = log.read_text().splitlines() if log.is_file() else []
@@ -72,13 +72,13 @@ def claim_folder(out, settings):
                 raise InputError(f"{out} has draws with {key} {earlier.get(key)}, not {settings[key]}; name a new "
                                  "folder.")
     write_file(path, (json.dumps(settings, indent=1) + "\n").encode())
-    for unfinished in out.glob("*Tr/.*.tmp-*"):  # of a run that was killed; the lock says that no other is at work
+    for unfinished in out.glob("*Tr/.*.tmp-*"):  # of a killed run; the lock shows that no other run is active
         unfinished.unlink(missing_ok=True)
     return {record["name"]: record for record in records}
 
 
 def missing_draws(item, draws, records, out):
-    """Numbers of the draws of a volume that have to be made: without a record, or with other files than it says.
+    """Numbers of a volume's draws that are still to be made: those without a record or with files that differ from it.
 
     draws: the number of copies to draw.
     """
@@ -92,7 +92,7 @@ def missing_draws(item, draws, records, out):
 
 
 def source_digests(item):
-    """SHA-256 of each file of a volume: a changed file is deformed anew."""
+    """SHA-256 of each file of a volume, so that a changed file is deformed again."""
     paths = [item[kind] for kind in ("image", "label", "mask") if item[kind]]
     return [sha256(path) for path in (*paths, *item.get("channels", []))]
 
@@ -100,18 +100,18 @@ def source_digests(item):
 def file_sizes(paths, out):
     """Bytes of the files of a draw, {kind: int}; None for one that is missing.
 
-    Every file was flushed to the disk before it got its name, so one that was torn later shows by its size.
+    Every file is flushed to disk before it gets its name, so the size reveals a file that was truncated later.
     """
     files = {kind: out / path for kind, path in paths.items()}
     return {kind: file.stat().st_size if file.is_file() else None for kind, file in files.items()}
 
 
 def write_lists(out, items, draws, records):
-    """Write dataset.json, which every reader of Decathlon lists takes, draws.csv and draws.jsonl.
+    """Write dataset.json (for any reader of Decathlon lists), draws.csv and draws.jsonl.
 
-    items: the volumes, in whose order the lists are. draws: how many each has. records: {name: record}, which may hold
+    items: the volumes, in the order of the lists. draws: number of draws of each. records: {name: record}; it may hold
     others too.
-    Returns: the records of these draws, in that order.
+    Returns: the records of these draws, in the same order.
     """
     entries, kept = [], []
     for item in items:

@@ -6,10 +6,10 @@ from scipy import ndimage
 from Dataloader.grids import of_slab, slabs
 from Diffusion.fields import then_affine, warp
 
-SIGMA = 0.8  # voxels by which labels are smoothed; chosen on pairs of hippocampi that no training and no test has seen
-VOTE_SIGMA = 0.5  # voxels by which the votes are smoothed; decides where as many say one thing as another
-AT_VOXEL = 0.1  # voxels along each axis by which a point that lies at a voxel may miss its centre
-REACH = 5  # voxels around a label in which its smoothed share may be above zero, and one more
+SIGMA = 0.8  # voxels, smoothing of labels; chosen on hippocampus pairs that no training and no test has seen
+VOTE_SIGMA = 0.5  # voxels, smoothing of votes; decides ties
+AT_VOXEL = 0.1  # voxels along each axis; a point this close to a voxel's centre counts as lying at that voxel
+REACH = 5  # voxels around a label: as far as its smoothed share can be above zero, plus one
 
 
 def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_affine: np.ndarray,
@@ -18,7 +18,7 @@ def apply_field(image: np.ndarray, affine: np.ndarray, field: np.ndarray, fixed_
 
     image: (D, H, W) or (H, W) on its own grid. affine: its 4x4. field: (N, *fixed) in voxels of the fixed grid.
     fixed_affine: 4x4. order: 1 for images (float32 out), 0 for labels (dtype kept).
-    Returns: (*fixed); outside the image its least intensity, for labels 0.
+    Returns: (*fixed); outside the image its lowest intensity, or 0 for labels.
     """
     change = np.linalg.inv(affine) @ fixed_affine
     lowest = np.float32(image.min()) if order else 0  # `warp` gives 0 outside
@@ -71,19 +71,19 @@ def without_affine(field, matrix, affine):
 
 
 def label_at(label, points, sigma=SIGMA):
-    """A label map at points between its voxels, without the steps of nearest-neighbour sampling.
+    """A label map at points between its voxels, without the staircase of nearest-neighbour sampling.
 
-    Each label becomes its own image, 1 in its voxels and 0 elsewhere, which is smoothed and sampled linearly; this
-    gives its share. At each point the label with the largest share wins; the rest up to 1 is the background's share.
+    Each label becomes an image, 1 in its voxels and 0 elsewhere. Smoothing this image and sampling it linearly gives
+    the label's share at each point; the background has the rest up to 1. The label with the largest share wins.
     Smoothing removes parts thinner than about two voxels. Where it removes a part of a structure, or a gap, points get
-    the label of the nearest voxel. So do points that lie exactly at a voxel, so that a zero field changes nothing.
+    the label of the nearest voxel. So do points at a voxel, so that a zero field changes nothing.
     label: (D, H, W) or (H, W) integers. points: (N, *out) in voxels of it. sigma: of the Gaussian, in voxels.
     Returns: (*out) of the label's dtype; 0 outside the volume. A label that is not in the volume never appears.
     """
     last = np.reshape(label.shape, (-1, 1)) - 1
     points, shape = points.reshape(len(points), -1), points.shape[1:]
     inside = np.flatnonzero(((points > -0.5) & (points < last + 0.5)).all(0))
-    points = np.clip(points[:, inside], 0, last)  # half a voxel around the volume the border's value holds
+    points = np.clip(points[:, inside], 0, last)  # the border's values extend by half a voxel
     nearest = np.rint(points).astype(np.int64)
     found = label[tuple(nearest)]
     between = np.flatnonzero((np.abs(points - nearest) > AT_VOXEL).any(0))
@@ -108,7 +108,7 @@ def label_shares(label, sigma):
     for value, box in zip(values, boxes):
         if value:
             wide = tuple(slice(max(side.start - REACH, 0), side.stop + REACH) for side in box)
-            # mode "nearest": a structure that the field of view cuts off goes on beyond it.
+            # mode "nearest": a structure cut off by the field of view continues beyond it.
             share = ndimage.gaussian_filter((label[wide] == value).astype(np.float32), sigma, mode="nearest",
                                             radius=REACH - 1)
             shares[value] = np.reshape([side.start for side in wide], (-1, 1)), share
@@ -116,9 +116,9 @@ def label_shares(label, sigma):
 
 
 def largest_share(shares, points, dtype):
-    """The label with the largest share at each point, 0 where that is the background's.
+    """The label with the largest share at each point, 0 where the background has it.
 
-    shares: of `label_shares`. points: (N, points) in voxels, within the volume. Returns: (points,) of the dtype.
+    shares: from `label_shares`. points: (N, points) in voxels, within the volume. Returns: (points,) of the dtype.
     """
     winner = np.zeros(points.shape[1], dtype)
     largest = np.zeros(points.shape[1], np.float32)
@@ -126,7 +126,7 @@ def largest_share(shares, points, dtype):
     for value, (corner, share) in shares.items():
         end = corner + np.reshape(share.shape, (-1, 1))
         near = np.flatnonzero((points[0] > corner[0] - 1) & (points[0] < end[0]))
-        for axis, first, last in zip(points[1:], corner[1:] - 1, end[1:]):  # of the few that are left
+        for axis, first, last in zip(points[1:], corner[1:] - 1, end[1:]):  # only few points are left
             near = near[(axis[near] > first) & (axis[near] < last)]
         here = ndimage.map_coordinates(share, points[:, near] - corner, order=1, mode="nearest")
         background[near] -= here
@@ -161,10 +161,10 @@ def lost_voxels(label, shares):
 
 
 def vote(maps, sigma=VOTE_SIGMA):
-    """The label that most maps of one volume have in each voxel, such as several labelled volumes warped to it.
+    """The majority label in each voxel of several maps of one volume, such as several labelled volumes warped to it.
 
-    Votes are smoothed a little, so that the surroundings decide between labels with equal votes, and single voxels
-    follow the majority around them.
+    The votes are smoothed slightly, so that the neighbourhood decides between labels with equal votes, and isolated
+    voxels follow the majority around them.
     maps: list of (*size) integers. sigma: of the Gaussian, in voxels.
     Returns: label (*size) of the maps' dtype; agreement (*size) float32, the share of the maps that have this label.
     """

@@ -15,16 +15,16 @@ from Runtime.device import precision
 from Runtime.errors import InputError
 from Runtime.weights_file import read_weights
 
-# Gives the keys that were introduced after a checkpoint was written, and the config where there is no model.
+# Supplies keys that are newer than a checkpoint, and the whole config if there is no model.
 DEFAULTS = Path(__file__).parent.parent / "Config/config_om.yaml"
-# Keys by which the weights of the published method are known: the network's first table and last layer.
+# Keys that identify weights of the published method: the network's first table and last layer.
 PUBLISHED = ("time_embed.weight", "conv_out.weight")
 PUBLISHED_CONFIGS = {2: DEFAULTS.with_name("config_cmr.yaml"), 3: DEFAULTS.with_name("config_lung_ct.yaml")}
-# Keys that meant something else where a checkpoint still has refine.lr: refinement optimised a velocity by Adam then.
+# Keys with another meaning in a checkpoint that has refine.lr: refinement then optimised a velocity with Adam.
 OTHER_REFINEMENT = ("refine.stride", "refine.smooth", "refine.weight")
-# What "universal" stands for: a network for volumes of any kind, trained on synthetic anatomies alone.
+# What "universal" stands for: a network for volumes of any kind, trained only on synthetic anatomies.
 UNIVERSAL = Path(__file__).parent / "universal.safetensors"
-# The weights in a folder of OM_export.py, and what precedes the name of such a folder on huggingface.co.
+# The weights file in a folder of OM_export.py, and the prefix for the name of such a folder on huggingface.co.
 EXPORTED, HUB = "model.safetensors", "hf:"
 
 
@@ -40,8 +40,8 @@ def find_checkpoint(path):
     path: a file; a run's folder, whose best checkpoint is used, else the newest; a folder of OM_export.py, or
     hf:OWNER/NAME for one on huggingface.co, maybe with @REVISION; or the word "universal" for the bundled file,
     UNIVERSAL.
-    A checkpoint must match its SHA-256 in the manifest, because torch reads flipped bits without an error; one that was
-    copied out of its run is compared with the checksums of its own zip archive. If the best checkpoint of a folder is
+    A checkpoint must match its SHA-256 in the manifest, because torch reads flipped bits without an error. A checkpoint
+    copied out of its run is checked against the checksums of its own zip archive. If the best checkpoint of a folder is
     damaged, the newest intact one is used, with a warning.
     Returns: Path. Raises InputError for a damaged file and for a folder without an intact checkpoint.
     """
@@ -69,7 +69,7 @@ def find_checkpoint(path):
 
 
 def _from_hub(name):
-    """The weights that hf:OWNER/NAME@REVISION names; downloaded once, since the library keeps them."""
+    """The weights that hf:OWNER/NAME@REVISION names; downloaded only once, because the library caches them."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
@@ -77,14 +77,14 @@ def _from_hub(name):
     repository, _, revision = name.removeprefix(HUB).partition("@")
     try:
         return hf_hub_download(repository, EXPORTED, revision=revision or None)
-    except (OSError, ValueError) as error:  # no such repository, file or revision; no network; a name that cannot be
+    except (OSError, ValueError) as error:  # no such repository, file or revision; no network; an invalid name
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"{name}: {EXPORTED} cannot be had from the hub ({reason}); check the name, or download its "
                          "folder by hand and give that.") from None
 
 
 def _best_or_newest(run):
-    """The best checkpoint of a run's folder if it is whole, else the newest that is; its path within the folder."""
+    """The best checkpoint of a run's folder if it is intact, else the newest intact one: its path within the folder."""
     best = (_manifest(run).get("best") or {}).get("checkpoint")
     problem = checkpoint.verify(run, best) if best else None
     if best and not problem:
@@ -104,9 +104,9 @@ def _best_or_newest(run):
 
 
 def _damage(path):
-    """What is wrong with a .pth file by the checksums of its zip archive: a phrase, or None."""
+    """The damage that the checksums of a .pth file's zip archive reveal: a phrase, or None."""
     if path.suffix == ".safetensors" or not zipfile.is_zipfile(path):
-        return None  # loading it will show
+        return None  # loading reports any damage
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -116,7 +116,7 @@ def _damage(path):
 
 
 def _manifest(run):
-    """The manifest.json of a run's folder, a dict; empty where it cannot be read."""
+    """The manifest.json of a run's folder, a dict; empty if it cannot be read."""
     try:
         manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

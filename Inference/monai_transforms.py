@@ -27,13 +27,13 @@ class RandDeformationd(Base):
     start: as in `augment`; (low, high) draws a strength for each sample. stride: as in `augment`.
     model: (network, config) from `load_model`; the network sees as many channels of the first key as it was trained
     with.
-    cfg: without a model, the config whose diffusion.* and data.* keys are taken; default Config/config_om.yaml.
-    field_key: entry that receives the field, (N, *spatial) in voxels, zero where nothing is deformed.
+    cfg: config for diffusion.* and data.* if there is no model; default Config/config_om.yaml.
+    field_key: entry that receives the field, (N, *spatial) in voxels, zero if the sample is not deformed.
     allow_missing_keys: whether entries may be absent. seed: of the random state; None: a different one each time.
 
-    Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. Types, dtypes and meta
-    data of the entries stay. Each worker of a DataLoader draws different numbers.
-    Raises InputError for modes that do not fit, absent entries and entries of different shapes.
+    Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. The entries keep their
+    types, dtypes and metadata. Each worker of a DataLoader draws different numbers.
+    Raises InputError for invalid modes, absent entries and entries of different shapes.
     """
 
     def __init__(self, keys, mode="bilinear", prob=0.1, start=None, model=None, cfg=None, stride=STRIDE, field_key=None,
@@ -46,7 +46,7 @@ class RandDeformationd(Base):
         self.set_random_state(seed)
 
     def set_random_state(self, seed=None, state=None):
-        """Start the random numbers anew from a seed, or take a RandomState. Returns the transform."""
+        """Restart the random numbers from a seed, or use a given RandomState. Returns the transform."""
         self.R = state if state is not None else np.random.RandomState(None if seed is None else int(seed) % 2 ** 32)
         return self
 
@@ -61,7 +61,7 @@ class RandDeformationd(Base):
         self.number = int(self.R.randint(2 ** 32, dtype=np.uint32))
 
     def __call__(self, data):
-        """The dictionary with deformed entries; the one given is left as it is."""
+        """A new dictionary with deformed entries; the input stays unchanged."""
         result = dict(data)
         entries = [(key, mode) for key, mode in zip(self.keys, self.modes) if key in data]
         if len(entries) < len(self.keys) and not self.allow_missing_keys:
@@ -105,14 +105,14 @@ class Registerd:
     channel is registered, or as many channels as the model was trained with.
     keys: entries on the grid of the moving volume that are warped onto the fixed grid; default moving_key.
     mode: "bilinear" for images, "smooth" or "nearest" for labels (Inference/labels.py), for all keys or one for each.
-    model, affine, refine, start, device, config: as in `register` (Inference/registration.py); load a model once by
-    `load_model` and give that.
+    model, affine, refine, start, device, config: as in `register` (Inference/registration.py); load a model once with
+    `load_model` and pass it.
     field_key: entry that receives the field, (N, *fixed) in voxels of the fixed grid.
     allow_missing_keys: whether entries of keys may be absent.
 
     Affines come from a MetaTensor or from an entry "<key>_meta_dict"; else voxels are cubes. Entries of keys keep type
-    and dtype, and have the affine of the fixed volume afterwards. The same input gives the same output.
-    Raises InputError for modes that do not fit, absent entries, entries on another grid than the moving volume, and
+    and dtype, and get the affine of the fixed volume. The same input gives the same output.
+    Raises InputError for invalid modes, absent entries, entries on a different grid from the moving volume, and
     whatever `register` refuses.
     """
 
@@ -128,7 +128,7 @@ class Registerd:
         self.allow_missing_keys = allow_missing_keys
 
     def __call__(self, data):
-        """The dictionary with registered entries; the one given is left as it is."""
+        """A new dictionary with registered entries; the input stays unchanged."""
         result = dict(data)
         wanted = (self.fixed_key, self.moving_key, *(() if self.allow_missing_keys else self.keys))
         missing = [key for key in wanted if key not in data]

@@ -4,7 +4,7 @@
     found = Register(fixed="F.nii.gz", moving="M.nii.gz", inverse=True).run()
     found.outputs.warped, found.outputs.field
 
-It runs `omnimorph register` in the folder of its node; further options are words of `args`.
+It runs `omnimorph register` in the folder of its node; pass further options in `args`.
 """
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Deformed copies in the layout of nnU-Net v2: cases with all their channels, the originals among them.
+"""Deformed copies in the layout of nnU-Net v2: cases with all their channels, including the originals.
 
     Dataset501_Brains/imagesTr/<case>_0000.nii.gz ...   labelsTr/<case>.nii.gz   dataset.json   splits_final.json
 
@@ -25,9 +25,9 @@ FOLDS = 5
 
 
 def cases_of(items):
-    """The cases of a list of images, see `group_channels`, which may have been grouped already.
+    """The cases of a list of images, grouped by `group_channels` unless they already are.
 
-    Raises InputError for one without a label.
+    Raises InputError for a case without a label.
     """
     cases = items if any("channels" in item for item in items) else group_channels(items)
     for case in cases:
@@ -44,7 +44,7 @@ def check_name(name):
 
 
 def require_one_grid(item, dims):
-    """Raise InputError where a channel of a case is on another grid than the first."""
+    """Raise InputError if a channel of a case is on a different grid from the first."""
     shape, affine = read_header(item["image"], dims)
     for path in item["channels"]:
         if not same_grid(shape, affine, *read_header(path, dims)):
@@ -52,7 +52,7 @@ def require_one_grid(item, dims):
 
 
 def list_of(data):
-    """The list of a data set, a dict; empty where it has none. data: folder or list as for `read_datalist`, or None."""
+    """The list of a data set, a dict; empty if it has none. data: folder or list as for `read_datalist`, or None."""
     if not data:
         return {}
     path = Path(data, "dataset.json") if Path(data).is_dir() else Path(data)
@@ -62,8 +62,8 @@ def list_of(data):
 def regions_in(data, numbers):
     """Labels and regions_class_order of an nnU-Net list that segments regions, several labels each, renumbered.
 
-    data: as for `list_of`. numbers: of all labels, which become 0, 1, 2 ... A region of which no label is left goes.
-    Returns: {"labels", "regions_class_order"}, entries of dataset.json; empty where the list has no regions.
+    data: as for `list_of`. numbers: of all labels, which become 0, 1, 2 ... A region that loses all its labels is
+    dropped. Returns: {"labels", "regions_class_order"}, entries of dataset.json; empty if the list has no regions.
     """
     content = list_of(data)
     labels, order = content.get("labels", {}), list(content.get("regions_class_order", []))
@@ -102,7 +102,7 @@ def write_dataset(out, name, items, draws, dims, data=None):
     data: the list that names labels and channels, or None. Returns: Path of its folder.
     """
     folder = out / name
-    shutil.rmtree(folder, ignore_errors=True)  # it is made of the draws alone, and with fewer of them has fewer cases
+    shutil.rmtree(folder, ignore_errors=True)  # it is made from the draws alone; fewer draws leave fewer cases
     numbers = sorted({int(number) for item in items for number in np.unique(read_label(item["label"], dims)[0])} | {0})
     for item in items:
         write_case(folder, item["id"], [item["image"], *item["channels"]], item["label"], numbers, dims, copy)
@@ -125,7 +125,7 @@ def write_case(folder, case, images, label, numbers, dims, take):
     """Write one case. images: paths of its channels. label: path. numbers: of all labels; they become 0, 1, 2 ...
 
     take: `copy` or `link`, for an image that needs no change.
-    All files get the affine of the first channel: nnU-Net takes the smallest difference for another grid.
+    All files get the affine of the first channel, because nnU-Net treats the smallest difference as another grid.
     """
     _, affine = read_header(images[0], dims)
     for channel, path in enumerate(images):
@@ -140,12 +140,12 @@ def write_case(folder, case, images, label, numbers, dims, take):
 
 
 def copy(path, target):
-    """Copy a file of the user's, so that an edit of the copy does not reach the original."""
+    """Copy a user's file, so that editing the copy does not change the original."""
     write_file(target, path.read_bytes())
 
 
 def link(path, target):
-    """A file of ours under a second name; a copy if the disk has no links."""
+    """Hard-link one of our own files, or copy it if the file system has no links."""
     try:
         os.link(path, target)
     except OSError:
