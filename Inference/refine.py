@@ -1,26 +1,27 @@
 """Deform one pair by optimisation, from a network's prediction or from zero; the network stays unchanged.
 
-First on small images, then on larger ones, the field moves along the force of the similarity, step by step. The force
-at a voxel is the derivative of the similarity by the moving image's value there, times the gradient of the warped
+The field moves step by step along the force of the similarity, first on small images, then on larger ones. The force at
+a voxel is the derivative of the similarity with respect to the warped image's value there, times the gradient of that
 image. It is smoothed, scaled so that its longest vector is refine.step voxels, and composed onto the field. Then the
-whole field is smoothed a little, which keeps it regular: more and wider smoothing makes it smoother. Each step is short
-and smooth, hence invertible, and so is the field composed of them.
+whole field is smoothed slightly, which keeps it regular. Each step is short and smooth, hence invertible, and so is the
+field composed of them.
 
 Composed small steps are the greedy diffeomorphism of Christensen et al., IEEE TIP 1996, and Avants et al., Med Image
 Anal 2008, here with both smoothings as in Yushkevich et al., "Fast Automatic Segmentation of Hippocampal Subfields and
 Medial Temporal Lobe Subregions in 3 Tesla and 7 Tesla T2-weighted MRI", Alzheimer's & Dementia 2016 (Greedy). The field
-is defined on a control grid, which has every second voxel of large images.
+is defined on a control grid, which in large images has a point at every second voxel.
 
-How much the field is smoothed is inferred from the pair by cross-validation. With too little smoothing a field follows
-the noise of the images, with too much it cannot follow their anatomy. The best amount depends on both: a fixed number
-that suits human brains is wrong for mice. The images alone determine it, without labels. The fixed volume is cut into
-cubes of two colours. The field is found from one colour alone, and the similarity is measured inside the cubes of the
-other: a field that follows anatomy is right there too, one that follows noise is not. That is cross-validation, as
-Wahba, "Spline Models for Observational Data", 1990, chooses the smoothness of splines. The curve over the smoothing has
-one maximum, and it is found on small images, with few steps.
+Cross-validation on the pair itself chooses how much to smooth the field. With too little smoothing the field follows
+the noise of the images; with too much it cannot follow their anatomy. The best amount depends on both: a fixed number
+that suits human brains is wrong for mice. It is inferred from the images alone, without labels. The fixed volume is cut
+into cubes of two colours. The field is found from one colour, and the similarity is measured inside the cubes of the
+other. A field that follows anatomy is right there too; one that follows noise is not. Wahba, "Spline Models for
+Observational Data", 1990, chooses the smoothness of splines by cross-validation in the same way. The score as a
+function of the smoothing has one maximum, which is found on small images with few steps.
 
-The gross motion is found from all voxels first, at the coarsest resolution. Otherwise structures that move by the side
-of a cube, such as the wall of a beating heart, are hidden whole, and the smoothest field guesses them best.
+The gross motion is found first, from all voxels at the coarsest resolution. Otherwise the cubes would hide the whole of
+a structure that moves by the side of a cube, such as the wall of a beating heart, and the smoothest field would guess
+its motion best.
 """
 import math
 
@@ -43,34 +44,34 @@ from Diffusion.losses import (
 
 OF_TWO_MODALITIES = ("mapped", "mind")
 BINS = 32  # of the intensities that are mapped to those of the other modality
-# How much the correlation of the lengths of the gradients counts beside that of the intensities. With 0.3 hippocampi
-# gain 0.01 of Dice, brains, mice and livers a little; with 1 hippocampi gain 0.014 and brains lose 0.01.
+# Weight of the correlation of gradient magnitudes, relative to that of intensities. With 0.3 hippocampi gain 0.01 Dice,
+# and brains, mice and livers a little; with 1 hippocampi gain 0.014 and brains lose 0.01.
 EDGES = 0.3
-FILLED = 2.0  # voxels: standard deviation of the Gaussian that fills in what a mask leaves out, for the gradients
-# Weights of a Gaussian below this are zero. Products with the smallest ones are subnormal numbers, with which Intel's
-# CPUs compute a hundred times more slowly: a third of the time of a small pair.
+FILLED = 2.0  # voxels: standard deviation of the Gaussian that fills masked-out voxels before taking gradients
+# Weights of a Gaussian below this are set to zero. Products with smaller ones are subnormal numbers, which Intel's CPUs
+# process a hundred times more slowly; they would take a third of the time of a small pair.
 NOTHING = 1e-20
-SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point, where that takes no time
+SMALL = 2 ** 18  # voxels of an image up to which every voxel is a control point, because that hardly takes time
 # To infer the smoothing:
-BLOCK, RIM = 8, 2  # voxels: side of the cubes, and what of them lies near the other colour and is not measured
-MOST_VOXELS = 750_000  # of the images on which the curve is looked for; larger ones are halved along each axis
+BLOCK, RIM = 8, 2  # voxels: side of the cubes, and their rim near the other colour, which is not measured
+MOST_VOXELS = 750_000  # of the images that infer the smoothing; larger ones are halved along each axis
 LEAST_SIDE = 2 * BLOCK  # voxels: with fewer along an axis the images are not halved
-WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # that are tried, each twice the one before
+WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0)  # values to try, each twice the previous
 GROSS = 1.0  # weight with which the gross motion is found
 TRIAL_STEPS = 15  # of optimisation at each resolution
-# Of two modalities. Cubes tell nothing there: neighbours share structures of one modality alone, and the curve falls.
+# For two modalities. Cubes tell nothing there: neighbours share structures of one modality only, and the curve falls.
 OTHER_MEASURE = 2.0
 
 
 def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, fixed_mask=None, structures=None):
     """Optimise the field of one pair.
 
-    moving, fixed: (1, C, *spatial) intensities in 0 .. 1 on one isotropic grid; channels count alike.
+    moving, fixed: (1, C, *spatial) intensities in 0 .. 1 on one isotropic grid; channels have equal weight.
     field: (1, N, *spatial) displacement in voxels to start from, or None.
-    steps: how many, divided equally among refine.levels resolutions; 0 leaves the field as it is.
+    steps: total number, divided equally among refine.levels resolutions; 0 leaves the field unchanged.
     cfg: flat config with its refine.* and registration.* keys. progress: show a bar.
-    moving_mask, fixed_mask: (1, 1, *spatial), 0 .. 1, how much each voxel of the two counts; None for all alike.
-    structures: what a network segments in moving and fixed, (2, K, *spatial), 0 .. 1; None for nothing.
+    moving_mask, fixed_mask: (1, 1, *spatial), 0 .. 1, the weight of each voxel; None for equal weights.
+    structures: a network's segmentations of moving and fixed, (2, K, *spatial), 0 .. 1; or None.
     Returns: field (1, N, *spatial) in voxels. The same input gives the same result.
     """
     pair = {"moving": moving, "fixed": fixed, "moving_mask": moving_mask, "fixed_mask": fixed_mask,
@@ -85,7 +86,7 @@ def refine(moving, fixed, field, steps, cfg, progress=False, moving_mask=None, f
 
 @torch.no_grad()
 def weight_for(pair, field, cfg):
-    """refine.weight as a number: where it is "auto", the one that suits this pair. pair, field: as for `deformed`."""
+    """refine.weight as a number; for "auto", the one that suits this pair. pair, field: as for `deformed`."""
     if cfg["refine.weight"] != "auto":
         return cfg["refine.weight"]
     return OTHER_MEASURE if cfg["registration.similarity"] in OF_TWO_MODALITIES else inferred_weight(pair, field, cfg)
@@ -105,7 +106,7 @@ def inferred_weight(pair, field, cfg):
     halves = {**small, "fixed_mask": inside * seen}
     start = None if field is None else resize_field(field, size)
     levels = [(each, TRIAL_STEPS) for each, _ in level_steps(size, 1, cfg)]
-    # The field is found on every second voxel whatever the size, which is enough to see which weight is best.
+    # A control point at every second voxel, whatever the size, is enough to show which weight is best.
     cfg = {**cfg, "refine.stride": max(cfg["refine.stride"], 2)}
     if len(levels) > 1:
         gross, *levels = levels
@@ -115,7 +116,7 @@ def inferred_weight(pair, field, cfg):
     images = whole["images"]
 
     def score(weight):
-        """How alike the cubes that were not seen are under the field of this weight."""
+        """The similarity in the held-out cubes, under the field found with this weight."""
         found = resize_field(deformed(halves, start, levels, weight, cfg), size)
         warped, counts = warp_pair(whole, found)
         values, counted = local_correlation_map(warped[:, :images], whole["fixed"][:, :images], cfg["refine.window"],
@@ -145,10 +146,10 @@ def shrinking(size):
 
 
 def best_weight(score):
-    """The weight with the highest score: that of WEIGHTS, moved to the maximum of the parabola through its neighbours.
+    """The best of WEIGHTS, moved to the maximum of the parabola through its score and its neighbours' scores.
 
-    All are tried, since noise gives the curve small steps that a search would stop at. The parabola is over the
-    logarithm of the weight. score: a function of a weight. Returns: a float.
+    All are tried, because noise gives the curve small bumps at which a search would stop. The parabola is a function of
+    the logarithm of the weight. score: a function of a weight. Returns: a float.
     """
     scores = [score(weight) for weight in WEIGHTS]
     best = max(range(len(scores)), key=scores.__getitem__)
@@ -162,8 +163,8 @@ def best_weight(score):
 def level_steps(size, steps, cfg):
     """(factor by which the images shrink, number of steps) for each level, coarse to fine.
 
-    Levels on which the images would be no larger than two windows of the correlation are left out, because so small
-    images mislead.
+    Levels whose images would be no larger than two windows of the correlation are left out, because images that small
+    mislead.
     """
     factors = [2 ** level for level in reversed(range(cfg["refine.levels"]))]
     factors = [factor for factor in factors if factor == 1 or min(size) // factor > 2 * cfg["refine.window"]]
@@ -172,11 +173,11 @@ def level_steps(size, steps, cfg):
 
 
 def deformed(pair, field, levels, weight, cfg, tick=lambda: None):
-    """The field after all steps, on its last control grid: (1, N, *control) in voxels of that.
+    """The field after all steps, on its last control grid: (1, N, *control) in voxels of that grid.
 
     pair: dict of moving, fixed, (1, C, *spatial), moving_mask, fixed_mask, (1, 1, *spatial) or None, and structures,
-    (2, K, *spatial) or None. field: (1, N, *spatial) to start from, or None. levels: of `level_steps`. weight: variance
-    in voxels^2 of the Gaussian over the field after each step. tick: called after each step.
+    (2, K, *spatial) or None. field: (1, N, *spatial) to start from, or None. levels: from `level_steps`. weight:
+    variance in voxels^2 of the Gaussian that smooths the field after each step. tick: called after each step.
     """
     dims, device = pair["fixed"].dim() - 2, pair["fixed"].device
     for factor, count in levels:
@@ -207,11 +208,11 @@ def pair_at_level(pair, factor, cfg):
     """A pair with 1 / factor of the voxels per side, as `force` compares it.
 
     pair: as for `deformed`. Voxels outside the mask do not leak into the smaller images. With registration.similarity
-    "mind" the images become their descriptions, which are then moved in their place: cheaper than describing the moved
-    image in each step; with "correlation" the lengths of their gradients are further channels. The structures become
-    the last channels, so that one interpolation moves all.
-    Returns: dict of moving, fixed, (1, C + E + K, *small), moving_mask, fixed_mask, (1, 1, *small) or None, and of the
-    numbers images, C, and compared, C + E, with the edges.
+    "mind" the MIND descriptors replace the images and are warped themselves, which is cheaper than describing the
+    warped image in each step. With "correlation" the gradient magnitudes are further channels. The structures are the
+    last channels, so that one interpolation warps everything.
+    Returns: dict of moving, fixed, (1, C + E + K, *small), moving_mask, fixed_mask, (1, 1, *small) or None, and the
+    channel counts images, C, and compared, C + E, with the edges.
     """
     structures, small, kind = pair["structures"], {}, cfg["registration.similarity"]
     with_edges = kind not in OF_TWO_MODALITIES
@@ -229,9 +230,9 @@ def pair_at_level(pair, factor, cfg):
 
 
 def edges(image, mask=None):
-    """The length of the gradient of each channel, as a part of its maximum.
+    """The gradient magnitude of each channel, divided by its maximum.
 
-    Voxels outside the mask are filled in from around them first. image: (1, C, *spatial). mask: (1, 1, *spatial),
+    Voxels outside the mask are first filled from their surroundings. image: (1, C, *spatial). mask: (1, 1, *spatial),
     0 .. 1, or None. Returns: as image.
     """
     if mask is not None:
@@ -249,7 +250,7 @@ def edges(image, mask=None):
 def force(warped, weight, pair, statistics, cfg):
     """The force: the direction in which to sample the moving image so that the similarity grows, (1, N, *spatial).
 
-    warped, weight: of `warp_pair`. pair: of `pair_at_level`. statistics: of its fixed image, or None.
+    warped, weight: from `warp_pair`. pair: from `pair_at_level`. statistics: of its fixed image, or None.
     """
     compared, window, kind = pair["compared"], cfg["refine.window"], cfg["registration.similarity"]
     image, fixed, there = warped[:, :compared], pair["fixed"][:, :compared], pair["fixed"][:, compared:]
@@ -292,7 +293,7 @@ def add_slope_(total, image, axis, factor):
 
 
 def warp_pair(pair, field):
-    """The moving image of a pair warped by a field, and how much each voxel of the fixed grid counts.
+    """The moving image of a pair warped by a field, and the weight of each voxel of the fixed grid.
 
     pair: dict of moving, moving_mask and fixed_mask. field: (1, N, *spatial) in voxels.
     Returns: (1, C, *spatial); and the weight (1, 1, *spatial), without gradient so that no field gains by leaving the

@@ -48,7 +48,7 @@ from Runtime.device import describe, pick_device, prepare_device
 from Runtime.errors import DONE, STOP, InputError, attempt
 from Runtime.files import sha256
 
-FOLDED, OUTSIDE = 20.0, 95.0  # percent of the voxels: such an applied field is hardly what was meant
+FOLDED, OUTSIDE = 20.0, 95.0  # percent of the voxels; above, an applied field is probably a mistake
 WORKER = {}  # of each process of --workers: args, model, cfg
 
 
@@ -57,7 +57,7 @@ WORKER = {}  # of each process of --workers: args, model, cfg
 # ---------------------------------------------------------------------------------------------------------------------
 
 def asked_pairs(args):
-    """The pairs that the command line names, from a list or a single one, as `read_pairs_to_register` gives them."""
+    """The pairs that the command line names, from a list or a single one, as `read_pairs_to_register` returns them."""
     if args.pairs and not args.fixed:
         pairs = read_pairs_to_register(args.pairs, args.list)
     elif is_list(args):
@@ -91,7 +91,7 @@ def settings_of(args, model, cfg):
     """All settings on which the results depend, as plain JSON."""
     asked = {key: getattr(args, key) for key in ("affine", "refine", "similarity", "start", "labels", "inverse",
                                                  "learn2reg", "no_picture", "also", "resample_labels")}
-    asked["also"] = [word for word in args.also if word != "bids"]  # copies of what there is
+    asked["also"] = [word for word in args.also if word != "bids"]  # it only copies results
     weights = checkpoint.weights_sha256(model[0].state_dict()) if model else None
     initial = sha256(args.initial) if args.initial and Path(args.initial).is_file() else None
     return json.loads(json.dumps({"weights": weights, "initial": initial, **asked, "config": cfg}))
@@ -107,7 +107,7 @@ def dims_of(pairs):
 
 
 def memory_of(pairs, args):
-    """What the largest pair takes, in words."""
+    """The memory that the largest pair needs, in words."""
     needed = [attempt(pair["name"], lambda pair=pair: memory_needed(
         shape_of(pair["fixed"]), shape_of(pair["moving"]), 1 + len(channels_of(pair, "fixed")) + ("fixed_mask" in pair),
         args.inverse)) for pair in pairs]
@@ -135,7 +135,7 @@ def how_registered(args):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def register_all(args):
-    """Register one pair or a list; returns the exit code. A failed pair does not end a list."""
+    """Register one pair or a list; returns the exit code. A failed pair does not stop a list."""
     out, args.device = Path(args.out), pick_device(args.device)
     prepare_device(args.device, 0)
     pairs = asked_pairs(args)
@@ -249,7 +249,7 @@ def apply_saved(args):
                           "give the field of this volume, or leave out --fixed")
         header = read_raw_header(args.fixed)
     points_mm = read_points(args.points) if args.points else None
-    moved = []  # (target, source, array, its affine, how it is carried): all is read before anything is written
+    moved = []  # (target, source, array, its affine, interpolation); everything is read before anything is written
     for word, paths, read, mode in (("warped", args.moving, read_numbers, "bilinear"),
                                     ("warped_label", args.moving_label, read_label, args.labels)):
         for path in paths:

@@ -10,8 +10,8 @@ deformation are then combined into one field on the fixed volume's own grid,
 
 by which the moving file is interpolated once: warped(x) = moving(A_moving^-1 A_fixed (x + d(x))).
 
-With a network the working grid is that of its training; with refine.grid "own" its answer is refined on another one,
-with voxels as large as those of the fixed volume, which is the only working grid without a network.
+With a network the working grid is its training grid; with refine.grid "own" its field is then refined on a second grid,
+with voxels as large as those of the fixed volume. Without a network the second grid is the only one.
 """
 import dataclasses
 import math
@@ -53,13 +53,13 @@ from Runtime.errors import InputError
 
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
 BETTER = 0.02  # similarity by which the centres must beat the headers, which are usually right
-# Bytes of the host's memory: of the program; for each voxel of what is read (an image and its mask), of the fixed grid
-# (field, warped image and the same read back for the picture), of what the inverse takes on the moving grid; and for
-# each voxel that is worked on at once. Measured with 1 to 125 million voxels (notebook of 2026-11).
+# Host memory in bytes: for the program; for each voxel read (an image and its mask); for each voxel of the fixed grid
+# (field and warped image, and both again, read back for the picture); for each voxel of the moving grid, for the
+# inverse; and for each voxel processed at once. Measured with 1 to 125 million voxels (notebook of 2026-11).
 PROGRAM, READ, WRITTEN, INVERSE = 0.4 * 2 ** 30, 4, 42, 12
 AT_ONCE, AT_ONCE_MOVING, AT_ONCE_INVERSE = 220, 20, 50
-NOT_INVERTED = 0.1  # voxels of the working grid that a point there and back may miss by
-FAR_APART = 50.0  # percent of the fixed field of view; where the moving one covers less, a warning says so
+NOT_INVERTED = 0.1  # voxels of the working grid by which a point may miss its start after going there and back
+FAR_APART = 50.0  # percent of the fixed field of view; if the moving one covers less, a warning says so
 
 
 @dataclasses.dataclass
@@ -71,7 +71,7 @@ class Result:
     field: np.ndarray  # (N, *fixed) float32, displacement in voxels of the fixed grid
     warped: np.ndarray  # (*fixed) float32, intensities of the moving volume
     warped_channels: list[np.ndarray]  # of the further channels of the moving volume
-    start: str  # header, centre, matrix or field: where the moving volume began
+    start: str  # header, centre, matrix or field: the first placement of the moving volume
     matrix: np.ndarray  # T, 4x4, fixed to moving world in mm: start and affine alignment
     overlap_percent: float  # of the fixed field of view, covered by the moving one under T
     verdict: str  # ok, doubtful or failed, see Inference/verdict.py
@@ -84,8 +84,8 @@ class Result:
     folding_any_percent: float  # by one-sided determinants, see `folding_scores`; and within the fixed body
     folding_body_percent: float
     ndv_percent: float
-    stretched_percent: float  # of the fixed body, where the deformation changes volume beyond sense
-    sdlogj: float | None  # fewer than 5 voxels along an axis
+    stretched_percent: float  # of the fixed body, where the deformation changes volume implausibly
+    sdlogj: float | None  # None with fewer than 5 voxels along an axis
     scale_least: float  # of the matrix, see `affine_scores`
     scale_most: float
     turn_degrees: float
@@ -94,18 +94,18 @@ class Result:
     segmentations: list[str]  # which of "fixed" and "moving" look like label maps
     compared_by: str  # correlation, mapped or mind: registration.similarity, or what "auto" chose
     seconds: dict[str, float]  # affine, network, refine, total, without reading, loading the model and scoring
-    warnings: list[str]  # sentences about what may be wrong, such as little overlap; given as warnings too
-    affine_similarity: float | None = None  # how far to believe the affine alignment, see `align_affine`
+    warnings: list[str]  # sentences about what may be wrong, such as little overlap; also issued as warnings
+    affine_similarity: float | None = None  # how far to trust the affine alignment, see `align_affine`
     affine_similarity_before: float | None = None
     affine_runner_up: float | None = None
     one_sign: float | None = None
     smoothing: float | None = None  # refine.weight, as it was inferred from the pair or set; None without refinement
     inverse: np.ndarray | None = None  # (N, *moving) in voxels of the moving grid
-    inverse_error_mm: float | None = None  # mean distance of a point of the moving volume from where it was, there
-    inverse_error_max_mm: float | None = None  # and back again, by both fields as they are written; and the largest
-    inverse_consistency_mm: float | None = None  # the same of the points of the fixed body
-    segmented_fixed: np.ndarray | None = None  # (*fixed) uint16, a network with model.structures: what it segments
-    segmented_moving: np.ndarray | None = None  # (*moving), by the labels of its training's maps
+    inverse_error_mm: float | None = None  # mean distance of the moving volume's points from their start
+    inverse_error_max_mm: float | None = None  # after both fields as they are written, there and back; the largest
+    inverse_consistency_mm: float | None = None  # the same mean over the fixed body
+    segmented_fixed: np.ndarray | None = None  # (*fixed) uint16, segmentation by a network with model.structures
+    segmented_moving: np.ndarray | None = None  # (*moving), with the label values of its training maps
 
     @property
     def known(self) -> "Known":
@@ -121,7 +121,7 @@ class Result:
 
 @dataclasses.dataclass
 class Known:
-    """A registration that another one continues, at the finest resolution alone."""
+    """A registration that another one continues, at the finest resolution only."""
 
     matrix: np.ndarray  # T, 4x4
     field: np.ndarray  # (N, *size), displacement in voxels of its grid, T included
@@ -139,7 +139,7 @@ class Placed:
     work_affine: np.ndarray  # 4x4, of the working grid
     pair: dict  # moving (under T) and fixed, (C, *work), 0 to 1; moving_mask, fixed_mask, (1, *work) or None; float32
     seconds: float  # of the affine alignment
-    alignment: dict  # how far to believe that, of `align_affine`; empty without one
+    alignment: dict  # how far to trust the alignment, from `align_affine`; empty without one
     compared_by: str  # correlation, mapped or mind
 
 
@@ -149,7 +149,7 @@ class Solution:
 
     placed: Placed  # on the grid of the field
     field: torch.Tensor  # u, (1, N, *work) float32 on the CPU, in voxels
-    structures: torch.Tensor | None  # shares of what a network segments in moving and fixed, (2, K, *work)
+    structures: torch.Tensor | None  # a network's segmentations of moving and fixed, as shares, (2, K, *work)
     smoothing: float | None  # refine.weight; None without refinement
     seconds: dict[str, float]  # affine, network, refine
     warnings: list[str]
@@ -169,16 +169,16 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     refine: steps of optimisation for this pair, True for the recommended number, False for none. progress: show a bar.
     start: "header" (as the headers place the volumes), "centre" (the centres of the fields of view coincide), "auto"
     (the more similar of the two; the affine alignment tries its own starts), or a 4x4 matrix, fixed to moving world in
-    mm; or, without a model, what an earlier registration found (`Result.known`): its field is continued at the finest
-    resolution, with its smoothing, and refine=True is as many steps as others have there.
+    mm. Without a model it may be `Result.known` of an earlier registration: its field is refined further at the finest
+    resolution, with its smoothing, and refine=True takes as many steps as a whole registration takes there.
     device: auto, cpu, cuda, xpu, or a torch.device. inverse: find the inverse too.
     similarity: one of SIMILARITIES, see `image_similarity`. With "auto", an affine alignment by correlation decides
     whether the pair shows two modalities, which are then compared by "mind". None: the config's
     registration.similarity.
     fixed_mask, moving_mask: file or array; alignment, refinement and similarity use only voxels above 0.
-    fixed_channels, moving_channels: lists of files or arrays, further channels, in the same order, which
-    refinement and similarity compare too. All on the grids of their volumes. A network sees as many channels as it was
-    trained with (data.channels), usually only the first.
+    fixed_channels, moving_channels: further channels, lists of files or arrays in the same order; refinement and
+    similarity compare them too. Masks and channels are on the grids of their volumes. A network sees as many channels
+    as it was trained with (data.channels), usually only the first.
     Raises InputError for input that cannot be read, is not a volume, or does not fit together.
     """
     known, start = (start, start.matrix) if isinstance(start, Known) else (None, start)
@@ -205,9 +205,9 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
 
 
 def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, **options):
-    """`register`, started from the transform in a file of another program.
+    """`register`, started from another program's transform file.
 
-    initial: path of a matrix or a field, see Dataloader/transforms.py; None: from `start`, as `register` does it.
+    initial: path of a matrix or a field, see Dataloader/transforms.py; None: use `start`, as `register` does.
     fixed, moving: paths. dims: axes of the volumes. options: those of `register`.
     Returns: what `register` does. If `initial` is a field, the result's field is the whole transform, and
     overlap_percent and matrix are between the fixed volume and the moving one warped by `initial`.
@@ -245,9 +245,9 @@ def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, *
 # ---------------------------------------------------------------------------------------------------------------------
 
 def memory_needed(shape, moving_shape, images=1, inverse=False):
-    """The most host memory that `register` takes, in bytes, without a network's own.
+    """The most host memory that `register` takes, in bytes, without that of a network.
 
-    shape, moving_shape: of the two volumes. images: on each grid, masks and channels included. inverse: as there.
+    shape, moving_shape: of the two volumes. images: number on each grid, with masks and channels. inverse: as there.
     """
     fixed, moving = math.prod(shape), math.prod(moving_shape)
     fixed_part, moving_part = (min(voxels, grids.MOST_VOXELS) for voxels in (fixed, moving))
@@ -259,10 +259,10 @@ def require_memory(fixed, moving, images, inverse):
     """Raise InputError for a pair that needs more memory than is free. fixed, moving: as for `register`."""
     shapes = shape_of(fixed), shape_of(moving)
     if None in shapes:
-        return  # the reading says what is wrong
+        return  # reading the file reports the problem
     needed, names = memory_needed(*shapes, images, inverse), [
         str(side) if is_path(side) else word for side, word in ((fixed, "fixed"), (moving, "moving"))]
-    for look in (lambda: None, memory.trim):  # the C library may keep what the pair before has freed
+    for look in (lambda: None, memory.trim):  # the C library may still hold what the previous pair freed
         look()
         free = memory.measure(torch.device("cpu"))["host_free"]
         if free is None or needed <= free:
@@ -284,7 +284,7 @@ def read_side(source, side, mask=None, channels=()):
 
 
 def _net_and_config(model, config, similarity, fixed, moving, device):
-    """(net or None, config) of whatever `register` was given as its model, for these two Volumes."""
+    """(net or None, config) for whatever model `register` was given, and these two Volumes."""
     dims = fixed.array.ndim
     if dims != moving.array.ndim:
         raise InputError(f"{fixed.name} is {dims}D and {moving.name} is {moving.array.ndim}D; fixed and moving need "
@@ -322,7 +322,7 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def align(fixed, moving, affine, start, cfg, device, as_trained=False):
-    """Where the moving volume lies before the deformation, and both volumes on the working grid: Placed.
+    """Place the moving volume before the deformation, and sample both volumes on the working grid: Placed.
 
     fixed, moving: Volumes. affine: "rigid", "affine" or False. start: as for `register`. as_trained: on the grid of a
     network's training, see `working_grid`. device: that of `solve`.
@@ -341,7 +341,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
     matrix, alignment = start_matrix(start, fixed.array.shape, fixed.affine, moving.array.shape, moving.affine), {}
     if affine:
         started_affine = np.linalg.inv(matrix) @ moving.affine
-        finest = max(cfg["data.img_size"]) if as_trained else None  # a network sees no more, and mends the rest
+        finest = max(cfg["data.img_size"]) if as_trained else None  # a network sees no finer, and corrects the rest
         found, alignment = align_affine(fixed01, fixed.affine, moving01, started_affine, affine, similarity,
                                         fixed_mask=fixed.mask, moving_mask=moving.mask, finest=finest,
                                         device=device if device.type == "cuda" else "cpu")  # others may lack float64
@@ -356,7 +356,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
         images = [_on_working_grid(image, volume.affine, to_world, work_fixed.shape) for image in images]
         pair[side] = np.stack([work_fixed, *images] if side == "fixed" else images)
         pair[f"{side}_mask"] = None
-        if volume.mask is not None:  # it counts where an image shows nothing of what it leaves out
+        if volume.mask is not None:  # keep only voxels to which nothing outside the mask contributes
             mask = _on_working_grid(volume.mask, volume.affine, to_world, work_fixed.shape)
             pair[f"{side}_mask"] = (mask > 0.99).astype(np.float32)[None]
     overlap = overlap_percent(fixed.array.shape, fixed.affine, moving.array.shape, moving.affine, matrix)
@@ -365,7 +365,7 @@ def align(fixed, moving, affine, start, cfg, device, as_trained=False):
 
 
 def within_memory(volume):
-    """A Volume; one of more than MOST_VOXELS without its padding, and on the `isotropic_grid` if it still has more."""
+    """A Volume; above MOST_VOXELS it loses its padding, and if it is still too large it goes to `isotropic_grid`."""
     for shrink in (without_padding, onto_isotropic_grid):
         if volume.array.size > grids.MOST_VOXELS:
             volume = shrink(volume)
@@ -373,7 +373,7 @@ def within_memory(volume):
 
 
 def onto_isotropic_grid(volume):
-    """A Volume on its `isotropic_grid`, with its mask, of which whole voxels count, and its channels."""
+    """A Volume on its `isotropic_grid`, with its channels and its mask; only voxels wholly in the mask count."""
     def on_grid(image):
         return to_grid(image, volume.affine, *isotropic_grid(*to_canonical(image, volume.affine)))
 
@@ -406,8 +406,8 @@ def working_grid(image, affine, cfg, as_trained, brightest=None):
 
     image: (D, H, W) or (H, W) in 0..1. affine: 4x4. as_trained: place it as the training did (data.img_size,
     data.spacing_mm, data.crop_above), with more voxels along an axis that would not fit; else cover its field of view
-    with voxels as large as its own, on average. brightest: of a volume of several channels the largest in each voxel,
-    by which data.crop_above goes.
+    with voxels as large as its own, on average. brightest: the maximum of several channels in each voxel, to which
+    data.crop_above applies; default the image.
     Returns: array (*work) float32; its affine 4x4.
     """
     canonical, canonical_affine = to_canonical(image if brightest is None else brightest, affine)
@@ -420,14 +420,14 @@ def working_grid(image, affine, cfg, as_trained, brightest=None):
             size = np.maximum(size, _covering_size((box[1] - box[0]) * voxel_mm, spacing_mm))
         return to_grid(image, affine, size, spacing_mm, box=box if crop else None)
     size, spacing_mm = isotropic_grid(canonical, canonical_affine)
-    least = max(LEAST_SIDE, 2 ** (cfg["registration.scales"] - 1))  # the similarity halves the grid so often
+    least = max(LEAST_SIDE, 2 ** (cfg["registration.scales"] - 1))  # the similarity halves the grid scales - 1 times
     return to_grid(image, affine, np.maximum(size, least), spacing_mm)
 
 
 def isotropic_grid(image, affine):
     """Size and spacing in mm of a grid over the field of view of a canonical volume, for `to_grid`.
 
-    Its cubes are as large as the voxels of the volume, on average, or larger, so that they are at most MOST_VOXELS.
+    Its voxels are as large as the volume's on average, or larger if there would be more than MOST_VOXELS.
     """
     voxel_mm = np.linalg.norm(affine[:3, :image.ndim], axis=0)
     spacing_mm, extent_mm = float(np.exp(np.log(voxel_mm).mean())), image.shape * voxel_mm
@@ -437,7 +437,7 @@ def isotropic_grid(image, affine):
 
 
 def _covering_size(extent_mm, spacing_mm):
-    """How many voxels cover an extent, per axis; a rounding error more does not need another one."""
+    """How many voxels cover an extent, per axis; a rounding error does not add a voxel."""
     return np.ceil(np.asarray(extent_mm) / spacing_mm - 1e-3).astype(int)
 
 
@@ -478,8 +478,8 @@ def start_matrix(start, shape, affine, moving_shape, moving_affine):
 def better_start(shape, affine, moving, moving_affine, work_fixed, work_affine, similarity="correlation"):
     """ "header"; or "centre" if that makes the volumes clearly more alike, or if they barely overlap by their headers.
 
-    They are compared where both fields of view overlap: two crops of one volume have different centres, and their
-    headers are right.
+    They are compared only where both fields of view overlap, because two crops of one volume have different centres
+    but correct headers.
     shape, affine: of the fixed volume. moving: (*moving) in 0..1. work_fixed: the fixed volume on the working grid.
     Affines: 4x4. similarity: of `register`.
     """
@@ -518,7 +518,7 @@ def overlap_percent(shape, affine, moving_shape, moving_affine, matrix):
 def solve(net, placed, fixed, moving, refine, cfg, device, progress=False, known=None):
     """The field that the network, the refinement or both find for a placed pair: Solution.
 
-    net: or None. placed: of `align`. fixed, moving: Volumes. refine: steps, 0 for none. known: what to start from.
+    net: or None. placed: from `align`. fixed, moving: Volumes. refine: steps, 0 for none. known: start, or None.
     """
     seconds = {"affine": placed.seconds, "network": 0.0, "refine": 0.0}
     pair, field, structures, smoothing = _on_device(placed.pair, device), None, None, None
@@ -560,12 +560,12 @@ def solve(net, placed, fixed, moving, refine, cfg, device, progress=False, known
 
 
 def _on_device(pair, device):
-    """A dict of arrays (C, *spatial) or None as one of batches of one, (1, C, *spatial), on a device."""
+    """A dict of arrays (C, *spatial) or None as tensors with a batch axis, (1, C, *spatial), on a device."""
     return {key: None if array is None else torch.from_numpy(array)[None].to(device) for key, array in pair.items()}
 
 
 def _warnings(placed, fixed, moving):
-    """What the user should know before believing the result, a list of sentences; each is given as a warning too."""
+    """What the user should know before trusting the result, a list of sentences; each is also issued as a warning."""
     sentences = []
     if placed.overlap_percent < FAR_APART:
         advice = "check that both show the same part of the body" if placed.alignment else (
@@ -623,7 +623,7 @@ def bring_back(solution, fixed, moving, inverse, cfg, began, device):
 def total_field(work_field, before, after, shape):
     """A field u of the working grid as one of a file's grid: x -> after(y + u(y)) - x with y = before(x).
 
-    work_field: u, (1, N, *work) in voxels of the working grid; outside the grid that of its border. before, after: 4x4,
+    work_field: u, (1, N, *work) in voxels of the working grid; its border values extend outwards. before, after: 4x4,
     voxels of the file's grid to those of the working grid, and from there to the file's. shape: of the file's grid.
     Returns: (N, *shape) float32 in voxels of the file's grid.
     """
@@ -635,11 +635,11 @@ def total_field(work_field, before, after, shape):
 
 
 def inverse_field(work_field, before, after, shape, rounds=50):
-    """As `total_field`, of the inverse of u: x -> after(y + v(y)) - x with v(y) = -u(y + v(y)) and y = before(x).
+    """As `total_field`, for the inverse of u: x -> after(y + v(y)) - x with v(y) = -u(y + v(y)) and y = before(x).
 
-    Fixed-point iteration (Chen et al., Medical Physics 2008), in the points of the file's grid, so that v is not
-    interpolated, and with half steps, which converge wherever u does not fold; whole steps need derivatives below one.
-    Returns: (N, *shape) float32; lengths of v + u(y + v) that are left, (*shape) in voxels of the working grid.
+    Fixed-point iteration (Chen et al., Medical Physics 2008) at the points of the file's grid, so that v is not
+    interpolated. Half steps converge wherever u does not fold; whole steps need derivatives below one.
+    Returns: (N, *shape) float32; the remaining lengths of v + u(y + v), (*shape) in voxels of the working grid.
     """
     inverse, missed = np.empty((len(shape), *shape), np.float32), np.empty(shape, np.float32)
     for slab in grids.slabs(shape):
@@ -664,7 +664,7 @@ def _of_slab(before, after, slab):
 def _joined(sampled, before, after):
     """x -> after(before(x) + sampled(x)) - x, (N, *shape). sampled: (1, N, *shape) in voxels of the working grid.
 
-    The affine part stands on its own, so that it is exactly zero where there is none.
+    The affine part is computed separately, so that it is exactly zero if there is none.
     """
     dims = sampled.shape[1]
     linear = torch.from_numpy(np.asarray(after, np.float64)[:dims, :dims].astype(np.float32))
