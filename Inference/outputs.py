@@ -30,7 +30,7 @@ from Report.page import figure_png
 from Runtime.errors import InputError, attempt
 from Runtime.files import write_file
 
-# Beside COLUMNS; what `judge` looks at is among them.
+# Columns of a row besides COLUMNS, including all that `judge` uses.
 ROW = ("overlap_percent", "covered_percent", "body_overlap", "folding_body_percent", "stretched_percent",
        "inverse_error_max_mm", "affine_similarity_before", "affine_similarity", "affine_runner_up", "one_sign",
        "scale_least", "scale_most", "turn_degrees", "shear_degrees", "mirrors", "segmentations", "compared_by",
@@ -43,8 +43,8 @@ def write_row(folder, out, pair, result, labels=(None, None), points_mm=(None, N
 
     folder: of the pair. out: of the results, the same for a single pair. pair: its name and its files, TO_REGISTER.
     result: of `register`. labels: the label maps of fixed and moving volume, on their grids, or None. points_mm: the
-    landmarks of both, (P, 3), or None. disp, also: as for `write_pair`. carried: how labels are, of LABELS. picture:
-    whether to draw one. earlier: the row of an earlier registration, whose files go before the first new one comes.
+    landmarks of both, (P, 3), or None. disp, also: as for `write_pair`. carried: how to warp labels, one of LABELS.
+    picture: whether to draw one. earlier: row of an earlier registration; its files are removed before writing.
     """
     fixed_label, moving_label = labels
 
@@ -84,8 +84,8 @@ def scores_of(result):
 def save(result, folder):
     """Write a Result as the command writes a pair: its files, picture, results and report.
 
-    Volumes that were given in memory are written too, as fixed.nii.gz, moving.nii.gz and so on, whole numbers in their
-    own type: the page and the scores read them.
+    Volumes given in memory are written too, as fixed.nii.gz, moving.nii.gz and so on, whole numbers in their own type,
+    because the page and the scores read them.
     """
     folder = Path(folder)
     volumes = {"fixed": result.fixed, "moving": result.moving}
@@ -151,7 +151,7 @@ def write_pair(folder, pair, result, warped_label=None, points_mm=None, disp=Non
 
 
 def determinants(field):
-    """The `jacobian_determinant` of a field (N, *spatial) in voxels: (*spatial) float32, one slab after the other."""
+    """The `jacobian_determinant` of a field (N, *spatial) in voxels: (*spatial) float32, slab by slab."""
     found = np.empty(field.shape[1:], np.float32)
     for slab in slabs(found.shape):
         first = max(slab.start - 1, 0)  # a difference needs the planes beside it
@@ -161,9 +161,9 @@ def determinants(field):
 
 
 def write_warped(path, warped, source, affine, fixed_header):
-    """Write a warped volume on the fixed grid, its header that of the fixed volume without the display range.
+    """Write a warped volume on the fixed grid, with the fixed volume's header except for its display range.
 
-    Whole numbers stay of the type that the moving file has; others are written as they are.
+    If the moving file stores whole numbers, they are written in its type; other arrays are written as they are.
     warped: (*fixed). source: the moving file. affine, fixed_header: of the fixed volume.
     """
     header = nibabel.Nifti1Header.from_header(fixed_header)
@@ -174,7 +174,7 @@ def write_warped(path, warped, source, affine, fixed_header):
 def write_moved(path, array, source, affine, header, kinds="iuf"):
     """Write a deformed volume with the number type of the file it comes from.
 
-    The type of a file with scaled numbers (slope, intercept) does not fit; the array keeps its own type then.
+    If the file has scaled numbers (slope, intercept), its type does not fit, and the array keeps its own type.
     array: (D, H, W) or (H, W). source: path of the file that was deformed. affine: 4x4, header: nibabel header, of the
     grid of the array. kinds: numpy's letters of the kinds of numbers whose type is kept ("i", "u" whole, "f" floating).
     """
@@ -201,7 +201,7 @@ def write_points(path, points_mm, field, affine):
 
 
 def grid_header(header):
-    """A new header with what places the grid of another one: the codes of its affines and its units."""
+    """A new header with only the affine codes and the units of another one."""
     plain = nibabel.Nifti1Header()
     for key in ("qform_code", "sform_code", "xyzt_units"):
         plain[key] = header[key]
@@ -225,8 +225,8 @@ def require_own_disps(pairs, dims):
 def disp_name(pair, dims):
     """The name of a field in a Learn2Reg submission: disp_<fixed>_<moving>.nii.gz, four digits each.
 
-    pair: dict with fixed and moving, paths. Raises InputError where the two volumes are on different grids, and where
-    a file's name has no number.
+    pair: dict with fixed and moving, paths. Raises InputError if the two volumes are on different grids, or if a file
+    name has no number.
     """
     shape, affine = read_header(pair["fixed"], dims)
     moving_shape, moving_affine = read_header(pair["moving"], dims)

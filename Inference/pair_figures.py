@@ -48,10 +48,10 @@ EXPLAINED = {heading(column): words for column, words in {
 
 
 def read_pair(row, dims):
-    """The volumes of one registered pair on the fixed grid, or every second or third of its voxels, from its files.
+    """The volumes of one registered pair from its files, on the fixed grid or every second or third of its voxels.
 
-    Intensities are 0..1 between percentiles of each volume, so that differences can be looked at.
-    row: of the results, with name, fixed, moving, folder, matrix and, where there are, fixed_label and moving_label.
+    Intensities are 0..1 between percentiles of each volume, so that volumes can be compared.
+    row: of the results, with name, fixed, moving, folder, matrix and, if present, fixed_label and moving_label.
     Returns: dict of name, images and labels (fixed, and the moving volume before and after; labels may be None), field
     in voxels without the affine part, affine, and body, booleans, where the fixed volume shows something.
     """
@@ -80,7 +80,7 @@ def read_pair(row, dims):
 
 
 def pair_figure(pair):
-    """The `registration_figure` of a pair of `read_pair`."""
+    """The `registration_figure` of a pair from `read_pair`."""
     labels = pair["labels"] and [pair["labels"][word] for word in ("before", "fixed", "after")]
     images, axcodes = pair["images"], "".join(nibabel.aff2axcodes(pair["affine"]))[:len(pair["field"])]
     return registration_figure(images["before"], images["fixed"], images["after"], pair["field"], labels,
@@ -88,7 +88,7 @@ def pair_figure(pair):
 
 
 def means(rows, failed):
-    """The means of all columns, how many pairs are done and could not be, and how many got each verdict: a flat dict.
+    """The means of all columns, the numbers of finished and failed pairs, and the count of each verdict: a flat dict.
 
     rows, failed: of the results.
     """
@@ -98,14 +98,14 @@ def means(rows, failed):
 
 
 def worst_first(rows):
-    """The rows by mean Dice where all have one, else by similarity; and the word for that."""
+    """The rows sorted by mean Dice if all have one, else by similarity, worst first; and the name of that score."""
     if all(row.get("dice") is not None for row in rows):
         return sorted(rows, key=lambda row: row["dice"]), "Dice"
     return sorted(rows, key=lambda row: row["similarity"]), "similarity"
 
 
 def write_report(folder, rows, failed, lead, dims):
-    """Write report.html and print its table. It shows a single pair itself; of several pairs each has its own page.
+    """Write report.html and print its table. It shows a single pair itself; several pairs get a page each.
 
     folder: where the page goes. rows: of the results, at least one. failed: dicts of name and reason. lead: how the
     pairs were registered. Returns: the page's path.
@@ -149,7 +149,7 @@ def write_pair_page(folder, row, pair):
 def pair_sections(row, folder, pair):
     """The sections of a page in `folder` that show a pair: the viewer, the picture, the scores and the files.
 
-    The picture is that of the pair's folder where it has been drawn. row: of the results. pair: of `read_pair`.
+    The picture in the pair's folder is used if there is one. row: of the results. pair: from `read_pair`.
     """
     drawn = Path(row["folder"]) / "picture.png"
     png = drawn.read_bytes() if drawn.is_file() else figure_png(pair_figure(pair))
@@ -165,7 +165,7 @@ def pair_sections(row, folder, pair):
 def score_cards(columns, count):
     """Cards of the mean scores; if a score was also measured before the registration, its card judges the change.
 
-    columns: of `spread`. count: of pairs.
+    columns: from `spread`. count: number of pairs.
     """
     cards = []
     for column, (mean, deviation, _) in columns.items():

@@ -1,8 +1,8 @@
 """Lists of pairs for the tools: which to register (OM_register.py) and which to score (OM_evaluate.py).
 
-Learn2Reg JSON, a plain list, a CSV table, a folder whose volumes go onto one, or the results.json of a registration;
-paths are relative to the list. The pair list of a training names volumes of its data set instead of files:
-Dataloader/datalist.py reads that one.
+A list is Learn2Reg JSON, a plain list, a CSV table, a folder whose volumes are all registered to one volume, or the
+results.json of a registration; paths are relative to the list. A training's pair list names volumes of its data set
+instead of files: Dataloader/datalist.py reads it.
 """
 import glob
 import os
@@ -28,18 +28,18 @@ CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_C
 TO_REGISTER = ("fixed", "moving", "fixed_label", "moving_label", "fixed_mask", "moving_mask", "points",
                "moving_points", *CHANNELS["fixed"], *CHANNELS["moving"])
 TO_SCORE = ("fixed_label", "moving_label", "field", "warped_label", "fixed_points", "moving_points")
-LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # of a JSON file, the first that is not empty
+LISTS = ("pairs", "registration_test", "registration_val", *PAIR_KEYS)  # in a JSON file; the first non-empty one counts
 
 
 def read_pairs_to_register(path, key=None):
     """The pairs to register.
 
     path: a JSON list of objects with TO_REGISTER and "name", or an object that has such a list; a .csv table with these
-    columns; or a folder with one dataset.json that lists pairs. key: which list, where the file has several.
-    Learn2Reg's entries have no labels: a volume then gets the label that lies beside it, that the list "training"
-    names for its image, else the file of the same name in a labelsTr or labelsTs beside the images.
-    Returns: list of dict(name=str, fixed=Path, moving=Path and a Path for what else of TO_REGISTER there is).
-    Raises InputError naming the file for a list that cannot be read, unknown keys and names that come twice.
+    columns; or a folder with one dataset.json that lists pairs. key: which list, if the file has several.
+    Learn2Reg's entries have no labels. A volume then gets the first of these that exists: the label that the list
+    "training" names for it, the label beside it, the file of the same name in a labelsTr or labelsTs beside the images.
+    Returns: list of dict(name=str, fixed=Path, moving=Path and a Path for every other key of TO_REGISTER it has).
+    Raises InputError naming the file for a list that cannot be read, unknown keys and repeated names.
     """
     path = _list_of(Path(path))
     content = table_entries(path) if path.suffix.lower() == ".csv" else _read_list(path)
@@ -58,7 +58,7 @@ def read_pairs_to_register(path, key=None):
 
 
 def _list_of(path):
-    """The pair list that a folder holds, else the path. Raises InputError for a folder without one: it has no order."""
+    """The pair list in a folder, or the path itself if it is no folder. Raises InputError for a folder without one."""
     if not path.is_dir():
         return path
     lists = sorted(path.glob("*dataset.json"))
@@ -69,7 +69,7 @@ def _list_of(path):
 
 
 def table_entries(path):
-    """The rows of a .csv table as the objects of a JSON list. Other columns than TO_REGISTER and name are left out."""
+    """The rows of a .csv table as the objects of a JSON list. Columns other than TO_REGISTER and name are left out."""
     if not path.is_file():
         raise InputError(f"{path}: no such list of pairs; check the path.")
     _, rows = read_csv(path, (*TO_REGISTER, "name"))
@@ -80,9 +80,9 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     """Pairs of several moving volumes with one fixed volume, as `read_pairs_to_register` returns them.
 
     fixed: path. moving: volumes, or folders, lists and patterns of them (Dataloader/datalist.py).
-    labels: of the moving volumes, as many files in the same order; without them those that folders and names tell.
-    fixed_label: path or None, for which the same holds.
-    Raises InputError where that makes no pair, and for labels that are not as many.
+    labels: of the moving volumes, one file for each in the same order; by default they are found by folder and name.
+    fixed_label: path; None: found in the same way.
+    Raises InputError if there is no pair, or if the numbers of labels and moving volumes differ.
     """
     fixed, items = Path(fixed), []
     for source in moving:
@@ -117,7 +117,7 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
 
 
 def require_images(pairs):
-    """Raise InputError where a volume of a pair is a segmentation by its name: intensities would be compared."""
+    """Raise InputError if a volume's name marks it as a segmentation, because registration compares intensities."""
     for pair in pairs:
         for side in ("fixed", "moving"):
             if is_named_segmentation(pair[side]):
@@ -134,9 +134,9 @@ def read_pairs_to_score(path):
     """The pairs to score.
 
     path: results.json of OM_register.py, or a JSON list (or an object with such a list under "pairs") of objects with
-    TO_SCORE and "name". Of a registration that failed for some pairs, or did not come to its end, a warning says so.
-    Returns: list of dict(name=str, and a Path for each of TO_SCORE that there is; "written" for a registered pair: the
-    folder and the `file_digests` of its field); the number of axes, None where the list does not tell.
+    TO_SCORE and "name". Warns about pairs that could not be registered and about an unfinished registration.
+    Returns: list of dict(name=str, and a Path for each key of TO_SCORE it has; "written" for a registered pair: the
+    folder and the `file_digests` of its field); the number of axes, None if the list does not say.
     Raises InputError naming the file for a list that cannot be read and unknown keys.
     """
     path = Path(path)
@@ -176,7 +176,7 @@ def _require_entries(path, entries, wanted, key=None):
 
 
 def _training_labels(folder, training):
-    """{image: label} of a Decathlon list. Entries of several channels are left out: they are no volume of a pair."""
+    """{image: label} of a Decathlon list. Entries with several channels are skipped: a pair needs single volumes."""
     labels = {}
     for entry in training:
         if not isinstance(entry, dict):
@@ -203,7 +203,7 @@ def _pair_to_register(path, number, entry, labels):
 
 
 def _label_of(image, labels):
-    """The label file that belongs to an image and is there, or None. labels: from `_training_labels`."""
+    """The existing label file of an image, or None. labels: from `_training_labels`."""
     candidates = [labels.get(image)]
     folder = image.parent
     if (beside := label_beside(image)) is not None:

@@ -1,8 +1,8 @@
-"""Work on a list of pairs or other entries: which are done, whether their files are intact, and doing the others.
+"""Process a list of pairs or other entries: find those that are done, check their files, and do the others.
 
-results.json gets the row of a pair after the pair's files, with the size and SHA-256 of each. A pair without a row, or
-with other files than its row says, counts as not done: a kill between two files leaves no row. The older files of a
-pair are removed before the first new one, so that a new image never lies beside an old field.
+The row of a pair goes into results.json after the pair's files, with the size and SHA-256 of each. A pair without a
+row, or with files that differ from its row, counts as not done: a kill between two files leaves no row. The old files
+of a pair are removed before the first new one is written, so that a new image never lies beside an old field.
 """
 import csv
 import functools
@@ -31,7 +31,7 @@ OUTPUTS = ("warped.nii.gz", "warped_label.nii.gz", "field.nii.gz", "inverse_fiel
            "inverse_field.h5", "affine.mat",
            *(f"{name}.{suffix}" for name in ("warped", "warped_label") for suffix in ("nrrd", "mha", "mgz")),
            *(f"warped_channel_{number}.nii.gz" for number in range(2, MOST_CHANNELS + 1)))  # of a pair, in its folder
-# Names in the folder of results that no file to be read may have, whatever is asked for.
+# Names in the folder of results that no input file may have, whatever outputs are requested.
 RESERVED = (r"(warped.*|field|inverse_field|jacobian|segmented_fixed|segmented_moving)\.(nii|nii\.gz|nrrd|mha|mgz|h5)$"
             r"|points\.csv$|affine\.mat$")
 PARTS = "parts"  # folder of the results of parts of a list
@@ -49,7 +49,7 @@ def write_results(out, rows, failed, settings, complete):
     """Write results.json, and results.csv with a row for each pair and label.
 
     out: Path. rows: dicts with name, "folder" (stored relative to `out`), labels and scores. failed: dicts of name and
-    reason. settings: what the rows depend on, plain JSON. complete: whether the run has come to its end.
+    reason. settings: what the rows depend on, plain JSON. complete: whether the run has finished.
     """
     stored = [{**row, "folder": os.path.relpath(row["folder"], out)} for row in rows]
     content = {"version": __version__, "complete": complete, "pairs": stored, "failed": failed,
@@ -71,9 +71,9 @@ def scores_csv(rows, columns):
 
 
 def read_results(out):
-    """What an earlier run left: {"version": str, "settings": dict, "pairs": {name: row, with its whole folder}}.
+    """What an earlier run left: {"version": str, "settings": dict, "pairs": {name: row, with the folder's whole path}}.
 
-    Without pairs where results.json is missing or cannot be read.
+    No pairs if results.json is missing or cannot be read.
     """
     try:
         content = json.loads((out / "results.json").read_text())
@@ -84,12 +84,12 @@ def read_results(out):
 
 
 def parts_of(out):
-    """The folders with results of parts of a list (--part) in the folder of the whole, Paths."""
+    """The result folders of the parts of a list (--part), inside the folder of the whole list: Paths."""
     return sorted((out / PARTS).glob("*_of_*"))
 
 
 def moved_to(out, home, row):
-    """A row of the results in the folder `home` as one of those in `out`."""
+    """A row of the results in the folder `home`, with the paths of its files relative to `out`."""
     files = {os.path.relpath(home / name, out): entry for name, entry in row["files"].items()}
     return {**row, "folder": os.path.normpath(row["folder"]), "files": files}
 
@@ -98,7 +98,7 @@ def kept_rows(earlier, settings, pairs, out):
     """The rows of an earlier run of a list that are still valid: {name: row}.
 
     earlier: from `read_results`. A row is valid if version, settings, source files and written files are unchanged, so
-    a list that was interrupted or has grown is continued.
+    a list that was interrupted or has grown resumes.
     """
     if earlier["version"] != __version__ or earlier["settings"] != settings:
         return {}
@@ -111,12 +111,12 @@ def kept_rows(earlier, settings, pairs, out):
 
 
 def source_digests(pair):
-    """SHA-256 of each file of a pair, {key: hex}, of a folder of DICOM slices one of all; None for a missing one."""
+    """SHA-256 of each file of a pair, {key: hex}, with one for a whole folder of DICOM slices; None if missing."""
     return {key: digest(Path(path)) for key, path in pair.items() if key != "name"}
 
 
 def digest(path):
-    """SHA-256 of a file, or of those of the files in a folder; None where there is neither."""
+    """SHA-256 of a file, or of the digests of the files in a folder; None if there is neither."""
     if path.is_dir():
         parts = [sha256(file) for file in sorted(path.iterdir()) if file.is_file()]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
@@ -161,9 +161,9 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
            begin=None, arguments=()):
     """Do every entry of a list that no earlier run has done, and write results.json after each.
 
-    out: Path of the results; the caller holds its lock. tasks: list of (entry, folder): the entry's "name" and the
-    paths of what is read, and where its files go, a Path. function(entry, folder, earlier row or None) returns the row,
-    a dict with its "source" and "files". settings: plain JSON on which the rows depend.
+    out: Path of the results; the caller holds its lock. tasks: list of (entry, folder): a dict with "name" and the
+    paths of the input files, and the Path for its results. function(entry, folder, earlier row or None) returns the
+    row, a dict with its "source" and "files". settings: plain JSON on which the rows depend.
     doing, unit: words of the bar. again: repeat everything. resumes: False for a single entry, which is always done and
     has no bar. begin(*arguments): called once in each process of several `workers`.
     Returns: rows, and failed entries as dicts of name and reason, in the order of the list.
@@ -188,7 +188,7 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
         write_results(out, rows, failed, settings, complete=False)
         return rows, failed
 
-    write()  # rows of entries that are about to be replaced go before their files do
+    write()  # drop the rows of entries to be replaced before their files are removed
     todo = [(entry, folder, earlier["pairs"].get(entry["name"])) for entry, folder in tasks
             if entry["name"] not in kept]
     guarded = functools.partial(do_one, function, str(out), resumes)
@@ -210,20 +210,20 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
 
 
 def begin_worker(threads, begin, arguments):
-    """In a new process: the processes share the processors."""
+    """Set up a new process; the processes share the CPU cores."""
     torch.set_num_threads(threads)
     if begin:
         begin(*arguments)
 
 
 def do_one(function, out, of_list, entry, folder, earlier):
-    """function(entry, folder, earlier): the row, or the sentence of its error, which does not end a list."""
+    """function(entry, folder, earlier): the row, or the sentence of its error, which does not stop a list."""
     name = " and ".join(str(entry[key]) for key in ("fixed", "moving") if key in entry) or entry["name"]
     try:
         return attempt(name, function, entry, folder, earlier)
     except OSError as error:
         if not error.filename or Path(out).resolve() in Path(error.filename).resolve().parents:
-            raise  # results cannot be written, of no entry
+            raise  # the results of no entry can be written
         return f"{error.filename}: {error.strerror}; check the file."
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if not of_list:

@@ -11,21 +11,21 @@ from Inference.labels import apply_field
 from Inference.verdict import judge
 from Runtime.errors import InputError
 
-# Of tables, CSV and JSON, in this order, and how each is shown.
+# Columns of tables, CSV and JSON in this order, with the format of each.
 COLUMNS = {"dice_before": ".3f", "dice": ".3f", "hd95_before_mm": ".2f", "hd95_mm": ".2f", "tre_before_mm": ".2f",
            "tre_mm": ".2f", "similarity_before": ".3f", "similarity": ".3f", "folding_percent": ".4f",
            "folding_any_percent": ".4f", "ndv_percent": ".4f", "sdlogj": ".4f", "inverse_error_mm": ".3f",
            "inverse_consistency_mm": ".3f", "seconds": ".2f"}
 WINDOW = 9  # voxels of the fixed grid, side of the cubes of `local_similarity`
-STRETCHED = 5  # times by which a deformation changes volume where nothing anatomical does
-CONTRAST = 0.03  # standard deviation in a cube, of the range of the volume, above which a volume shows something there
+STRETCHED = 5  # factor by which a deformation changes volume; no anatomical change is that large
+CONTRAST = 0.03  # standard deviation in a cube, as a part of the volume's range; above it the cube shows something
 
 
 def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_sign=None, device="cpu"):
     """All scores of a registered pair except labels and landmarks, and the verdict: this part of its Result.
 
-    Both similarities, and the body of the fixed volume, are of the first channel.
-    Of more than MOST_VOXELS voxels, every second or third along each axis counts.
+    Both similarities, and the body of the fixed volume, use the first channel only.
+    Above MOST_VOXELS voxels, only every second or third along each axis counts.
     fixed, moving: Volumes. field: (N, *fixed). warped: (*fixed). matrix: 4x4, fixed to moving world. inverse:
     (N, *moving) or None. compared_by, one_sign: of the Result. device: for the similarities. Returns: dict.
     """
@@ -35,7 +35,7 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
     before = apply_field(moving.array, moving.affine, by_header, fixed.affine)
     if moving.mask is None:
         known, order, source = np.ones(moving.array.shape, np.uint8), 0, moving.array
-    else:  # interpolated like the image, so that nothing is seen of which a part lies outside of the mask
+    else:  # interpolated like the image, so that voxels partly outside the mask do not count
         known, order, source = (moving.mask > 0).astype(np.float32), 1, moving.array[moving.mask > 0]
     seen_before, seen = (apply_field(known, moving.affine, each, fixed.affine, order=order) > 0.999
                          for each in (by_header, field))
@@ -57,7 +57,7 @@ def every(field, step):
 
 
 def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_mask=None, device="cpu"):
-    """How alike a pair is as the headers place it and after the registration, and how its bodies cover each other.
+    """How alike a pair is as the headers place it and after the registration, and how far its bodies overlap.
 
     The body of a volume is where it has contrast, see `body_of`. The similarity is the squared local correlation, 0 ..
     1, averaged over the body of the fixed volume; it is 0 where the moving volume is constant, so uncovered parts lower
@@ -86,15 +86,15 @@ def image_scores(fixed, moving, before, after, seen_before, seen_after, fixed_ma
 def body_of(variance):
     """Where a volume has contrast: booleans of the shape of its local variance, see `contrast`.
 
-    There is contrast in the cube around a voxel, and around each voxel of that cube: without the second, the body would
-    reach half a cube into empty space, where cubes hold the outline alone.
+    A voxel belongs to it if there is contrast in the cube around it and around each voxel of that cube. Without the
+    second condition, the body would reach half a cube into empty space, where cubes hold only the outline.
     """
     share = box_mean((variance > CONTRAST ** 2).float(), WINDOW)
     return share > 1 - 0.5 / WINDOW ** (variance.dim() - 2)
 
 
 def in_range(volume, source):
-    """A volume in units of the range of a source, its percentiles 0.5 to 99.5; float32."""
+    """A volume scaled by the range of a source, its percentiles 0.5 to 99.5; float32."""
     low, high = np.percentile(source, (0.5, 99.5))
     if high <= low:
         low, high = float(source.min()), float(source.max())
@@ -112,10 +112,10 @@ def contrast(volume, weight):
 
 
 def local_similarity(fixed, moved, body, seen):
-    """Mean squared local correlation over a body, and where the moved volume shows something. Arguments: image_scores.
+    """Mean squared local correlation over a body, and where the moved volume shows something.
 
     cov^2 / (var_F var_M) in the cube around each voxel (Avants et al., Med Image Anal 2008).
-    All (1, 1, *fixed). Returns: a float, 0 .. 1; booleans.
+    Arguments as in `image_scores`, all (1, 1, *fixed). Returns: a float, 0 .. 1; booleans.
     """
     weight = seen.float()
     count, fixed_mean, fixed_variance = contrast(fixed, weight)
@@ -149,16 +149,16 @@ def stretched_percent(field, affine_part, body):
 
 
 def there_and_back_mm(field, affine, back, back_affine):
-    """How far points are from where they were after one field and the other, in mm; NaN where they leave the grid.
+    """The round-trip error of points by one field and back by the other, in mm; NaN where they leave the grid.
 
     Both fields are used as written and interpolated linearly between voxels, as other programs do.
-    field: (N, *size) in voxels of its own grid, by which its points go. back: (N, *other), the field that brings them
-    back, in voxels of its own grid. affine, back_affine: 4x4 of the two grids. Returns: (*size) float32.
+    field: (N, *size), the way there, in voxels of its own grid. back: (N, *other), the way back, in voxels of its own
+    grid. affine, back_affine: 4x4 of the two grids. Returns: (*size) float32.
     """
     dims = len(field)
     tensor, back = (torch.from_numpy(np.ascontiguousarray(each, np.float32))[None] for each in (field, back))
     change = np.linalg.inv(back_affine) @ affine
-    there = then_affine(tensor, change)  # of the voxels of `field`, in voxels of the other grid, less their own number
+    there = then_affine(tensor, change)  # where voxels of `field` go, in voxels of the other grid, minus their index
     step = warp(back, there, padding="border")
     rows = torch.from_numpy(change[:dims, :dims].astype(np.float32))
     came_to = (rows @ tensor.flatten(2)).view_as(tensor) + step  # as a vector in voxels of the other grid
@@ -170,11 +170,11 @@ def there_and_back_mm(field, affine, back, back_affine):
 
 
 def inverse_scores(field, affine, inverse, moving_affine, body=None):
-    """How well two fields undo each other, from the moving volume and back and from the fixed one and back, in mm.
+    """How well two fields undo each other in mm, starting from the moving volume and from the fixed one.
 
     field: (N, *fixed) and inverse: (N, *moving), each in voxels of its grid. affine, moving_affine: 4x4. body: booleans
     (*fixed) or None. Returns: dict of inverse_error_mm and inverse_error_max_mm (over the moving grid), and
-    inverse_consistency_mm (mean over the fixed body); None where all points leave the other grid.
+    inverse_consistency_mm (mean over the fixed body); None if all points leave the other grid.
     """
     missed_mm = there_and_back_mm(inverse, moving_affine, field, affine)
     consistent_mm = there_and_back_mm(field, affine, inverse, moving_affine)
@@ -186,13 +186,13 @@ def inverse_scores(field, affine, inverse, moving_affine, body=None):
 
 
 def label_scores(label_maps, fixed, spacing_mm=None):
-    """Dice, and HD95 where it is wanted, of each label of the fixed image: this part of a row.
+    """Dice, and HD95 if requested, of each label of the fixed image: this part of a row.
 
     label_maps: {suffix of the columns: (*fixed)}: "_before", as the headers place the moving labels, and "", after the
     registration; either may be missing. fixed: label map (*fixed). spacing_mm: of the fixed grid, for HD95; None for
     Dice alone.
     Returns: dict of "labels" ({str(label): scores}), their means (labels that are in neither map do not count), and
-    "labels_lost", those of the fixed image that the registered map lacks, and "labels_extra", those it has besides.
+    "labels_lost", those of the fixed image that the registered map lacks, and "labels_extra", those only it has.
     """
     labels = sorted(set(np.unique(fixed).tolist()) - {0})
     scores = {"labels": {str(label): {} for label in labels}}
@@ -224,8 +224,8 @@ def said_of_labels(scores, most=5):
 def point_scores(fixed_mm, moving_mm, pair, field, affine):
     """Mean distance of landmarks in mm, as the headers place them and after the registration: this part of a row.
 
-    fixed_mm, moving_mm: (P, 3) mm, RAS, the same points of both volumes. pair: dict with the paths that they were read
-    from, for a sentence. field: (N, *fixed) in voxels or None. affine: 4x4 of the fixed volume.
+    fixed_mm, moving_mm: (P, 3) mm, RAS, the same points of both volumes. pair: dict with the paths of the landmark
+    files, for the error message. field: (N, *fixed) in voxels or None. affine: 4x4 of the fixed volume.
     Raises InputError for unequal numbers of points.
     """
     if len(fixed_mm) != len(moving_mm):
@@ -247,9 +247,9 @@ def heading(column):
 def affine_scores(matrix, dims):
     """The effect of an affine map: scale_least and scale_most, turn_degrees, shear_degrees and mirrors.
 
-    matrix: 4x4, fixed to moving world in mm. The scales are its singular values, the turn is that of the rotation
-    closest to it, the shear how far the most oblique two axes of the fixed world are from a right angle in the moving
-    one. dims: 2 or 3, the axes of the volumes; in 2D the third axis is left out.
+    matrix: 4x4, fixed to moving world in mm. The scales are its singular values. The turn is the angle of the closest
+    rotation. The shear is the largest deviation from a right angle between two axes of the fixed world after the map.
+    dims: 2 or 3, the axes of the volumes; in 2D the third axis is left out.
     """
     linear = np.asarray(matrix, np.float64)[:dims, :dims]
     left, scales, right = np.linalg.svd(linear)

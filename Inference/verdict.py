@@ -1,29 +1,28 @@
 """The verdict on a registered pair: ok, doubtful or failed, and why, in one sentence.
 
-It needs no labels: it looks at what the registration did (the affine part, the folding, the inverse) and at what came
-out (how alike the volumes are, how the bodies cover each other). Labels and landmarks count if given. The limits
-separate good pairs from hopeless ones; tests/bench/bench_verdict.py names the subjects on which they were chosen and
-measures them on others.
+It needs no labels: it checks what the registration did (the affine part, the folding, the inverse) and the outcome (how
+alike the volumes are, how far the bodies overlap). Labels and landmarks count if given. The limits separate good pairs
+from hopeless ones; tests/bench/bench_verdict.py names the subjects that they were chosen on and tests them on others.
 """
 import statistics
 
 VERDICTS = ("ok", "doubtful", "failed")  # from best to worst
 # (doubtful, failed): beyond the first number a pair is doubtful, beyond the second it has failed.
 ALIKE = (0.35, 0.25)  # least similarity where the moving body covers the fixed one
-ALIKE_OF_TWO = (1.0, 0.2)  # the same of two modalities, of which nothing here tells whether they lie well
-LOST = 0.01  # of the similarity, what smoothing may cost two volumes that were alike from the start
-COVERED_PERCENT = (75.0, 20.0)  # least part of the fixed body that the moving one covers: a part may be all there is
-SCALES = (1.5, 3.0)  # most by which an axis is stretched or shrunk
+ALIKE_OF_TWO = (1.0, 0.2)  # the same for two modalities, where no score shows whether the volumes match
+LOST = 0.01  # similarity that smoothing may cost two volumes that were alike from the start
+COVERED_PERCENT = (75.0, 20.0)  # least part of the fixed body that the moving one covers; it may show only a part
+SCALES = (1.5, 3.0)  # largest factor by which an axis is stretched or shrunk
 SHEAR_DEGREES = (25.0, 45.0)
-TURN_DEGREES = 75.0  # against the headers; beyond, a volume may lie mirrored and still look alike
+TURN_DEGREES = 75.0  # from the headers; beyond it a volume may be mirrored and still look alike
 FOLDED_PERCENT = (1.0, 10.0)  # of the voxels of the body, by one-sided determinants
 STRETCHED_PERCENT = (5.0, 100.0)  # of the body, see `stretched_percent` in scores.py; never failed for it alone
 INVERSE_ERROR_MM = (1.0, 5.0)
-DICE_LOST, TRE_GAINED = 0.02, 1.05  # by how much Dice may fall, and to what the landmarks' error may rise
+DICE_LOST, TRE_GAINED = 0.02, 1.05  # largest drop of Dice, and largest factor for the landmarks' error
 LEAST_DICE = 0.1
 OUTLIER = 5.0  # robust standard deviations from the median of the list, on the bad side
-LEAST_SPREAD = 0.03  # of the median: pairs that are nearly equal make no outlier of another one
-LEAST_LIST = 8  # pairs, below which a list says nothing about one of them
+LEAST_SPREAD = 0.03  # of the median, so that nearly equal pairs do not turn another one into an outlier
+LEAST_LIST = 8  # pairs; a shorter list says nothing about one of them
 
 
 def judge(scores):
@@ -77,10 +76,10 @@ def _affine(scores):
 def _alike(scores):
     before, after = scores.get("similarity_before"), scores.get("similarity")
     two_modalities = scores.get("compared_by", "correlation") != "correlation"
-    # Their intensities need no linear relation to be right. Who asked for another measure knows that.
+    # A correct pair of two modalities needs no linear relation. A user who chose another measure knows that.
     if after is None or (two_modalities and scores.get("one_sign") is None):
         return
-    covered = max(scores.get("covered_percent", 100.0), COVERED_PERCENT[1]) / 100  # what is not is judged by itself
+    covered = max(scores.get("covered_percent", 100.0), COVERED_PERCENT[1]) / 100  # `_covered` judges the rest
     level = _level(after / covered, ALIKE_OF_TWO if two_modalities else ALIKE, larger_is_worse=False)
     if level == "doubtful" and two_modalities:
         yield level, ("the volumes look like two modalities and were compared by their structures: check the "
@@ -132,14 +131,14 @@ def _labels(scores):
         yield "doubtful", f"the warped labels lack structures of the fixed volume: {scores['labels_lost'][:5]}."
 
 
-# In the order in which their reasons are told where several are equally bad.
+# If several findings are equally bad, the first one in this order gives the reason.
 CHECKS = (_segmentation, _affine, _alike, _covered, _labels, _regular)
 
 
 def judge_list(rows):
     """Each row of a list with its verdict and reason; outliers among the rows that are ok become doubtful.
 
-    Robust: further than OUTLIER times 1.48 median absolute deviations from the median, towards the bad side.
+    An outlier is further than OUTLIER times 1.48 median absolute deviations from the median, on the bad side.
     rows: dicts as for `judge`. Returns: new dicts, in the same order.
     """
     rows = [{**row, **dict(zip(("verdict", "reason"), judge(row)))} for row in rows]

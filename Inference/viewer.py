@@ -17,18 +17,18 @@ from nibabel import orientations
 from Diffusion.fields import jacobian_determinant
 from Diffusion.figures import FIXED_LINE, FOLDED, GRID_LINES, MOVING_LINE, NOT_FINITE
 
-PAGE_BYTES = 3_000_000  # of all viewers of a page; what does not fit is shown coarser
+PAGE_BYTES = 3_000_000  # of all viewers of a page; volumes that do not fit are shown on a coarser grid
 MOST_VOXELS = 2_000_000  # of a volume; more never fit
 HUNDREDTHS = 100  # of a voxel: the unit of the packed field
 NO_NODE = -32768  # of the packed field: Report/viewer.js draws no line to it
-LEVELS = 31  # of the determinant's colours: few, as they pack well
+LEVELS = 31  # colours of the determinant; few, because they compress well
 
 
 def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES, body=None):
     """HTML of one viewer, for a page of `write_page` with a viewer.
 
     name: of what is shown, for screen readers. images: {word: (D, H, W) or (H, W), values 0..1}, all on one
-    grid, two or more; the first is the one that the others are compared with. field: (N, *spatial), displacement in
+    grid, two or more; the others are compared with the first. field: (N, *spatial), displacement in
     voxels, whose deformed grid and Jacobian are shown. affine: 4x4 of the grid. labels: {word: label map} for the same
     words, or None. budget: bytes that the voxels may take; if they need more they are averaged on a coarser grid, and
     the page gives its size. body: booleans on the grid, where the deformed grid is shown; None for everywhere.
@@ -59,7 +59,7 @@ def viewer_html(name, images, field, affine, labels=None, budget=PAGE_BYTES, bod
 # ---------------------------------------------------------------------------------------------------------------------
 
 def turn_to_screen(images, labels, field, affine, body=None):
-    """All volumes with three axes that run to the left, to the back and to the feet, as radiologists look at slices.
+    """All volumes with three axes that run to the left, to the back and to the feet, as radiologists view slices.
 
     2D images get a third axis of one voxel; they run right and down, as in the figures. Arguments as of `viewer_html`.
     Returns: dict of images, labels, determinant, field (its components along these axes; NaN outside of the body),
@@ -89,7 +89,7 @@ def turn_to_screen(images, labels, field, affine, body=None):
 
 
 def coarser(shape, spacing, voxels):
-    """The shape of a grid of the same extent with at most so many voxels: first the shortest sides of voxels grow.
+    """The shape of a grid of the same extent with at most this many voxels; the shortest sides of voxels grow first.
 
     shape, spacing: three numbers each. Returns: a tuple of three ints.
     """
@@ -101,7 +101,7 @@ def coarser(shape, spacing, voxels):
 
 
 def pack_all(turned, shape):
-    """What Report/viewer.js reads, as plain JSON. turned: of `turn_to_screen`. shape: of the grid that is shown."""
+    """What Report/viewer.js reads, as plain JSON. turned: from `turn_to_screen`. shape: of the grid that is shown."""
     scale = np.divide(turned["shape"], shape)
     spacing = scale * turned["spacing"]
     images = {word: np.rint(255 * averaged(image, shape)) for word, image in turned["images"].items()}
@@ -119,7 +119,7 @@ def pack_all(turned, shape):
 
 
 def label_ranks(labels):
-    """The label maps as bytes, with 0 for the background: only where labels change is drawn."""
+    """The label maps as bytes, with 0 for the background; only the borders between labels are drawn."""
     values = sorted(set().union(*[np.unique(label).tolist() for label in labels.values()]) - {0})
     return {word: (np.searchsorted(values, label) % 255 + 1) * (label != 0) for word, label in labels.items()}
 
@@ -152,7 +152,7 @@ def determinant_codes(determinant, half, shape):
 def determinant_colours():
     """Red, green, blue and opacity of the codes, 0..255: (LEVELS + 2, 4). Close to 1 the image shows through."""
     places = np.linspace(-1, 1, LEVELS)
-    # Without the pale middle of these colours, which would lie like fog on dark tissue.
+    # Leave out the pale middle of these colours, which would cover dark tissue like fog.
     colours = colormaps["RdBu_r"](0.5 + np.sign(places) * (0.22 + 0.23 * np.abs(places)))
     colours[:, 3] = 0.85 * np.abs(places)
     return 255 * np.vstack([[*to_rgb(FOLDED), 1], colours, [*to_rgb(NOT_FINITE), 0.8]])
@@ -182,7 +182,7 @@ def pack(array, kind=np.uint8):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def stage_html(name):
-    """The picture with the words over it, and the slider below."""
+    """The picture with its captions, and the slider below."""
     return f"""<div><div class="stage" tabindex="0" role="slider" aria-label="{escape(name)}: picture with a divider"
 aria-valuemin="0" aria-valuemax="100" aria-valuenow="50"><canvas></canvas>
 <span class="edge left"></span><span class="edge right"></span><span class="edge top"></span><span class="edge foot">
