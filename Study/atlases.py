@@ -1,8 +1,8 @@
 """Segment volumes with a few labelled ones: the most similar atlases are registered to each, and their labels joined.
 
-Every vote is about one image: each atlas is registered to it here, and results for other images cannot take part. An
-atlas that is the image itself never votes, and one of the same person votes only on request, because the result would
-look better than on anybody else.
+Each image has its own vote: the atlases are registered to it here, and results for other images cannot take part. An
+atlas that is the image itself never votes. One of the same person votes only on request, because the result would look
+better than for anybody else.
 """
 import functools
 from pathlib import Path
@@ -60,7 +60,7 @@ def segment(args):
 def voters(image, atlases, same_subject):
     """Which atlases may vote on an image: dict of atlases, candidates (their ids), said (sentences about the others).
 
-    The image itself never votes, be it the same file or a copy; other scans of its subject only if `same_subject`.
+    The image itself never votes, as the same file or as a copy; other scans of its subject vote only if `same_subject`.
     """
     may, said, own = [], [], None
     for atlas in atlases:
@@ -90,7 +90,7 @@ def entry_of(image, atlases):
 def kept_images(images, voting, settings, out, again):
     """The ids of images that an earlier run has done with these candidates; their registered atlases may be gone.
 
-    `voting` of such an image gets the atlases that were taken.
+    For such an image, `voting` gets the atlases that were taken.
     """
     earlier, done = read_results(out), set()
     if again or earlier["settings"] != settings:
@@ -117,9 +117,9 @@ def pairs_of(images, voting):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def rank_all(images, voting, options, settings, out, args):
-    """Leave each image the --most atlases that are most similar to it after an affine alignment.
+    """Keep for each image the --most atlases that are most similar to it after an affine alignment.
 
-    Returns: {name of the pair: matrix} of those alignments; empty where no image has more atlases than that.
+    Returns: {name of the pair: matrix} of those alignments; empty if no image has more than --most atlases.
     """
     images = [item for item in images if args.most and len(voting[item["id"]]["atlases"]) > args.most]
     if not images:
@@ -140,7 +140,7 @@ def rank_all(images, voting, options, settings, out, args):
 
 
 def rank(options, pair, folder, earlier):
-    """Align an atlas to an image by an affine map and keep it; the row says how alike they are then."""
+    """Align an atlas to an image and write the affine map; the row has their similarity afterwards."""
     found = common.aligned(pair["fixed"], pair["moving"], refine=False, **options)
     path = folder / f"{pair['name']}.mat"
     write_matrix(path, found.matrix)
@@ -148,9 +148,9 @@ def rank(options, pair, folder, earlier):
 
 
 def carry_all(images, voting, starts, options, settings, out, args):
-    """Register the atlases of the images that are to be done: {name of the pair: row, or sentence why there is none}.
+    """Register the atlases of the images still to be done: {name of the pair: row, or why there is none}.
 
-    starts: of `rank_all`.
+    starts: from `rank_all`.
     """
     where = out / "atlases"
     tasks = [(entry, where / entry["name"]) for entry in pairs_of(images, voting)]
@@ -163,7 +163,7 @@ def carry_all(images, voting, starts, options, settings, out, args):
 
 
 def carry(out, starts, options, labels, pair, folder, earlier):
-    """Bring one atlas to one image, write its image and labels on that grid, and return the row."""
+    """Register one atlas to one image, write its image and labels on that grid, and return the row."""
     label, affine = read_label(pair["moving_label"], common.dims_of(pair["moving"]))
     if pair["name"] in starts:
         options = {**options, "affine": False, "start": np.array(starts[pair["name"]])}
@@ -186,7 +186,7 @@ def carry(out, starts, options, labels, pair, folder, earlier):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def join_labels(out, join, voting, carried, entry, folder, earlier):
-    """Join what the atlases say about one image, write label and doubt, and return the row."""
+    """Join the labels of the atlases for one image, write label and doubt, and return the row."""
     of_it, dims = voting[entry["name"]], common.dims_of(entry["image"])
     require_apart(folder, [entry[key] for key in entry if key != "name"])
     found = {atlas["id"]: carried.get(f"{atlas['id']}_to_{entry['name']}") for atlas in of_it["atlases"]}
@@ -234,7 +234,7 @@ def sizes(inside, doubt, affine):
 
 
 def verdict_of(row, good, found):
-    """verdict and reason of a segmented image: doubtful where most atlases are, or half of what is labelled is."""
+    """verdict and reason of a segmented image: doubtful if most atlases are, or most of the labelled voxels."""
     doubtful = [name for name in good if found[name]["verdict"] == "doubtful"]
     if 2 * len(doubtful) > len(good):
         return {"verdict": "doubtful", "reason": f"{len(doubtful)} of {len(good)} atlases have the verdict "

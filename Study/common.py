@@ -19,7 +19,7 @@ from Runtime.files import require_file, write_file
 
 
 def volumes_of(sources, ids="", pattern=""):
-    """The volumes that a command line names, as Dataloader/datalist.py describes them, in its order.
+    """The volumes that a command line names, in its order, as Dataloader/datalist.py describes them.
 
     sources: files, folders, lists or patterns. ids: numbers and ranges as in `select`. pattern: names the subjects.
     Raises InputError if there are none, and if two have the same name.
@@ -80,7 +80,7 @@ def aligned(fixed, moving, **options):
 
 
 def aligned_row(found, entry, folder, out, paths, **more):
-    """The `finished_row` of a registration, whose warnings other steps repeat. more: further columns."""
+    """The `finished_row` of a registration, without warnings: other steps repeat them. more: further columns."""
     row = {"name": entry["name"], "folder": str(folder), **scores_of(found), "verdict": found.verdict,
            "reason": found.reason, "matrix": found.matrix.tolist(), **more}
     return {**finished_row(row, entry, out, paths), "warnings": []}
@@ -102,9 +102,9 @@ def _cell(value):
 
 
 def end(out, rows, failed, settings, page, strict, summary):
-    """Write results.json, tell what went wrong, print the summary as one line of JSON. Returns: the exit code.
+    """Write results.json, print what went wrong, and print the summary as one line of JSON. Returns: the exit code.
 
-    strict: whether a subject that could not be done, or has failed by its verdict, makes the exit code 43.
+    strict: whether a subject that could not be processed, or whose verdict is failed, makes the exit code 43.
     """
     write_results(out, rows, failed, settings, complete=True)
     for entry in failed:

@@ -1,11 +1,11 @@
-"""Join the labels of several atlases for one image, weighted by how similar each atlas is to the image there.
+"""Join the labels of several atlases for one image, weighted by the local similarity of each atlas to the image.
 
-Around every voxel in which the maps disagree, a patch of the image is compared with the patches of each registered
-atlas: first each atlas is shifted by at most a voxel to its best fit, then the atlases are weighted. Two atlases that
-err in the same way count as one: with the differences d_i of the patches, the matrix of their products M_ij = (|d_i| .
-|d_j|)^BETA says how probably both are wrong together, and the weights that minimise the expected error are M^-1 1 / (1'
-M^-1 1), as Wang et al., "Multi-Atlas Segmentation with Joint Label Fusion", IEEE TPAMI 2013. A patch speaks for all of
-its voxels: the weights of a voxel are the mean of those of the patches that hold it.
+Around every voxel where the maps disagree, a patch of the image is compared with the patch of each registered atlas.
+First each atlas is shifted by at most a voxel to its best fit; then the atlases are weighted. Two atlases that err in
+the same way count as one: from the differences d_i of the patches, M_ij = (|d_i| . |d_j|)^BETA estimates how probably
+both are wrong together, and the weights M^-1 1 / (1' M^-1 1) minimise the expected error (Wang et al., "Multi-Atlas
+Segmentation with Joint Label Fusion", IEEE TPAMI 2013). A patch votes for all of its voxels: the weights of a voxel are
+the mean over the patches that contain it.
 """
 import itertools
 
@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from scipy import ndimage
 
-PATCH = 2  # voxels: patches reach so far to each side
+PATCH = 2  # voxels by which a patch extends to each side
 SEARCH = 1  # voxels by which an atlas may be moved to fit better
 BETA = 2.0  # how steeply a difference counts
-ALPHA = 1.0  # of the mean of the diagonal, added to it: with less, few atlases decide, with all their chance errors
+ALPHA = 1.0  # times the mean of the diagonal is added to it; with less, few atlases decide, chance errors included
 CHUNK = 20_000  # voxels at a time
 
 
 def fuse(image, atlases, maps):
-    """The labels of an image by what several atlases say, each by its likeness around the voxel.
+    """The labels of an image from several atlases, each weighted by its similarity around the voxel.
 
     image: (D, H, W) or (H, W) float32. atlases: the images of K atlases on its grid, (*size) each. maps: their K label
     maps (*size), integers.
-    Returns: label (*size) of the maps' dtype; doubt (*size) float32, 0 where all agree: the share of the votes that the
-    winner did not get.
+    Returns: label (*size) of the maps' dtype; doubt (*size) float32, the share of the votes that the winner did not
+    get, 0 where all agree.
     """
     maps = np.stack(maps)
     disputed = (maps != maps[0]).any(0)
@@ -39,13 +39,13 @@ def fuse(image, atlases, maps):
 
 
 def around(mask, margin):
-    """The smallest box around a mask, and so many voxels more on each side: slices."""
+    """The smallest box around a mask, with a margin in voxels on each side: slices."""
     [box] = ndimage.find_objects(mask.astype(np.int8))
     return tuple(slice(max(side.start - margin, 0), side.stop + margin) for side in box)
 
 
 def weigh(image, atlases, maps, disputed):
-    """The weight of each atlas in each disputed voxel, and the label for which it is.
+    """The weight of each atlas in each disputed voxel, and the label it votes for.
 
     Arguments as for `fuse`, cut to a box. Returns: weights (n, K) float32, which add up to 1; labels (n, K).
     """
@@ -55,7 +55,7 @@ def weigh(image, atlases, maps, disputed):
     strides = np.array([int(np.prod(image.shape[axis + 1:])) for axis in range(dims)])
     cube = np.array(list(itertools.product(range(-PATCH, PATCH + 1), repeat=dims))) @ strides
     shifts = np.array(sorted(itertools.product(range(-SEARCH, SEARCH + 1), repeat=dims),
-                             key=lambda shift: np.square(shift).sum())) @ strides  # of equals the shortest
+                             key=lambda shift: np.square(shift).sum())) @ strides  # ties go to the shortest
     places = np.ravel_multi_index(tuple(axis + reach for axis in np.nonzero(disputed)), image.shape)
     flat, flats = torch.from_numpy(image.ravel()), [torch.from_numpy(atlas.ravel()) for atlas in atlases]
     best = [best_shift(image, atlas, shifts, strides, places, 2 * PATCH + 1) for atlas in atlases]
@@ -72,9 +72,9 @@ def weigh(image, atlases, maps, disputed):
 
 
 def best_shift(image, atlas, shifts, strides, places, width):
-    """By how much, in steps of the flat array, an atlas moves to look most like the image around each place: (n,).
+    """The shift, in steps of the flat array, that makes an atlas look most like the image around each place: (n,).
 
-    Likeness is the correlation of the two patches, from running sums over the whole box. width: of a patch, in voxels.
+    The measure is the correlation of the two patches, by running sums over the whole box. width: of a patch, in voxels.
     """
     def mean(volume):
         return ndimage.uniform_filter(volume, width, mode="nearest").ravel()
@@ -85,7 +85,7 @@ def best_shift(image, atlas, shifts, strides, places, width):
     other_spread = np.sqrt(np.maximum(mean(other * other) - other_mean ** 2, 1e-12))
     found, most = np.zeros(len(places), np.int64), np.full(len(places), -np.inf, np.float32)
     for shift in shifts:
-        moved = np.roll(other, -shift)  # of the flat array: the padding takes what runs over
+        moved = np.roll(other, -shift)  # of the flat array; the padding absorbs what wraps around
         product = mean(own * moved)[places] - own_mean[places] * other_mean[places + shift]
         alike = product / (own_spread[places] * other_spread[places + shift])
         better = alike > most + 1e-6
@@ -94,7 +94,7 @@ def best_shift(image, atlas, shifts, strides, places, width):
 
 
 def normalised(patches):
-    """Patches (n, P) less their mean, by their standard deviation; flat ones become zero."""
+    """Patches (n, P) minus their mean, divided by their standard deviation; flat ones become zero."""
     patches = patches - patches.mean(1, keepdim=True)
     return patches / patches.square().mean(1, keepdim=True).sqrt().clamp(min=1e-6)
 
@@ -112,7 +112,7 @@ def joint_weights(apart, beta=BETA, alpha=ALPHA):
 
 
 def averaged(weights, disputed):
-    """The mean weights of the patches that hold each disputed voxel, (n, K). disputed: where the n weights are."""
+    """The mean weights of the patches that contain each disputed voxel, (n, K). disputed: where the n weights are."""
     width, found = 2 * PATCH + 1, np.empty_like(weights)
     share = ndimage.uniform_filter(disputed.astype(np.float32), width, mode="constant")[disputed]
     for number in range(weights.shape[1]):
@@ -123,7 +123,7 @@ def averaged(weights, disputed):
 
 
 def count(agreed, disputed, weights, voted):
-    """Label and doubt from the votes. agreed: (*size), the label where nothing is disputed. Others as `weigh` gives."""
+    """Label and doubt from the votes. agreed: (*size), the label where nothing is disputed. Others from `weigh`."""
     winner, most = voted[:, 0].copy(), np.full(len(voted), -1.0, np.float32)
     for value in np.unique(voted):
         share = np.where(voted == value, weights, 0).sum(1)

@@ -2,12 +2,11 @@
 
 From a template to its subjects: det(d subject / d template), so above 0 the subject is larger there.
 
-Between scans of one subject: both scans are aligned by half of the rigid map between them each, and meet on a grid in
-the middle. There each is registered to the other; v is half the difference of the logarithms of the two fields, and the
-scans lie at exp(-v / 2) and exp(v / 2) of the middle. The change is the difference of their log determinants. Every
-step treats both scans in the same way, so swapping them only changes the sign; with one scan kept fixed, changes would
-look smaller (Reuter et al., "Within-subject template estimation for unbiased longitudinal image analysis", NeuroImage
-2012).
+Between scans of one subject: each scan is moved by half of the rigid map between them, onto a grid in the middle. There
+each is registered to the other; v is half the difference of the logarithms of the two fields. The scans are then at
+exp(-v / 2) and exp(v / 2) from the middle, and the change is the difference of their log determinants. Every step
+treats both scans in the same way, so swapping them only changes the sign. With one scan kept fixed, changes would look
+smaller (Reuter et al., "Within-subject template estimation for unbiased longitudinal image analysis", NeuroImage 2012).
 """
 import functools
 from pathlib import Path
@@ -32,7 +31,7 @@ from Study.template import LABEL, in_voxels, log_matrix, logarithm
 from Study.thumbnails import gallery_html, thumbnail
 
 WHOLE, LOCAL, MIDDLE = "log_jacobian.nii.gz", "log_jacobian_without_affine.nii.gz", "middle.nii.gz"
-LEAST = 1e-3  # determinant; where a field folds, the map has its logarithm
+LEAST = 1e-3  # smallest determinant; where a field folds, the map has the logarithm of this
 SHOWN = 0.3  # logarithm that is drawn in full red
 
 
@@ -58,7 +57,7 @@ def log_determinant(field):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def of_results(out, args):
-    """The tasks of the subjects of a folder of results, all registered to one volume; their function; failed ones."""
+    """Tasks for the subjects in a folder of results, all registered to one volume; their function; failed subjects."""
     folder = Path(args.results) if Path(args.results).is_dir() else Path(args.results).parent
     rows = [row for row in read_results(folder)["pairs"].values() if "fixed" in row and "matrix" in row]
     if not rows:
@@ -97,7 +96,7 @@ def map_subject(out, smooth_mm, rows, entry, folder, earlier):
 
 
 def finish(out, folder, entry, result, maps, affine, labels, smooth_mm, paths):
-    """Write two maps on a grid, and return the row with what they say of the labels. paths: written before."""
+    """Write two maps on a grid, and return the row with the change of each label. paths: files written before."""
     dims = maps[0].ndim
     if smooth_mm:
         sigma = smooth_mm / np.linalg.norm(affine[:3, :dims], axis=0)
@@ -117,7 +116,7 @@ def finish(out, folder, entry, result, maps, affine, labels, smooth_mm, paths):
 
 
 def percent(logs):
-    """The change of the volume of a region in percent: the mean of the determinants, less 1."""
+    """The change of the volume of a region in percent: the mean of the determinants minus 1."""
     return 100 * float(np.expm1(logs.astype(np.float64)).mean())
 
 
@@ -126,7 +125,7 @@ def percent(logs):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def of_scans(out, args):
-    """The tasks of the later scans of one subject, each against the first; their function; no failed ones."""
+    """Tasks for the later scans of one subject, each against the first; their function; no failed ones."""
     first, *later = volumes_of(args.scans)
     label = args.labels or first["label"]
     tasks = [({"name": item["id"], "first": first["image"], "scan": item["image"],
@@ -136,7 +135,7 @@ def of_scans(out, args):
 
 
 def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
-    """Map the change from the first scan to a later one in their middle, and return its row."""
+    """Map the change from the first scan to a later one on the grid in the middle, and return its row."""
     scans = [read_source(str(entry[key]), key) for key in ("first", "scan")]
     files = [entry["first"], entry["scan"]]
     there, back = (aligned(one, other, affine=kind, refine=False, **options).matrix

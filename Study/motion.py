@@ -1,6 +1,6 @@
 """Motion in a 4D series: every frame aligned to one frame or to the mean of all, and how far each had moved.
 
-Frames are aligned in blocks, each frame starting from the result of the one before it in its block (with --deform from
+Frames are aligned in blocks. Within a block each frame starts from the result of the previous frame (with --deform from
 its field), so the result is the same for any number of processes. The map of a frame leads from the reference to the
 positions of its points in that frame.
 """
@@ -23,7 +23,7 @@ from Study.thumbnails import gallery_html, thumbnail
 
 BLOCK = 10  # frames
 RADIUS_MM = 50.0  # of the sphere on which a rotation becomes millimetres (Power et al., NeuroImage 2012)
-MOVED_MM = 0.5  # framewise displacement above which a frame is named, as is usual for brains
+MOVED_MM = 0.5  # framewise displacement above which a frame is counted, as is usual for brains
 PARAMETERS = ("trans_x", "trans_y", "trans_z", "rot_x", "rot_y", "rot_z")
 
 
@@ -62,7 +62,7 @@ def motion(args):
 
 
 def shape_of(path):
-    """Shape (D, H, W, T) and affine of a series. Raises InputError for a file that is none."""
+    """Shape (D, H, W, T) and affine of a series. Raises InputError if the file is not a series."""
     image = open_nifti(path)
     if len(image.shape) != 4 or image.shape[3] < 2 or min(image.shape[:3]) < 2:
         raise InputError(f"{path}: shape {image.shape} is not a series of volumes (D, H, W, frames).")
@@ -75,7 +75,7 @@ def frame_of(path, number):
 
 
 def align_block(out, series, count, options, entry, folder, earlier):
-    """Align the frames of one block; their volumes go to one file, their maps and likeness into the row."""
+    """Align the frames of one block; their volumes go to one file, their maps and similarities into the row."""
     start = int(entry["name"].rpartition("_")[2])
     affine, begin, volumes, frames = shape_of(series)[1], {}, [], []
     for number in range(start, min(start + BLOCK, count)):
@@ -123,9 +123,9 @@ def join(out, rows, series, shape, affine):
 
 
 def parameters_of(matrix, centre_mm):
-    """Shift of a centre in mm and the angles around x, y and z in radians, of a rigid 4x4 map: (6,).
+    """Shift of a centre in mm, and angles around x, y and z in radians, of a rigid 4x4 map: (6,).
 
-    The turn is Rz Ry Rx, as in most programs for motion.
+    The rotation is Rz Ry Rx, as in most motion-correction programs.
     """
     shift = (matrix @ [*centre_mm, 1])[:3] - centre_mm
     turn = matrix[:3, :3]

@@ -24,12 +24,12 @@ from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import write_file
 from Study.common import dims_of
 
-# (most voxels of the grid, config, multiple of the sides, steps that were seen to be enough)
+# (most voxels of the grid, config, multiple of the sides, number of steps found to be enough)
 NETWORKS = ((56 * 64 * 56, "config_hippocampus.yaml", 8, 5_000), (112 ** 3, "config_medium.yaml", 16, 20_000),
             (128 ** 3, "config_om.yaml", 16, 100_000))
-OPENED = 12  # volumes that are read whole, evenly spread over the folder; of the others the headers
-FEW_LABELLED = 10  # labelled volumes up to which joined atlases are better than a training or as good
-ROOM = 0.8  # of the memory that is free
+OPENED = 12  # volumes to read whole, evenly spread over the folder; of the others only headers are read
+FEW_LABELLED = 10  # labelled volumes up to which joined atlases are as good as a trained network or better
+ROOM = 0.8  # share of the free memory that a step may use
 ALONE = {"loss": {"dist": 0.0, "ang": 0.0, "regul": 0.0, "contrastive": 0.0}}  # mode 3 alone: for registration
 
 
@@ -53,8 +53,8 @@ def plan(args):
 
 
 def look(items):
-    """What the volumes are like: list of dicts of size_mm (canonical), voxel_mm, and of some box_mm, range, whole; and
-    (id, reason) of those that are no use."""
+    """Measure the volumes: a list of dicts with size_mm (canonical), voxel_mm and, for the OPENED ones, box_mm and
+    range; and (id, reason) of unusable volumes."""
     seen, bad = [], []
     opened = {items[int(place)]["id"] for place in np.linspace(0, len(items) - 1, min(OPENED, len(items)))}
     for item in items:
@@ -81,7 +81,7 @@ def look(items):
 
 
 def choose(seen, args, device, out):
-    """Write config.yaml, on the finest grid of which a step fits into the memory. Returns: what it costs."""
+    """Write config.yaml with the finest grid for which a training step fits into memory. Returns: what it costs."""
     spacing = float(np.median([np.exp(np.log(row["voxel_mm"]).mean()) for row in seen]))
     boxes = [row["box_mm"] for row in seen if "box_mm" in row]
     extent = np.minimum(np.percentile([row["size_mm"] for row in seen], 95, axis=0), 1.05 * np.max(boxes, axis=0))
@@ -122,7 +122,7 @@ def write_config(out, args, base, size, spacing_mm, epochs=1):
                         "train_ids": "", "val_ids": "", "val_fraction": 0.1, "cache": "auto", "expect_samples": 0,
                         "subject_pattern": args.subject_pattern, "img_size": [int(n) for n in size],
                         "spacing_mm": round(float(spacing_mm), 4)}}
-    finest = int(min(size)) // 4 * 4  # about one control point in two voxels of the noise, which covers two images
+    finest = int(min(size)) // 4 * 4  # about one control point per two voxels; the noise is twice as wide as the image
     content["diffusion"] = {"grids": sorted({max(4, finest // 2 ** k // 4 * 4) for k in (3, 2, 1, 0)})}
     if args.purpose == "register":
         content.update(ALONE)
@@ -133,7 +133,7 @@ def write_config(out, args, base, size, spacing_mm, epochs=1):
 
 
 def dry_run(out, device):
-    """What the training program counts for config.yaml on a device, a dict. Raises InputError with its sentence."""
+    """What the training program's dry run counts for config.yaml, a dict. Raises InputError with its error message."""
     home = str(Path(__file__).resolve().parents[1])
     command = [sys.executable, "-m", "omnimorph", "train", "--config", str(out / "config.yaml"), "--dry-run", "--set",
                f"run.device={device.type}"]

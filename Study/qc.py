@@ -1,7 +1,7 @@
 """All results of a study at a glance: one page and one table, whatever program made them.
 
-Every row is judged again beside all the others. A number is an outlier where it is further from the median than OUTLIER
-robust standard deviations (1.48 median absolute deviations), on its bad side.
+Every row is judged again among all the others. A number is an outlier if it is more than OUTLIER robust standard
+deviations (1.48 median absolute deviations) from the median, on its bad side.
 """
 import functools
 import json
@@ -23,7 +23,7 @@ from Study.thumbnails import gallery_html, thumbnail
 BAD_SIDE = {"similarity": -1, "dice": -1, "tre_mm": 1, "folding_body_percent": 1, "sdlogj": 1, "covered_percent": -1,
             "turn_degrees": 1, "scale_most": 1, "scale_least": -1, "shear_degrees": 1, "doubt": 1,
             "doubtful_percent": 1}
-BRIGHT = 0.3  # of the range of a volume: the outline that stands for a fixed volume without labels
+BRIGHT = 0.3  # of the range of a fixed volume: the outline at this intensity replaces missing labels
 
 
 def qc(args):
@@ -41,7 +41,7 @@ def qc(args):
 
 
 def all_rows(sources):
-    """The rows of several folders of results, judged and named apart; and those that had failed."""
+    """The rows of several folders of results, judged and with unique names; and the entries that had failed."""
     rows, failed = [], []
     for source in map(Path, sources):
         folder = source if source.is_dir() else source.parent
@@ -61,7 +61,7 @@ def all_rows(sources):
 
 
 def outlier_of(row, rows):
-    """outlier: the column that is furthest out on its bad side, "" where none is; outlier_z: by how much, robustly."""
+    """outlier: the column that is furthest out on its bad side, "" if none is; outlier_z: by how much, robustly."""
     worst, name = 0.0, ""
     for key, bad in BAD_SIDE.items():
         values = [other[key] for other in rows if isinstance(other.get(key), (int, float))]
@@ -85,9 +85,9 @@ def entry_of(row):
 
 
 def draw_row(out, rows, entry, folder, earlier):
-    """Draw one subject; the row is that of its results, with the picture.
+    """Draw one subject, and return the row of its results with the picture.
 
-    A pair: the warped volume with the outlines of the fixed labels, or of what is bright in the fixed volume, and of
+    A pair: the warped volume with the outlines of the fixed labels, or of the bright part of the fixed volume, and of
     the warped labels. A segmentation: the image with its labels and its doubt.
     """
     row = rows[entry["name"]]

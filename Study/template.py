@@ -4,8 +4,8 @@ Every subject is registered to the current template; T_i is the affine map and u
 subject i. The template is then moved so that their means vanish: with the mean logarithms of the T_i and of the
 deformations, x -> exp(-mean log u)(exp(-mean log T) x) is applied before each of them. The mean of the subjects, warped
 by the moved maps, is sharpened and becomes the next template (Avants et al., NeuroImage 2010, "The optimal template
-effect"; logarithms as in Arsigny et al., MICCAI 2006). The first half of the rounds has a coarse grid. Those after it
-do not find the fields anew: each continues those of the round before at the finest resolution.
+effect"; logarithms as in Arsigny et al., MICCAI 2006). The first half of the rounds uses a coarse grid. Later rounds do
+not find the fields again from scratch: each continues the previous round's fields at the finest resolution.
 """
 import functools
 import json
@@ -35,7 +35,7 @@ from Study.thumbnails import gallery_html, thumbnail
 
 TEMPLATE, LABEL = "template.nii.gz", "template_label.nii.gz"
 ENOUGH_LEFT, MOST_PASSES, SMOOTH_MEAN = 0.02, 4, 1.0  # voxels of the mean logarithm, on average; passes; voxels
-SHARPEN, SHARPEN_SIGMA = 1.0, 1.0  # how much of what a Gaussian of so many voxels takes away is added
+SHARPEN, SHARPEN_SIGMA = 1.0, 1.0  # unsharp masking: its amount; sigma of its Gaussian in voxels
 FEWEST, LEAST_SIDE = 2, 8  # subjects; voxels along an axis
 # Of a subject and round, (N, *size): the deformation without the affine part; the whole map from the moved template.
 DEFORMATION, FIELD = "deformation.npy", "field.npy"
@@ -65,7 +65,7 @@ def entry_of(item):
 
 
 def finished_earlier(items, settings, out):
-    """rows, failed and history of an earlier run, if it came to its end with these subjects and files; else None."""
+    """rows, failed and history of an earlier run, if it finished with these subjects and files; else None."""
     earlier = read_results(out)
     try:
         content = json.loads((out / "results.json").read_text())
@@ -158,7 +158,7 @@ def field_of_view(volume, spacing_mm):
 def onto_template(out, options, starts, before, pair, folder, earlier):
     """Register one subject to the template; its deformation without the affine part goes to deformation.npy.
 
-    starts: its map and smoothing so far, by name. before: affine of the template before, on which pair's "known" is.
+    starts: latest map and smoothing, by name. before: affine of the previous template, the grid of pair's "known".
     """
     if pair["name"] in starts:
         start, smoothing = starts[pair["name"]]
@@ -174,7 +174,7 @@ def onto_template(out, options, starts, before, pair, folder, earlier):
 
 
 def without_strangers(rows, left_out):
-    """The rows without subjects that failed where most did not: another organ, modality or place. Others are named."""
+    """The rows without subjects that failed (another organ, modality or place), unless most did; names the removed."""
     if 2 * sum(row["verdict"] == "failed" for row in rows) > len(rows):
         return rows  # a blurred template looks like nobody
     left_out.update({row["name"]: row["reason"] for row in rows if row["verdict"] == "failed"})
@@ -188,7 +188,7 @@ def without_strangers(rows, left_out):
 def deformation_of(row, margin=0):
     """u_i of a row: (1, N, *size) in voxels of the template.
 
-    margin: voxels around the template's grid in which it falls to zero: without them, maps that lead out of the field
+    margin: voxels around the template's grid in which it falls to zero; without them, maps that lead out of the field
     of view would have no logarithm there.
     """
     found = torch.from_numpy(np.load(Path(row["folder"]) / DEFORMATION))[None]
@@ -203,7 +203,7 @@ def deformation_of(row, margin=0):
 
 
 def margin_for(rows):
-    """How wide it is for some rows: so that it falls by a third of a voxel per voxel, on average; at least 8."""
+    """The margin for some rows: wide enough to fall by a third of a voxel per voxel, on average; at least 8."""
     most = 0.0
     for row in rows:
         field = deformation_of(row)[0]
@@ -216,7 +216,7 @@ def logarithm(field, rounds=2):
     """The velocity v with exp(v) = field, for a field that does not fold: (1, N, *size) in voxels.
 
     v <- v + (field after exp(-v)), the first term of the Baker-Campbell-Hausdorff series (Bossa et al., MICCAI 2007).
-    More rounds gain nothing over the interpolation's errors.
+    More rounds gain less than the error of interpolation.
     field: (1, N, *size) displacement in voxels, zero at the border.
     """
     velocity = field
@@ -232,15 +232,15 @@ def log_matrix(matrix):
 
 
 def centre(rows, affine, exact):
-    """Where the middle of the subjects is, seen from the present template, whose grid has this affine.
+    """The middle of the subjects relative to the current template, whose grid has this affine.
 
-    exact: by the mean of displacements, then by that of logarithms, in passes until little of it is left; else by the
-    first alone, which is near it and costs little. The mean is smoothed by a voxel: where a field nearly folds, its
-    logarithm is coarse.
-    Returns: dict of way, (1, N, *wide) in voxels, x -> x + way(x) leads from the new template to the old one, on the
-    template's grid with `margin` voxels around it; before, 4x4, the affine part of it in the world, which way includes;
-    moved, the mean length of the mean deformation; left and most_left, mean and largest length of the mean logarithm
-    afterwards, both None unless `exact`; voxels.
+    exact: use the mean of displacements, then the mean of logarithms, in passes until little of it is left; otherwise
+    only the mean of displacements, which comes close and costs little. The mean is smoothed by a voxel, because the
+    logarithm of a field that nearly folds is coarse.
+    Returns: dict of way, (1, N, *wide) in voxels: x -> x + way(x) leads from the new template to the old one, on the
+    template's grid with `margin` voxels around it; before, 4x4: its affine part in the world, included in way; moved,
+    the mean length of the mean deformation; left and most_left, mean and largest length of the mean logarithm
+    afterwards, both None unless `exact`. Lengths are in voxels.
     """
     margin, dims = margin_for(rows), deformation_of(rows[0]).dim() - 2
     wide = affine.copy()
@@ -251,7 +251,7 @@ def centre(rows, affine, exact):
     middle = {"margin": margin, "affine": wide, "before": before, "moved": None, "left": None, "most_left": None}
     inner = (..., *(slice(margin, -margin) for _ in size))
     for number in range(MOST_PASSES if exact else 1):
-        logs = exact and number > 0  # the first pass goes most of the way, and needs none for it
+        logs = exact and number > 0  # the first pass goes most of the way without logarithms
         mean = sum(centred_deformation(row, {**middle, "way": way}, logs) for row in rows) / len(rows)
         length = mean[inner].square().sum(1).sqrt()
         middle["moved"] = float(length.mean()) if number == 0 else middle["moved"]
@@ -276,7 +276,7 @@ def centred_field(row, middle):
 
 
 def centred_deformation(row, middle, exact):
-    """What is left of it without its affine part, T_i after `before`: its logarithm if `exact`, else itself."""
+    """`centred_field` without its affine part, T_i after `before`: its logarithm if `exact`, else the field itself."""
     own = np.linalg.inv(np.array(row["matrix"]) @ middle["before"])
     rest = then_affine(centred_field(row, middle), in_voxels(own, middle["affine"]))
     return logarithm(rest) if exact else rest
@@ -289,9 +289,9 @@ def field_of(row, middle):
 
 
 def average_of(rows, affine, amount):
-    """The mean of the subjects in the moved template, plain and sharpened, (*size) float32 in 0..1.
+    """The mean of the subjects on the moved template, plain and sharpened, (*size) float32 in 0..1.
 
-    Each counts where its field of view reaches. amount: of sharpening, see SHARPEN.
+    Each subject counts within its field of view. amount: of sharpening, see SHARPEN.
     """
     total = weight = 0
     for row in rows:
@@ -306,7 +306,7 @@ def average_of(rows, affine, amount):
 
 
 def sharpness(image):
-    """The mean length of the gradient, of an image of 0..1, in its range per voxel."""
+    """The mean gradient magnitude of an image in 0..1, in units of its range per voxel."""
     return float(np.sqrt(sum(part ** 2 for part in np.gradient(image))).mean())
 
 

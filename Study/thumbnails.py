@@ -1,10 +1,10 @@
-"""Small pictures of many volumes for a page: the middle slices with outlines, as PNG files of some kilobytes."""
+"""Small pictures of many volumes for a page: the middle slices with outlines, as PNG files of a few kilobytes."""
 import base64
 import io
 from html import escape
 
 import numpy as np
-from PIL import Image  # of matplotlib's requirements
+from PIL import Image  # a requirement of matplotlib
 from scipy import ndimage
 
 from Dataloader.grids import to_canonical
@@ -25,11 +25,11 @@ def palette():
 
 
 def thumbnail(image, affine, outlines=(), heat=None):
-    """The slices through the middle of what is outlined, side by side, or a 2D image: bytes of a PNG.
+    """The slices through the middle of the outlined part, side by side, or a 2D image: bytes of a PNG.
 
     image: (D, H, W) or (H, W). affine: 4x4; slices are turned so that the head is up. outlines: list of (label map
     (*size), number of one of COLOURS, or None: each label in the next colour), drawn one after another. heat: (*size),
-    0..1, or None: reddens what is high.
+    0..1, or None; high values are drawn in red.
     """
     volumes = [image, *(label for label, _ in outlines), *([] if heat is None else [heat])]
     turned = [to_canonical(np.asarray(each), affine)[0] for each in volumes]
@@ -48,7 +48,7 @@ def thumbnail(image, affine, outlines=(), heat=None):
 
 
 def tile(planes, sides, limits, colours, has_heat):
-    """One slice as numbers of the palette, at most SIDE along its longer side, its pixels square.
+    """One slice as palette indices, at most SIDE along its longer side, with square pixels.
 
     planes: the image, its label maps and, if `has_heat`, the heat, 2D each. sides: of a voxel, in mm.
     """
@@ -72,7 +72,7 @@ def tile(planes, sides, limits, colours, has_heat):
 
 
 def png(picture):
-    """Numbers of the palette (height, width) as the bytes of a PNG file."""
+    """Palette indices (height, width) as the bytes of a PNG file."""
     image, file = Image.fromarray(picture.astype(np.uint8)), io.BytesIO()
     image.putpalette(palette().tobytes())
     image.save(file, "png", optimize=True)
