@@ -133,7 +133,7 @@ def write_config(out, args, base, size, spacing_mm, epochs=1):
 
 
 def dry_run(out, device):
-    """What the training program's dry run counts for config.yaml, a dict. Raises InputError with its error message."""
+    """What the training program's dry run counts for config.yaml on a device, a dict. Raises InputError if it fails."""
     home = str(Path(__file__).resolve().parents[1])
     command = [sys.executable, "-m", "omnimorph", "train", "--config", str(out / "config.yaml"), "--dry-run", "--set",
                f"run.device={device.type}"]

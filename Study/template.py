@@ -174,7 +174,7 @@ def onto_template(out, options, starts, before, pair, folder, earlier):
 
 
 def without_strangers(rows, left_out):
-    """The rows without subjects that failed (another organ, modality or place), unless most did; names the removed."""
+    """The rows without subjects that failed (another organ, modality or place), unless most did; left_out gets them."""
     if 2 * sum(row["verdict"] == "failed" for row in rows) > len(rows):
         return rows  # a blurred template looks like nobody
     left_out.update({row["name"]: row["reason"] for row in rows if row["verdict"] == "failed"})
@@ -203,7 +203,7 @@ def deformation_of(row, margin=0):
 
 
 def margin_for(rows):
-    """The margin for some rows: wide enough to fall by a third of a voxel per voxel, on average; at least 8."""
+    """The margin for some rows: their fields fall in it by a third of a voxel per voxel, on average; at least 8."""
     most = 0.0
     for row in rows:
         field = deformation_of(row)[0]
