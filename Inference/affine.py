@@ -405,7 +405,7 @@ def _search(levels, starts, shapes, kind, similarity, finest):
 
 
 def _turned(header, shapes, kind, count):
-    """Maps (N, N + 1) that match the centres of intensity under evenly spread rotations, mirrored if the headers are.
+    """Maps (N, N + 1) that match the centres of intensity under evenly spread rotations, mirrored as the headers say.
 
     Rotations that match the principal axes are added. The maps take their scale from the headers. If kind is "affine",
     further maps match the moments of the volumes, with one scale or with one for each axis; the latter, with the right

@@ -101,9 +101,9 @@ class Result:
     one_sign: float | None = None
     smoothing: float | None = None  # refine.weight, as it was inferred from the pair or set; None without refinement
     inverse: np.ndarray | None = None  # (N, *moving) in voxels of the moving grid
-    inverse_error_mm: float | None = None  # mean distance of the moving volume's points from their start
-    inverse_error_max_mm: float | None = None  # after both fields as they are written, there and back; the largest
-    inverse_consistency_mm: float | None = None  # the same mean over the fixed body
+    inverse_error_mm: float | None = None  # mean round-trip error of the moving volume's points by both written fields
+    inverse_error_max_mm: float | None = None  # the largest of these errors
+    inverse_consistency_mm: float | None = None  # mean round-trip error of the points of the fixed body
     segmented_fixed: np.ndarray | None = None  # (*fixed) uint16, segmentation by a network with model.structures
     segmented_moving: np.ndarray | None = None  # (*moving), with the label values of its training maps
 
