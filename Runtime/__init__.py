@@ -1,11 +1,11 @@
-"""Modules that keep a run alive. Every program imports this first: a Python that is too old ends in one sentence."""
+"""Modules that keep a run alive. Every program imports this first; an outdated Python gets one sentence and exits."""
 import sys
 
 __version__ = "1.0.0"
 OLDEST = (3, 11)
 
 if sys.version_info < OLDEST:
-    # Written so that Python 3.6, which clusters still call python3, can read it.
+    # Must parse under Python 3.6, which clusters still call python3.
     sys.stderr.write("error: Python %d.%d or newer is needed, and %s is %d.%d: use .venv/bin/python, which `make venv "
                      "PYTHON=python3.11` sets up.\n" % (OLDEST + (sys.executable,) + tuple(sys.version_info[:2])))
     sys.exit(43)

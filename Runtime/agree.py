@@ -1,7 +1,7 @@
 """One agreement per mode and step: all ranks exchange one small vector over a CPU group before the mode's backward.
 
-Every branch is taken from agreed values. If the ranks are not at the same place, all of them end the run, and the error
-names the rank that differs and the value in which it differs.
+Every branch depends on agreed values only. If ranks are out of step, all of them end the run; the error names the rank
+that differs and the value.
 """
 import dataclasses
 import hashlib
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from Runtime import watchdog
 from Runtime.errors import InputError
 
-# Columns of the vector: values that must be the same on all ranks, flags that any rank may raise for all of them, and
-# then the mode's loss terms.
+# Columns of the vector: values that must be equal on all ranks, flags that any rank may raise for all, and the mode's
+# loss terms.
 SAME = ("step", "branch", "shapes", "weights")
 RAISED = ("nonfinite", "leave", "save")
-REASONS = (None, "steps", "time", "signal", "memory")  # why to leave; where ranks differ, the later one counts
-TERMS = 16  # most loss terms of a mode: with a fixed length, ranks in different modes can still compare their vectors
+REASONS = (None, "steps", "time", "signal", "memory")  # why to leave; if ranks differ, the last in this list counts
+TERMS = 16  # most loss terms of a mode; the fixed length lets ranks in different modes compare their vectors
 
 
 class OutOfStep(RuntimeError):
@@ -26,18 +26,18 @@ class OutOfStep(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Agreed:
-    """What all ranks have agreed on: of each flag the highest of all ranks."""
+    """What all ranks agreed on; each flag is the maximum over the ranks."""
 
     nonfinite: bool
     leave: str | None  # one of REASONS
     save: bool
-    terms: list        # their means over the ranks
+    terms: list        # means over the ranks
 
 
 def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=None, save=False, terms=()):
-    """Exchange one vector. Every rank calls this at the same places of the loop.
+    """Exchange one vector. Every rank calls this at the same points of the loop.
 
-    ranks: of Runtime/launch.py. step: of the run. branch: name of the mode or phase. shapes: a `fingerprint`.
+    ranks: Ranks of Runtime/launch.py. step: step of the run. branch: mode or phase. shapes: a `fingerprint`.
     weights: None, or {name: tensor} to compare. nonfinite: whether this rank's loss is NaN or infinite. leave: one of
     REASONS. save: whether to write a checkpoint. terms: up to TERMS floats.
     Returns: Agreed.
@@ -67,7 +67,7 @@ def agree(ranks, step, branch, shapes=0, weights=None, nonfinite=False, leave=No
 
 
 def differing_tensor(ranks, sums):
-    """(name, its checksums by rank) of the first tensor that differs. sums: {name: checksum}, maybe of other names."""
+    """(name, checksums by rank) of the first tensor that differs. sums: {name: checksum}; ranks may differ in names."""
     of_all_ranks = gather_objects(ranks, sums)
     names = dict.fromkeys(name for of_rank in of_all_ranks for name in of_rank)
     for name in names:
@@ -88,7 +88,7 @@ def gather(ranks, row):
 
 
 def gather_objects(ranks, value):
-    """The values of all ranks in rank order: anything that pickles. Slower than `gather`: not for every step."""
+    """The values of all ranks in rank order: anything picklable. Slower than `gather`, so not for every step."""
     if ranks.world_size == 1:
         return [value]
     values = [None] * ranks.world_size
@@ -99,8 +99,8 @@ def gather_objects(ranks, value):
 def out_of_step(name, values, step, branch):
     """The exception for a disagreement, also written to the log.
 
-    name: of the value that differs. values: by rank. Named is the first rank that differs from the most common value;
-    where no value is more common than the others, from that of rank 0.
+    name: name of the value that differs. values: by rank. The message names the first rank that differs from the most
+    common value or, if no value is more common than the others, from rank 0.
     """
     usual = max(values, key=values.count)
     rank = next(number for number, value in enumerate(values) if value != usual)
@@ -132,7 +132,7 @@ def digest(value):
 
 
 def checksums(tensors):
-    """One int64 for each tensor: the sum of its bits, read as integers. It is exact, so no device or order changes it.
+    """One int64 per tensor: the sum of its bits read as integers. It is exact, so device and order do not matter.
 
     tensors: on any device. Returns: (number of tensors,) on the CPU.
     """

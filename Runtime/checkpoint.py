@@ -3,8 +3,8 @@
 A run folder `<root>/<data>_<net>` holds epoch checkpoints, `tmp/` with those written within an epoch, and
 `manifest.json`, which names every checkpoint with its size and SHA-256. Below, `run` is the Path of this folder and
 `relative` or `name` is the path of a checkpoint in it. A state is a plain dict:
-{"format": 1, "model", "optimizer", "epoch" (to continue in), "step_in_epoch" (steps done in it), "step" (of the
-run), "config" (flat, dotted keys), ...}. One process writes a run folder, its threads in turn; any number may read it.
+{"format": 1, "model", "optimizer", "epoch" (to resume in), "step_in_epoch" (steps done in it), "step" (of the run),
+"config" (flat, dotted keys), ...}. One process writes a run folder, one thread at a time; any number may read it.
 """
 import concurrent.futures
 import datetime
@@ -33,7 +33,7 @@ from Runtime.run_lock import assert_held
 
 FORMAT = 1
 REQUIRED = ("format", "model", "optimizer", "epoch", "step_in_epoch", "step", "config")
-# Exceptions that reading a damaged or foreign file raises: flipped bits in the pickle lead to all of these.
+# What reading a damaged or foreign file may raise: flipped bits in a pickle lead to all of these.
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
               OverflowError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile)
 LAST = {"save": None}  # the Future of the last `save_in_background`
@@ -55,13 +55,13 @@ def step_name(epoch, step_in_epoch, data_name, net_name):
 
 
 def save(run, relative, state, metrics=None, best=None):
-    """Write `state` to `run/relative`, read it back, then name it in the manifest.
+    """Write `state` to `run/relative`, read it back, then list it in the manifest.
 
-    metrics: {name: number or None}; NaN becomes null. best: (metric name, value), higher is better. It becomes the
-    manifest's best unless that has the same metric and a value as high. A crash leaves the old file or the new one.
+    metrics: {name: number or None}; NaN becomes null. best: (metric name, value), higher is better. It replaces the
+    manifest's best unless that is as high in the same metric. A crash leaves the old file or the new one.
     Returns: the manifest entry.
-    Raises OSError naming the file and the free space if it cannot be written or reads back differently (the earlier
-    ones stay), ValueError for a missing key or weights not finite, TypeError for a value that torch.load would refuse.
+    Raises OSError naming the file and the free space if it cannot be written or reads back differently (earlier files
+    stay), ValueError for a missing key or non-finite weights, TypeError for a value that torch.load would refuse.
     """
     plain = _savable(state, relative, copy=False)
     run, target = Path(run), Path(run) / relative
@@ -95,17 +95,17 @@ def save(run, relative, state, metrics=None, best=None):
 def save_in_background(run, relative, state, metrics=None, best=None, keep=None):
     """Copy `state` to CPU memory, then `save` the copy in a thread.
 
-    metrics, best: as in `save`. keep: (keep_last, keep_every, keep_tmp) to `prune` with after the save; if the disk is
-    full, also before a second try. A second call waits for the first, so that no two copies are in memory. Python does
-    not exit before all is written.
+    metrics, best: as in `save`. keep: (keep_last, keep_every, keep_tmp) of `prune`, which runs after the save and, if
+    the disk is full, before a second try. A second call waits for the first, so that memory holds one copy at a time.
+    Python exits only after the write.
     Returns: Future of the result of `save`. Raises at once for a state that `save` refuses.
     """
     if LAST["save"]:
         concurrent.futures.wait([LAST["save"]])
     plain = _savable(state, relative, copy=True)
-    # A new thread for each file: OpenMP keeps the helper threads of a thread in which torch has computed until that
-    # thread ends, and if helpers outnumber the cores, all of them sleep between operations. With one lasting thread,
-    # each step on a CPU took half as long again after the first checkpoint.
+    # A new thread per file: once torch computes in a thread, OpenMP keeps helper threads for it until it ends. If
+    # helpers outnumber the cores, all of them sleep between operations. With one permanent thread, each step on a CPU
+    # took 50 % longer after the first checkpoint.
     thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     LAST["save"] = thread.submit(_save_and_prune, run, relative, plain, metrics and dict(metrics), best, keep)
     thread.shutdown(wait=False)
@@ -128,14 +128,14 @@ def verify(run, relative):
 
 
 def newest(run, warn=_stderr, record=False, patience_s=0.0):
-    """The newest checkpoint by (epoch, step) that verifies. A doubtful one (`step_back`) counts only if no other does.
+    """The newest checkpoint by (epoch, step) that verifies; a doubtful one (`step_back`) only if no other does.
 
     A lost manifest is rebuilt from the files that load. warn: called with a message for each rejected file. record:
-    whether to mark damaged files in the manifest, so that they no longer count; only for the process that has the lock.
-    patience_s: how long to wait for a file that the file system does not deliver.
+    whether to mark damaged files in the manifest, so that they no longer count; only for the process that holds the
+    lock. patience_s: how long to wait for a file that the file system does not deliver.
     Returns: its relative path; None in a folder without checkpoints.
     Raises InputError if there are checkpoints and none verifies: a run never silently starts over. Raises OSError if
-    some of them could not be read: they may be sound.
+    some could not be read, since they may be intact.
     """
     run = Path(run)
     manifest = patiently(lambda: _manifest(run, warn), patience_s, run / "manifest.json")
@@ -174,10 +174,10 @@ def newest(run, warn=_stderr, record=False, patience_s=0.0):
 
 
 def step_back(run, reason):
-    """Mark the newest checkpoint that verifies as doubtful, until it is saved again: `newest` takes the one before it.
+    """Mark the newest checkpoint that verifies as doubtful until it is saved again; `newest` then picks the previous.
 
     reason: a sentence for the manifest.
-    Returns: relative path of the one before. If no earlier one verifies and counts: None, and nothing is marked.
+    Returns: relative path of the previous one. If no earlier one verifies and counts: None, and nothing is marked.
     """
     run = Path(run)
     with TURN:
@@ -193,9 +193,9 @@ def step_back(run, reason):
 
 
 def read(path, map_location="cpu"):
-    """What torch has saved at `path`, its tensors on map_location.
+    """The object that torch saved at `path`, with its tensors on map_location.
 
-    Raises InputError naming a file that is damaged, and OSError for a fault that may pass.
+    Raises InputError naming a damaged file, and OSError for a transient fault.
     """
     try:
         return torch.load(path, weights_only=True, map_location=map_location)
@@ -206,12 +206,12 @@ def read(path, map_location="cpu"):
 
 
 def load(path):
-    """State of the checkpoint at `path`, its tensors on the CPU. Raises what `read` and `require_own` raise."""
+    """State of the checkpoint at `path`, with tensors on the CPU. Raises what `read` and `require_own` raise."""
     return require_own(read(path), path)
 
 
 def require_own(state, path):
-    """The state that `read` has found. Raises InputError for one that is foreign or too new."""
+    """Return the state that `read` found. Raises InputError if it is foreign or too new."""
     format_number = state.get("format") if isinstance(state, dict) else None
     if not isinstance(format_number, int) or not isinstance(state.get("model"), dict):
         raise InputError(f"{path} is not an OmniMorph checkpoint: it has no format number or no model.")
@@ -234,7 +234,7 @@ def check_compatible(state, cfg, path, model_keys):
     if not isinstance(config, dict):
         raise InputError(f"{path} has no config, so its network is unknown: name another checkpoint, or start a new "
                          "run with --fresh and without it.")
-    # Through JSON, since a saved tuple and the list of a YAML file are the same setting.
+    # Through JSON, since a saved tuple and a YAML list are the same setting.
     old, new = json.loads(json.dumps(config)), json.loads(json.dumps(dict(cfg)))
     changed = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in {**old, **new}
                if key not in old or key not in new or old[key] != new[key]}
@@ -276,11 +276,11 @@ def weights_sha256(state_dict):
 def prune(run, keep_last, keep_every, keep_tmp, trusted=()):
     """Remove old checkpoints.
 
-    Kept, of those that count: the newest `keep_last` epoch checkpoints, each whose epoch is divisible by `keep_every`
-    (0: none), the best one, the newest `keep_tmp` within an epoch, and always at least one that verifies (a doubtful
-    one if no other does). Damaged and doubtful ones do not fill these numbers and are removed once a newer one
-    verifies. Epochs are those of the states, not of the file names. trusted: names that have just been read back; they
-    are kept and not read again.
+    Of those that count, this keeps the newest `keep_last` epoch checkpoints, each whose epoch is divisible by
+    `keep_every` (0: none), the best one, the newest `keep_tmp` within an epoch, and always at least one that verifies
+    (a doubtful one if no other does). Damaged and doubtful ones do not use up these numbers and go once a newer one
+    verifies. Epochs come from the states, not from file names. trusted: names just read back; they are kept and not
+    read again.
     Returns: list of the removed relative paths.
     """
     run = Path(run)
@@ -326,12 +326,12 @@ def _save_and_prune(run, relative, plain, metrics, best, keep):
 
 
 def _savable(state, relative, copy):
-    """The state on the CPU, checked. copy: whether to copy tensors that are there already."""
+    """The state on the CPU, checked. copy: whether to copy tensors that are already there."""
     missing = [key for key in REQUIRED if key not in state]
     if missing:
         raise ValueError(f"the state to save in {relative} lacks {', '.join(missing)}")
     plain = _plain(state, "state", copy)
-    synchronize(next(iter(state["model"].values())).device)  # copies from it have only been asked for so far
+    synchronize(next(iter(state["model"].values())).device)  # so far, copies from it are only queued
     bad = [name for name, tensor in plain["model"].items() if not torch.isfinite(tensor).all()]
     if bad:
         raise ValueError(f"the weights to save in {relative} are not finite: {bad[0]}")
@@ -346,7 +346,7 @@ def _plain(value, where, copy):
     if isinstance(value, torch.Tensor):
         if value.device.type == "cpu":
             return value.detach().to("cpu", copy=copy)
-        # Into pinned memory, at the speed of the bus, all of them one after the other while the host goes on.
+        # Into pinned memory, at bus speed: the copies run one after the other while the host continues.
         return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value.detach(), non_blocking=True)
     if isinstance(value, dict):
         return {key: _plain(item, f"{where}.{key}", copy) for key, item in value.items()}
@@ -361,7 +361,7 @@ def _plain(value, where, copy):
 
 
 def _leaves(value, where):
-    """(dotted name, description, bytes) of every tensor and plain value: unlike values, these compare NaN as equal."""
+    """(dotted name, description, bytes) of every tensor and plain value. Compared this way, NaN equals NaN."""
     if isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(item, f"{where}.{key}")
@@ -421,7 +421,7 @@ def _mismatch(path, entry):
 
 
 def _reason(error):
-    """An error of reading a file as a phrase."""
+    """A read error as a phrase."""
     if isinstance(error, InputError):
         return str(error)
     text = getattr(error, "strerror", None) or str(error).split("\n")[0].split(". ")[0] or "it ends too early"

@@ -1,7 +1,7 @@
 """Configuration: one YAML file, flattened to a plain dict of dotted keys, every one checked.
 
 A config holds every key of KEYS (Config/keys.yaml) and no other. config_om.yaml explains them; a file that begins with
-`base: config_om.yaml` takes from there what it does not list.
+`base: config_om.yaml` inherits what it does not list.
 """
 import contextlib
 import difflib
@@ -18,18 +18,18 @@ from Runtime.files import write_file
 CONFIGS = Path(__file__).parent.parent / "Config"
 KEYS = {key: tuple(rule) for key, rule in yaml.safe_load((CONFIGS / "keys.yaml").read_text()).items()}
 
-# The weights of a checkpoint depend on these keys: they must agree with the config of the run that continues it.
+# The weights depend on these keys: a checkpoint and the config of the run that resumes it must agree on them.
 MODEL_KEYS = [key for key in KEYS if key.startswith("model.") and key not in (
     "model.detach_recovery", "model.condition_dropout", "model.use_checkpoint")] + [
     "diffusion.timesteps", "contrastive.embedding", "data.channels"]
 
-PATHS = ("data.root", "data.cache", "data.pair_list", "run.models", "run.logs")  # with ~ and $VARIABLES in them
+PATHS = ("data.root", "data.cache", "data.pair_list", "run.models", "run.logs")  # may contain ~ and $VARIABLES
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 class TextLoader(yaml.BaseLoader):
-    """YAML whose values are texts and lists of texts, which `convert` makes numbers of. YAML by itself makes 15 of the
-    id 017, 90 of 1:30, 1.1 of 1.10 and False of `no`, and keeps the last of two sections of one name."""
+    """YAML with all values as texts or lists of texts, which `convert` turns into numbers. Plain YAML reads the id 017
+    as 15, 1:30 as 90, 1.10 as 1.1 and `no` as False, and keeps the last of two sections with the same name."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -44,7 +44,7 @@ class TextLoader(yaml.BaseLoader):
 def load_config(path, overrides=()):
     """Read a YAML config over its `base`, and apply `key=value` overrides.
 
-    path: of a file, or the mere name of a config in Config/, which an installed package has no path to.
+    path: a file, or just the name of a config in Config/, since users of an installed package have no path to it.
     Returns: flat dict {dotted key: value} with every key of KEYS, converted and checked.
     Raises InputError with one sentence for a missing file, bad YAML, or an unknown, missing or mistyped key.
     """
@@ -54,10 +54,10 @@ def load_config(path, overrides=()):
 
 
 def read_config(path, above=()):
-    """The flat dict of a config file over that of its `base`; not yet checked.
+    """The flat dict of a config file merged over that of its `base`; not checked yet.
 
-    base: a path from the file's own folder, or the name of a config in Config/. above: files whose base led here.
-    Raises InputError for a file that is missing or no config, and for a circle of bases.
+    base: a path relative to the file's folder, or the name of a config in Config/. above: files whose base led here.
+    Raises InputError for a file that is missing or not a config, and for circular bases.
     """
     flat = flatten(read_yaml(path), path)
     base = flat.pop("base", None)
@@ -97,7 +97,7 @@ def overridden(overrides):
         if not equals:
             raise InputError(f"--set {override}: write it as key=value, for example --set data.batchsize=1.")
         value = text.strip()
-        if value[:1] in ("[", "'", '"'):  # else it is a plain text, with whatever in it means something to YAML
+        if value[:1] in ("[", "'", '"'):  # else it is plain text, even if it contains YAML syntax
             with contextlib.suppress(yaml.YAMLError):
                 value = yaml.load(value, TextLoader)
         flat[key.strip()] = value
@@ -105,7 +105,7 @@ def overridden(overrides):
 
 
 def flatten(nested, path):
-    """{"model": {"dims": 3}} becomes {"model.dims": 3}. Raises InputError if `nested` is no dict."""
+    """{"model": {"dims": 3}} becomes {"model.dims": 3}. Raises InputError if `nested` is not a dict."""
     if not isinstance(nested, dict):
         raise InputError(f"{path}: a config is a YAML mapping of sections, like Config/config_om.yaml.")
     flat = {}
@@ -146,9 +146,9 @@ def check_config(flat, path):
 
 
 def name_data(cfg, path):
-    """Derive data.name from the data set if it is empty, and data.cache "auto" from data.name; changes cfg.
+    """Derive an empty data.name from the data set, and a data.cache of "auto" from data.name; changes cfg.
 
-    This is the only place, so that run folder, checkpoints, manifest, cache and report use the same name.
+    Names are derived only here, so that run folder, checkpoints, manifest, cache and report use the same one.
     """
     root = Path(os.path.abspath(cfg["data.root"]))
     if not cfg["data.name"]:
@@ -164,9 +164,9 @@ def name_data(cfg, path):
 
 
 def convert(key, value, rule, path):
-    """One value, converted to its type. rule: of KEYS. Raises InputError for a wrong type or a value out of range.
+    """One value, converted to its type. rule: from KEYS. Raises InputError for a wrong type or a value out of range.
 
-    Numbers may be strings, since YAML reads 1e-5 as a string.
+    Numbers may be strings, as TextLoader reads them.
     """
     kind, limits = rule[0], rule[1:]
     if kind.endswith("+") and isinstance(value, str) and "," in value:
@@ -212,8 +212,8 @@ def convert_number(key, value, kind, low, high, path):
 
 
 def plain_number(text):
-    """The number of a text, also "inf" and "nan". Raises ValueError for 1_000 and for digits of other scripts, which
-    Python reads: in a file they are slips."""
+    """The number in a text, also "inf" and "nan". Raises ValueError for 1_000 and non-ASCII digits: Python reads them,
+    but in a file they are slips."""
     if "_" in text or not text.isascii():
         raise ValueError
     return float(text)
@@ -261,10 +261,10 @@ def check_together(cfg, path):
 
 
 def modes_of(cfg, modes):
-    """Those of the modes that a training has, in order: with a weight above 0.
+    """The modes that a training uses, in order: those with a weight above 0.
 
-    modes: MODES of the training script. Raises InputError if none is left, and for modes that need a second volume
-    where the network is shown one alone.
+    modes: MODES of the training script. Raises InputError if none is left, or if a mode needs a second volume and the
+    network sees only one.
     """
     wanted = [mode for mode in modes.values() if any(cfg[f"loss.{weight}"] for weight in mode.weights)]
     if not wanted:

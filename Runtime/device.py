@@ -1,4 +1,4 @@
-"""Devices by one set of names: CPU, CUDA (also ROCm), XPU; their communication backends and precision."""
+"""CPU, CUDA (also ROCm) and XPU devices behind one interface, with their communication backends and precision."""
 import contextlib
 import importlib
 import importlib.metadata
@@ -17,8 +17,8 @@ UNFIT = ("mps",)
 def pick_device(name, local_rank=0):
     """The device for run.device: "auto" takes the accelerator that torch sees, else the CPU.
 
-    name: of run.device. local_rank: chooses among several devices of a node; a single visible device is assumed to be
-    bound to this rank. "auto" does not use the GPU of a Mac (mps) and prints that.
+    name: value of run.device. local_rank: chooses among several devices of a node; a single visible device is assumed
+    to be bound to this rank. "auto" skips the GPU of a Mac (mps) and prints that.
     Returns: torch.device. Raises InputError if the named device is missing or unfit, or if two ranks would share one.
     """
     if name in ("auto", "xpu") and not dist.is_backend_available("xccl"):
@@ -48,10 +48,10 @@ def pick_device(name, local_rank=0):
 
 
 def load_intel_packages(is_asked_for):
-    """Import what brings torch.xpu and the backend ccl to older Intel stacks: packages that register themselves.
+    """Import the packages that add torch.xpu and the backend ccl to older Intel stacks; they register themselves.
 
-    One that was built for another torch ends the process, or raises anything, while it is imported. So it is imported
-    only where its version is that of torch, and without being asked for an Intel GPU only if it is a build for one.
+    A package built for another torch may kill the process or raise any exception on import. So this imports one only
+    if its version matches torch and, unless an Intel GPU was requested, only if it is an XPU build.
     """
     release = torch.__version__.split(".")[:2]
     for package in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):  # in this order
@@ -66,7 +66,7 @@ def load_intel_packages(is_asked_for):
             continue
         try:
             importlib.import_module(package)
-        except (ImportError, AttributeError, OSError, RuntimeError) as error:  # torch itself works
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:  # torch itself still works
             print(f"device: {package} {version} does not load ({type(error).__name__}: {error})", file=sys.stderr)
 
 
@@ -93,7 +93,7 @@ def computes_bf16(device):
 
 
 def precision(amp, device):
-    """The precision of run.amp on a device: "bf16", or "off" for float32; "auto" takes bf16 where it is native."""
+    """The precision of run.amp on a device: "bf16", or "off" for float32; "auto" uses bf16 where it is native."""
     if amp != "auto":
         return amp
     return "bf16" if computes_bf16(device) else "off"
@@ -107,10 +107,10 @@ def autocast(device, amp):
 
 
 def prepare_device(device, threads):
-    """Set the number of threads, the current device and full float32 products; call this before the first tensor.
+    """Set the thread count, the current device and full float32 products; call this before creating any tensor.
 
-    threads: of torch on the CPU, 0 = torch's default. TF32 is off: its ten bits of mantissa are too few for
-    correlations and fields.
+    threads: CPU threads of torch, 0 = torch's default. TF32 is off: its 10-bit mantissa is too coarse for correlations
+    and fields.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -121,9 +121,9 @@ def prepare_device(device, threads):
 
 
 def send(tensor, device):
-    """A CPU tensor on the device, without waiting until the device has done its work, as a plain copy would.
+    """Copy a CPU tensor to the device. Unlike a plain copy, this does not wait for the device to finish its work.
 
-    Only from memory that is pinned, the driver copies while the host goes on. No effect on the CPU.
+    Only from pinned memory does the driver copy while the host continues. No effect on the CPU.
     """
     device = torch.device(device or "cpu")
     if device.type == "cpu" or tensor.device.type != "cpu":
@@ -132,7 +132,7 @@ def send(tensor, device):
 
 
 def synchronize(device):
-    """Wait until the device has done its work, so that a clock measures it. No effect on the CPU."""
+    """Wait until the device has finished its work, for example to time it. No effect on the CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 

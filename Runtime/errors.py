@@ -20,14 +20,14 @@ class InputError(ValueError):
     """
 
     def __init__(self, sentence):
-        # What a file says may hold characters that would break the line or move the cursor of a terminal.
+        # Text from a file may contain characters that break the line or move the terminal's cursor.
         super().__init__("".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in sentence))
 
 
 def parse_options(parser, argv=None, subcommands=()):
-    """The options of a command line; what argparse does not understand ends like all bad input, not with its code 2.
+    """Parse a command line. What argparse refuses ends like all bad input: with STOP, not with argparse's code 2.
 
-    parser: an ArgumentParser. argv: words, None for those of the process. subcommands: their parsers, if it has any.
+    parser: an ArgumentParser. argv: words, None for sys.argv. subcommands: the parsers of its subcommands, if any.
     """
     def refuse(program, message):
         print(f"error: {message}; see {program} --help.", file=sys.stderr)
@@ -47,7 +47,7 @@ def is_out_of_memory(error):
 
 
 def first_line(error):
-    """The first line of an exception's message, since torch adds whole stacks; its type's name if there is none."""
+    """The first line of an exception's message, since torch adds whole stacks; the type's name if it is empty."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -63,10 +63,10 @@ def ranges(numbers):
 
 
 def attempt(name, function, *args):
-    """Call function(*args), so that one bad input of many does not end the work on the others.
+    """Call function(*args) so that one bad input does not stop the work on the others.
 
-    name: of the input, for the sentence.
-    Returns: the result; or the error's sentence where the input is bad or memory too small. Raises other exceptions.
+    name: name of the input, for the sentence.
+    Returns: the result, or a sentence if the input is bad or memory runs out. Raises other exceptions.
     """
     try:
         return function(*args)
@@ -80,10 +80,11 @@ def attempt(name, function, *args):
 
 
 def keep_freed_memory(keep=True):
-    """Have glibc keep freed memory for the next tensors of this process, or, with keep=False, give it back as usual.
+    """Have glibc keep freed memory for this process's next tensors or, with keep=False, return it as usual.
 
-    By default it returns each block of 32 MiB or more to Linux at once and gets it back page by page: a tenth of the
-    time of a pair of brains, and a fifth of that of a training step at 96^3. Kept, memory rises by up to a half.
+    By default glibc returns each block of 32 MiB or more to Linux at once and gets it back page by page, which takes a
+    tenth of the time for a pair of brains and a fifth of a training step at 96^3. Keeping it costs up to 50 % more
+    memory.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
@@ -92,7 +93,7 @@ def keep_freed_memory(keep=True):
 
 
 def run_program(run, args):
-    """Call run(args), a program with its options, of which `out` is where its results go. Returns the exit code."""
+    """Run a program: call run(args), where args.out says where its results go. Returns the exit code."""
     keep_freed_memory()
     try:
         code = attempt(args.out, run, args)

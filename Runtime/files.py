@@ -1,4 +1,4 @@
-"""The one way in which files are written: whole or not at all, and durable after a power cut. Needs no torch.
+"""The one way to write files: whole or not at all, and durable through a power cut. Needs no torch.
 
 A file is written beside its final place as `.<name>.tmp-<host>-<pid>`, flushed to the disk, and then renamed. A reader
 sees the old content or the new content, never a part.
@@ -18,7 +18,7 @@ from Runtime.errors import InputError
 
 A_DAY_S = 86400.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # between two tries of `patiently`
-# Errors of a file system that is full or does not answer. They may be over in a minute, and no input is wrong.
+# Errors of a file system that is full or does not respond. They may pass within a minute; no input is wrong.
 PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY,
            errno.ENOLCK, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.EHOSTDOWN,
            errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO}
@@ -37,7 +37,7 @@ def require_file(path):
 
 
 def is_there(path):
-    """Whether there is a file or folder. Raises OSError where the file system does not answer: Path.exists says no."""
+    """Whether a file or folder exists. Raises OSError if the file system does not respond; Path.exists says False."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -46,8 +46,7 @@ def is_there(path):
 
 
 def no_name_twice(pairs):
-    """A JSON object as a dict: object_pairs_hook. Raises ValueError for a name that it has twice, of which json would
-    take the last."""
+    """A JSON object as a dict, for object_pairs_hook. Raises ValueError for a duplicate name; json keeps the last."""
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands twice in one object")
@@ -100,7 +99,7 @@ def replace(partial, path):
 
 
 def remove_leftovers(folder):
-    """Remove partial files below `folder` that are a day old or whose process was one of this host and is dead.
+    """Remove partial files below `folder` that are a day old or that a dead process of this host left.
 
     Returns: list of the removed paths.
     """
@@ -120,15 +119,15 @@ def remove_leftovers(folder):
 
 
 def is_passing(error):
-    """Whether an exception is a fault of the file system that passes by itself, or once someone frees space."""
+    """Whether an exception is a transient fault of the file system: it passes by itself or once someone frees space."""
     return isinstance(error, OSError) and error.errno in PASSING
 
 
 def passing_fault(error):
-    """The errno of a fault that passes by itself and that an exception tells of, None if it tells of none.
+    """The errno of the transient fault behind an exception; None if there is none.
 
-    The exception may have been raised from the fault, or quote it, as that of a loader's worker does. A full disk is
-    none: it needs a person to make room.
+    The exception may be raised from the fault or quote it, as a loader worker's does. A full disk does not count:
+    someone has to make room.
     """
     quoted = [int(number) for number in re.findall(r"\[Errno (\d+)\]", str(error))]
     numbers = [getattr(error.__cause__, "errno", None), *quoted]
@@ -136,10 +135,10 @@ def passing_fault(error):
 
 
 def patiently(action, seconds, subject):
-    """Call `action()` until no passing fault occurs, at growing intervals, for at most `seconds`.
+    """Retry `action()` after transient faults, at growing intervals, for at most `seconds`.
 
     subject: path or name for the one line on standard error that reports the first fault.
-    Returns: what `action` returns. Raises the last passing fault after `seconds`, any other exception at once.
+    Returns: what `action` returns. Raises the last transient fault after `seconds`, any other exception at once.
     """
     until = time.monotonic() + seconds
     pause = FIRST_PAUSE_S
@@ -160,8 +159,8 @@ def patiently(action, seconds, subject):
 def read_lines(path, tail=None):
     """The objects of a file with one JSON object per line; [] if there is no such file.
 
-    tail: how many bytes to read at most, from the end; None reads all. A line that is cut, by `tail` or by the death of
-    a machine, is left out.
+    tail: most bytes to read, from the end; None reads all. A line cut off by `tail` or by a machine's death is
+    skipped.
     """
     try:
         with open(path, "rb") as file:
@@ -188,7 +187,7 @@ def append_line(path, line):
 def append_bytes(path, content, begin_a_line=False):
     """Append bytes durably: all of them or none, so that the call may be repeated. Creates the file and its folder.
 
-    begin_a_line: write a line break first if the file ends within a line, as after the death of a machine.
+    begin_a_line: write a line break first if the file ends mid-line, as after a machine died.
     Raises OSError if that fails; the file then has its previous length.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

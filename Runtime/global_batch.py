@@ -1,6 +1,6 @@
 """How the ranks divide the samples of a step. The first launch of a run fixes the number of samples. Needs no torch.
 
-`<run>/step.json` keeps it: {"samples", "pairs", "ranks" (of the launch that fixed them)}. On fewer ranks, each rank
+`<run>/step.json` stores it: {"samples", "pairs", "ranks" (of the launch that fixed them)}. With fewer ranks, each rank
 accumulates more batches. A step then has the same samples and, on CPUs, where sums are exact, the same bits.
 """
 import dataclasses
@@ -12,7 +12,7 @@ from Runtime.files import is_there, write_file
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How the samples and pairs of a step are split over the ranks: each has as many batches."""
+    """How the samples and pairs of a step are split over the ranks: all have the same number of batches."""
 
     samples: int         # of all ranks together
     pairs: int
@@ -31,7 +31,7 @@ def new_step(cfg, world_size):
 
 
 def known_step(run, cfg):
-    """The step that an earlier launch has fixed; None if there was none, or if data.global_batchsize is set.
+    """The step that an earlier launch fixed; None if there was none or if data.global_batchsize is set.
 
     run: Path of the run folder. Raises InputError if step.json is damaged.
     """
@@ -47,7 +47,7 @@ def known_step(run, cfg):
 
 
 def fix_step(run, cfg, world_size):
-    """The step of a run: `known_step`, or else `new_step` of this launch, which is written to step.json."""
+    """The step of a run: `known_step`, or else this launch's `new_step`, which it writes to step.json."""
     step = known_step(run, cfg)
     if step is None:
         step = new_step(cfg, world_size)
@@ -85,9 +85,9 @@ def split_step(cfg, world_size, step=None):
 def usable(cfg, step, nodes, tasks):
     """The most ranks that can divide a step evenly, on up to `nodes` nodes with up to `tasks` ranks each.
 
-    Batches keep their size, since a forward pass of another size rounds differently, and all ranks have equally many.
-    Unequal numbers would rarely be faster: of 64 batches, 32 ranks do two each; of 56 ranks some would still do two,
-    and the others would wait for them.
+    Batches keep their size, since a forward pass of another size rounds differently, and all ranks do the same number.
+    Uneven shares would rarely be faster: 32 ranks do 64 batches at two each; with 56 ranks some would still do two,
+    and the others would wait.
     Returns: (nodes, tasks). Raises InputError if not even one rank can do it.
     """
     fits = [(used_nodes * used_tasks, used_tasks, used_nodes) for used_nodes in range(1, nodes + 1)

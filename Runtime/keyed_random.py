@@ -1,7 +1,7 @@
 """Randomness without state: every draw is a function of (seed, purpose, counters) and of nothing that ran before.
 
-A run that resumes at any step, or on another number of processes, therefore draws the same numbers, and a checkpoint
-needs no generator state. Numbers are drawn on the CPU: they are the same on every device.
+A run that resumes at any step or with another number of processes therefore draws the same numbers, and a checkpoint
+needs no generator state. Numbers are drawn on the CPU, so they are the same for every device.
 """
 import hashlib
 
@@ -11,7 +11,7 @@ import torch
 def hashed(seed, purpose, *counters):
     """The hash of a draw's key: 8 bytes.
 
-    seed: int. purpose: str naming what is drawn; uses with different names have different hashes.
+    seed: int. purpose: str naming what is drawn; different purposes give different hashes.
     counters: ints, e.g. epoch and global sample index.
     """
     key = (int(seed), purpose, *map(int, counters))
@@ -19,10 +19,10 @@ def hashed(seed, purpose, *counters):
 
 
 def generator(seed, purpose, *counters):
-    """A CPU generator seeded by the hash of its arguments, which are those of `hashed`.
+    """A CPU generator seeded with `hashed` of the same arguments.
 
-    torch's CPU generator takes 32 bits of it. So two draws have the same numbers by chance once in 4e9: in a million
-    draws about a hundred pairs do, whatever their seeds.
+    torch's CPU generator uses 32 bits of the seed, so two draws coincide with probability 1 in 4e9: in a million draws
+    about a hundred pairs do, whatever their seeds.
     """
     number = int.from_bytes(hashed(seed, purpose, *counters), "little")
     return torch.Generator().manual_seed(number & (2 ** 63 - 1))  # seeds are non-negative int64

@@ -1,6 +1,6 @@
-"""This process among the ranks, and how they are joined: environment, rendezvous, process groups.
+"""The rank of this process, and how ranks join: environment, rendezvous, process groups.
 
-With one process there is no store and no group.
+A single process has no store and no group.
 """
 import contextlib
 import dataclasses
@@ -22,34 +22,34 @@ NAMES = {"rank": ("RANK", "SLURM_PROCID"), "local_rank": ("LOCAL_RANK", "SLURM_L
          "world_size": ("WORLD_SIZE", "SLURM_NTASKS")}
 HEAR_S = 10.0  # time for all ranks to read the result of rank 0's roll call
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-OF_A_NODE = ("data.stage", "run.threads")  # keys in which ranks may differ
+OF_A_NODE = ("data.stage", "run.threads")  # keys that may differ between ranks
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
 
 
 @dataclasses.dataclass
 class Ranks:
-    """This process among the ranks."""
+    """The rank of this process, and what it shares with the others."""
 
     rank: int = 0
-    local_rank: int = 0          # among those of its node
+    local_rank: int = 0          # rank within its node
     world_size: int = 1
-    step: dict | None = None     # {"samples", "pairs", "ranks"}: what the run's first launch has fixed, see `open_run`
+    step: dict | None = None     # {"samples", "pairs", "ranks"}, fixed by the run's first launch, see `open_run`
     store: object = None         # a TCPStore that lives as long as the process
     cpu: object = None           # gloo group for agreements
-    generation: int = -1         # how often the groups have been made, counted from 0
+    generation: int = -1         # of the process groups, counted from 0
     attempt: int | None = None   # without a launcher: the number of this attempt
-    token: str | None = None     # without a launcher, on rank 0: of the lock
+    token: str | None = None     # without a launcher, on rank 0: the lock's token
 
 
 def environment():
     """The Ranks of this process.
 
-    RANK, LOCAL_RANK and WORLD_SIZE count first (torchrun sets them too), then Slurm's variables; without either this
-    process is alone. Raises InputError for variables that contradict each other.
+    RANK, LOCAL_RANK and WORLD_SIZE (torchrun sets them too) take precedence over Slurm's variables; without either,
+    this process is alone. Raises InputError for incomplete or contradictory variables.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         column = 0
-    elif "SLURM_STEP_ID" in os.environ:  # a task of srun; an sbatch script has only SLURM_NTASKS, and is no task
+    elif "SLURM_STEP_ID" in os.environ:  # a task of srun; an sbatch script itself has only SLURM_NTASKS
         column = 1
     else:
         return Ranks()
@@ -76,10 +76,10 @@ def debug():
 def rendezvous(ranks, seconds, name=""):
     """Meet the other ranks at MASTER_ADDR:MASTER_PORT within `seconds`; sets ranks.store.
 
-    name: of the run. Ranks of another run that come to the same port, as after a mistyped one, stay among themselves.
-    Nobody asks again and again who is there: each rank counts itself, the last one says so, and the store wakes the
-    others. Every rank sends the store a handful of requests, however many there are.
-    Raises RuntimeError naming the ranks that did not come, also as a list in its `missing`; InputError for a bad
+    name: name of the run. It keeps apart the ranks of two runs on the same port, for example after a typo.
+    No rank polls: each one counts itself, the last one announces itself, and the store wakes the others. A rank sends
+    only a handful of requests, whatever the number of ranks.
+    Raises RuntimeError naming the ranks that did not arrive, also as a list in its `missing`; InputError for a bad
     address or port.
     """
     if ranks.world_size == 1:
@@ -111,9 +111,9 @@ def rendezvous(ranks, seconds, name=""):
 
 
 def roll_call(store, ranks, until):
-    """The ranks that have not come by then (time.time), as rank 0 finds and tells; [0] if rank 0 itself has not come.
+    """The ranks that rank 0 reports as missing at `until` (time.time); [0] if rank 0 itself is missing.
 
-    Rank 0 returns once all ranks that came have read the answer: it serves the store and may leave soon after.
+    Rank 0 serves the store and may leave soon after, so it first waits up to HEAR_S for the others to read the answer.
     """
     first = ranks.rank == 0
     try:
@@ -121,7 +121,7 @@ def roll_call(store, ranks, until):
     except dist.DistStoreError:
         if first:
             absent = [rank for rank in range(ranks.world_size) if not store.check([f"here/{rank}"])]
-            # Where the last one has come in this moment and has said so, its answer stands.
+            # If the last rank has just arrived and announced itself, its answer stands.
             store.compare_set("missing", "", json.dumps(absent))
         elif store.check(["here/0"]):
             raise
@@ -138,9 +138,9 @@ def roll_call(store, ranks, until):
 
 
 def show_moves(ranks):
-    """Have each part of a phase that this rank has done counted where other ranks see it, see `arrive`."""
+    """Count each part of a phase that this rank completes in the store, where other ranks see it; see `arrive`."""
     def beat():
-        with contextlib.suppress(dist.DistError):  # rank 0 is gone: the next thing done together says so
+        with contextlib.suppress(dist.DistError):  # rank 0 is gone: the next joint operation reports it
             ranks.store.add("beats", 1)
 
     if ranks.world_size > 1:
@@ -148,10 +148,10 @@ def show_moves(ranks):
 
 
 def arrive(ranks, where):
-    """Wait until all ranks have come to this place, as long as those that have not are at work.
+    """Wait until all ranks have reached this point, for as long as the late ones make progress.
 
-    Called before what waits at most for a time of its own: a rank that stages or verifies may take much longer. It
-    shows each part that it has done (watchdog.phase), and for each the ranks that wait begin their deadline anew.
+    Called before operations with a timeout of their own, since a rank that stages or verifies may take much longer. It
+    reports each part that it completes (watchdog.phase), and the waiting ranks then restart their deadline.
     """
     if ranks.world_size > 1 and ranks.store.add(f"at {where}", 1) == ranks.world_size:
         ranks.store.set(f"all at {where}", "1")
@@ -159,7 +159,7 @@ def arrive(ranks, where):
 
 
 def wait_while_others_work(ranks, key):
-    """Wait for a key of the store, under the deadline of this phase; it begins anew when another rank has moved."""
+    """Wait for a key of the store under this phase's deadline, which restarts when another rank makes progress."""
     if ranks.world_size == 1:
         return
     store, seen, pause = ranks.store, None, POLL_S
@@ -173,7 +173,7 @@ def wait_while_others_work(ranks, key):
 
 
 def wait_for_keys(store, keys, seconds):
-    """Wait for at most so long until a store has all keys. Returns: whether it has them."""
+    """Wait up to `seconds` until a store has all keys. Returns: whether it has them."""
     until = time.monotonic() + seconds
     while not (complete := store.check(keys)) and time.monotonic() < until:
         time.sleep(POLL_S)
@@ -183,7 +183,7 @@ def wait_for_keys(store, keys, seconds):
 def broadcast(ranks, key, value=None):
     """Rank 0's `value` (a str) on every rank, through the store: there is no process group yet.
 
-    The others wait for as long as rank 0 works at it, see `arrive`.
+    The others wait for as long as rank 0 makes progress, see `arrive`.
     """
     if ranks.world_size == 1:
         return value
@@ -194,14 +194,14 @@ def broadcast(ranks, key, value=None):
 
 
 def require_one_config(ranks, cfg):
-    """Raise InputError on every rank if the configs of two ranks differ, naming the first that does, and the key."""
+    """Raise InputError on every rank if their configs differ, naming the first rank that differs and the key."""
     refuse_together(ranks, "config", cfg, other_config)
 
 
 def refuse_together(ranks, name, value, judge):
-    """Raise InputError on every rank if judge(the values of all ranks) is a sentence; on rank 0 it is "" or that.
+    """Raise InputError on every rank if rank 0's judge(values of all ranks) returns a sentence instead of "".
 
-    name: of the keys in the store. value: of this rank, becomes JSON.
+    name: prefix of the keys in the store. value: this rank's, JSON-serialisable.
     """
     if ranks.world_size == 1:
         return
@@ -226,9 +226,9 @@ def other_config(configs):
 def join(ranks, device, cfg):
     """Make the process groups of the next generation: the device's own, and ranks.cpu for agreements.
 
-    The CPU group has a longer timeout than any deadline, since ranks wait for each other in agreements: the deadlines
-    of the watchdog end a hang and name it. Raises InputError on every rank if two ranks have the same device, which a
-    CPU may be, or devices of two kinds: the backend would fail too, but with an obscure error or a hang.
+    Ranks wait for each other in agreements, so the CPU group's timeout exceeds every deadline: it is the watchdog that
+    ends a hang and names it. Raises InputError on every rank if two ranks share a device other than a CPU or if their
+    devices are of two kinds: the backend would fail too, but with an obscure error or a hang.
     """
     ranks.generation += 1
     ranks.cpu = None
@@ -243,7 +243,7 @@ def join(ranks, device, cfg):
     if kind == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         # DETAIL wraps each group, and DDP of torch 2.13 mistakes the wrapper for gloo itself: a segmentation fault.
         dist.set_debug_level(dist.DebugLevel.INFO)
-    # A prefix for each generation: otherwise it would read the keys that an old one has left in the store.
+    # One prefix per generation: otherwise it would read keys that an earlier one left in the store.
     store = dist.PrefixStore(f"generation{ranks.generation}", ranks.store)
     dist.init_process_group(kind, store=store, rank=ranks.rank, world_size=ranks.world_size,
                             timeout=backend_timeout)
@@ -262,12 +262,12 @@ def identity(device):
 
 
 def other_device(identities):
-    """The error sentence for the first rank whose device is of another kind than most, or "". identities: as below."""
+    """The error sentence for the first rank whose device is not of the usual kind, or "". identities: as below."""
     kinds = [kind for _, _, kind, *_ in identities]
     usual = max(kinds, key=kinds.count)
     if kinds.count(usual) == len(kinds):
         return ""
-    if usual == "cpu":  # a CPU is what is left where a device is gone
+    if usual == "cpu":  # a rank falls back to the CPU if its device is gone
         usual = next(kind for kind in kinds if kind != "cpu")
     rank = next(rank for rank, kind in enumerate(kinds) if kind != usual)
     node, name = identities[rank][:2]
@@ -287,7 +287,7 @@ def shared_device(identities):
 
 
 def leave(ranks):
-    """Leave the process groups. The caller must have dropped DDP before: destroying its group first deadlocks."""
+    """Leave the process groups. The caller must drop DDP first: destroying the group under it deadlocks."""
     if ranks.world_size > 1:
         gc.collect()
         dist.barrier(group=ranks.cpu)

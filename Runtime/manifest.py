@@ -1,29 +1,29 @@
 """The list of a run's checkpoints, `<run>/manifest.json`, and which of them count. Needs no torch.
 
 An entry is written once the file has been read back: {"epoch", "step", "sha256", "bytes", "weights_sha256", "written",
-"metrics"}. Two marks may follow: "damaged", the fault that the last reading of the file found, and "doubtful", the
-reason why a run went one checkpoint back. `standing` decides what is kept, where a run continues and how far it is.
+"metrics"}. Two marks may be added: "damaged", the fault that the last read of the file found, and "doubtful", the
+reason why a run went back one checkpoint. `standing` decides what is kept, where a run resumes and how far it is.
 """
 import json
 from pathlib import Path
 
 from Runtime.files import sha256, write_file
 
-# What `read_manifest` raises where the manifest is missing or damaged. Another OSError says nothing about the manifest.
+# What `read_manifest` raises if the manifest is missing or damaged. Any other OSError says nothing about it.
 LOST = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError)
 
-KINDS = {"epoch": int, "step": int, "bytes": int, "sha256": str, "weights_sha256": str}  # of an entry
+KINDS = {"epoch": int, "step": int, "bytes": int, "sha256": str, "weights_sha256": str}  # types of an entry's values
 
 
 def read_manifest(run):
     """{"checkpoints": {relative path: entry}, "best"}, including a save that was killed after its rename.
 
-    Raises one of LOST if there is no manifest or it is damaged, another OSError if the file system does not answer.
+    Raises one of LOST if the manifest is missing or damaged, another OSError if the file system does not respond.
     """
     manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
     entries, best = manifest["checkpoints"], manifest["best"]
     pending = manifest.get("pending")
-    newest_first(entries)  # what is no entry counts as damage here, not later
+    newest_first(entries)  # a malformed entry counts as damage here, not later
     for name, entry in entries.items():
         if any(type(entry.get(key, kind())) is not kind for key, kind in KINDS.items()):
             raise ValueError(f"the entry of {name} is damaged")
@@ -37,7 +37,7 @@ def read_manifest(run):
 
 
 def newest_first(entries):
-    """Names of all entries by (epoch, step), newest first; of two at one step, the epoch checkpoint comes first."""
+    """Names of all entries by (epoch, step), newest first; at the same step, the epoch checkpoint comes first."""
     def place(name):
         return entries[name]["epoch"], entries[name]["step"], not name.startswith("tmp/"), name
 
@@ -45,10 +45,10 @@ def newest_first(entries):
 
 
 def standing(run, entries):
-    """Names of the checkpoints that count, newest first: not damaged, not doubtful, and the file has its size.
+    """Names of the checkpoints that count, newest first: not damaged, not doubtful, and the file has its listed size.
 
-    The content is not read here. It is read after the file is written, and again when a run continues from it, which
-    then marks damaged files.
+    The content is not read here. It is read back after the write, and again when a run resumes from it and marks
+    damaged files.
     """
     return [name for name in newest_first(entries)
             if "damaged" not in entries[name] and "doubtful" not in entries[name]
@@ -56,7 +56,7 @@ def standing(run, entries):
 
 
 def durable(run):
-    """Entries of the checkpoints that count, that of the newest first. Raises OSError as `read_manifest` does."""
+    """Entries of the checkpoints that count, newest first. Raises OSError as `read_manifest` does."""
     try:
         entries = read_manifest(Path(run))["checkpoints"]
     except LOST:
@@ -70,7 +70,7 @@ def durable_step(run):
 
 
 def trust_again(run, reason):
-    """Take back the marks "doubtful" with this reason. Only for a process that has the lock of the folder."""
+    """Remove the marks "doubtful" with this reason. Only for the process that holds the folder's lock."""
     try:
         manifest = read_manifest(Path(run))
     except LOST:

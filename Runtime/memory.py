@@ -1,4 +1,4 @@
-"""Memory: empty caches, find leaks, and tell when memory runs out."""
+"""Memory: empty caches, find leaks, and predict when memory runs out."""
 import collections
 import contextlib
 import ctypes
@@ -15,12 +15,12 @@ from Runtime import watchdog
 from Runtime.errors import keep_freed_memory
 
 XPU_SHARE = 0.7
-SHORT = 0.5  # of what is used on the host: with less that is free, malloc keeps no freed memory any more
+SHORT = 0.5  # once less than this fraction of the used host memory is free, malloc stops keeping freed memory
 WINDOW = 20  # samples needed to judge
-# What counts as a leak: a straight line through the samples that rises
-LEAST_SLOPE = 2 ** 20  # by so many bytes per step
-LEAST_GROWTH = 12  # over the window by so many standard deviations from the line; a single jump reaches 6
-LEAST_HALF_SLOPE = 0.7  # in each half of the window by this fraction of the whole; 0 next to a jump, low as growth ends
+# A leak is a straight line through the samples that rises
+LEAST_SLOPE = 2 ** 20  # by at least this many bytes per step,
+LEAST_GROWTH = 12  # over the window by this many standard deviations from the line (a single jump reaches 6),
+LEAST_HALF_SLOPE = 0.7  # and in each half by this fraction of the slope (0 beside a jump, low when growth ends)
 
 
 def empty_cache(cfg, device):
@@ -32,7 +32,7 @@ def empty_cache(cfg, device):
 
 
 def trim():
-    """Return to the system what the C library keeps of freed memory, where it is glibc."""
+    """Return to the system the freed memory that glibc keeps; no effect with another C library."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -69,15 +69,15 @@ def watch(state, step):
 
 
 def measure(device, limit_bytes=0):
-    """Memory in use and free memory: a dict of bytes, None where unknown. Takes well below 1 ms without children.
+    """Used and free memory: a dict of bytes, None where unknown. Takes well under 1 ms without children.
 
     device: torch.device. limit_bytes: the most that host_used may reach, 0 = no limit.
     host_used: anonymous memory of this process and all its descendants (loader workers), and the shared memory that
     this process maps. Mapped files are left out, since the kernel can drop them; so is memory that workers share, which
     would count twice. Linux only.
     host_free: the least that the machine, the control groups of this process and limit_bytes leave. Linux only.
-    device_free: of the whole device, for all its processes. device_reserved: held by torch's allocator;
-    device_allocated: of it in use by tensors.
+    device_free: free on the whole device, for all its processes. device_reserved: held by torch's allocator;
+    device_allocated: the part of it that tensors use.
     """
     used = host_free = device_free = reserved = allocated = None
     if sys.platform == "linux":
@@ -93,7 +93,7 @@ def measure(device, limit_bytes=0):
             device_free = module.mem_get_info(device)[0]
         except RuntimeError:  # some Intel drivers do not report it
             device_free = module.get_device_properties(device).total_memory - reserved
-        if device.type == "xpu":  # recorded: torch's allocator got at most 44.8 of 64 GiB
+        if device.type == "xpu":  # observed: torch's allocator got at most 44.8 of 64 GiB
             usable = int(XPU_SHARE * module.get_device_properties(device).total_memory)
             device_free = min(device_free, usable - reserved)
     return {"host_used": used, "host_free": host_free, "device_free": device_free, "device_reserved": reserved,
@@ -103,7 +103,7 @@ def measure(device, limit_bytes=0):
 def find_leak(samples, steps):
     """The leak that exhausts its memory first, or None.
 
-    samples: dicts of `measure`, oldest first; fewer than WINDOW give None, more show leaks in rarer or noisier blocks.
+    samples: dicts of `measure`, oldest first; fewer than WINDOW give None, more find leaks in rarer or noisier blocks.
     steps: their step numbers, rising.
     Returns: {"bytes_per_step", "steps_left" (by the fall of free memory, or by the leak itself if that is faster),
     "sentence", "who"}. who: "graph" (tensors in use), "driver or communication" (the rest of the device), "loader or
@@ -116,7 +116,7 @@ def find_leak(samples, steps):
     host_used, host_free, device_free, reserved, allocated = (
         np.array([sample[key] for sample in samples], float) for key in keys)
     steps = np.array(steps, float) - steps[-1]
-    # What the allocator only keeps, it gives back before memory runs out: a graph is told by what is in use.
+    # The allocator returns unused memory before memory runs out, so only memory in use reveals a growing graph.
     graph = _leak("graph", "device", allocated, device_free + reserved - allocated, steps)
     driver = _leak("driver or communication", "device", -reserved - device_free, device_free, steps)
     device = max(filter(None, (graph, driver)), key=lambda leak: leak["bytes_per_step"], default=None)
@@ -127,7 +127,7 @@ def find_leak(samples, steps):
 
 
 def runs_out_soon(leak):
-    """Whether a result of `find_leak` leaves fewer than two windows of steps: save and start again."""
+    """Whether a result of `find_leak` leaves fewer than two windows of steps: then save and restart."""
     return leak is not None and leak["steps_left"] < 2 * WINDOW
 
 
@@ -159,7 +159,7 @@ def _host_used():
 
 
 def children(pid):
-    """The processes that a process has started, [] where it has ended, be it while it is looked at."""
+    """PIDs of the children of a process; not an error if it has ended or ends meanwhile."""
     found = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -1,7 +1,7 @@
-"""What every rank writes down of its own steps: where their time went, its memory, and on rank 0 the space on the disk.
+"""What every rank logs about its steps: where their time went, its memory, and on rank 0 the disk space.
 
-Every EVERY steps each rank adds a line "pace" to its log, from which Report/run.py draws the ranks side by side and
-Report/rules.py finds the slow one. Rank 0 gives the same figures to TensorBoard.
+Every EVERY steps each rank adds a line "pace" to its log. From it Report/run.py draws the ranks side by side and
+Report/rules.py finds the slow one. Rank 0 sends the same figures to TensorBoard.
 """
 import collections
 import shutil
@@ -11,7 +11,7 @@ from Runtime import watchdog
 from Runtime.writer import add_scalar, flush
 
 EVERY = 10  # steps
-FLUSH_S = 60.0  # curves of TensorBoard reach the disk after so many seconds, not only at the end of an epoch
+FLUSH_S = 60.0  # TensorBoard's curves reach the disk this often, not only at the end of an epoch
 GIB = 2 ** 30
 
 
@@ -21,10 +21,10 @@ def new_pace():
 
 
 def keep_pace(pace, line, spent, watch, curves):
-    """Count a step; after every EVERY steps write their sums down. Every rank calls this at the end of a step.
+    """Count a step; after every EVERY steps log their sums. Every rank calls this at the end of a step.
 
-    pace: of `new_pace`. line: what rank 0 logs of the step, with "lr", "samples" and "norms". spent: of
-    watchdog.end_step. watch: of memory.new_watch. curves: of writer.new_writer on rank 0; None on other ranks.
+    pace: from `new_pace`. line: rank 0's log line of the step, with "lr", "samples" and "norms". spent: from
+    watchdog.end_step. watch: from memory.new_watch. curves: from writer.new_writer on rank 0; None on other ranks.
     """
     pace["spent"].update(spent)
     pace["steps"] += 1
@@ -44,7 +44,7 @@ def keep_pace(pace, line, spent, watch, curves):
 
 
 def disk_space(run):
-    """{"disk_free", "disk_total"}: bytes of the file system that holds a run folder; {} where it does not say."""
+    """{"disk_free", "disk_total"}: bytes of the file system that holds a run folder; {} if unknown."""
     try:
         usage = shutil.disk_usage(run)
     except (OSError, TypeError):  # no answer, or a training without a log

@@ -1,4 +1,4 @@
-"""`--profile START:STEPS`: a trace of some steps by torch.profiler, and the operations that took most of their time.
+"""`--profile START:STEPS`: torch.profiler's trace of some steps, and the operations that took most of the time.
 
 Rank 0 writes `<run>/profile/step<START>.trace.json.gz`, which https://ui.perfetto.dev and chrome://tracing open, and
 `<run>/profile/step<START>.json`, which the report of the run shows. Steps are counted from the beginning of the run.
@@ -27,9 +27,9 @@ def parse_steps(text):
 
 
 def new_profile(text, step, rank, run, device):
-    """What `profile_step` takes; None without --profile, and where the launch begins behind those steps.
+    """The state for `profile_step`; None without --profile, or if the launch starts after the first of those steps.
 
-    text: of --profile or None. step: with which this launch begins. run: Path of the run folder.
+    text: value of --profile or None. step: first step of this launch. run: Path of the run folder.
     """
     if not text:
         return None
@@ -45,8 +45,8 @@ def new_profile(text, step, rank, run, device):
 def profile_step(profile, step):
     """Begin or end the profile, if it is due. Every rank calls this before each step and at the end of a launch.
 
-    step: the number of the step that comes next. Only rank 0 profiles; the others enter the same phase, as ranks are
-    compared by how many phases they have entered.
+    step: the number of the next step. Only rank 0 profiles; the others enter the same phases, since ranks are compared
+    by the number of phases they have entered.
     """
     if profile is None or profile["done"]:
         return
@@ -61,7 +61,7 @@ def profile_step(profile, step):
 
 
 def start_profiler(device):
-    """A profiler of this process and its device, which runs from now on."""
+    """Start a profiler of this process and its device. Returns: the profiler."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     accelerator = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type)
     if accelerator:
@@ -72,7 +72,7 @@ def start_profiler(device):
 
 
 def write_profile(profile):
-    """Stop, and write trace and table. A disk that does not take them ends no training."""
+    """Stop the profiler and write its trace and table. If the disk refuses them, training continues."""
     profiler, folder = profile["running"], profile["run"] / "profile"
     synchronize(profile["device"])
     profiler.stop()
@@ -83,12 +83,12 @@ def write_profile(profile):
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / table["trace"]))
         write_file(folder / f"{name}.json", json.dumps(table, indent=1) + "\n")
-    except (OSError, RuntimeError) as error:  # torch writes the trace, and says so in its own way
+    except (OSError, RuntimeError) as error:  # torch writes the trace and has its own errors
         print(f"{folder}: the profile was not written ({error}); training continues", file=sys.stderr)
 
 
 def top_operations(running):
-    """[{"name", "calls", "ms", "share"}] of the operations with most time of their own, on the device if it has any."""
+    """[{"name", "calls", "ms", "share"}] of the operations with the most self time, on the device if it has any."""
     rows = running.key_averages()
     own = {row.key: row.self_device_time_total or 0.0 for row in rows}
     if not any(own.values()):

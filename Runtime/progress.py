@@ -1,4 +1,4 @@
-"""Where a training is, the averages of its epoch, and how it shows them.
+"""The progress of a training, the averages of its epoch, and how it shows them.
 
 The terms of the modes are always listed. Every other term that a step function returns is averaged, shown, logged and
 drawn under its own name.
@@ -13,8 +13,8 @@ from Runtime.writer import add_scalar
 
 # Keys that the sums and the log use besides the terms; a term cannot have these names.
 TAKEN = ("steps", "open", "nonfinite", "counts", "open_share", "epoch", "step", "event", "attempt", "rank", "time")
-# Terms that some pairs have and others have not, and the share of those that have. A step function returns such a term
-# times its share, and the share: both then add up over batches, ranks and steps like every other term.
+# Terms that only some pairs have, and the share of pairs that have them. A step function returns the share, and the
+# term times the share: both then add up over batches, ranks and steps like every other term.
 PARTIAL = {"dice": "labelled", "segment": "segmented"}
 
 
@@ -31,12 +31,12 @@ class Sums:
 
 @dataclasses.dataclass
 class Progress:
-    """Where a training is: what survives a restart besides weights, moments and queue."""
+    """How far a training has come: what survives a restart besides weights, moments and queue."""
 
     epoch: int = 0
     step_in_epoch: int = 0
     step: int = 0     # of the run
-    samples: int = 0  # of this epoch, of all ranks
+    samples: int = 0  # in this epoch, on all ranks
     pairs: int = 0
     nonfinite_in_a_row: int = 0
     sums: Sums = dataclasses.field(default_factory=Sums)
@@ -62,7 +62,7 @@ def begin_epoch(progress, epoch, terms):
 
 
 def to_saved(progress):
-    """The progress as a checkpoint holds it: a flat dict, in which the totals of the sums stand beside their counts."""
+    """The progress as a checkpoint stores it: a plain dict whose "sums" has the totals beside the other fields."""
     saved = dataclasses.asdict(progress)
     return {**saved, "sums": {**saved["sums"].pop("totals"), **saved["sums"]}}
 
@@ -89,13 +89,13 @@ def add_terms(sums, terms):
 
 
 def averages(sums):
-    """{term: average over its steps}, those always listed first; None for a term of a mode that has not run."""
+    """{term: average over its steps}, the always listed ones first; None for a term whose mode has not run."""
     means = of_their_share({name: sums.totals[name] / count for name, count in sums.counts.items() if count})
     return {name: means.get(name) for name in sums.counts}
 
 
 def of_their_share(terms):
-    """Terms in which each of PARTIAL is the mean over the pairs that have it; without those that no pair has.
+    """The terms, each of PARTIAL as the mean over the pairs that have it; terms that no pair has are left out.
 
     terms: {name: mean over all pairs}.
     """
@@ -114,9 +114,9 @@ def show(value):
 
 
 def progress_bars(cfg, progress, steps, is_main):
-    """(bar of an epoch, line of averages below it). The line is disabled in a log, both on ranks other than the first.
+    """(epoch bar, line of averages below it). The line is disabled in a log, and both are on ranks other than 0.
 
-    progress: Progress. steps: of the epoch.
+    progress: Progress. steps: number of steps in the epoch.
     """
     terminal = sys.stderr.isatty()
     bar = tqdm(total=steps, initial=progress.step_in_epoch, unit="step", dynamic_ncols=True, disable=not is_main,
@@ -126,9 +126,10 @@ def progress_bars(cfg, progress, steps, is_main):
 
 
 def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds):
-    """Advance the bar: samples per second and remaining time of the run behind it, averages below (in a log, behind).
+    """Advance the bar; after it come samples per second and the run's remaining time, and averages below (in a log,
+    after it too).
 
-    steps: of an epoch. first_step: step_in_epoch where this launch entered the epoch. samples: of a step.
+    steps: per epoch. first_step: step_in_epoch where this launch entered the epoch. samples: per step.
     seconds: since first_step.
     """
     steps_here = progress.step_in_epoch - first_step
@@ -144,7 +145,7 @@ def show_progress(bar, below, progress, cfg, steps, first_step, samples, seconds
 def show_epoch(curves, entry, progress, cfg, seconds):
     """Print an epoch's averages and scores in one line, and add each to its curve.
 
-    curves: of Runtime/writer.py. entry: {name: value or None}. seconds: that the epoch took.
+    curves: from Runtime/writer.py. entry: {name: value or None}. seconds: duration of the epoch.
     """
     shown = " ".join(f"{name} {show(value)}" for name, value in entry.items())
     tqdm.write(f"epoch {progress.epoch + 1}: {shown} (gate {cfg['registration.gate']}, {seconds:.0f} s)")

@@ -27,7 +27,7 @@ def settings():
 
 
 def git(*arguments):
-    """Output of a git command in the code's folder; None if it is no git checkout or git takes more than 30 s."""
+    """Output of a git command in the code's folder; None outside a checkout or if git takes more than 30 s."""
     try:
         return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True,
                               check=True, timeout=30).stdout
@@ -47,7 +47,7 @@ def package_versions():
 
 
 def described(mode):
-    """What the report of a run needs to know of a mode, as JSON. mode: of MODES of the training script."""
+    """What a run's report needs to know about a mode, as JSON. mode: one of the training script's MODES."""
     return {name: getattr(mode, name) for name in ("name", "weights", "curve", "terms", "clip_norm", "gate")}
 
 

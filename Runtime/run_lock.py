@@ -2,7 +2,7 @@
 
 The lock is `<run>/lock.json`: {"token", "since", "holders" (processes), "job", "start", "cluster" (of Slurm),
 "stale_after_s"}. Its holders check regularly that it is still theirs (`touch`, `assert_held`): a process that was
-stopped may wake up after another launch has taken the folder over, and must not write there any more.
+stopped may wake up after another launch has taken over the folder, and must no longer write there.
 """
 import contextlib
 import errno
@@ -27,10 +27,10 @@ try:
 except ImportError:  # Windows, where the tools run too
     fcntl = None
 
-STALE_S = 3600.0  # for outputs of tools: a lock of another machine untouched for so long belongs to a dead process
+STALE_S = 3600.0  # for tool outputs: a lock of another machine untouched for this long belongs to a dead process
 CLAIM_S = 30.0  # longer than reading and writing a lock ever takes
 MAY_DIFFER = (*PATHS, "data.stage", "data.num_workers", "data.prefetch_factor", "data.in_memory",
-              "registration.labels")  # between launches of one run; the labels are found by the training
+              "registration.labels")  # between launches of one run; the training finds the labels
 HELD = {}  # {run folder: token} of the locks under which this process works
 
 
@@ -41,8 +41,8 @@ class TakenOver(InputError):
 def run_folder(root, data_name, net_name, fresh=False, cfg=None):
     """Folder of the run: the newest generation of `<root>/<data>_<net>`, `...-2`, `...-3`; created with its `tmp/`.
 
-    fresh: begin the next generation instead of continuing one. cfg: of the training. Of several generations, this takes
-    the newest that was trained with these settings, else the newest of all, and prints which. Returns: Path.
+    fresh: begin the next generation instead of continuing one. cfg: the training's config. Among several generations
+    this picks the newest one trained with these settings, else the newest of all, and prints which. Returns: Path.
     """
     root, name = Path(root), f"{data_name}_{net_name}"
     matches = [re.fullmatch(re.escape(name) + r"(?:-([1-9]\d*))?", path.name) for path in root.glob("*")]
@@ -61,8 +61,8 @@ def run_folder(root, data_name, net_name, fresh=False, cfg=None):
 
 
 def has_settings(run, cfg):
-    """Whether a run was last trained with the settings of a config, or not at all yet. How and where it runs, and where
-    its data are, may differ."""
+    """Whether a run was last trained with the settings of a config, or never trained. How and where it runs and where
+    its data are may differ."""
     files = sorted(run.glob("launches/*/config.yaml"))
     try:
         trained = load_config(files[-1]) if files else cfg
@@ -75,11 +75,11 @@ def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with
     """Take the lock of a run folder, or join it as the second holder if `token` is the lock's.
 
     The lock outlives a crash. A holder on this machine is dead if its process is; a holder in another Slurm job is dead
-    if Slurm says so; any other holder on another machine is dead if the lock has not been touched for the time that the
-    holder itself promised.
+    if Slurm says so; any other holder on another machine is dead if the lock has not been touched for as long as the
+    holder itself set.
     stale_after_s: longest time between two touches. pid: of the holder, None for this process. instead: advice for the
     error. Returns: the lock's token.
-    Raises InputError naming a holder that is alive, and OSError if nobody can tell at the moment.
+    Raises InputError naming a holder that is alive, and OSError if that is unknown at the moment.
     """
     path, me = run / "lock.json", _identity(pid or os.getpid())
     while True:
@@ -107,8 +107,8 @@ def lock(run, stale_after_s, pid=None, token=None, instead="start a new run with
 
 
 def slurm_job():
-    """Slurm's number of this job, "" outside of one. Of a task of an array only that task's: the first one's plain
-    number means the whole array to squeue and scontrol."""
+    """Slurm's id of this job, "" outside a job. In an array, the id of this task alone: squeue and scontrol take the
+    first task's plain number to mean the whole array."""
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
     return os.environ.get("SLURM_JOB_ID", "")
@@ -121,15 +121,15 @@ def _describe(content, holder):
 
 
 def hold(run, token):
-    """Remember that this process works in a folder under a lock of its own, of its launcher or of rank 0."""
+    """Remember that this process works in a folder under a lock: its own, its launcher's or rank 0's."""
     HELD[_key(run)] = token
 
 
 def assert_held(run):
-    """Raise TakenOver if another launch has taken over the folder that this process holds. Others pass.
+    """Raise TakenOver if another launch has taken over the folder that this process holds. Other folders pass.
 
-    If there is no lock, the last attempt that began in the folder decides: a launch that took the folder over and has
-    ended since has left one.
+    If there is no lock, the last attempt that began in the folder decides: a launch that took over the folder and has
+    ended since left one.
     """
     token = HELD.get(_key(run))
     if token is None:
@@ -160,7 +160,7 @@ def is_held(run):
 
 
 def touch(run):
-    """Show other machines that this holder lives. A lock that someone has removed stays removed.
+    """Show other machines that this holder is alive. A lock that someone removed stays removed.
 
     Raises TakenOver as `assert_held` does.
     """
@@ -186,9 +186,9 @@ def _key(run):
 
 
 def _identity(pid):
-    """What identifies a process: host, machine, boot, process namespace (containers number their own), number, start.
+    """What identifies a process: host, machine, boot id, PID namespace (containers have their own), PID, start time.
 
-    Several machines may have one name, such as localhost, so that another boot proves a reboot of the same one only.
+    Several machines may share a name, such as localhost, so a new boot id proves a reboot only on the same machine.
     """
     who = {"pid": pid, "host": socket.gethostname(), "machine": "", "boot": "", "namespace": "", "began": None}
     with contextlib.suppress(OSError):  # no Linux
@@ -198,11 +198,11 @@ def _identity(pid):
 
 
 def _machine():
-    """What no other machine has: name, number of the installation, address of the network card; "" if not known."""
+    """What no other machine has: host name, installation id and MAC address; "" if unknown."""
     card = uuid.getnode()
     with contextlib.suppress(OSError):
         installation = Path("/etc/machine-id").read_text().strip()
-        if installation and not card >> 40 & 1:  # that bit: there is no card, and the number is a random one
+        if installation and not card >> 40 & 1:  # with that bit there is no card, and the number is random
             return f"{socket.gethostname()} {installation} {card:x}"
     return ""
 
@@ -217,9 +217,9 @@ def _began(pid):
 
 
 def _living_holder(content, run):
-    """The first holder of a lock that is alive, or None. Raises OSError if nobody can tell at the moment.
+    """The first holder of a lock that is alive, or None. Raises OSError if that is unknown at the moment.
 
-    The processes of this machine tell it for themselves; for others Slurm does, or else the time of the last touch.
+    On this machine the process table decides; elsewhere Slurm does, or else the time of the last touch.
     """
     me = _identity(os.getpid())
     elsewhere = []
@@ -228,7 +228,7 @@ def _living_holder(content, run):
         rebooted = is_here and holder["boot"] != me["boot"]
         visible = holder["began"] is not None and all(holder[key] == me[key] for key in ("boot", "namespace"))
         if visible and _began(holder["pid"]) == holder["began"]:
-            if _is_former_start(content):  # Slurm has told it to end, and it will
+            if _is_former_start(content):  # Slurm has told it to end, so it will
                 raise OSError(errno.EBUSY, f"process {holder['pid']} of the former start of this job is still there")
             return holder
         if not visible and not rebooted:
@@ -250,7 +250,7 @@ def _is_former_start(content):
 
 
 def _job_state(content):
-    """State of a lock's Slurm job: "running", "over", or None if it has no job or no Slurm here knows the job.
+    """State of a lock's Slurm job: "running", "over", or None if it has no job or none that Slurm here can judge.
 
     Raises OSError while the job is ending, and if Slurm does not answer: ask again in a minute.
     """
@@ -287,7 +287,7 @@ def _own_cluster():
 
 
 def _time_there(run):
-    """The time on the clock that stamps the files of this folder: on a shared file system, that of another host."""
+    """The time on the clock that stamps this folder's files: on a shared file system, another host's clock."""
     (run / ".lock").touch()
     return (run / ".lock").stat().st_mtime
 
@@ -305,9 +305,9 @@ def _read(path):
 def _one_at_a_time(run):
     """Let only one process at a time read and write the lock of a folder.
 
-    Some file systems have no locks, or keep them to one node. A claim file, which only one process can create, works
-    there. A claim whose process died in these milliseconds is removed after CLAIM_S. (If two processes get through all
-    the same, the one whose lock was replaced notices at its next touch, before it writes anything that lasts.)
+    Some file systems have no file locks, or only node-local ones. A claim file, which only one process can create,
+    works there. If a process dies while it holds the claim, others remove it after CLAIM_S. (Should two processes get
+    through anyway, the one whose lock was replaced notices at its next touch, before it writes anything lasting.)
     """
     claim = run / ".lock.claim"
     with open(run / ".lock", "w") as handle:

@@ -1,4 +1,4 @@
-"""Imported first by the programs that train: a system without file locks ends here, in one sentence."""
+"""Imported first by the programs that train; a system without file locks gets one sentence and exits."""
 import importlib.util
 import sys
 

@@ -2,9 +2,9 @@
 
 `<run>/rank<r>.jsonl` is heartbeat, breadcrumb and event log at once: one JSON object per line. The last line
 ({"event": "now", ...}) says where the rank is; each phase overwrites it in place, so that the file grows by events
-only. Writes go straight to the kernel and survive the death of the process. A phase that outlives its deadline ends
-the process by faulthandler, which works with the GIL held and with a backend that never times out. faulthandler writes
-the stacks of all threads to `<run>/rank<r>.stack`, or to standard error if there is no launcher.
+only. Writes go straight to the kernel and survive the death of the process. If a phase outlives its deadline,
+faulthandler ends the process, even with the GIL held or a backend that never times out. It writes the stacks of all
+threads to `<run>/rank<r>.stack`, or to standard error if there is no launcher.
 """
 import collections
 import contextlib
@@ -23,19 +23,19 @@ import traceback
 from Runtime.run_lock import TakenOver, assert_held, touch
 
 WIDTH = 400  # bytes of the breadcrumb line, which is overwritten
-LOOK_S = 10.0  # how often a rank checks that the folder is still its own; locks are given up after a much longer time
+LOOK_S = 10.0  # how often a rank checks that the folder is still its own; a lock goes stale much later
 MOST_PENDING = 2 ** 20  # bytes of log that wait for space on a full disk; beyond that the oldest are dropped
-# Phases that are not part of every step: each has its own time.
+# Phases that are not part of every step: each is timed on its own.
 ONE_OFF = ("start", "meet", "data set", "stage", "join", "restore", "epoch", "evaluate", "checkpoint", "refresh",
            "profile", "leave", "exit")
-STATE = {"file": None, "stop": None, "beat": lambda: None}  # beat: tells other ranks that this one moves
+STATE = {"file": None, "stop": None, "beat": lambda: None}  # beat: tells other ranks that this one makes progress
 
 
 def start(run, rank, attempt, cfg, launcher):
-    """Begin the log, arm the first deadline, and note TERM, USR1, Ctrl-C and HUP instead of dying of them.
+    """Begin the log, arm the first deadline, and note TERM, USR1, Ctrl-C and HUP instead of dying from them.
 
-    run: Path of the run folder. cfg: config with the keys run.deadline_*. launcher: whether there is one, which will
-    read the stacks.
+    run: Path of the run folder. cfg: config with the keys run.deadline_*. launcher: whether a launcher will read the
+    stacks.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # nohup
@@ -50,7 +50,7 @@ def start(run, rank, attempt, cfg, launcher):
     STATE.update(pending=b"", beat=lambda: None, **open_log(run, rank))
     # Where it is: number of phases so far, step, the phase and when it was entered (since: or last repeated).
     STATE.update(number=0, step=0, name="start", mode="", entered=now, since=now)
-    # Deadlines, and the seconds they are learned from: of phases, of the last steps, of writing a checkpoint.
+    # Deadlines, and the durations they are learned from: phases, the last steps, writing a checkpoint.
     STATE.update(floor=cfg["run.deadline_floor_s"], first=cfg["run.deadline_first_s"])
     STATE.update(factor=cfg["run.deadline_factor"], took={}, lately={}, write=None)
     STATE.update(steps=collections.deque(maxlen=20), step_began=None)
@@ -62,9 +62,9 @@ def start(run, rank, attempt, cfg, launcher):
 
 
 def _note_signal(number, frame):
-    """Ask this rank to leave after its step. Who presses Ctrl-C a second time does not want to wait for that."""
+    """Ask this rank to leave after its step. A second Ctrl-C ends it at once."""
     again = number == signal.SIGINT and STATE["stop"] == "SIGINT"
-    STATE["stop"] = signal.Signals(number).name  # before anything is said: the next signal may come meanwhile
+    STATE["stop"] = signal.Signals(number).name  # before printing: the next signal may arrive meanwhile
     if again:
         raise KeyboardInterrupt
     if number == signal.SIGINT:
@@ -83,7 +83,7 @@ def open_log(run, rank):
 def phase(name, mode=""):
     """Enter a phase: write the breadcrumb and arm the deadline. All ranks enter the same phases in the same order.
 
-    A phase of many parts is entered again for each of them: the ranks that wait for this one learn that it moves.
+    A phase of many parts is entered again for each part, so that waiting ranks see this one make progress.
     """
     if STATE["file"] is None:
         return
@@ -94,24 +94,23 @@ def phase(name, mode=""):
 
 
 def goes_on():
-    """Enter this phase again, whichever it is: a part of it is done. No effect in a thread: the phase is not its own.
-    """
+    """Enter the current phase again, since a part of it is done. No effect outside the main thread."""
     if STATE["file"] is not None and threading.current_thread() is threading.main_thread():
         phase(STATE["name"], STATE["mode"])
 
 
 def wait_on():
-    """Arm the deadline of this phase anew, because a rank that is waited for has moved; this one has not."""
+    """Restart the deadline of this phase: a rank that this one waits for has made progress, this one has not."""
     if STATE["file"] is not None:
         _enter(STATE["name"], STATE["mode"], repeated=True)
 
 
 def _enter(name, mode, repeated):
-    """repeated: this phase continues and is not counted anew, as a rank with more parts is no further than others."""
+    """repeated: the phase continues and is not counted again: a rank with more parts is no further than others."""
     now = time.time()
     last = STATE["name"], STATE["mode"]
     STATE["spent"][STATE["name"]] += now - STATE["since"]
-    if last != (name, mode):  # else its time is not known yet
+    if last != (name, mode):  # else its duration is not known yet
         STATE["lately"][last] = now - STATE["entered"]
         STATE["took"][last] = max(STATE["lately"][last], STATE["took"].get(last, 0))
     if not repeated:
@@ -127,12 +126,13 @@ def deadline(name, mode=""):
 
     A phase that has not been timed compiles, connects or reads for the first time and gets the long first deadline;
     so does each phase of each mode, since mode 3 may open late. A checkpoint counts as timed only once `learn_write`
-    knows the time of a write: the copy alone is quick.
+    knows how long a write takes: the copy alone is quick.
     """
     known_s = []
     if (name, mode) in STATE["took"]:
         if name not in ONE_OFF and mode not in ONE_OFF:  # an agreement may wait for the one-off phase of another rank
-            # Its own last time too: a mode that opens late takes longer than the steps before. The first one compiled.
+            # Also its own last duration: a mode that opens late takes longer than earlier steps. Capped: it may have
+            # compiled.
             own = min(STATE["lately"].get((name, mode), 0), STATE["first"] / STATE["factor"])
             known_s = [statistics.median(STATE["steps"]), own] if STATE["steps"] else []
         elif "checkpoint" not in (name, mode):
@@ -145,7 +145,7 @@ def deadline(name, mode=""):
 
 
 def learn_write(seconds):
-    """Remember how long a checkpoint took to write in its thread: the next save, or the end, may wait for as long.
+    """Remember how long a checkpoint took to write in its thread: the next save, or the exit, may wait that long.
 
     seconds: 0 if none has been written yet.
     """
@@ -177,7 +177,7 @@ def end_step():
 
 
 def event(kind, **fields):
-    """Append one line to the log. fields: must be of types that JSON has."""
+    """Append one line to the log. fields: JSON-serialisable."""
     if STATE["file"] is None:
         return
     line = {"event": kind, "attempt": STATE["attempt"], "rank": STATE["rank"], "step": STATE["step"],
@@ -198,7 +198,7 @@ def finish():
 
 
 def _take_spent():
-    """{phase: seconds}, which begins anew."""
+    """Return {phase: seconds} since the last call, and reset it."""
     spent = {name: round(seconds, 4) for name, seconds in STATE["spent"].items()}
     STATE["spent"].clear()
     return spent
@@ -207,8 +207,8 @@ def _take_spent():
 def _check_folder():
     """Every LOOK_S, right before a write: check that the folder is still ours. Rank 0 also touches the lock.
 
-    A launch that was stopped may wake up after another one has taken its folder over. Then the log is closed, since
-    further lines would go into the log of the other launch, and TakenOver is raised.
+    A launch that was stopped may wake up after another one has taken over its folder. This then closes the log, since
+    further lines would go into the other launch's log, and raises TakenOver.
     """
     if time.time() - STATE["looked"] < LOOK_S:
         return
@@ -227,7 +227,7 @@ def _check_folder():
 def _write(lines):
     """Write events over the breadcrumb, and the new breadcrumb after them, in one call. lines: bytes.
 
-    Events that a full disk does not take wait: a log must not end a healthy training. Raises TakenOver.
+    Events that a full disk refuses are kept for later: a log must not end a healthy training. Raises TakenOver.
     """
     breadcrumb = {"event": "now", "attempt": STATE["attempt"], "rank": STATE["rank"], "step": STATE["step"],
                   "mode": STATE["mode"], "phase": STATE["name"], "number": STATE["number"],
@@ -253,11 +253,11 @@ def _write(lines):
 
 def _log_exception(kind, error, trace):
     """The hook for an exception that ends the process."""
-    # Once a loader worker has died, torch raises in the handler of SIGCHLD, which would interrupt this.
+    # After a loader worker has died, torch's SIGCHLD handler raises, which would interrupt this.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     frames = [f"{os.path.relpath(frame.filename)}:{frame.lineno} {frame.name}"
               for frame in traceback.extract_tb(trace)]
-    STATE["looked"] = 0.0  # check the folder now: the error may follow from another rank that saw it taken over
+    STATE["looked"] = 0.0  # check the folder now: the error may come from another rank that saw the takeover
     try:
         event("died", error=f"{kind.__name__}: {error}"[:2000], errno=getattr(error, "errno", None),
               phase=STATE["name"], mode=STATE["mode"], stack=frames[-12:])

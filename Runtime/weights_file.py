@@ -1,8 +1,8 @@
-"""Read .safetensors files: 8 bytes, the length of the header (little-endian); the header, JSON; then the raw tensors.
+"""Read .safetensors files: the header's length (8 bytes, little-endian), the JSON header, then the raw tensors.
 
 The header has an entry {"dtype", "shape", "data_offsets": [first, end]} for each tensor, counted from the end of the
-header, and maybe "__metadata__", texts by name. The tensors fill the rest of the file without a gap or an overlap
-(https://github.com/huggingface/safetensors, "Format"). The package is not needed for that, only for writing.
+header, and maybe "__metadata__", {name: text}. The tensors fill the rest of the file without a gap or an overlap
+(https://github.com/huggingface/safetensors, "Format"). Only writing needs the package.
 """
 import json
 import math
@@ -22,23 +22,23 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 def read_weights(path, device="cpu"):
     """The tensors of a .safetensors file, {name: tensor} on `device`, and its metadata, {name: text}.
 
-    Raises InputError, one sentence that names the file, for one that is missing, cut off, or not what its header says.
+    Raises InputError, one sentence that names the file, if it is missing, cut off, or does not match its header.
     """
     try:
-        content = bytearray(Path(path).read_bytes())  # torch wants memory that it may write to
+        content = bytearray(Path(path).read_bytes())  # torch wants writable memory
         entries, metadata, first = _read_header(content)
         _require_gapless(entries, len(content) - first)
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a readable .safetensors file ({error}); export the model again.") from None
     tensors, raw = {}, torch.frombuffer(content, dtype=torch.uint8)[first:]
     for name, entry in entries.items():
-        own = raw[slice(*entry["data_offsets"])].clone()  # begins where torch can read numbers of any size
+        own = raw[slice(*entry["data_offsets"])].clone()  # aligned, so that torch can read numbers of any size
         tensors[name] = own.view(DTYPES[entry["dtype"]]).view(entry["shape"]).to(device)
     return tensors, metadata
 
 
 def _read_header(content):
-    """Entries by name, metadata, and where the tensors begin. Raises ValueError for what is not of the format."""
+    """(entries by name, metadata, offset of the tensors). Raises ValueError for content that breaks the format."""
     if len(content) < 8:
         raise ValueError(f"{len(content)} bytes are too few for a header")
     length = int.from_bytes(content[:8], "little")
@@ -56,7 +56,7 @@ def _read_header(content):
 
 
 def _check_entry(name, entry):
-    """Raises ValueError for an entry that is not of the format or has not as many bytes as its shape needs."""
+    """Raises ValueError for an entry that breaks the format or whose bytes do not match its shape."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the entry of {name} does not give dtype, shape and data_offsets")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
@@ -73,8 +73,7 @@ def _check_entry(name, entry):
 
 
 def _require_gapless(entries, size):
-    """Raises ValueError where the tensors overlap, leave a gap, or do not end with the file. size: bytes of them all.
-    """
+    """Raises ValueError if tensors overlap, leave a gap, or do not end with the file. size: bytes of all tensors."""
     spans = sorted((*entry["data_offsets"], name) for name, entry in entries.items())
     for (_, end, name), (first, _, other) in pairwise([(0, 0, "the header"), *spans]):
         if first < end:

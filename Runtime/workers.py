@@ -14,11 +14,11 @@ POLL_S = 0.3
 def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhile=None):
     """Yield (task, function(*task)) in the order in which the tasks end.
 
-    function, begin: functions of a module, as new processes import them. tasks: list of tuples of plain data.
-    workers: number of processes, of which no more are started than there are tasks. what: what the error begins with,
-    such as the folder of the results. begin(*arguments) is called once in each process before its first task.
-    meanwhile() is called here about three times a second while tasks run.
-    Raises InputError where a process was killed or ran out of memory, and whatever a task raises.
+    function, begin: module-level functions, since new processes import them. tasks: list of tuples of plain data.
+    workers: number of processes, at most one per task. what: beginning of the error, such as the results folder.
+    begin(*arguments) is called once in each process before its first task. meanwhile() is called here about three
+    times a second while tasks run.
+    Raises InputError if a process was killed or ran out of memory, and whatever a task raises.
     """
     processes = min(workers, len(tasks))
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""Curves and pictures of a run for TensorBoard. If they cannot be written they wait; the training goes on."""
+"""Curves and pictures of a run for TensorBoard. If they cannot be written they wait, and training continues."""
 import io
 import os
 import socket
@@ -13,14 +13,14 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from Runtime.files import append_bytes, write_file
 
 WAITING = 64 * 2 ** 20  # most bytes that wait for space on a full disk; beyond that the oldest are dropped
-PICTURES = 4  # the newest that stay in the folder of the run
+PICTURES = 4  # the newest ones, which stay in the run folder
 
 
 def new_writer(folder, step, pictures=None):
     """Begin an event file. TensorBoard then ignores events of earlier launches from `step` on.
 
-    folder: of the events, created at the first `flush`. pictures: a folder that gets the newest pictures as files too,
-    for the report of the run; None for none. Returns: the dict that the functions below take.
+    folder: for the events, created at the first `flush`. pictures: a folder for the newest pictures as files, which
+    the run's report shows; None for none. Returns: the dict that the functions below take.
     """
     name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
     writer = {"path": Path(folder) / name, "waiting": [], "told": False, "pictures": pictures}
@@ -45,9 +45,9 @@ def add_figure(writer, tag, figure, step):
 
 
 def keep_picture(folder, name, content):
-    """Write a picture as a file and remove the oldest beyond PICTURES. A disk that does not take it ends no training.
+    """Write a picture as a file and remove the oldest beyond PICTURES. If the disk refuses it, training continues.
 
-    folder: Path, or None: nothing is written. name: such that newer names sort behind older ones.
+    folder: Path, or None to write nothing. name: newer names must sort after older ones.
     """
     if folder is None:
         return
@@ -61,7 +61,7 @@ def keep_picture(folder, name, content):
 
 
 def flush(writer):
-    """Write all that waits. If that fails, one line on standard error says so, and the next flush tries again."""
+    """Write all that waits. If that fails, one line on standard error says so, and the next flush retries."""
     try:
         append_bytes(writer["path"], b"".join(writer["waiting"]))
     except OSError as error:
