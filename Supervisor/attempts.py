@@ -1,4 +1,4 @@
-"""Attempts: each launch of a run is one. `<run>/attempts.jsonl` numbers them and says how each ended and what follows.
+"""Each launch of a run is an attempt. `<run>/attempts.jsonl` numbers them and says how each ended and what follows.
 
 The launcher (bash_train_multi_nodes.sh) calls `python -m Supervisor.attempts begin ...` before and `... end CODE` after
 each round; a training without a launcher calls `begin` and `end` itself. Needs no torch.
@@ -30,10 +30,10 @@ from Runtime.manifest import durable, durable_step, trust_again
 from Runtime.run_lock import TakenOver, hold, lock, run_folder, slurm_job, touch, unlock
 from Supervisor.verdict import STARTING, judge, read_rank, sentence
 
-SAME_DEATHS, ANY_DEATHS = 3, 10  # after so many without a new durable step the loop stops
-COMMAND_S = 60.0  # longest time for the user's command (run.notify)
-PATIENCE_S = 600.0  # for a file system that does not answer, before the config with run.patience_s is read
-SILENT = ("vanished", "frozen", "never started", "a rank did not arrive")  # causes that may be those of a node
+SAME_DEATHS, ANY_DEATHS = 3, 10  # the loop stops after this many without a new durable step
+COMMAND_S = 60.0  # time limit of the user's command (run.notify)
+PATIENCE_S = 600.0  # for a file system that does not respond, until run.patience_s is read from the config
+SILENT = ("vanished", "frozen", "never started", "a rank did not arrive")  # causes that may lie with a node
 
 
 def history(run):
@@ -42,9 +42,9 @@ def history(run):
 
 
 def begin(run, loop, world_size):
-    """Number a new attempt and write its line. An attempt before it that has no end is judged first.
+    """Number a new attempt and write its line. If the previous attempt has no end, judge that first.
 
-    loop: the lock's token, the same for all rounds of one launcher. world_size: ranks. Returns: the number.
+    loop: the lock's token, the same for all rounds of one launcher. world_size: ranks. Returns: the attempt's number.
     """
     lines = history(run)
     begins = [line for line in lines if line["event"] == "begin"]
@@ -61,7 +61,7 @@ def begin(run, loop, world_size):
 def end(run, attempt, code, quiet=False, patience_s=0.0):
     """Judge an attempt, decide what comes next, write and print both.
 
-    code: exit code of the launch, None if unknown. quiet: do not print, since the process has printed its own end.
+    code: exit code of the launch, None if unknown. quiet: do not print, since the process has printed how it ended.
     patience_s: how long to wait for a file system that is full or does not answer.
     Returns: "done", "continue", "restart" (planned), "step back" (one checkpoint) or "stop".
     """
@@ -83,7 +83,7 @@ def end(run, attempt, code, quiet=False, patience_s=0.0):
 
 
 def remove_refused(run):
-    """Remove a run folder in which nothing but a refused first start has happened. Its sentence has been printed."""
+    """Remove a run folder that holds nothing but a refused first start, whose error has been printed."""
     lines = history(run)
     if len(lines) != 2 or not is_refusal(lines[-1]) or lines[-1]["decision"] != "stop" or (run / "launches").exists():
         return
@@ -96,10 +96,10 @@ def remove_refused(run):
 
 
 def keep_stacks(run, attempt, rank):
-    """Keep what a rank has left of the stacks of all its threads, which its next attempt overwrites.
+    """Keep the thread stacks that a rank left, since its next attempt overwrites them.
 
-    The verdict has the innermost frames of one thread only, and a crash may have been in another one. Not worth waiting
-    for a disk that is full: then a sentence says that they are lost.
+    The verdict has the innermost frames of one thread only, and another one may have crashed. If the disk is full,
+    this does not wait for space but prints that the stacks are lost.
     """
     try:
         text = read_rank(run, rank, attempt)["stack"]
@@ -112,10 +112,10 @@ def keep_stacks(run, attempt, rank):
 
 
 def notify_end(run, line):
-    """Run the user's command (run.notify) when a run is done or needs a person. line: the "end" of attempts.jsonl.
+    """Run the user's command (run.notify) when a run is done or needs a person. line: the "end" in attempts.jsonl.
 
     sh gets OMNIMORPH_RUN, OMNIMORPH_SUBJECT and OMNIMORPH_MESSAGE. A command that fails or takes longer than COMMAND_S
-    is named on standard error, and nothing else happens.
+    is only reported on standard error.
     """
     configs = sorted(run.glob("launches/*/config.yaml"))
     if line["decision"] not in ("done", "stop") or not configs:
@@ -129,7 +129,7 @@ def notify_end(run, line):
     environment = {**os.environ, "OMNIMORPH_RUN": str(run), "OMNIMORPH_SUBJECT": line["decision"],
                    "OMNIMORPH_MESSAGE": line["sentence"]}
     try:
-        # What it prints is for the log: standard output belongs to who called us.
+        # Its output goes to the log: standard output belongs to our caller.
         done = subprocess.run(command, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=2,
                               timeout=COMMAND_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -159,14 +159,14 @@ def decide(lines, verdict, patience_s=0.0):
     """(decision of `end`, one sentence on what happens next).
 
     lines: of attempts.jsonl; the last is the end that `verdict` judges. Only ends of the same loop count. patience_s:
-    how long starts that are refused go on, in a loop that has begun to train before.
+    how long to retry refused starts in a loop that has trained before.
     """
     last = lines[-1]
     if verdict["cause"] == "done":
         return "done", "The training is complete."
     ends = [line for line in lines if line["event"] == "end" and line["loop"] == last["loop"]]
     has_trained = any(line["signature"][2] not in STARTING for line in ends)
-    if is_refusal(last) and has_trained:  # somebody is changing something, or a node has lost something
+    if is_refusal(last) and has_trained:  # someone is editing, or a node has lost something
         row = list(itertools.takewhile(is_refusal, reversed(ends)))
         if len(row) >= SAME_DEATHS and last["time"] - row[-1]["time"] >= patience_s:
             return "stop", f"Stopped: nothing has begun for {patience_s:.0f} s. This needs a person."
@@ -179,7 +179,7 @@ def decide(lines, verdict, patience_s=0.0):
             return "stop", f"Stopped: {repeats} planned restarts in a row at step {last['durable']}."
         return "restart", f"Continues from step {last['durable']}."
     back = went_back(lines, last)
-    if back and back["signature"][:3] == last["signature"][:3]:  # of another step, as it began at another one
+    if back and back["signature"][:3] == last["signature"][:3]:  # not the step: it began at another one
         return "stop", (f"Stopped: the same death from step {last['durable']} too, so the newest checkpoint (step "
                         f"{back['durable']}) is not to blame: it counts again.")
     deaths = [line for line in ends if line["durable"] == last["durable"] and line["cause"] != "planned restart"
@@ -196,7 +196,7 @@ def decide(lines, verdict, patience_s=0.0):
 
 
 def went_back(lines, last):
-    """The end in the same loop after which the run went one checkpoint back, if no newer step is durable since.
+    """The end in this loop after which the run went back one checkpoint, if no newer step has become durable since.
 
     lines: of attempts.jsonl. last: an end. Returns: None if the run did not go back, or has saved a step since.
     """
@@ -212,7 +212,7 @@ def is_refusal(line):
 
 
 def is_suspect(lines, verdict):
-    """Whether the nodes are to be checked again after this death: a rank fell silent, or a host has died before.
+    """Whether to check the nodes again after this death: a rank fell silent, or its host has had a death before.
 
     lines: of attempts.jsonl, with the end that `verdict` judges.
     """
@@ -233,7 +233,8 @@ def is_same(line, other):
 def launcher_begin(argv):
     """Before a round: check the config, take the lock, number the attempt; print NAME=value lines for the launcher.
 
-    argv: the arguments of the training and of the parser here. Raises InputError for a bad config or a folder in use.
+    argv: arguments of the training and of `parse_begin_arguments`. Raises InputError for a bad config or a folder in
+    use.
     """
     args = parse_begin_arguments(argv)
     patiently(lambda: is_there(args.config) and Path(args.config).read_bytes(), PATIENCE_S, args.config)
@@ -275,7 +276,7 @@ def parse_begin_arguments(argv):
 def take_folder(cfg, fresh, launcher_pid):
     """Choose the run folder and take its lock for the launcher; wait up to run.patience_s for the file system.
 
-    Returns: (Path of the folder, token of its lock, whether a job that was requeued continues there).
+    Returns: (Path of the folder, token of its lock, whether a requeued job continues there).
     """
     wait = functools.partial(patiently, seconds=cfg["run.patience_s"], subject=cfg["run.models"])
     was_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
@@ -289,11 +290,11 @@ def take_folder(cfg, fresh, launcher_pid):
 
 
 def share_out(run, cfg, nodes, tasks, ranks_asked):
-    """How many ranks divide the step of the run: (step of `fix_step`, nodes, tasks on each).
+    """How many ranks share the run's step: (step of `fix_step`, nodes, tasks on each).
 
-    nodes, tasks: that are there. ranks_asked: before nodes were left out. If fewer ranks are there than were asked for,
-    or than the first launch had, as many as possible go on, and one line says how many stay idle.
-    Raises InputError if the config does not fit the ranks that were asked for.
+    nodes, tasks: available ones. ranks_asked: ranks requested, before nodes were left out. If fewer ranks are available
+    than requested or than the first launch had, as many as possible continue, and one line says how many stay idle.
+    Raises InputError if the config does not fit the requested ranks.
     """
     there = nodes * tasks
     ranks_asked = max(ranks_asked, there)
@@ -363,7 +364,7 @@ def main(argv):
         return commands[argv[0]](argv[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
-        # In a run that has trained before, somebody may be half way through an edit: the launcher tries again.
+        # In a run that has trained before, someone may be in the middle of an edit: the launcher tries again.
         passes = argv[:1] == ["begin"] and "OMNIMORPH_TOKEN" in os.environ and not isinstance(error, TakenOver)
         return 1 if passes else STOP
     except OSError as error:

@@ -1,11 +1,11 @@
-"""What bash_train_multi_nodes.sh does before, within and after each round. One command of it is one process:
+"""What bash_train_multi_nodes.sh does before, during and after each round. Each command is a process of its own:
 
-    python3 -ESm Supervisor.launcher COMMAND [options of the site] -- [words of who launches]
+    python3 -ESm Supervisor.launcher COMMAND [options of the site] -- [the user's words]
 
 `nodes` chooses the nodes, `preflight` checks them, `begin` opens a round, `round` runs its ranks, `end` judges it,
-`again` checks the nodes after a death that may be one's, `clean` and `requeue` are the end of a launch. Between them
-the shell keeps what they find, as exported variables: a command prints lines of NAME=value, which the shell takes and
-never runs. All but `round` print nothing else on standard output. The standard library of Python 3.6 is enough.
+`again` checks the nodes after a death that one of them may have caused, `clean` and `requeue` end a launch. The shell
+keeps their results as exported variables: a command prints lines of NAME=value, which the shell exports and never runs.
+All but `round` print nothing else on standard output. The standard library of Python 3.6 is enough.
 """
 import json
 import math
@@ -25,14 +25,14 @@ MISSING = ("import importlib.util as u; "
            "print(*(n for n in ('torch', 'numpy', 'nibabel', 'scipy', 'yaml') if not u.find_spec(n)))")
 COUNT = "import torch; print(max(torch.accelerator.device_count(), 1))"
 OF_THE_LAUNCHER = ("--dry-run", "--preflight", "--no-preflight", "--allow-tmp")
-# What `begin` of Supervisor/attempts.py finds, and this passes on.
+# Results of `begin` in Supervisor/attempts.py that this passes on.
 OF_A_ROUND = ("OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_STEP_BACK OMNIMORPH_STEP OMNIMORPH_ATTEMPT OMNIMORPH_ROUND "
               "OMNIMORPH_PATIENCE_S OMNIMORPH_STAGE NODE_COUNT TASKS_PER_NODE RANKS ROUND_SECONDS LEAVE_AFTER "
               "MAX_ROUNDS PAUSE_PLANNED PAUSE_CRASH GRACE START_SECONDS LINGER LEAVE_SECONDS").split()
 
 
 def training_words(words):
-    """The words for the training: those of the site, then those of who launches, which take precedence.
+    """The words for the training: the site's, then the user's, which take precedence.
 
     A path that exists in the folder where the command was typed is relative to that folder.
     """
@@ -51,12 +51,12 @@ def training_words(words):
 
 
 def there(folder, path):
-    """A path in a folder if it exists there, else as it is."""
+    """A path joined to a folder if it exists there, else unchanged."""
     return os.path.join(folder, path) if os.path.exists(os.path.join(folder, path)) else path
 
 
 def answer(**variables):
-    """Set variables here, and in the shell that has started this command."""
+    """Set variables here and in the shell that started this command."""
     for name, value in variables.items():
         os.environ[name] = " ".join(str(value).splitlines())
         print("%s=%s" % (name, os.environ[name]))
@@ -64,7 +64,7 @@ def answer(**variables):
 
 
 def attempts(*words):
-    """The command that asks Supervisor/attempts.py, in the Python of the training."""
+    """The command that runs Supervisor/attempts.py in the training's Python."""
     return [*interpreter(), "-m", "Supervisor.attempts", *map(str, words)]
 
 
@@ -73,7 +73,7 @@ def attempts(*words):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def nodes(words):
-    """Choose the nodes of the job; without Slurm, look at RANKS."""
+    """Choose the nodes of the job; without Slurm, check RANKS."""
     ranks, job_nodes = os.environ.get("RANKS", ""), os.environ.get("SLURM_NNODES", "1")
     if on_slurm():
         tasks = os.environ.get("SLURM_TASKS_PER_NODE", "")
@@ -93,7 +93,7 @@ def nodes(words):
 
 
 def patience():
-    """Seconds for which a fault that may pass is waited for (run.patience_s)."""
+    """Seconds to wait for a transient fault to pass (run.patience_s)."""
     return math.floor(float(os.environ["OMNIMORPH_PATIENCE_S"]))
 
 
@@ -103,7 +103,7 @@ def excluded():
 
 
 def ranks(words):
-    """See that PYTHON has what is needed, count devices and cores of this host. words: the name of the log."""
+    """Check that PYTHON has the packages, count devices and cores of this host. words: the name of the log."""
     code, missing = ask([*interpreter(), "-c", MISSING], 600)
     if code or missing.strip():
         raise Leave(43, "error: %s lacks %s: name the interpreter of the environment with PYTHON=path, or install what "
@@ -124,7 +124,7 @@ def ranks(words):
 
 
 def choose_port():
-    """A port for the ranks: the user's, or one that is free on rank 0's node, or here: most likely there too."""
+    """Set the ranks' port: the user's, or one free on rank 0's node, or one free here and most likely there too."""
     first, port = os.environ["NODES"].split()[0], os.environ.get("FIXED_PORT", "")
     if not port and on_slurm() and os.environ.get("SLURMD_NODENAME") != first:
         port = ask(scheduler.on_node(first, attempts("port")), 40)[1].strip()
@@ -134,7 +134,7 @@ def choose_port():
 
 
 def preflight(words):
-    """Keep those nodes that work; raise Leave if too few do. Faults that may pass are waited for."""
+    """Keep the nodes that work; raise Leave if too few do. Transient faults get time to pass."""
     ends, repeat = time.monotonic() + patience(), ["--may-repeat"]
     words = training_words(words) + ["--allow-tmp"] * ("--allow-tmp" in words)
     while True:
@@ -143,12 +143,12 @@ def preflight(words):
         code, found = look(words, repeat)
         if code == 0:
             return
-        if code == 75:  # without some nodes
+        if code == 75:  # again without some nodes
             more = [line.partition("=")[2].split() for line in found.splitlines() if line.startswith("EXCLUDED=")]
             answer(EXCLUDED=" ".join(excluded() + sum(more, [])))
             answer(**scheduler.choose_nodes(patience(), excluded()))
             continue
-        # 43: of a run that has trained before, this may pass as well. 76: a file system that hangs for a moment.
+        # 43: in a run that has trained before, this may pass too. 76: the file system hangs for a moment.
         if code == 43 and (os.environ["ROUND"] == "0" or time.monotonic() >= ends):
             raise Leave(43, "stopped: the preflight failed, see the table above")
         if time.monotonic() >= ends:
@@ -160,7 +160,7 @@ def preflight(words):
 
 
 def look(words, repeat):
-    """Run one preflight: a task for each rank, whose findings one collects. Returns: (exit code, its answer)."""
+    """Run one preflight: a task per rank, and a collector of their findings. Returns: its (exit code, output)."""
     seconds = os.environ["PREFLIGHT_SECONDS"]
     limit = ["timeout", "--kill-after=5", seconds]
     findings, out = os.pipe()
@@ -198,7 +198,7 @@ def of_rank(rank):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def begin(words):
-    """Lock the folder and number the attempt; try again while the fault may pass."""
+    """Lock the folder and number the attempt; try again while a fault may pass."""
     ends, number = time.monotonic() + patience(), os.environ["ROUND"]
     hosts = os.environ["HOSTS"].split()
     command = attempts("begin", *training_words(words), "--launcher-pid", os.environ["LAUNCHER_PID"], "--nodes",
@@ -270,7 +270,7 @@ def run_step(words):
 
 
 def run_ranks(words):
-    """Run the ranks as processes of this host. After the first has ended, the others have limited time to end."""
+    """Run the ranks as processes of this host. Once the first has ended, the others have limited time to end."""
     kills, spoken, began = oom_kills(), not mark_launch(), time.monotonic()
     first, until, next_word, ranks = None, None, 0, {}
     try:
@@ -307,14 +307,14 @@ def run_ranks(words):
     except OSError as error:
         say("a rank cannot be started: %s" % error)
         first = 127
-    finally:  # whatever goes wrong here: no rank without somebody who watches over it
+    finally:  # whatever goes wrong here, no rank may run unwatched
         for process in ranks.values():
             process.kill()
     return first
 
 
 def end_ranks(ranks, kills):
-    """Kill all of {rank: process} at once: one that a driver or file system holds (state D) dies later."""
+    """Kill all of {rank: process} at once; one blocked in a driver or file system (state D) dies later."""
     ends = time.monotonic() + 5
     for process in ranks.values():
         process.kill()
@@ -334,7 +334,7 @@ def end(words):
 
 
 def again(words):
-    """Check the nodes after a death if a rank fell silent, whose node may be lost, or a node has had a second one."""
+    """Check the nodes after a death if a rank fell silent (its node may be lost) or a node has had a second death."""
     try:
         with open(os.path.join(os.environ["OMNIMORPH_RUN"], "verdict.json")) as file:
             suspect = json.load(file).get("check_nodes")
@@ -350,7 +350,7 @@ def again(words):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def clean(words):
-    """End what is left, remove copies of the cache (data.stage) that killed ranks have left, unlock the folder."""
+    """End what is left, remove copies of the cache (data.stage) that killed ranks left, unlock the folder."""
     if on_slurm():
         end_steps()
     if os.environ.get("OMNIMORPH_STAGE"):
@@ -361,7 +361,7 @@ def clean(words):
 
 
 def back_into_the_queue(words):
-    """Requeue the job, if this start of it has made a step durable or had no chance to. Returns: 43 if not."""
+    """Requeue the job if this start of it made a step durable or had no chance to. Returns: 43 if not."""
     gained = os.environ.get("OMNIMORPH_TOKEN") and ask(attempts("gained"), 60)[0] == 0
     return 0 if scheduler.requeue(gained) else 43
 
@@ -386,7 +386,7 @@ def main(command, *words):
     except Leave as leave:
         answer(WHY=leave.why)
         code = leave.code
-    except OSError as error:  # no process can be started, or an answer not be given
+    except OSError as error:  # a process cannot be started, or an answer cannot be given
         say("error: %s" % error)
         code = 1
     if ASKED and command != "round":

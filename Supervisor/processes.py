@@ -1,8 +1,8 @@
-"""Processes of other programs, started under limits: for the launcher, and for a task of srun on its node.
+"""Start other programs under time limits: for the launcher, and for a task of srun on its node.
 
-Nobody here waits for ever, also not for a process that a driver or a file system holds (state D). This file,
-launcher.py, scheduler.py and task.py run with the host's own Python, 3.6 or newer, and its standard library alone,
-because the training's PYTHON may run in a container, which has no Slurm.
+Nothing here waits forever, not even for a process blocked in a driver or file system (state D). This file, launcher.py,
+scheduler.py and task.py need only the host's own Python, 3.6 or newer, and its standard library, because the training's
+PYTHON may run in a container, which has no Slurm.
 """
 import json
 import os
@@ -13,11 +13,11 @@ import sys
 import time
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
-ASKED = []  # names of the signals by which this process was asked to leave
+ASKED = []  # names of the signals that asked this process to leave
 
 
 class Leave(Exception):
-    """The launch ends: exit code (42 asked to leave, 43 a person is needed), and why."""
+    """Ends the launch: exit code (42 asked to leave, 43 a person is needed), and why."""
 
     def __init__(self, code, why):
         super().__init__(why)
@@ -25,20 +25,20 @@ class Leave(Exception):
 
 
 def listen():
-    """Note signals in ASKED from now on, but not those that were ignored before: by nohup."""
+    """From now on note signals in ASKED, except those already ignored, as under nohup."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: ASKED.append(signal.Signals(number).name[3:]))
 
 
 def ignore():
-    """Ignore signals from now on: for a rank, which would die of them before its Python handles them."""
+    """From now on ignore signals: a rank would die from them before its Python handles them."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def say(text):
-    """A line of the log with the time."""
+    """Write a line with the time to the log."""
     try:
         sys.stderr.write("%s %s\n" % (time.strftime("%Y-%m-%d %H:%M:%S"), text))
         sys.stderr.flush()
@@ -47,14 +47,14 @@ def say(text):
 
 
 def nap(seconds):
-    """Sleep, but not on once asked to leave."""
+    """Sleep, but wake up once asked to leave."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends and not ASKED:
         time.sleep(0.1)
 
 
 def interpreter():
-    """The words of PYTHON, of which a path with blanks is one."""
+    """The words of PYTHON; a path with blanks is one word."""
     return [os.environ["PYTHON"]] if shutil.which(os.environ["PYTHON"]) else os.environ["PYTHON"].split()
 
 
@@ -66,9 +66,9 @@ def code_of(process, ends=0):
 
 
 def ask(command, seconds, stoppable=False, quiet=False, stdin=subprocess.DEVNULL):
-    """(exit code, output) of a command. Killed after so many seconds it has 137 and no output.
+    """(exit code, output) of a command; 137 and no output if it was killed after `seconds`.
 
-    stoppable: if this process is asked to leave, so is the command. quiet: without its standard error.
+    stoppable: if this process is asked to leave, so is the command. quiet: drop its standard error.
     """
     try:
         process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE,
@@ -80,7 +80,7 @@ def ask(command, seconds, stoppable=False, quiet=False, stdin=subprocess.DEVNULL
     ends, told, output = time.monotonic() + seconds, False, b""
     while True:
         code = code_of(process)
-        output += process.stdout.read() or b""  # up to now: what it has started may still hold the pipe
+        output += process.stdout.read() or b""  # so far: a process that it started may still hold the pipe
         if code is not None:
             return code, output.decode(errors="replace")
         if time.monotonic() >= ends:
@@ -93,7 +93,7 @@ def ask(command, seconds, stoppable=False, quiet=False, stdin=subprocess.DEVNULL
 
 
 def oom_kills():
-    """How many processes this node's kernel has killed because memory ran out; "" if it does not say."""
+    """How many processes this node's kernel has killed because memory ran out; "" if unknown."""
     try:
         with open("/proc/vmstat") as lines:
             return next((line.split()[1] for line in lines if line.startswith("oom_kill ")), "")

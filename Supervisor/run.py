@@ -1,6 +1,6 @@
 """Open and close the run of a training: in a rank that the launcher has started, or without a launcher.
 
-Without one, rank 0 does its part: it takes the lock, numbers the attempt, and says at the end how it went.
+Without a launcher, rank 0 does its work: take the lock, number the attempt, and record at the end how it went.
 """
 import contextlib
 import json
@@ -16,7 +16,7 @@ from Runtime.global_batch import fix_step
 from Runtime.run_lock import hold, is_held, lock, run_folder, unlock
 from Supervisor import attempts
 
-LOCK_S = 60.0  # rank 0 tries for so long to write the lock, while the others wait for it
+LOCK_S = 60.0  # how long rank 0 tries to write the lock while the others wait for it
 LAST_WORDS_S = 10.0  # rank 0 judges the attempt when all ranks have closed their logs, or after this time
 
 

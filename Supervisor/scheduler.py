@@ -1,4 +1,4 @@
-"""Slurm: nodes of the job, tasks and steps on them, its time limit and the queue. Standard library alone."""
+"""Slurm: nodes of the job, tasks and steps on them, its time limit and the queue. Standard library only."""
 import functools
 import os
 import subprocess
@@ -7,7 +7,7 @@ import time
 
 from Supervisor.processes import ASKED, Leave, ask, code_of, nap, say
 
-LEAST_S = 1200  # a job that reaches its limit without a new step, sooner than this before it, has had its chance
+LEAST_S = 1200  # a job this close to its time limit without a new step has had its chance
 
 
 def on_slurm():
@@ -21,7 +21,7 @@ def on_slurm():
 
 @functools.lru_cache(None)
 def overlap():
-    """The option by which `on_node` runs beside other steps of the job; older versions of Slurm do not know it."""
+    """The option that lets `on_node` run beside other steps of the job; older versions of Slurm do not know it."""
     return ["--overlap"] if "--overlap" in ask(["srun", "--help"], 20, quiet=True)[1] else []
 
 
@@ -75,7 +75,7 @@ def on_all_nodes(nodes, command):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def choose_nodes(patience, excluded):
-    """{variable: value} of the allocation's nodes that can start a task and that the preflight has not excluded."""
+    """{variable: value} for the nodes of the allocation that can start a task and that no preflight has excluded."""
     job_nodes, tasks = os.environ["SLURM_JOB_NODELIST"], os.environ["SLURM_TASKS_PER_NODE"].split("(")[0]
     hosts = ask(["scontrol", "show", "hostnames", job_nodes], 60)[1].split()
     if not hosts:
@@ -84,7 +84,7 @@ def choose_nodes(patience, excluded):
     wanted = [host for host in hosts if host not in excluded]
     good, lost, tries = set(), wanted, 1
     while True:
-        # One srun for each: a node that does not answer would make a common srun fail.
+        # One srun per node: a node that does not respond would make a shared srun fail.
         good |= {node for node, code in on_all_nodes(lost, ["true"]).items() if code == 0}
         lost = [node for node in wanted if node not in good]
         # A slow node gets a second try; if no node answers, Slurm itself may be down.
@@ -108,7 +108,7 @@ def choose_nodes(patience, excluded):
 
 
 def address_of(node):
-    """Where the ranks meet: the user's address, or a node by its name, or by the address that Slurm knows."""
+    """Where the ranks meet: the user's address, else the node's name if it resolves, else its address in Slurm."""
     if os.environ.get("FIXED_ADDRESS"):
         return os.environ["FIXED_ADDRESS"]
     if ask(["getent", "hosts", node], 60, quiet=True)[0] == 0:
@@ -121,23 +121,23 @@ def address_of(node):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def field(text, name):
-    """The value of name=value in what scontrol shows; "" if it is not there."""
+    """The value of name=value in scontrol's output; "" if absent."""
     return next((word[len(name) + 1:] for word in text.split() if word.startswith(name + "=")), "")
 
 
 def number():
-    """Of this job. Of a task of an array with the task's: the array's alone means all of them to `scontrol requeue`."""
+    """This job's id; in an array with the task's, since `scontrol requeue` takes the array's alone for all tasks."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return "%s_%s" % (array, task) if array else os.environ.get("SLURM_JOB_ID", "")
 
 
 def job(name):
-    """A field of what Slurm says of this job."""
+    """A field of what Slurm says about this job."""
     return field(ask(["scontrol", "show", "job", "-o", number()], 20)[1], name)
 
 
 def seconds_left():
-    """Seconds to the job's time limit; None if it is not known."""
+    """Seconds to the job's time limit; None if unknown."""
     try:
         return int(time.mktime(time.strptime(job("EndTime"), "%Y-%m-%dT%H:%M:%S")) - time.time())
     except (ValueError, OverflowError):
@@ -145,14 +145,14 @@ def seconds_left():
 
 
 def seconds_to_leave():
-    """How long a round may go on before the time limit; a third or 90 s is left for the rest."""
+    """How long a round may continue before the time limit. It leaves 90 s, or a third if that is less, for the rest."""
     left = seconds_left()
     left = 240 if left is None else left
     return left - 90 if left > 270 else left * 2 // 3
 
 
 def requeue(gained):
-    """Put the job back into the queue; False if that would only repeat this start of it. gained: a step is durable."""
+    """Requeue the job; False if that would only repeat this start of it. gained: whether it made a step durable."""
     if job("JobState").startswith("CANCELLED"):  # by a person, meanwhile
         return True
     if not gained and (seconds_left() or 0) < LEAST_S:  # else it was preempted, and has had no chance

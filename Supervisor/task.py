@@ -13,7 +13,7 @@ def main(words):
     rank, kills, last_stop = int(os.environ["RANK"]), oom_kills(), None
     for number in SIGNALS:  # Slurm sends them to the rank too, which saves and leaves; wait for it
         signal.signal(number, lambda *_: None)
-    # Before Python handles USR1 it would die of it; USR1 is sent repeatedly.
+    # Until its Python handles USR1, the rank would die from it; USR1 is sent repeatedly.
     try:
         process = subprocess.Popen(interpreter() + words,
                                    preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
@@ -35,7 +35,7 @@ def main(words):
 
 
 def state(pid):
-    """The kernel's letter for what a process does: R, S, D, T and so on."""
+    """The kernel's letter for the state of a process: R, S, D, T and so on."""
     try:
         with open("/proc/%d/stat" % pid) as file:
             return file.read().rpartition(")")[2].split()[0]

@@ -1,7 +1,7 @@
 """The verdict on an attempt, from the files that its ranks have left. Needs no torch.
 
 Each rank leaves its log (Runtime/watchdog.py), to which the launcher appends the exit of the process, and its stacks.
-Below, a record is what `read_rank` returns; `records` has one for each rank, in their order.
+Below, a record is what `read_rank` returns; `records` has one for each rank, in rank order.
 """
 import signal
 
@@ -12,7 +12,7 @@ from Runtime.files import PASSING, read_lines
 ECHOES = ("closed by peer", "connection reset", "broken pipe", "timed out waiting", "connection refused", "heartbeat",
           "remote process", "connection was likely closed", "dist store", "diststore", "socket timeout",
           "did not arrive", "cannot be reached")
-# Causes of death by what an exception says, in lower case; the first that fits counts.
+# Causes of death by phrases of the exception, in lower case; the first match counts.
 KINDS = {
     "out of device memory": ("outofmemoryerror", "cuda out of memory", "xpu out of memory", "hip out of memory",
                              "cuda error: out of memory", "hip error: out of memory", "out_of_device_memory",
@@ -37,14 +37,14 @@ STARTING = ("launch", "start", "meet", "data set", "stage", "join", "restore")
 SYNCHRONISED = ("agree", "backward", "refresh")  # phases that no rank can leave before all ranks have arrived
 BAD_USAGE = (2, STOP)  # exit codes of a rank that refuses its command line, before it has a log
 TAIL = 2 ** 20  # bytes of a rank's log that are read
-OVERSLEPT_S = 1.5  # the watchdog of a rank that outlives its deadline by so much more than others did not run
+OVERSLEPT_S = 1.5  # if a rank outlives its deadline by this much more than others, its watchdog did not run
 
 
 def read_rank(run, rank, attempt):
     """What a rank left of this attempt.
 
-    Returns: {"rank", "events" (all lines but those of the next two), "now" (last breadcrumb or None), "exit" (line of
-    the launcher or None), "stack" (text)}.
+    Returns: {"rank", "events" (all other lines), "now" (last breadcrumb or None), "exit" (line of the launcher or
+    None), "stack" (text)}.
     """
     record = {"rank": rank, "events": [], "now": None, "exit": None, "stack": ""}
     for line in read_lines(run / f"rank{rank}.jsonl", TAIL):
@@ -95,7 +95,7 @@ def places(records):
 
 
 def what_ranks_said(records, code):
-    """(cause, rank, detail) of a refusal, of an end that all ranks logged, or of a stopped rank; None without these."""
+    """(cause, rank, detail) of a refusal, of an end that all ranks logged, or of a stopped rank; else None."""
     for record in records:
         if refusal := last_event(record, "refused"):
             return "refused", record["rank"], refusal["error"]
@@ -128,7 +128,7 @@ def exceptions(records):
 
 
 def what_killed_ranks(records):
-    """(cause, rank, detail) of a native crash, of an exception that is no echo, or of a signal; None without these."""
+    """(cause, rank, detail) of a native crash, of an exception that is no echo, or of a signal; else None."""
     crashes = [(record["rank"], crash) for record in records if (crash := native_crash(record))]
     for rank, crash in crashes:
         if not crash.startswith(("Aborted", "SIGABRT")):  # some backends abort when another rank dies
@@ -151,7 +151,7 @@ def what_killed_ranks(records):
 
 
 def what_is_missing(records, code):
-    """(cause, rank, detail) of ranks that never came, hang, or vanished; None without these."""
+    """(cause, rank, detail) of ranks that never arrived, hang, or vanished; else None."""
     died = exceptions(records)
     absent = [record["rank"] for record in records if not record["now"]]
     usage = [rank for rank in absent if records[rank]["exit"] and records[rank]["exit"]["code"] in BAD_USAGE]
@@ -174,7 +174,7 @@ def what_is_missing(records, code):
 
 
 def find_hang(records):
-    """(cause, rank, detail) after deadlines: which rank made the others wait."""
+    """(cause, rank, detail) after a deadline has expired: which rank kept the others waiting."""
     ended = max(record["exit"]["time"] if record["exit"] else 0 for record in records)
     frozen = [record for record in records if not has_timed_out(record) and not is_ended(record)
               and not (record["now"] and record["now"]["time"] + record["now"]["deadline"] > ended > 0)]
@@ -207,7 +207,7 @@ def overslept(record):
 
 
 def position(record):
-    """How many phases a rank has entered; the same number is the same place in the program on every rank."""
+    """How many phases a rank has entered; equal numbers are the same place in the program on every rank."""
     return record["now"]["number"] if record["now"] else 0
 
 
@@ -230,9 +230,9 @@ def last_event(record, kind):
 def native_crash(record):
     """A crash below Python: faulthandler's message, else the name of the signal, else "".
 
-    Not of a rank that has logged an exception: it was dying already, and a backend may crash when Python leaves it.
-    faulthandler marks the thread that crashed as the current one, but for a thread that a library has started: then no
-    line of Python did it, the main thread's that is shown neither.
+    A rank that has logged an exception does not count: it was dying already, and a backend may crash while Python
+    exits. faulthandler marks the crashed thread as the current one, except one that a library started: then no line of
+    Python is to blame, not even the main thread's line in the dump.
     """
     if last_event(record, "died"):
         return ""
@@ -257,7 +257,7 @@ def ended_by(record):
 
 
 def name_error(error, number=None):
-    """The cause of an attempt's end for the text of an exception. number: its errno, where it has one."""
+    """The cause of an attempt's end according to the text of an exception. number: its errno, if it has one."""
     text = error.lower()
     if number in PASSING:
         return "disk"
