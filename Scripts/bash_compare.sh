@@ -7,13 +7,13 @@
 #SBATCH --time=01:00:00
 #SBATCH --output=Logs/compare_%j.out
 #
-# The training step as it is against the same step written plainly: tests/compare_3modes_speed.py on one device. That
-# both compute the same is tested by tests/test_3modes_opt_equivalence.py, which runs first.
+# Compare the training step with a plain version of it: tests/compare_3modes_speed.py on one device. Before that,
+# tests/test_3modes_opt_equivalence.py tests that both compute the same.
 #
 #   sbatch Scripts/bash_compare.sh
-#   bash Scripts/bash_compare.sh --size 40 --device cpu               (its options; with --help a list)
+#   bash Scripts/bash_compare.sh --size 40 --device cpu               (options of that program; its --help lists them)
 #
-# Slurm writes its output into the folder Logs, which has to be there when a job is submitted. Without a device:
+# Slurm writes its output to the folder Logs, which must exist when a job is submitted. Without a device:
 # sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
 #
 # Exit code: 0 done, 1 the two do not compute the same, 43 this cannot run.

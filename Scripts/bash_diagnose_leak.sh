@@ -7,16 +7,16 @@
 #SBATCH --time=00:30:00
 #SBATCH --output=Logs/leak_%j.out
 #
-# Which part of a training step leaks memory: tests/diagnose_xpu_leak.py on one node, as a job or here.
+# Find the part of a training step that leaks memory: tests/diagnose_xpu_leak.py on one node, as a job or here.
 #
 #   sbatch Scripts/bash_diagnose_leak.sh
-#   bash Scripts/bash_diagnose_leak.sh --scale 0.125 --device cpu     (its options; with --help a list)
+#   bash Scripts/bash_diagnose_leak.sh --scale 0.125 --device cpu     (options of that program; --help lists them)
 #
 # The header asks for half a node of Dawn: two cards of two tiles, 12 cores for each of the 4 ranks.
 #
-# RANKS=N         ranks, each with a device of its own (default: the devices that torch sees; on a CPU one)
+# RANKS=N         ranks, each with a device of its own (default: one per device that torch sees, 1 on a CPU)
 #
-# Slurm writes its output into the folder Logs, which has to be there when a job is submitted. Without a device:
+# Slurm writes its output to the folder Logs, which must exist when a job is submitted. Without a device:
 # sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
 #
 # Exit code: 0 nothing grows, 1 something grows with every iteration, 43 this cannot run.

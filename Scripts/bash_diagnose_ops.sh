@@ -7,12 +7,12 @@
 #SBATCH --time=00:30:00
 #SBATCH --output=Logs/ops_%j.out
 #
-# Which operation leaks memory: tests/diagnose_xpu_leak_ops.py on one device, as a job or here.
+# Find the operation that leaks memory: tests/diagnose_xpu_leak_ops.py on one device, as a job or here.
 #
 #   sbatch Scripts/bash_diagnose_ops.sh
-#   bash Scripts/bash_diagnose_ops.sh --scale 0.125 --device cpu      (its options; with --help a list)
+#   bash Scripts/bash_diagnose_ops.sh --scale 0.125 --device cpu      (options of that program; --help lists them)
 #
-# Slurm writes its output into the folder Logs, which has to be there when a job is submitted. Without a device:
+# Slurm writes its output to the folder Logs, which must exist when a job is submitted. Without a device:
 # sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
 #
 # Exit code: 0 nothing grows, 1 something grows with every iteration, 43 this cannot run.

@@ -7,7 +7,7 @@
 #SBATCH --time=04:00:00
 #SBATCH --output=Logs/infer_%j.out
 #
-# What comes before and after the training, as a job: one process, on one device where the task has a use for it.
+# Run what comes before and after the training as a job: one process, on one device if the task can use it.
 #
 #   sbatch Scripts/bash_infer.sh register --pairs pairs.json --model Models/all_om_net --refine --out Results/run
 #   sbatch Scripts/bash_infer.sh augment --data Data/all --model Models/all_om_net --out Results/augmented
@@ -16,19 +16,19 @@
 #
 #   sbatch --array=1-20 Scripts/bash_infer.sh register --pairs pairs.csv --out Results/run
 #
-# In an array, 1 to N, each job registers every N-th pair (--part); the same command without --array joins their results
-# and registers what is missing.
+# In an array from 1 to N, each job registers every N-th pair (--part); the same command without --array joins their
+# results and registers what is missing.
 #
-# What follows the task goes to OM_prepare.py, OM_register.py, OM_augment.py or OM_evaluate.py (each with --help). In a
-# job that holds a device, augment with a network takes it (--device auto); prepare, evaluate and augment without a
-# network have no use for one: --gres=none, and more --cpus-per-task. The folder Logs has to be there when a job is
-# submitted, for Slurm writes its output into it.
+# The words after the task go to OM_prepare.py, OM_register.py, OM_augment.py or OM_evaluate.py (each has --help). In a
+# job with a device, augment with a network uses it (--device auto). prepare, evaluate and augment without a network
+# cannot use one: submit them with --gres=none and more --cpus-per-task. Slurm writes its output to the folder Logs,
+# which must exist when a job is submitted.
 #
 # CLUSTER=name    settings of the site, Config/cluster/<name>.env (default: Slurm's name of the cluster if there is such
 #                 a file, else local)
 # PYTHON=path     the interpreter (default: .venv/bin/python, else python3)
 #
-# Exit code: that of the program (0 done, 43 bad input), 43 where this command cannot run.
+# Exit code: that of the program (0 done, 43 bad input), 43 if this command cannot run.
 set -u
 case ${1:-} in -h | --help) sed -n '/^#$/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 

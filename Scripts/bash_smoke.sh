@@ -5,7 +5,7 @@
 #SBATCH --time=01:00:00
 #SBATCH --output=Logs/smoke_%j.out
 #
-# Smoke ladder, before a campaign on a new cluster: four small trainings that show step by step how far it works.
+# Smoke ladder, before a campaign on a new cluster: four small trainings show step by step how much of it works.
 #
 #   bash Scripts/bash_smoke.sh [--scale S] [--steps N] [--only 01 02 03 04] [--device D] [--seconds N] [--no-slurm]
 #
@@ -15,20 +15,20 @@
 # --scale S     shrinks the widths, e.g. 0.05 for a CPU (default 1: 25 M, 101 M, 805 M and 1074 M parameters)
 # --steps N     training steps of each (default 100)
 # --device D    auto, cpu, cuda or xpu (default auto)
-# --seconds N   a step of the ladder that takes longer has failed (default 900)
-# --no-slurm    04 on this host as well, by two ranks
+# --seconds N   time limit for each step of the ladder (default 900)
+# --no-slurm    run 04 on this host too, with two ranks
 #
 # 03 and 04 need DeepSpeed: pip install -r requirements-smoke.txt
-# 04 inside an allocation: srun on all its nodes, one task per device (on CPUs two per node). Outside of one it submits
-# itself on two nodes and waits. All steps on compute nodes: sbatch Scripts/bash_smoke.sh
+# Inside an allocation, 04 uses srun on all nodes, one task per device (two per node on CPUs). Outside, it submits
+# itself on two nodes and waits. To run all steps on compute nodes: sbatch Scripts/bash_smoke.sh
 #
-# SMOKE_SBATCH="--partition=gpu --gres=gpu:4"   more options of that job; SMOKE_QUEUE_SECONDS (3600): its longest wait
-# SMOKE_LOGS=folder   logs, and checkpoints of up to 15 GB while a step lasts; all nodes see it (default Logs/smoke)
+# SMOKE_SBATCH="--partition=gpu --gres=gpu:4"   more options for that job; SMOKE_QUEUE_SECONDS (3600): its longest wait
+# SMOKE_LOGS=folder   for logs, and during a step checkpoints of up to 15 GB; all nodes must see it (default Logs/smoke)
 # CLUSTER=name        settings of the site, Config/cluster/<name>.env, as in bash_train_multi_nodes.sh
 # PYTHON=path         the interpreter (default: .venv/bin/python, else python3)
 # MASTER_ADDR         where the nodes of 04 meet, if not at the first host's name
 #
-# Exit code: 0 all steps asked for have passed, 1 one of them has failed, 43 this command cannot run.
+# Exit code: 0 all requested steps passed, 1 one of them failed, 43 this command cannot run.
 set -u
 case ${1:-} in -h | --help) sed -n '/^# Smoke/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 root=$(dirname "${BASH_SOURCE[0]}")/..

@@ -7,24 +7,24 @@
 #SBATCH --time=02:15:00
 #SBATCH --output=Logs/stratB_%j.out
 #
-# The leak rate of the training by itself: the production config on one node and on volumes that are made up, for two
-# hours, without validation, without checkpoints but the one at the end, without restarts. Each rank watches its memory;
-# what grows is said at once and again at the end. It leaves early only where memory would run out.
+# Measure the leak rate of the training alone: the production config on one node and synthetic volumes for two hours,
+# without validation, restarts, or checkpoints before the end. Each rank watches its memory and reports growth at once
+# and again at the end. The training leaves early only if memory would run out.
 #
 #   sbatch Scripts/bash_train_stratB.sh
 #   SECONDS_LONG=300 bash Scripts/bash_train_stratB.sh --set data.img_size=64     (options of OM_train_3modes.py)
 #
-# SECONDS_LONG=S  how long (default 7200)
-# SIDE=N          side of the volumes that are made up (default 128)
-# STRATB=folder   where all of it goes (default Logs/stratB)
-# RANKS=N         ranks, each with a device of its own (default: the devices that torch sees; on a CPU one)
+# SECONDS_LONG=S  duration (default 7200)
+# SIDE=N          voxels along each side of a synthetic volume (default 128)
+# STRATB=folder   where all outputs go (default Logs/stratB)
+# RANKS=N         ranks, each with a device of its own (default: one per device that torch sees, 1 on a CPU)
 #
 # The header asks for a node of Dawn: four cards of two tiles, 12 cores for each of the 8 ranks.
 #
-# Slurm writes its output into the folder Logs, which has to be there when a job is submitted. Without a device:
+# Slurm writes its output to the folder Logs, which must exist when a job is submitted. Without a device:
 # sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
 #
-# Exit code: 0 memory stays where it is, 1 something grows, 43 too few steps for a verdict, others: the training's.
+# Exit code: 0 memory does not grow, 1 it grows, 43 too few steps for a verdict, others: the training's.
 set -u
 case ${1:-} in -h | --help) sed -n '/^#$/,/^[^#]/{/^#/!q;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Make the network of --model universal anew: synthetic anatomies, two stages of training, one .safetensors file.
+# Rebuild the network of --model universal: synthetic anatomies, two stages of training, one .safetensors file.
 #
 #   bash Scripts/bash_train_universal.sh [--folder F] [--count N] [--size N] [--seed S] [--workers N] [--first-epochs N]
 #                                        [--second-epochs N] [--into F] [--print] [-- options of every training]
 #
-# --folder F          everything that is made, data included (default Models/universal)
-# --count N           anatomies, of four views each (default 200)
+# --folder F          where everything goes, data included (default Models/universal)
+# --count N           anatomies, with four views each (default 200)
 # --size N            voxels along each side of an anatomy (default 80)
-# --seed S            of the anatomies (default 0)
-# --workers N         processes that write and prepare them (default: the cores)
-# --first-epochs N    of the stage on pairs of one contrast (default 2; each takes 770 steps where 200 anatomies are)
-# --second-epochs N   of the stage that sees any contrast (default 6)
-# --into F            where the finished file is put (default Inference/universal.safetensors, which --model universal is)
+# --seed S            seed of the anatomies (default 0)
+# --workers N         processes that write and prepare them (default: one per core)
+# --first-epochs N    epochs on pairs of one contrast (default 2; 770 steps each with 200 anatomies)
+# --second-epochs N   epochs on any contrast (default 6)
+# --into F            the finished file (default Inference/universal.safetensors, which --model universal reads)
 # --print             print the commands and run none
 # --help              this text
-# --                  what follows goes to preparation and training, such as -- --set run.device=cuda --set data.batchsize=4
+# --                  the rest goes to preparation and training, e.g. -- --set run.device=cuda --set data.batchsize=4
 #
-# Hours on a CPU. It can be ended at any time; the same command goes on where it was. Each command line is printed before
-# it runs. Writing the file needs a package: pip install -r requirements-export.txt. Whether it is good enough to be
-# shipped says tests/bench/bench_universal.py.
+# Takes hours on a CPU. You can stop it at any time; the same command resumes it. Each command line is printed before
+# it runs. Writing the file needs a package: pip install -r requirements-export.txt. tests/bench/bench_universal.py
+# shows whether the network is good enough to ship.
 #
 # PYTHON=path     the interpreter (default: .venv/bin/python, else python3)
 #

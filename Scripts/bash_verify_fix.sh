@@ -7,13 +7,13 @@
 #SBATCH --time=00:30:00
 #SBATCH --output=Logs/verify_fix_%j.out
 #
-# Does UpsampleConv help on this device? ConvTranspose3d, which it replaced, leaks with some Intel drivers. Both by
-# tests/diagnose_xpu_leak_ops.py, each in a process of its own.
+# Does UpsampleConv help on this device? ConvTranspose3d, which it replaced, leaks with some Intel drivers. This runs
+# tests/diagnose_xpu_leak_ops.py on both, each in a process of its own.
 #
 #   sbatch Scripts/bash_verify_fix.sh
-#   bash Scripts/bash_verify_fix.sh --scale 0.125 --device cpu        (its options but --only)
+#   bash Scripts/bash_verify_fix.sh --scale 0.125 --device cpu        (options of that program except --only)
 #
-# Slurm writes its output into the folder Logs, which has to be there when a job is submitted. Without a device:
+# Slurm writes its output to the folder Logs, which must exist when a job is submitted. Without a device:
 # sbatch --gres=none. CLUSTER and PYTHON: see Scripts/site.sh.
 #
 # Exit code: 0 UpsampleConv does not leak, 1 it does, 43 this cannot run.

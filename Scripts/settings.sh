@@ -1,5 +1,5 @@
-# Sourced by the launcher and its ranks, and by site.sh for the job scripts, in the repository's folder: the site, its
-# settings, and Python. CLUSTER and PYTHON: see site.sh. Afterwards the array INTERPRETER starts Python.
+# Chooses the site, its settings and Python. Sourced in the repository's folder by the launcher, by its ranks, and by
+# site.sh for the job scripts. CLUSTER and PYTHON: see site.sh. Afterwards the array INTERPRETER starts Python.
 # shellcheck shell=bash disable=SC2034
 choose_site() {  # set CLUSTER
     local known

@@ -6,7 +6,7 @@
 #                 PYTHON="apptainer exec --nv omnimorph.sif python"
 #
 # Afterwards every variable of the site's file is exported, the array INTERPRETER starts Python, OMP_NUM_THREADS is the
-# cores, and the array SITE_OPTIONS what a training is told at this site, before the options of the command line.
+# number of cores, and the array SITE_OPTIONS holds the site's training options, which precede the command line's.
 # shellcheck shell=bash disable=SC2154,SC2034  # root is the caller's, and so is the use of SITE_OPTIONS
 stop() { echo "error: $1" >&2; exit 43; }
 count_ranks() {  # RANKS: by default one for each device that torch sees, on a CPU one; they share the cores

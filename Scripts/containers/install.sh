@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Run within an image of Ubuntu 24.04 while it is built: Python with all that the repository needs, for one device.
+# Runs while an image of Ubuntu 24.04 is built: installs Python with all that the repository needs, for one device.
 #
 #   bash install.sh cuda | rocm<version> | xpu | cpu
 #
-# requirements.txt lies beside this file. The word after the script is also that of torch's package index, such as
-# rocm7.1 (https://download.pytorch.org/whl/); cuda takes the default one. Libraries of CUDA and ROCm come with torch, and
-# the driver is that of the host; of Intel's driver the part in user space has to be in the image.
+# requirements.txt lies beside this file. The argument also names torch's package index, such as rocm7.1
+# (https://download.pytorch.org/whl/); cuda uses the default one. The libraries of CUDA and ROCm come with torch, and
+# the driver is the host's; for Intel, the user-space part of the driver must be in the image.
 set -euo pipefail
 
 folder=$(dirname "${BASH_SOURCE[0]}")
