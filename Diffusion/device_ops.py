@@ -110,6 +110,42 @@ class SolvePositive(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Weights in bfloat16
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class InBfloat16(torch.autograd.Function):
+    """Weights as autocast casts them, all in one operation, and in another one their gradients back."""
+
+    @staticmethod
+    def forward(ctx, *weights):
+        return _copied(weights, torch.bfloat16)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return _copied(grads, torch.float32)
+
+
+def _copied(tensors, dtype):
+    copies = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in tensors)
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def linear_weights_in_bfloat16(module):
+    """{name: value} of all weights of the linear layers of a module, for torch.func.functional_call.
+
+    {} where there is nothing to gain: they are in bfloat16 already, or FSDP shards them.
+    """
+    weights = {f"{name}.{own}": value for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)
+               for own, value in layer.named_parameters()}
+    if any(value.dtype != torch.float32 or hasattr(value, "full_tensor") for value in weights.values()):
+        return {}
+    return dict(zip(weights, InBfloat16.apply(*weights.values())))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Products over channels
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from Diffusion.blocks import (
@@ -30,7 +31,14 @@ from Diffusion.blocks import (
     unit_embedding,
 )
 from Diffusion.descent import FINE_WIDTH, WIDTH, LearnedDescent, target_of
-from Diffusion.device_ops import SolvePositive, accelerated, constant, kernels_for, product_over_channels
+from Diffusion.device_ops import (
+    SolvePositive,
+    accelerated,
+    constant,
+    kernels_for,
+    linear_weights_in_bfloat16,
+    product_over_channels,
+)
 from Diffusion.diffuser import image_count, label_count
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
 from Diffusion.losses import structure_shares
@@ -186,6 +194,12 @@ class MutualAttention(nn.Module):
         self.blocks = nn.ModuleList(AttentionBlock(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.leave = start_at_zero(nn.Linear(width, channels))
+
+    def weights_in_bfloat16(self, prefix):
+        """Those of the blocks, see `linear_weights_in_bfloat16`. Each block's gradients come as soon as they are known.
+        """
+        return {f"{prefix}blocks.{index}.{name}": value for index, block in enumerate(self.blocks)
+                for name, value in linear_weights_in_bfloat16(block).items()}
 
     def tokens(self, features, kind):
         """Tokens of features (B, C, *grid). kind: 0 for the image, 1 for the condition."""
@@ -614,6 +628,10 @@ class OM_net(nn.Module):
         """As every network, see Diffusion/networks.py."""
         if segment == "alone":
             return self.segmenter(image)                                                    # (B, K + 1, 128^3)
+        if on_device_in_bfloat16(image):
+            weights = self.attention.weights_in_bfloat16("attention.")
+            if weights:  # with them in place of its own, the network gets here once more
+                return functional_call(self, weights, (image, t, condition, use_condition, embed, segment))
         if self.segmenter is not None:
             image, condition, logits = self.with_structures(image, condition, segment)
         # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.

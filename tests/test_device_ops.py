@@ -3,10 +3,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from Diffusion import device_ops
+from Diffusion import device_ops, om_net
 from Diffusion.blocks import ConvBlock, UpsampleConv
 from Diffusion.device_ops import NormModulateActivate, interpolate_by_products
 from Diffusion.fields import LINEAR, resize_field
+from Diffusion.networks import build_network
+from tests.tiny import config
 
 SHAPES = [((5, 6), (10, 12)), ((7, 4), (3, 9)), ((1, 3), (4, 3)), ((4, 5, 6), (8, 10, 12)), ((5, 3, 1), (9, 3, 4)),
           ((6, 8, 4), (3, 4, 2)), ((2, 2, 2), (16, 16, 16))]
@@ -146,3 +148,44 @@ def test_constants_are_computed_once_on_a_device_and_held_by_a_graph(monkeypatch
     device_ops.SETTINGS["held"] = None
     device_ops.constant(value, 4, device=accelerator)
     assert calls == [accelerator]
+
+
+def network_and_inputs():
+    torch.manual_seed(0)
+    net = build_network(config())
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    return net, (torch.rand(2, 1, 16, 16, 16), torch.tensor([3, 5]), torch.rand(2, 2, 16, 16, 16))
+
+
+def gradients_of(net, results):
+    """{name: gradient} of a weighted sum of results, without those that it does not depend on."""
+    net.zero_grad()
+    sum((y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() for y in results).backward()
+    return {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("embed", [False, True])
+def test_weights_that_are_cast_together_give_the_same_bits(as_on_a_device, monkeypatch, embed):
+    net, inputs = network_and_inputs()
+    as_on_a_device()
+    found = []
+    for change in (lambda: None, lambda: monkeypatch.setattr(om_net, "linear_weights_in_bfloat16", lambda block: {})):
+        change()
+        with torch.autocast("cpu", torch.bfloat16):
+            results = net(*inputs, embed=embed)
+        results = results if embed else [results]
+        found.append([*results, *gradients_of(net, results).values()])
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+    assert all(parameter.dtype == torch.float32 for parameter in net.parameters())
+
+
+def test_image_and_condition_pooled_side_by_side_are_those_pooled_one_after_the_other(as_on_a_device):
+    net, inputs = network_and_inputs()
+    found = []
+    for change in (lambda: None, as_on_a_device):
+        change()
+        results = net(*inputs, embed=True)
+        found.append([*results, *gradients_of(net, results).values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
