@@ -146,7 +146,7 @@ def linear_weights_in_bfloat16(module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Products over channels
+# Products over channels, and along an axis
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +165,13 @@ def product_over_channels(x, weight, bias=None):
     weight = weight.T.expand(len(planes), -1, -1)                                       # (B D, C, K)
     product = torch.bmm(planes, weight) if bias is None else torch.baddbmm(bias, planes, weight)    # (B D, H W, K)
     return product.view(*x.shape[:-1], -1)
+
+
+def product_along(x, matrix, axis):
+    """The product of a matrix (n, n) with x, of any shape with n values along an axis, line by line along it."""
+    if axis == x.dim() - 1:
+        return x @ matrix.T
+    return (matrix @ x.flatten(axis + 1).flatten(0, axis - 1)).view(x.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

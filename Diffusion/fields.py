@@ -12,7 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from Diffusion.device_ops import accelerated, constant, interpolate_by_products
+from Diffusion.device_ops import accelerated, constant, interpolate_by_products, product_along
 from Runtime.device import send
 
 SLABS = 4  # pieces of one sample in `warp`: on a CPU grid_sample runs in parallel over the batch only
@@ -226,10 +226,21 @@ def jacobian_determinant(field):
     Central differences inside, one-sided at the border, so it is exact for affine maps.
     field: (B, N, *spatial) displacement in voxels. Returns: (B, *spatial) float32.
     """
-    dims = field.shape[1]
-    rows = [torch.gradient(field[:, i].float(), dim=tuple(range(1, dims + 1))) for i in range(dims)]
-    j = [[rows[i][k] + (1.0 if i == k else 0.0) for k in range(dims)] for i in range(dims)]
-    return determinant(j)
+    field, axes = field.float(), range(2, field.dim())
+    if accelerated(field):
+        slopes = [product_along(field, constant(_slopes, n, device=field.device), axis)
+                  for axis, n in zip(axes, field.shape[2:])]
+    else:
+        slopes = torch.gradient(field, dim=tuple(axes))
+    rows = [list(row) for row in zip(*[slope.unbind(1) for slope in slopes])]
+    for i, row in enumerate(rows):
+        row[i] = row[i] + 1.0
+    return determinant(rows)
+
+
+def _slopes(n, device):
+    """(n, n) matrix M such that M x is torch.gradient(x): where an accelerator takes it as one product."""
+    return torch.gradient(torch.eye(n, device=device), dim=0)[0]
 
 
 def determinant(vectors):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from Diffusion.device_ops import accelerated, constant
+from Diffusion.device_ops import accelerated, constant, product_along
 from Diffusion.fields import jacobian_determinant, masked, side_lengths, warp
 
 # A displacement counts as zero where its squared length, as a fraction of the image side, is below this: 0.04 voxels at
@@ -90,12 +90,7 @@ def box_mean(x, window, transposed=False):
         return _ShiftedMean.apply(x, window, transposed)
     for axis in range(2, x.dim()):
         band = constant(_band, x.shape[axis], window, device=x.device)
-        if transposed:
-            band = band.T
-        if axis == x.dim() - 1:
-            x = x @ band.T
-        else:
-            x = (band @ x.flatten(axis + 1).flatten(0, axis - 1)).view(x.shape)
+        x = product_along(x, band.T if transposed else band, axis)
     return x
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from Diffusion import device_ops, om_net
 from Diffusion.blocks import ConvBlock, UpsampleConv
 from Diffusion.device_ops import NormModulateActivate, interpolate_by_products
-from Diffusion.fields import LINEAR, resize_field
+from Diffusion.fields import LINEAR, jacobian_determinant, resize_field
 from Diffusion.networks import build_network
 from tests.tiny import config
 
@@ -57,6 +57,19 @@ def test_fields_and_upsampling_take_it(as_on_a_device):
     plain = results()
     as_on_a_device()
     for one, other in zip(results(), plain):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(5, 6), (4, 2, 7)])
+def test_a_jacobian_by_products_is_that_of_differences(as_on_a_device, size):
+    """Each product adds two numbers, times a half or one, to zeros."""
+    torch.manual_seed(0)
+    field, found = torch.randn(2, len(size), *size, requires_grad=True), []
+    for change in (lambda: None, as_on_a_device):
+        change()
+        determinant = jacobian_determinant(field)
+        found.append([determinant, *torch.autograd.grad(determinant.square().sum(), field)])
+    for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
