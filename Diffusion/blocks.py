@@ -94,8 +94,7 @@ class Convolution:
                 return product_over_channels(x, weight, bias).movedim(-1, 1)            # (B, K, *spatial)
             kernels, everywhere = kernels_for(x), set(self.stride + self.padding + self.dilation) == {1}
             if kernels and set(self.kernel_size) == {3} and everywhere and kernels.few_channels(x, weight):
-                x = x.to(torch.bfloat16).movedim(1, -1).contiguous()                    # (B, *spatial, C)
-                return kernels.ConvolveFew.apply(x, weight, bias).movedim(-1, 1)        # (B, K, *spatial)
+                return kernels.ConvolveFew.apply(x.to(torch.bfloat16), weight, bias)    # (B, K, *spatial)
             return convolve_in_eights(super()._conv_forward, x, weight, bias)
         if x.dim() == 5 and dtype_on_cpu(x) == torch.float32:
             if pointwise:

@@ -521,32 +521,41 @@ def places(old, new, align_corners):
 
 
 @triton.jit
-def _gathered(x, place, voxels, depth, height, width, FEW: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr,
-              SIGN: tl.constexpr, COLUMNS: tl.constexpr):
+def _spaced(place, channel, of_sample, of_voxel, of_channel, depth, height, width):
+    """Where a channel of a voxel is in memory, by three strides. place: counted through the volumes of all samples."""
+    voxels = depth * height * width
+    return place // voxels * of_sample + place % voxels * of_voxel + channel * of_channel
+
+
+@triton.jit
+def _gathered(x, place, voxels, of_sample, of_voxel, of_channel, depth, height, width, FEW: tl.constexpr,
+              TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, COLUMNS: tl.constexpr):
     """All neighbours of each voxel side by side: (places, COLUMNS), column tap x FEW + channel; the rest are zeros."""
     column, place = tl.arange(0, COLUMNS)[None, :], place[:, None]
     shift, exists = _neighbour(column // FEW, SIGN, place, voxels, depth, height, width, REACH)
-    shift = shift * FEW + column % FEW
-    return tl.load(x + place * FEW + shift, mask=exists & (column < TAPS * FEW), other=0.0)
+    at = _spaced(place, column % FEW, of_sample, of_voxel, of_channel, depth, height, width) + shift * of_voxel
+    return tl.load(x + at, mask=exists & (column < TAPS * FEW), other=0.0)
 
 
 @_jit
-def _from_few(x, weight, bias, out, voxels, depth, height, width, FEW: tl.constexpr, MANY: tl.constexpr,
-              PADDED: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, COLUMNS: tl.constexpr,
-              BLOCK: tl.constexpr):
-    """out (voxels, MANY) of x (voxels, FEW). weight: (COLUMNS, PADDED). bias: (PADDED,) float32."""
+def _from_few(x, weight, bias, out, x_sample, x_voxel, x_channel, out_sample, out_voxel, out_channel, voxels, depth,
+              height, width, FEW: tl.constexpr, MANY: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr,
+              REACH: tl.constexpr, SIGN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """out, of MANY channels, of x, of FEW. weight: (COLUMNS, PADDED). bias: (PADDED,) float32."""
     place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PADDED)
-    columns = _gathered(x, place, voxels, depth, height, width, FEW, TAPS, REACH, SIGN, COLUMNS)
+    columns = _gathered(x, place, voxels, x_sample, x_voxel, x_channel, depth, height, width, FEW, TAPS, REACH, SIGN,
+                        COLUMNS)
     factors = tl.load(weight + tl.arange(0, COLUMNS)[:, None] * PADDED + channel[None, :])
     total = tl.dot(columns, factors, input_precision="ieee") + tl.load(bias + channel)[None, :]
-    tl.store(out + place[:, None] * MANY + channel[None, :], total.to(out.dtype.element_ty),
-             mask=(place < voxels)[:, None] & (channel < MANY)[None, :])
+    at = _spaced(place[:, None], channel[None, :], out_sample, out_voxel, out_channel, depth, height, width)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=(place < voxels)[:, None] & (channel < MANY)[None, :])
 
 
 @_jit
-def _to_few(x, weight, bias, out, voxels, depth, height, width, FEW: tl.constexpr, MANY: tl.constexpr,
-            TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr):
-    """out (voxels, FEW) of x (voxels, MANY), MANY a multiple of SOME. weight: (TAPS, MANY, 16). bias: (16,) float32."""
+def _to_few(x, weight, bias, out, out_sample, out_voxel, out_channel, voxels, depth, height, width, FEW: tl.constexpr,
+            MANY: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, SOME: tl.constexpr,
+            BLOCK: tl.constexpr):
+    """out, of FEW channels, of x (voxels, MANY), where SOME divides MANY. weight: (TAPS, MANY, 16). bias: (16,)."""
     place, column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 16)
     total = tl.zeros((BLOCK, 16), tl.float32) + tl.load(bias + column)[None, :]
     for tap in range(TAPS):
@@ -556,21 +565,23 @@ def _to_few(x, weight, bias, out, voxels, depth, height, width, FEW: tl.constexp
             rows = tl.load(x + (place + shift)[:, None] * MANY + channel[None, :], mask=exists[:, None], other=0.0)
             factors = tl.load(weight + (tap * MANY + channel)[:, None] * 16 + column[None, :])
             total = tl.dot(rows, factors, total, input_precision="ieee")
-    tl.store(out + place[:, None] * FEW + column[None, :], total.to(out.dtype.element_ty),
-             mask=(place < voxels)[:, None] & (column < FEW)[None, :])
+    at = _spaced(place[:, None], column[None, :], out_sample, out_voxel, out_channel, depth, height, width)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=(place < voxels)[:, None] & (column < FEW)[None, :])
 
 
 @_jit
-def _weight_of_few(x, dense, parts, voxels, depth, height, width, STEPS: tl.constexpr, FEW: tl.constexpr,
-                   MANY: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr,
-                   SIGN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _weight_of_few(x, dense, parts, x_sample, x_voxel, x_channel, dense_sample, dense_voxel, dense_channel, voxels,
+                   depth, height, width, STEPS: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
+                   PADDED: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr,
+                   COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """This program's share of dense^T (the gathered x): parts (programs, PADDED, COLUMNS) float32."""
     channel, total = tl.arange(0, PADDED), tl.zeros((PADDED, COLUMNS), tl.float32)
     for step in range(STEPS):
         place = (tl.program_id(0) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-        columns = _gathered(x, place, voxels, depth, height, width, FEW, TAPS, REACH, SIGN, COLUMNS)
-        rows = tl.load(dense + place[:, None] * MANY + channel[None, :],
-                       mask=(place < voxels)[:, None] & (channel < MANY)[None, :], other=0.0)
+        columns = _gathered(x, place, voxels, x_sample, x_voxel, x_channel, depth, height, width, FEW, TAPS, REACH,
+                            SIGN, COLUMNS)
+        at = _spaced(place[:, None], channel[None, :], dense_sample, dense_voxel, dense_channel, depth, height, width)
+        rows = tl.load(dense + at, mask=(place < voxels)[:, None] & (channel < MANY)[None, :], other=0.0)
         total = tl.dot(tl.trans(rows), columns, total, input_precision="ieee")
     at = (tl.program_id(0) * PADDED + channel[:, None]) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(parts + at, total)
@@ -588,70 +599,89 @@ class ConvolveFew(torch.autograd.Function):
     """A convolution with kernels of 3 voxels a side, of which input or output has a few channels, on all processors.
 
     All neighbours of a voxel in the few channels make one row of a matrix product with the many: forwards, by x, and,
-    summed over the voxels, by the weight.
+    summed over the voxels, by the weight. Many channels are last in memory; a few are where x has them, and first in
+    the result, as in images and fields.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        """x: (B, *size, C) contiguous. weight: (K, C, 3, ...). bias: (K,) or None. Returns: (B, *size, K) as x."""
+        """x: (B, C, *size). weight: (K, C, 3, ...). bias: (K,) or None. Returns: (B, K, *size) of x's dtype."""
+        x = _in_order(x)
         ctx.save_for_backward(x, weight)
         ctx.bias = bias is not None
-        return _convolved(x, weight.transpose(0, 1), bias, 1)
+        return _convolved(x, weight.transpose(0, 1), bias, 1, last=len(weight) > FEW_CHANNELS)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad = grad.contiguous()                                                            # (B, *size, K)
-        by_x = _convolved(grad, weight, None, -1) if ctx.needs_input_grad[0] else None      # (B, *size, C)
+        grad, last = _in_order(grad), x.movedim(1, -1).is_contiguous()                      # (B, K, *size)
+        by_x = _convolved(grad, weight, None, -1, last) if ctx.needs_input_grad[0] else None    # (B, C, *size)
         if weight.shape[1] <= weight.shape[0]:
             by_weight = _weight_gradient(x, grad, weight.shape[2:], 1).movedim(-1, 1)       # (K, C, 3, 3, 3)
         else:
             by_weight = _weight_gradient(grad, x, weight.shape[2:], -1).movedim(-1, 0)      # (K, C, 3, 3, 3)
-        by_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32) if ctx.bias else None
+        by_bias = grad.sum([0, *range(2, grad.dim())], dtype=torch.float32) if ctx.bias else None
         return by_x, by_weight.to(weight.dtype), by_bias
 
 
+def _in_order(x):
+    """x (B, C, *size), copied if its channels are not last, or, of a few, neither last nor first."""
+    return _evenly_spaced(x) if x.shape[1] <= FEW_CHANNELS else x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def _where(x):
+    """Of x (B, C, *size), channels last or first: its strides of samples, voxels and channels."""
+    channels, voxels = x.shape[1], x.shape[2:].numel()
+    return channels * voxels, *((channels, 1) if x.movedim(1, -1).is_contiguous() else (1, voxels))
+
+
 def _voxels_and_sides(x):
-    """Of x (B, *size, C): voxels of all samples, and depth, height and width of one."""
-    return x.shape[:-1].numel(), *_sides(x.shape[1:-1])
+    """Of x (B, C, *size): voxels of all samples, and depth, height and width of one."""
+    return len(x) * x.shape[2:].numel(), *_sides(x.shape[2:])
 
 
 def _taps(x, sign):
     return {"TAPS": 3 ** (x.dim() - 2), "REACH": x.dim() - 4, "SIGN": sign}
 
 
-def _convolved(x, weight, bias, sign):
-    """x (B, *size, C) convolved with weight (C, K, 3, ...), mirrored where sign is -1: (B, *size, K) of x's dtype."""
-    channels, results = weight.shape[:2]
-    by_tap, (voxels, *sides) = weight.flatten(2).permute(2, 0, 1).to(x.dtype), _voxels_and_sides(x)     # (27, C, K)
-    out, padded = x.new_empty(*x.shape[:-1], results), max(triton.next_power_of_2(results), 16)
+def _convolved(x, weight, bias, sign, last):
+    """x (B, C, *size) convolved with weight (C, K, 3, ...), mirrored where sign is -1: (B, K, *size) of x's dtype.
+
+    last: whether its channels are to be last in memory.
+    """
+    (channels, results), (b, _, *size) = weight.shape[:2], x.shape
+    by_tap, voxels_and_sides = weight.flatten(2).permute(2, 0, 1).to(x.dtype), _voxels_and_sides(x)     # (27, C, K)
+    out = x.new_empty(b, *size, results).movedim(-1, 1) if last else x.new_empty(b, results, *size)
+    padded = max(triton.next_power_of_2(results), 16)
     offset = x.new_zeros(padded, dtype=torch.float32)
     if bias is not None:
         offset[:results] = bias
-    grid, constants = (triton.cdiv(voxels, VOXELS_OF_UNITS),), {**_taps(x, sign), "BLOCK": VOXELS_OF_UNITS}
+    grid = (triton.cdiv(voxels_and_sides[0], VOXELS_OF_UNITS),)
+    constants = {**_taps(x, sign), "BLOCK": VOXELS_OF_UNITS}
     if channels <= FEW_CHANNELS:
         columns = max(triton.next_power_of_2(len(by_tap) * channels), 16)
         factors = F.pad(by_tap.flatten(0, 1), [0, padded - results, 0, columns - len(by_tap) * channels]).contiguous()
-        _from_few[grid](x, factors, offset, out, voxels, *sides, FEW=channels, MANY=results, PADDED=padded,
-                        COLUMNS=columns, num_warps=8, **constants)
+        _from_few[grid](x, factors, offset, out, *_where(x), *_where(out), *voxels_and_sides, FEW=channels,
+                        MANY=results, PADDED=padded, COLUMNS=columns, num_warps=8, **constants)
     else:
         factors = F.pad(by_tap, [0, padded - results]).contiguous()
-        _to_few[grid](x, factors, offset, out, voxels, *sides, FEW=results, MANY=channels, SOME=min(channels, 64),
-                      num_warps=4 if channels < 64 else 8, **constants)
+        _to_few[grid](x, factors, offset, out, *_where(out), *voxels_and_sides, FEW=results, MANY=channels,
+                      SOME=min(channels, 64), num_warps=4 if channels < 64 else 8, **constants)
     return out
 
 
 def _weight_gradient(x, dense, kernel, sign):
-    """sum over voxels of dense_m(v) x_c(v + sign tap): (M, *kernel, C) float32. x: (B, *size, C), dense: (B, *size, M).
+    """sum over voxels of dense_m(v) x_c(v + sign tap): (M, *kernel, C) float32. x: (B, C, *size), dense: (B, M, ...).
     """
-    (voxels, *sides), few, many = _voxels_and_sides(x), x.shape[-1], dense.shape[-1]
+    (voxels, *sides), few, many = _voxels_and_sides(x), x.shape[1], dense.shape[1]
     padded, columns = (max(triton.next_power_of_2(n), 16) for n in (many, kernel.numel() * few))
     steps = MOST_STEPS if voxels > 2 ** 16 else 1
     programs = triton.cdiv(voxels, VOXELS_OF_UNITS * steps)
     parts = torch.empty(programs, padded, columns, device=x.device)
-    _weight_of_few[(programs,)](x, dense, parts, voxels, *sides, STEPS=steps, FEW=few, MANY=many, PADDED=padded,
-                                COLUMNS=columns, BLOCK=VOXELS_OF_UNITS, num_warps=8, **_taps(x, sign))
+    _weight_of_few[(programs,)](x, dense, parts, *_where(x), *_where(dense), voxels, *sides, STEPS=steps, FEW=few,
+                                MANY=many, PADDED=padded, COLUMNS=columns, BLOCK=VOXELS_OF_UNITS, num_warps=8,
+                                **_taps(x, sign))
     return parts.sum(0)[:many, :kernel.numel() * few].view(many, *kernel, few)
 
 
@@ -888,7 +918,7 @@ def trials(device):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16  # of which Triton interprets no products
     for few, many in ((2, 16), (16, 3)):
         yield f"convolution from {few} to {many} channels", ConvolveFew.apply, plain_convolution, (
-            waves(2, 3, 4, 5, few).to(dtype), waves(many, few, 3, 3, 3).to(dtype).float(), waves(many))
+            waves(2, few, 3, 4, 5).to(dtype), waves(many, few, 3, 3, 3).to(dtype).float(), waves(many))
     yield "warp", Warp.apply, plain_warp, (waves(2, 4, 5, 6, 16).bfloat16(), 1.5 * waves(2, 3, 4, 5, 6))
     yield "side by side", functools.partial(SideBySide.apply, 3), (
         lambda *parts: F.pad(torch.cat(parts, dim=1), [0] * 7 + [3])), (
@@ -907,8 +937,7 @@ def plain_contrast(f, g, sharpness):
 
 
 def plain_convolution(x, weight, bias):
-    convolve = F.conv3d if x.dim() == 5 else F.conv2d
-    return convolve(x.movedim(-1, 1), weight, bias, padding=1).movedim(1, -1)
+    return (F.conv3d if x.dim() == 5 else F.conv2d)(x, weight, bias, padding=1)
 
 
 def plain_warp(x, field):

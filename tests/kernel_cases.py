@@ -137,14 +137,21 @@ def test_interpolation_by_kernels_is_that_of_torch(old, new, align_corners):
             lambda x: plain(x.movedim(-1, 1)).movedim(1, -1), [x.movedim(1, -1).contiguous()])
 
 
-@pytest.mark.parametrize("channels, results, size", [(2, 16, (3, 5, 6)), (16, 3, (4, 3, 5)), (3, 3, (4, 5, 3)),
-                                                     (1, 32, (2, 4, 70)), (64, 2, (6, 7)), (128, 3, (3, 3, 3))])
+@pytest.mark.parametrize("channels, results, size, last", [
+    (2, 16, (3, 5, 6), False), (16, 3, (4, 3, 5), True), (3, 3, (4, 5, 3), True), (1, 32, (2, 4, 70), False),
+    (64, 2, (6, 7), False), (128, 3, (3, 3, 3), True)])
 @pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * (ACCELERATOR is not None))  # not interpreted
-def test_convolutions_from_and_to_a_few_channels(channels, results, size, dtype):
-    x, weight, bias = randoms((2, *size, channels), (results, channels, *[3] * len(size)), (results,))
+def test_convolutions_from_and_to_a_few_channels(channels, results, size, last, dtype):
+    """Many channels are last in memory, a few first, but for an input that has them last, and its gradient."""
+    x, weight, bias = randoms((2, channels, *size), (results, channels, *[3] * len(size)), (results,))
+    x = x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x
     given = [x.to(dtype), (weight / channels ** 0.5).to(dtype).float(), bias]
-    assert kernels.few_channels(x.movedim(-1, 1), weight)
-    compare(kernels.ConvolveFew.apply, kernels.plain_convolution, given, 1e-5 if dtype == torch.float32 else 2 ** -8)
+    assert kernels.few_channels(x, weight)
+    ours = kernels.results(kernels.ConvolveFew.apply, given)
+    close(ours, kernels.results(kernels.plain_convolution, [value.double() for value in given]),
+          1e-5 if dtype == torch.float32 else 2 ** -8)
+    assert (ours[0].movedim(1, -1) if results > 4 else ours[0]).is_contiguous()
+    assert (ours[1].movedim(1, -1) if last or channels > 4 else ours[1]).is_contiguous()
 
 
 @pytest.mark.parametrize("channels, size", [(16, (3, 5, 6)), (4, (5, 9)), (32, (4, 1, 3))])
