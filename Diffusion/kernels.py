@@ -43,6 +43,17 @@ def _block(sample, first, voxels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def _added(parts, number, count, sample, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """The C sums of that number, of parts (B, count, 2, C)."""
+    total = tl.zeros((ROWS, CHANNELS), tl.float32)
+    for first in range(0, count, ROWS):
+        part = first + tl.arange(0, ROWS)[:, None]
+        place = ((sample * count + part) * 2 + number) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+        total += tl.load(parts + place, mask=part < count, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def _per_channel(values, number, sample, COUNT: tl.constexpr, CHANNELS: tl.constexpr):
     """The C values of that number of values (B, COUNT, C)."""
     return tl.load(values + (sample * COUNT + number) * CHANNELS + tl.arange(0, CHANNELS))
@@ -77,12 +88,12 @@ def _group_means(sums, voxels, GROUP: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _factors(sums, weight, bias, scale, shift, row, statistics, voxels, eps, GROUP: tl.constexpr,
-             CHANNELS: tl.constexpr):
+def _factors(parts, count, weight, bias, scale, shift, row, statistics, voxels, eps, GROUP: tl.constexpr,
+             ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """statistics (B, 4, C): mean and 1 / deviation of the group, and a and b of the map x -> a x + b."""
     sample, channel = tl.program_id(0).to(tl.int64), tl.arange(0, CHANNELS)
-    mean = _group_means(_per_channel(sums, 0, sample, 2, CHANNELS), voxels, GROUP, CHANNELS)
-    squares = _group_means(_per_channel(sums, 1, sample, 2, CHANNELS), voxels, GROUP, CHANNELS)
+    mean = _group_means(_added(parts, 0, count, sample, ROWS, CHANNELS), voxels, GROUP, CHANNELS)
+    squares = _group_means(_added(parts, 1, count, sample, ROWS, CHANNELS), voxels, GROUP, CHANNELS)
     rstd = 1.0 / tl.sqrt(tl.maximum(squares - mean * mean, 0.0) + eps)
     modulated = 1.0 + tl.load(scale + sample * row + channel).to(tl.float32)
     factor = modulated * tl.load(weight + channel) * rstd
@@ -130,13 +141,13 @@ def _gradient_sums(x, grad, statistics, slope, parts, voxels, STEPS: tl.constexp
 
 
 @triton.jit
-def _gradient_factors(sums, statistics, weight, bias, scale, row, by_norm, by_time, voxels, GROUP: tl.constexpr,
-                      CHANNELS: tl.constexpr):
+def _gradient_factors(parts, count, statistics, weight, bias, scale, row, by_norm, by_time, voxels,
+                      GROUP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """by_norm (B, 4, C): constant and factor of x in dL/dx, then dL/dweight and dL/dbias. by_time: (B, 2 C)."""
     sample, channel = tl.program_id(0).to(tl.int64), tl.arange(0, CHANNELS)
     mean, rstd = _per_channel(statistics, 0, sample, 4, CHANNELS), _per_channel(statistics, 1, sample, 4, CHANNELS)
-    s1 = _per_channel(sums, 0, sample, 2, CHANNELS)
-    s2 = rstd * (_per_channel(sums, 1, sample, 2, CHANNELS) - mean * s1)
+    s1 = _added(parts, 0, count, sample, ROWS, CHANNELS)
+    s2 = rstd * (_added(parts, 1, count, sample, ROWS, CHANNELS) - mean * s1)
     modulated, weight = 1.0 + tl.load(scale + sample * row + channel).to(tl.float32), tl.load(weight + channel)
     m1 = _group_means(modulated * weight * s1, voxels, GROUP, CHANNELS)
     by_x = -rstd * rstd * _group_means(modulated * weight * s2, voxels, GROUP, CHANNELS)
@@ -174,13 +185,15 @@ def _cut(x):
 
 
 def _summed(kernel, x, *given):
-    """The two sums over voxels that a kernel takes of x and what else it is given: (B, 2, C) float32."""
+    """The two sums over voxels that a kernel takes of x and what else it is given, of each program: (B, count, 2, C)
+    float32; and their count.
+    """
     voxels, constants = _cut(x)
     steps = MOST_STEPS if voxels * x.shape[1] > 2 ** 20 else 2
     programs = triton.cdiv(voxels, constants["ROWS"] * steps)
     parts = torch.empty(len(x), programs, 2, x.shape[1], device=x.device)
     kernel[(programs, len(x))](x, *given, parts, voxels, STEPS=steps, **constants)
-    return parts.sum(1)                                                                     # (B, 2, C)
+    return parts, programs
 
 
 def _mapped(kernel, x, *given):
@@ -191,19 +204,15 @@ def _mapped(kernel, x, *given):
     return result                                                                           # (B, C, *spatial)
 
 
-def sums(x):
-    """Sums over the voxels of x and of x^2. x: (B, C, *spatial), see `fits`. Returns: (B, 2, C) float32."""
-    return _summed(_sums, x)
-
-
 class NormModulateActivate(torch.autograd.Function):
     """`NormModulateActivate` of Diffusion/device_ops.py, which has the formulas, for what `fits`. Keeps x alone."""
 
     @staticmethod
     def forward(ctx, x, groups, eps, weight, bias, scale, shift, slope):
-        channels = {"GROUP": x.shape[1] // groups, "CHANNELS": x.shape[1]}
+        voxels, constants = _cut(x)
+        channels = {"GROUP": x.shape[1] // groups, **constants}
         statistics = torch.empty(len(x), 4, x.shape[1], device=x.device)
-        _factors[(len(x),)](sums(x), weight, bias, scale, shift, scale.stride(0), statistics, x.shape[2:].numel(), eps,
+        _factors[(len(x),)](*_summed(_sums, x), weight, bias, scale, shift, scale.stride(0), statistics, voxels, eps,
                             **channels)
         ctx.save_for_backward(x, weight, bias, scale, statistics)
         ctx.channels, ctx.slope = channels, slope
@@ -214,9 +223,9 @@ class NormModulateActivate(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, bias, scale, statistics = ctx.saved_tensors
         grad = grad.movedim(1, -1).contiguous()                                             # (B, *spatial, C)
-        sums = _summed(_gradient_sums, x, grad, statistics, ctx.slope)                      # (B, 2, C)
+        parts, count = _summed(_gradient_sums, x, grad, statistics, ctx.slope)              # (B, count, 2, C)
         by_norm, by_time = torch.empty_like(statistics), scale.new_empty(len(x), 2 * x.shape[1])
-        _gradient_factors[(len(x),)](sums, statistics, weight, bias, scale, scale.stride(0), by_norm, by_time,
+        _gradient_factors[(len(x),)](parts, count, statistics, weight, bias, scale, scale.stride(0), by_norm, by_time,
                                      x.shape[2:].numel(), **ctx.channels)
         grad_x = _mapped(_gradient, x, grad, statistics, by_norm, ctx.slope)                # (B, C, *spatial)
         return (grad_x, None, None, *by_norm[:, 2:].sum(0), *by_time.chunk(2, dim=1), None)
@@ -528,6 +537,21 @@ def _spaced(place, channel, of_sample, of_voxel, of_channel, depth, height, widt
 
 
 @triton.jit
+def _weight_at(weight, tap, channel, result, known, of_channel, of_result, of_tap):
+    """Values of a weight, by three strides; 0 where it has none."""
+    return tl.load(weight + channel * of_channel + result * of_result + tap * of_tap, mask=known, other=0.0)
+
+
+@triton.jit
+def _offset(bias, result, RESULTS: tl.constexpr, BIASED: tl.constexpr):
+    """The bias of each result, (1, results) float32; 0 where there is none."""
+    offset = tl.zeros_like(result).to(tl.float32)
+    if BIASED:
+        offset += tl.load(bias + result, mask=result < RESULTS, other=0.0)
+    return offset[None, :]
+
+
+@triton.jit
 def _gathered(x, place, voxels, of_sample, of_voxel, of_channel, depth, height, width, FEW: tl.constexpr,
               TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, COLUMNS: tl.constexpr):
     """All neighbours of each voxel side by side: (places, COLUMNS), column tap x FEW + channel; the rest are zeros."""
@@ -538,32 +562,37 @@ def _gathered(x, place, voxels, of_sample, of_voxel, of_channel, depth, height, 
 
 
 @_jit
-def _from_few(x, weight, bias, out, x_sample, x_voxel, x_channel, out_sample, out_voxel, out_channel, voxels, depth,
-              height, width, FEW: tl.constexpr, MANY: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr,
-              REACH: tl.constexpr, SIGN: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """out, of MANY channels, of x, of FEW. weight: (COLUMNS, PADDED). bias: (PADDED,) float32."""
+def _from_few(x, weight, bias, out, x_sample, x_voxel, x_channel, of_channel, of_result, of_tap, out_sample, out_voxel,
+              out_channel, voxels, depth, height, width, FEW: tl.constexpr, MANY: tl.constexpr, PADDED: tl.constexpr,
+              BIASED: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, COLUMNS: tl.constexpr,
+              BLOCK: tl.constexpr):
+    """out, of MANY channels, of x, of FEW. weight: (FEW, MANY, TAPS). bias: (MANY,)."""
     place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PADDED)
     columns = _gathered(x, place, voxels, x_sample, x_voxel, x_channel, depth, height, width, FEW, TAPS, REACH, SIGN,
                         COLUMNS)
-    factors = tl.load(weight + tl.arange(0, COLUMNS)[:, None] * PADDED + channel[None, :])
-    total = tl.dot(columns, factors, input_precision="ieee") + tl.load(bias + channel)[None, :]
+    row = tl.arange(0, COLUMNS)[:, None]
+    known = (row < TAPS * FEW) & (channel < MANY)[None, :]
+    factors = _weight_at(weight, row // FEW, row % FEW, channel[None, :], known, of_channel, of_result, of_tap)
+    factors = factors.to(columns.dtype)
+    total = tl.dot(columns, factors, input_precision="ieee") + _offset(bias, channel, MANY, BIASED)
     at = _spaced(place[:, None], channel[None, :], out_sample, out_voxel, out_channel, depth, height, width)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=(place < voxels)[:, None] & (channel < MANY)[None, :])
 
 
 @_jit
-def _to_few(x, weight, bias, out, out_sample, out_voxel, out_channel, voxels, depth, height, width, FEW: tl.constexpr,
-            MANY: tl.constexpr, TAPS: tl.constexpr, REACH: tl.constexpr, SIGN: tl.constexpr, SOME: tl.constexpr,
-            BLOCK: tl.constexpr):
-    """out, of FEW channels, of x (voxels, MANY), where SOME divides MANY. weight: (TAPS, MANY, 16). bias: (16,)."""
+def _to_few(x, weight, bias, out, of_channel, of_result, of_tap, out_sample, out_voxel, out_channel, voxels, depth,
+            height, width, FEW: tl.constexpr, MANY: tl.constexpr, BIASED: tl.constexpr, TAPS: tl.constexpr,
+            REACH: tl.constexpr, SIGN: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr):
+    """out, of FEW channels, of x (voxels, MANY), where SOME divides MANY. weight: (MANY, FEW, TAPS). bias: (FEW,)."""
     place, column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 16)
-    total = tl.zeros((BLOCK, 16), tl.float32) + tl.load(bias + column)[None, :]
+    total = tl.zeros((BLOCK, 16), tl.float32) + _offset(bias, column, FEW, BIASED)
     for tap in range(TAPS):
         shift, exists = _neighbour(tap, SIGN, place, voxels, depth, height, width, REACH)
         for first in tl.static_range(0, MANY, SOME):
             channel = first + tl.arange(0, SOME)
             rows = tl.load(x + (place + shift)[:, None] * MANY + channel[None, :], mask=exists[:, None], other=0.0)
-            factors = tl.load(weight + (tap * MANY + channel)[:, None] * 16 + column[None, :])
+            factors = _weight_at(weight, tap, channel[:, None], column[None, :], (column < FEW)[None, :], of_channel,
+                                 of_result, of_tap).to(rows.dtype)
             total = tl.dot(rows, factors, total, input_precision="ieee")
     at = _spaced(place[:, None], column[None, :], out_sample, out_voxel, out_channel, depth, height, width)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=(place < voxels)[:, None] & (column < FEW)[None, :])
@@ -650,24 +679,18 @@ def _convolved(x, weight, bias, sign, last):
 
     last: whether its channels are to be last in memory.
     """
-    (channels, results), (b, _, *size) = weight.shape[:2], x.shape
-    by_tap, voxels_and_sides = weight.flatten(2).permute(2, 0, 1).to(x.dtype), _voxels_and_sides(x)     # (27, C, K)
+    weight, voxels_and_sides = weight.flatten(2), _voxels_and_sides(x)                      # (C, K, 27)
+    (channels, results, _), (b, _, *size) = weight.shape, x.shape
     out = x.new_empty(b, *size, results).movedim(-1, 1) if last else x.new_empty(b, results, *size)
-    padded = max(triton.next_power_of_2(results), 16)
-    offset = x.new_zeros(padded, dtype=torch.float32)
-    if bias is not None:
-        offset[:results] = bias
     grid = (triton.cdiv(voxels_and_sides[0], VOXELS_OF_UNITS),)
-    constants = {**_taps(x, sign), "BLOCK": VOXELS_OF_UNITS}
+    constants = {**_taps(x, sign), "BIASED": bias is not None, "BLOCK": VOXELS_OF_UNITS}
     if channels <= FEW_CHANNELS:
-        columns = max(triton.next_power_of_2(len(by_tap) * channels), 16)
-        factors = F.pad(by_tap.flatten(0, 1), [0, padded - results, 0, columns - len(by_tap) * channels]).contiguous()
-        _from_few[grid](x, factors, offset, out, *_where(x), *_where(out), *voxels_and_sides, FEW=channels,
-                        MANY=results, PADDED=padded, COLUMNS=columns, num_warps=8, **constants)
+        padded, columns = (max(triton.next_power_of_2(n), 16) for n in (results, weight.shape[2] * channels))
+        _from_few[grid](x, weight, bias, out, *_where(x), *weight.stride(), *_where(out), *voxels_and_sides,
+                        FEW=channels, MANY=results, PADDED=padded, COLUMNS=columns, num_warps=8, **constants)
     else:
-        factors = F.pad(by_tap, [0, padded - results]).contiguous()
-        _to_few[grid](x, factors, offset, out, *_where(out), *voxels_and_sides, FEW=results, MANY=channels,
-                      SOME=min(channels, 64), num_warps=4 if channels < 64 else 8, **constants)
+        _to_few[grid](x, weight, bias, out, *weight.stride(), *_where(out), *voxels_and_sides, FEW=results,
+                      MANY=channels, SOME=min(channels, 64), num_warps=4 if channels < 64 else 8, **constants)
     return out
 
 
