@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from Diffusion import device_ops
-from Diffusion.device_ops import accelerated, kernels_for, product_over_channels
+from Diffusion.device_ops import accelerated, in_float32, kernels_for, product_over_channels
 from Diffusion.fields import compose, interpolate, side_lengths, warp
 
 SLOPE = 0.2  # of the activation, LeakyReLU, for negative values
@@ -167,7 +167,7 @@ class TimeEmbedding(nn.Module):
         """t: (B,) long. Returns: (B, width)."""
         waves = sinusoids(t, self.width, 4.0 * self.timesteps)                              # (B, 64)
         waves = torch.where((t == self.timesteps)[:, None], self.registration, waves)       # (B, 64)
-        return self.layers(waves)                                                           # (B, 64)
+        return in_float32(self.layers, waves)                                               # (B, 64)
 
 
 class FieldScale(nn.Module):
@@ -214,7 +214,7 @@ class ConvBlock(nn.Module):
         if self.by_time is None:
             return F.leaky_relu_(self.norm(x), SLOPE)                                       # (B, 16, 128^3)
         if accelerated(x):
-            scale, shift = self.by_time(time).chunk(2, dim=1)                               # (B, 16) each
+            scale, shift = in_float32(self.by_time, time).chunk(2, dim=1)                   # (B, 16) each
             kernels = kernels_for(x)
             way = kernels if kernels and kernels.fits(x, self.norm.num_groups) else device_ops
             return way.NormModulateActivate.apply(x, self.norm.num_groups, self.norm.eps, self.norm.weight,

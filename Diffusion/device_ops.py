@@ -150,6 +150,14 @@ def linear_weights_in_bfloat16(module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def in_float32(layer, x):
+    """layer(x), by an accelerator in float32 whatever autocast says: a cast of so little takes as long as the rest."""
+    if not accelerated(x):
+        return layer(x)
+    with torch.autocast(x.device.type, enabled=False):
+        return layer(x.float())
+
+
 def product_over_channels(x, weight, bias=None):
     """A 1x1x1 convolution with a weight gradient that uses all processors of a device.
 
@@ -161,8 +169,9 @@ def product_over_channels(x, weight, bias=None):
     """
     x = x.movedim(1, -1)                                                                # (B, *spatial, C)
     planes = x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])                        # (B D, H W, C)
-    weight = F.pad(weight.flatten(1), [0, x.shape[-1] - weight.shape[1]])               # (K, C)
-    weight = weight.T.expand(len(planes), -1, -1)                                       # (B D, C, K)
+    if x.shape[-1] > weight.shape[1]:
+        weight = F.pad(weight.flatten(1), [0, x.shape[-1] - weight.shape[1]])           # (K, C)
+    weight = weight.flatten(1).T.expand(len(planes), -1, -1)                                       # (B D, C, K)
     product = torch.bmm(planes, weight) if bias is None else torch.baddbmm(bias, planes, weight)    # (B D, H W, K)
     return product.view(*x.shape[:-1], -1)
 

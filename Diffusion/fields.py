@@ -63,7 +63,7 @@ def warp(image, field, mode="bilinear", padding="zeros", origin=None):
     image_size, size = tuple(image.shape[2:]), tuple(field.shape[2:])
     if not field.shape[1] == len(size) == len(image_size):
         raise ValueError(f"a field of shape {tuple(field.shape)} cannot warp an image of shape {tuple(image.shape)}")
-    identity_norm = _identity_norm(size, image_size, tuple(origin or [0] * len(size)), field.device)
+    identity_norm = constant(_identity_norm, size, image_size, tuple(origin or [0] * len(size)), device=field.device)
     options = {"mode": mode, "padding_mode": padding, "align_corners": True}
     with torch.autocast(image.device.type, enabled=False):
         image = image.float()
@@ -252,6 +252,12 @@ def determinant(vectors):
     return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
 
 
+def _centred(*size_and_device):
+    """Distance of the voxels of each axis from its centre."""
+    *size, device = size_and_device
+    return [torch.arange(n, dtype=torch.float32, device=device) - (n - 1) / 2 for n in size]
+
+
 def affine_field(matrix, size):
     """Displacement of an affine map about the centre c of the grid: x -> c + A (x - c) + b.
 
@@ -259,7 +265,7 @@ def affine_field(matrix, size):
     Returns: (B, N, *size) displacement in voxels.
     """
     dims = len(size)
-    axes = [torch.arange(int(n), dtype=torch.float32, device=matrix.device) - (n - 1) / 2 for n in size]
+    axes = constant(_centred, *map(int, size), device=matrix.device)
     change = matrix[:, :, :dims].float() - torch.eye(dims, device=matrix.device)
     if accelerated(matrix):
         # Axis by axis: the gradient of one product over all voxels would be a sum on a few processors (17 ms at 128^3).

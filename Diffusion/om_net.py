@@ -238,6 +238,17 @@ class MutualAttention(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def places_of_tokens(grid, size, device):
+    """Of tokens on a grid over a volume of that size: places in tokens (512, 3); the same where -1 and 1 are the faces
+    of the volume (512, 3); voxels per token (3,); half a side in voxels (3,); the unit matrix (3, 3).
+    """
+    places = identity(grid, device)[0].flatten(1).T                                         # (512, 3)
+    sides = side_lengths(size, device).flatten()                                            # (3,)
+    spacing = sides / side_lengths(grid, device).flatten()                                  # (3,)
+    places_norm = (places * spacing - (sides - 1) / 2) / (sides / 2)                        # the first token at voxel 0
+    return places, places_norm, spacing, sides / 2, torch.eye(len(sides), device=device)
+
+
 class AffineMatch(nn.Module):
     """Finds where the condition's tokens are in the image, and fits one affine displacement field to that.
 
@@ -287,13 +298,17 @@ class AffineMatch(nn.Module):
         """
         distance = (places[:, None] - places).square().sum(-1)                              # (512, 512)
         log_nearness = distance / (-2 * torch.exp(2 * self.log_reach))                      # (512, 512)
-        query, sharpness = self.features(condition), self.log_sharpness.exp()               # (B, 512, 1024), (1,)
+        if accelerated(image):  # both at once, in half as many operations
+            key, query = self.features(torch.cat([image, condition])).chunk(2)              # (B, 512, 1024) each
+        else:
+            query, key = self.features(condition), self.features(image)                     # (B, 512, 1024) each
+        sharpness = self.log_sharpness.exp()                                                # (1,)
 
         def expected_place(keys):
             likeness = sharpness * query @ keys.transpose(1, 2)                             # (B, 512, 512)
             return (likeness + log_nearness).softmax(-1) @ places                           # (B, 512, 3)
 
-        return expected_place(self.features(image)) - expected_place(query)                 # (B, 512, 3)
+        return expected_place(key) - expected_place(query)                                  # (B, 512, 3)
 
     def fit(self, places_norm, displacement, trust):
         """The affine map that fits the displacements best (step 3): weighted least squares with a ridge.
@@ -324,18 +339,15 @@ class AffineMatch(nn.Module):
             grid = condition.shape[2:]                                                      # 8^3
             image = image.float().flatten(2).transpose(1, 2)                                # (B, 512, 256)
             condition = condition.float().flatten(2).transpose(1, 2)                        # (B, 512, 256)
-            places = identity(grid, image.device)[0].flatten(1).T                           # (512, 3)
+            places, places_norm, spacing, half, one = constant(places_of_tokens, tuple(grid), tuple(size),
+                                                               device=image.device)
             displacement = self.displacements(image, condition, places)                     # (B, 512, 3)
-            sides = side_lengths(size, image.device).flatten()                              # (3,)
-            spacing = sides / side_lengths(grid, image.device).flatten()                    # (3,), voxels per token
-            # The first token is at voxel 0; -1 and 1 are the faces of the volume.
-            places_norm = (places * spacing - (sides - 1) / 2) / (sides / 2)                # (512, 3)
             trust = F.softplus(self.trust(condition))                                       # (B, 512, 1)
             matrix = self.fit(places_norm, displacement * spacing, trust)                   # (B, 4, 3)
             matrix = (matrix * self.share[t].view(-1, 1, 1)).transpose(1, 2)                # (B, 3, 4)
             linear, shift = matrix[:, :, :-1], matrix[:, :, -1:]                            # (B, 3, 3), (B, 3, 1)
             # From normalised places to voxels, and from displacements to the map itself.
-            linear = linear / (sides / 2) + torch.eye(len(sides), device=image.device)      # (B, 3, 3)
+            linear = linear / half + one                                                    # (B, 3, 3)
             field = affine_field(torch.cat([linear, shift], dim=2), size)                   # (B, 3, 128^3)
             return self.limited(field, shown_fraction, t)                                   # (B, 3, 128^3)
 

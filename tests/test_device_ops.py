@@ -193,12 +193,14 @@ def test_weights_that_are_cast_together_give_the_same_bits(as_on_a_device, monke
     assert all(parameter.dtype == torch.float32 for parameter in net.parameters())
 
 
-def test_image_and_condition_pooled_side_by_side_are_those_pooled_one_after_the_other(as_on_a_device):
+@pytest.mark.parametrize("embed", [False, True])
+def test_a_network_is_the_same_in_both_ways(as_on_a_device, embed):
     net, inputs = network_and_inputs()
     found = []
     for change in (lambda: None, as_on_a_device):
         change()
-        results = net(*inputs, embed=True)
+        results = net(*inputs, embed=embed)
+        results = results if embed else [results]
         found.append([*results, *gradients_of(net, results).values()])
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
