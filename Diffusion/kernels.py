@@ -232,6 +232,92 @@ class NormModulateActivate(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Layer norm of a sum
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _standardised(value, known, eps, WIDTH: tl.constexpr):
+    """A row with mean 0 and variance 1, and what it was multiplied by."""
+    centred = tl.where(known, value - tl.sum(value, 0) / WIDTH, 0.0)
+    factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    return centred * factor, factor
+
+
+@triton.jit
+def _normed_sum(x, branch, weight, bias, total, y, eps, ADDED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """total = x + branch and y = LayerNorm(total), for the row of this program. Without ADDED x is the total."""
+    column = tl.arange(0, PADDED)
+    known, place = column < WIDTH, tl.program_id(0).to(tl.int64) * WIDTH + column
+    value = tl.load(x + place, mask=known, other=0.0)
+    if ADDED:
+        value += tl.load(branch + place, mask=known, other=0.0).to(tl.float32)
+        tl.store(total + place, value, mask=known)
+    value, _ = _standardised(value, known, eps, WIDTH)
+    value = value * tl.load(weight + column, mask=known, other=0.0) + tl.load(bias + column, mask=known, other=0.0)
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def _normed_sum_gradient(total, weight, by_total, by_y, by_x, by_branch, parts, rows, eps, STEPS: tl.constexpr,
+                         ADDED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Gradients by x and branch of STEPS rows, and their share of those by weight and bias: parts (programs, 2, C)."""
+    column = tl.arange(0, PADDED)
+    factors = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    by_weight, by_bias = tl.zeros((PADDED,), tl.float32), tl.zeros((PADDED,), tl.float32)
+    for step in range(STEPS):
+        row = tl.program_id(0).to(tl.int64) * STEPS + step
+        known, place = (column < WIDTH) & (row < rows), row * WIDTH + column
+        normed, factor = _standardised(tl.load(total + place, mask=known, other=0.0), known, eps, WIDTH)
+        gradient = tl.load(by_y + place, mask=known, other=0.0).to(tl.float32)
+        by_weight += gradient * normed
+        by_bias += gradient
+        gradient *= factors
+        along = tl.sum(gradient * normed, 0) / WIDTH
+        gradient = (gradient - tl.sum(gradient, 0) / WIDTH - normed * along) * factor
+        gradient += tl.load(by_total + place, mask=known, other=0.0)
+        tl.store(by_x + place, gradient, mask=known)
+        if ADDED:
+            tl.store(by_branch + place, gradient.to(by_branch.dtype.element_ty), mask=known)
+    place = parts + tl.program_id(0) * 2 * WIDTH + column
+    tl.store(place, by_weight, mask=column < WIDTH)
+    tl.store(place + WIDTH, by_bias, mask=column < WIDTH)
+
+
+class NormedSum(torch.autograd.Function):
+    """`normed_sum` of Diffusion/om_net.py: float32 x and what is added to it, and the norm of the sum in bfloat16.
+
+    With n the row of mean 0 and variance 1, r what it was multiplied by and g = weight x dL/dy,
+    dL/dx = dL/dtotal + r (g - mean g - n mean(g n)).
+    """
+
+    @staticmethod
+    def forward(ctx, x, branch, weight, bias, eps):
+        """x: (..., C) float32. branch: the same, of any precision, or None. Returns: x + branch, and y in bfloat16."""
+        x, branch = x.contiguous(), None if branch is None else branch.contiguous()
+        total, y = x if branch is None else torch.empty_like(x), torch.empty_like(x, dtype=torch.bfloat16)
+        ctx.constants = {"WIDTH": x.shape[-1], "PADDED": triton.next_power_of_2(x.shape[-1])}
+        _normed_sum[(x.numel() // x.shape[-1],)](x, branch, weight, bias, total, y, eps, ADDED=branch is not None,
+                                                 **ctx.constants)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.dtype = eps, None if branch is None else branch.dtype
+        return total, y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, by_total, by_y):
+        total, weight = ctx.saved_tensors
+        rows, by_x = total.numel() // total.shape[-1], torch.empty_like(total)
+        by_branch = None if ctx.dtype is None else torch.empty_like(total, dtype=ctx.dtype)
+        programs = triton.cdiv(rows, MOST_STEPS)
+        parts = torch.empty(programs, 2, total.shape[-1], device=total.device)
+        _normed_sum_gradient[(programs,)](total, weight, by_total.contiguous(), by_y.contiguous(), by_x, by_branch,
+                                          parts, rows, ctx.eps, STEPS=MOST_STEPS, ADDED=by_branch is not None,
+                                          **ctx.constants)
+        return by_x, by_branch, *parts.sum(0), None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Neighbours
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -931,6 +1017,8 @@ def trials(device):
     waves = functools.partial(_waves, device=device)
     yield "norm", lambda *given: NormModulateActivate.apply(given[0], 2, 1e-5, *given[1:], 0.2), plain_norm, (
         waves(2, 4, 4, 4, 16).bfloat16().movedim(-1, 1), *waves(2, 16), *waves(2, 2, 16))
+    yield "norm of a sum", lambda *given: torch.cat(NormedSum.apply(*given, 1e-5)), plain_normed_sum, (
+        waves(2, 3, 24), waves(2, 3, 24).bfloat16(), *waves(2, 24))
     yield "neighbours", lambda f, g, sharpness: NeighbourContrast.apply(f, g, sharpness, torch.bfloat16), (
         plain_contrast), (*waves(2, 1, 4, 4, 4, 16), torch.full((1,), 3.0, device=device))
     yield "unit vectors", lambda x, weight: UnitFeatures.apply(x, weight, 1e-3), (
@@ -951,6 +1039,11 @@ def trials(device):
 def plain_norm(x, weight, bias, scale, shift):
     per_voxel = (len(x), -1, *[1] * (x.dim() - 2))
     return F.leaky_relu(F.group_norm(x, 2, weight, bias) * (1 + scale.view(per_voxel)) + shift.view(per_voxel), 0.2)
+
+
+def plain_normed_sum(x, branch, weight, bias):
+    total = x + branch
+    return torch.cat([total, F.layer_norm(total, weight.shape, weight, bias)])
 
 
 def plain_contrast(f, g, sharpness):

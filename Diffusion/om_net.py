@@ -157,16 +157,30 @@ class AttentionBlock(nn.Module):
         self.out = start_at_zero(nn.Linear(width, width))
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), start_at_zero(nn.Linear(4 * width, width)))
 
-    def forward(self, x):
-        """x: (B, tokens, width)."""
+    def forward(self, x, branch=None):
+        """x: (B, tokens, width). branch: the same, what is still to be added to it, or None.
+
+        Returns: x, and what is still to be added.
+        """
         b, n, width = x.shape                                                               # B, 1024, 1024
-        qkv = self.qkv(self.norm1(x))                                                       # (B, 1024, 3072)
+        x, normed = normed_sum(self.norm1, x, branch)                                       # (B, 1024, 1024) each
+        qkv = self.qkv(normed)                                                              # (B, 1024, 3072)
         # Cut along the third axis, the gradients of the three are put together as the product's was, in one copy.
         q, k, v = qkv.view(b, n, 3, self.heads, -1).unbind(2)                               # (B, 1024, 16, 64) each
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))                              # (B, 16, 1024, 64) each
         mixed = F.scaled_dot_product_attention(q, k, v)                                     # (B, 16, 1024, 64)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, n, width))                        # (B, 1024, 1024)
-        return x + self.mlp(self.norm2(x))                                                  # (B, 1024, 1024)
+        branch = self.out(mixed.transpose(1, 2).reshape(b, n, width))                       # (B, 1024, 1024)
+        x, normed = normed_sum(self.norm2, x, branch)                                       # (B, 1024, 1024) each
+        return x, self.mlp(normed)                                                          # (B, 1024, 1024) each
+
+
+def normed_sum(norm, x, branch):
+    """x + branch, and the norm of it. branch: None for nothing."""
+    kernels = kernels_for(x)
+    if kernels and on_device_in_bfloat16(x) and x.dtype == torch.float32:
+        return kernels.NormedSum.apply(x, branch, norm.weight, norm.bias, norm.eps)
+    x = x if branch is None else x + branch
+    return x, norm(x)
 
 
 def embedded_places(width, *grid_and_device):
@@ -217,18 +231,23 @@ class MutualAttention(nn.Module):
         if condition is not None:
             tokens = torch.cat([tokens, self.tokens(condition, 1)], dim=1)                  # (B, 1024, 1024)
         tokens = tokens + self.by_time(time)[:, None]                                       # (B, 1024, 1024)
-        for block in self.blocks:
-            tokens = block(tokens)                                                          # (B, 1024, 1024)
+        tokens = self.through_blocks(tokens)                                                # (B, 1024, 1024)
         update = self.leave(self.norm(tokens[:, :count]))                                   # (B, 512, 256)
         return features + update.transpose(1, 2).reshape(features.shape)                    # (B, 256, 8^3)
+
+    def through_blocks(self, tokens):
+        """What the blocks make of tokens. Each adds what the one before it found, in one operation with its norm."""
+        branch = None
+        for block in self.blocks:
+            tokens, branch = block(tokens, branch)                                          # (B, 1024, 1024) each
+        return tokens if branch is None else tokens + branch                                # (B, 1024, 1024)
 
     def pooled(self, *features):
         """Mean token of an image and, if it is given, of a condition, each by itself: (B, width) each."""
         tokens = [self.tokens(each, kind) for kind, each in enumerate(features)]            # (B, 512, 1024) each
         if accelerated(tokens[0]):  # side by side they take half as many operations
             tokens = [torch.cat(tokens)]                                                    # (2B, 512, 1024)
-        for block in self.blocks:
-            tokens = [block(each) for each in tokens]                                       # (B, 512, 1024) each
+        tokens = [self.through_blocks(each) for each in tokens]                             # (B, 512, 1024) each
         means = torch.cat([self.norm(each).mean(1) for each in tokens])                     # (2B, 1024)
         return means.chunk(len(features))                                                   # (B, 1024) each
 

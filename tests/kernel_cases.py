@@ -53,6 +53,25 @@ def test_norm_modulation_and_activation_at_once(channels, groups, size):
     assert y.stride() == by_x.stride() == x.stride()
 
 
+@pytest.mark.parametrize("width", [32, 24])
+@pytest.mark.parametrize("added", [False, True])
+def test_the_norm_of_a_sum(width, added):
+    """Of rows that are no multiple of those of a program. The norm is in bfloat16."""
+    x, branch, weight, bias = randoms((3, 7, width), (3, 7, width), (width,), (width,))
+    given = [x + 2, *[branch] * added, weight, bias]
+
+    def ours(x, *rest):
+        branch, weight, bias = rest if added else (None, *rest)
+        total, y = kernels.NormedSum.apply(x, branch, weight, bias, 1e-5)
+        return torch.stack([total, y])
+
+    def plain(x, *rest):
+        branch, weight, bias = rest if added else (0, *rest)
+        return torch.stack([x + branch, F.layer_norm(x + branch, (width,), weight, bias)])
+    compare(ours, plain, given, 2 ** -7)
+    assert torch.equal(ours(*given)[0], given[0] + branch if added else given[0])
+
+
 @pytest.mark.parametrize("function, shapes", [
     (lambda *given: kernels.NeighbourContrast.apply(*given, torch.bfloat16), [*[(1, 5, 6, 6, 16)] * 2, (1,)]),
     (lambda x, *rest: kernels.NormModulateActivate.apply(x.movedim(-1, 1), 1, 1e-5, *rest, 0.2),
