@@ -110,39 +110,55 @@ class SolvePositive(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Weights in bfloat16
+# Weights in bfloat16, of a module that several passes share
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class InBfloat16(torch.autograd.Function):
-    """Weights as autocast casts them, all in one operation, and in another one their gradients back."""
+class InPasses(torch.autograd.Function):
+    """Weights as autocast casts them, for each of some passes: all in one operation. So are the sums over the passes of
+    their gradients, and the cast back.
+    """
 
     @staticmethod
-    def forward(ctx, *weights):
-        return _copied(weights, torch.bfloat16)
+    def forward(ctx, count, dtype, *weights):
+        """Returns: the weights of the first pass, of the second, ...: tensors of their own in the same memory."""
+        ctx.set_materialize_grads(False)
+        ctx.size, ctx.dtype = len(weights), weights[0].dtype
+        return tuple(weight.detach() for weights in [_in_type(weights, dtype)] * count for weight in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return _copied(grads, torch.float32)
+        passes = [grads[first:first + ctx.size] for first in range(0, len(grads), ctx.size)]
+        first, *others = [one for one in passes if one[0] is not None]  # a detached pass has none
+        for other in others:
+            first = torch._foreach_add(first, other)
+        return None, None, *_in_type(first, ctx.dtype)
 
 
-def _copied(tensors, dtype):
-    copies = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in tensors)
+def _in_type(tensors, dtype):
+    if tensors[0].dtype == dtype:
+        return tensors
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
 
 
-def linear_weights_in_bfloat16(module):
-    """{name: value} of all weights of the linear layers of a module, for torch.func.functional_call.
-
-    {} where there is nothing to gain: they are in bfloat16 already, or FSDP shards them.
+def weights_in_passes(module, count):
+    """For each of `count` passes {name: value} for torch.func.functional_call: the weights of a module, those of its
+    linear layers in bfloat16. None where FSDP shards them.
     """
-    weights = {f"{name}.{own}": value for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)
-               for own, value in layer.named_parameters()}
-    if any(value.dtype != torch.float32 or hasattr(value, "full_tensor") for value in weights.values()):
-        return {}
-    return dict(zip(weights, InBfloat16.apply(*weights.values())))
+    weights, lowered = dict(module.named_parameters()), {}
+    if any(hasattr(value, "full_tensor") for value in weights.values()):
+        return None
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            lowered.update({f"{name}.{own}": weights.pop(f"{name}.{own}") for own, _ in layer.named_parameters()})
+    values = []
+    for dtype, of_type in ((torch.bfloat16, lowered), (torch.float32, weights)):
+        results = InPasses.apply(count, dtype, *of_type.values())
+        values.append([results[first:first + len(of_type)] for first in range(0, len(results), len(of_type))])
+    return [dict(zip([*lowered, *weights], [*one, *other])) for one, other in zip(*values)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

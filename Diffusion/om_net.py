@@ -36,8 +36,8 @@ from Diffusion.device_ops import (
     accelerated,
     constant,
     kernels_for,
-    linear_weights_in_bfloat16,
     product_over_channels,
+    weights_in_passes,
 )
 from Diffusion.diffuser import image_count, label_count
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
@@ -209,11 +209,20 @@ class MutualAttention(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.leave = start_at_zero(nn.Linear(width, channels))
 
-    def weights_in_bfloat16(self, prefix):
-        """Those of the blocks, see `linear_weights_in_bfloat16`. Each block's gradients come as soon as they are known.
+    def in_passes(self, count, x):
+        """This module as `count` passes over x are to call it: on a device each with copies of the blocks' weights.
+
+        See `weights_in_passes`. Each block's gradients come as soon as they are known.
         """
-        return {f"{prefix}blocks.{index}.{name}": value for index, block in enumerate(self.blocks)
-                for name, value in linear_weights_in_bfloat16(block).items()}
+        blocks = [weights_in_passes(block, count) for block in self.blocks] if on_device_in_bfloat16(x) else [None]
+        if None in blocks:
+            return [self] * count
+
+        def one_pass(number):
+            weights = {f"blocks.{index}.{name}": value for index, passes in enumerate(blocks)
+                       for name, value in passes[number].items()}
+            return lambda *given: functional_call(self, weights, given)
+        return [one_pass(number) for number in range(count)]
 
     def tokens(self, features, kind):
         """Tokens of features (B, C, *grid). kind: 0 for the image, 1 for the condition."""
@@ -224,8 +233,10 @@ class MutualAttention(nn.Module):
     def forward(self, features, condition, time):
         """features: (B, C, *grid) of the image. condition: the same of the condition, or None.
 
-        Returns: the image's features, to which its tokens have added what they gathered.
+        Returns: the image's features, to which its tokens have added what they gathered. Without a time: `pooled`.
         """
+        if time is None:
+            return self.pooled(features, *(() if condition is None else (condition,)))
         tokens = self.tokens(features, 0)                                                   # (B, 512, 1024)
         count = tokens.shape[1]
         if condition is not None:
@@ -617,15 +628,15 @@ class OM_net(nn.Module):
             field = field + step                                                            # (B, 3, 128^3)
         return field
 
-    def one_pass(self, image, features, condition, shown_fraction, t, time, target):
+    def one_pass(self, attention, image, features, condition, shown_fraction, t, time, target):
         """The field of one pass, in voxels. features, condition: of the encoder; condition is None without one.
 
-        target: of `descent_target`.
+        attention: of `in_passes`. target: of `descent_target`.
         """
         image_size, padded_size = image.shape[2:], tuple(features[0].shape[2:])
         if self.conditioned and condition is None:
             condition = [torch.zeros_like(level) for level in features]                     # (B, 16, 128^3), ...
-        x = self.attention(features[-1], condition[-1] if self.conditioned else None, time)     # (B, 256, 8^3)
+        x = attention(features[-1], condition[-1] if self.conditioned else None, time)      # (B, 256, 8^3)
         field_norm = self.coarse(x, features[self.stride - 1].shape[2:]).float()            # (B, 3, 128^3)
         affine = None
         if self.match is not None:
@@ -659,10 +670,6 @@ class OM_net(nn.Module):
         """As every network, see Diffusion/networks.py."""
         if segment == "alone":
             return self.segmenter(image)                                                    # (B, K + 1, 128^3)
-        if on_device_in_bfloat16(image):
-            weights = self.attention.weights_in_bfloat16("attention.")
-            if weights:  # with them in place of its own, the network gets here once more
-                return functional_call(self, weights, (image, t, condition, use_condition, embed, segment))
         if self.segmenter is not None:
             image, condition, logits = self.with_structures(image, condition, segment)
         # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
@@ -671,19 +678,21 @@ class OM_net(nn.Module):
         together = embed or not (self.detach and self.rec_num > 1)
         features, encoded = self.encode(image, condition, use_condition, time, together)    # (B, 16, 128^3), ...
         if embed:
-            pooled = self.attention.pooled(features[-1], *(encoded[-1:] if encoded else ()))    # (B, 1024) each
+            attention, = self.attention.in_passes(1, image)
+            pooled = attention(features[-1], encoded[-1] if encoded else None, None)        # (B, 1024) each
             return [unit_embedding(self.embedding, pooled[kind]) for kind in (0, -1)]       # (B, 128) each
         shown_fraction = None  # only the affine match asks for it
         if self.match is not None:
             shown_fraction = self.shown_fraction(image, condition, use_condition)           # (B,)
         target = self.descent_target(condition, use_condition)
+        attentions = iter(self.attention.in_passes(self.rec_num, image))
 
         def one_pass(warped):
             if warped is image and features:
                 of_warped = features                                                        # (B, 16, 128^3), ...
             else:
                 of_warped = self.encoder(self.fully_shown(warped), time)                    # (B, 16, 128^3), ...
-            return self.one_pass(warped, of_warped, encoded, shown_fraction, t, time, target)   # (B, 3, 128^3)
+            return self.one_pass(next(attentions), warped, of_warped, encoded, shown_fraction, t, time, target)
 
         field = recurse(one_pass, image, self.rec_num, self.detach)                         # (B, 3, 128^3)
         return (field, logits) if segment else field
