@@ -230,12 +230,20 @@ def jacobian_determinant(field):
     if accelerated(field):
         slopes = [product_along(field, constant(_slopes, n, device=field.device), axis)
                   for axis, n in zip(axes, field.shape[2:])]
+        if len(axes) == 3:  # as a triple product, with a quarter of the operations
+            x, y, z = map(torch.add, slopes, constant(_unit_vectors, device=field.device))
+            return (x * torch.linalg.cross(y, z, dim=1)).sum(1)
     else:
         slopes = torch.gradient(field, dim=tuple(axes))
     rows = [list(row) for row in zip(*[slope.unbind(1) for slope in slopes])]
     for i, row in enumerate(rows):
         row[i] = row[i] + 1.0
     return determinant(rows)
+
+
+def _unit_vectors(device):
+    """Those of three axes, (1, 3, 1, 1, 1) each."""
+    return torch.eye(3, device=device).view(3, 1, 3, 1, 1, 1).unbind()
 
 
 def _slopes(n, device):
