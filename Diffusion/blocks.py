@@ -209,12 +209,16 @@ class ConvBlock(nn.Module):
         self.by_time = None if time_width is None else start_at_zero(nn.Linear(time_width, 2 * out_channels))
 
     def forward(self, x, time):
-        """x: (B, in_channels, *spatial). time: (B, time_width), or None. Shapes are those of OM_net's first block."""
+        """x: (B, in_channels, *spatial). time: (B, time_width), or of `modulations`, or None.
+
+        Shapes are those of OM_net's first block.
+        """
         x = self.conv(x)                                                                    # (B, 16, 128^3)
         if self.by_time is None:
             return F.leaky_relu_(self.norm(x), SLOPE)                                       # (B, 16, 128^3)
         if accelerated(x):
-            scale, shift = in_float32(self.by_time, time).chunk(2, dim=1)                   # (B, 16) each
+            modulation = time[self] if isinstance(time, dict) else in_float32(self.by_time, time)   # (B, 32)
+            scale, shift = modulation.chunk(2, dim=1)                                       # (B, 16) each
             kernels = kernels_for(x)
             way = kernels if kernels and kernels.fits(x, self.norm.num_groups) else device_ops
             return way.NormModulateActivate.apply(x, self.norm.num_groups, self.norm.eps, self.norm.weight,
@@ -225,6 +229,19 @@ class ConvBlock(nn.Module):
         x = (x + shift).addcmul_(x, scale)                                                  # (B, 16, 128^3)
         # In place: the backward passes of the activation and of the next convolution need the result only.
         return F.leaky_relu_(x, SLOPE)                                                      # (B, 16, 128^3)
+
+
+def modulations(blocks, time):
+    """What ConvBlocks make of the time, on a device by one product for all: {block: (B, 2 C)}.
+
+    The time itself where the blocks are to do it: on a CPU, or where FSDP shards their weights. time: as for these.
+    """
+    if time is None or not accelerated(time) or any(hasattr(block.by_time.weight, "full_tensor") for block in blocks):
+        return time
+    layers = [block.by_time for block in blocks]
+    weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+    found = in_float32(lambda time: F.linear(time, weight, bias), time)                     # (B, all 2 C)
+    return dict(zip(blocks, found.split([len(layer.weight) for layer in layers], dim=1)))
 
 
 class UpsampleConv(nn.Module):

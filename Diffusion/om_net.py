@@ -23,6 +23,7 @@ from Diffusion.blocks import (
     UpsampleConv,
     conv,
     crop,
+    modulations,
     on_device_in_bfloat16,
     pad_to_multiple,
     recurse,
@@ -78,7 +79,7 @@ class Encoder(nn.Module):
 
     def forward(self, x, time):
         """x: (B, 2, *spatial). Returns: a list of features, finest first."""
-        features = []
+        features, time = [], modulations([self.first, *self.down, *self.same], time)
         for index in range(len(self.down) + 1):
             # The three finest levels hold nearly all of the activations.
             x = checkpointed(self.use_checkpoint and index < 3, self.level, index, x, time)
@@ -641,6 +642,7 @@ class OM_net(nn.Module):
         affine = None
         if self.match is not None:
             affine = self.match(features[-1], condition[-1], shown_fraction, t, padded_size)    # (B, 3, 128^3)
+        time = modulations([join.block for join in self.join], time)
         for index, (up, join) in enumerate(zip(self.up, self.join)):                        # 16^3, 32^3, 64^3, 128^3
             skip = features[-2 - index]                                                     # (B, 128, 16^3), ...
             if self.local is not None:
