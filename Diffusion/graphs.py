@@ -1,6 +1,6 @@
 """CUDA graphs: forward and backward pass of a mode, recorded once and replayed (run.graphs).
 
-A step of config_om starts ten thousand operations, and the host takes longer to start them than the device to do
+A step of config_om starts thousands of operations, and the host takes longer to start them than the device to do
 them. A graph starts all those of a pass at once. It replays the recorded operations at the recorded places in memory,
 so a mode is recorded only where all of its batches have the same shapes, on one rank and a CUDA device.
 
