@@ -1,6 +1,7 @@
 """The one exception for bad input, the test for exhausted memory, and the exit codes of all programs."""
 import ctypes
 import functools
+import os
 import signal
 import sys
 
@@ -95,6 +96,9 @@ def keep_freed_memory(keep=True):
 def run_program(run, args):
     """Run a program: call run(args), where args.out says where its results go. Returns the exit code."""
     keep_freed_memory()
+    # Read when numpy is imported, which is later. The threads of OpenBLAS wait for each other ten times longer than the
+    # small matrices of scipy's optimiser take: half a second of a pair on two cores.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         code = attempt(args.out, run, args)
         if not isinstance(code, str):
