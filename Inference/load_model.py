@@ -10,7 +10,7 @@ import torch
 
 from Diffusion.networks import build_network
 from Runtime import checkpoint
-from Runtime.config import check_config, load_config, overridden
+from Runtime.config import MODEL_KEYS, check_config, load_config, overridden
 from Runtime.device import precision
 from Runtime.errors import InputError
 from Runtime.weights_file import read_weights
@@ -163,10 +163,18 @@ def load_state(path, device="cpu"):
             raise InputError(f"{path}: its config is not valid JSON; export the model again.") from None
         if metadata.get("weights_sha256") not in (None, checkpoint.weights_sha256(weights)):
             raise InputError(f"{path}: its weights differ from those that were exported; copy the file again.")
-        return {"model": weights, "config": config}
+        return _completed({"model": weights, "config": config})
     state = checkpoint.read(path, device)
     if isinstance(state, dict) and all(isinstance(state.get(key), torch.Tensor) for key in PUBLISHED):
         times, last = (state[key] for key in PUBLISHED)
         config = load_config(PUBLISHED_CONFIGS.get(last.dim() - 2, DEFAULTS), [f"diffusion.timesteps={len(times)}"])
         return {"model": dict(state), "config": config, "published": True}
-    return checkpoint.require_own(state, path)
+    return _completed(checkpoint.require_own(state, path))
+
+
+def _completed(state):
+    """The content of a file, with today's defaults for the keys of a network that it was written before."""
+    if isinstance(state.get("config"), dict):
+        known = load_config(DEFAULTS)
+        state["config"] = {**{key: known[key] for key in MODEL_KEYS}, **state["config"]}
+    return state

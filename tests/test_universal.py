@@ -118,14 +118,17 @@ def test_its_place_is_in_the_package_and_not_ignored():
     assert ignored.returncode in (1, 128), "1: not ignored; 128: no checkout"
 
 
-def test_a_training_begins_with_its_weights(tmp_path, shipped):
+@pytest.mark.parametrize("keys", [TINY, {"data.img_size": 16, "diffusion.grids": [4, 8, 16]}], ids=["tiny", "ours"])
+def test_a_training_begins_with_its_weights(tmp_path, keys, request):
+    """With those of the file in the repository, too, which is older than some keys of the config."""
+    given = request.getfixturevalue("shipped") if keys is TINY else loading.UNIVERSAL
     write_dataset(tmp_path / "data", range(8), (16, 18, 16))
-    keys = {**TINY, "data.root": tmp_path / "data", "data.cache": "", "data.in_memory": True, "data.train_ids": "0-5",
+    keys = {**keys, "data.root": tmp_path / "data", "data.cache": "", "data.in_memory": True, "data.train_ids": "0-5",
             "data.val_ids": "6-7", "run.models": tmp_path, "run.logs": tmp_path / "Logs", "optim.lr": 1e-12}
     words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
     assert om.main(["--config", "config_tune.yaml", *words, "--init-from", "universal",
                     "--max-steps-before-restart", "1"]) == 42
-    begun, given = checkpoint.load(next(tmp_path.glob("data_om_net/tmp/*.pth"))), load_state(shipped)
+    begun, given = checkpoint.load(next(tmp_path.glob("data_om_net/tmp/*.pth"))), load_state(given)
     assert begun["step"] == 1 and begun["model"].keys() == given["model"].keys()
     assert all(torch.allclose(begun["model"][name], tensor, atol=1e-9) for name, tensor in given["model"].items())
 
