@@ -153,6 +153,8 @@ def set_up(cfg, args, ranks, folder):
     """Read the data, join the ranks, build the network, and continue or start. Returns: Run."""
     launched, device = time.time(), pick_device(cfg["run.device"], ranks.local_rank)
     prepare_device(device, cfg["run.threads"])
+    # Gradients of a softmax are full of subnormal numbers, with which Intel's CPUs compute a hundred times more slowly.
+    torch.set_flush_denormal(True)
     watchdog.phase("data set")
     dataset, held_out, listed = read_datasets(cfg, ranks=ranks)
     split = split_step(cfg, ranks.world_size, ranks.step)

@@ -313,8 +313,9 @@ def test_so_does_every_network(data, tmp_path, monkeypatch, ranks, changes):
     Its bottleneck has more than one voxel, of which such a norm would leave only its own bias.
     """
     seen, folder = run_main(data, tmp_path, ranks, changes)
-    rounding = 0.03 if changes.get("model__name") == "recresacnet" else 100 * TOLERANCE
-    after = check(seen, folder, data, ranks, rounding=rounding, **changes)
+    # Where such a step goes depends on the CPU: with an EPYC all weights agree within 1e-5, with a Xeon within 1.4e-4.
+    tolerance, rounding = (3e-4, 0.03) if changes.get("model__name") == "recresacnet" else (TOLERANCE, 100 * TOLERANCE)
+    after = check(seen, folder, data, ranks, tolerance, rounding, **changes)
     if changes.get("run__exact_sums") != "false":  # else one rank sums in another order than two
         check_alone(after, folder, data, ranks, monkeypatch, **changes)
 
