@@ -6,14 +6,14 @@
     python OM_augment.py --data Labelled --model CKPT --target Data/hippocampus --out A
     python OM_augment.py --data Labelled --model none --target Data/hippocampus --register --out A
 
---model none only applies random deformations. A network undoes as much of them as it can, which leaves a shape that it
-considers likely; with --target it pulls the image towards the target, or, if --target is a data set, towards another of
-its volumes in every draw. With --register nothing is random: each copy is the volume registered to one of the targets.
-A draw depends only on the seed, the id of the volume, the number of the draw and the targets. The folder is a data set
-for training: dataset.json lists the draws. After a kill, run the same command again to continue. Exit codes: 0 done, 43
-bad input (the other volumes are done).
+With --model none copies are random deformations only. A network undoes what it can of them, which leaves a shape that
+it considers likely. With --target it pulls the image towards the target; if --target is a data set, each draw uses
+another of its volumes. With --register nothing is random: each copy is the volume registered to one of the targets. A
+draw depends only on the seed, the id of the volume, the number of the draw and the targets. The output folder is a data
+set for training: dataset.json lists the draws. After a kill, run the same command again to continue. Exit codes: 0
+done, 43 bad input (the other volumes are done).
 """
-import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+import Runtime  # noqa: F401  first: an outdated Python stops here with one sentence
 
 # isort: split
 import argparse
@@ -66,13 +66,13 @@ from Runtime.errors import DONE, STOP, InputError, attempt, parse_options, run_p
 from Runtime.keyed_random import generator
 from Runtime.workers import run_tasks
 
-DRAWS = 32  # copies of each volume, where nobody says how many
-CHUNK = 4  # draws that a worker makes of a volume at a time: it reads the volume once for all of them
-WORKER = {}  # of each process, from `prepare_worker`: job, cfg, net, device, targets
+DRAWS = 32  # copies of each volume by default
+CHUNK = 4  # draws per task: a worker reads the volume once for all of them
+WORKER = {}  # set in each process by `prepare_worker`: job, cfg, net, device, targets
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is asked for
+# Arguments and inputs
 # ---------------------------------------------------------------------------------------------------------------------
 
 def parse_arguments(argv=None):
@@ -151,7 +151,7 @@ def check_arguments(args):
 
 
 def make_job(args):
-    """All settings of the draws: a plain dict, which is passed to the workers.
+    """All settings of the draws, as a plain dict to pass to the workers.
 
     Also prepares this process to draw. Raises InputError for unusable settings.
     """
@@ -167,7 +167,7 @@ def make_job(args):
                          "copies.recover to scaled.")
     draw_start(job["start"], (0, 0, 0), cfg)  # refuses a time that the config does not have
     for number in tqdm(range(len(WORKER["targets"])), "reading targets", unit="vol", disable=None, leave=False):
-        placed_target(number)  # one that cannot be used is named before anything is drawn
+        placed_target(number)  # reports an unusable target before anything is drawn
     if args.model != "none" and not args.target and not (cfg["loss.dist"] or cfg["loss.ang"]):
         print(f"warning: {args.model} was not trained to recover (loss.dist and loss.ang are 0), so its copies are no "
               "likelier than random ones; use --model none, or name a --target, best with --register.", file=sys.stderr)
@@ -181,7 +181,7 @@ def make_job(args):
 
 
 def copies_of_each(args, items):
-    """How many copies are made of each volume. Raises InputError for more than there are targets to register to."""
+    """Number of copies of each volume. Raises InputError if there are fewer targets to register to."""
     if args.register is None:
         return args.draws or DRAWS
     fewest, identity = min((len(targets_of(item)), item["id"]) for item in items)
@@ -219,7 +219,7 @@ def read_one(path, dims):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def prepare_worker(job):
-    """Fill WORKER: what every process needs for its draws."""
+    """Fill WORKER with what every process needs for its draws."""
     torch.set_num_threads(1)  # the same rounding for any number of workers
     device = pick_device(job["device"])
     net = None
@@ -244,13 +244,13 @@ def placed_target(number):
 
 
 def targets_of(item):
-    """The numbers of the targets for a volume, without the volume itself."""
+    """Indices of the targets for a volume, excluding the volume itself."""
     own = item["image"].resolve()
     return [number for number, target in enumerate(WORKER["targets"]) if target["image"].resolve() != own]
 
 
 def target_of(item, rng_key):
-    """The number of the target of a draw: any, but of several not the volume itself. None without targets."""
+    """Index of a draw's target; the volume itself only if there is no other. None without targets."""
     others = targets_of(item) or [*range(len(WORKER["targets"]))]
     if WORKER["job"]["register"] is not None:  # each of them once
         seed, subject, draw = rng_key
@@ -259,9 +259,9 @@ def target_of(item, rng_key):
 
 
 def read_item(item, dims, labels):
-    """What of a volume is deformed: tuples of kind, path, array (D, H, W) or (H, W), affine 4x4 and how it is carried.
+    """The arrays of a volume to deform: tuples of kind, path, array (D, H, W) or (H, W), affine 4x4 and warp mode.
 
-    The image is the first; its further channels, label and mask follow. labels: how label maps are carried.
+    The image comes first, then its further channels, label and mask. labels: warp mode of label maps.
     """
     image, affine = read_volume(item["image"], dims)
     require_image(item["image"], image)
@@ -273,7 +273,7 @@ def read_item(item, dims, labels):
 
 
 def try_draws(item, draws):
-    """Make some draws of one volume. Returns: their records; or the sentence why the volume cannot be used."""
+    """Make some draws of one volume. Returns: their records, or a sentence that says why the volume is unusable."""
     return attempt(item["image"], make_draws, item, draws)
 
 
@@ -287,7 +287,7 @@ def make_draws(item, draws):
         target, paths = target_of(item, rng_key), draw_paths(item, draw)
         made = random_copy(volume, target, rng_key) if job["register"] is None else registered_copy(item, target)
         field, affine, matrix, grid = made["field"], made["affine"], made["matrix"], made["file"]
-        # The number types are those of the volume, the headers those of the grid.
+        # Data types come from the volume, headers from the grid.
         for kind, path, array, own_affine, mode in volume:
             write_moved(out / paths[kind], made["carry"](array, own_affine, mode), path,
                         own_affine if grid is None else affine, read_raw_header(grid or path))
@@ -301,11 +301,11 @@ def make_draws(item, draws):
 
 
 def random_copy(volume, target, rng_key):
-    """How a copy is made on the volume's own grid. volume: from `read_item`. target: its number, or None.
+    """A random copy on the volume's own grid. volume: from `read_item`. target: its index, or None.
 
-    Returns: dict of field (N, *spatial) in voxels, affine, 4x4 of its grid, file, the one whose grid that is, None for
-    each file's own, matrix, the affine map within the field, 4x4 as a list, or None, and carry, a function of (array,
-    its affine, mode as in `deform`).
+    Returns: dict of field, (N, *spatial) in voxels; affine, 4x4, of its grid; file, the one with this grid (None: each
+    file keeps its own); matrix, the affine part of the field, 4x4 as a list, or None; carry, a function of (array, its
+    affine, mode as in `deform`).
     """
     job, cfg, device = WORKER["job"], WORKER["cfg"], WORKER["device"]
     (_, _, image, affine, _), *others = volume
@@ -323,11 +323,11 @@ def random_copy(volume, target, rng_key):
 
 
 def registered_copy(item, target):
-    """How a copy is made that has the shape and lies on the grid of a target: a dict as `random_copy` returns it."""
+    """A copy with the shape and on the grid of a target: a dict like that of `random_copy`."""
     job, cfg, net = WORKER["job"], WORKER["cfg"], WORKER["net"]
     fixed, seen = WORKER["targets"][target], cfg["data.channels"] - 1
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # they are among the results, and printed from there
+        warnings.simplefilter("ignore", UserWarning)  # the result holds them too; they are printed below
         found = register(fixed["image"], item["image"], affine=True, refine=job["register"], device=WORKER["device"],
                          model=None if net is None else (net, cfg), config=cfg, fixed_mask=fixed["mask"],
                          moving_mask=item["mask"],
@@ -345,10 +345,10 @@ def registered_copy(item, target):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def make_all(job, items, draws, workers, records):
-    """Make the draws that are missing.
+    """Make the missing draws.
 
-    draws: how many of each volume. records: of the draws that are there, {name: record}.
-    Returns: records with those that were made; refused, {id: why}.
+    draws: number per volume. records: {name: record} of the existing draws.
+    Returns: records, with the new draws; refused, {id: reason}.
     """
     out, refused, tasks = Path(job["out"]), {}, []
     for item in items:

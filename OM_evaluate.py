@@ -3,13 +3,13 @@
     python OM_evaluate.py --pairs pairs.json --out Results/run
     python OM_evaluate.py --fixed-label F.nii.gz --moving-label M.nii.gz --field field.nii.gz --out Results/pair
 
-pairs.json is the results.json of OM_register.py; or a list of objects (or an object with such a list under "pairs")
-with the keys of the options below and, if wanted, "name"; paths are relative to the list. A field is a file of ITK or
-ANTs (millimetres) or of Learn2Reg (voxels), on the fixed grid. Only what is given is scored. Writes scores.csv
-(a row for each pair and label), scores.json and scores.html. Exit codes: 0 done, 43 bad input, also where only some
-pairs of a list are bad: the others are scored.
+pairs.json is the results.json of OM_register.py, or a list of objects (or an object with such a list under "pairs")
+whose keys are the options below and, optionally, "name"; paths are relative to the list. A field is an ITK or ANTs file
+(millimetres) or a Learn2Reg file (voxels), on the fixed grid. Only what is given is scored. Writes scores.csv
+(a row for each pair and label), scores.json and scores.html. Exit codes: 0 done, 43 bad input, even if only some pairs
+of a list are bad: the others are scored.
 """
-import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+import Runtime  # noqa: F401  first: an outdated Python stops here with one sentence
 
 # isort: split
 import argparse
@@ -68,9 +68,9 @@ def asked_pairs(args):
 def score_pair(pair, dims=3, carried="smooth"):
     """All scores of one pair.
 
-    pair: dict with name and those of TO_SCORE that there are. dims: 2 or 3. carried: how labels are, see --labels.
-    Returns: dict of name, "labels" ({label: scores}) and those means of COLUMNS that the files allow.
-    Raises InputError naming the file for whatever does not fit, and for a field that has changed since it was written.
+    pair: dict with name and any keys of TO_SCORE. dims: 2 or 3. carried: how labels are warped, see --labels.
+    Returns: dict of name, "labels" ({label: scores}) and the means of COLUMNS that the files allow.
+    Raises InputError, naming the file, for files that do not fit together and for a field changed since it was written.
     """
     if "written" in pair:
         folder, digests = pair["written"]
@@ -87,7 +87,7 @@ def score_pair(pair, dims=3, carried="smooth"):
         on_its_grid = pair["fixed_label"], fixed.shape, fixed_affine, "give the one for this pair"
         if field is not None:
             require_same_grid(f"{pair['field']}: it", field.shape[1:], affine, *on_its_grid)
-        label_maps = {}  # as the headers place the moving labels, and after the registration
+        label_maps = {}  # "_before": as the headers place them; "": after registration
         if "moving_label" in pair:
             moving, own = read_label(pair["moving_label"], dims)
             zero = np.zeros((dims, *fixed.shape), np.float32)
@@ -112,7 +112,7 @@ def score_pair(pair, dims=3, carried="smooth"):
 def write_scores(folder, scores, failed):
     """Write scores.csv, scores.json and scores.html, and print the table; the page has the worst pairs first.
 
-    scores: of `score_pair`, at least one. failed: dicts of name and reason of the other pairs.
+    scores: from `score_pair`, at least one. failed: dicts of name and reason of the other pairs.
     """
     columns = spread(scores, COLUMNS)
     means = {column: mean for column, (mean, _, _) in columns.items()}

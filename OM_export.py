@@ -1,13 +1,13 @@
-"""Give a trained network away: a folder with its weights, config and model card, as a model hub wants it.
+"""Export a trained network: a folder with its weights, config and model card, laid out for a model hub.
 
     python OM_export.py --model Models/all_om_net [--out FOLDER] [--licence "CC-BY-SA 4.0"]
 
-Of a run's folder the best checkpoint is taken, else the newest. The weights are those that registration and
-augmentation work with: the averaged ones where the training kept them. Their file holds the config too, so --model of
-every tool takes it, or the folder; the keys of PLACES, folders of this machine, stay here. Needs safetensors
+From a run's folder it takes the best checkpoint, else the newest. It exports the weights that registration and
+augmentation use: the averaged ones, if the training kept them. The file also holds the config, so every tool accepts
+it, or the folder, as --model; the keys in PLACES, which belong to this machine, are left out. Needs safetensors
 (requirements-export.txt). Exit codes: 0 done, 43 bad input.
 """
-import Runtime  # noqa: F401  first of all: a Python that is too old ends here, in one sentence
+import Runtime  # noqa: F401  first: an outdated Python stops here with one sentence
 
 # isort: split
 import argparse
@@ -35,7 +35,7 @@ weights from github.com/jianqingzheng/def_diff_rec. The file does not record how
 REGISTER = "".join(
     f"    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model FOLDER {words}\n"
     for words in ("--affine none --refine 0 --out Results/fast", "--out Results/pair"))
-CONFIG, PAGE = "config.json", "README.md"  # beside EXPORTED; a hub shows the second and counts downloads by the first
+CONFIG, PAGE = "config.json", "README.md"  # beside EXPORTED; a hub displays PAGE and counts downloads by CONFIG
 PLACES = ("data.root", "data.cache", "run.models", "run.logs", "run.notify")  # the last one may hold a secret address
 # What the card says about each mode of a training.
 SENTENCES = {"diffusion": "Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing "
@@ -102,10 +102,10 @@ def parse_arguments(argv=None):
 
 
 def about_run(path, state):
-    """What the run's folder tells about a checkpoint: its validation figures, the commit and the torch it ran with.
+    """What the run's folder records about a checkpoint: validation metrics, commit and torch version.
 
     path: of the checkpoint. state: its content.
-    Returns: dict of metrics (maybe empty), commit and torch (None where the folder does not tell).
+    Returns: dict of metrics (may be empty), commit and torch (None if not recorded).
     """
     run = path.parent.parent if path.parent.name == "tmp" else path.parent
     about = {"metrics": {}, "commit": None, "torch": None}
@@ -113,7 +113,7 @@ def about_run(path, state):
         manifest = json.loads((run / "manifest.json").read_text())
         about["metrics"] = manifest["checkpoints"][path.relative_to(run).as_posix()]["metrics"] or {}
     except (OSError, ValueError, LookupError):
-        pass  # a checkpoint that was copied out of its run has no figures
+        pass  # a checkpoint copied out of its run has no metrics
     launches = [json.loads(file.read_text()) for file in sorted(run.glob("launches/*/launch.json"))]
     launches = [launch for launch in launches if launch["step"] <= state["step"]]
     if launches:
@@ -127,7 +127,7 @@ def write_weights(path, weights, config, commit, licence):
     """Write `path` (.safetensors) and read it back before it gets its name.
 
     weights: {name: tensor}. config: flat dict. commit: text or None. licence: text. Returns: the SHA-256 of the file.
-    Raises OSError where the file reads back differently.
+    Raises OSError if the file reads back differently.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -151,7 +151,7 @@ def write_weights(path, weights, config, commit, licence):
 
 
 def training_volumes(state):
-    """How many volumes it was trained on, in words."""
+    """Numbers of training and validation volumes, in words."""
     counts = {}
     for side in ("train", "val"):
         rows = [row for row in volumes_of(state["data"]) if row[2] == side]
@@ -194,7 +194,7 @@ def training(state, cfg, about):
 
 
 def licence_keys(licence):
-    """The licence in the head of a card: hubs know licences by names in small letters, such as cc-by-sa-4.0."""
+    """The licence lines of a card's header: hubs know licences by lower-case names such as cc-by-sa-4.0."""
     name = "unknown" if licence == UNSTATED else licence.lower().replace(" ", "-")
     if re.fullmatch(r"[a-z0-9.-]+", name):
         return f"license: {name}"
@@ -228,10 +228,10 @@ def export(model, out=None, licence=None, overrides=()):
 
     model: checkpoint, run folder or the published method's weights. out: folder, default hub beside the checkpoint.
     licence: of the weights, for the card.
-    overrides: list of "key=value" that change the config which the file brings along.
+    overrides: list of "key=value" that change the exported config.
     Returns: the paths of the weights and of the card.
-    Raises InputError for what is no checkpoint of this project or does not fit it, and where safetensors is not
-    installed.
+    Raises InputError for a file that is no checkpoint of this project, for weights that do not fit the config, and if
+    safetensors is not installed.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise InputError("writing .safetensors files needs a package: pip install safetensors")

@@ -1,13 +1,12 @@
-"""Build and check the prepared cache: every volume of data.root once on the training grid, where training maps it.
+"""Build and check the cache of data.root: every volume resampled once to the training grid; training memory-maps it.
 
     python OM_prepare.py --config Config/config_om.yaml [--set key=value ...]
 
 Run it once before training, on one node, with all of its cores. Run the same command again to continue after a kill, or
-to prepare volumes that were added. A volume that cannot be used is left out and reported with the reason (refused.csv
-in the cache, and a page in run.logs). Files that a training run reads are kept until it ends. Exit codes: 0 done, 43
-bad input or damage found.
+to add new volumes. Unusable volumes are left out and reported with the reason (refused.csv in the cache, and a page in
+run.logs). Files that a training run reads are kept until it ends. Exit codes: 0 done, 43 bad input or damage found.
 """
-import Runtime.unix  # noqa: F401  first of all: a Python that is too old, or Windows, ends here, in one sentence
+import Runtime.unix  # noqa: F401  first: an outdated Python, or Windows, stops here with one sentence
 
 # isort: split
 import argparse
@@ -37,7 +36,7 @@ from Runtime.errors import DONE, STOP, InputError, parse_options
 from Runtime.workers import run_tasks
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-WORKER = {"counter": None}  # of each worker: how many volumes are done, shared with the main process
+WORKER = {"counter": None}  # in each worker: number of volumes done, shared with the main process
 
 
 def parse_arguments(argv=None):
@@ -81,8 +80,8 @@ def count_one():
 def make_groups(folder, groups, cfg, workers, before):
     """Prepare the missing parts of the cache, in parallel.
 
-    groups: {number of the part: items}. before: number of volumes that are there already, for the progress bar.
-    Returns: {number: record}. Raises InputError where a worker was killed.
+    groups: {number of the part: items}. before: number of volumes already prepared, for the progress bar.
+    Returns: {number: record}. Raises InputError if a worker was killed.
     """
     counter = multiprocessing.get_context("spawn").Value("q", 0)
     tasks = [(folder, number, items, cfg) for number, items in groups.items()]
@@ -97,13 +96,13 @@ def make_groups(folder, groups, cfg, workers, before):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The report, and volumes for a look
+# The report, and volumes to look at
 # ---------------------------------------------------------------------------------------------------------------------
 
 def report(folder, manifest, cfg, seconds):
     """Report the content of the cache: on the terminal, as refused.csv, and as a page with pictures in run.logs.
 
-    manifest: of the cache. seconds: that the preparation took.
+    manifest: of the cache. seconds: duration of the preparation.
     """
     volumes, refused = manifest["volumes"], manifest["refused"]
     size = sum(length for length, _ in manifest["files"].values())
@@ -148,14 +147,14 @@ def write_report(folder, manifest, cfg, size):
 
 
 def sample_of(folder, volumes, channels, most=24):
-    """Some volumes for a contact sheet: a list of (id, image, label or None). volumes: of the manifest.
+    """Some volumes for a contact sheet: a list of (id, image, label or None). volumes: from the manifest.
 
-    Of several channels the first is shown.
+    If a volume has several channels, the first is shown.
     """
     chosen = sorted(random.Random(0).sample(range(len(volumes)), min(most, len(volumes))))
     rows = [volumes[number] for number in chosen]
     places = [row[3] for row in rows], [row[4] for row in rows]
-    # Maps are not kept: another run in this process may make files of the same names.
+    # Do not keep the memory maps: another run in this process may create files with the same names.
     images, labels = (cache.Rows(folder, kind, *places, keep=False) for kind in ("image", "label"))
     return [(row[0], np.asarray(split_channels(images[number], channels)[0]), labels[number] if row[5] else None)
             for number, row in enumerate(rows)]
@@ -225,7 +224,7 @@ def require_same_settings(folder, cfg):
 
 
 def prepare(folder, cfg, args):
-    """Make what is missing and report it. With --fresh or --repair no training may be reading the cache.
+    """Prepare what is missing and report it. With --fresh or --repair no training may be reading the cache.
 
     Returns the exit code.
     """
@@ -263,7 +262,7 @@ def prepare(folder, cfg, args):
 def remove_old(folder, keep, alone):
     """Remove parts that the cache no longer has, unless a training still reads them.
 
-    keep: names of the files of the cache. alone: whether it is known that no training reads the cache.
+    keep: names of the files of the cache. alone: True if no training can be reading the cache.
     """
     (folder / "plan.json").unlink(missing_ok=True)
     with contextlib.nullcontext(True) if alone else cache.without_readers(folder) as free:

@@ -8,14 +8,14 @@
     python OM_register.py --fixed F.nrrd --moving M.mgz --initial A.mat --also h5 --out Results/b
     python OM_register.py --apply Results/pair/field.nii.gz --moving OTHER.nii.gz --out Results/other
 
-Without options a pair is aligned by an affine map and then refined, without a network, as `omnimorph.register` does it.
-The two volumes of a pair may differ in size, spacing and orientation; they are NIfTI files, .mgz, .nrrd or .mha
+Without options, a pair is aligned by an affine map and then refined without a network, like `omnimorph.register`. The
+two volumes of a pair may differ in size, spacing and orientation; they are NIfTI files, .mgz, .nrrd or .mha
 (Dataloader/nifti.py). For each pair it writes warped.nii.gz and warped_label.nii.gz (on the fixed grid), field.nii.gz
 (mm, for ITK, ANTs, Slicer and --apply), jacobian.nii.gz (determinant; <= 0 where it folds) and picture.png; for all
 pairs together report.html, results.csv and results.json. The last line on the terminal is one line of JSON with the
-means. Exit codes: 0 done, 43 bad input, also where only some pairs of a list are bad: the others are done.
+means. Exit codes: 0 done, 43 bad input, even if only some pairs of a list are bad: the others are done.
 """
-from Runtime import __version__  # first of all: a Python that is too old ends here, in one sentence
+from Runtime import __version__  # first: an outdated Python stops here with one sentence
 
 # isort: split
 import argparse
@@ -152,7 +152,7 @@ def check_arguments(args):
 def run(args):
     """Run the command line. Returns the exit code."""
     check_arguments(args)
-    from Inference.register_pairs import apply_saved, register_all  # torch takes seconds: what is wrong is told before
+    from Inference.register_pairs import apply_saved, register_all  # torch takes seconds: report wrong options first
 
     return apply_saved(args) if args.apply else register_all(args)
 

@@ -1,4 +1,4 @@
-"""From a pair to a study: label, average, compare and check the scans of a group, with one subcommand each.
+"""From a pair to a study: subcommands that label, average, compare and check the scans of a group.
 
     python OM_study.py segment --atlases Data/atlases --images Data/brains --out Results/segment
     python OM_study.py template --images Data/brains --out Results/template
@@ -8,15 +8,15 @@
     python OM_study.py motion --series BOLD.nii.gz --out Results/motion
     python OM_study.py plan --data Data/brains --for register --out Results/plan
 
-segment: label volumes by a few labelled ones. template: the volume in the middle of a group. jacobian: where each
-subject is larger or smaller than the template, or a later scan than an earlier one. qc: all results on one page, with
-verdicts and outliers. motion: the frames of a 4D series aligned. plan: a config for training, with its memory and
-hours. Volumes are named as files, a folder, a .csv or .json list or a pattern. Every subcommand resumes where an
-earlier run of the same options stopped, works on --workers subjects at a time, leaves out what cannot be read and names
-it, and ends with a page and one line of JSON. Exit codes: 0 done, 43 bad input, with --strict also where a subject was
-left out or has failed.
+segment: label volumes with the help of a few labelled ones. template: build the average volume of a group. jacobian:
+map where each subject is larger or smaller than the template, or a later scan than an earlier one. qc: show all results
+on one page, with verdicts and outliers. motion: align the frames of a 4D series. plan: write a training config and
+estimate its memory and hours. Volumes are given as files, a folder, a .csv or .json list or a pattern. Every subcommand
+resumes an earlier run with the same options, processes --workers subjects at a time, skips and names what it cannot
+read, and ends with a page and one line of JSON. Exit codes: 0 done, 43 bad input, with --strict also if a subject was
+left out or failed.
 """
-from Runtime import __version__  # first of all: a Python that is too old ends here, in one sentence
+from Runtime import __version__  # first: an outdated Python stops here with one sentence
 
 # isort: split
 import argparse
@@ -26,7 +26,7 @@ import sys
 from Inference.choices import LABELS, SIMILARITIES
 from Runtime.errors import InputError, parse_options, run_program
 
-# {subcommand: file of Study/ that has a function of this name}
+# {subcommand: file of Study/ with a function of this name}
 HOMES = {"segment": "atlases", "template": "template", "jacobian": "jacobian", "qc": "qc", "motion": "motion",
          "plan": "plan"}
 
@@ -45,7 +45,7 @@ def parse_arguments(argv=None):
 
 
 def new_task(tasks, name, purpose, unit="subjects"):
-    """A subcommand with the options that all have."""
+    """A subcommand with the options common to all."""
     task = tasks.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
     task.add_argument("--out", required=True, metavar="FOLDER", help="where the results go")
     task.add_argument("--workers", type=int, default=1, metavar="N", help=f"number of {unit} to process at a time, "
@@ -158,8 +158,8 @@ def run(args):
     wrong = next((name for name, number in least.items() if getattr(args, name, number) < number), None)
     if wrong:
         raise InputError(f"--{wrong} {getattr(args, wrong)}: it must be {least[wrong]} or more.")
-    home = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." where it is installed
-    module = importlib.import_module(f"{home}Study.{HOMES[args.task]}")  # only now: torch takes seconds
+    home = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." if installed
+    module = importlib.import_module(f"{home}Study.{HOMES[args.task]}")  # only now: importing torch takes seconds
     code = getattr(module, args.task)(args)
     if getattr(args, "bids", False):
         print(f"BIDS derivatives: {importlib.import_module(f'{home}Inference.bids').write_bids(args.out).resolve()}",

@@ -4,10 +4,10 @@
 
 The same command continues an interrupted run from its newest checkpoint; bash_train_multi_nodes.sh starts many ranks.
 The file follows the order of a run: arguments, data, network, the three modes, one step, the loop.
-Diffusion/training_state.py has the state of a run, and how it is saved and continued.
+Diffusion/training_state.py defines the state of a run, saves it and restores it.
 Exit codes: 0 done, 42 planned restart, 43 stop (bad input), others a crash.
 """
-import Runtime.unix  # noqa: F401  first of all: a Python that is too old, or Windows, ends here, in one sentence
+import Runtime.unix  # noqa: F401  first: an outdated Python, or Windows, stops here with one sentence
 
 # isort: split
 import argparse
@@ -86,14 +86,14 @@ def parse_arguments(argv=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data: what the modes see of the volumes and pairs of a step. A batch is a dict of named tensors.
+# Data: the inputs of the modes, from the volumes and pairs of a step. A batch is a dict of named tensors.
 # ---------------------------------------------------------------------------------------------------------------------
 
 def deform_batch(images, rng_keys, ddpm, cfg, drawn=None):
     """The input of modes 1 and 2 for a batch: x_t, the target field, t, and the condition made from the augmented x0.
 
-    images: (B, C, *spatial) as stored, C channels, mostly 1. rng_keys: B tuples (seed, epoch, position), see
-    Runtime/keyed_random.py. drawn: ddpm.draw(rng_keys), where it has been done already.
+    images: (B, C, *spatial) as stored, C channels, usually 1. rng_keys: B tuples (seed, epoch, position), see
+    Runtime/keyed_random.py. drawn: ddpm.draw(rng_keys), if already computed.
     """
     x0 = augment(images, rng_keys, cfg)                                        # (B, C, *spatial)
     times = ddpm.draw_times(rng_keys)
@@ -104,9 +104,9 @@ def deform_batch(images, rng_keys, ddpm, cfg, drawn=None):
 
 
 def volume_batches(run, volumes):
-    """The batches of modes 1 and 2. volumes: of `epoch_batches`.
+    """The batches of modes 1 and 2. volumes: from `epoch_batches`.
 
-    Of `deform_batch`, with the subjects, mode 2's queue, and its target embeddings, None without averaged weights.
+    Those of `deform_batch`, plus subjects, mode 2's queue and its target embeddings (None without averaged weights).
     """
     batches, queue = [], {name: value for name, value in run.queue.items() if name != "next"}
     for images, positions, subjects, drawn in volumes:
@@ -120,10 +120,11 @@ def volume_batches(run, volumes):
 
 
 def pair_batches(run, pairs):
-    """The batches of mode 3. pairs: of `epoch_batches`, where moving and fixed alternate.
+    """The batches of mode 3. pairs: from `epoch_batches`, with moving and fixed volumes alternating.
 
-    Beside the images, where the config asks for them: "seen", what the network sees instead; "mask" and "label", maps
-    of moving and fixed, and of the labels also which volumes of a pair have them, and all labels there are.
+    Besides the images, if the config needs them: "seen", the remapped images that the network sees instead; "mask" and
+    "label", maps of moving and fixed. "label" also says which volumes of a pair have labels, and lists all label
+    values.
     """
     batches, cfg, device = [], run.cfg, run.device
     for images, positions, _, maps in pairs:
@@ -139,14 +140,14 @@ def pair_batches(run, pairs):
             both = augment_maps(send(stored, device), rng_keys, cfg, deformation)          # (2 B, 1, *spatial)
             batch[kind] = {"moving": both[0::2], "fixed": both[1::2]}          # (B, 1, *spatial) each
         if "label" in maps:
-            has = maps["label"].flatten(1)[:, 0] != NO_LABELS                  # (2 B,), on the host: nobody waits
+            has = maps["label"].flatten(1)[:, 0] != NO_LABELS                  # (2 B,), on the host: no device sync
             batch["label"].update(labelled=has.view(-1, 2).tolist(), values=run.labels)
         batches.append(batch)
     return batches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Network: data sets, network and optimizers of a run, new or as its newest checkpoint has them
+# Network: data sets, network and optimizers of a run, new or restored from its newest checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
 
 def set_up(cfg, args, ranks, folder):
@@ -174,9 +175,9 @@ def set_up(cfg, args, ranks, folder):
 
     settled = {"run.amp": training_state.agree_on_precision(cfg, ranks, device, content if newest else None)}
     labels = agree_on_labels(ranks, dataset.found_labels, cfg) if cfg["loss.dice"] else []
-    if cfg["loss.segment"]:  # whoever uses the network learns from its checkpoint what it segments
+    if cfg["loss.segment"]:  # the checkpoint records what the network segments
         settled["registration.labels"] = ",".join(map(str, labels))
-    cfg = cfg | settled  # a new dict: what was read stays as it is
+    cfg = cfg | settled  # a new dict: the config as read stays unchanged
     run = training_state.Run(
         cfg=cfg, modes=modes_of(cfg, MODES), terms=TERMS, net=build_network(cfg, place),
         queue=embeddings.new_queue(cfg, device), data=data, progress=Progress(sums=new_sums(TERMS)),
@@ -212,7 +213,7 @@ def step_diffusion(net, batch, cfg):
 def step_contrastive(net, batch, cfg):
     """Mode 2: recognise a deformed volume by its own slices among embeddings of other subjects.
 
-    The third result goes into the queue: the target embeddings, of the averaged weights if there are any.
+    The third result goes into the queue: the target embeddings, from the averaged weights if the run keeps them.
     """
     queue, subjects = batch["queue"], batch["subjects"]
     of_image, of_condition = embeddings.embed(net, batch, cfg)                            # (B, E) each
@@ -227,7 +228,7 @@ def step_contrastive(net, batch, cfg):
 def step_registration(net, batch, cfg):
     """Mode 3: align two volumes, seeing all of the fixed one. Only the loss sees masks and labels."""
     moving, fixed = batch["moving"], batch["fixed"]                            # (B, C, *spatial) each
-    seen = batch.get("seen", batch)  # with augment.remap the network sees the pair in other intensities than the loss
+    seen = batch.get("seen", batch)  # with augment.remap only the network sees remapped intensities
     shares = None
     if cfg["loss.segment"]:
         # field (B, N, *spatial), logits (2 B, K + 1, *spatial)
@@ -255,21 +256,21 @@ def step_registration(net, batch, cfg):
 
 
 class Mode(NamedTuple):
-    """All that the other code needs to know about a mode: a fourth mode is a step function and its entry in MODES."""
+    """All that other code needs to know about a mode. To add a mode, write a step function and an entry in MODES."""
 
     name: str
     step: object                   # (net, batch, cfg) -> loss, {term: value}, maybe embeddings for the queue
-    data: str                      # what it sees: "volumes" or "pairs", the batches of a function above
-    weights: tuple                 # keys of `loss` that weigh its terms: without any the mode is not computed
+    data: str                      # its input: "volumes" or "pairs", batches made by a function above
+    weights: tuple                 # keys of `loss` that weigh its terms: if all are 0 the mode is skipped
     curve: str                     # the name under which its loss is recorded
     terms: tuple                   # names of the terms that are always listed
-    clip_norm: str | None = None   # key of the largest norm of its gradient; None for no limit
-    gate: str | None = None        # key: it runs in a step whose `ang`, of the global batch, is below; None: in every
+    clip_norm: str | None = None   # key of the limit on its gradient norm; None for no limit
+    gate: str | None = None        # key: it runs in steps whose `ang`, of the global batch, is below; None: in all
     needs_condition: bool = False  # whether it needs a second volume
     last_use: tuple = ()           # tensors of its batches that no later mode needs
 
 
-# In the order of a step.
+# In the order in which a step runs them.
 MODES = {mode.name: mode for mode in (
     Mode("diffusion", step_diffusion, "volumes", ("dist", "ang", "regul"), "total", ("ang", "dist", "regul"),
          last_use=("target_field", "use_condition")),
@@ -290,14 +291,14 @@ class ModeResult(NamedTuple):
     agreed: agree.Agreed
     terms: dict   # {name: mean over the batches of all ranks}
     moved: bool   # whether it changed the weights
-    norm: float   # of the gradient, before its clip
-    kept: list    # what its step function returned beside, of each batch
+    norm: float   # of the gradient, before clipping
+    kept: list    # further results of its step function, per batch
 
 
 def run_mode(run, mode, batches, **raised):
     """One mode of a step: forward of each batch of this rank, one agreement, backward, clip, optimizer step.
 
-    batches: dicts of named tensors, as the step function takes them. raised: what this rank asks for, see agree.agree.
+    batches: dicts of named tensors for the step function. raised: requests of this rank, see agree.agree.
     Returns: ModeResult.
     """
     alone = run.model is run.net  # no DDP around it: one rank, or fsdp
@@ -305,7 +306,7 @@ def run_mode(run, mode, batches, **raised):
     optimizer.zero_grad(set_to_none=True)
     run.gradients.parts = len(batches) if alone else len(batches) * run.ranks.world_size
 
-    # Gradients of all batches but the last only add up here; the last backward sums them over the ranks.
+    # Gradients of all batches but the last accumulate locally; the last backward pass sums them over the ranks.
     rows, kept = [], []
     for number, batch in enumerate(batches, 1):
         is_last = number == len(batches)
@@ -320,7 +321,7 @@ def run_mode(run, mode, batches, **raised):
                 loss.backward()
                 optim.set_aside(run.gradients, run.net.parameters())
 
-    # The host waits here until the device has done the forward passes, and nowhere before.
+    # The first point where the host waits for the device, until the forward passes are done.
     values = torch.stack([torch.stack([value.float() for value in row.values()]) for row in rows]).cpu().tolist()
     means = {name: sum(row[place] / len(rows) for row in values) for place, name in enumerate(rows[0])}
     finite = all(math.isfinite(row[0]) for row in values)
@@ -329,11 +330,11 @@ def run_mode(run, mode, batches, **raised):
     agreed = agree.agree(run.ranks, run.progress.step, mode.name, agree.fingerprint(batches), nonfinite=not finite,
                          terms=means.values(), **raised)
     watchdog.phase("backward", mode.name)
-    loss.backward()  # of a loss that is not finite too: DDP counts on a backward after each forward
+    loss.backward()  # even if the loss is not finite: DDP needs a backward after each forward
     if alone:
         optim.put_together(run.gradients, run.net.parameters())
 
-    # All ranks have the same gradients, or slices of them, and so the same norm.
+    # All ranks have the same gradients, or slices of them, so the norm is the same.
     watchdog.phase("optimizer", mode.name)
     norm = get_total_norm([p.grad for p in run.net.parameters() if p.grad is not None])
     if mode.clip_norm:
@@ -347,11 +348,11 @@ def run_mode(run, mode, batches, **raised):
 
 
 def train_step(run, volumes, pairs, **raised):
-    """One step of all modes that the training has.
+    """One step of all modes of the training.
 
-    volumes, pairs: lists of batches, of `epoch_batches`. raised: what this rank asks for, see agree.agree; it goes into
-    the first agreement of the step, which is that of the first mode.
-    Returns: the step's line of the log, and what its first mode agreed on.
+    volumes, pairs: lists of batches, from `epoch_batches`. raised: requests of this rank, see agree.agree; they go into
+    the agreement of the first mode.
+    Returns: the step's log line, and what the ranks agreed on in its first mode.
     """
     cfg, progress, results = run.cfg, run.progress, {}
     compare = cfg["run.checksum_every"] and progress.step % cfg["run.checksum_every"] == 0
@@ -362,7 +363,7 @@ def train_step(run, volumes, pairs, **raised):
         recovery = results.get("diffusion")  # without mode 1 there is no gate
         if mode.gate and recovery and not (recovery.moved and recovery.terms["ang"] < cfg[mode.gate]):
             continue
-        if mode.data != held:  # what the modes before have seen is freed first
+        if mode.data != held:  # frees the input of the earlier modes first
             batches = None
             batches = volume_batches(run, volumes) if mode.data == "volumes" else pair_batches(run, pairs)
             held = mode.data
@@ -398,12 +399,12 @@ def train(cfg, args, ranks, folder):
     if is_main:
         training_state.announce(run)
     profile, pace = new_profile(args.profile, progress.step, ranks.rank, folder, run.device), new_pace()
-    steps_here, leave = 0, None  # of this launch; the agreed reason to leave
+    steps_here, leave = 0, None  # steps of this launch; the agreed reason to leave
 
     while progress.epoch < cfg["run.epochs"]:
         watchdog.phase("epoch")
         every = cfg["run.refresh_process_group_every"]
-        if every and steps_here and progress.epoch % every == 0:  # which frees what drivers leak in the group
+        if every and steps_here and progress.epoch % every == 0:  # frees what drivers leak in the process group
             run.model = None
             launch.refresh(ranks, run.device, cfg)
             run.model = optim.wrap(run.net, ranks, run.device, run.gradients, cfg)
@@ -422,7 +423,7 @@ def train(cfg, args, ranks, folder):
                         group["lr"] = lr
                 profile_step(profile, progress.step)
 
-                # What this rank asks for: to leave after this step, by the strongest reason, and to save.
+                # Requests of this rank: to leave after this step, for the strongest reason, and to save.
                 reasons = {"steps": 0 < args.max_steps_before_restart <= steps_here,
                            "time": 0 < args.max_seconds_before_restart < time.time() - run.launched,
                            "signal": watchdog.stop_requested(), "memory": memory.watch(run.watch, progress.step)}
@@ -459,7 +460,7 @@ def train(cfg, args, ranks, folder):
         scores, picture = {}, None
         if len(run.held_out) and ((epoch + 1) % cfg["run.val_every"] == 0 or last):
             watchdog.phase("evaluate")
-            memory.trim()  # what the C library keeps of the steps would come on top of what the validation takes
+            memory.trim()  # else memory that the C library keeps from the steps adds to the validation's
             with optim.ema_weights(run.net, run.ema):
                 scores, picture = validation.validate(run, run.held_out)
             watchdog.phase("evaluate")
@@ -475,7 +476,7 @@ def train(cfg, args, ranks, folder):
         name = checkpoint.epoch_name(epoch + 1, cfg["data.name"], cfg["model.name"])
         training_state.save(run, name, metrics=scores or None, best=best)
 
-        # After the save: an error of the picture must not cost the epoch.
+        # After the save: a failing picture must not lose the epoch.
         every = cfg["run.picture_every"]
         if run.curves and picture and every and ((epoch + 1) % every == 0 or last):
             from Diffusion.figures import registration_figure  # here: matplotlib would slow the start of every rank
@@ -484,7 +485,7 @@ def train(cfg, args, ranks, folder):
                               progress.step)
             writer.flush(run.curves)
 
-    # Wait for the last write, part from the other ranks, and say how it ended.
+    # Wait for the last write, leave the process group, and report the outcome.
     profile_step(profile, math.inf)
     watchdog.phase("checkpoint")
     training_state.finish_saving(run, last=True)
@@ -517,7 +518,7 @@ def main(argv=None):
         ranks = launch.environment()
         if args.debug:
             launch.debug()
-        modes_of(cfg, MODES)  # a config without any ends here, before a folder is made
+        modes_of(cfg, MODES)  # a config without any mode stops here, before a folder is made
         if args.dry_run:
             return dry_run(cfg, ranks.world_size, MODES)
         run = open_run(ranks, cfg, args.fresh)
@@ -529,10 +530,10 @@ def main(argv=None):
               "or have the permissions of this one corrected.", file=sys.stderr)
         code = STOP
     except InputError as error:
-        # From a loader's worker it comes with the worker's traceback in front of the sentence.
+        # An error from a loader's worker has the worker's traceback in front of the sentence.
         sentence = str(error).strip().splitlines()[-1].split("InputError: ")[-1]
         number = passing_fault(error)
-        if number:  # no input is wrong: a death, after which the launcher tries again
+        if number:  # not bad input: end as a crash, so that the launcher tries again
             raise OSError(number, sentence) from error
         watchdog.event("refused", error=sentence, phase=watchdog.STATE.get("name", "start"))
         print(f"error: {sentence}", file=sys.stderr)
