@@ -10,8 +10,8 @@ from Diffusion.losses import table_lookup
 from Runtime.device import send
 from Runtime.keyed_random import hashed, uniform
 
-REMAP_PIECES = 8  # straight pieces of a random function of intensity, at most
-REMAP_BINS = 64  # knots of the table that it is looked up in
+REMAP_PIECES = 8  # most linear pieces of a random function of intensity
+REMAP_BINS = 64  # knots of its lookup table
 
 
 def random_affine(rng_keys, dims, size, cfg):
@@ -44,7 +44,7 @@ def random_affine(rng_keys, dims, size, cfg):
 def _quantiles(device):
     """The normal quantiles of 2^16 equally likely values, ascending: (65536,) float32, mean 0, variance 1, |x| <= 4.3.
 
-    Rounded to 2^-14, far above the last digit in which two processors could differ.
+    Rounded to 2^-14, far coarser than any rounding difference between processors.
     """
     values = torch.special.ndtri((torch.arange(2 ** 16, dtype=torch.float64) + 0.5) / 2 ** 16)
     values /= values.square().mean().sqrt()
@@ -65,8 +65,8 @@ def noise(rng_key, purpose, size, device="cpu"):
     count = math.prod(size)
     half = (count + 1) // 2
     device = torch.device(device)
-    # On a CPU in pieces of 2^15 voxels: they stay in the cache, and torch does not split an operation of that size over
-    # threads, for which a dozen short operations would each have to wait.
+    # On a CPU, work in pieces of 2^15 voxels: they stay in the cache, and torch does not split an operation of that
+    # size over threads, which would cost each of a dozen short operations a synchronisation.
     step = 2 ** 15 if device.type == "cpu" else half
     table = _quantiles(device)
     values = torch.empty(2, half, device=device)
@@ -85,8 +85,8 @@ def noise(rng_key, purpose, size, device="cpu"):
 def _moved(volumes, rng_keys, cfg, deformation, mode="bilinear"):
     """Volumes (B, C, *spatial) float32, warped by the random affine maps of their keys, then by the deformation.
 
-    deformation: (B, N, *spatial) in voxels or None. mode: of `warp`. Both are one field, so volumes are interpolated
-    only once; where there is neither, they are returned as they are.
+    deformation: (B, N, *spatial) in voxels or None. mode: of `warp`. Both are composed into one field, so volumes are
+    interpolated only once; without either, they are returned unchanged.
     """
     affine = any(cfg[f"augment.{name}"] for name in ("rotation", "scaling", "shift", "flip"))
     if not affine and deformation is None:
@@ -99,13 +99,13 @@ def _moved(volumes, rng_keys, cfg, deformation, mode="bilinear"):
 
 
 def augment(images, rng_keys, cfg, deformation=None):
-    """Copies of a batch with random affine maps, gamma, contrast, brightness and noise; what is off costs nothing.
+    """Copies of a batch with random affine maps, gamma, contrast, brightness and noise; disabled ones cost nothing.
 
     After the affine, intensities v become v ^ exp(+-gamma), then 0.5 + (v - 0.5) exp(+-contrast) +- brightness, then
     noise is added. They may leave [0, 1].
     images: (B, C, *spatial) as stored, on any device; unchanged. rng_keys: B tuples (seed, epoch, sample).
-    deformation: (B, N, *spatial) in voxels, of DeformDDPM.draw_pair_fields, by which they are warped as well; or None.
-    Returns: (B, C, *spatial) float32; `images` itself where they are float32 and all augment.* keys are 0.
+    deformation: (B, N, *spatial) in voxels, from DeformDDPM.draw_pair_fields, to warp by after the affine map; or None.
+    Returns: (B, C, *spatial) float32; `images` itself if they are float32 and all augment.* keys are 0.
     """
     images = as_float(images)
     moved = _moved(images, rng_keys, cfg, deformation)
@@ -136,10 +136,10 @@ def augment(images, rng_keys, cfg, deformation=None):
 
 
 def augment_maps(maps, rng_keys, cfg, deformation=None):
-    """Label maps or masks, moved as `augment` moves the images of the same keys: by the nearest voxel.
+    """Label maps or masks, warped by nearest neighbour as `augment` warps the images of the same keys.
 
-    maps: (B, 1, *spatial) whole numbers; not changed. deformation: as there.
-    Returns: (B, 1, *spatial) float32, of the same numbers.
+    maps: (B, 1, *spatial) whole numbers; not changed. deformation: as in `augment`.
+    Returns: (B, 1, *spatial) float32, with the same values.
     """
     return _moved(maps.float(), rng_keys, cfg, deformation, mode="nearest")
 
@@ -147,7 +147,7 @@ def augment_maps(maps, rng_keys, cfg, deformation=None):
 def _random_function(numbers):
     """A random function of intensity, as a table of its values at REMAP_BINS knots from 0 to 1.
 
-    Straight between points at equal distances, whose values are random; then stretched to go from 0 to 1.
+    Piecewise linear between equidistant points with random values, then rescaled to run from 0 to 1.
     numbers: (REMAP_PIECES + 2,) in [0, 1). Returns: (REMAP_BINS,).
     """
     pieces = 1 + int(numbers[0] * REMAP_PIECES)
@@ -158,12 +158,12 @@ def _random_function(numbers):
 
 
 def remap_intensities(images, rng_keys, cfg):
-    """Volumes as another modality might show them: each with its intensities mapped by a random function.
+    """Imitate another modality: map the intensities of each volume by a random function.
 
-    A share augment.remap of the volumes is mapped, each channel by its own function (`_random_function`). Bright may
-    become dark, and different intensities may become equal.
+    A fraction augment.remap of the volumes is mapped, each channel by its own `_random_function`. Bright may become
+    dark, and different intensities may become equal.
     images: (B, C, *spatial) float32; not changed. rng_keys: B tuples (seed, epoch, sample).
-    Returns: (B, C, *spatial) in 0 .. 1 where they are mapped; `images` itself where augment.remap is 0.
+    Returns: (B, C, *spatial), mapped volumes in 0 .. 1; `images` itself if augment.remap is 0.
     """
     if not cfg["augment.remap"]:
         return images

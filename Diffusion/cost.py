@@ -30,10 +30,10 @@ def count_costs(loss_function, network, alive):
     """Cost of one forward and backward pass of a mode, on tensors without values: call under torch's FakeTensorMode.
 
     loss_function: computes the loss from scratch. network: its weights are not counted as activations. alive: an
-    AliveBytes that has seen the network and the batch being made.
+    AliveBytes that was active while network and batch were made.
     Returns: {"flops": floating-point operations of matrix products, convolutions and attention, "kept": bytes of the
-    activations that the forward pass keeps for the backward pass, each storage once, "peak": the most bytes that were
-    alive at once beside the weights: batch, activations and gradients}.
+    activations that the forward pass keeps for the backward pass, each storage once, "peak": the most bytes alive at
+    once besides the weights: batch, activations and gradients}.
     """
     weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
     kept = {}
@@ -55,9 +55,9 @@ def count_costs(loss_function, network, alive):
 
 
 def stand_in(cfg, pair_batch, labels):
-    """A network and batch of a config without values, of which the cost can be counted: call under FakeTensorMode.
+    """A network and a batch without values, to count the cost of a config: call under FakeTensorMode.
 
-    pair_batch: pairs of one forward. labels: how many loss.dice compares.
+    pair_batch: pairs per forward pass. labels: number that loss.dice compares.
     Returns: the network; a function from a mode to its loss.
     """
     size, batchsize = cfg["data.img_size"], cfg["data.batchsize"]
@@ -75,7 +75,7 @@ def stand_in(cfg, pair_batch, labels):
     def loss_of(mode):
         if mode.name == "contrastive" and cfg["optim.average"]:
             with torch.no_grad():
-                embed(net, batch, cfg)  # the target embeddings, by the averaged weights
+                embed(net, batch, cfg)  # the target embeddings, from the averaged weights
         return mode.step(net, batch, cfg)[0]
 
     return net, loss_of
@@ -84,8 +84,8 @@ def stand_in(cfg, pair_batch, labels):
 def mode_costs(cfg, pair_batch, modes, rules=None, labels=1):
     """`count_costs` of each mode of a config.
 
-    pair_batch: pairs of one forward. modes: MODES of the training script. rules: DeviceAutocast() for those of an
-    accelerator; None for those of a CPU. labels: how many loss.dice compares, see `training_volumes`.
+    pair_batch: pairs per forward pass. modes: MODES of the training script. rules: DeviceAutocast() for those of an
+    accelerator; None for those of a CPU. labels: number that loss.dice compares, see `training_volumes`.
     Returns: the network, on tensors without values; {mode: costs}.
     """
     with FakeTensorMode(), AliveBytes() as alive, rules or contextlib.nullcontext():
@@ -98,18 +98,18 @@ def step_memory(costs, network, cfg):
     """Bytes that the step of one rank takes at its peak, without sharding: weights, Adam's moments, average, a mode.
 
     This leaves out the workspace of kernels (a few hundred MiB of cuDNN on a GPU), the allocator's rounding, and the
-    driver's context. costs, network: of `mode_costs`.
+    driver's context. costs, network: from `mode_costs`.
     """
     copies = 1 + 2 * len(adam_names(costs, cfg)) + bool(cfg["optim.average"])
     return copies * local_bytes(network.parameters()) + max(cost["peak"] for cost in costs.values())
 
 
 def training_volumes(cfg):
-    """How many volumes would be trained on: counted in the cache, else in the files, else data.expect_samples.
+    """Number of training volumes: counted in the cache, else in the files, else data.expect_samples.
 
-    Returns: number of volumes; listed pairs or None; where the number comes from, as a text; how many labels loss.dice
-    would compare, as the first volume that has some says, else 1.
-    Raises InputError for data that are there, but refused, such as ids that select nothing.
+    Returns: number of volumes; listed pairs or None; the source of the number, as text; how many labels loss.dice would
+    compare, counted in the first labelled volume, else 1.
+    Raises InputError for data that exist but are refused, such as ids that select nothing.
     """
     why, refused = "", None
     for place, source_cfg in ((cfg["data.cache"], cfg), (cfg["data.root"], {**cfg, "data.cache": ""})):
@@ -131,7 +131,7 @@ def training_volumes(cfg):
 
 def speed(cfg, device):
     """Floating-point operations per second of this machine in a convolution of the size of the network's second level,
-    forward and backward: what a training does is within a factor of about two."""
+    forward and backward; a training reaches this within a factor of about two."""
     channels, batch = cfg["model.channels"][1], cfg["data.batchsize"]
     size = [max(n // 2, 4) for n in cfg["data.img_size"]]
     conv, count = (torch.nn.Conv3d, torch.nn.Conv2d)[len(size) == 2], 0
@@ -154,10 +154,10 @@ def speed(cfg, device):
 
 
 def this_machine(cfg, costs, memory, split):
-    """What a step would take here: {"device", "free_bytes" (None where unknown), "fits", "step_seconds"}; {} where
-    run.device is not here, as on a login node.
+    """Cost of a step on this machine: {"device", "free_bytes" (None if unknown), "fits", "step_seconds"}; {} if
+    run.device is absent, as on a login node.
 
-    costs: of `mode_costs`. memory: {device type: bytes of a step}. split: of `split_step`.
+    costs: from `mode_costs`. memory: {device type: bytes of a step}. split: from `split_step`.
     """
     try:
         device = pick_device(cfg["run.device"])
@@ -172,7 +172,7 @@ def this_machine(cfg, costs, memory, split):
 
 
 def fit_text(here, cfg):
-    """Whether a step fits into the memory that is free, in words. here: of `this_machine`."""
+    """Whether a step fits into the free memory, in words. here: from `this_machine`."""
     if here["fits"] is None:
         return "its free memory is unknown"
     free = f"{here['free_bytes'] / 2 ** 30:.1f} GiB are free"
@@ -183,9 +183,9 @@ def fit_text(here, cfg):
 
 
 def dry_run(cfg, world_size, modes):
-    """Build everything on tensors without values, print what a step costs, and as the last line the same as JSON.
+    """Build everything on tensors without values and print the cost of a step, with JSON as the last line.
 
-    world_size: ranks it is meant for. modes: MODES of the training script. Returns: the exit code.
+    world_size: planned number of ranks. modes: MODES of the training script. Returns: the exit code.
     """
     size, word = "x".join(map(str, cfg["data.img_size"])), cfg["model.condition_type"]
     volumes, listed, source, labels = training_volumes(cfg)

@@ -27,7 +27,7 @@ def label_count(t):
 def draw_velocity(rng_keys, purpose, dims, grids, v_scale):
     """Random velocity fields on the finest control grid: Gaussian noise at several resolutions, stronger where coarse.
 
-    The grid spans about twice the image, so that deformations reach across its border; `middle` is the part on it.
+    The grid spans about twice the image, so that deformations reach across its border; `middle` selects the part on it.
 
     rng_keys: B tuples (seed, epoch, sample). purpose: str naming what is drawn. grids: control points per side,
     ascending, the last a multiple of 4. v_scale: standard deviation of the finest grid's noise, fraction of the image
@@ -62,7 +62,7 @@ def middle(grid, dims):
 class DeformDDPM:
     """The forward process: from an image x0 and a time t to the deformed image x_t and the field to be undone.
 
-    cfg: flat config; read are model.dims, diffusion.timesteps, .grids, .v_scale and .noise_ratio.
+    cfg: flat config; uses model.dims, diffusion.timesteps, .grids, .v_scale and .noise_ratio.
     """
 
     def __init__(self, cfg):
@@ -75,7 +75,7 @@ class DeformDDPM:
     def draw_times(self, rng_keys, purpose="time", share=1.0):
         """One time t for each sample, uniform in 1 .. timesteps - 1: list of B ints. At t = 0 nothing is deformed.
 
-        purpose: str naming what is drawn. share: above 0; only this share of the times, the early ones, rounded up.
+        purpose: str naming what is drawn. share: above 0; only this share of the times, the earliest, rounded up.
         """
         latest = math.ceil(share * (self.timesteps - 1))
         return [1 + int(u * latest) for u in uniform(rng_keys, purpose)]
@@ -84,7 +84,7 @@ class DeformDDPM:
         """Random fields that deform the volumes of pairs, so that few volumes show many shapes.
 
         size: N voxels per side. rng_keys: B tuples (seed, epoch, sample). share: augment.deform; the fields are image
-        fields at times of 1 to this share of the last one.
+        fields at times from 1 to this share of the last one.
         Returns: (B, N, *size) displacement in voxels; None for share 0.
         """
         if not share:
@@ -92,9 +92,9 @@ class DeformDDPM:
         return self.draw_image_field(size, self.draw_times(rng_keys, "pair time", share), rng_keys, device)
 
     def draw(self, rng_keys):
-        """What `draw_fields` draws, on the CPU: a velocity and the noise that is composed onto the image's only.
+        """The random numbers of `draw_fields`, on the CPU: a velocity, and noise to compose onto the image field's.
 
-        These are by far the most numbers that training draws, so a thread may draw them before the step needs them.
+        They are most of a training's random numbers, so a thread may draw them before the step needs them.
         Returns: (B, N, *[finest] * N) each.
         """
         return tuple(draw_velocity(rng_keys, purpose, self.dims, self.grids, self.v_scale)
@@ -109,11 +109,11 @@ class DeformDDPM:
     def draw_fields(self, size, times, rng_keys, device, drawn=None):
         """Random fields at given times: the ones that deform the images, and the ones that the network learns to undo.
 
-        The target field is label_count(t) compositions of the velocity. The image field is image_count(t) of them, of
-        the velocity composed with a second, small draw.
+        The target field is label_count(t) compositions of the velocity. The image field is image_count(t) compositions
+        of that velocity composed with a second, small draw.
 
-        size: N voxels per side. times: B ints. rng_keys: B tuples (seed, epoch, sample). drawn: draw(rng_keys), where
-        it has been done already.
+        size: N voxels per side. times: B ints. rng_keys: B tuples (seed, epoch, sample). drawn: draw(rng_keys), if
+        already computed.
         Returns: image field and target field, (B, N, *size) displacement in voxels each.
         """
         velocity, noisy = self.velocities(drawn or self.draw(rng_keys), device)
@@ -154,8 +154,8 @@ class DeformDDPM:
         net: called as net(image, t, condition), like a network of `build_network`. x0: (B, C, *spatial). start: 1 ..
         timesteps - 1. rng_keys: B tuples (seed, epoch, sample). condition: from `make_condition`: of x0 to return to
         it, of another image to move towards that one, None for any image that the network considers likely. stride:
-        times per step of the scaled recovery; up to 4 no prediction is stretched, except by little near the end.
-        Returns: field (B, N, *spatial) in voxels, by which x0 is to be warped.
+        times per step of the scaled recovery; up to 4 no prediction is stretched, except slightly near the end.
+        Returns: field (B, N, *spatial) in voxels, to warp x0 by.
         """
         field = self.draw_image_field(x0.shape[2:], [start] * len(x0), rng_keys, x0.device)
         if cfg["copies.recover"] == "published":
@@ -171,7 +171,7 @@ class DeformDDPM:
 
     @torch.no_grad()
     def recover_as_published(self, net, x0, field, cfg, condition=None, until=0):
-        """Recover a deformed image as Zheng et al. (2026) do, from the last time on and without scaling any prediction.
+        """Recover a deformed image as Zheng et al. (2026) do: start at the last time and scale no prediction.
 
         Whatever the strength of the deformation, the network predicts for t = timesteps - 1, ..., `until`, and each
         prediction p is composed in full: field <- p + warp(field, p). Together they could undo the deformation several
@@ -179,7 +179,7 @@ class DeformDDPM:
         interpolated bicubically and fields are zero outside; 3D images are interpolated linearly and fields keep their
         border values outside.
 
-        field: (B, N, *spatial) in voxels, by which x0 is deformed. Others, and what is returned: as for `recover`.
+        field: (B, N, *spatial) in voxels, by which x0 is deformed. Other arguments and the result: as for `recover`.
         """
         mode, outside = {2: ("bicubic", "zeros"), 3: ("bilinear", "border")}[self.dims]
         for t in range(self.timesteps - 1, until - 1, -1):
@@ -211,13 +211,13 @@ def make_condition(target, kind, rng_keys=None):
         return torch.cat([target, torch.ones_like(target[:, :1])], dim=1)
     size = target.shape[2:]
     planes = sum(size)
-    hidden = torch.ones(len(target), planes)  # of the first axis, then of the second, ...
+    hidden = torch.ones(len(target), planes)  # planes of the first axis, then of the second, ...
     for row, rng_key in zip(hidden, rng_keys):
         draws = generator(rng_key[0], "slices", *rng_key[1:])
         count = log_uniform(torch.rand((), generator=draws).item(), planes)
         row[torch.randperm(planes, generator=draws)[:count]] = 0.0
     mask = 1.0
-    for axis, of_axis in enumerate(send(hidden, target.device).split(size, dim=1)):  # a voxel is in a plane of each
+    for axis, of_axis in enumerate(send(hidden, target.device).split(size, dim=1)):  # a voxel is in one plane per axis
         mask = mask * of_axis.view(-1, 1, *[n if i == axis else 1 for i, n in enumerate(size)])
     mask = 1.0 - mask
     return torch.cat([target * mask, mask], dim=1)

@@ -1,6 +1,6 @@
-"""Mode 2's embeddings: of the samples of a step, of the averaged weights, and a queue of recent samples.
+"""Mode 2's embeddings: of a step's samples, from the averaged weights, and a queue of recent ones.
 
-The queue of negatives and the slowly moving second encoder are those of He et al., "Momentum Contrast", CVPR 2020.
+The queue of negatives and the slowly moving second encoder come from He et al., "Momentum Contrast", CVPR 2020.
 """
 import torch
 
@@ -14,7 +14,7 @@ def new_queue(cfg, device):
     """An empty queue of the embeddings of K recent samples; the oldest is overwritten first.
 
     Returns: dict of images and conditions, (K, E) each; subjects (K,), the `subject_key` of each sample, which stays
-    valid when volumes are added, -1 for an empty place; next, how many samples were ever put in.
+    valid when volumes are added, -1 for an empty place; next, number of samples ever pushed.
     """
     size = cfg["contrastive.queue"]
     width = cfg["contrastive.embedding"]
@@ -27,7 +27,7 @@ def new_queue(cfg, device):
 def push(queue, images, conditions, subjects):
     """Put the embeddings of a step into the queue, in place, in global sample order.
 
-    images, conditions: (B, E). subjects: (B,), of `subject_key`.
+    images, conditions: (B, E). subjects: (B,), from `subject_key`.
     """
     for image, condition, subject in zip(images, conditions, subjects):
         place = queue["next"] % len(queue["subjects"])
@@ -40,7 +40,7 @@ def push(queue, images, conditions, subjects):
 def push_of_all_ranks(queue, embeddings, subjects, ranks, device):
     """`push` the embeddings of a step on every rank, in global sample order. Every rank calls this.
 
-    embeddings: of each batch of this rank, (images, conditions), (B, E) each. subjects: of their samples, in order.
+    embeddings: (images, conditions), (B, E) each, per batch of this rank. subjects: of all their samples, in order.
     """
     embeddings = torch.cat([torch.cat(both, dim=1) for both in embeddings]).cpu()
     # In float64, which holds a subject's number exactly; on the CPU, as not every device has it.
@@ -61,14 +61,14 @@ def embed(net, batch, cfg):
 
 @torch.no_grad()
 def target_embeddings(net, ema, batches, cfg, recorded=None):
-    """Embeddings by the averaged weights, which mode 2 has to match and which enter the queue.
+    """Embeddings from the averaged weights: mode 2 has to match them, and they enter the queue.
 
     The queue keeps embeddings of earlier weights. At a high learning rate the weights move so far that a new sample
     differs from all of them by its age alone, which would solve mode 2 without telling subjects apart. The average
     hardly moves while an embedding is in the queue. (The key encoder of Momentum Contrast.)
 
-    ema: of `new_ema`, or None. batches: list of dicts, as for `embed`. Every rank calls this: with fsdp the forward
-    gathers the weights. recorded: of `new_graphs`.
+    ema: from `new_ema`, or None. batches: list of dicts, as for `embed`. Every rank calls this: with fsdp the forward
+    gathers the weights. recorded: from `new_graphs`.
     Returns: for each batch (image, condition), (B, E) each; without ema None for each.
     """
     if not ema:

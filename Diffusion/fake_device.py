@@ -1,8 +1,8 @@
-"""Two differences between an accelerator and a CPU, for counting its memory on tensors without values.
+"""Makes a CPU behave like an accelerator in two ways, to count its memory on tensors without values.
 
-Autocast casts by other rules on CUDA, ROCm and XPU devices, and so keeps more: layer norms, powers and sums are
-computed in float32 there. `DeviceAutocast` applies these rules on any machine, and makes Diffusion/device_ops.py behave
-as on a device. `AliveBytes` counts what is alive after each operation, as the allocator of a device does.
+Autocast follows other rules on CUDA, ROCm and XPU devices and so keeps more: it computes layer norms, powers and sums
+in float32. `DeviceAutocast` applies these rules on any machine, and makes Diffusion/device_ops.py behave as on a
+device. `AliveBytes` counts what is alive after each operation, as the allocator of a device does.
 """
 import weakref
 
@@ -34,7 +34,7 @@ class DeviceAutocast(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.cast_weights = {}  # as autocast does, each weight is cast once
-        self.depth = 0          # it is entered again for a backward pass
+        self.depth = 0          # the mode is entered again for a backward pass
 
     def __enter__(self):
         self.depth += 1
@@ -49,7 +49,7 @@ class DeviceAutocast(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if function in (torch.Tensor.backward, torch.autograd.backward):
-            return self.run_backward(args[0])  # checkpointed parts are computed again there, by the same rules
+            return self.run_backward(args[0])  # recomputes checkpointed parts by the same rules
         if not torch.is_autocast_enabled("cpu"):
             return function(*args, **kwargs)
         dtype = torch.bfloat16 if name in TO_BFLOAT16 else torch.float32 if name in TO_FLOAT32 else None
@@ -81,7 +81,7 @@ class DeviceAutocast(TorchFunctionMode):
 
 
 class AliveBytes(TorchDispatchMode):
-    """Counts the bytes of what operations return, each storage once, until nothing holds it: `now` and `peak`."""
+    """Counts the bytes that operations return, each storage once, until it is freed: `now` and `peak`."""
 
     def __init__(self):
         super().__init__()

@@ -17,13 +17,13 @@ FIXED_LINE, MOVING_LINE, FOLDED, NOT_FINITE = "#ff9e1b", "#19b5e0", "#00b83a", "
 CELL, GAP, LEFT, BOTTOM = 1.6, 0.12, 0.7, 0.75  # inches
 SLICES = {"R": "sagittal", "L": "sagittal", "A": "coronal", "P": "coronal", "S": "axial", "I": "axial"}  # across it
 PLANES = {2: [(0, 1)], 3: [(1, 2), (0, 2), (0, 1)]}  # the two axes of each slice, right and up
-GRID_LINES = 24  # along the longest axis of a deformed grid, about
+GRID_LINES = 24  # approximate number along the longest axis of a deformed grid
 
 
 def middle_slices(volume):
     """The slices through voxel n // 2 of each axis, in 3D (H, W), (D, W) and (D, H); in 2D the image itself.
 
-    They are shown transposed with the origin below: the first axis of a slice goes right, the second up.
+    They are shown transposed, with the origin at the bottom: the first axis of a slice goes right, the second up.
     volume: (D, H, W) or (H, W), array or tensor. Returns: list of 2D float32 arrays.
     Raises InputError for any other number of axes.
     """
@@ -34,13 +34,13 @@ def middle_slices(volume):
 
 
 def registration_figure(moving, fixed, warped, field, labels=None, title="", body=None, axcodes=None):
-    """Picture of one registration: the images, differences, deformed grid and Jacobian determinant, by middle slices.
+    """Picture of one registration: the images, differences, deformed grid and Jacobian determinant, in middle slices.
 
     The minimum of the determinant and the percentage of voxels where it is <= 0 are those of the whole volume.
     moving, fixed, warped: (D, H, W) or (H, W), arrays or tensors on the fixed grid. field: (N, *spatial), displacement
     in voxels. labels: (moving_label, fixed_label, warped_label) of the same shape, 0 = background, drawn as outlines.
-    body: booleans (*spatial), where the deformed grid is drawn; None for everywhere. axcodes: where the axes of the
-    volumes lead, such as "RAS" (nibabel.aff2axcodes), by which slices are named; None for D, H and W.
+    body: booleans (*spatial), where the deformed grid is drawn; None for everywhere. axcodes: directions of the axes,
+    such as "RAS" (nibabel.aff2axcodes), which name the slices; None for D, H and W.
     Returns: a matplotlib Figure, for `figure_png` or `figure_html`.
     Raises InputError if shapes do not fit together.
     """
@@ -72,7 +72,7 @@ def gallery_figure(copies):
     """Several versions of one image side by side, with outlines of their labels and the deformed grid below each.
 
     copies: list of (title, image, label, field or None); image and label (D, H, W) or (H, W), arrays or tensors of one
-    shape, of which the slice through the middle of the last axis is shown; field (N, *spatial) in voxels.
+    shape, shown by the middle slice of the last axis; field (N, *spatial) in voxels.
     Returns: a matplotlib Figure.
     """
     figure = Figure(figsize=(CELL * 1.25 * len(copies), CELL * 2.8), layout="constrained")
@@ -83,7 +83,7 @@ def gallery_figure(copies):
         top.set_title(title, fontsize=10)
         _outline(top, middle_slices(label)[-1], FIXED_LINE)
         field = np.zeros((np.ndim(image), *np.shape(image)), np.float32) if field is None else _array(field)
-        # The components along the two axes of the slice that is shown, through the middle of the last axis.
+        # The components along the two axes of the slice shown, the middle one of the last axis.
         planes = [np.take(part, part.shape[-1] // 2, -1) for part in field[:2]] if len(field) == 3 else list(field)
         _draw_grids([bottom], np.stack(planes))
     return figure
@@ -132,16 +132,16 @@ def _check_shapes(images, field, labels):
 
 
 def _limits(slices):
-    """Percentiles 0.5 and 99.5 of the finite values; of constant ones the second is made larger than the first."""
+    """Percentiles 0.5 and 99.5 of the finite values; for constant values the second is raised above the first."""
     values = np.concatenate([image[np.isfinite(image)] for image in slices])
     low, high = map(float, np.percentile(values, (0.5, 99.5))) if values.size else (0.0, 0.0)
     return low, high if high > low else low + max(1.0, abs(low) * 1e-3)
 
 
 def _layout(shape, heading, axcodes=None):
-    """The figure with its texts, and the axes as an array (rows, columns). Voxels have one size in all rows.
+    """The figure with its texts, and the axes as an array (rows, columns). All rows have the same voxel size.
 
-    shape: of the volumes. heading: lines of text. axcodes: of `registration_figure`. All lengths are inches.
+    shape: of the volumes. heading: lines of text. axcodes: as in `registration_figure`. All lengths are inches.
     """
     planes, names = PLANES[len(shape)], axcodes or "DHW"[-len(shape):]
     widest = max(shape[a] for a, _ in planes)
@@ -178,7 +178,7 @@ def _show(ax, image, cmap, low, high):
 
 
 def _outline(ax, label, color, width=0.9):
-    """The borders of the labels of a slice. One of background closes those of what touches the edge of the image."""
+    """Draw the borders of a slice's labels. Padding by background closes borders at the edge of the image."""
     limits, padded = ax.axis(), np.pad(label, 1)
     for value in np.unique(label[label != 0]):
         ax.contour(*(np.arange(n) - 1 for n in padded.shape), (padded == value).T, levels=[0.5], colors=[color],
@@ -187,7 +187,7 @@ def _outline(ax, label, color, width=0.9):
 
 
 def _draw_outlines(figure, axes, labels):
-    """The fixed label's outlines over all three images, the moving and the warped label's over their own."""
+    """Draw the fixed label's outlines over all three images, the moving and warped labels' over their own."""
     for column, own in enumerate(labels):
         for slices, color in [(labels[1], FIXED_LINE)] + [(own, MOVING_LINE)] * (column != 1):
             for ax, label in zip(axes[:, column], slices):

@@ -1,12 +1,12 @@
 """CUDA graphs: forward and backward pass of a mode, recorded once and replayed (run.graphs).
 
-A step of config_om starts thousands of operations, and the host takes longer to start them than the device to do
-them. A graph starts all those of a pass at once. It replays the recorded operations at the recorded places in memory,
-so a mode is recorded only where all of its batches have the same shapes, on one rank and a CUDA device.
+A step of config_om launches thousands of operations, and the host takes longer to launch them than the device to run
+them. A graph launches a whole pass at once. It replays the recorded operations at the recorded memory addresses, so a
+mode is recorded only if all its batches have the same shapes, on one rank and a CUDA device.
 
-The first calls of a mode run in the plain way, which creates compiled kernels, cuDNN's plans and constants. The next
-call records, and compares loss and gradient of the graphs with those of the plain way on the same batch. If recording
-fails or the two differ, one sentence reports it and the plain way is kept.
+The first calls of a mode run eagerly, which compiles kernels and creates cuDNN plans and constants. The next call
+records the graphs, and compares their loss and gradient with the eager ones on the same batch. If recording fails or
+the two differ, one sentence reports it and the mode stays eager.
 """
 import sys
 
@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from Diffusion import device_ops
 from Runtime.errors import first_line
 
-WARM_UP = 2       # plain calls of each mode before it is recorded
-TOLERANCE = 0.05  # of the loss, and of the gradient's norm: some operations add in another order each time
+WARM_UP = 2       # eager calls of each mode before it is recorded
+TOLERANCE = 0.05  # of the loss, and of the gradient's norm: some operations sum in another order each time
 
 
 def new_graphs(cfg, device, ranks):
-    """The graphs of a run, which `run` fills, or None if the run is to have none: see run.graphs.
+    """The graphs of a run, which `run` fills, or None if it uses none: see run.graphs.
 
-    Batches with masks or label maps use the plain way, because their contents vary from batch to batch.
+    Batches with masks or label maps run eagerly, because their contents vary from batch to batch.
     """
     plain = cfg["run.graphs"] == "off" or cfg["loss.dice"] or cfg["registration.masks"]
     if plain or device.type != "cuda" or torch.version.hip or ranks.world_size > 1 or cfg["run.strategy"] == "fsdp":
@@ -33,11 +33,11 @@ def new_graphs(cfg, device, ranks):
 
 
 def run(graphs, name, function, batch, parameters=()):
-    """function(batch), by its graphs once they are recorded.
+    """function(batch), replayed from its graphs once they are recorded.
 
-    graphs: of `new_graphs`; None for the plain way. name: of the function in this run. function: of a batch, a dict of
-    tensors, nested; it returns tensors, nested; with parameters the first is the loss. Nothing that it
-    returns is overwritten by the next call. parameters: by which the loss is differentiated; without any nothing is.
+    graphs: from `new_graphs`; None to run eagerly. name: of the function in this run. function: maps a batch, a nested
+    dict of tensors, to nested tensors; with parameters the first is the loss. The next call overwrites none of them.
+    parameters: to differentiate the loss by; without any, nothing is differentiated.
     """
     if graphs is None:
         return function(batch)
@@ -49,15 +49,15 @@ def run(graphs, name, function, batch, parameters=()):
 
 
 def recorded_or_none(graphs, name, function, batch, parameters):
-    """The graphs of a function, or None after a sentence with the reason."""
+    """The graphs of a function. None if they fail, which is printed, or if the loss is not finite, which is retried."""
     try:
         plain = loss_and_gradient(function(batch), parameters)
-        if not plain[0].isfinite().all():  # nothing to compare with: the next batch is as good
+        if not plain[0].isfinite().all():  # nothing to compare with: try the next batch
             graphs["calls"][name] -= 1
             return None
         recorded = Recorded(function, batch, parameters, graphs["pool"])
         difference = recorded.difference(batch, *plain)
-    except RuntimeError as error:  # what a graph cannot hold, or memory
+    except RuntimeError as error:  # an operation that graphs cannot hold, or lack of memory
         torch.cuda.synchronize()
         print(f"graphs: {name} runs operation by operation, because recording it failed ({type(error).__name__}: "
               f"{first_line(error)[:200]})", file=sys.stderr)
@@ -68,7 +68,7 @@ def recorded_or_none(graphs, name, function, batch, parameters):
         return None
     graphs["pool"] = graphs["pool"] or recorded.forward.pool()
     del plain
-    torch.cuda.empty_cache()  # of the plain way, which no step takes any more
+    torch.cuda.empty_cache()  # of eager execution, which no step uses any more
     return recorded
 
 
@@ -80,7 +80,7 @@ def loss_and_gradient(result, parameters):
 
 
 def relative(one, other):
-    """How far one list of tensors is from another, as a share of the other's length."""
+    """Distance of one list of tensors from another, relative to the norm of the other."""
     pairs = [(a, b) for a, b in zip(one, other) if b is not None]
     if any((a is None) != (b is None) for a, b in zip(one, other)):
         return float("inf")
@@ -92,7 +92,7 @@ def relative(one, other):
 
 
 class Recorded:
-    """A function of a batch as one graph, and its backward pass as another, which share their memory."""
+    """A function of a batch as one graph, and its backward pass as another; they share memory."""
 
     def __init__(self, function, batch, parameters, pool):
         self.parameters, self.held = parameters, []
@@ -100,7 +100,7 @@ class Recorded:
         values, self.structure = tree_flatten(batch)
         self.given = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
         device_ops.SETTINGS["held"] = self.held
-        # Other threads load and save meanwhile, which is no part of this.
+        # Other threads load and save meanwhile; they must not be captured.
         how = {"pool": pool, "capture_error_mode": "thread_local"}
         try:
             with torch.cuda.graph(self.forward, **how):
@@ -116,14 +116,14 @@ class Recorded:
             device_ops.SETTINGS["held"] = None
 
     def takes(self, batch):
-        """Whether a batch is like the recorded one: its structure, its shapes, and whatever in it is no tensor."""
+        """Whether a batch matches the recorded one: structure, shapes, dtypes, and values that are no tensors."""
         values, structure = tree_flatten(batch)
         return structure == self.structure and all(
             isinstance(value, torch.Tensor) and value.shape == own.shape and value.dtype == own.dtype
             if isinstance(own, torch.Tensor) else value == own for value, own in zip(values, self.given))
 
     def replay(self, batch):
-        """What the function returns for a batch. The loss has its backward pass."""
+        """The results of the function for a batch. The loss can be differentiated."""
         for value, own in zip(tree_flatten(batch)[0], self.given):
             if isinstance(own, torch.Tensor):
                 own.copy_(value)
@@ -134,7 +134,7 @@ class Recorded:
         return tree_unflatten([loss, *[value.clone() for value in self.results[1:]]], self.result_structure)
 
     def difference(self, batch, loss, gradient):
-        """How far loss and gradient of a replay are from those given, the larger of the two relative distances."""
+        """The larger of the relative distances of a replay's loss and gradient from those given."""
         replayed, by_graph = loss_and_gradient(self.replay(batch), self.parameters)
         return max(relative([replayed], [loss]), relative(by_graph, gradient))
 

@@ -30,8 +30,8 @@ def dice(first, second, labels):
 def dice_before_after(moving_label, fixed_label, field):
     """Mean Dice over the fixed image's labels, without and with a field.
 
-    moving_label, fixed_label: (1, 1, *spatial). field: (1, N, *spatial) in voxels; labels are warped nearest neighbour.
-    Returns: Dice before and after, None where the fixed image has no label; the warped label (1, 1, *spatial).
+    moving_label, fixed_label: (1, 1, *spatial). field: (1, N, *spatial) in voxels; labels warped by nearest neighbour.
+    Returns: Dice before and after, None if the fixed image has no label; the warped label (1, 1, *spatial).
     """
     warped_label = warp(moving_label, field, mode="nearest")
     labels = sorted(set(fixed_label.unique().tolist()) - {0})
@@ -81,7 +81,7 @@ def hd95(first, second, labels, spacing_mm):
         if not a.any() or not b.any():
             scores.append(furthest_mm if a.any() or b.any() else float("nan"))
             continue
-        # Distances need no more of the image than holds both structures, and a voxel around it that is of neither.
+        # Crop to the box of both structures plus one empty voxel around it: distances need no more of the image.
         box = ndimage.find_objects((a | b).astype(np.int8))[0]
         a, b = (np.pad(mask[box], 1) for mask in (a, b))
         surface_a = a & ~ndimage.binary_erosion(a)
@@ -101,23 +101,23 @@ def folding_percent(field):
 
 
 def folding_scores(field, body=None):
-    """How much of a deformation folds, counted in the pieces between voxels, which central differences miss.
+    """How much of a deformation folds, measured between the voxels, where central differences miss folds.
 
-    Cut each cell of 2^N voxels at its corners: the piece at a corner has the volume of a one-sided Jacobian determinant
-    over N!. In 3D a tetrahedron is left in the middle, and the corners that are cut are every second one, in two ways.
-    Where all these volumes are above 0, the deformation, linear in each piece, folds nowhere (Liu et al., "On finite
-    difference Jacobian computation in deformable image registration", IJCV 2024).
+    Each cell of 2^N voxels is cut at its corners: the volume of a corner piece is a one-sided Jacobian determinant over
+    N!. In 3D every second corner is cut off, in two ways, and a tetrahedron is left in the middle. If all these volumes
+    are above 0, the deformation, linear in each piece, folds nowhere (Liu et al., "On finite difference Jacobian
+    computation in deformable image registration", IJCV 2024).
 
     field: (N, *spatial) array or tensor in voxels, at least two voxels a side. body: booleans (*spatial), or None.
     Returns: dict of percentages: folding_any_percent, voxels at which any of the 2^N one-sided determinants is <= 0,
-    folding_body_percent, the same within the body (None without one), and ndv_percent, the non-diffeomorphic volume,
-    which is the volume of the pieces turned inside out, as a mean of both ways to cut, over that of the grid.
+    folding_body_percent, the same within the body (None without one), and ndv_percent, the non-diffeomorphic volume:
+    that of the inverted pieces, averaged over both ways to cut, over that of the grid.
     """
     field = torch.as_tensor(field).float()
     dims, shape = len(field), field.shape[1:]
     folded = torch.zeros(shape, dtype=torch.bool)
     inverted = 0.0
-    # Slabs along the first axis, one voxel shared, so that what is computed stays in the processor's cache.
+    # Slabs along the first axis that share one voxel, so that their values stay in the processor's cache.
     thick = max(1, 100_000 // math.prod(shape[1:]))
     for first in range(0, shape[0] - 1, thick):
         slab = field[:, first:first + thick + 1]
@@ -144,7 +144,7 @@ def folding_scores(field, body=None):
 
 
 def _inverted_middles(position):
-    """The sum of 3! times the negative volumes of the tetrahedra in the middle of all cells, of both ways to cut.
+    """3! times the sum of the negative volumes of the middle tetrahedra of all cells, for both ways to cut.
 
     position: (3, D, H, W) in voxels, where each voxel goes. Returns: a float <= 0.
     """
@@ -164,7 +164,7 @@ def _inverted_middles(position):
 def sdlogj(field):
     """SDlogJ: standard deviation of log(clip(det J + 3, 1e-9, 1e9)) without two voxels on every side.
 
-    The convention of Learn2Reg, the + 3 included (Hering et al., IEEE TMI 2023), so that values are comparable. 0 where
+    The convention of Learn2Reg, the + 3 included (Hering et al., IEEE TMI 2023), so that values are comparable. 0 if
     the change of volume is the same everywhere.
     field: (B, N, *spatial) in voxels. Returns: a float >= 0.
     """

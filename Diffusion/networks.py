@@ -2,7 +2,7 @@
 
 Every network is called as net(image, t, condition) and returns one displacement field (B, N, *spatial) in voxels,
 float32:
-  image          (B, C, *spatial), sides of any length; C is data.channels, mostly 1
+  image          (B, C, *spatial), sides of any length; C is data.channels, usually 1
   t              (B,) long: 0 .. timesteps - 1 for recovery, timesteps for registration
   condition      (B, C + 1, *spatial), values x mask and mask; or None
   use_condition  (B,) bool, an option: False hides the condition of a sample
@@ -36,7 +36,7 @@ def network_arguments(cfg):
     return {
         "dims": cfg["model.dims"],                                  # spatial axes, 2 or 3
         "image_channels": cfg["data.channels"],
-        "structures": cfg["model.structures"],                      # that it segments in each volume, 0 for none
+        "structures": cfg["model.structures"],                      # number segmented in each volume, 0 for none
         "channels": cfg["model.channels"],                          # of the encoder's levels, finest first
         "conditioned": cfg["model.condition_type"] != "none",
         "rec_num": cfg["model.rec_num"],                            # recursive passes
@@ -58,7 +58,7 @@ def network_arguments(cfg):
 
 
 def network_class(name):
-    """The class that model.name names. Raises InputError, listing the known names, for another."""
+    """The class that model.name names. Raises InputError, listing the known names, for an unknown one."""
     if name not in NETWORKS:
         raise InputError(f"model.name: there is no network '{name}'; known are {', '.join(NETWORKS)}.")
     return NETWORKS[name]

@@ -1,4 +1,4 @@
-"""Two older networks: the published one, and one for comparison. Shape comments give 128^3.
+"""Two older networks: the published one, and one for comparison. Shape comments assume 128^3.
 
 The published method: Zheng, Mo, Sun, Li, Wu, Wang, Vincent, Papież, "Deformation-recovery diffusion model (DRDM):
 instance deformation for image manipulation and synthesis", Medical Image Analysis 110 (2026) 103987.
@@ -34,12 +34,12 @@ class TransposedConv(nn.Module):
         self.up = layer(in_channels, out_channels, kernel_size=factor, stride=factor)
 
     def forward(self, x, size):
-        """x: (B, in_channels, *spatial). size: what UpsampleConv takes; here the factor decides."""
+        """x: (B, in_channels, *spatial). size: as for UpsampleConv; unused, because the factor decides."""
         return self.up(x)                                                            # (B, out_channels, *size)
 
 
 class RecMulModMutAttnNet(OM_net):
-    """OM_net with a decoder of transposed convolutions: for comparison, and to diagnose a leak of theirs."""
+    """OM_net with a decoder of transposed convolutions: for comparison, and to diagnose their memory leak."""
 
     def make_upsampling(self, in_channels, out_channels):
         return TransposedConv(self.dims, in_channels, out_channels)
@@ -51,10 +51,10 @@ class RecMulModMutAttnNet(OM_net):
 
 
 class InstanceNorm(nn.Module):
-    """Instance normalisation (Ulyanov et al., 2016): each channel of each sample by itself, with learned scale, shift.
+    """Instance normalisation (Ulyanov et al., 2016) of each channel of each sample, with learned scale and shift.
 
-    Unlike torch's own module it takes a bottleneck of a single voxel too. Group norm with one channel a group would be
-    the same, but on a CPU torch sums it less exactly in channels_last: answers differed by 1e-4 of the image side.
+    Unlike torch's module it accepts a bottleneck of a single voxel. Group norm with one channel per group would be the
+    same, but on a CPU torch sums it less exactly in channels_last: predictions differed by 1e-4 of the image side.
     """
 
     def __init__(self, channels):
@@ -70,8 +70,8 @@ class InstanceNorm(nn.Module):
 class AtrousBlock(nn.Module):
     """A convolution, then two more beside a residual connection, the second one dilated: y = f(u + g(f(u))), u = h(x).
 
-    f is the activation, g holds the convolutions of dilation 1 and 3, which see further without losing resolution (Chen
-    et al., "DeepLab", TPAMI 2018), h the first convolution and, on the way down, an instance norm.
+    f is the activation; g the convolutions of dilation 1 and 3, which widen the receptive field at full resolution
+    (Chen et al., "DeepLab", TPAMI 2018); h the first convolution and, up to the bottleneck, an instance norm.
     """
 
     def __init__(self, dims, in_channels, out_channels, norm):
@@ -112,10 +112,10 @@ def doubling(dims, channels):
 class RecResACNet(nn.Module):
     """The recursive residual atrous network of the published method (Zheng et al., Medical Image Analysis 110, 2026).
 
-    Modules have the names of the published weights, 443,435 numbers in 2D, which therefore load directly
+    Module names are those of the published weights, 443,435 numbers in 2D, which therefore load directly
     (Inference/load_model.py). The published network sees only the image, so it can recover but not register. With a
-    condition, which is two more channels here, there are a vector that stands for registration instead of a time, and
-    mode 2's embedding. Without one, t = timesteps counts as the last time, and embeddings are the pooled features.
+    condition, two more input channels, it gains a vector that replaces the time in registration, and mode 2's
+    embedding. Without one, t = timesteps counts as the last time, and embeddings are the pooled features.
     """
 
     def __init__(self, *, dims, image_channels, timesteps, conditioned, rec_num, detach, embedding_width):
@@ -159,7 +159,7 @@ class RecResACNet(nn.Module):
         return fine, half, quarter, eighth
 
     def one_pass(self, image, condition, time):
-        """The field of one pass, in voxels. condition: padded as the features need it."""
+        """The field of one pass, in voxels. condition: padded for `features`."""
         fine, half, quarter, x = self.features(pad_to_multiple(image, self.multiple), condition, time)
         for skip, up, by_time, level in ((quarter, self.up1, self.te4, self.b4),     # (B, 20, 32^3)
                                          (half, self.up2, self.te5, self.b5),        # (B, 10, 64^3)
@@ -169,7 +169,7 @@ class RecResACNet(nn.Module):
         return crop(self.conv_out(x).float(), size) * side_lengths(size, x.device)   # (B, 3, 128^3)
 
     def masked(self, image, condition, use_condition):
-        """The condition, padded; zeros where there is none or it is dropped. None for a network without one."""
+        """The condition, padded; zeros if absent or dropped. None for a network without conditions."""
         if not self.conditioned:
             return None
         empty = image.new_zeros(len(image), self.shown_channels, *image.shape[2:])   # (B, 2, 128^3)
@@ -189,7 +189,7 @@ class RecResACNet(nn.Module):
         return [unit_embedding(self.embedding, features.flatten(2).mean(2)) for features in (of_image, of_condition)]
 
     def forward(self, image, t, condition=None, use_condition=None, embed=False):
-        """As every network, see Diffusion/networks.py. In float32 throughout: in bfloat16 a recovery strays."""
+        """Like every network, see Diffusion/networks.py. Runs in float32: in bfloat16 a recovery drifts."""
         with torch.autocast(image.device.type, enabled=False):
             # Embeddings use t = 0; otherwise pairs could be matched by time instead of subject.
             t, last = torch.zeros_like(t) if embed else t, len(self.time_embed.weight) - 1

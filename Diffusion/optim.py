@@ -1,4 +1,4 @@
-"""What moves the weights: sums of gradients, shards, Adam, the learning rate, and the average of the weights.
+"""How weights are updated: gradient sums, sharding, Adam, the learning rate, and the average of the weights.
 
 run.strategy says what each rank holds. ddp: everything. zero1: everything but the moments of other ranks' parameters.
 fsdp: a slice of each weight, gradient and moment; the weights of a block are gathered only while it computes. With one
@@ -37,16 +37,16 @@ CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class GradientSums:
     """Gradients of the batches of a step.
 
-    float32 gradients summed in float64 and rounded once at the end give the same float32 in any order. So a step has
-    the same bits for any number of ranks, as long as the batches of a forward are the same. DDP hands over one bucket
-    after the other, while the backward pass goes on: the ranks exchange the first sums while the last gradients are
+    float32 gradients summed in float64 and rounded once at the end give the same float32 in any order. So a step is
+    bitwise the same for any number of ranks, as long as each forward pass gets the same batches. DDP hands over one
+    bucket after another during the backward pass: the ranks exchange the first sums while the last gradients are
     computed.
     """
 
     dtype: torch.dtype  # of the sums
     wire: torch.dtype   # in which the ranks exchange them
     totals: dict = dataclasses.field(default_factory=dict)  # {parameter: sum so far}
-    # Batches in this step, of all ranks. With fsdp those of this rank: it takes the mean over the ranks after each.
+    # Batches of this step on all ranks; with fsdp on this rank, because FSDP averages over the ranks after each.
     parts: int = 1
 
 
@@ -54,10 +54,10 @@ def new_gradients(cfg, device="cpu"):
     """The GradientSums of a run.
 
     cfg: run.exact_sums (true: in float64; false: in float32; auto: in float64 on a CPU) and run.bf16_sums (the ranks
-    exchange half of the bytes of float32).
+    exchange half the bytes of float32).
 
-    On an accelerator, where other operations do not repeat bit for bit either, float64 doubles what is communicated.
-    Raises InputError for both kinds at once, and for exact sums on a device that has no float64, which is tried once.
+    On an accelerator float64 doubles communication, and other operations are not bitwise reproducible anyway.
+    Raises InputError if both are true, and for exact sums on a device without float64, which is tested once.
     """
     exact, bf16 = cfg["run.exact_sums"], cfg["run.bf16_sums"]
     if exact == "auto":
@@ -79,14 +79,14 @@ def set_aside(sums, parameters):
     """Add the gradients of one batch to the totals, and clear the gradients."""
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = parameter.grad.to(sums.dtype, copy=True)  # a graph overwrites its own
+            gradient = parameter.grad.to(sums.dtype, copy=True)  # a CUDA graph overwrites its own
             before = sums.totals.get(parameter)
             sums.totals[parameter] = gradient if before is None else before.add_(gradient)
             parameter.grad = None
 
 
 def put_together(sums, parameters):
-    """Make the mean over all batches the gradient. Without DDP there is no communication hook that does it."""
+    """Set the gradients to the mean over all batches, which a communication hook does under DDP."""
     if sums.parts > 1:
         set_aside(sums, parameters)
         for parameter, total in sums.totals.items():
@@ -104,8 +104,8 @@ def sum_over_ranks(sums, bucket):
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
         before = sums.totals.pop(parameter, None)
         if before is not None:
-            # In the buffer a gradient has the strides of its parameter, channels last too; bucket.gradients() does not
-            # show that.
+            # In the buffer a gradient has its parameter's strides, even channels last; bucket.gradients() does not show
+            # that.
             place = gradient.storage_offset() - buffer.storage_offset()
             total.as_strided(parameter.size(), parameter.stride(), place).add_(before)
 
@@ -121,7 +121,7 @@ def sum_over_ranks(sums, bucket):
 def wrap(net, ranks, device, gradients, cfg):
     """The network as the step functions call it: DDP over all ranks, or `net` itself, on one rank or sharded in place.
 
-    gradients: of `new_gradients`, how gradients are summed. find_unused_parameters also makes resuming exact: without
+    gradients: from `new_gradients`, how gradients are summed. find_unused_parameters also makes resuming exact: without
     it, DDP regroups its buckets after the first backward pass of a process, and then sums in another order.
     """
     if ranks.world_size == 1:
@@ -129,7 +129,7 @@ def wrap(net, ranks, device, gradients, cfg):
     if cfg["run.strategy"] == "fsdp":
         return shard(net, device, gradients.wire, cfg["run.channels_last"])
     known = inspect.signature(DistributedDataParallel).parameters
-    # A warning about kernels of one voxel: torch also compares the strides of axes of length one, which mean nothing.
+    # DDP warns about kernels of one voxel: it also compares strides of axes of length one, which mean nothing.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
     ddp = DistributedDataParallel(net, device_ids=None if device.type == "cpu" else [device], **{buffers: False},
@@ -141,13 +141,13 @@ def wrap(net, ranks, device, gradients, cfg):
 def shard(net, device, dtype, channels_last):
     """Shard a network in place, block by block: this rank keeps a slice of each tensor, on the device.
 
-    A backward pass makes the mean over the ranks, of one batch each, the gradient of a slice. dtype: of these sums.
+    A backward pass sets the gradient of a slice to the mean over the ranks, one batch each. dtype: of these sums.
     Returns: `net`.
     """
-    from torch.distributed.device_mesh import DeviceMesh  # here: the other strategies save the second that these take
+    from torch.distributed.device_mesh import DeviceMesh  # here: these take a second that other strategies save
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    net.to(memory_format=torch.contiguous_format)  # FSDP slices no other; the inputs become channels last instead
+    net.to(memory_format=torch.contiguous_format)  # FSDP shards no other; inputs become channels last instead
     net.register_forward_pre_hook(cast_anew)
     modules = list(net.modules())
     for module in modules:
@@ -155,26 +155,26 @@ def shard(net, device, dtype, channels_last):
             module.register_forward_pre_hook(to_channels_last)
     for module in [*(module for module in modules if isinstance(module, BLOCKS)), net]:
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
+        module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
         if module is not net:
             module.register_forward_pre_hook(gather_again)
     return net
 
 
 def gather_again(module, inputs):
-    """Gather the weights of a block that is computed again in the backward pass (model.use_checkpoint).
+    """Gather the weights of a block that the backward pass recomputes (model.use_checkpoint).
 
-    Older versions of torch (2.8 among them) leave that to the gradient of its output. With the same block in two passes
-    (model.rec_num), its weights have been given away by then, after the gradient of the later pass.
+    Older versions of torch (2.8 among them) gather at the gradient of the block's output. If the block runs in two
+    passes (model.rec_num), its weights are already resharded by then, after the gradient of the later pass.
     """
     if any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
         module.unshard()
 
 
 def cast_anew(module, inputs):
-    """Switch autocast's cache off: with a cast of an earlier pass, gradients would come after the slices are summed."""
+    """Disable autocast's cache: with a cast from an earlier pass, gradients arrive after the slices are summed."""
     if torch.is_autocast_enabled(inputs[0].device.type):
-        torch.set_autocast_cache_enabled(False)  # to the end of the surrounding torch.autocast
+        torch.set_autocast_cache_enabled(False)  # until the surrounding torch.autocast ends
 
 
 def to_channels_last(module, inputs):
@@ -189,7 +189,7 @@ def adam_names(modes, cfg):
 
 
 def make_optimizer(net, ranks, cfg):
-    """Adam over the parameters of a network; with fsdp, to be made after `wrap`, which replaces the parameters."""
+    """Adam over the parameters of a network; with fsdp, call it after `wrap`, which replaces the parameters."""
     options = {"lr": cfg["optim.lr"], "fused": True}
     if ranks.world_size > 1 and cfg["run.strategy"] == "zero1":
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -198,15 +198,15 @@ def make_optimizer(net, ranks, cfg):
 
 
 def own_adam(optimizer):
-    """The Adam that holds this rank's moments: with zero1 the inner one, of this rank's parameters alone."""
+    """The Adam that holds this rank's moments: with zero1 the inner one, of this rank's parameters only."""
     return getattr(optimizer, "optim", optimizer)
 
 
 def compare_moments(saved, modes, cfg, path):
-    """Compare the moments of a checkpoint with those that the config asks for. Returns sentences on what is new.
+    """Compare the moments of a checkpoint with those that the config needs. Returns sentences on what changes.
 
-    saved: of `gather_state`. modes: of the training. path: of the checkpoint, for the error.
-    Raises InputError for moments of each mode where the config asks for shared ones, which nobody could make of them.
+    saved: from `gather_state`. modes: of the training. path: of the checkpoint, for the error.
+    Raises InputError for per-mode moments if the config needs shared ones, which cannot be derived from them.
     """
     if "param_groups" in saved:
         return ["Adam's moments: each mode starts with the shared ones"] if cfg["optim.moments"] == "per_mode" else []
@@ -218,7 +218,7 @@ def compare_moments(saved, modes, cfg, path):
 
 
 def load_optimizers(optimizers, saved):
-    """Load this rank's part of what a checkpoint holds of Adam; see `compare_moments`. saved: of `gather_state`."""
+    """Load this rank's part of a checkpoint's Adam state; see `compare_moments`. saved: from `gather_state`."""
     for name, optimizer in optimizers.items():
         whole_state = saved if "param_groups" in saved else saved.get(name)  # it numbers all parameters in order
         if not whole_state:
@@ -236,9 +236,9 @@ def load_optimizers(optimizers, saved):
 
 
 def part_like(parameter, value):
-    """This rank's part of a whole moment or average, in memory of its own: several Adams may begin with one value.
+    """This rank's part of a whole moment or average, copied because several Adams may start from one value.
 
-    It has the parameter's strides, as fused Adam needs it.
+    It has the parameter's strides, which fused Adam needs.
     """
     if value.shape != parameter.shape:
         return value.clone()
@@ -250,17 +250,17 @@ def part_like(parameter, value):
 
 
 def own_part(tensor):
-    """What this rank holds of a tensor: of a sharded one its slice, in the same memory."""
+    """This rank's part of a tensor: the slice of a sharded one, in the same memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def whole(tensor):
-    """A sharded tensor gathered from all ranks, which all call this; any other tensor as it is."""
+    """A sharded tensor gathered from all ranks, which all call this; any other tensor unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def gather(value, ranks):
-    """Nested dicts with sharded tensors gathered, one after the other: on rank 0 in CPU memory, elsewhere None."""
+    """Nested dicts with their sharded tensors gathered one by one: in CPU memory on rank 0, None elsewhere."""
     if isinstance(value, dict):
         return {name: gather(item, ranks) for name, item in value.items()}
     if not hasattr(value, "full_tensor"):
@@ -284,7 +284,7 @@ def gather_state(net, optimizers, ranks):
 def collect(optimizer, ranks):
     """zero1: the state of a whole Adam on rank 0, in CPU memory; each rank sends the moments of its parameters.
 
-    consolidate_state_dict of ZeroRedundancyOptimizer does the same, but takes a minute for each GB.
+    ZeroRedundancyOptimizer.consolidate_state_dict does the same, but takes a minute per GB.
     """
     adam, parameters = optimizer.optim, optimizer.param_groups[0]["params"]
     own = {number: adam.state[parameter] for number, parameter in enumerate(parameters) if parameter in adam.state}
@@ -304,7 +304,7 @@ def collect(optimizer, ranks):
 
 
 def replicated(net, optimizers=None):
-    """{name: tensor} that must be equal on every rank: with fsdp buffers, with zero1 weights, with ddp moments too."""
+    """{name: tensor} that must be equal on every rank: buffers (fsdp), also weights (zero1), also moments (ddp)."""
     tensors = dict(net.state_dict())
     for adam, optimizer in (optimizers or {}).items():
         if isinstance(optimizer, torch.optim.Adam):
@@ -314,7 +314,7 @@ def replicated(net, optimizers=None):
 
 
 def footprint(net, optimizers, device):
-    """Bytes that this rank holds of weights and of Adam's state, and its peak: of the device, on a CPU the process."""
+    """Bytes of weights and Adam's state on this rank, and peak memory: of the device, or on a CPU of the process."""
     moments = [tensor for optimizer in optimizers.values() for entry in own_adam(optimizer).state.values()
                for tensor in entry.values()]
     if device.type == "cpu":
@@ -325,7 +325,7 @@ def footprint(net, optimizers, device):
 
 
 def local_bytes(tensors):
-    """Bytes of tensors on this rank: of a sharded one its slice."""
+    """Bytes of tensors on this rank: for a sharded one, of its slice."""
     return sum(own_part(tensor).nbytes for tensor in tensors)
 
 
@@ -338,8 +338,8 @@ def learning_rate(cfg, step, done):
 
     rate = optim.lr * min((step + 1) / optim.warmup_steps, 1), with optim.schedule "cosine" times
     (1 + cos(pi done)) / 2 (Loshchilov and Hutter, "SGDR", ICLR 2017, without restarts).
-    step: from 0, over the whole run. done: fraction of the run's epochs that is done. It is not counted in steps: an
-    epoch has another number of them when the samples of a step or the data set change.
+    step: from 0, over the whole run. done: fraction of the run's epochs done. It is not counted in steps, because their
+    number per epoch changes with the batch and the data set.
     """
     rate = cfg["optim.lr"] * min((step + 1) / max(cfg["optim.warmup_steps"], 1), 1.0)
     if cfg["optim.schedule"] == "cosine":
@@ -350,8 +350,8 @@ def learning_rate(cfg, step, done):
 def new_ema(net, cfg, saved=None):
     """The exponential moving average of a network's parameters, at its start.
 
-    saved: {name: whole tensor} of a checkpoint, to go on from; None: start from the weights.
-    Returns: {name: tensor}, with fsdp slices like the parameters; None where optim.average is 0.
+    saved: {name: whole tensor} of a checkpoint, to continue from; None: start from the weights.
+    Returns: {name: tensor}, with fsdp slices like the parameters; None if optim.average is 0.
     """
     if not cfg["optim.average"]:
         return None
@@ -363,8 +363,8 @@ def new_ema(net, cfg, saved=None):
 def update_ema(ema, net, cfg, step):
     """Move the average towards the weights, in place: ema = decay * ema + (1 - decay) * weights.
 
-    decay = min(optim.average, (1 + step) / (10 + step)), step from 0. It is smaller at first: with a constant decay the
-    first averages would be little but the weights before the training.
+    decay = min(optim.average, (1 + step) / (10 + step)), step from 0. It starts small: with a constant decay the first
+    averages would be mostly the untrained weights.
     """
     if ema:
         decay = min(cfg["optim.average"], (1 + step) / (10 + step))
@@ -373,7 +373,7 @@ def update_ema(ema, net, cfg, step):
 
 
 @contextlib.contextmanager
-@torch.no_grad()  # of this function: what runs within the context keeps its own mode
+@torch.no_grad()  # for this function: code within the context keeps its own mode
 def ema_weights(net, ema):
     """Within this context the network has the averaged weights; without an average (None), its own."""
     if not ema:

@@ -12,7 +12,7 @@ def align(net, moving, fixed, cfg, **options):
     """Register volumes by one forward pass, as mode 3 trains it.
 
     moving, fixed: (B, C, *spatial) in [0, 1]. options: of the network, see Diffusion/networks.py.
-    Returns: field (B, N, *spatial) in voxels, or what the options make of it.
+    Returns: field (B, N, *spatial) in voxels, or what the options select.
     """
     t = torch.full((len(moving),), cfg["diffusion.timesteps"], device=moving.device)
     kind = "none" if cfg["model.condition_type"] == "none" else "volume"
@@ -21,10 +21,10 @@ def align(net, moving, fixed, cfg, **options):
 
 
 def segmented(net, moving, fixed, cfg):
-    """Both volumes with what a network with model.structures segments in them: (B, C + K, *spatial) each, 0 .. 1.
+    """Both volumes with the structures that a network (model.structures) segments: (B, C + K, *spatial) each, 0 .. 1.
 
-    Where nothing is segmented, or has been already, they stay as they are. So what is warped later need not be
-    segmented anew, warped and interpolated as it is. moving, fixed: (B, C, *spatial).
+    Without structures, or if already segmented, they are returned unchanged. Later warps carry the segmentation along:
+    warped, interpolated volumes need not be segmented again. moving, fixed: (B, C, *spatial).
     """
     if not cfg["model.structures"] or moving.shape[1] > cfg["data.channels"]:
         return moving, fixed
@@ -36,10 +36,9 @@ def segmented(net, moving, fixed, cfg):
 
 
 def segmented_labels(cfg):
-    """The labels of what a network with model.structures segments, in its order: a list of K ints.
+    """The labels of the structures that a network with model.structures segments, in its order: a list of K ints.
 
-    They are those of the training's label maps, which it writes down as registration.labels; 1 .. K where those
-    are not K.
+    They come from the training's label maps, recorded as registration.labels; 1 .. K if those are not K.
     """
     count, wanted = cfg["model.structures"], cfg["registration.labels"].strip()
     labels = [value for span in read_ranges(wanted, "registration.labels") for value in span] if wanted else []
@@ -47,7 +46,7 @@ def segmented_labels(cfg):
 
 
 def label_map(shares, labels):
-    """The label that has the largest share in each voxel, (B, *spatial) int64 on the CPU; 0 is background.
+    """The label with the largest share in each voxel, (B, *spatial) int64 on the CPU; 0 is background.
 
     shares: (B, K, *spatial), 0 .. 1, of the structures; the rest is background. labels: of the structures, K ints.
     """
@@ -60,10 +59,10 @@ def best_field(net, moving, fixed, cfg):
 
     With registration.symmetric both directions are predicted. If they are exp(v) - id and exp(-v) - id, half their
     difference is v up to third order; errors that do not depend on the direction cancel, and the flow of v does not
-    fold. With registration.rounds > 1 each further round registers the warped volume, and its field is composed with
-    the field so far: it adds what the round before did not reach.
+    fold. With registration.rounds > 1 each further round registers the warped volume and composes its field with the
+    field so far, to correct what remains.
 
-    moving, fixed: (B, C, *spatial) in [0, 1], or what `segmented` made of them.
+    moving, fixed: (B, C, *spatial) in [0, 1], or as returned by `segmented`.
     Returns: field (B, N, *spatial) in voxels.
     """
     field = None

@@ -1,7 +1,7 @@
 """The state of a training: what a checkpoint holds of it, and how it is saved and restored.
 
-A checkpoint is one flat dict (Runtime/checkpoint.py): model, optimizer, queue, config, data, the averaged weights where
-there are any, and the fields of Progress. It holds no generator states: every draw is keyed (Runtime/keyed_random.py).
+A checkpoint is one flat dict (Runtime/checkpoint.py): model, optimizer, queue, config, data, the averaged weights if
+any, and the fields of Progress. It holds no generator states: every draw is keyed (Runtime/keyed_random.py).
 """
 import concurrent.futures
 import os
@@ -26,7 +26,7 @@ from Runtime.progress import Progress, begin_epoch, from_saved, to_saved
 from Runtime.provenance import save_launch
 
 PRECISIONS = {"bf16": "bf16", "off": "float32"}
-READ_AGAIN_S = 20.0  # for a checkpoint that the file system does not give; then this is a death like others
+READ_AGAIN_S = 20.0  # to retry a checkpoint that cannot be read; after that the run crashes
 MOST_FAILED_SAVES = 3  # in a row
 
 
@@ -35,12 +35,12 @@ class Run:
     """One training, as one rank sees it."""
 
     cfg: dict                    # as read, with what the ranks have agreed on: run.amp and registration.labels
-    modes: list                  # of MODES of the training script, those that this training has
+    modes: list                  # the entries of the training script's MODES that this training has
     terms: list                  # names of the terms that are always listed
     # What a checkpoint holds.
     net: torch.nn.Module         # with fsdp this rank's slices
-    queue: dict                  # of embeddings.new_queue
-    data: str                    # of identity.describe_data
+    queue: dict                  # from embeddings.new_queue
+    data: str                    # from identity.describe_data
     progress: Progress
     # What lives only in this process.
     folder: Path                 # of the run
@@ -53,24 +53,24 @@ class Run:
     labels: torch.Tensor         # that loss.dice compares
     ddpm: DeformDDPM
     gradients: GradientSums
-    watch: dict                  # of memory.new_watch
-    graphs: dict | None          # of graphs.new_graphs
+    watch: dict                  # from memory.new_watch
+    graphs: dict | None          # from graphs.new_graphs
     launched: float              # time.time() when this launch began
-    # Set once the weights are those of the checkpoint: a checkpoint holds the first two as well.
+    # Set once the weights are restored; a checkpoint holds the first two as well.
     optimizers: dict = field(default_factory=dict)  # {name: Adam}, see optim.moments
     ema: dict | None = None      # averaged weights
-    model: torch.nn.Module | None = None            # the network as the step functions call it: maybe in DDP
-    curves: dict | None = None   # of writer.new_writer, on rank 0
-    saving: concurrent.futures.Future | None = None  # the write of a checkpoint that is under way
+    model: torch.nn.Module | None = None            # the network as the step functions call it, maybe in DDP
+    curves: dict | None = None   # from writer.new_writer, on rank 0
+    saving: concurrent.futures.Future | None = None  # the checkpoint write in progress
     failed_saves: int = 0        # in a row
-    write_s: float = 0.0         # that the last write took
+    write_s: float = 0.0         # duration of the last write
     saved: float = 0.0           # time.time() of the last checkpoint within an epoch
 
 
 def save(run, relative, metrics=None, best=None):
-    """Save one checkpoint, once all ranks have found that what each holds whole is the same. Every rank calls this.
+    """Save one checkpoint, once all ranks agree on the tensors that each holds whole. Every rank calls this.
 
-    The step waits for the copy only: a thread of rank 0 writes, reads back, and removes what the config does not keep.
+    The step waits only for the copy: a thread of rank 0 writes, reads back, and removes what the config does not keep.
     """
     cfg, ranks, step = run.cfg, run.ranks, run.progress.step
     agree.agree(ranks, step, "checkpoint", weights=replicated(run.net, run.optimizers))
@@ -89,13 +89,13 @@ def save(run, relative, metrics=None, best=None):
         run.saving = checkpoint.save_in_background(
             run.folder, relative, content, metrics, best, (cfg["run.keep_last"], cfg["run.keep_every"], 2))
         run.saving.add_done_callback(note_time)
-    # Wait here, under this deadline, not in the next step; and learn from rank 0 how long the write before this took.
+    # Wait here, under this deadline, not in the next step, and learn from rank 0 how long the previous write took.
     agreed = agree.agree(ranks, step, "checkpoint", terms=[run.write_s])
     watchdog.learn_write(agreed.terms[0] * ranks.world_size)
 
 
 def finish_saving(run, last=False):
-    """Wait for the write in progress. A failed one does not end a healthy run; three in a row or the last do."""
+    """Wait for the write in progress. A failed write ends the run only if it is the third in a row or the last one."""
     if run.saving is None:
         return
     try:
@@ -111,7 +111,7 @@ def finish_saving(run, last=False):
 
 
 def newest_checkpoint(folder, ranks):
-    """The newest checkpoint that verifies, as rank 0 finds it, on every rank: its path; None in a new run."""
+    """Path of the newest checkpoint that verifies, found by rank 0 and sent to every rank; None in a new run."""
     relative = ""
     if ranks.rank == 0:
         remove_leftovers(folder)
@@ -123,11 +123,10 @@ def newest_checkpoint(folder, ranks):
 
 
 def agree_on_precision(cfg, ranks, device, saved=None):
-    """What run.amp comes to on all ranks: "bf16" or "off". Every rank calls this.
+    """The precision that all ranks use: "bf16" or "off". Every rank calls this.
 
-    auto is bf16 where every device computes it fast. A run that continues with auto keeps the precision in which it
-    began, which may be another than these devices would choose. saved: content of the checkpoint from which it
-    continues.
+    run.amp auto means bf16 if every device computes it fast. A resumed run with auto keeps the precision it began with,
+    even if these devices would choose another. saved: content of the checkpoint that it resumes from.
     """
     here = "off" if "off" in agree.gather_objects(ranks, precision(cfg["run.amp"], device)) else "bf16"
     begun = ((saved or {}).get("config") or {}).get("run.amp")
@@ -140,9 +139,9 @@ def agree_on_precision(cfg, ranks, device, saved=None):
 
 
 def restore(run, content, path, continues):
-    """Take the weights of a checkpoint, and what else it holds where the run continues. Every rank calls this.
+    """Load the weights of a checkpoint and, if the run continues, its other content. Every rank calls this.
 
-    content: of the checkpoint at `path`. continues: whether it is the run's own, and not given by --init-from. Adam's
+    content: of the checkpoint at `path`. continues: True for the run's own checkpoint, False for --init-from. Adam's
     moments and the average are loaded later, once they exist.
     """
     changes = checkpoint.check_compatible(content, run.cfg, path, MODEL_KEYS)
@@ -159,7 +158,7 @@ def restore(run, content, path, continues):
         run.queue.update({name: value if name == "next" else value.to(run.device)
                           for name, value in content["queue"].items()})
         if reordered and run.progress.step_in_epoch:  # leave the epoch
-            # Not beyond the last one, which would end the run without its validation.
+            # Not past the last epoch, which would end the run without its validation.
             epoch = min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1)
             begin_epoch(run.progress, epoch, run.terms)
             changes.append(f"the order of the volumes: training continues from the start of epoch {epoch}")
@@ -172,7 +171,7 @@ def restore(run, content, path, continues):
 
 
 def announce(run):
-    """Write down what this launch runs with, say so, and open the log for TensorBoard. Rank 0 calls this."""
+    """Record and print what this launch runs with, and open the log for TensorBoard. Rank 0 calls this."""
     cfg, step, volumes, held_out = run.cfg, run.progress.step, len(run.dataset), len(run.held_out)
     try:
         save_launch(run.folder, cfg, step, run.modes)
@@ -192,7 +191,7 @@ def announce(run):
 
 
 def refuse_nonfinite(run):
-    """After a step without an update: weights that are not finite never recover; nor does a loss that stays so."""
+    """After a step without an update: stop if the weights are not finite, or if too many losses in a row are not."""
     step, most = run.progress.step, run.cfg["run.max_nonfinite"]
     for name, parameter in run.net.named_parameters():
         if not whole(parameter).isfinite().all():

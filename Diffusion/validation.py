@@ -15,15 +15,15 @@ from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Runtime import agree, launch, watchdog
 from Runtime.device import autocast, send
 
-# How val_imgsim is measured, whatever mode 3 raises, so that trainings with other settings can be compared.
+# Settings of val_imgsim, whatever mode 3 maximises, so that trainings with different settings can be compared.
 VAL_IMGSIM = {"registration.window": 9, "registration.scales": 3, "registration.squared": True}
 
 
 def cases_of_rank(count, ranks):
     """The cases that this rank scores, of `count` in all: list of (number, whether it counts).
 
-    Every rank gets equally many, because with fsdp a forward needs all ranks: a rank that has none left repeats a case,
-    which does not count.
+    Every rank gets the same number, because with fsdp a forward pass needs all ranks: a rank with none left repeats a
+    case that does not count.
     """
     rank, world_size = ranks.rank, ranks.world_size
     last = -(-count // world_size) * world_size
@@ -33,8 +33,8 @@ def cases_of_rank(count, ranks):
 def retrieval(images, conditions, subjects):
     """Fraction of the images whose nearest condition, by cosine, is of their own subject.
 
-    images, conditions: (n, E) embeddings; their means are subtracted, as what all have in common does not count in mode
-    2. subjects: (n,), the subject of each. Returns: 0 .. 1; by chance about 1 / number of subjects.
+    images, conditions: (n, E) embeddings; their means are subtracted, because mode 2 ignores what all have in common.
+    subjects: (n,), the subject of each. Returns: 0 .. 1; by chance about 1 / number of subjects.
     """
     images, conditions = (F.normalize(one - one.mean(0), dim=1) for one in (images, conditions))
     return (subjects[(images @ conditions.T).argmax(1)] == subjects).double().mean().item()
@@ -47,10 +47,10 @@ def validate(run, dataset):
     run: Run of Diffusion/training_state.py. Every rank calls this.
     Returns: scores, a dict of val_ang (mean over times, -1 is perfect), val_retrieval (fraction of volumes, see
     `retrieval`, at the middle time), val_dice and val_dice_before (None without labels), val_imgsim (mean of
-    `image_similarity` as VAL_IMGSIM sets it, 1 is perfect), val_folding (percent of voxels) and, with model.structures,
-    val_segment (Dice of what is segmented, None without labels); and moving, fixed, warped and field of pair 0, without
-    batch axis, None on other ranks than 0. A network that takes no condition cannot register: it has no picture, and of
-    the scores val_ang alone.
+    `image_similarity` with VAL_IMGSIM, 1 is perfect), val_folding (percent of voxels) and, with model.structures,
+    val_segment (Dice of the segmentation, None without labels); and moving, fixed, warped and field of pair 0, without
+    batch axis, None on ranks other than 0. A network that takes no condition cannot register: it has no picture and
+    only the score val_ang.
     """
     ranks, cfg = run.ranks, run.cfg
     run.net.eval()
@@ -73,9 +73,9 @@ def validate(run, dataset):
 
 
 def best_by(scores, registers):
-    """(metric, value) by which the best checkpoint is judged, higher is better; None where validation found no number.
+    """(metric, value) that decides the best checkpoint, higher is better; None if validation gave no finite value.
 
-    registers: whether the training has mode 3; else it is judged by its recovery.
+    registers: whether the training has mode 3; if not, recovery decides.
     """
     metric = "val_dice" if scores.get("val_dice") is not None else "val_imgsim"
     value = scores.get(metric)
@@ -85,7 +85,7 @@ def best_by(scores, registers):
 
 
 def in_order(rows_of_ranks):
-    """The last items of all ranks' rows, sorted by what comes before: averages are the same for any number of ranks."""
+    """The last items of all ranks' rows, sorted by the other items: averages do not depend on the number of ranks."""
     rows = itertools.chain(*rows_of_ranks)
     return [row[-1] for row in sorted(rows, key=lambda row: row[:-1])]
 
@@ -119,7 +119,7 @@ def validate_recovery(run, dataset):
 def validate_registration(run, dataset):
     """Mode 3 on this rank's pairs. Returns: [(pair, scores by name)], and the volumes and field of pair 0 or None.
 
-    A single volume would be paired with itself, and every network would be perfect at that: it has no pair.
+    A single volume makes no pair: paired with itself, every network would be perfect.
     """
     if len(dataset) < 2:
         return [], None
@@ -151,7 +151,7 @@ def validate_registration(run, dataset):
 
 
 def segmentation_dice(volumes, truths, cfg):
-    """Mean Dice of what a network segments, over the volumes that have label maps and the labels that occur there.
+    """Mean Dice of a network's segmentations, over the volumes with label maps and the labels that occur there.
 
     volumes: from `segmented`, (1, C + K, *spatial) each. truths: the label map (1, *spatial) of each, or None.
     Returns: 0 .. 1, None without a label.
