@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
+import Runtime  # noqa: E402, F401  before third-party packages: an outdated Python stops here with one sentence
 
 # isort: split
 import numpy as np  # noqa: E402
@@ -51,7 +51,7 @@ FOLDER = Path("Logs/demo")
 
 
 def register_held_out(model, device):
-    """Register each held-out subject to the next one, by the network alone and refined: a list of dicts."""
+    """Register each held-out subject to the next one, by the network alone and with refinement: a list of dicts."""
     dims = model[1]["model.dims"]
     items = read_datalist(FOLDER / "held_out", dims)
     cases = []
@@ -111,7 +111,7 @@ def pair_pictures(cases):
 
 
 def pair_viewer(case):
-    """The volumes of one pair to look through, as HTML."""
+    """A viewer to browse the volumes of one pair, as HTML."""
     *volumes, field = case["volumes"]
     order = {"fixed": 1, "before": 0, "after": 2}
     darkest, brightest = intensity_range(volumes[1])
@@ -123,7 +123,7 @@ def pair_viewer(case):
 def write_report(cases, found, model, seconds):
     """Write Logs/demo/report.html: headline figures, curves, pictures, table. Returns: the means, a flat dict.
 
-    found: of Report/run_logs.py, of the training. seconds: that all of the demo took.
+    found: logs of the training, from Report/run_logs.py. seconds: duration of the whole demo.
     """
     mean = {key: average([case[key] for case in cases]) for key in ("before", "after", "refined", "folding", "seconds")}
     cards = [("Dice before", f"{mean['before']:.3f}", "no registration"),
@@ -161,7 +161,7 @@ def parse_arguments(argv=None):
 
 
 def train(overrides):
-    """Train by OM_train_3modes.py, as a process of its own. Raises InputError where it fails."""
+    """Run OM_train_3modes.py in a process of its own. Raises InputError if it fails."""
     command = [sys.executable, str(ROOT / "OM_train_3modes.py"), "--config", str(ROOT / CONFIG)]
     for override in overrides:
         command += ["--set", override]
@@ -186,7 +186,7 @@ def run(args):
     model = load_model(path, device)
     cases = register_held_out(model, device)
     result = write_report(cases, read_run(folder), model, time.time() - started)
-    # The precision of the training, which its checkpoint has; registration chooses for itself.
+    # The training's precision, from its checkpoint; registration chooses its own.
     amp = checkpoint.load(path)["config"]["run.amp"]
     print(f"\nDice {result['dice_before']:.3f} -> {result['dice_after']:.3f}, refined {result['dice_refined']:.3f}, "
           f"folded voxels {result['folding_percent']:.3f} %, {result['seconds'] / 60:.1f} minutes")

@@ -2,11 +2,11 @@
 
     python Scripts/make_anatomies.py --out Models/universal/anatomies [--count 200] [--views 4] [--workers 2]
 
-What they are says Dataloader/anatomies.py. Each view is deformed by a field of mode 1, of the diffusion.* keys of
---config, at a random time. dataset.json names the volumes, their labels, their anatomy as the subject and their
-contrast as the modality, so that data.pair_subjects and data.pair_modalities choose the pairs. A volume depends on the
-seed, its numbers, the size and the config, and on nothing else; run the same command again after a kill, and it goes
-on. Exit codes: 0 done, 43 bad input.
+Dataloader/anatomies.py describes them. Each view is deformed by a field of mode 1 (diffusion.* keys of --config) at a
+random time. dataset.json names the volumes, their labels, their anatomy as the subject and their contrast as the
+modality, so that data.pair_subjects and data.pair_modalities choose the pairs. A volume depends only on the seed, its
+numbers, the size and the config. After a kill, run the same command again to continue. Exit codes: 0 done, 43 bad
+input.
 """
 import argparse
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
+import Runtime  # noqa: E402, F401  before third-party packages: an outdated Python stops here with one sentence
 
 # isort: split
 import torch  # noqa: E402
@@ -32,7 +32,7 @@ from Runtime.keyed_random import uniform  # noqa: E402
 from Runtime.workers import run_tasks  # noqa: E402
 
 CONFIG = ROOT / "Config/config_universal.yaml"
-MADE = "anatomies.json"  # beside dataset.json: what the volumes were made with
+MADE = "anatomies.json"  # beside dataset.json: the settings of the volumes
 
 
 def parse_arguments(argv=None):
@@ -63,7 +63,7 @@ def check_arguments(args, dims):
 
 
 def view_field(size, seed, number, view, cfg):
-    """The field of mode 1 that deforms a view, at a time that is drawn too: (N, *size) displacement in voxels."""
+    """The field of mode 1 that deforms a view, at a random time: (N, *size) displacement in voxels."""
     key = (seed, number, view)
     ddpm = DeformDDPM(cfg)
     time = 1 + int(uniform([key], "time of a view").item() * (cfg["diffusion.timesteps"] - 1))
@@ -76,8 +76,8 @@ def names(number, views):
 
 
 def write_anatomy(folder, number, views, size, seed, cfg):
-    """Write those views of an anatomy that are missing. A view whose image is there is whole: its label came first."""
-    torch.set_num_threads(1)  # the same bits in any number of workers
+    """Write the missing views of an anatomy. A view with an image is complete, because its label is written first."""
+    torch.set_num_threads(1)  # bitwise the same for any number of workers
     label = None
     for view, name in enumerate(names(number, views)):
         if (folder / "imagesTr" / name).exists():
@@ -89,7 +89,7 @@ def write_anatomy(folder, number, views, size, seed, cfg):
 
 
 def content_of(args, dims):
-    """What dataset.json says."""
+    """The content of dataset.json."""
     rows = [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}", "subject": name.rpartition("_")[0],
              "modality": f"contrast {contrast_of(view)}"}
             for number in range(args.count) for view, name in enumerate(names(number, args.views))]
@@ -100,7 +100,7 @@ def content_of(args, dims):
 
 
 def claim(folder, settings):
-    """Write down what a folder is made with. Raises InputError where it was made with something else."""
+    """Record the settings that a folder is made with. Raises InputError if it was made with others."""
     path, text = folder / MADE, json.dumps(settings, indent=1) + "\n"
     if path.exists() and path.read_text() != text:
         raise InputError(f"{folder}: these anatomies were made with other settings ({path}); repeat these, or choose "
@@ -110,11 +110,11 @@ def claim(folder, settings):
 
 
 def write_anatomies(args):
-    """Write all that is missing, and then the list. Returns the exit code."""
+    """Write everything that is missing, then the list. Returns the exit code."""
     cfg = load_config(args.config, args.overrides)
     size = check_arguments(args, cfg["model.dims"])
     drawn_by = {key: value for key, value in cfg.items() if key.startswith("diffusion.")}
-    # Without their number: more of them can be made later, and the first ones stay.
+    # Not their number: more can be made later, and the first ones stay.
     claim(args.out, {"seed": args.seed, "size": size, **drawn_by})
     tasks = [(args.out, number, args.views, size, args.seed, cfg) for number in range(args.count)
              if not all((args.out / "imagesTr" / name).exists() for name in names(number, args.views))]

@@ -1,9 +1,9 @@
 """How the speed of a training grows with its ranks: `python Scripts/scaling.py RUN...`.
 
-A measurement is what a run did with one number of ranks, nodes and samples a step, over all its attempts. It counts the
-steps that follow directly on another step, each once. Left out are the first WARM_UP of an attempt and the first of its
-steps that ran mode 3, which compile, and those behind a checkpoint, a validation or the start of an epoch, whose phases
-are not the step's own; the time per epoch includes what is between the steps. Times are those of rank 0.
+A measurement covers all attempts of a run with the same ranks, nodes and samples per step. It counts each step that
+directly follows another step, once. It leaves out steps that compile (the first WARM_UP of an attempt and its first
+with mode 3) and steps after a checkpoint, a validation or the start of an epoch, whose phases are not the step's own.
+The time per epoch includes the time between steps. Times are those of rank 0.
 """
 import argparse
 import collections
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import Runtime  # noqa: E402, F401  before what is not of the standard library: a Python that is too old ends here, in one sentence
+import Runtime  # noqa: E402, F401  before third-party packages: an outdated Python stops here with one sentence
 
 # isort: split
 from Report.charts import grid, line_chart  # noqa: E402
@@ -91,7 +91,7 @@ def countable(steps):
 
 
 def measure(samples, attempts):
-    """The measurement of some attempts with the same ranks, nodes and samples of a step, as in `measurements`."""
+    """The measurement of attempts with the same ranks, nodes and samples per step, as in `measurements`."""
     counted, spent = {}, collections.Counter()
     for attempt in attempts:
         counted.update(countable(attempt["steps"]))
@@ -110,7 +110,7 @@ def measure(samples, attempts):
 def epoch_seconds(attempts):
     """Median wall time of the complete epochs of an attempt, validation and checkpoint included; None without one.
 
-    The first epoch of an attempt contains the compilation, so it counts only where there is no other.
+    The first epoch of an attempt includes compilation, so it counts only if there is no other.
     """
     first, later = [], []
     for attempt in attempts:
@@ -158,10 +158,10 @@ def compare(runs):
 
 
 def report(runs, out):
-    """Measure runs, write `scaling.html` to `out`, and print the table and last a line of JSON.
+    """Measure runs, write `scaling.html` to `out`, and print the table and a last line of JSON.
 
     runs: Paths of run folders. out: Path of a folder, created. Returns the exit code.
-    Raises InputError for what is no run and for one without a step to measure, OSError if `out` cannot be written.
+    Raises InputError for a folder that is no run or has no step to measure, OSError if `out` cannot be written.
     """
     rows, notes = compare(runs)
     table = [[*[row[key] and factor * row[key] for _, key, factor, _ in COLUMNS], row["run"]] for row in rows]
