@@ -1,33 +1,33 @@
-"""What deformed copies are worth: a small segmentation network learns from a few labelled volumes, with and without.
+"""What deformed copies are worth to a small segmentation network that learns from a few labelled volumes.
 
     python tests/bench/bench_augment.py [--checkpoint Models/hippocampus_om_net] [--shots 1 2] [--resume]
 
 Hippocampus (real MR crops of ../shared/data/hippocampus, 1 mm, two labels). The labelled volumes are drawn from ids
-1-60, whose other volumes are there without labels; Dice on all volumes of ids 231-280, settings are tuned with
---test-ids 201-230. The methods:
+1-60; the others of these ids serve without labels. Dice is measured on all volumes of ids 231-280; settings were tuned
+with --test-ids 201-230. The methods:
   none            the labelled volumes as they are
   elastic         MONAI's Rand3DElasticd with the settings of its tutorials: sigma 5-7 voxels, magnitude 50-150
   elastic_strong  the same with magnitude 150-350
   registration    no training: each labelled volume is registered to the test volume (affine stage and refinement,
-                  without a network), and the labels that they bring vote
-  random          ours, --model none: random deformations of the times --start, local ones (OURS), since the volumes
-                  are crops around the same structure: larger shifts are not what their shapes differ in
-  recovered       ours, with the checkpoint's recovery from them (only with --checkpoint)
-  towards         ours, with recovery towards another, unlabelled volume of ids 1-60 (the same)
+                  without a network), and the carried labels vote
+  random          ours, --model none: random deformations at the times --start, local ones (OURS), because crops around
+                  one structure do not differ in shape by larger shifts
+  recovered       ours: random deformations, then recovery by the checkpoint's network (only with --checkpoint)
+  towards         ours: recovery towards another, unlabelled volume of ids 1-60 (only with --checkpoint)
   moved           ours: the labelled volume registered to unlabelled ones, as in `registration`, with its own
                   intensities and label
-  transferred     the same fields, the intensities those of the unlabelled volume: it and the label that was brought
-  network         ours: as registration, by the checkpoint's network and refinement (only with --checkpoint)
-Each volume is deformed --draws times, once for all trainings, on its own grid, linear for images, beyond the border the
-nearest voxel; then cropped or padded to the network's grid. In a training a sample is a draw with probability --share,
-else the volume itself. The config's augment.* (affine, gamma) is added to the samples of every method, of `none` too:
-without it (--no-common) the spread over the seeds is larger than what lies between the methods. Network (three levels,
-0.1 M weights), its first weights, the order of the volumes and the number of steps are the same for all methods.
+  transferred     the same fields, with the unlabelled volume's intensities: that volume and the carried label
+  network         ours: like `registration`, by the checkpoint's network and refinement (only with --checkpoint)
+Each volume is deformed --draws times, once for all trainings, on its own grid, with linear interpolation for images and
+the nearest voxel beyond the border, then cropped or padded to the network's grid. A training sample is a draw with
+probability --share, else the volume itself. The config's augment.* (affine, gamma) is added to the samples of every
+method, including `none`: without it (--no-common) the spread over seeds exceeds the differences between methods. All
+methods share the network (three levels, 0.1 M weights), its initial weights, the order of volumes and the step count.
 
-Protocol, written down before the test volumes were scored: the volumes are shuffled --subsets times; --shots K takes
-the first K of each order. Dice is the mean over labels and volumes, then over the --seeds trainings of a subset. What
---ours is worth is its difference from the best of the other programs' methods (the first four), subset by subset, with
-the interval that holds its mean with 95 % by Student's t. Draws and scores are written at once; --resume goes on.
+Protocol, fixed before the test volumes were scored: the volumes are shuffled --subsets times; --shots K takes the first
+K of each order. Dice is the mean over labels and volumes, then over the --seeds trainings of a subset. The gain of
+--ours is its difference from the best of the other methods (the first four), paired by subset, with the 95 % confidence
+interval of the mean by Student's t. Draws and scores are written immediately; --resume continues.
 """
 import argparse
 import itertools

@@ -1,9 +1,9 @@
 """Does `omnimorph jacobian --scans` find a change of 1 % of one structure of a brain?
 
-A crop of a real scan is the first scan. The second one is the same crop under a smooth field by which one label shrinks
-by 1 % on average: the divergence of the field is the label's smoothed mask, and nothing else changes its size. Both get
-noise of their own. Prints one line of JSON: the change that was made and the one that the label's table says, in
-percent; --both for both orders of the scans.
+The first scan is a crop of a real scan. The second is the same crop, warped by a smooth field that shrinks one label by
+1 % on average: the field's divergence is the label's smoothed mask, so nothing else changes in size. Both get
+independent noise. Prints one line of JSON: the true change and the one in the label's table, in percent; --both
+measures both orders of the scans.
 
     python tests/bench/bench_change.py --data FOLDER --case oasis_1036:35 oasis_1000:35
 """

@@ -1,19 +1,17 @@
-"""What a training step takes on a CPU, in float32 and in bf16, with AVX-512 and without, beside an earlier commit.
+"""Time of a training step on a CPU, in float32 and bf16, with and without AVX-512, compared with an earlier commit.
 
     python tests/bench/bench_cpu.py [--steps 12] [--rounds 2] [--base ae2d719 | --base none] [--configs demo ...]
 
-Every figure comes from the training itself: OM_train_3modes.py is started with a shipped config, makes some steps and
-leaves, and its log says when each ended. The second half of them is counted: in the first ones oneDNN makes its
-kernels, and in the middle a checkpoint is written, as in any training after some minutes. The earlier commit is
-unpacked into a folder and trained in turn with this tree, on the same volumes. One more start of each runs under
-torch's profiler: which share of the time each kind of operation has, and how often `slow_conv3d` was called, the loop
-that torch falls back to where it leaves oneDNN out.
+Every figure comes from a real training: OM_train_3modes.py runs some steps of a shipped config and logs when each ends.
+Only the second half counts: in the first steps oneDNN compiles its kernels, and in the middle a checkpoint is written,
+as in any training after some minutes. The earlier commit is unpacked into a folder and alternates with this tree, on
+the same volumes. One more run of each, under torch's profiler, gives each kind of operation's share of the time and the
+number of calls of `slow_conv3d`, the loop that torch falls back to without oneDNN.
 
-"AVX2" is this processor told to do without AVX-512 (ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2), as laptops and
-many desktops are; oneDNN then also says that it does not compute bf16, so bf16 is measured where it does. Volumes of
-the hippocampus come from ../shared/data/hippocampus where that is present, else synthetic ones of that size. "om" is
-the network of config_om.yaml, 233 M parameters, at 64^3 with a batch of one; it takes half an hour by itself, and is
-not profiled.
+"AVX2" disables AVX-512 on this processor (ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2), to stand for laptops and
+many desktops; oneDNN then also reports no bf16, so bf16 is measured only without this setting. Hippocampus volumes come
+from ../shared/data/hippocampus if present, else synthetic ones of that size. "om" is the network of config_om.yaml, 233
+M parameters, at 64^3 with a batch of one; it takes half an hour by itself and is not profiled.
 """
 import argparse
 import json

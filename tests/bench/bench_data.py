@@ -1,16 +1,16 @@
-"""How fast prepared volumes come, what they cost in memory, and whether a training waits for them.
+"""How fast prepared volumes load, how much memory they take, and whether a training waits for them.
 
     python tests/bench/bench_data.py [--volumes 256] [--steps 60]
 
-cache_vs_nibabel, cache_vs_monai: samples/s of 128^3 volumes as float32 tensors in [0, 1], in batches of 2, by the
-training's own loader from the prepared cache, against reading the .nii.gz files with nibabel (decompressed and scaled
-to [0, 1], nothing resampled) and against MONAI's PersistentDataset in a DataLoader, each with the number of workers
-that suits it best. Each way has a process of its own; all take turns; files are in the system's file cache; medians.
-pss_growth: memory of 8 loader workers against 1, as proportional set sizes (pages that several processes map count
-once), each without the same workers before they have read anything; each worker has read every volume.
-data_wait_share: phase "data" of all phases of the steps of the hippocampus config, after the first ten. The phase ends
-when the batch is on its way to the device, so the leak monitor (1 ms) is in it too.
-Real hippocampus volumes come from ../shared/data/hippocampus where that is present, else synthetic ones stand in.
+cache_vs_nibabel, cache_vs_monai: samples/s of 128^3 volumes as float32 tensors in [0, 1], in batches of 2. The
+training's own loader reads the prepared cache; it is compared with nibabel reading the .nii.gz files (decompressed and
+scaled to [0, 1], nothing resampled) and with MONAI's PersistentDataset in a DataLoader, each with its best number of
+workers. Each method has its own process; they take turns, with all files in the page cache; figures are medians.
+pss_growth: memory of 8 loader workers against 1, as proportional set sizes (pages shared by processes count once),
+minus that of the same workers before they read anything; each worker reads every volume.
+data_wait_share: share of phase "data" in the steps of the hippocampus config, after the first ten. The phase ends when
+the batch is on its way to the device, so it includes the leak monitor (1 ms).
+Real hippocampus volumes come from ../shared/data/hippocampus if present, else synthetic ones stand in.
 """
 import argparse
 import gzip

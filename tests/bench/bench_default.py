@@ -1,37 +1,35 @@
-"""The default of register() beside other programs, on seven data sets: what a user gets who types no options.
+"""The default of register() compared with other programs, on seven data sets: what a user gets without options.
 
     python tests/bench/bench_default.py --json [--sets NAME...] [--methods NAME...] [--limit N] [--resume]
     python tests/bench/bench_default.py --tune [--sets NAME...] [--methods NAME...]
 
 Ours is `omnimorph.register(fixed, moving)` and nothing else. The peers are Greedy, ANTs SyN with local correlation,
 DIPY's SyN and ConvexAdam, in the environment that peers.py makes. `weight_W` is ours with one fixed refine.weight; the
-best of WEIGHTS on the test pairs is an upper bound for what a rule that infers the weight can reach, and nothing else.
-`--networks NAME=MODEL` adds networks (a run's folder, a file, or universal), each followed by --refine steps.
+best of WEIGHTS on the test pairs is only an upper bound for a rule that infers the weight. `--networks NAME=MODEL` adds
+networks (a run's folder, a file, or universal), each followed by --refine steps.
 
 The protocol, written before the first score:
 
-1. Choosing, tuning and testing use different subjects; PARTS says which. Where a set is too small for that, `note` in
-   SETS says so, and so does the page of results. The pairs are drawn once by a seed and stand in default_pairs.json;
-   those of the hippocampus in hippocampus_pairs.json.
-2. Every peer has the same budget: four settings (SETTINGS), scored by --tune on the tuning pairs of a set. The one with
-   the best score there is taken for that set (CHOSEN). That is done on the hippocampus, the brains and the prostate;
-   the other sets, whole organs too, take the setting of the brains. A peer is run on no set for which it has not been
-   tuned. Ours has one default for all sets.
-3. All methods get the same files: intensities 0 to 1, headers kept. Each begins as it does by itself.
-4. One scoring for all: labels are carried by the field of each method, smoothed (`dice`) and nearest (`dice_nearest`),
-   and averaged over the labels that both volumes have. Points give the mean distance in mm (TRE). Folding is that of
-   the whole transform on the fixed grid. Seconds run from images in memory to the transform, of the clock and of
-   processors, in one thread; ours include the warped image and the scores of the result.
+1. Choosing, tuning and testing use different subjects, see PARTS. If a set is too small for that, `note` in SETS and
+   the page of results say so. The pairs were drawn once from a seed and are stored in default_pairs.json, those of the
+   hippocampus in hippocampus_pairs.json.
+2. Every peer has the same budget: four settings (SETTINGS), scored by --tune on the tuning pairs of a set. The best one
+   is used for that set (CHOSEN). The hippocampus, brains and prostate were tuned; the other sets, also whole organs,
+   use the settings of the brains. No peer runs on a set for which it was not tuned. Ours has one default for all sets.
+3. All methods get the same files: intensities 0 to 1, headers kept. Each starts in its own default way.
+4. One scoring for all: the field of each method warps the labels, smoothed (`dice`) and nearest (`dice_nearest`); Dice
+   is averaged over the labels that both volumes have. Points give the mean distance in mm (TRE). Folding is that of the
+   whole transform on the fixed grid. Times are wall-clock and CPU seconds from images in memory to the transform, in
+   one thread; ours include the warped image and the scores of the result.
 5. Test pairs are scored once for each method. Every run that scores test pairs adds a line with its date and commit to
    default_scored.jsonl, which is committed.
-6. Intervals and p values come from a bootstrap over volumes, not pairs: volumes are drawn with replacement, and a pair
-   counts as often as the product of how often its two volumes were drawn. With fewer than FEWEST volumes (for the
-   liver, prostate and heart: persons) there is no interval. The p values of the comparisons within a set are corrected
-   by Holm's method.
+6. Intervals and p values come from a bootstrap over volumes, not pairs: volumes are drawn with replacement, and the
+   weight of a pair is the product of the counts of its two volumes. With fewer than FEWEST volumes (for the liver,
+   prostate and heart: persons) there is no interval. The p values of the comparisons within a set are corrected by
+   Holm's method.
 
-Fields and scores are written after each pair, and --resume continues; --rescore computes the scores of all fields that
-are there anew, and --report computes nothing. The last line of --json is one line of JSON, over the pairs that ours and
-Greedy both have.
+Fields and scores are written after each pair, and --resume continues; --rescore recomputes the scores of all stored
+fields, and --report computes nothing. With --json the last line is JSON, over the pairs that both ours and Greedy have.
 """
 import argparse
 import datetime

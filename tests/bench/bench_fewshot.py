@@ -1,34 +1,33 @@
-"""The claim of the published method in its form: a plain U-Net from a few labelled volumes, by how they are augmented.
+"""The published method's claim in its own setting: a plain U-Net from a few labelled volumes, by their augmentation.
 
     python tests/bench/bench_fewshot.py --json [--checkpoint universal] [--minutes 70] [--resume]
 
 Hippocampus (MR crops, 1 mm, two labels). MONAI's U-Net (WIDTHS) learns from 1, 2, 5 or 10 labelled volumes of ids 1-60,
-and is scored on all volumes of ids 231-280; whatever was chosen here (rate, steps, widths) was chosen on ids 201-230.
-The rows:
+and is scored on all volumes of ids 231-280; all choices (rate, steps, widths) were made on ids 201-230. The rows:
   none              the labelled volumes as they are
-  flips_affine      mirrored left to right, turned up to 15 degrees, scaled by up to 15 %, shifted by up to 5 %
+  flips_affine      mirrored left to right, rotated by up to 15 degrees, scaled by up to 15 %, shifted by up to 5 %
   elastic           random elastic deformations as in MONAI's tutorials: sigma 5-7 voxels, magnitude 50-150
-  nnunet            the set of nnU-Net's trainer, from batchgenerators: turns to 30 degrees, scaling 0.7-1.4, noise,
-                    blur, brightness, contrast, low resolution, gamma, all axes mirrored
+  nnunet            the set of nnU-Net's trainer, from batchgenerators: rotation to 30 degrees, scaling 0.7-1.4,
+                    noise, blur, brightness, contrast, low resolution, gamma, all axes mirrored
   bigaug            the nine operations of BigAug (Zhang et al., IEEE TMI 39, 2020), each with probability 1/2:
-                    sharpening, blur, noise, brightness, gamma, perturbation, turns, scaling, deformation
+                    sharpening, blur, noise, brightness, gamma, perturbation, rotation, scaling, deformation
   random            copies before recovery: random deformations of the diffusion model, times 48, 50, 50, 52, ...
-  wide              the same with diffusion.v_scale 1e-4, not 4e-5: as far as real subjects differ (bench_spread.py)
+  wide              the same with diffusion.v_scale 1e-4, not 4e-5: as large as between real subjects (bench_spread.py)
   moved             copies registered to unlabelled volumes of ids 1-60 (OM_augment.py --register)
   recovered         the draws of `random` after recovery by the network of --checkpoint, as in the paper
-  towards           the same draws recovered towards unlabelled volumes of ids 1-60, which the network is shown
-  moved_affine, wide_affine, recovered_affine   those copies, and flips_affine on top of them
-  moved_nnunet, recovered_nnunet                those copies, and nnunet on top of them
-The simple rows draw anew in every step. Copies are drawn once: 16 of a volume that is alone, 8 of each of two, 4 of
-each of five or ten; a sample is a copy with probability SHARE, else the volume itself. Volumes lie on one grid of
-40 x 56 x 40 voxels, mean 0, variance 1. Network, steps, first weights and order of the volumes are the same in all
-rows; the row's own augmentation is all that is added. --copies makes as many copies of each volume in all rows.
+  towards           the same draws recovered towards unlabelled volumes of ids 1-60, which the network sees
+  moved_affine, wide_affine, recovered_affine   those copies, with flips_affine on top
+  moved_nnunet, recovered_nnunet                those copies, with nnunet on top
+The simple rows draw anew in every step. Copies are drawn once: 16 of a single volume, 8 of each of two, 4 of each of
+five or ten; a sample is a copy with probability SHARE, else the volume itself. Volumes lie on one grid of 40 x 56 x 40
+voxels, mean 0, variance 1. All rows share the network, steps, initial weights and order of the volumes, and add only
+their own augmentation. --copies N makes N copies of each volume in all rows.
 
-Each seed takes other labelled volumes (those of 1 are among those of 2, 5 and 10) and other first weights. Dice is the
-mean over both labels, then over the seeds; its 95 % interval is that over the test volumes by Student's t, as is that
-of the difference from the best simple row (the first five). What another choice of labelled volumes changes is seen in
-the seeds, which are given too. Cells run in the order of the table, 1 volume first; --minutes stops it after so many
-processor minutes, and what was not run is named. One file for each cell and each volume's copies; --resume continues.
+Each seed takes other labelled volumes (those of 1 are among those of 2, 5 and 10) and other initial weights. Dice is
+the mean over both labels, then over the seeds. Its 95 % interval, and that of the difference from the best simple row
+(the first five), are over the test volumes by Student's t. The scores of each seed show the effect of the choice of
+labelled volumes. Cells run in the order of the table, 1 volume first; after --minutes of CPU time no further cell
+starts, and the skipped ones are named. Each cell and each volume's copies have a file; --resume continues.
 MONAI is in requirements-bench.txt, and batchgenerators for the rows with nnunet.
 """
 import argparse

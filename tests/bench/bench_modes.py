@@ -1,19 +1,19 @@
-"""Which of the three modes help each other: the network trained with some of them, for equal steps and for equal time.
+"""Which of the three modes help each other: trainings with some of them, for equal steps and for equal time.
 
     python tests/bench/bench_modes.py [--steps 380] [--volumes 38 8] [--modes 123 3 13 23] [--resume]
 
-Hippocampus, as in bench_registration.py: trained on all 38 volumes of ids 1-60 or the first ones of them, by
-Config/config_hippocampus.yaml with the weights (loss.*) of the other modes at 0, so that these are not computed. A row
-is a set of modes: 3 registration, 13 with diffusion too, 23 with contrastive, 123 all. Each is trained for --steps
-steps, at whose end the learning rate is zero, and then anew for as long as the row of all three takes, by the seconds
-that nine of ten steps exceed: other programs make steps longer, and nothing makes them shorter. Columns, all of the
-volumes 201-230, which no row was trained on:
+Hippocampus, as in bench_registration.py: trained on all 38 volumes of ids 1-60 or the first of them, with
+Config/config_hippocampus.yaml; the weights (loss.*) of the other modes are 0, which skips those modes. A row is a set
+of modes: 3 registration, 13 with diffusion too, 23 with contrastive, 123 all. Each trains for --steps steps, over which
+the learning rate falls to zero, and then anew for as long as the row of all three takes. Step times are the 10th
+percentile: other programs make steps longer, and nothing makes them shorter. Columns, all on the volumes 201-230, which
+no row was trained on:
   dice       20 pairs, network alone, labels by the nearest voxel      folding   % of the voxels of these fields
-  ang        mode 1's cosine, -1 is a recovered deformation            retrieval share of volumes known by their slices
+  ang        mode 1's cosine, -1 is full recovery                      retrieval share of volumes recognised by slices
   augmented  Dice of a segmentation learned from one labelled volume and its copies, drawn with this network's recovery
              towards unlabelled volumes (bench_augment.py, method `towards`), over --subsets choices of that volume
-Everything is written at once, and --resume goes on; several processes may share --out, each with other --modes or
---volumes, once --modes 123 is there for all. The last line is one line of JSON: {volumes: {row: columns}}.
+Everything is written immediately, and --resume continues. Once --modes 123 is done for all, several processes may share
+--out, each with other --modes or --volumes. The last line is one line of JSON: {volumes: {row: columns}}.
 """
 import argparse
 import json

@@ -5,8 +5,8 @@
 Three brains (112 x 128 x 80 voxels of 0.15 mm, 37 labels) in different positions, registered in all six orders. Ours is
 what `OM_register.py --model none --affine --refine N` does. The peers are antspyx SyN with local correlation of radius
 2, iterations 40/20/5, and Greedy with local correlation, each after its own affine stage. Files, scores, threads and
-seconds are as in bench_registration.py; no pair goes before the first one, since minutes do not notice a start. The
-last line is one line of JSON.
+seconds are as in bench_registration.py; there is no warm-up pair, because start-up is negligible in runs of minutes.
+The last line is one line of JSON.
 """
 import argparse
 import itertools

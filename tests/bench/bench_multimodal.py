@@ -2,15 +2,14 @@
 
     python tests/bench/bench_multimodal.py [--subjects test] [--pairs N] [--remaps NAME...] [--methods NAME...]
 
-Six remappings (remappings.py; report.html shows them) with ten pairs each, which are drawn from the volumes 201-230, or
-231-280 with --subjects test. A pair has the same files for every method. Ours, without a network: affine stage and
-refinement, in `ours` with --similarity mapped, in `ours_mind` with mind, and in `ours_correlation` with the similarity
-of one modality, to show the difference. The peers, in .venv-peers as in bench_registration.py: antspyx (affine stage
-and SyN, both by mutual information) and elastix (affine stage and B-splines, both by mutual information). `identity` is
-the start. Scores and seconds are those of bench_registration.py: labels carried by the field of each method, `dice` to
-the nearest voxel and `dice_smooth` smoothed; seconds of the clock and of processors. What comes is written at once, and
---resume goes on from there. A table of the remappings goes to stderr and to remappings.md. The last line is one line of
-JSON.
+Six remappings (remappings.py; report.html shows them) with ten pairs each, drawn from the volumes 201-230, or 231-280
+with --subjects test. All methods get the same files. Ours is affine stage and refinement without a network: `ours` with
+--similarity mapped, `ours_mind` with mind, and `ours_correlation` with the similarity of one modality, to show the
+difference. The peers, in .venv-peers as in bench_registration.py: antspyx (affine stage and SyN, both by mutual
+information) and elastix (affine stage and B-splines, both by mutual information). `identity` is the start. Scores and
+times are those of bench_registration.py: the field of each method warps the labels, for `dice` by the nearest voxel and
+for `dice_smooth` smoothed; times are wall-clock and CPU seconds. Results are written immediately; --resume continues. A
+table of the remappings goes to stderr and to remappings.md. The last line is one line of JSON.
 """
 import argparse
 import sys

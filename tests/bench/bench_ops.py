@@ -1,4 +1,4 @@
-"""Speed and accuracy of the operations that were written for speed, each against the plain way of doing it.
+"""Speed and accuracy of the optimised operations, each against a plain implementation.
 
     python tests/bench/bench_ops.py [--size 128] [--repeats 3] [--threads 2]
 

@@ -1,15 +1,14 @@
-"""How near this project's answers are to those of the published code, with the published weights, on its reference.
+"""How closely this project reproduces the published code's answers, with the published weights, on its reference.
 
     python tests/bench/bench_original.py [--json]
 
-Fields are in image sides. field_error: largest difference of the network's answers at times 0, 1, 8, 40 and 79.
-first_recovery_error: of the field after the first of the 80 predictions of the published recovery. recovered_error:
-after all of those down to times 40 and 0. The published recovery is chaotic: a field is zero outside the image, and the
-jump at the border multiplies differences at every step, so two runs that begin 1e-6 image sides apart end as far apart
-as two that round differently. own_spread is that distance, between two runs of this code; recovered_mean and
-own_spread_mean are the means over voxels. mean_voxels: mean length of the recovered field per axis, here and in the
-reference. Prints one JSON object as the last line; takes about five minutes on one core. Without the weights it says so
-and ends.
+Fields are in image sides. field_error: largest difference of the network's fields at times 0, 1, 8, 40 and 79.
+first_recovery_error: the same after the first of the 80 predictions of the published recovery. recovered_error: after
+those down to times 40 and 0. The published recovery is chaotic: a field is zero outside the image, and the jump at the
+border multiplies differences at every step, so two runs that start 1e-6 image sides apart end as far apart as two that
+round differently. own_spread is that distance, between two runs of this code; recovered_mean and own_spread_mean are
+the means over voxels. mean_voxels: mean length of the recovered field per axis, here and in the reference. Prints one
+JSON object as the last line; takes about five minutes on one core. Without the weights it says so and ends.
 """
 import argparse
 import json

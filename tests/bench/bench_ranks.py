@@ -1,23 +1,23 @@
-"""Many ranks on this machine: what a start takes, a rank that is killed, the restart, and the bits of the result.
+"""Many ranks on this machine: time to start, a killed rank, the restart, and bitwise equality of the result.
 
     python tests/bench/bench_ranks.py --ranks 64 [--fewer 4] [--keep FOLDER]
     python tests/bench/bench_ranks.py --paper 8 64 512 [--picture docs/ranks.png]
 
-A tiny training under bash_train_multi_nodes.sh, one real process for each rank. In its middle one rank gets SIGKILL,
-and the launcher has to name it and to go on by itself. The same steps are then made by a few ranks, which accumulate.
-Reported are the parts of each start, as the logs of all ranks say:
+A tiny training runs under bash_train_multi_nodes.sh, one real process for each rank. Halfway, one rank gets SIGKILL;
+the launcher has to name it and restart on its own. A few ranks then make the same steps by gradient accumulation. The
+report gives the parts of each start, from the logs of all ranks:
 
-    import     from the launch until the last rank has its interpreter, torch and this project
-    meet       from there until all ranks know that all are there (the store of rank 0)
+    import     from the launch until the last rank has loaded Python, torch and this project
+    meet       from there until every rank knows that all have arrived (the store of rank 0)
     first step from there to the end of the first step: data, process groups, network, checkpoint, step
 
-On a few cores the processes take turns: importing is then the processor's time of all ranks together, and says nothing
-about a cluster, where every rank has cores of its own. The meeting does, but for the time that ranks wait for a core.
-The last line of standard output is one JSON object.
+On a few cores the processes take turns: importing then takes the CPU time of all ranks together, and says nothing about
+a cluster, where every rank has its own cores. The meeting does, apart from waits for a core. The last line of standard
+output is one JSON object.
 
-With --paper nothing is trained: what the ranks do together is computed by the formulas of `paper`, and where one
-machine can do it with real parts, it is measured beside: as many clients as ranks meet at one store (the median of five
-meetings), and the launcher's verdict reads as many logs.
+--paper trains nothing: it computes the cost of joint work by the formulas of `paper`, and also measures the parts that
+one machine can run: as many clients as ranks meet at one store (the median of five meetings), and the launcher's
+verdict reads as many logs.
 """
 import argparse
 import json

@@ -1,23 +1,23 @@
-"""Registration of hippocampus pairs: this project beside what a user would take instead, on the same pairs in one run.
+"""Registration of hippocampus pairs: this project and its alternatives, on the same pairs in one run.
 
     python tests/bench/bench_registration.py [--train-minutes 40 | --checkpoint F] [--vxm-minutes 40 | --vxm-weights F]
 
-The 40 ordered pairs of hippocampus_pairs.json are volumes that no training and no choice of settings has seen. Ours:
-`net`, the network alone, trained in mode 3 alone, in three rounds; `quick` and `refine`, the same in two rounds, with
+No training and no choice of settings has seen the volumes of the 40 ordered pairs in hippocampus_pairs.json. Ours:
+`net`, the network alone, trained only in mode 3, in three rounds; `quick` and `refine`, the same in two rounds, with
 few and with more steps of refinement (--quick, --net-refine); `refine_none`, affine stage and refinement (--refine)
-without any network; `labels`, a network alone whose training saw the labels of its volumes; `labels_few`, one that saw
-those of five; `labels_refine` and `labels_few_refine`, the same with --labels-refine steps, which see no labels but
-what the network itself segments.
+without a network; `labels`, a network alone, trained with the labels of its volumes; `labels_few`, one trained with the
+labels of five; `labels_refine` and `labels_few_refine`, the same with --labels-refine steps, which use no labels except
+the network's own segmentation.
 `universal` is the network of --model universal, which has never seen a hippocampus, after the affine stage and with
 --refine. Peers, in an environment of their own (.venv-peers, made here from requirements-peers.txt): antspyx (affine,
 SyN, and SyN with local correlation of radius 2 and iterations 40/20/5), Greedy with local correlation after its affine
 stage, DIPY's SyN with local correlation after its affine pipeline, ConvexAdam, and a VoxelMorph U-Net trained for as
-long on the same volumes. All get the same files (intensities 0 to 1, headers kept) and the same threads. Those without
-an affine stage begin with the centres of the volumes together, as `identity` shows; the others find their own
-beginning. Labels are carried by the field of each method in both ways of --labels: `dice` and HD95 are those of the
-nearest voxel, `dice_smooth` the other ones, all of them means over both labels. Folding is that of the whole transform
-on the fixed grid (an affine part changes no sign). Seconds run from images in memory to the transform, after one pair
-that is not counted. What comes is written at once, and --resume goes on from there. The last line is one line of JSON.
+long on the same volumes. All get the same files (intensities 0 to 1, headers kept) and the same number of threads.
+Those without an affine stage start with the volumes' centres aligned, as in `identity`; the others find their own
+start. The field of each method warps the labels in both modes of --labels: `dice` and HD95 use the nearest voxel,
+`dice_smooth` the smooth mode; all are means over both labels. Folding is that of the whole transform on the fixed grid
+(an affine part changes no sign). Seconds run from images in memory to the transform, after one warm-up pair. Results
+are written immediately; --resume continues. The last line is one line of JSON.
 """
 import argparse
 import json

@@ -1,13 +1,13 @@
-"""What it costs to see what a run does, and whether what is wrong is found in time.
+"""What it costs to monitor a run, and whether problems are found in time.
 
     python tests/bench/bench_report.py [--steps 100000] [--keep FOLDER]
 
-open_s: seconds from the command to the page of a run of 100,000 made-up steps, and, where there is a chromium, until it
-has drawn it. bytes: of that page. logging_share: what a real training spends on its logs, of a step: the line of each
-step, timed inside the steps of the hippocampus config, and the lines of all ranks and TensorBoard (Runtime/pace.py).
-The watchdog's phases are there to keep a run alive, and are in the safety_share of bench_runtime.py. straggler_named:
-the step at which the rules name the rank of two real ones that works 30 % slower. false_alarms: what the rules find in
-a healthy real run of 500 steps. The last line of standard output is a JSON object.
+open_s: seconds from the command to the page of a run of 100,000 made-up steps and, if chromium is installed, until it
+is drawn. bytes: size of that page. logging_share: fraction of a step that a real training spends on its logs: the line
+of each step, timed inside the steps of the hippocampus config, and the lines of all ranks and TensorBoard
+(Runtime/pace.py). The watchdog's phases keep a run alive, so they count in the safety_share of bench_runtime.py.
+straggler_named: the step at which the rules name the rank, of two real ones, that works 30 % slower. false_alarms:
+problems reported in a healthy real run of 500 steps. The last line of standard output is a JSON object.
 """
 import argparse
 import json

@@ -2,16 +2,16 @@
 
     python tests/bench/bench_retrieval.py --json [--checkpoint universal] [--images 20]
 
-retrieval: every scan of the liver (two persons, three phases of breathing each), the heart (end of diastole and of
-systole) and the hippocampus (ids 201-280) looks for its nearest one among all the others: by the cosine of the
-network's embeddings of both, their mean over all scans taken away, or by plain correlation of the images on the
-network's grid. Found is a scan of the same person. Whose the hippocampi are the data do not say; neighbouring ids are
-often one person, so an id one apart counts, and since they may be its left and its right one, each scan is looked for
-mirrored too. Chance is the share of such scans among all others, and among those of the same set.
+retrieval: each scan of the liver (two persons, three breathing phases each), the heart (end diastole and end systole)
+and the hippocampus (ids 201-280) is matched to its nearest other scan: by the cosine of the network's embeddings, minus
+their mean over all scans, or by plain correlation of the images on the network's grid. A match is correct if it is of
+the same person. The data do not say whose the hippocampi are. Neighbouring ids are often one person, so an id one apart
+counts; they may be a left and a right hippocampus, so each scan is also matched mirrored. Chance is the share of
+correct scans among all others, and among those of the same set.
 atlas: --images hippocampi are labelled by one of five atlases, with the registrations of bench_segment.py: by the most
-similar one by embeddings, by correlation, and by the best one, which nobody knows beforehand. Dice is the mean over
-both labels, then over images; gain is the difference from the mean of all five, that is from a random one, with its
-95 % interval over the images by Student's t. The last line is JSON.
+similar one in embeddings or in correlation, and by the best one in hindsight. Dice is the mean over both labels, then
+over images; gain is the difference from the mean of all five, which is that of a random one, with its 95 % interval
+over the images by Student's t. The last line is JSON.
 """
 import argparse
 import json

@@ -1,15 +1,15 @@
-"""What safety costs: agreement, watchdog and leak monitor in a step, checkpoints, and continuing after a restart.
+"""What safety costs: agreement, watchdog and leak monitor in a step, checkpoints, and resuming after a restart.
 
     python tests/bench/bench_runtime.py [--steps 40]
 
-On the hippocampus config with mode 3 in every step, in one run; first steps, which compile, are left out. Volumes as in
-bench_step.py; checkpoints go to the folder for temporary files.
+One run of the hippocampus config with mode 3 in every step; the first steps, which compile, are left out. Volumes are
+those of bench_step.py; checkpoints go to the temporary folder.
 
 safety_share: watchdog (breadcrumb and heartbeat, deadline, log), leak monitor with a full window, and fingerprints are
 timed inside real steps. Agreements are timed between two real processes that do nothing else and so arrive together:
-that ranks wait for each other is no cost of agreement, as they would wait in the sum of their gradients otherwise.
-checkpoint_share: what a step waits for `save_state` at one checkpoint per 50 steps. A thread goes on to write; how much
-slower the steps begun meanwhile are is a row of its own and not part of the share.
+waits between ranks are no cost of agreement, because ranks would otherwise wait when they sum gradients.
+checkpoint_share: share of a step spent waiting for `training_state.save`, at one checkpoint per 50 steps. A thread then
+writes; how much this slows the steps begun meanwhile is a separate row, not part of the share.
 resume_s: from the start of `python OM_train_3modes.py` to the end of its first step, for an early and a late step.
 """
 import argparse

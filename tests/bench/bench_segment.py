@@ -1,12 +1,12 @@
-"""Labels from a few labelled volumes: ours beside majority vote, one atlas, and ANTs' joint label fusion.
+"""Labels from a few labelled volumes: ours compared with majority vote, one atlas, and ANTs' joint label fusion.
 
     python tests/bench/bench_segment.py --json [--sets hippocampus] [--part test] [--limit N] [--peers-python PYTHON]
 
 hippocampus: ATLASES of ids below 203 label crops of ids from 203 on (--part choose: others below 203, on which the
 parameters of Study/fusion.py were chosen). brains: the first seven label the others at 2 mm, tissues and 138 labels.
-All methods join the same registrations, those of `omnimorph segment`: what differs is how labels are joined. ANTs has
-its own fusion (beta 4, radius 2), within two voxels around any label and of intensities of 0 to 100; it is run by
---peers-python, and without that its column is empty. Dice is the mean over labels, then over images. The last line is
+All methods use the same registrations, those of `omnimorph segment`, and differ only in how they fuse labels. ANTs uses
+its own fusion (beta 4, radius 2), within two voxels of any label, on intensities of 0 to 100; it runs with
+--peers-python, and its column is empty without that. Dice is the mean over labels, then over images. The last line is
 JSON.
 """
 import argparse

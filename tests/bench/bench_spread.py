@@ -1,24 +1,24 @@
-"""Why recovery does not pay: shapes of copies beside those of real subjects, and how much a network recovers.
+"""Why recovery does not pay: shapes of copies compared with real subjects, and how much a network recovers.
 
     python tests/bench/bench_spread.py --json [--checkpoint universal] [--picture docs/spread.png]
 
 Hippocampus. The sets, each of --volumes volumes of ids 1-60 with --draws copies (rows as in bench_fewshot.py):
-  real       other subjects of ids 1-60, with the field of a registration of the volume to them
-  moved      the volume registered to these, as OM_augment.py --register does: the same fields, labels carried by them
-  random     deformations of the diffusion model before recovery      recovered   the same draws after it
+  real       other subjects of ids 1-60, with the field that registers the volume to them
+  moved      the volume registered to these, as OM_augment.py --register does: the same fields, labels warped by them
+  random     deformations of the diffusion model before recovery      recovered   the same draws after recovery
   wide       the same with diffusion.v_scale 1e-4
   last       at the last time, OM_augment.py's default                last_wide   the same with diffusion.v_scale 6e-5
   towards    the same draws recovered towards another volume          elastic     random elastic deformations
-Measured of each copy, within MARGIN voxels of its label:
-  displacement_mm   root mean square length of the displacement, its best affine map taken away
+Measures of each copy, within MARGIN voxels of its label:
+  displacement_mm   root mean square length of the displacement, without its best-fitting affine map
   log_jacobian      standard deviation of the logarithm of the determinant: local growth and shrinking
-  volume            |log of the label's volume in the copy over that in the original|
+  volume            |log(label volume in the copy / in the original)|
   overlap           Dice of the copy's label with the original's, both centred
-  along_real        share of what the label's signed distance map changes by that lies in the first MODES principal
-                    modes of other real subjects, ids 201-280 (their labels alone, no registration)
-How much a network recovers is its mean cosine with the field that undoes the deformation (minus the loss `ang`: 1 is
-all, 0 nothing), at three times, for three conditions: none, another subject, and the volume itself; and of the
-published 2D network on its three reference slices, if its weights are there. The last line is JSON.
+  along_real        share of the change in the label's signed distance map along the first MODES principal modes of
+                    other real subjects, ids 201-280 (from their labels alone, without registration)
+A network's recovery is its mean cosine with the field that undoes the deformation (minus the loss `ang`: 1 is full
+recovery, 0 none), at three times, for three conditions: none, another subject, and the volume itself. The published 2D
+network is measured on its three reference slices, if its weights are present. The last line is JSON.
 """
 import argparse
 import json

@@ -1,23 +1,23 @@
-"""Whether the affine stage finds volumes that are turned, moved and have lost their header: 60 pairs, drawn by a seed.
+"""Whether the affine stage aligns rotated and shifted volumes, half of them with a lost header: 60 pairs from a seed.
 
     python tests/bench/bench_start.py --json
     python tests/bench/bench_start.py --part choose --seed 7       # other brains, for choosing settings
 
-Pairs of two brains of `--data`/brains, two mice, or two fetal brains at most six weeks apart, with twice their voxels'
-side, which an affine map does not notice. The moving volume is turned by up to 60 degrees about any axis, and shifted
-by up to half of its field of view along any direction, on a grid that still holds all of it. Of four pairs
-  two have a header that says where the voxels are: the volume itself has moved,
-  one has lost its orientation: axes in another order and direction, and a header of voxel sides only, and
-  one has lost its spacing: sides of 1 mm, where the voxels are up to twice as long along one axis as along another.
-A lost orientation never mirrors, as a volume cannot tell its mirror image from itself.
+A pair is two brains of `--data`/brains, two mice, or two fetal brains at most six weeks apart, resampled to voxels of
+twice the side, which hardly affects an affine map. The moving volume is rotated by up to 60 degrees about any axis and
+shifted by up to half its field of view in any direction, on a grid that still holds all of it. Of every four pairs
+  two have a correct header: the volume itself has moved,
+  one has lost its orientation: the axes are permuted and flipped, and the header holds only voxel sizes, and
+  one has lost its spacing: the header says 1 mm, but voxels are up to twice as long along one axis as along another.
+A lost orientation never mirrors, because a volume cannot be told from its mirror image.
 
-What an untouched pair gets is the reference: its affine map by the same program, after which the known one follows.
-A pair has landed where the labels' mean Dice is at most 0.03 below that of the reference, or the voxels of the body are
-on average within 3 % of the longest side of its box of where the reference brings them. This was set down before the
-first run. Pairs that have not landed are told by a verdict that is not "ok", see Inference/verdict.py.
+The reference is the affine map of the untouched pair by the same program, followed by the known motion. A pair has
+landed if the labels' mean Dice is at most 0.03 below that of the reference, or if the voxels of the body lie, on
+average, within 3 % of the longest side of its box from where the reference puts them. This was fixed before the first
+run. A verdict other than "ok" tells that a pair has not landed, see Inference/verdict.py.
 
-Last line of stdout, with --json: {"cases": 60, "landed": .., "told": .., "missed": ..}: told, of those that have not
-landed; missed, the others of them.
+Last line of stdout, with --json: {"cases": 60, "landed": .., "told": .., "missed": ..}: told, those not landed that the
+verdict tells; missed, the others of them.
 """
 import argparse
 import itertools

@@ -1,11 +1,11 @@
-"""Which share of a three-mode training step is not the network.
+"""The share of a three-mode training step that is not the network.
 
     python tests/bench/bench_step.py [--steps 40]
 
 A step is everything between two batches of the hippocampus config: loading, deforming, losses, clipping, optimizer,
-with mode 3 in every step. The network's own time is forward and backward of the same three calls on ready inputs, with
-a given gradient instead of a loss. Both are measured in turns in one process; first steps, which compile, are left out.
-Real volumes come from ../shared/data/hippocampus where that is present, else synthetic ones of that size stand in.
+with mode 3 in every step. The network's own time is the forward and backward pass of the same three calls on prepared
+inputs, with a given gradient instead of a loss. Both are measured in turns in one process; the first steps, which
+compile, are left out. Real volumes come from ../shared/data/hippocampus if present, else synthetic ones of that size.
 """
 import argparse
 import json

@@ -1,17 +1,17 @@
-"""What network and losses of a training step cost a device, counted without one.
+"""What the network and losses of a training step cost on a device, counted without one.
 
     python tests/bench/bench_step_cost.py [--json] [--config FILE] [--set key=value ...] [--tree FOLDER]
 
 Forward and backward pass of each mode run on tensors without values (FakeTensor) by the rules of a device: its
-autocast, its way of each operation, and Triton's kernels, which are counted instead of launched. An operation that is
-no view counts as one kernel (a convolution's gradient: two, and one for a bias), with the bytes that it reads and
-writes, and its flops.
-  copies      transposing ones: more than 8 MB written in another order of the axes than they are read
+autocast, its way of each operation, and Triton's kernels, which are counted instead of launched. Each operation except
+views counts as one kernel (a convolution's gradient: two, and one for a bias), with the bytes that it reads and writes,
+and its flops.
+  copies      transposing ones: more than 8 MB written in another axis order than read
   waits       of the host for the device in a whole step: those counted here, and the seven around the passes (terms and
               norm of each mode, embeddings for the queue)
   device_ms   sum over kernels of the longest of bytes / 4.17 TB/s, flops / 784 Tflop/s (float32: 51) and 2 us, as
-              measured on an H200. It is a floor for these operations: at 4bf4914 an H200 was busy for 375 ms.
-BEFORE is what this script counts for commit 4bf4914, whose functions it then called in another way.
+              measured on an H200. It is a lower bound for these operations: at 4bf4914 an H200 was busy for 375 ms.
+BEFORE is what this script counted for commit 4bf4914, when it called that commit's functions differently.
 """
 import argparse
 import collections

@@ -1,13 +1,13 @@
-"""The template of a group: ours beside the one of ANTs, from the same files, scored alike.
+"""The template of a group: ours compared with that of ANTs, from the same files, with the same scores.
 
     python tests/bench/bench_template.py --json [--sets NAME...] [--limit N] [--peers-python PYTHON]
 
 Ours is `omnimorph template` without options. ANTs' is antspyx's build_template (SyN by local correlation, four rounds;
-OPTIONS), onto which each subject is then registered once more with the same settings: its own last registrations lead
-to the template before the last. Seconds are of processors and of the template alone.
-  sharpness   mean gradient, of the intensity range per mm, of the plain mean of the subjects on the template: without
-              the sharpening that either program adds. Over the voxels within two voxels of a label
-  dice        mean over labels of all pairs of subjects, whose labels are carried to the template, smoothed
+OPTIONS), to which each subject is then registered once more with the same settings, because its own last registrations
+lead to the template before the last. Seconds are CPU seconds of the template alone.
+  sharpness   mean gradient, in intensity ranges per mm, of the plain mean of the subjects on the template, without
+              either program's sharpening, over the voxels within two voxels of a label
+  dice        mean over labels and all pairs of subjects, with their labels warped to the template, smoothed
 Sets: 20 hippocampus crops, 15 brains at 2 mm (tissues and 138 labels). The last line is JSON.
 """
 import argparse

@@ -1,4 +1,4 @@
-"""Is the universal network good enough to be shipped? On data that it has never seen, beside --model none and ANTs.
+"""Is the universal network good enough to ship? On data that it has never seen, compared with --model none and ANTs.
 
     python tests/bench/bench_universal.py [--model F] [--parts hippocampus mouse inverted] [--out FOLDER]
 
@@ -6,14 +6,13 @@
 scores, threads and seconds of another benchmark: `hippocampus`, the 40 test pairs of bench_registration.py; `mouse`,
 the six pairs of bench_mouse.py; `inverted`, the ten pairs of bench_multimodal.py --subjects test in which dark is
 bright and bright is dark. In each: `identity`, the start; `none`, affine stage and refinement without a network, as in
-those benchmarks; `net`, the network alone, and `refine`, the same with refinement, whose weight of roughness
-(refine.weight) is that of `none` in each part. The network comes after the affine stage, as where no model is named. In
-`inverted`, refinement of both compares by `mapped`, and `ants` is antspyx by mutual information, where the environment
-of the peers exists (.venv-peers, or --peers-python).
+those benchmarks; `net`, the network alone, and `refine`, the same with refinement, with the roughness weight
+(refine.weight) of `none` in each part. The network runs after the affine stage, as without a model. In `inverted`, both
+refinements use the similarity `mapped`, and `ants` is antspyx by mutual information, if the peers' environment exists
+(.venv-peers, or --peers-python).
 
-What has to be reached stands in NEEDED. A part that is not there, or not wholly measured, has reached nothing. What
-comes is written at once, and --resume goes on from there. The last line is one line of JSON: means of each part, what
-was reached, and whether all of it.
+NEEDED lists the criteria. A missing or incomplete part meets none. Results are written immediately; --resume continues.
+The last line is one line of JSON: means of each part, the criteria met, and whether all are.
 """
 import argparse
 import json

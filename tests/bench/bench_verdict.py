@@ -1,19 +1,19 @@
-"""Whether the verdict tells good registrations from hopeless ones: 60 pairs of one organ, 30 that cannot go well.
+"""Whether the verdict tells good registrations from hopeless ones: 60 pairs of one organ, 30 that must fail.
 
     python tests/bench/bench_verdict.py --json
     python tests/bench/bench_verdict.py --subjects choose --out FOLDER
 
-Hopeless are six pairs of each kind: another organ, a volume mirrored behind an unchanged header, noise, a volume of
-which half is missing, and a header with the wrong spacing. Brains are never mirrored from left to right: a brain and
-its mirror image differ less than two persons do, and without labels nobody can tell. Volumes are averaged to at most
+The hopeless pairs are six of each kind: another organ, a volume mirrored under an unchanged header, noise, a volume
+with half missing, and a header with the wrong spacing. Brains are never mirrored from left to right: a brain and its
+mirror image differ less than two persons do, and without labels nobody can tell. Volumes are averaged to at most
 MOST_VOXELS, so that a pair takes seconds. A good pair that is not `ok` is a false alarm, a hopeless one that is `ok` is
 missed.
 
 The thresholds of Inference/verdict.py were chosen with `--subjects choose` (hippocampus ids below 100, the first seven
 brains, fetal weeks 22, 26, 30 and 34, liver 19). `--subjects report`, the default, has other subjects (hippocampus ids
-above 200, the last eight brains, weeks 24, 28, 32 and 36, liver 23) and two organs that chose nothing: mouse brains and
-a heart. One limit is not wholly blind to them: the part of the body that must be covered was set to 75 % (first 75,
-then 80) after some hippocampus crops of the second set had shown 82 to 85 %. The last line is one line of JSON.
+above 200, the last eight brains, weeks 24, 28, 32 and 36, liver 23) and two organs without a part in the choice: mouse
+brains and a heart. One limit is not fully blind to them: the required coverage of the body was set to 75 % (first 75,
+then 80) after some hippocampus crops of the second set showed 82 to 85 %. The last line is one line of JSON.
 """
 import argparse
 import itertools

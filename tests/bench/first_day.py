@@ -1,12 +1,12 @@
-"""The first day on a device: everything that has to be known of it, in ten minutes and one command.
+"""The first day on a device: everything to know about it, in ten minutes and one command.
 
     python tests/bench/first_day.py [--device auto] [--out Logs/first_day.json] [--section NAME ...]
     python tests/bench/first_day.py --device cpu --rehearse           the same on small volumes
 
-Each section runs in a process of its own, so that a crash, a hang or a full memory costs that section only. After each
-one its figures are printed as a JSON object and the file of --out is written anew, with all sections so far. What a
-section cannot show on this device it says in a sentence. Sizes are those of config_om.yaml, 128^3, times --scale; below
-1 its network is narrower too, down to a quarter of the channels.
+Each section runs in a process of its own, so that a crash, a hang or running out of memory costs that section only.
+After each section its figures are printed as a JSON object, and the file of --out is rewritten with all sections so
+far. A section says in a sentence what it cannot measure on this device. Sizes are those of config_om.yaml, 128^3, times
+--scale; below 1 its network is narrower too, down to a quarter of the channels.
 """
 import argparse
 import contextlib

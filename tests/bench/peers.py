@@ -1,14 +1,14 @@
-"""The registration methods of others, in an environment of their own: one process does all pairs of one method.
+"""Other projects' registration methods, in an environment of their own: one process runs all pairs of one method.
 
     python tests/bench/peers.py METHOD JOB.json
 
-bench_registration.py, bench_mouse.py and bench_multimodal.py start this, by `peer` below, with an interpreter of
-requirements-peers.txt. The job names the pairs, all of them NIfTI files: {"pairs": [{"fixed", "moving", "moving_label",
+bench_registration.py, bench_mouse.py and bench_multimodal.py start this through `peer` below, with an interpreter that
+has requirements-peers.txt. The job names the pairs, all NIfTI files: {"pairs": [{"fixed", "moving", "moving_label",
 "out"}, ...], "options": {...}, "warm_up": true}; "start" of a pair is the 4x4 matrix, fixed world to moving world, from
-which methods without an affine stage begin. For each pair come <out>.label.npy, the moving label on the fixed grid,
-nearest neighbour, by the method's own means; <out>.field.npy, the whole transform as a field of this project,
-displacement in voxels of the fixed grid; and a line of JSON with the seconds from images in memory to the transform, of
-the clock and of all processors. Where METHOD is voxelmorph-train, see train_voxelmorph.
+which methods without an affine stage start. Each pair gives <out>.label.npy, the moving label on the fixed grid,
+nearest neighbour, warped by the method itself; <out>.field.npy, the whole transform as a field of this project,
+displacement in voxels of the fixed grid; and a line of JSON with wall-clock and CPU seconds from images in memory to
+the transform. For METHOD voxelmorph-train, see train_voxelmorph.
 """
 import json
 import os

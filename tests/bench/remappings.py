@@ -1,7 +1,7 @@
 """Other modalities made from one: six remappings of intensities, each a pure function of its name and a key.
 
-A remapping changes what a voxel is worth and never where it lies, so the labels of a volume stay true. Five of them
-are for the moving volume of a pair, `t1_t2` is for both. Volumes are arrays (D, H, W) in 0..1, before and after.
+A remapping changes the intensity of a voxel and never its place, so the labels of a volume stay valid. Five of them
+apply to the moving volume of a pair, `t1_t2` to both. Volumes are arrays (D, H, W) in 0..1, before and after.
 """
 import zlib
 
