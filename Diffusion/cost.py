@@ -131,7 +131,8 @@ def training_volumes(cfg):
 
 def speed(cfg, device):
     """Floating-point operations per second of this machine in a convolution of the size of the network's second level,
-    forward and backward; a training reaches this within a factor of about two."""
+    forward and backward. Training took up to twice as long on small grids, and four times as long on a large one, where
+    attention and sampling, which are not tried here, take most of the time."""
     channels, batch = cfg["model.channels"][1], cfg["data.batchsize"]
     size = [max(n // 2, 4) for n in cfg["data.img_size"]]
     conv, count = (torch.nn.Conv3d, torch.nn.Conv2d)[len(size) == 2], 0
@@ -221,7 +222,7 @@ def dry_run(cfg, world_size, modes):
         print(f"on this machine ({here['device']}): {fit_text(here, cfg)}; a step takes about "
               f"{here['step_seconds']:.2g} s" + f", all {cfg['run.epochs']} epochs "
               f"{here['step_seconds'] * steps * cfg['run.epochs'] / 3600:.3g} h" * bool(volumes)
-              + ", by a trial convolution: within a factor of about two")
+              + ", by a trial convolution: a large grid may take up to four times as long")
     else:
         print(f"on this machine: no {cfg['run.device']}, so the time is unknown")
     print(json.dumps({"parameters": parameters, "step_flops": sum(cost["flops"] for cost in costs.values()),

@@ -166,7 +166,8 @@ def write_plan_page(out, args, items, seen, bad, chosen, advice):
     cards = [("volumes", len(items), f"{len(bad)} left out" if bad else ""),
              ("grid", " x ".join(map(str, chosen["img_size"])), f"of {chosen['spacing_mm']} mm"),
              ("memory of a step", f"{chosen['memory_gib']} GiB", ""),
-             ("a step", f"{chosen['step_seconds']} s", "by a trial convolution: within a factor of two"),
+             ("a step", f"{chosen['step_seconds']} s",
+              "by a trial convolution: a large grid may take up to four times as long"),
              ("the training", f"{chosen['hours']} h", f"{chosen['steps']} steps")]
     rows = [["size, mm", *(f"{n:.0f}" for n in np.min(sizes, 0)), *(f"{n:.0f}" for n in np.max(sizes, 0))],
             ["voxel, mm", *(f"{n:.2f}" for n in np.min([row["voxel_mm"] for row in seen], 0)),
