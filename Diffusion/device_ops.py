@@ -187,16 +187,17 @@ def product_over_channels(x, weight, bias=None):
     planes = x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])                        # (B D, H W, C)
     if x.shape[-1] > weight.shape[1]:
         weight = F.pad(weight.flatten(1), [0, x.shape[-1] - weight.shape[1]])           # (K, C)
-    weight = weight.flatten(1).T.expand(len(planes), -1, -1)                                       # (B D, C, K)
+    weight = weight.flatten(1).T.expand(len(planes), -1, -1)                            # (B D, C, K)
     product = torch.bmm(planes, weight) if bias is None else torch.baddbmm(bias, planes, weight)    # (B D, H W, K)
     return product.view(*x.shape[:-1], -1)
 
 
 def product_along(x, matrix, axis):
-    """The product of a matrix (n, n) with x, of any shape with n values along an axis, line by line along it."""
+    """The product of a matrix (m, n) with every line of x along an axis, of n values each, which become m."""
     if axis == x.dim() - 1:
         return x @ matrix.T
-    return (matrix @ x.flatten(axis + 1).flatten(0, axis - 1)).view(x.shape)
+    product = matrix @ x.flatten(axis + 1).flatten(0, axis - 1)
+    return product.view(*x.shape[:axis], len(matrix), *x.shape[axis + 1:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -630,7 +630,7 @@ def _weight_at(weight, tap, channel, result, known, of_channel, of_result, of_ta
 
 @triton.jit
 def _offset(bias, result, RESULTS: tl.constexpr, BIASED: tl.constexpr):
-    """The bias of each result, (1, results) float32; 0 where there is none."""
+    """Each result's bias as a float32 row (1, results); zeros if the layer has no bias."""
     offset = tl.zeros_like(result).to(tl.float32)
     if BIASED:
         offset += tl.load(bias + result, mask=result < RESULTS, other=0.0)

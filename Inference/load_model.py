@@ -174,7 +174,7 @@ def load_state(path, device="cpu"):
 
 def _completed(state):
     """The content of a file, with today's defaults for the keys of a network that it was written before."""
-    if isinstance(state.get("config"), dict):
+    if isinstance(state.get("config"), dict) and not state["config"].keys() >= set(MODEL_KEYS):
         known = load_config(DEFAULTS)
         state["config"] = {**{key: known[key] for key in MODEL_KEYS}, **state["config"]}
     return state

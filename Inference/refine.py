@@ -28,6 +28,7 @@ import math
 import torch
 from tqdm import tqdm
 
+from Diffusion.device_ops import product_along
 from Diffusion.fields import compose, interpolate, masked, resize_field, side_lengths, warp
 from Diffusion.losses import (
     conditional_means,
@@ -337,11 +338,8 @@ def onto_control_grid(n, control, sigma, device="cpu"):
 def along_axes(x, matrices):
     """x (B, C, *spatial) multiplied by one matrix along each spatial axis; None leaves an axis as it is."""
     for axis, matrix in enumerate(matrices, 2):
-        if matrix is not None and axis == x.dim() - 1:
-            x = x @ matrix.T
-        elif matrix is not None:
-            product = matrix @ x.flatten(axis + 1).flatten(0, axis - 1)
-            x = product.view(*x.shape[:axis], len(matrix), *x.shape[axis + 1:])
+        if matrix is not None:
+            x = product_along(x, matrix, axis)
     return x
 
 
