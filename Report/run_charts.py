@@ -142,7 +142,7 @@ def leak_lines(found, curves, place):
     for rank, leak in sorted(leaks.items())[:SHOWN_RANKS]:
         x, y = curves.get(rank, ([], []))
         index = next((index for index, step in enumerate(x) if step >= leak["step"]), None)
-        if index is None or not leak["sentence"].startswith(place):
+        if index is None or leak.get("place") != place:
             continue
         steps = [step for step in x[index:] if step <= leak["step"] + LEAK_LINE]
         grown = [y[index] + leak["bytes_per_step"] / GIB * (step - steps[0]) for step in steps]

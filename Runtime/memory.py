@@ -106,9 +106,9 @@ def find_leak(samples, steps):
     samples: dicts of `measure`, oldest first; fewer than WINDOW give None, more find leaks in rarer or noisier blocks.
     steps: their step numbers, rising.
     Returns: {"bytes_per_step", "steps_left" (by the fall of free memory, or by the leak itself if that is faster),
-    "sentence", "who"}. who: "graph" (tensors in use), "driver or communication" (the rest of the device), "loader or
-    Python objects" (this process and its children) or "host, outside this run" (other processes, or pages that forked
-    workers copy; returned only if memory runs out soon).
+    "sentence", "place" ("host" or "device"), "who"}. who: "graph" (tensors in use), "driver or communication" (the
+    rest of the device), "loader or Python objects" (this process and its children) or "host, outside this run" (other
+    processes, or pages that forked workers copy; returned only if memory runs out soon).
     """
     if len(samples) < WINDOW:
         return None
@@ -145,7 +145,7 @@ def _leak(who, place, used, free, steps):
     fall = -np.polyfit(steps, free, 1)[0]
     left = max(0, round(free[-1] / max(rate, fall)))
     sentence = f"{place} memory grows by {rate / 2 ** 20:.1f} MiB a step ({who}) and runs out in about {left} steps"
-    return {"who": who, "bytes_per_step": float(rate), "steps_left": left, "sentence": sentence}
+    return {"who": who, "place": place, "bytes_per_step": float(rate), "steps_left": left, "sentence": sentence}
 
 
 def _host_used():

@@ -19,9 +19,8 @@ from Dataloader.grids import require_same_grid, to_canonical
 from Dataloader.nifti import read_field, read_label, read_numbers, read_volume, write_volume
 from Dataloader.volume import read_source
 from Diffusion.fields import exponential, jacobian_determinant, then_affine
-from Inference.labels import apply_field, apply_label
+from Inference.labels import apply_field, apply_label, without_affine
 from Inference.outputs import scores_of
-from Inference.pair_figures import without_affine
 from Inference.results import do_all, read_results
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device

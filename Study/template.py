@@ -20,8 +20,7 @@ from Dataloader.nifti import read_label, read_volume, write_field, write_volume
 from Dataloader.volume import read_source
 from Diffusion.fields import compose, exponential, then_affine
 from Diffusion.metrics import average, dice
-from Inference.labels import apply_field, apply_label, vote
-from Inference.pair_figures import without_affine
+from Inference.labels import apply_field, apply_label, vote, without_affine
 from Inference.registration import Known
 from Inference.results import damage, do_all, read_results, source_digests
 from Inference.verdict import judge_list

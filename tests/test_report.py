@@ -150,8 +150,9 @@ def test_damage_costs_the_parts_that_it_hit(tmp_path, capsys):
 
 
 def test_what_a_log_says_is_escaped(tmp_path):
-    run = made_up_run(tmp_path / "run", 20, events=[(0, {"event": "leak", "step": 9, "time": 1.0, "who": "graph",
-                                                         "bytes_per_step": 1, "steps_left": 3, "sentence": NASTY})],
+    leak = {"event": "leak", "step": 9, "time": 1.0, "who": "graph", "place": "host", "bytes_per_step": 1,
+            "steps_left": 3, "sentence": NASTY}
+    run = made_up_run(tmp_path / "run", 20, events=[(0, leak)],
                       step=lambda number, line: {"terms": {**line["terms"], NASTY: 1.0}}, data__subject_pattern=NASTY)
     (run / "pictures").mkdir()
     (run / "pictures/registration_x.png").write_bytes(b"no picture")

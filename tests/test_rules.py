@@ -52,8 +52,8 @@ def test_waiting_for_a_slow_rank_is_not_slow(tmp_path):
     assert found(made_up_run(tmp_path / "run", 100, 2, pace=pace)) == {}
 
 
-LEAK = {"event": "leak", "step": 400, "time": 1.0, "who": "graph", "bytes_per_step": 2 ** 30, "steps_left": 30,
-        "sentence": "device memory grows by 1024.0 MiB a step (graph) and runs out in about 30 steps"}
+LEAK = {"event": "leak", "step": 400, "time": 1.0, "who": "graph", "place": "device", "bytes_per_step": 2 ** 30,
+        "steps_left": 30, "sentence": "device memory grows by 1024.0 MiB a step (graph) and runs out in about 30 steps"}
 
 
 def test_a_leak_is_told_as_the_rank_has_found_it(tmp_path):

@@ -20,7 +20,7 @@ sys.path.insert(0, str(DOCS.parent))
 matplotlib.use("Agg")
 
 import omnimorph  # noqa: E402  from the repository's folder
-from Inference.pair_figures import without_affine  # noqa: E402
+from Inference.labels import without_affine  # noqa: E402
 from Runtime.config import load_config  # noqa: E402
 
 # Two trainings of config_hippocampus.yaml of 2026-11-21: docs/training.md and the notebook have the table.

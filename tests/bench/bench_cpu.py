@@ -1,6 +1,6 @@
 """Time of a training step on a CPU, in float32 and bf16, with and without AVX-512, compared with an earlier commit.
 
-    python tests/bench/bench_cpu.py [--steps 12] [--rounds 2] [--base ae2d719 | --base none] [--configs demo ...]
+    python tests/bench/bench_cpu.py [--steps 16] [--rounds 2] [--base ae2d719 | --base none] [--configs demo ...]
 
 Every figure comes from a real training: OM_train_3modes.py runs some steps of a shipped config and logs when each ends.
 Only the second half counts: in the first steps oneDNN compiles its kernels, and in the middle a checkpoint is written,
