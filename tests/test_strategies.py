@@ -317,7 +317,7 @@ def test_so_does_every_network(data, tmp_path, monkeypatch, ranks, changes):
     tolerance, rounding = (3e-4, 0.03) if changes.get("model__name") == "recresacnet" else (TOLERANCE, 100 * TOLERANCE)
     after = check(seen, folder, data, ranks, tolerance, rounding, **changes)
     if changes.get("run__exact_sums") != "false":  # else one rank sums in another order than two
-        check_alone(after, folder, data, ranks, monkeypatch, **changes)
+        check_alone(after, folder, data, ranks, monkeypatch, tolerance, **changes)
 
 
 @pytest.mark.slow
