@@ -31,7 +31,7 @@ HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, sign
 HOOK = sys.excepthook
 launching.mark_this_process()
 # Files that take long, the longest first: begun last, one of them would run alone while the other processes wait.
-LONG = ("faults", "om_augment", "strategies", "affine", "train", "ranks", "cache", "register", "launcher",
+LONG = ("om_augment", "strategies", "affine", "train", "ranks", "cache", "register", "launcher",
         "masks_and_modalities", "watchdog", "networks", "preflight", "template", "segment", "memory", "checkpoint",
         "data", "workers")
 
@@ -46,8 +46,7 @@ SLOW = ("anatomies", "bench_augment", "bench_default", "bench_multimodal", "benc
 def pytest_collection_modifyitems(items):
     """Within one process the order of files does not matter; tests of one file stay in theirs.
 
-    Of the slow tests, all that need a Slurm or an accelerator, of which there is one, stay in one process too, and the
-    parts of the fault matrix, of which each takes minutes, need not.
+    Of the slow tests, all that need a Slurm or an accelerator, of which there is one, stay in one process too.
     """
     places = {f"test_{name}.py": index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: -1 if item.get_closest_marker("slurm") else places.get(item.path.name, len(LONG)))
@@ -57,8 +56,7 @@ def pytest_collection_modifyitems(items):
         shared = next((name for name in ("slurm", "gpu") if item.get_closest_marker(name)), None)
         if (shared or item.get_closest_marker("slow")) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))  # beside each other they take twice as long
-        alone = item.path.name == "test_faults.py"
-        item.add_marker(pytest.mark.xdist_group(shared or (item.name if alone else item.path.name)))
+        item.add_marker(pytest.mark.xdist_group(shared or item.path.name))
 
 
 def pytest_collection_finish(session):

@@ -1,19 +1,17 @@
-"""Faults against real launches: four in one launch, all of the matrix, and random kills."""
+"""Four faults in one real launch; `make faults` runs each by itself, and random kills."""
 import json
 import os
 import signal
-import sys
 
 import pytest
 
 from tests import launching, warm
 from tests.faults.common import SCALED, ends, final_weights, new_folder, rank_pid, steps_done, until
-from tests.faults.run_matrix import NEED_RIGHTS, matrix
+from tests.faults.run_matrix import matrix
 from tests.tiny import QUICK, ROOT, arguments, launcher_environment
 
 SETTINGS = {**{key.replace(".", "__"): value for key, value in SCALED.items()}, **QUICK, "run__epochs": 2}
 STEPS = 24
-PARTS = 4  # of the matrix: `make test-all` has two of its tests run at a time
 
 
 @pytest.mark.slow
@@ -41,32 +39,6 @@ def test_faults_are_found_named_and_survived(tmp_path):
     assert final_weights(folder, 2) == final_weights(undisturbed, 2) is not None
 
 
-def run(script, *arguments, seconds):
-    """The JSON object of a script's last line; its output is shown where the test fails."""
-    done = launching.run([sys.executable, f"tests/faults/{script}", *arguments], cwd=ROOT, timeout=seconds, stderr=None)
-    print(done.stdout)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_the_matrix_has_all_rows():
     titles = [title for title, *_ in matrix()]
     assert len(set(titles)) == len(titles) >= 49 and sum("zero1" in title for title in titles) >= 6
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(1, PARTS + 1))
-def test_the_matrix(part):
-    found = run("run_matrix.py", "--part", f"{part}/{PARTS}", seconds=1790)
-    titles = [title for title, *_ in matrix()][part - 1::PARTS]
-    assert [row["fault"] for row in found["rows"]] == [title for title in titles if title not in found["left_out"]]
-    assert set(found["left_out"]) <= set(NEED_RIGHTS), found["left_out"]
-    assert not found["failed"]
-    assert all(row["equal"] for row in found["rows"] if row["fault"] != "the same crash every time")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_random_kills_change_nothing():
-    found = run("chaos.py", "--kills", "6", "--seed", "11", seconds=890)
-    assert found["kills"] == found["named"] == 6 and found["equal"]

@@ -1,6 +1,6 @@
 """Every fault that the campaign has met, against real launches: found when, named how, survived with the same weights?
 
-    python tests/faults/run_matrix.py [--only WORD ...] [--ranks N] [--part K/N] [--keep FOLDER]
+    python tests/faults/run_matrix.py [--only WORD ...] [--ranks N] [--keep FOLDER]
 
 Each row is a launch of bash_train_multi_nodes.sh with 2 (or 4) gloo ranks on a tiny training. One fault strikes, from
 outside or by tests/faults/inject; the row says how long it took to find it, whether the verdict named the rank and the
@@ -635,27 +635,18 @@ def show(rows):
                               for row in rows], [None, ".1f", None, None, None, None, None]))
 
 
-def part(text):
-    number, parts = map(int, text.split("/"))
-    if not 1 <= number <= parts:
-        raise ValueError
-    return number, parts
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD",
                         help="rows of this title, or with this word in their titles")
     parser.add_argument("--ranks", type=int, choices=(2, 4), help="only rows with so many ranks")
-    parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N", help="the K-th of N parts of all rows")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run there and leave everything")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would every launcher
     parent = args.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     references, rows, left_out = {}, [], {}
     titles = [title for title, *_ in matrix()]
-    number, parts = args.part
-    for title, ranks, sharded, function, arguments, kind in matrix()[number - 1::parts]:
+    for title, ranks, sharded, function, arguments, kind in matrix():
         # A whole title is that row alone, and not also those that begin with it.
         wanted = any(word == title or (word in title and word not in titles) for word in args.only)
         if (args.only and not wanted) or args.ranks not in (None, ranks):
