@@ -31,7 +31,7 @@ from Study.thumbnails import gallery_html, thumbnail
 
 WHOLE, LOCAL, MIDDLE = "log_jacobian.nii.gz", "log_jacobian_without_affine.nii.gz", "middle.nii.gz"
 LEAST = 1e-3  # smallest determinant; where a field folds, the map has the logarithm of this
-SHOWN = 0.3  # logarithm that is drawn in full red
+SHOWN = 0.3  # logarithm that is drawn in full colour
 
 
 def jacobian(args):
@@ -212,10 +212,7 @@ def write_maps_page(out, rows, failed, args):
         dims = dims_of(row["background"])
         grid, affine = read_numbers(row["background"], dims)
         change = read_numbers(Path(row["folder"]) / WHOLE, dims)[0]
-        for sign, word in ((1, "larger"), (-1, "smaller")):
-            heat = np.clip(sign * change / SHOWN, 0, 1)
-            pictures.append((f"{row['name']}_{word}", thumbnail(grid, affine, (), heat), row["name"],
-                             f"red: {word}, fully at {SHOWN:.1f} of the logarithm"))
+        pictures.append((row["name"], thumbnail(grid, affine, (), change / SHOWN), row["name"], ""))
     lines = [[entry["name"], entry["label"], entry["change_percent"], entry["change_without_affine_percent"],
               entry["voxels"]] for entry in table]
     cards = [(f"{what}s", len(rows), f"{len(failed)} left out" if failed else ""),
@@ -225,7 +222,9 @@ def write_maps_page(out, rows, failed, args):
         head = [what, "label", "change, %", "without the affine part, %", "voxels"]
         sections.append(("Labels", table_html(head, lines, "Mean change of volume. Click on a heading to sort.",
                                               [None, None, ".2f", ".2f", None])))
-    sections.append(("Maps", gallery_html(pictures)))
+    sections.append(("Maps", f"<p>Red: larger, blue: smaller. The colour is full where the volume is "
+                     f"{100 * np.expm1(SHOWN):.0f} % larger or {-100 * np.expm1(-SHOWN):.0f} % smaller.</p>\n"
+                     + gallery_html(pictures)))
     lead = ("The change from the first scan to each later one, half-way between them." if args.scans else
             "How much larger or smaller each subject is than the template.")
     return write_page(out / "jacobian.html", "Change of volume", lead, sections, sortable=True)

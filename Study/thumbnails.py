@@ -10,17 +10,18 @@ from scipy import ndimage
 from Dataloader.grids import to_canonical
 
 SIDE = 120  # pixels, of a slice
-GREYS, REDS, SHADES = 96, 6, 24  # of the palette: greys, steps of red, and greys under each step
+GREYS, STEPS, SHADES = 96, 5, 14  # of the palette: greys, steps of red and of blue, and greys under each step
 COLOURS = ((255, 158, 27), (25, 181, 224), (0, 184, 58), (232, 84, 140), (150, 110, 240), (230, 210, 40))  # outlines
-RED = np.array([255, 40, 40])
+RED, BLUE = np.array([255, 40, 40]), np.array([40, 90, 255])
+MOST = 0.8  # share of the colour at the last step, which leaves the anatomy visible
 
 
 def palette():
-    """(256, 3) bytes: GREYS greys, COLOURS, then SHADES greys under each step of red."""
+    """(256, 3) bytes: GREYS greys, COLOURS, then SHADES greys under each step of red and under each step of blue."""
     greys = np.linspace(0, 255, GREYS)[:, None].repeat(3, 1)
     shades = np.linspace(0, 255, SHADES)[:, None].repeat(3, 1)
-    reddened = [shades + share * (RED - shades) for share in np.linspace(0, 1, REDS + 1)[1:]]
-    colours = np.concatenate([greys, COLOURS, *reddened])
+    tinted = [shades + share * (hue - shades) for hue in (RED, BLUE) for share in np.linspace(0, MOST, STEPS + 1)[1:]]
+    colours = np.concatenate([greys, COLOURS, *tinted])
     return np.pad(colours, ((0, 256 - len(colours)), (0, 0))).astype(np.uint8)
 
 
@@ -29,7 +30,7 @@ def thumbnail(image, affine, outlines=(), heat=None):
 
     image: (D, H, W) or (H, W). affine: 4x4; slices are turned so that the head is up. outlines: list of (label map
     (*size), number of one of COLOURS, or None: each label in the next colour), drawn one after another. heat: (*size),
-    0..1, or None; high values are drawn in red.
+    -1..1, or None; red where it is positive, blue where it is negative.
     """
     volumes = [image, *(label for label, _ in outlines), *([] if heat is None else [heat])]
     turned = [to_canonical(np.asarray(each), affine)[0] for each in volumes]
@@ -60,9 +61,10 @@ def tile(planes, sides, limits, colours, has_heat):
     grey = np.clip((grey.astype(np.float32) - low) / (high - low if high > low else 1), 0, 1)
     picture = np.rint((GREYS - 1) * grey).astype(np.uint8)
     if has_heat:
-        step = np.rint(REDS * np.clip(rest.pop(), 0, 1)).astype(int)
-        reddened = GREYS + len(COLOURS) + (step - 1) * SHADES + np.rint((SHADES - 1) * grey)
-        picture = np.where(step > 0, reddened, picture).astype(np.uint8)
+        step = np.rint(STEPS * np.clip(rest.pop(), -1, 1)).astype(int)
+        row = np.where(step > 0, step, STEPS - step) - 1
+        tinted = GREYS + len(COLOURS) + row * SHADES + np.rint((SHADES - 1) * grey)
+        picture = np.where(step != 0, tinted, picture).astype(np.uint8)
     for label, colour in zip(rest, colours):
         for number, value in enumerate(np.unique(label[label != 0])):
             inside = np.pad(label == value, 1)

@@ -196,3 +196,6 @@ def test_a_thumbnail_is_a_png_with_outlines_and_doubt():
     picture = tile([image, label], np.ones(2), (0, 1), [1], False)
     assert picture.shape == (120, 120) and (picture == GREYS + 1).sum() == 4 * 59  # a square of 60, one pixel wide
     assert palette().shape == (256, 3) and palette()[GREYS + 1].tolist() == list(COLOURS[1])
+    grown = tile([image, np.where(image < 0.5, -1.0, 1.0)], np.ones(2), (0, 1), [], True)
+    (red, _, no_blue), (no_red, _, blue) = palette()[[grown[0, -1], grown[-1, 0]]].astype(int)
+    assert red > no_blue + 100 and blue > no_red + 100
