@@ -48,7 +48,7 @@ from Inference.refine import refine as optimise
 from Inference.refine import weight_for
 from Inference.scores import pair_scores
 from Runtime import memory
-from Runtime.device import pick_device, synchronize
+from Runtime.device import pick_device, synchronize, threads_for
 from Runtime.errors import InputError
 
 LEAST_SIDE = 4  # voxels along an axis; fewer give no useful derivatives
@@ -195,13 +195,14 @@ def register(fixed, moving, model=None, affine: bool | str = True, refine: bool 
     moving = read_side(moving, "moving", moving_mask, moving_channels)
     net, cfg = _net_and_config(model, config, similarity, fixed, moving, device)
     began = time.perf_counter()
-    seen_fixed, seen_moving = within_memory(fixed), within_memory(moving)
-    placed = align(seen_fixed, seen_moving, affine, start, cfg, device, as_trained=net is not None)
-    cfg = cfg | {"registration.similarity": placed.compared_by}
-    if known is not None:
-        cfg = cfg | {"refine.levels": 1} | ({} if known.smoothing is None else {"refine.weight": known.smoothing})
-    solution = solve(net, placed, seen_fixed, seen_moving, refine, cfg, device, progress, known)
-    return bring_back(solution, fixed, moving, inverse, cfg, began, device)
+    with threads_for(fixed.array.size):
+        seen_fixed, seen_moving = within_memory(fixed), within_memory(moving)
+        placed = align(seen_fixed, seen_moving, affine, start, cfg, device, as_trained=net is not None)
+        cfg = cfg | {"registration.similarity": placed.compared_by}
+        if known is not None:
+            cfg = cfg | {"refine.levels": 1} | ({} if known.smoothing is None else {"refine.weight": known.smoothing})
+        solution = solve(net, placed, seen_fixed, seen_moving, refine, cfg, device, progress, known)
+        return bring_back(solution, fixed, moving, inverse, cfg, began, device)
 
 
 def register_from(initial, fixed, moving, start="auto", inverse=False, dims=3, **options):

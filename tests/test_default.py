@@ -53,6 +53,20 @@ def test_an_image_in_memory_gives_the_same_field(place):
     assert digest(again.field) == digest(found.field) and again.warnings == found.warnings == []
 
 
+def test_a_small_pair_has_the_same_field_on_any_number_of_cores():
+    before = torch.get_num_threads()
+    volumes = [(make_subject(seed, (44, 42, 34))["image"], np.eye(4)) for seed in range(2)]
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(digest(omnimorph.register(*volumes, affine=False, refine=12).field))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("kind", ["text", "nibabel", "SimpleITK", "array and affine", "tensor with a gradient"])
 def test_whatever_holds_a_volume(place, kind):
     path = place[0] / "F.nii.gz"
