@@ -21,14 +21,24 @@ import functools
 import json
 import sys
 import warnings
+from glob import has_magic
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from Dataloader.datalist import read_datalist, volume_id
-from Dataloader.nifti import SUFFIXES, read_header, read_raw_header, read_volume, require_image, write_field
+from Dataloader.datalist import list_volumes, read_datalist, select, trainable, volume_id
+from Dataloader.nifti import (
+    SUFFIXES,
+    ends_in,
+    one_plane,
+    read_header,
+    read_raw_header,
+    read_volume,
+    require_image,
+    write_field,
+)
 from Dataloader.prepare import on_grid, read_beside
 from Inference.augment_report import describe, write_report
 from Inference.augmentation import (
@@ -195,7 +205,8 @@ def read_items(args, cfg):
     """The volumes to deform, as `read_datalist` lists them; with --nnunet the cases, see Inference/nnunet.py."""
     dims = cfg["model.dims"]
     if args.data:
-        items = read_datalist(args.data, dims, args.ids, channels=cfg["data.channels"])
+        items = list_volumes(args.data, channels=cfg["data.channels"])
+        items = select(args.data, trainable(args.data, items), args.ids)  # each is opened when its turn comes
     else:
         items = [read_one(args.image, dims)]
         items[0]["label"] = Path(args.label) if args.label else None
@@ -210,7 +221,7 @@ def read_items(args, cfg):
 def read_one(path, dims):
     """The item of a single volume, like those of `read_datalist`."""
     read_header(path, dims)
-    name = volume_id(path)
+    name = volume_id(Path(path))  # without a slash after the name of a folder of slices
     return {"id": name, "image": Path(path), "label": None, "mask": None, "subject": name, "modality": ""}
 
 
@@ -229,7 +240,7 @@ def prepare_worker(job):
         cfg = load_config(job["config"], job["overrides"])
     targets, path = [], job["target"]
     if path:
-        targets = ([read_one(path, cfg["model.dims"])] if path.endswith(SUFFIXES) else
+        targets = ([read_one(path, cfg["model.dims"])] if ends_in(path, SUFFIXES) and not has_magic(path) else
                    read_datalist(path, cfg["model.dims"], channels=cfg["data.channels"]))
     WORKER.update(job=job, net=net, cfg=cfg, device=device, targets=targets)
     placed_target.cache_clear()
@@ -265,6 +276,8 @@ def read_item(item, dims, labels):
     """
     image, affine = read_volume(item["image"], dims)
     require_image(item["image"], image)
+    if 1 in image.shape:
+        raise InputError(f"{item['image']}: {one_plane(image.shape)}")
     files = [("image", item["image"], image, affine, "bilinear")]
     files += [(f"channel{number}", path, *read_volume(path, dims), "bilinear")
               for number, path in enumerate(item.get("channels", []), 1)]
@@ -384,7 +397,7 @@ def run(args):
     out.mkdir(parents=True, exist_ok=True)
     token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
-        records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]))
+        records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]), items)
         records, refused = make_all(job, items, draws, args.workers, records)
         items = [item for item in items if item["id"] not in refused]
         if items:

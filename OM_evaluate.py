@@ -84,6 +84,9 @@ def score_pair(pair, dims=3, carried="smooth"):
         scores.update((key, value) for key, value in field_scores(field).items() if key in COLUMNS)
     if "fixed_label" in pair:
         fixed, fixed_affine = read_label(pair["fixed_label"], dims)
+        if field is not None and pair.get("resample"):
+            fixed = apply_label(fixed, fixed_affine, np.zeros_like(field), affine, carried)
+            fixed_affine = affine
         on_its_grid = pair["fixed_label"], fixed.shape, fixed_affine, "give the one for this pair"
         if field is not None:
             require_same_grid(f"{pair['field']}: it", field.shape[1:], affine, *on_its_grid)

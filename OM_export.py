@@ -13,7 +13,6 @@ import Runtime  # noqa: F401  first: an outdated Python stops here with one sent
 import argparse
 import importlib.util
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ from Report.page import markdown_table
 from Runtime import checkpoint
 from Runtime.config import modes_of, overridden
 from Runtime.errors import DONE, InputError, parse_options, run_program
-from Runtime.files import partial_path, replace, sha256, write_file
+from Runtime.files import partial_path, replace, sha256, write_file, write_flushed
 
 UNSTATED = "not stated; name it with --licence, and check the terms of the training data"
 PUBLISHED_LICENCE = "Apache-2.0"  # of the published method's repository, its weights included
@@ -36,7 +35,8 @@ REGISTER = "".join(
     f"    python OM_register.py --fixed F.nii.gz --moving M.nii.gz --model FOLDER {words}\n"
     for words in ("--affine none --refine 0 --out Results/fast", "--out Results/pair"))
 CONFIG, PAGE = "config.json", "README.md"  # beside EXPORTED; a hub displays PAGE and counts downloads by CONFIG
-PLACES = ("data.root", "data.cache", "run.models", "run.logs", "run.notify")  # the last one may hold a secret address
+# The last one may hold a secret address.
+PLACES = ("data.root", "data.cache", "data.pair_list", "data.stage", "run.models", "run.logs", "run.notify")
 # What the card says about each mode of a training.
 SENTENCES = {"diffusion": "Diffusion: a volume is deformed at random, and the network undoes the deformation, seeing "
              "{condition}.",
@@ -130,7 +130,7 @@ def write_weights(path, weights, config, commit, licence):
     Raises OSError if the file reads back differently.
     """
     from safetensors import safe_open
-    from safetensors.torch import save_file
+    from safetensors.torch import save
     digest = checkpoint.weights_sha256(weights)
     metadata = {"format": "pt", "config": json.dumps(config), "commit": commit or "", "weights_sha256": digest,
                 "license": licence}
@@ -138,9 +138,7 @@ def write_weights(path, weights, config, commit, licence):
     try:
         # Clones, because safetensors refuses tensors that share memory.
         clones = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
-        save_file(clones, partial, metadata)
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
+        write_flushed(partial, save(clones, metadata))
         with safe_open(partial, "pt") as file:
             if checkpoint.weights_sha256({name: file.get_tensor(name) for name in file.keys()}) != digest:
                 raise OSError(f"{path} reads back differently")
@@ -163,15 +161,21 @@ def architecture(net, cfg):
     """The card's table about the network."""
     parameters = sum(parameter.numel() for parameter in net.parameters())
     spacing = f"{cfg['data.spacing_mm']:g} mm" if cfg["data.spacing_mm"] else "as large as the field of view needs"
+    range_of = (f"the values {cfg['data.window']}" if any(cfg["data.window"]) else
+                f"the percentiles {cfg['data.percentiles']}")
+    stride = cfg["model.field_stride"]
+    levels = [("Channels of the levels", cfg["model.channels"]),
+              ("Attention at the bottom", f"{cfg['model.attention_depth']} layers, width "
+                                          f"{cfg['model.attention_width']}, {cfg['model.attention_heads']} heads")]
+    if cfg["model.name"] == "recresacnet":  # its architecture has no settings
+        levels, stride = [], 1
     return markdown_table(["", ""], [
         ("Network", f"`{cfg['model.name']}`, {cfg['model.dims']}D, {parameters:,} parameters"),
         ("Channels of a volume", cfg["data.channels"]),
-        ("Channels of the levels", cfg["model.channels"]),
-        ("Attention at the bottom", f"{cfg['model.attention_depth']} layers, width {cfg['model.attention_width']}, "
-                                    f"{cfg['model.attention_heads']} heads"),
-        ("Field", f"at 1/{cfg['model.field_stride']} of the resolution, {cfg['model.rec_num']} passes"),
+        *levels,
+        ("Field", f"at 1/{stride} of the resolution, {cfg['model.rec_num']} passes"),
         ("Input", f"grid of {' x '.join(map(str, cfg['data.img_size']))} voxels, {spacing}; intensities as 0 to 1 "
-                  f"between the percentiles {cfg['data.percentiles']}"),
+                  f"between {range_of}"),
         ("Output", "displacement in voxels of the fixed grid; warped(x) = moving(x + field(x))")])
 
 

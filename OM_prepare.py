@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from Dataloader import cache
-from Dataloader.datalist import read_datalist
+from Dataloader.datalist import list_volumes
 from Dataloader.nifti import write_volume
 from Dataloader.prepare import original_header, to_original
 from Runtime import run_lock
@@ -109,7 +109,7 @@ def report(folder, manifest, cfg, seconds):
     if refused:
         table = io.StringIO()
         csv.writer(table, lineterminator="\n").writerows([("id", "image", "reason"), *refused])
-        cache.write_bytes(folder, "refused.csv", table.getvalue().encode())
+        cache.write_bytes(folder, "refused.csv", table.getvalue().encode(errors="surrogateescape"))
     else:
         (folder / "refused.csv").unlink(missing_ok=True)
     print(f"{folder}: {len(volumes)} volumes ({sum(line[5] for line in volumes)} with labels), {len(refused)} refused, "
@@ -208,7 +208,8 @@ def check(folder, cfg):
               "this config and --repair.", file=sys.stderr)
     elif wrong:
         print(f"error: {folder}: all {len(manifest['files'])} files of the cache are intact, but the folder has "
-              f"{len(wrong)} other files; move them away, and run OM_prepare.py until it is done.", file=sys.stderr)
+              f"{len(wrong)} other files; move away what does not belong to it, and run OM_prepare.py when no training "
+              "reads the cache.", file=sys.stderr)
     else:
         print(f"{folder}: all {len(manifest['files'])} files of {len(manifest['volumes'])} volumes are intact")
     return STOP if wrong else DONE
@@ -231,8 +232,7 @@ def prepare(folder, cfg, args):
     started = time.time()
     if not args.fresh:
         require_same_settings(folder, cfg)
-    items = read_datalist(cfg["data.root"], cfg["model.dims"], pattern=cfg["data.subject_pattern"], held_out=True,
-                          channels=cfg["data.channels"])
+    items = list_volumes(cfg["data.root"], cfg["data.subject_pattern"], cfg["data.channels"])
     if args.fresh:
         for name in cache.own_files(folder):
             (folder / name).unlink()

@@ -134,9 +134,8 @@ def check_arguments(args):
             found = re.fullmatch("([0-9]+)/([0-9]+)", args.part)
             if not found or not 1 <= int(found[1]) <= int(found[2]):
                 raise InputError(f"--part {args.part}: it is K/N with K from 1 to N, such as 3/20.")
-            if not several or args.learn2reg or "bids" in args.also:
-                raise InputError("--part is for a list; leave --learn2reg and --also bids to the command that joins "
-                                 "the parts.")
+            if not several or "bids" in args.also:
+                raise InputError("--part is for a list; leave --also bids to the command that joins the parts.")
         if args.workers < 1:
             raise InputError(f"--workers {args.workers}: at least 1 process is needed.")
     files = [args.fixed, args.fixed_label, args.fixed_mask, args.moving_mask, args.points, args.moving_points,

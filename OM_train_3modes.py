@@ -35,7 +35,15 @@ from Inference.load_model import find_checkpoint, load_state
 from Runtime import agree, checkpoint, launch, memory, watchdog, writer
 from Runtime.config import load_config, modes_of
 from Runtime.device import autocast, pick_device, prepare_device, send
-from Runtime.errors import DONE, PLANNED_RESTART, STOP, InputError, keep_freed_memory, parse_options
+from Runtime.errors import (
+    DONE,
+    PLANNED_RESTART,
+    STOP,
+    InputError,
+    keep_freed_memory,
+    parse_options,
+    unbreakable_output,
+)
 from Runtime.files import is_passing, passing_fault, patiently
 from Runtime.global_batch import split_step
 from Runtime.keyed_random import uniform
@@ -53,6 +61,7 @@ from Runtime.progress import (
     show_epoch,
     show_progress,
 )
+from Runtime.provenance import began_with
 from Supervisor.run import close_run, open_run
 
 WHY_LEFT = {"steps": "--max-steps-before-restart", "time": "--max-seconds-before-restart",
@@ -166,9 +175,10 @@ def set_up(cfg, args, ranks, folder):
     data = describe_data(cfg, dataset, held_out)
     require_same_everywhere(ranks, data)
     newest = training_state.newest_checkpoint(folder, ranks)
-    if newest and args.init_from and os.environ.get("OMNIMORPH_ROUND", "0") == "0":
-        raise InputError(f"--init-from: {folder} has checkpoints already and would be continued; add --fresh to start "
-                         f"a new run from {args.init_from}.")
+    if (newest and args.init_from and os.environ.get("OMNIMORPH_ROUND", "0") == "0"
+            and not began_with(folder, args.init_from)):  # else the command of the run's first launch, given again
+        raise InputError(f"--init-from: {folder} has checkpoints already; leave --init-from out to continue that "
+                         f"run, or add --fresh to start a new one from {args.init_from}.")
     start = newest or (find_checkpoint(args.init_from) if args.init_from else None)
     place = "cpu" if cfg["run.strategy"] == "fsdp" else device  # with fsdp no device ever holds the whole network
     content = patiently(lambda: load_state(start, place), training_state.READ_AGAIN_S, start) if start else None
@@ -421,7 +431,8 @@ def train(cfg, args, ranks, folder):
                 for optimizer in run.optimizers.values():
                     for group in optimizer.param_groups:
                         group["lr"] = lr
-                profile_step(profile, progress.step)
+                if profile_step(profile, progress.step):
+                    agree.agree(ranks, progress.step, "profile")  # the others wait while rank 0 writes
 
                 # Requests of this rank: to leave after this step, for the strongest reason, and to save.
                 reasons = {"steps": 0 < args.max_steps_before_restart <= steps_here,
@@ -478,12 +489,13 @@ def train(cfg, args, ranks, folder):
 
         # After the save: a failing picture must not lose the epoch.
         every = cfg["run.picture_every"]
-        if run.curves and picture and every and ((epoch + 1) % every == 0 or last):
-            from Diffusion.figures import registration_figure  # here: matplotlib would slow the start of every rank
-            watchdog.phase("evaluate")
-            writer.add_figure(run.curves, "registration", registration_figure(*picture, title=f"epoch {epoch + 1}"),
-                              progress.step)
-            writer.flush(run.curves)
+        if every and ((epoch + 1) % every == 0 or last):
+            watchdog.phase("evaluate")  # on every rank: verdicts compare the numbers of phases that ranks have entered
+            if run.curves and picture:
+                from Diffusion.figures import registration_figure  # matplotlib would slow the start of every rank
+                writer.add_figure(run.curves, "registration",
+                                  registration_figure(*picture, title=f"epoch {epoch + 1}"), progress.step)
+                writer.flush(run.curves)
 
     # Wait for the last write, leave the process group, and report the outcome.
     profile_step(profile, math.inf)
@@ -509,6 +521,7 @@ def train(cfg, args, ranks, folder):
     return DONE
 
 
+@unbreakable_output()
 def main(argv=None):
     args = parse_arguments(argv)
     keep_freed_memory()

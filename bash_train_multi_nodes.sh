@@ -135,7 +135,7 @@ nap() {  # seconds: sleep, but wake up for a trapped signal
 supervise() {  # seconds, command, words: set `code`, and the variables that it prints. Nothing that it prints is run
     local answer line
     exec {answer}< <(
-        [[ $2 =~ ^(end|clean|requeue)$ ]] && trap '' TERM INT USR1 HUP  # first this, then what they are about
+        [[ $2 =~ ^(end|clean|tell|requeue)$ ]] && trap '' TERM INT USR1 HUP  # first this, then what they are about
         exec "${supervisor[@]}" "${@:2}"
     )
     child=$! WHY="" LEFT=""
@@ -162,15 +162,20 @@ require() {  # command, words: `supervise` it; unless it succeeds, the launch en
         say "$WHY: tried again"
         nap 10
     done
-    finish 42 "left by $LEAVING; the same command continues the run"
+    finish 42 "left by $LEAVING; $AGAIN continues the run"
 }
 
 finish() {  # exit code, message: end what is left, unlock the folder; near the time limit, requeue
     supervise 300 clean
     say "$2"
+    # What a round's judge has decided, it has told already.
+    [[ $1 == 43 && $2 != *verdict.json && -n ${OMNIMORPH_RUN:-} ]] && supervise 100 tell "$2"
     if [[ $LEAVING == USR1 && $1 == 42 && -n $UNDER_SLURM ]]; then
         supervise 240 requeue
-        ((code == 43)) && exit 43
+        if ((code == 43)); then
+            supervise 100 tell "the job is not put back into the queue, see its log"
+            exit 43
+        fi
     fi
     exit "$1"
 }
@@ -183,6 +188,8 @@ finish() {  # exit code, message: end what is left, unlock the folder; near the 
 unset RANK LOCAL_RANK WORLD_SIZE EXCLUDED OMNIMORPH_RUN OMNIMORPH_TOKEN OMNIMORPH_ATTEMPT OMNIMORPH_ROUND
 unset OMNIMORPH_STEP OMNIMORPH_STEP_BACK OMNIMORPH_STAGE
 export OMNIMORPH_PATIENCE_S=600  # for what may pass, before the config with run.patience_s is read
+export AGAIN="the same command"
+[[ " $* " == *" --fresh "* ]] && AGAIN+=" without --fresh"
 export UNDER_SLURM="" STEP_NAME=omnimorph-$$-$RANDOM LAUNCHER_PID=$$ ROUND=0
 export FIXED_ADDRESS=${MASTER_ADDR:-} FIXED_PORT=${MASTER_PORT:-}
 [[ -n ${SLURM_JOB_ID:-} && -z ${RANKS:-} ]] && command -v srun > /dev/null && UNDER_SLURM=1
@@ -269,7 +276,7 @@ for ((ROUND = 0; ; ROUND++)); do
         42) pause=$PAUSE_PLANNED ;;
         *) pause=$PAUSE_CRASH ;;
     esac
-    [[ -n $LEAVING ]] && finish 42 "left by $LEAVING; the same command continues the run"
+    [[ -n $LEAVING ]] && finish 42 "left by $LEAVING; $AGAIN continues the run"
     ((ROUND + 1 >= MAX_ROUNDS)) && finish 43 "stopped after $MAX_ROUNDS rounds (run.max_rounds)"
     nap "$pause"
     [[ -n $again && $decision == 1 ]] && require again "${words[@]}"

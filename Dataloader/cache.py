@@ -14,6 +14,7 @@ Every file is written under a temporary name, flushed and renamed. OM_prepare.py
 import contextlib
 import fcntl
 import functools
+import glob
 import hashlib
 import io
 import itertools
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from Dataloader.formats import size_and_time
 from Dataloader.prepare import KINDS, describe, on_grid
 from Dataloader.staging import damaged, file_sizes, lock_at_once, stage
 from Runtime.errors import InputError
@@ -52,6 +54,13 @@ OURS = re.compile(r"\.?(?:(?:images|labels|masks|volumes)_(\d{5,})\.(?:npy|json)
 def settings(cfg):
     """The config keys that determine the content of a cache, with their values, as plain JSON."""
     return {"format": FORMAT, **{key: cfg[key] for key in SETTINGS}}
+
+
+def other_settings(made_with, cfg):
+    """The `settings` of the config that differ from those a cache was made with. A folder has several spellings."""
+    return {key: value for key, value in settings(cfg).items() if made_with.get(key) != value and not (
+        key == "data.root" and value and made_with.get(key)
+        and os.path.abspath(value) == os.path.abspath(made_with[key]))}
 
 
 def group_size(cfg):
@@ -82,7 +91,7 @@ def entry(item, root):
         paths["channels"] = [os.path.relpath(path, base) for path in item["channels"]]
     files = [item[kind] for kind in KINDS if item[kind]] + item.get("channels", [])
     try:
-        source = [[status.st_size, status.st_mtime_ns] for status in map(os.stat, files)]
+        source = [size_and_time(path) for path in files]
     except FileNotFoundError:
         source = None
     return {"id": item["id"], **paths, **{word: item[word] for word in WORDS}, "source": source}
@@ -91,9 +100,9 @@ def entry(item, root):
 def plan(folder, items, cfg):
     """Divide a cache into parts that exist and parts to make; an interrupted run resumes with the same parts.
 
-    A part is rebuilt if its source files have changed or left the list; it gets a new number while a finished cache
-    still needs the old part. If the list only changes words of its volumes (subject, modality, split), the part stays
-    and its record is updated.
+    A part is rebuilt if its source files have changed or left the list, or if one was refused; it gets a new number
+    while a finished cache still needs the old part. If the list only changes words of its volumes (subject, modality,
+    split), the part stays and its record is updated.
     folder: of the cache. items: from the data list.
     Returns: {number: record} of the parts that stay; {number: items} of those to make.
     """
@@ -104,7 +113,9 @@ def plan(folder, items, cfg):
         number = int(path.stem.split("_")[1])
         record = read_json(path)
         taken.add(number)
-        usable = record and record["settings"] == settings(cfg) and not wrong_files(sizes, record["files"])
+        # A volume that was refused is tried again: what it lacked, such as a package or a disk, may be there by now.
+        usable = (record and not record["refused"] and not other_settings(record["settings"], cfg)
+                  and not wrong_files(sizes, record["files"]))
         lines = all_lines(record) if usable else []
         # The list still names all volumes of the part, with the same files, unchanged.
         if lines and all(line["id"] in wanted and all(
@@ -240,7 +251,7 @@ def read_manifest(folder, cfg):
     again = "run OM_prepare.py with this config"
     if not (folder / "manifest.json").is_file():
         plan = read_json(folder / "plan.json")
-        if not plan and not Path(cfg["data.root"]).exists():
+        if not plan and not Path(cfg["data.root"]).exists() and not glob.glob(cfg["data.root"], recursive=True):
             raise InputError(f"data.root {cfg['data.root']}: there is no such data folder or list, and nothing "
                              f"prepared in data.cache {folder}; name your volumes by --set data.root=FOLDER.")
         if not plan:
@@ -262,7 +273,7 @@ def read_manifest(folder, cfg):
 def check_settings(folder, made_with, cfg):
     """Raises InputError naming the settings that were different when the cache was made. made_with: its settings."""
     wrong = [f"{key} {made_with.get(key)} (the config says {value})"
-             for key, value in settings(cfg).items() if made_with.get(key) != value]
+             for key, value in other_settings(made_with, cfg).items()]
     if wrong:
         raise InputError(f"data.cache {folder} was made with {', '.join(wrong)}; set these back, name another "
                          "data.cache, or rebuild it: OM_prepare.py with this config and --fresh.")
@@ -311,9 +322,11 @@ def verify(folder, manifest):
     Returns: {file: what is wrong}, sorted by name, including files that do not belong to the cache.
     """
     wrong = {text.split(" ")[0]: text for text in wrong_files(file_sizes(folder), manifest["files"])}
-    known = {*manifest["files"], "manifest.json", "refused.csv", "plan.json", ".lock", "lock.json", ".readers"}
+    known = {*manifest["files"], "manifest.json", "refused.csv", "plan.json", ".lock", ".lock.claim", "lock.json",
+             ".readers"}
     for name in sorted(set(os.listdir(folder)) - known):
-        wrong[name] = (f"{name} belongs to a run of OM_prepare.py that has not ended" if OURS.fullmatch(name) else
+        wrong[name] = (f"{name} belongs to an earlier state of the cache, or to a run of OM_prepare.py that has not "
+                       "ended" if OURS.fullmatch(name) else
                        f"{name} does not belong to the cache")
     files = {name: mark for name, mark in manifest["files"].items() if name not in wrong}
     for name in damaged(folder, files, f"verifying {folder}"):
@@ -473,5 +486,8 @@ def record(folder, identity):
     for values in manifest["volumes"]:
         line = dict(zip(LINE, values))
         if line["id"] == identity:
-            return read_json(Path(folder) / f"volumes_{line['group']:05d}.json")["volumes"][line["row"]]
+            path = Path(folder) / f"volumes_{line['group']:05d}.json"
+            if content := read_json(path):
+                return content["volumes"][line["row"]]
+            raise InputError(f"{path} is damaged; run OM_prepare.py with this config and --repair.")
     raise InputError(f"{folder}: there is no volume {identity} in this cache.")

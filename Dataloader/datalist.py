@@ -23,6 +23,8 @@ from Runtime.files import no_name_twice
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first one present counts
 SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}  # these hold no images, in a folder without a list
 NO_DATA = {"derivatives", "sourcedata"}  # BIDS folders of results and raw data, beside the images
+# Files at the top of the results of OM_register.py, OM_study.py and OM_augment.py; what lies below are no scans.
+OWN_RESULTS = ({"results.json", "results.csv"}, {"settings.json", "draws.jsonl"})
 # A segmentation is named after its image, or in BIDS after its subject and session, followed by one of these words.
 SEGMENTATION = re.compile(r"(.+?)[_-](d?seg|aseg|segmentation|labels?|labelmap|(?:brain)?mask)", re.I)
 ENTITIES = re.compile(r"_(?:space|desc|label|res|atlas)-[A-Za-z0-9]+")  # BIDS entities that the image lacks
@@ -60,8 +62,11 @@ def read_datalist(root, dims=3, ids="", pattern="", held_out=False, channels=1):
     return chosen
 
 
-def list_volumes(root, pattern="", channels=1):
-    """All volumes of a data set, as `read_datalist` describes them, without opening any of them."""
+def list_volumes(root, pattern="", channels=1, as_listed=False):
+    """All volumes of a data set, as `read_datalist` describes them, without opening any of them.
+
+    as_listed: in the order of the list, not by id.
+    """
     root = Path(root)
     if not root.exists() and not glob.has_magic(str(root)):
         raise InputError(f"{root}: no such data folder or list; check the path.")
@@ -76,13 +81,14 @@ def list_volumes(root, pattern="", channels=1):
         if found > 1 and found != channels:  # one file may hold all channels
             raise InputError(f"{root}: {item['image'].name} has {found} channels, but data.channels is {channels}; set "
                              f'it to {found}, or give each file its own entry with the same "subject".')
+    listed = list(items)
     items.sort(key=lambda item: item["id"])
     for before, after in itertools.pairwise(items):
         if before["id"] == after["id"]:
             raise InputError(f"{root}: two volumes have the id {after['id']} ({before['image']} and {after['image']}); "
                              "rename or remove one, or give each its own id in a .csv list.")
     name_subjects(root, items, pattern)
-    return items
+    return listed if as_listed else items
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,7 +173,7 @@ def _compiled(pattern):
 
 def subject_key(subject):
     """The number of a subject: a hash of its name, the same in every run; below 2^48, so a float64 holds it exactly."""
-    return int.from_bytes(hashlib.sha256(subject.encode()).digest()[:6], "big")
+    return int.from_bytes(hashlib.sha256(subject.encode(errors="surrogateescape")).digest()[:6], "big")
 
 
 def split_volumes(source, items, cfg):
@@ -228,7 +234,7 @@ def held_out_subjects(items, fraction):
 
 def _place(subject):
     """Where a subject lies in 0 .. 1."""
-    digest = hashlib.sha256(f"held out\0{subject}".encode()).digest()
+    digest = hashlib.sha256(f"held out\0{subject}".encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:6], "big") / 2 ** 48
 
 
@@ -508,7 +514,7 @@ def _listed_item(where, folder, entry, listings, modalities):
     paths = {role: folder / entry[role] if role in entry else None for role in ("image", "label", "mask")}
     further = {role: folder / entry[role] for role in FURTHER if role in entry}
     for role, path in {**paths, **further}.items():
-        if path and not _is_file(path, listings):
+        if path and not _is_file(path, listings) and not is_series(path):
             whose = "its" if role.startswith("image") else f"the {role}"
             raise InputError(f"{path}: the {role} listed in {where} is missing; restore it or drop {whose} entry.")
     if entry.get("split", "train").lower() not in SPLITS:
@@ -538,12 +544,21 @@ def _from_paths(root, paths, channels):
 def _volumes_under(base):
     """Paths of the NIfTI files anywhere in a folder, or, without any, of volumes in other formats.
 
-    A folder of DICOM slices is one volume. Raises InputError for broken links.
+    A folder of DICOM slices is one volume. Folders of results, see OWN_RESULTS, are skipped. Raises InputError for
+    broken links.
     """
-    paths, lost = [], []
-    for folder, inner, names in os.walk(base):
+    paths, lost, seen = [], [], set()
+    for folder, inner, names in os.walk(base, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # links that lead in a circle, or twice to one folder
+            inner.clear()
+            continue
+        seen.add(real)
         # Names with a leading dot are unfinished writes, macOS resource forks, and the .git/annex of a DataLad set.
         inner[:] = sorted(name for name in set(inner) - SIDE_FOLDERS - NO_DATA if not name.startswith("."))
+        if folder != str(base) and any(names_of <= set(names) for names_of in OWN_RESULTS):
+            inner.clear()
+            continue
         if is_series(folder):  # the folder is the volume
             paths.append(Path(folder))
             continue
@@ -555,7 +570,8 @@ def _volumes_under(base):
         raise InputError(f"{lost[0]}: a link to {os.readlink(lost[0])}, which does not exist ({len(lost)} such "
                          f"links in {base}); fetch the content, for example with `datalad get` or `git annex get`, "
                          "or remove the links.")
-    return [path for path in paths if ends_in(path, NIFTI)] or paths
+    nifti = [path for path in paths if ends_in(path, NIFTI)]
+    return paths if all(map(is_named_segmentation, nifti)) else nifti
 
 
 def is_named_segmentation(path):

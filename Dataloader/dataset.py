@@ -194,7 +194,8 @@ def require_room_for_workers(cfg):
         raise InputError(f"TMPDIR is {folder}, too long a path for the sockets of loader workers: export TMPDIR=/tmp, "
                          "or set data.num_workers to 0.")
     voxels = 2 * cfg["data.batchsize"] * cfg["data.channels"] * math.prod(cfg["data.img_size"])
-    need = workers_of(cfg) * cfg["data.prefetch_factor"] * voxels * np.dtype(cfg["data.dtype"]).itemsize
+    itemsize = np.dtype(cfg["data.dtype"] if cfg["data.cache"] else np.float32).itemsize
+    need = workers_of(cfg) * cfg["data.prefetch_factor"] * voxels * itemsize
     if os.path.isdir(SHARED) and shutil.disk_usage(SHARED).free < need:
         raise InputError(f"{SHARED} has {shutil.disk_usage(SHARED).free / 2 ** 20:.0f} MiB free and the loader workers "
                          f"of one rank need {need / 2 ** 20:.0f}: make room there, or set data.num_workers to 0.")
@@ -336,7 +337,11 @@ def read_datasets(cfg, headers_only=False, ranks=ALONE):
     train_set.labelled = labelled_volumes(train, cfg)
     if cfg["loss.dice"] and not headers_only:
         train_set.found_labels = find_labels(train_set, ranks, cfg)
-    val_rule = pair_rule(cfg, val) if val else None
+    try:
+        val_rule = pair_rule(cfg, val) if val else None
+    except InputError as error:
+        raise InputError(f"{root}: the {len(val)} held-out volumes: {str(error).removesuffix('.')}; or hold out more "
+                         "of them (data.val_fraction, data.val_ids), or none (data.val_fraction=0).") from error
     val_set = make_dataset(val, val_rule, "validation volumes", ("image", "label"), **source)
     return train_set, val_set, listed
 

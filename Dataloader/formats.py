@@ -6,6 +6,7 @@ ITK's world has x and y reversed (LPS) and its arrays have the axes in reverse o
 Dataloader/nifti.py does: axes i, j, k, affine 4x4 voxel to world in millimetres, RAS.
 """
 import contextlib
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ import nibabel
 import numpy as np
 
 from Runtime.errors import InputError
-from Runtime.files import write_file
+from Runtime.files import sha256, write_file
 
 READ = (".nrrd", ".nhdr", ".mha", ".mhd", ".dcm")
 UNEVEN = 0.02  # most by which a step between slices may differ from the mean step, as a fraction of it
@@ -41,6 +42,33 @@ def is_series(path):
             with open(os.path.join(path, min(names)), "rb") as file:
                 return file.read(132)[128:] == b"DICM"
     return False
+
+
+def parts_of(path):
+    """The files that hold a volume: itself; the slices in a folder; a .mhd or .nhdr header with its voxels."""
+    path = Path(path)
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.is_file())
+    if path.suffix.lower() in (".mhd", ".nhdr"):
+        return sorted(file for file in path.parent.iterdir() if file.stem == path.stem and file.is_file())
+    return [path]
+
+
+def digest(path):
+    """SHA-256 of the file that holds a volume, or of the digests of its files; None if there is none."""
+    digests = [sha256(file) for file in parts_of(path) if file.is_file()]
+    if len(digests) == 1 and not os.path.isdir(path):
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else None
+
+
+def size_and_time(path):
+    """Bytes of the files that hold a volume, and the newest time (ns) at which one changed, as a list.
+
+    Raises FileNotFoundError if there is none.
+    """
+    found = [os.stat(file) for file in parts_of(path)]
+    return [sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)]
 
 
 def import_sitk(path):

@@ -3,11 +3,11 @@ import csv
 import io
 import itertools
 import json
-import os
 
 import torch
 
 from Dataloader.cache import some
+from Dataloader.formats import size_and_time
 from Runtime import agree
 from Runtime.errors import InputError
 
@@ -23,7 +23,7 @@ def describe_data(cfg, dataset, held_out):
     rows = []
     for split, volumes in (("train", dataset), ("val", held_out)):
         for item in volumes.items:
-            size = item["bytes"] if "bytes" in item else os.stat(item["image"]).st_size
+            size = item["bytes"] if "bytes" in item else size_and_time(item["image"])[0]
             rows.append([item["id"], item["subject"], split, size])
     return json.dumps({"name": cfg["data.name"], "volumes": rows})
 
@@ -93,7 +93,8 @@ def compare_data(before, now, path):
     moved = sorted({row["subject"] for row in new.values() if row["split"] == "val"} & trained)
     if moved:
         raise InputError(f"{path} was trained on {some(moved)}, which would now be held out for validation: set the "
-                         "data.* keys or the list back, or start a new run with --fresh.")
+                         "data.* keys or the list back (data.val_fraction=0 if none was held out), or start a new run "
+                         "with --fresh.")
     return order(old) != order(new), differences(old, new, same)
 
 

@@ -492,7 +492,12 @@ def from_itk(vectors_mm, affine, dims):
 
 
 def require_one_plane(path, shape, dims):
-    """Raise InputError for a field of several planes if the volumes are 2D. shape: X, Y, Z and maybe more."""
+    """Raise InputError for a field of several planes if the volumes are 2D, and of one if they are 3D.
+
+    shape: X, Y, Z and maybe more.
+    """
+    if dims == 3 and shape[2] == 1:
+        raise InputError(f"{path}: the field has a single plane; for 2D volumes add --dims 2.")
     if dims == 2 and shape[2] != 1:
         raise InputError(f"{path}: the field has {shape[2]} planes, but the volumes are 2D; give a field with a "
                          "single plane.")

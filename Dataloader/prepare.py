@@ -13,7 +13,7 @@ from Dataloader.grids import (
     to_canonical,
     to_grid,
 )
-from Dataloader.nifti import read_channels, read_label, read_raw_header, read_volume, require_image
+from Dataloader.nifti import read_channels, read_label, read_numbers, read_raw_header, read_volume, require_image
 from Runtime.errors import InputError
 
 KINDS = ("image", "label", "mask")
@@ -34,8 +34,11 @@ def on_grid(item, cfg, kinds=KINDS):
     limits = [list(map(float, intensity_limits(channel, cfg))) for channel in channels]
     images = [rescale(channel, *both) for channel, both in zip(channels, limits)]
     shape = images[0].shape
-    others = {kind: read_beside(item, kind, shape, affine)[0] for kind in KINDS[1:]
-              if item[kind] and (kind in kinds or (kind == "mask" and crop))}
+    others = {}
+    if item["label"] and "label" in kinds:
+        others["label"] = read_beside(item, "label", shape, affine)[0]
+    if item["mask"] and ("mask" in kinds or crop):
+        others["mask"] = (read_beside(item, "mask", shape, affine, read_numbers)[0] > 0).astype(np.int16)
     box = None
     if crop:
         inside = others["mask"] > 0 if "mask" in others else np.max(images, axis=0) > crop
@@ -108,12 +111,13 @@ def to_original(array, record, order=1, intensities=False, channel=0):
     return array * np.float32(high - low) + np.float32(low) if intensities else array
 
 
-def read_beside(item, kind, shape, affine):
+def read_beside(item, kind, shape, affine, read=read_label):
     """The label or mask of an image, and its own affine, which may differ from the image's by rounding.
 
-    kind: "label" or "mask". shape, affine: of the image. Raises InputError if the grids differ, see `same_grid`.
+    kind: "label" or "mask". shape, affine: of the image. read: `read_numbers` for a mask that may be soft. Raises
+    InputError if the grids differ, see `same_grid`.
     """
-    array, own_affine = read_label(item[kind], len(shape))
+    array, own_affine = read(item[kind], len(shape))
     require_same_grid(f"{item[kind]}: the {kind} of {item['image']}", array.shape, own_affine, "the image", shape,
                       affine, RESAMPLE)
     return array, own_affine

@@ -48,9 +48,15 @@ def stage(folder, manifest, place, show=True):
         raise InputError(f"data.stage {place}: no folder {parent} on this node; correct it, or set it to \"\".")
     target = copy_of(manifest, parent)
     remove_unused(parent, target)
+    enter_stage()  # on every rank, also on one that finds the copy complete: ranks are compared by their phases
     while target not in HELD:
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(target, 0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise InputError(f"data.stage {place}: no folder can be made in {parent} ({error.strerror}); name another "
+                             'folder, or set data.stage to "".') from error
         handle = open_lock(target) if is_ours(target) else None
         alone = handle and wait_for(handle, target, len(manifest["files"]), show)
         if alone and is_lock_of(handle, target):
@@ -177,8 +183,12 @@ def lock_at_once(handle, kind=fcntl.LOCK_EX):
 
 def file_sizes(folder):
     """Bytes of every file of a folder, by name."""
+    sizes = {}
     with os.scandir(folder) as listing:
-        return {item.name: item.stat().st_size for item in listing}
+        for item in listing:
+            with contextlib.suppress(FileNotFoundError):  # a partial file that another process has renamed meanwhile
+                sizes[item.name] = item.stat().st_size
+    return sizes
 
 
 def not_copied(manifest, target):

@@ -117,7 +117,8 @@ def _from_itk(path, name, parameters, centre):
     if kind in ("AffineTransform", "MatrixOffsetTransformBase") and len(parameters) == dims * (dims + 1):
         linear, shift = parameters[:dims * dims].reshape(dims, dims), parameters[dims * dims:]
     elif kind in ("Euler3DTransform", "VersorRigid3DTransform", "Similarity3DTransform"):
-        linear, shift, centre = _rotation(kind, parameters), parameters[3:6], centre[:3]  # Euler3D has a flag after it
+        zyx = len(centre) > 3 and bool(centre[3])  # Euler3D has a flag after the centre
+        linear, shift, centre = _rotation(kind, parameters, zyx), parameters[3:6], centre[:3]
     elif kind == "TranslationTransform":
         linear, shift, centre = np.eye(len(parameters)), parameters, np.zeros(len(parameters))
     else:
@@ -128,14 +129,14 @@ def _from_itk(path, name, parameters, centre):
     return TO_LPS @ lps @ TO_LPS
 
 
-def _rotation(kind, parameters):
-    """The 3x3 of an ITK rigid transform: Euler angles (applied y, x, z), or a versor with a scale."""
+def _rotation(kind, parameters, zyx=False):
+    """The 3x3 of an ITK rigid transform: Euler angles (applied y, x, z; with zyx x, y, z), or a versor with a scale."""
     if kind == "Euler3DTransform":
         (sx, sy, sz), (cx, cy, cz) = np.sin(parameters[:3]), np.cos(parameters[:3])
         about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])
         about_y = np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]])
         about_z = np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]])
-        return about_z @ about_x @ about_y
+        return about_z @ about_y @ about_x if zyx else about_z @ about_x @ about_y
     x, y, z = parameters[:3]
     w = np.sqrt(max(0.0, 1 - x * x - y * y - z * z))
     turn = np.array([[1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],

@@ -73,9 +73,10 @@ def save(run, relative, metrics=None, best=None):
     The step waits only for the copy: a thread of rank 0 writes, reads back, and removes what the config does not keep.
     """
     cfg, ranks, step = run.cfg, run.ranks, run.progress.step
+    watchdog.phase("checkpoint")
+    finish_saving(run)  # before the agreement, where the others wait for rank 0's disk, not in a device's collective
     agree.agree(ranks, step, "checkpoint", weights=replicated(run.net, run.optimizers))
     watchdog.phase("checkpoint")
-    finish_saving(run)
     weights, adam = gather_state(run.net, run.optimizers, ranks)
     ema = gather(run.ema, ranks)
     if ranks.rank == 0:
@@ -155,8 +156,11 @@ def restore(run, content, path, continues):
             raise InputError(f"{path} has no {missing.args[0]}, because an older version wrote it; start a new run "
                              f"with --fresh --init-from {path}.") from None
         changes += of_data
-        run.queue.update({name: value if name == "next" else value.to(run.device)
-                          for name, value in content["queue"].items()})
+        if len(content["queue"]["subjects"]) == len(run.queue["subjects"]):
+            run.queue.update({name: value if name == "next" else value.to(run.device)
+                              for name, value in content["queue"].items()})
+        else:
+            changes.append("the queue of mode 2 starts empty, because it has another length")
         if reordered and run.progress.step_in_epoch:  # leave the epoch
             # Not past the last epoch, which would end the run without its validation.
             epoch = min(run.progress.epoch + 1, run.cfg["run.epochs"] - 1)

@@ -59,11 +59,15 @@ def require_own_names(rows):
     """
     taken = {}
     for row in rows:
-        name = next(iter(targets(row).values())).name
-        if name in taken:
-            raise InputError(f"BIDS derivatives: {taken[name]} and {row['name']} would both be {name}; leave one "
-                             "out, or use two folders.")
-        taken[name] = row["name"]
+        names = {key: path.name for key, path in targets(row).items()}
+        shown = [names["label.nii.gz"]] if "image" in row else [names["warped.nii.gz"]]
+        if "moving_label" in row:
+            shown.append(names["warped_label.nii.gz"])
+        for name in shown:
+            if name in taken:
+                raise InputError(f"BIDS derivatives: {taken[name]} and {row['name']} would both be {name}; leave one "
+                                 "out, or use two folders.")
+            taken[name] = row["name"]
 
 
 def write_bids(out):
@@ -75,6 +79,7 @@ def write_bids(out):
              "GeneratedBy": [{"Name": "OmniMorph", "Version": __version__}]}
     (out / "bids").mkdir(exist_ok=True)
     write_file(out / "bids/dataset_description.json", json.dumps(about, indent=1) + "\n")
+    written = {below for row in rows for name, below in targets(row).items() if (out / row["folder"] / name).is_file()}
     for row in rows:
         sources = [row["image"]] if "image" in row else [row["moving"], row["fixed"]]
         sidecar = {"Sources": sources, **({"SpatialReference": row["fixed"]} if "fixed" in row else {})}
@@ -84,4 +89,6 @@ def write_bids(out):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 write_file(target, path.read_bytes())
                 write_file(target.with_name(f"{target.name.split('.')[0]}.json"), json.dumps(sidecar, indent=1) + "\n")
+            elif below not in written:
+                target.unlink(missing_ok=True)  # of an earlier registration with other options
     return out / "bids"

@@ -8,8 +8,9 @@ import hashlib
 import io
 import json
 
+from Dataloader.formats import digest
 from Runtime.errors import InputError
-from Runtime.files import sha256, write_file
+from Runtime.files import read_lines, sha256, write_file
 
 FOLDERS = {"image": "imagesTr", "label": "labelsTr", "mask": "masksTr", "field": "fieldsTr"}
 MEASURES = {"mean": "deformation_percent_mean", "p95": "deformation_percent_p95", "max": "deformation_percent_max",
@@ -36,28 +37,27 @@ def draw_settings(job, cfg, targets):
 
     job: dict of OM_augment.py. cfg: flat config. targets: items of the volumes towards which the network deforms.
     """
-    digest = "".join(sha256(item["image"]) for item in targets)
+    aims = "".join(digest(item["image"]) for item in targets)
     if len(targets) > 1:
-        digest = hashlib.sha256(digest.encode()).hexdigest()
+        aims = hashlib.sha256(aims.encode()).hexdigest()
     settings = {key: job[key] for key in ("seed", "start", "stride", "register", "condition", "slices", "labels")}
     settings["model"] = job["model"] and sha256(job["model"])
-    settings["target"] = digest or None
+    settings["target"] = aims or None
     families = ("model", "diffusion", "copies", *(("registration", "refine") if job["register"] is not None else ()))
     settings.update({key: value for key, value in cfg.items()
                      if key.split(".")[0] in families or key in DATA_KEYS})
     return json.loads(json.dumps(settings))
 
 
-def claim_folder(out, settings):
+def claim_folder(out, settings, items):
     """Use an empty folder, or continue in one whose draws were made with the same settings.
 
-    out: Path of a folder that this process has locked. settings: from `draw_settings`.
+    out: Path of a folder that this process has locked. settings: from `draw_settings`. items: the volumes to deform.
     Returns: the records of the draws already there, {name: record}.
-    Raises InputError if the folder holds other things, or draws made with other settings.
+    Raises InputError if the folder holds other things, or draws of other volumes or made with other settings.
     """
     path, log = out / "settings.json", out / "draws.jsonl"
-    lines = log.read_text().splitlines() if log.is_file() else []
-    records = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last one
+    records = read_lines(log)
     if not path.is_file():
         others = [entry.name for entry in out.iterdir() if entry.name not in ("lock.json", ".lock")]
         if others:
@@ -71,6 +71,10 @@ def claim_folder(out, settings):
             if earlier.get(key) != settings[key]:
                 raise InputError(f"{out} has draws with {key} {earlier.get(key)}, not {settings[key]}; name a new "
                                  "folder.")
+        others = sorted({record["id"] for record in records} - {item["id"] for item in items})
+        if others:
+            raise InputError(f"{out} has draws of {', '.join(others[:3])}, which its list would lose; give all volumes "
+                             "at once by --data, or name a new folder.")
     write_file(path, (json.dumps(settings, indent=1) + "\n").encode())
     for unfinished in out.glob("*Tr/.*.tmp-*"):  # of a killed run; the lock shows that no other run is active
         unfinished.unlink(missing_ok=True)
@@ -92,9 +96,9 @@ def missing_draws(item, draws, records, out):
 
 
 def source_digests(item):
-    """SHA-256 of each file of a volume, so that a changed file is deformed again."""
+    """SHA-256 of each file, or folder of slices, of a volume, so that a changed one is deformed again."""
     paths = [item[kind] for kind in ("image", "label", "mask") if item[kind]]
-    return [sha256(path) for path in (*paths, *item.get("channels", []))]
+    return [digest(path) for path in (*paths, *item.get("channels", []))]
 
 
 def file_sizes(paths, out):
@@ -117,7 +121,10 @@ def write_lists(out, items, draws, records):
     for item in items:
         for draw in range(draws):
             kept.append(records[draw_name(item, draw)])
-            entry = {**draw_paths(item, draw), "subject": item["subject"]}
+            paths = draw_paths(item, draw)
+            images = [path for kind, path in paths.items() if kind == "image" or kind.startswith("channel")]
+            entry = {kind: path for kind, path in paths.items() if not kind.startswith("channel")}
+            entry.update(image=images if len(images) > 1 else images[0], subject=item["subject"])
             if item["modality"]:
                 entry["modality"] = item["modality"]
             entries.append({**entry, "draw": draw})

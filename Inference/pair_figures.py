@@ -67,9 +67,10 @@ def read_pair(row, dims):
     warped = apply_field(moving, moving_affine, field, affine)
     labels = None
     if "fixed_label" in row and "moving_label" in row:
-        moving_label, _ = read_label(row["moving_label"], dims)
-        labels = {"fixed": read_label(row["fixed_label"], dims)[0][kept],
-                  "before": apply_field(moving_label, moving_affine, zero, affine, order=0),
+        # With --resample-labels they are on grids of their own.
+        placed = [apply_field(*read_label(row[f"{side}_label"], dims), zero, affine, order=0)
+                  for side in ("fixed", "moving")]
+        labels = {"fixed": placed[0], "before": placed[1],
                   "after": read_label(folder / "warped_label.nii.gz", dims)[0][kept]}
     seen, both = in_range(fixed, fixed), np.stack([by_header, warped])
     images = {"fixed": seen, "before": in_range(by_header, both), "after": in_range(warped, both)}
@@ -83,8 +84,9 @@ def pair_figure(pair):
     """The `registration_figure` of a pair from `read_pair`."""
     labels = pair["labels"] and [pair["labels"][word] for word in ("before", "fixed", "after")]
     images, axcodes = pair["images"], "".join(nibabel.aff2axcodes(pair["affine"]))[:len(pair["field"])]
-    return registration_figure(images["before"], images["fixed"], images["after"], pair["field"], labels,
-                               pair["name"], pair["body"], axcodes)
+    title = pair["name"].encode(errors="replace").decode()
+    return registration_figure(images["before"], images["fixed"], images["after"], pair["field"], labels, title,
+                               pair["body"], axcodes)
 
 
 def means(rows, failed):

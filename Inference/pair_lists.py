@@ -62,7 +62,8 @@ def _list_of(path):
     if not path.is_dir():
         return path
     lists = sorted(path.glob("*dataset.json"))
-    if len(lists) == 1 and any(read_json(lists[0]).get(name) for name in LISTS):
+    content = read_json(lists[0]) if len(lists) == 1 else None
+    if isinstance(content, dict) and any(content.get(name) for name in LISTS):
         return lists[0]
     raise InputError(f"{path}: a folder does not define pairs; add --fixed F to register all of its volumes to F, "
                      "or list the pairs in a .csv with the columns fixed and moving.")
@@ -86,7 +87,8 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     """
     fixed, items = Path(fixed), []
     for source in moving:
-        if ends_in(source, SUFFIXES) and not Path(source).is_dir() and not glob.has_magic(str(source)):
+        is_file = Path(source).is_file() or not glob.has_magic(str(source))  # brackets may belong to its name
+        if ends_in(source, SUFFIXES) and not Path(source).is_dir() and is_file:
             items.append({"image": Path(source), "label": label_beside(source)})
         else:
             items += list_volumes(source)
@@ -135,8 +137,9 @@ def read_pairs_to_score(path):
 
     path: results.json of OM_register.py, or a JSON list (or an object with such a list under "pairs") of objects with
     TO_SCORE and "name". Warns about pairs that could not be registered and about an unfinished registration.
-    Returns: list of dict(name=str, and a Path for each key of TO_SCORE it has; "written" for a registered pair: the
-    folder and the `file_digests` of its field); the number of axes, None if the list does not say.
+    Returns: list of dict(name=str, and a Path for each key of TO_SCORE it has; for a registered pair "written", the
+    folder and the `file_digests` of its field, and "resample", whether its labels were resampled to its volumes); the
+    number of axes, None if the list does not say.
     Raises InputError naming the file for a list that cannot be read and unknown keys.
     """
     path = Path(path)
@@ -149,17 +152,22 @@ def read_pairs_to_score(path):
             files = pair_files(path, number, entry, TO_SCORE)
             pairs.append({"name": str(entry.get("name", f"pair {number}")), **files})
         return pairs, None
+    if "config" not in content["settings"]:
+        raise InputError(f"{path}: results of {content['settings'].get('program', 'another program')}, not of "
+                         "OM_register.py; list the files to score in a JSON list.")
     for entry in content["failed"]:
         print(f"warning: {path}: {entry['name']} was not registered and is not scored ({entry['reason']})",
               file=sys.stderr)
     if not content["complete"]:
         print(f"warning: {path}: the registration did not finish; run it again to continue",
               file=sys.stderr)
-    pairs = []
+    pairs, resample = [], content["settings"].get("resample_labels", False)
+    keys = {"fixed_label": "fixed_label", "moving_label": "moving_label", "points": "fixed_points",
+            "moving_points": "moving_points"}
     for row in entries:
         relative = os.path.normpath(os.path.join(row["folder"], "field.nii.gz"))
-        labels = {key: Path(row[key]) for key in ("fixed_label", "moving_label") if key in row}
-        pairs.append({"name": row["name"], **labels, "field": path.parent / relative,
+        files = {ours: Path(row[key]) for key, ours in keys.items() if key in row}
+        pairs.append({"name": row["name"], **files, "field": path.parent / relative, "resample": resample,
                       "written": (path.parent, {relative: row["files"][relative]})})
     return pairs, content["settings"]["config"]["model.dims"]
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from Dataloader.datalist import MOST_CHANNELS, volume_id
+from Dataloader.formats import import_sitk
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import (
     is_in_mm,
@@ -41,6 +42,7 @@ from Inference.pair_lists import (
 )
 from Inference.registration import memory_needed, overlap_percent, register_from
 from Inference.results import PARTS, do_all, parts_of, require_apart, write_results
+from Inference.scores import point_scores
 from Inference.verdict import judge_list
 from Runtime import checkpoint, run_lock
 from Runtime.config import load_config
@@ -146,6 +148,8 @@ def register_all(args):
         require_own_disps(pairs, cfg["model.dims"])
     if "bids" in args.also:
         require_own_names(pairs)
+    for suffix in {"h5", "nrrd", "mha"}.intersection(args.also):
+        import_sitk(out / f"field.{suffix}")  # a missing package is told before the work
     args.home = home = out
     if args.part:
         number, count = map(int, args.part.split("/"))
@@ -195,8 +199,10 @@ def register_pair(pair, folder, earlier):
     """Register one pair, write its files into `folder`, and return its row of the results."""
     args, model, cfg = WORKER["args"], WORKER["model"], WORKER["cfg"]
     dims, out = cfg["model.dims"], args.home
+    if all(key in pair for key in ("points", "moving_points")):  # unequal numbers are told before the work
+        point_scores(read_points(pair["points"]), read_points(pair["moving_points"]), pair, None, None)
     require_apart(folder, [pair[key] for key in TO_REGISTER if key in pair])
-    disp = out / disp_name(pair, dims) if args.learn2reg else None
+    disp = Path(args.out) / disp_name(pair, dims) if args.learn2reg else None
     points_mm = [read_points(pair[key]) if key in pair else None for key in ("points", "moving_points")]
     labels = [read_own_label(pair, side, dims, args) for side in ("fixed", "moving")]
     with warnings.catch_warnings():
@@ -255,8 +261,12 @@ def apply_saved(args):
         for path in paths:
             for doubt in placement_doubts(path, dims):
                 print(f"warning: {doubt}", file=sys.stderr)
-            name = f"{word}_{volume_id(path)}" if len(paths) > 1 else word
+            name = f"{word}_{volume_id(Path(path))}" if len(paths) > 1 else word
             moved.append((out / f"{name}.nii.gz", path, *read(path, dims), mode))
+    names = [target.name for target, *_ in moved]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"{twice}: two of the files would get this name; apply the field to one at a time, each with "
+                         "an --out of its own.")
     describe_field(args.apply, field, affine, [entry[1:4] for entry in moved])
     make_folder(out)
     token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")

@@ -6,7 +6,6 @@ of a pair are removed before the first new one is written, so that a new image n
 """
 import csv
 import functools
-import hashlib
 import io
 import json
 import os
@@ -19,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from Dataloader.datalist import MOST_CHANNELS
+from Dataloader.formats import digest
 from Inference.pair_figures import PAIR_PAGE, means
 from Inference.scores import COLUMNS
 from Runtime import __version__, run_lock
@@ -112,15 +112,7 @@ def kept_rows(earlier, settings, pairs, out):
 
 def source_digests(pair):
     """SHA-256 of each file of a pair, {key: hex}, with one for a whole folder of DICOM slices; None if missing."""
-    return {key: digest(Path(path)) for key, path in pair.items() if key != "name"}
-
-
-def digest(path):
-    """SHA-256 of a file, or of the digests of the files in a folder; None if there is neither."""
-    if path.is_dir():
-        parts = [sha256(file) for file in sorted(path.iterdir()) if file.is_file()]
-        return hashlib.sha256("".join(parts).encode()).hexdigest()
-    return sha256(path) if path.is_file() else None
+    return {key: digest(path) for key, path in pair.items() if key != "name"}
 
 
 def output_files(folder, disp=None):
@@ -134,7 +126,7 @@ def output_files(folder, disp=None):
 def remove_outputs(folder, out, row):
     """Remove what an earlier registration of this pair left. row: that of the earlier results, or None."""
     written = row.get("files", {}) if row else {}
-    disps = [out / name for name in written if re.fullmatch(DISP, name)]
+    disps = [out / name for name in written if re.fullmatch(DISP, Path(name).name)]
     for path in output_files(folder) + disps:
         path.unlink(missing_ok=True)
 
@@ -195,7 +187,7 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
     if workers > 1 and len(todo) > 1:
         share = max(1, torch.get_num_threads() // min(workers, len(todo)))
         made = run_tasks(guarded, todo, workers, str(out), begin_worker, (share, begin, arguments),
-                         lambda: run_lock.touch(out))
+                         lambda: keep_lock(out))
     else:
         made = ((task, guarded(*task)) for task in todo)
     with tqdm(total=len(todo), desc=doing, unit=unit, disable=not resumes) as bar:
@@ -203,10 +195,17 @@ def do_all(out, tasks, function, settings, workers=1, doing="registering", unit=
             found[entry["name"]] = row
             for sentence in [] if isinstance(row, str) else row.get("warnings", []):
                 tqdm.write(f"warning: {sentence}", file=sys.stderr)
-            run_lock.touch(out)
+            keep_lock(out)
             write()
             bar.update()
     return write()
+
+
+def keep_lock(out):
+    """Show other machines that the holder of the lock on `out`, or on a folder above it, is alive."""
+    for folder in (out, *out.parents):
+        if os.path.abspath(folder) in run_lock.HELD:
+            return run_lock.touch(folder)
 
 
 def begin_worker(threads, begin, arguments):

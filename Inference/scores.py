@@ -41,7 +41,8 @@ def pair_scores(fixed, moving, field, warped, matrix, inverse, compared_by, one_
                          for each in (by_header, field))
     scores, body = image_scores(fixed.array, source, before, warped, seen_before, seen, fixed.mask, device)
     scores["stretched_percent"] = stretched_percent(field, np.linalg.inv(fixed.affine) @ matrix @ fixed.affine, body)
-    scores.update(field_scores(field, body), **affine_scores(matrix, len(field)), compared_by=compared_by,
+    scores.update(field_scores(field, body), **affine_scores(matrix, len(field), fixed.affine),
+                  compared_by=compared_by,
                   segmentations=[side for side, volume in (("fixed", fixed), ("moving", moving))
                                  if is_segmentation(volume.array)])
     if inverse is not None:
@@ -162,8 +163,8 @@ def there_and_back_mm(field, affine, back, back_affine):
     step = warp(back, there, padding="border")
     rows = torch.from_numpy(change[:dims, :dims].astype(np.float32))
     came_to = (rows @ tensor.flatten(2)).view_as(tensor) + step  # as a vector in voxels of the other grid
-    to_mm = torch.from_numpy(back_affine[:dims, :dims].astype(np.float32))
-    missed_mm = (to_mm @ came_to.flatten(2)).view_as(came_to)[0].square().sum(0).sqrt().numpy()
+    to_mm = torch.from_numpy(back_affine[:3, :dims].astype(np.float32))
+    missed_mm = (to_mm @ came_to.flatten(2))[0].square().sum(0).sqrt().view(field.shape[1:]).numpy()
     places = there[0].numpy() + np.indices(field.shape[1:], np.float32)
     last = np.reshape(back.shape[2:], (-1, *[1] * dims)) - 1
     return np.where(((places >= 0) & (places <= last)).all(0), missed_mm, np.float32("nan"))
@@ -244,14 +245,17 @@ def heading(column):
     return column.replace("_percent", " %").replace("_mm", ", mm").replace("_", " ")
 
 
-def affine_scores(matrix, dims):
+def affine_scores(matrix, dims, affine=None):
     """The effect of an affine map: scale_least and scale_most, turn_degrees, shear_degrees and mirrors.
 
     matrix: 4x4, fixed to moving world in mm. The scales are its singular values. The turn is the angle of the closest
     rotation. The shear is the largest deviation from a right angle between two axes of the fixed world after the map.
-    dims: 2 or 3, the axes of the volumes; in 2D the third axis is left out.
+    dims: 2 or 3, the axes of the volumes. affine: 4x4 of the fixed grid, None: identity; in 2D its plane counts.
     """
-    linear = np.asarray(matrix, np.float64)[:dims, :dims]
+    linear = np.asarray(matrix, np.float64)[:3, :3]
+    if dims == 2:  # the plane may lie anywhere in the world
+        left, _, right = np.linalg.svd(np.eye(3) if affine is None else affine[:3, :3])
+        linear = ((left @ right).T @ linear @ (left @ right))[:2, :2]
     left, scales, right = np.linalg.svd(linear)
     turn, mirrors = left @ right, bool(np.linalg.det(linear) < 0)
     axes = linear / np.linalg.norm(linear, axis=0)

@@ -380,7 +380,7 @@ def report(args):
     path = args.out or args.run / "report.html"
     word, sentence = state_of(found)
     if not args.text or args.follow:
-        refresh = args.follow and word in ("running", "waiting")
+        refresh = args.follow and word not in ("done", "stopped")
         path = write_report(found, path, FOLLOW_S if refresh else None)
     if args.text:
         print("\033[2J\033[H" * (args.follow and sys.stdout.isatty()) + as_text(found), flush=True)

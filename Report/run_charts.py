@@ -16,7 +16,7 @@ MEANINGS = {"total": "mode 1: weighted loss", "ang": "mode 1: cosine of recovere
             "dice": "mode 3: one minus the Dice of the labels", "labelled": "mode 3: share of pairs with labels",
             "segment": "mode 3: loss of the segmentation", "segmented": "mode 3: share of volumes with labels",
             "val_ang": "mode 1: -1 is perfect", "val_retrieval": "mode 2: share of volumes recognised by their slices",
-            "val_dice": "mode 3: Dice of the labels; 1 is perfect", "val_imgsim": "mode 3: -1 is perfect",
+            "val_dice": "mode 3: Dice of the labels; 1 is perfect", "val_imgsim": "mode 3: 1 is perfect",
             "val_folding": "mode 3: % of voxels that fold", "val_segment": "Dice of the segmentation; 1 is perfect"}
 DEATH_COLOURS = ("k6", "c3", "c6", "c4", "c5")  # classes of page.css
 LEAK_LINE = 200  # length of the line that shows a leak, in steps

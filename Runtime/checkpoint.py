@@ -379,7 +379,10 @@ def _raw(tensor):
 def _write_and_read_back(path, plain):
     """Write a state and compare every tensor and value with the file. Raises OSError naming the first that differs."""
     write_flushed(path, lambda file: torch.save(plain, file))
-    content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except UNREADABLE as error:
+        raise OSError(getattr(error, "errno", None) or errno.EIO, f"reads back damaged: {_reason(error)}") from error
     for saved, read in itertools.zip_longest(_leaves(plain, "state"), _leaves(content, "state"), fillvalue=()):
         if saved[:2] != read[:2] or not torch.equal(saved[2], read[2]):  # torch.equal releases the GIL for training
             raise OSError(errno.EIO, f"{(saved or read)[0]} reads back differently")

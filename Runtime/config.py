@@ -241,7 +241,7 @@ def check_together(cfg, path):
         raise InputError(f"{path}: diffusion.grids must ascend and end with a multiple of 4, not {grids}.")
     if grids[-1] > min(size):
         raise InputError(f"{path}: diffusion.grids ends with {grids[-1]}, finer than the image of {size} voxels can "
-                         f"show; use smaller grids, for example [4, 8, {min(size) // 8 * 4 or 4}].")
+                         f"show; use smaller grids, for example {sorted({4, min(size) // 8 * 4 or 4})}.")
     for key in ("data.percentiles", "data.window"):
         if len(cfg[key]) != 2 or (cfg[key][0] >= cfg[key][1] and cfg[key] != [0, 0]):
             raise InputError(f"{path}: {key} must be two rising numbers such as [0.5, 99.5], or [0, 0], not "

@@ -1,4 +1,5 @@
 """The one exception for bad input, the test for exhausted memory, and the exit codes of all programs."""
+import contextlib
 import ctypes
 import functools
 import os
@@ -80,6 +81,41 @@ def attempt(name, function, *args):
                 "device or machine with more.")
 
 
+class Unbreakable:
+    """A stream that loses what a full disk or a closed terminal does not take, instead of raising OSError."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+
+@contextlib.contextmanager
+def unbreakable_output():
+    """Around a training: its output, which may go to a full disk, must not end it."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(Unbreakable, streams)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for stream in streams:
+            try:
+                stream.flush()
+            except OSError:  # Python would try again when it ends, and exit with 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def keep_freed_memory(keep=True):
     """Have glibc keep freed memory for this process's next tensors or, with keep=False, return it as usual.
 
@@ -96,6 +132,8 @@ def keep_freed_memory(keep=True):
 def run_program(run, args):
     """Run a program: call run(args), where args.out says where its results go. Returns the exit code."""
     keep_freed_memory()
+    if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks must not end the program
+        sys.stdout.reconfigure(errors="backslashreplace")
     # Read when numpy is imported, which is later. The threads of OpenBLAS wait for each other ten times longer than the
     # small matrices of scipy's optimiser take: half a second of a pair on two cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -19,9 +19,10 @@ from Runtime.errors import InputError
 A_DAY_S = 86400.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # between two tries of `patiently`
 # Errors of a file system that is full or does not respond. They may pass within a minute; no input is wrong.
-PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY,
-           errno.ENOLCK, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.EHOSTDOWN,
-           errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO}
+# macOS and Windows lack some of them.
+PASSING = {getattr(errno, name) for name in (
+    "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ETIMEDOUT", "EAGAIN", "EINTR", "EBUSY", "ENOLCK", "ENOTCONN", "ESHUTDOWN",
+    "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "EREMOTEIO") if hasattr(errno, name)}
 
 
 def require_file(path):
@@ -75,7 +76,7 @@ def write_flushed(path, content):
         if callable(content):
             content(file)
         else:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 
@@ -94,6 +95,9 @@ def replace(partial, path):
     folder = os.open(Path(path).parent, os.O_RDONLY)  # the rename is durable only after the folder is flushed
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems, such as shared folders of virtual machines, cannot
+            raise
     finally:
         os.close(folder)
 
@@ -110,7 +114,7 @@ def remove_leftovers(folder):
             continue
         try:
             is_old = time.time() - path.stat().st_mtime > A_DAY_S
-            if path.is_file() and (is_old or host == socket.gethostname() and not _is_alive(int(pid))):
+            if path.is_file() and (is_old or host == socket.gethostname() and not is_alive(int(pid))):
                 path.unlink()
                 removed.append(path)
         except FileNotFoundError:
@@ -211,7 +215,8 @@ def sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _is_alive(pid):
+def is_alive(pid):
+    """Whether a process of this host exists, as far as this user can see."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

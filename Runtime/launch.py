@@ -8,6 +8,7 @@ import datetime
 import gc
 import json
 import os
+import re
 import socket
 import time
 
@@ -49,7 +50,7 @@ def environment():
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         column = 0
-    elif "SLURM_STEP_ID" in os.environ:  # a task of srun; an sbatch script itself has only SLURM_NTASKS
+    elif re.fullmatch(r"\d{1,8}", os.environ.get("SLURM_STEP_ID", "")):  # a task of srun, no batch or interactive step
         column = 1
     else:
         return Ranks()

@@ -46,10 +46,10 @@ def profile_step(profile, step):
     """Begin or end the profile, if it is due. Every rank calls this before each step and at the end of a launch.
 
     step: the number of the next step. Only rank 0 profiles; the others enter the same phases, since ranks are compared
-    by the number of phases they have entered.
+    by the number of phases they have entered. Returns: whether a profile has just ended.
     """
     if profile is None or profile["done"]:
-        return
+        return False
     if profile["running"] is None and profile["first"] <= step <= profile["last"]:
         profile["running"] = start_profiler(profile["device"]) if profile["rank"] == 0 else "elsewhere"
     elif profile["running"] is not None and step > profile["last"]:
@@ -58,6 +58,8 @@ def profile_step(profile, step):
             write_profile(profile)
         profile.update(running=None, done=True)
         watchdog.phase("between steps")
+        return True
+    return False
 
 
 def start_profiler(device):

@@ -30,7 +30,7 @@ def git(*arguments):
     """Output of a git command in the code's folder; None outside a checkout or if git takes more than 30 s."""
     try:
         return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True,
-                              check=True, timeout=30).stdout
+                              errors="replace", check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -72,6 +72,15 @@ def save_launch(run, cfg, step, modes):
     if changes:
         write_file(folder / "changes.diff", changes)
     return folder
+
+
+def began_with(run, source):
+    """Whether the first launch of a run was given --init-from `source`."""
+    try:
+        words = json.loads((Path(run) / "launches" / "0000" / "launch.json").read_text())["command"]
+    except (OSError, ValueError, LookupError):
+        return False
+    return source in words or f"--init-from={source}" in words
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from Runtime.config import PATHS, load_config
 from Runtime.errors import InputError
-from Runtime.files import read_lines, write_file
+from Runtime.files import is_alive, read_lines, write_file
 
 try:
     import fcntl
@@ -231,7 +231,10 @@ def _living_holder(content, run):
             if _is_former_start(content):  # Slurm has told it to end, so it will
                 raise OSError(errno.EBUSY, f"process {holder['pid']} of the former start of this job is still there")
             return holder
-        if not visible and not rebooted:
+        # Without /proc, as on macOS, the process table tells no more than this.
+        gone = (os.name == "posix" and holder["boot"] == me["boot"] == "" and holder["host"] == me["host"]
+                and not is_alive(holder["pid"]))
+        if not visible and not rebooted and not gone:
             elsewhere.append(holder)
     if not elsewhere:
         return None

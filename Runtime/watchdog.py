@@ -46,7 +46,8 @@ def start(run, rank, attempt, cfg, launcher):
         stack = open(run / f"rank{rank}.stack", "w")
     now = time.time()
     # Who this is, and the log: its descriptor, the offset of the breadcrumb, bytes that a full disk has not taken yet.
-    STATE.update(run=run, rank=rank, attempt=attempt, host=socket.gethostname(), stack=stack, looked=now)
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    STATE.update(run=run, rank=rank, attempt=attempt, host=host, stack=stack, looked=now)
     STATE.update(pending=b"", beat=lambda: None, **open_log(run, rank))
     # Where it is: number of phases so far, step, the phase and when it was entered (since: or last repeated).
     STATE.update(number=0, step=0, name="start", mode="", entered=now, since=now)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from Runtime.errors import InputError
-from Runtime.files import no_name_twice
+from Runtime.files import is_passing, no_name_twice
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -29,6 +29,8 @@ def read_weights(path, device="cpu"):
         entries, metadata, first = _read_header(content)
         _require_gapless(entries, len(content) - first)
     except (OSError, ValueError, RecursionError) as error:
+        if is_passing(error):  # the file system, not the file
+            raise
         raise InputError(f"{path}: not a readable .safetensors file ({error}); export the model again.") from None
     tensors, raw = {}, torch.frombuffer(content, dtype=torch.uint8)[first:]
     for name, entry in entries.items():

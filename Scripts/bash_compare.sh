@@ -25,5 +25,6 @@ root=$(dirname "${BASH_SOURCE[0]}")/..
 cd "$root" && root=$PWD
 # shellcheck source=/dev/null
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
-"${INTERPRETER[@]}" -m pytest -q tests/test_3modes_opt_equivalence.py || exit 1
+"${INTERPRETER[@]}" -c "import pytest" 2> /dev/null || stop "pytest is missing: pip install -r requirements-test.txt."
+"${INTERPRETER[@]}" -m pytest -q tests/test_3modes_opt_equivalence.py || exit $(($? == 1 ? 1 : 43))
 exec "${INTERPRETER[@]}" tests/compare_3modes_speed.py "$@"

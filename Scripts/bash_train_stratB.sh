@@ -46,6 +46,7 @@ training=("${INTERPRETER[@]}" OM_train_3modes.py --config Config/config_om.yaml 
     --set registration.gate=2 --set run.checkpoint_steps=0 --set run.checkpoint_minutes=0
     --set run.models="$folder/Models" --set run.logs="$folder" "$@")
 port=$("${INTERPRETER[@]}" -c "from Supervisor.attempts import free_port; print(free_port())") || exit 43
+touch "$folder/.began"
 pids=()
 trap 'kill "${pids[@]}" 2> /dev/null' INT TERM  # the ranks save and leave
 for ((rank = RANKS - 1; rank >= 0; rank--)); do
@@ -66,7 +67,9 @@ for pid in "${pids[@]}"; do
     done
     ((ended == 0 || ended == 42)) || code=$ended
 done
-run=$(find "$folder/Models" -mindepth 1 -maxdepth 1 -type d -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)
+run=$(find "$folder/Models" -mindepth 1 -maxdepth 1 -type d -newer "$folder/.began" -printf '%T@ %p\n' 2> /dev/null \
+    | sort -n | tail -n 1 | cut -d' ' -f2-)
+[[ -n $run ]] || exit $((code ? code : 43))  # it was refused, see above
 steps=$(grep -c '"event": "step"' "$run/rank0.jsonl")
 echo "steps of rank 0: $steps"
 leaks=$(grep -o '"sentence": "[^"]*"' "$run"/rank*.jsonl)

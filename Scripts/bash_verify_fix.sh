@@ -26,12 +26,14 @@ cd "$root" && root=$PWD
 # shellcheck source=/dev/null
 source Scripts/site.sh || { echo "error: $PWD is not the repository's folder: submit from there." >&2; exit 43; }
 
+said=$(mktemp) || exit 43
+trap 'rm -f "$said"' EXIT
 leaks() {  # operation, options: true if it leaks. Without the sentence of a verdict, exit code 1 is a crash
-    local said code
-    said=$("${INTERPRETER[@]}" tests/diagnose_xpu_leak_ops.py "${@:2}" --only "$1" | tee /dev/stderr)
+    local code
+    "${INTERPRETER[@]}" tests/diagnose_xpu_leak_ops.py "${@:2}" --only "$1" | tee "$said"
     code=$?
     ((code <= 1)) || exit $code
-    if ! grep -q '^what grows with every iteration: ' <<< "$said"; then
+    if ! grep -q '^what grows with every iteration: ' "$said"; then
         echo "error: there is no verdict on $1: the program ended with exit code $code before it had one" >&2
         exit 43
     fi

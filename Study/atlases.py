@@ -9,17 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
+from Dataloader.formats import digest, size_and_time
 from Dataloader.grids import require_same_grid
 from Dataloader.nifti import read_label, read_numbers, read_raw_header, read_volume, write_volume
 from Dataloader.transforms import write_matrix
 from Diffusion.metrics import average, dice
+from Inference.bids import require_own_names
 from Inference.labels import apply_label, vote
 from Inference.outputs import grid_header, write_warped
-from Inference.results import damage, do_all, read_results, require_apart, source_digests
+from Inference.results import do_all, kept_rows, read_results, require_apart
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
-from Runtime.files import sha256
 from Study import common
 from Study.fusion import fuse
 from Study.thumbnails import gallery_html, thumbnail
@@ -35,11 +36,13 @@ def segment(args):
         raise InputError(f"{args.atlases}: none of its volumes has a label map: put label maps into labelsTr beside "
                          "imagesTr, name them like NAME_dseg.nii.gz, or list both in a .csv.")
     images = common.volumes_of(args.images, args.ids, args.subject_pattern)
+    if args.bids:
+        require_own_names([{"name": item["id"], "image": item["image"]} for item in images])
     voting = {item["id"]: voters(item, atlases, args.same_subject) for item in images}
     settings = {"program": "segment", "most": args.most, "join": args.join, "similarity": args.similarity,
                 "affine": args.affine, "labels": args.labels}
-    options = {"similarity": args.similarity, "affine": args.affine, "device": str(pick_device(args.device))}
-    with common.locked(args.out) as out:
+    options = {"similarity": args.similarity, "affine": args.affine, "device": pick_device(args.device).type}
+    with common.locked(args.out, "segment") as out:
         done = kept_images(images, voting, settings, out, args.again)
         waiting = [item for item in images if item["id"] not in done]
         starts = rank_all(waiting, voting, options, settings, out, args)
@@ -66,9 +69,9 @@ def voters(image, atlases, same_subject):
     for atlas in atlases:
         if atlas["image"].resolve() == image["image"].resolve():
             continue
-        if atlas["image"].stat().st_size == image["image"].stat().st_size:
-            own = own or sha256(image["image"])
-            if sha256(atlas["image"]) == own:
+        if size_and_time(atlas["image"])[0] == size_and_time(image["image"])[0]:
+            own = own or digest(image["image"])
+            if digest(atlas["image"]) == own:
                 said.append(f"{image['id']}: the atlas {atlas['id']} is a copy of it and does not vote.")
                 continue
         if atlas["subject"] == image["subject"] and not same_subject:
@@ -93,14 +96,14 @@ def kept_images(images, voting, settings, out, again):
     For such an image, `voting` gets the atlases that were taken.
     """
     earlier, done = read_results(out), set()
-    if again or earlier["settings"] != settings:
+    if again:
         return done
     for item in images:
         row, of_it = earlier["pairs"].get(item["id"]), voting[item["id"]]
-        if not row or row["candidates"] != of_it["candidates"]:
+        if not row or row.get("candidates") != of_it["candidates"]:
             continue
         taken = [atlas for atlas in of_it["atlases"] if atlas["id"] in row["taken"]]
-        if row["source"] == source_digests(entry_of(item, taken)) and not damage(row["files"], out):
+        if kept_rows(earlier, settings, [entry_of(item, taken)], out):
             of_it["atlases"] = taken
             done.add(item["id"])
     return done
@@ -127,12 +130,15 @@ def rank_all(images, voting, options, settings, out, args):
     where = out / "ranking"
     where.mkdir(exist_ok=True)
     tasks = [(entry, where) for entry in pairs_of(images, voting)]
-    rows, _ = do_all(where, tasks, functools.partial(rank, options), settings, args.workers, "comparing", "atlas",
-                     args.again)
+    rows, failed = do_all(where, tasks, functools.partial(rank, options), settings, args.workers, "comparing", "atlas",
+                          args.again)
+    why = {entry["name"]: entry["reason"] for entry in failed}
     found = {row["name"]: row for row in rows}
     for item in images:
         of_it = voting[item["id"]]
         names = {atlas["id"]: f"{atlas['id']}_to_{item['id']}" for atlas in of_it["atlases"]}
+        of_it["said"] += [f"{item['id']}: the atlas {identity} does not vote: {why[name]}"
+                          for identity, name in names.items() if name in why]
         ranked = sorted((found[name]["similarity"], identity) for identity, name in names.items() if name in found)
         best = {identity for _, identity in ranked[-args.most:]}
         of_it["atlases"] = [atlas for atlas in of_it["atlases"] if atlas["id"] in best]
@@ -198,6 +204,10 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
     if not good:
         raise InputError(" ".join([f"{entry['image']}: no atlas may vote on it.", *sentences]))
     image, affine = read_volume(entry["image"], dims)
+    if "truth" in entry:
+        truth, own = read_label(entry["truth"], dims)
+        require_same_grid(f"{entry['truth']}: the label map", truth.shape, own, entry["image"], image.shape, affine,
+                          "resample it to its image")
     places = [Path(found[name]["folder"]) for name in good]
     maps = [read_label(place / "warped_label.nii.gz", dims)[0] for place in places]
     if join == "joint":
@@ -220,7 +230,7 @@ def join_labels(out, join, voting, carried, entry, folder, earlier):
            "doubtful_percent": 100.0 * float((inside > DOUBTFUL).mean()) if inside.size else 100.0}
     row.update(verdict_of(row, good, found), labels=labels)
     if "truth" in entry:
-        scores = dice(label, read_label(entry["truth"], dims)[0], values)
+        scores = dice(label, truth, values)
         for value, score in zip(values, scores):
             labels[str(value)]["dice"] = None if score != score else score
         row["dice"] = average(scores)

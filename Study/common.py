@@ -7,25 +7,36 @@ import sys
 import warnings
 from pathlib import Path
 
-from Dataloader.datalist import label_beside, list_volumes, name_subjects, select, volume_id
+from Dataloader.datalist import (
+    is_named_segmentation,
+    label_beside,
+    list_volumes,
+    name_subjects,
+    select,
+    volume_id,
+)
 from Dataloader.nifti import SUFFIXES, ends_in, open_nifti
 from Dataloader.volume import axes
 from Inference.outputs import make_folder, scores_of
 from Inference.registration import register
-from Inference.results import file_digests, source_digests, write_results
+from Inference.results import file_digests, read_results, source_digests, write_results
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
 from Runtime.files import require_file, write_file
 
 
 def volumes_of(sources, ids="", pattern=""):
-    """The volumes that a command line names, in its order, as Dataloader/datalist.py describes them.
+    """The volumes that a command line names, in its order and that of its lists, as Dataloader/datalist.py describes
+    them.
 
-    sources: files, folders, lists or patterns. ids: numbers and ranges as in `select`. pattern: names the subjects.
+    sources: files, folders, lists or patterns; of several files, those named as segmentations are left out, since a
+    shell's `*` names them too. ids: numbers and ranges as in `select`. pattern: names the subjects.
     Raises InputError if there are none, and if two have the same name.
     """
     items = []
     for source in sources:
+        if len(sources) > 1 and ends_in(source, SUFFIXES) and is_named_segmentation(source):
+            continue
         if ends_in(source, SUFFIXES) and Path(source).is_file():
             item = {"id": volume_id(source), "image": Path(source), "label": label_beside(source), "mask": None,
                     "subject": "", "modality": "", "split": ""}
@@ -34,7 +45,7 @@ def volumes_of(sources, ids="", pattern=""):
         elif ends_in(source, SUFFIXES):
             require_file(source)
         else:
-            items += list_volumes(source, pattern)
+            items += list_volumes(source, pattern, as_listed=True)
     items = select(", ".join(map(str, sources)), items, ids)
     names = [item["id"] for item in items]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -61,12 +72,18 @@ def finished_row(row, entry, out, paths):
 
 
 @contextlib.contextmanager
-def locked(path):
-    """Make a folder of results and hold its lock. Yields: its Path."""
+def locked(path, program):
+    """Make a folder of results and hold its lock. Yields: its Path.
+
+    Raises InputError if it has results of another program: they would be dropped.
+    """
     path = Path(path)
     make_folder(path)
     token = run_lock.lock(path, run_lock.STALE_S, instead="name another --out")
     try:
+        earlier = read_results(path)
+        if earlier["pairs"] and (earlier["settings"] or {}).get("program") != program:
+            raise InputError(f"{path}: it has results of another program, which would be lost; name another --out.")
         yield path
     finally:
         run_lock.unlock(path, token)

@@ -39,7 +39,7 @@ def jacobian(args):
     if bool(args.results) == bool(args.scans) or len(args.scans) == 1:
         raise InputError("give either --results, or --scans with two or more scans of one subject.")
     settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity}
-    with locked(args.out) as out:
+    with locked(args.out, "jacobian") as out:
         tasks, function, failed = of_scans(out, args) if args.scans else of_results(out, args)
         rows, more = do_all(out, tasks, function, settings, args.workers, "mapping", "subject", args.again)
         page = write_maps_page(out, rows, failed + more, args)
@@ -129,7 +129,7 @@ def of_scans(out, args):
     label = args.labels or first["label"]
     tasks = [({"name": item["id"], "first": first["image"], "scan": item["image"],
                **({"labels": Path(label)} if label else {})}, out / item["id"]) for item in later]
-    options = {"similarity": args.similarity, "device": str(pick_device(args.device))}
+    options = {"similarity": args.similarity, "device": pick_device(args.device).type}
     return tasks, functools.partial(map_change, str(out), args.smooth, args.affine, options), []
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import nibabel
 import numpy as np
 
-from Dataloader.nifti import checked_image, open_nifti, read_affine, read_numbers, write_volume
+from Dataloader.formats import is_itk
+from Dataloader.nifti import READ_ERRORS, checked_image, open_nifti, read_affine, read_numbers, write_volume
 from Diffusion.metrics import average
 from Inference.results import do_all
 from Report.charts import grid, line_chart
@@ -22,6 +23,7 @@ from Study.common import aligned, end, findings_of, finished_row, locked, write_
 from Study.thumbnails import gallery_html, thumbnail
 
 BLOCK = 10  # frames
+MM, SECONDS, OF_TIME = 2, 8, 56  # codes of NIfTI's xyzt_units, and the bits for the unit of time
 RADIUS_MM = 50.0  # of the sphere on which a rotation becomes millimetres (Power et al., NeuroImage 2012)
 MOVED_MM = 0.5  # framewise displacement above which a frame is counted, as is usual for brains
 PARAMETERS = ("trans_x", "trans_y", "trans_z", "rot_x", "rot_y", "rot_z")
@@ -37,8 +39,8 @@ def motion(args):
     settings = {"program": "motion", "series": sha256(args.series), "reference": args.reference, "deform": args.deform,
                 "similarity": args.similarity}
     options = {"affine": "rigid", "refine": args.deform, "similarity": args.similarity,
-               "device": str(pick_device(args.device))}
-    with locked(args.out) as out:
+               "device": pick_device(args.device).type}
+    with locked(args.out, "motion") as out:
         first = int(args.reference) if args.reference.isdecimal() else count // 2
         write_volume(out / "reference.nii.gz", frame_of(args.series, first), affine)
         passes = 2 if args.reference == "mean" else 1
@@ -56,13 +58,15 @@ def motion(args):
                 write_volume(out / "reference.nii.gz", mean_of(rows, shape), affine)
         table = join(out, rows, args.series, shape, affine)
         page = write_motion_page(out, table, failed, affine, args)
-        moved = [row["framewise_displacement"] for row in table[1:]]
+        mean = average([row["framewise_displacement"] for row in table])
         return end(out, rows, failed, settings, page, args.strict,
-                   {"frames": len(table), "mean_displacement_mm": round(average(moved), 4)})
+                   {"frames": len(table), "mean_displacement_mm": mean and round(mean, 4)})
 
 
 def shape_of(path):
     """Shape (D, H, W, T) and affine of a series. Raises InputError if the file is not a series."""
+    if is_itk(path):
+        raise InputError(f"{path}: a series has to be one NIfTI file; convert it.")
     image = open_nifti(path)
     if len(image.shape) != 4 or image.shape[3] < 2 or min(image.shape[:3]) < 2:
         raise InputError(f"{path}: shape {image.shape} is not a series of volumes (D, H, W, frames).")
@@ -71,7 +75,11 @@ def shape_of(path):
 
 def frame_of(path, number):
     """One frame of a series, (D, H, W) float32."""
-    return checked_image(f"{path}, frame {number}", np.asanyarray(open_nifti(path).dataobj[..., number]))
+    try:
+        voxels = np.asanyarray(open_nifti(path).dataobj[..., number])
+    except READ_ERRORS as error:
+        raise InputError(f"{path}: truncated or corrupt ({error}); copy or download it again.") from error
+    return checked_image(f"{path}, frame {number}", voxels)
 
 
 def align_block(out, series, count, options, entry, folder, earlier):
@@ -108,13 +116,14 @@ def join(out, rows, series, shape, affine):
     header = nibabel.Nifti1Header()
     header.set_data_shape(shape)
     header.set_zooms(open_nifti(series).header.get_zooms()[:4])  # the fourth: the time of a frame
-    header.set_xyzt_units("mm", "sec")
+    header["xyzt_units"] = MM | (int(open_nifti(series).header["xyzt_units"]) & OF_TIME or SECONDS)
     write_volume(out / "aligned.nii.gz", np.concatenate(blocks_of(rows), -1), affine, header)
     centre_mm = (affine @ [*(np.subtract(shape[:3], 1) / 2), 1])[:3]
     table, before = [], None
     for frame in (frame for row in rows for frame in row["frames"]):
         now = parameters_of(np.array(frame["matrix"]), centre_mm)
-        moved = None if before is None else displacement(now - before)
+        follows = table and frame["frame"] == table[-1]["frame"] + 1  # not so after a block that failed
+        moved = displacement(now - before) if follows else None
         table.append({"frame": frame["frame"], **dict(zip(PARAMETERS, now.tolist())), "framewise_displacement": moved,
                       **{key: frame[key] for key in ("similarity_before", "similarity", "verdict")}})
         before = now

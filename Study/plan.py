@@ -39,6 +39,8 @@ def plan(args):
     seen, bad = look(items)
     if not seen:
         raise InputError(f"{args.data}: none of its {len(items)} volumes can be read ({bad[0][1]}).")
+    if not any("box_mm" in row for row in seen):
+        raise InputError(f"{args.data}: none of the volumes that were opened can be used ({bad[0][1]}).")
     device, out = pick_device(args.device), Path(args.out)
     make_folder(out)
     chosen = choose(seen, args, device, out)
@@ -91,7 +93,7 @@ def choose(seen, args, device, out):
         cost = dry_run(out, device)
         need = cost["step_memory_bytes"].get(device.type, cost["step_memory_bytes"]["cpu"])
         room = ROOM * (cost["free_bytes"] or math.inf)
-        if need <= room or min(size) <= 2 * multiple:
+        if need <= room or max(size) <= 2 * multiple:
             break
         spacing *= 1.15
     if need > room:
@@ -118,7 +120,7 @@ def grid(extent_mm, spacing_mm):
 def write_config(out, args, base, size, spacing_mm, epochs=1):
     """Write config.yaml: only what differs from its base."""
     content = {"base": base, "model": {"dims": len(size)},
-               "data": {"name": Path(args.data).resolve().stem, "root": str(Path(args.data).resolve()),
+               "data": {"name": "", "root": str(Path(args.data).resolve()),
                         "train_ids": "", "val_ids": "", "val_fraction": 0.1, "cache": "auto", "expect_samples": 0,
                         "subject_pattern": args.subject_pattern, "img_size": [int(n) for n in size],
                         "spacing_mm": round(float(spacing_mm), 4)}}

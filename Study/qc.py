@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from Dataloader.nifti import read_label, read_numbers, read_volume
+from Inference.labels import apply_field
 from Inference.results import do_all, read_results
 from Inference.scores import COLUMNS, heading, in_range
 from Inference.verdict import LEAST_LIST, LEAST_SPREAD, OUTLIER, VERDICTS, judge_list
@@ -29,11 +30,14 @@ BRIGHT = 0.3  # of the range of a fixed volume: the outline at this intensity re
 def qc(args):
     """`omnimorph qc`; returns the exit code."""
     rows, failed = all_rows(args.results)
-    with locked(args.out) as out:
+    with locked(args.out, "qc") as out:
         settings = {"program": "qc"}
         tasks = [(entry_of(row), out / "thumbnails") for row in rows]
         draw = functools.partial(draw_row, str(out), {row["name"]: row for row in rows})
         drawn, undrawn = do_all(out, tasks, draw, settings, args.workers, "drawing", "subject", args.again)
+        # Pictures are kept from an earlier run, numbers are not: outliers depend on all subjects of now.
+        now = {row["name"]: row for row in rows}
+        drawn = [{**row, **numbers_of(now[row["name"]])} for row in drawn]
         page = write_qc_page(out, drawn, failed + undrawn, args)
         counts = {word: sum(row["verdict"] == word for row in drawn) for word in VERDICTS}
         return end(out, drawn, failed + undrawn, settings, page, args.strict,
@@ -100,7 +104,10 @@ def draw_row(out, rows, entry, folder, earlier):
         dims, heat = dims_of(entry["fixed"]), None
         fixed, affine = read_volume(entry["fixed"], dims)
         image = read_volume(entry["warped.nii.gz"], dims)[0]
-        known = read_label(entry["fixed_label"], dims)[0] if "fixed_label" in entry else None
+        known = None
+        if "fixed_label" in entry:  # with --resample-labels on a grid of its own
+            zero = np.zeros((dims, *fixed.shape), np.float32)
+            known = apply_field(*read_label(entry["fixed_label"], dims), zero, affine, order=0)
         outlines = [((in_range(fixed, fixed) > BRIGHT).astype(np.uint8) if known is None else known, 0)]
         if known is not None and "warped_label.nii.gz" in entry:
             outlines.append((read_label(entry["warped_label.nii.gz"], dims)[0], 1))
@@ -109,8 +116,12 @@ def draw_row(out, rows, entry, folder, earlier):
                          "again.")
     path = folder / f"{entry['name'].replace('/', '_')}.png"
     write_file(path, thumbnail(image, affine, outlines, heat))
-    kept = {key: value for key, value in row.items() if key not in ("files", "source", "folder", "warnings")}
-    return finished_row({**kept, "folder": str(folder), "picture": path.name}, entry, out, [path])
+    return finished_row({**numbers_of(row), "folder": str(folder), "picture": path.name}, entry, out, [path])
+
+
+def numbers_of(row):
+    """A row without what belongs to the files of its own results."""
+    return {key: value for key, value in row.items() if key not in ("files", "source", "folder", "warnings")}
 
 
 def write_qc_page(out, rows, failed, args):

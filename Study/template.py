@@ -15,26 +15,29 @@ import numpy as np
 import torch
 from scipy import linalg, ndimage
 
+from Dataloader.formats import digest
 from Dataloader.grids import intensity_range, rescale, to_canonical, to_grid
 from Dataloader.nifti import read_label, read_volume, write_field, write_volume
 from Dataloader.volume import read_source
 from Diffusion.fields import compose, exponential, then_affine
 from Diffusion.metrics import average, dice
+from Inference.bids import require_own_names
 from Inference.labels import apply_field, apply_label, vote, without_affine
 from Inference.registration import Known
-from Inference.results import damage, do_all, read_results, source_digests
+from Inference.results import damage, do_all, file_digests, read_results, source_digests
 from Inference.verdict import judge_list
 from Report.charts import grid, line_chart
 from Report.page import cards_html, findings_html, table_html, write_page
+from Runtime import __version__
 from Runtime.device import pick_device
-from Runtime.errors import InputError
+from Runtime.errors import InputError, attempt
 from Runtime.files import write_file
 from Study import common
 from Study.thumbnails import gallery_html, thumbnail
 
 TEMPLATE, LABEL = "template.nii.gz", "template_label.nii.gz"
 ENOUGH_LEFT, MOST_PASSES, SMOOTH_MEAN = 0.02, 4, 1.0  # voxels of the mean logarithm, on average; passes; voxels
-SHARPEN, SHARPEN_SIGMA = 1.0, 1.0  # unsharp masking: its amount; sigma of its Gaussian in voxels
+SHARPEN_SIGMA = 1.0  # voxels, of the Gaussian of the unsharp masking
 FEWEST, LEAST_SIDE = 2, 8  # subjects; voxels along an axis
 # Of a subject and round, (N, *size): the deformation without the affine part; the whole map from the moved template.
 DEFORMATION, FIELD = "deformation.npy", "field.npy"
@@ -47,16 +50,22 @@ def template(args):
     if len(items) < FEWEST:
         raise InputError(f"{items[0]['image']}: it has {len(items)} volume; a template needs {FEWEST} subjects or "
                          "more.")
+    if args.bids:
+        require_own_names([{**entry_of(item), "fixed": TEMPLATE} for item in items])
     settings = {"program": "template", "rounds": args.rounds, "affine": args.affine, "similarity": args.similarity,
-                "spacing_mm": args.spacing, "sharpen": args.sharpen, "start": str(args.start or "")}
-    options = {"similarity": args.similarity, "device": str(pick_device(args.device))}
-    with common.locked(args.out) as out:
+                "spacing_mm": args.spacing, "sharpen": args.sharpen, "start": args.start and digest(args.start)}
+    options = {"similarity": args.similarity, "device": pick_device(args.device).type}
+    with common.locked(args.out, "template") as out:
         earlier = None if args.again else finished_earlier(items, settings, out)
         rows, failed, history = earlier or build(items, options, settings, out, args)
         page = write_template_page(out, rows, failed, history, args)
         last = history[-1]
         summary = {key: last[key] for key in ("mean_left", "most_left", "sharpness", "dice_pairs") if key in last}
-        return common.end(out, rows, failed, settings, page, args.strict, summary)
+        code = common.end(out, rows, failed, settings, page, args.strict, summary)
+        for name in (DEFORMATION, FIELD):  # a kill before this point repeats no round
+            for path in out.glob(f"round_*/*/{name}"):
+                path.unlink()
+        return code
 
 
 def entry_of(item):
@@ -71,12 +80,14 @@ def finished_earlier(items, settings, out):
         history = json.loads((out / "convergence.json").read_text())
     except (OSError, ValueError):
         return None
-    known = {*earlier["pairs"], *(entry["name"] for entry in content["failed"])}
-    if not content["complete"] or earlier["settings"] != settings or known != {item["id"] for item in items}:
+    known = {**earlier["pairs"], **{entry["name"]: entry for entry in content["failed"]}}
+    if not content["complete"] or earlier["version"] != __version__ or earlier["settings"] != settings:
+        return None
+    if known.keys() != {item["id"] for item in items}:
         return None
     for item in items:
-        row = earlier["pairs"].get(item["id"])
-        if row and (row["source"] != source_digests(entry_of(item)) or damage(row["files"], out)):
+        row = known[item["id"]]
+        if row.get("source") != source_digests(entry_of(item)) or "files" in row and damage(row["files"], out):
             return None
     print(f"{out}: keeping the finished template of an earlier run (--again makes it again)")
     return list(earlier["pairs"].values()), content["failed"], history
@@ -290,7 +301,7 @@ def field_of(row, middle):
 def average_of(rows, affine, amount):
     """The mean of the subjects on the moved template, plain and sharpened, (*size) float32 in 0..1.
 
-    Each subject counts within its field of view. amount: of sharpening, see SHARPEN.
+    Each subject counts within its field of view. amount: of sharpening.
     """
     total = weight = 0
     for row in rows:
@@ -318,6 +329,7 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
 
     starts: as for `onto_template`.
     """
+    (out / LABEL).unlink(missing_ok=True)  # of an earlier template
     write_volume(out / TEMPLATE, image, affine)
     items, done, maps = {item["id"]: item for item in items}, [], {}
     for row in rows:
@@ -329,9 +341,13 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
         write_volume(paths[1], apply_field(*own, field, affine), affine)
         matrix = starts[row["name"]][0].tolist()
         row = {**row, "folder": str(folder), "fixed": str((out / TEMPLATE).resolve()), "matrix": matrix}
-        if label := items[row["name"]]["label"]:
+        label = items[row["name"]]["label"]
+        found = label and attempt(str(label), read_label, label, image.ndim)
+        if isinstance(found, str):
+            row["warnings"] = [found]
+        elif found:
             paths.append(folder / "warped_label.nii.gz")
-            maps[row["name"]] = apply_label(*read_label(label, image.ndim), field, affine)
+            maps[row["name"]] = apply_label(*found, field, affine)
             write_volume(paths[-1], maps[row["name"]], affine)
             row["moving_label"] = str(Path(label).resolve())
         done.append(common.finished_row(row, entry_of(items[row["name"]]), out, paths))
@@ -349,11 +365,11 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
                  for other in list(maps.values())[:number]]
         if pairs:
             history[-1]["dice_pairs"] = float(np.mean(pairs))
-    failed = [{"name": name, "reason": reason} for name, reason in left_out.items()]
+    failed = [{"name": name, "reason": reason, "source": source_digests(entry_of(items[name]))}
+              for name, reason in left_out.items()]
     write_file(out / "convergence.json", json.dumps(history, indent=1) + "\n")
-    for name in (DEFORMATION, FIELD):
-        for path in out.glob(f"round_*/*/{name}"):
-            path.unlink()
+    shared = [out / TEMPLATE, *sorted(out.glob(f"round_*/{TEMPLATE}")), *[out / LABEL] * bool(maps)]
+    done[0]["files"].update(file_digests(shared, out))  # checked with the first subject
     return judge_list(done), failed, history
 
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -314,7 +315,8 @@ def share_out(run, cfg, nodes, tasks, ranks_asked):
 
 def run_of_job(cfg):
     """The folder in which this Slurm job trained before it was requeued; None if it did not begin to train."""
-    folders = Path(cfg["run.models"]).glob(f"{cfg['data.name']}_{cfg['model.name']}*")
+    name = re.escape(f"{cfg['data.name']}_{cfg['model.name']}") + r"(-[1-9]\d*)?"  # no copy that somebody made of it
+    folders = [path for path in Path(cfg["run.models"]).glob("*") if re.fullmatch(name, path.name)]
     jobs = {line["job"]: folder for folder in folders for line in history(folder) if line["event"] == "begin"}
     return jobs.get(slurm_job())
 
@@ -340,6 +342,11 @@ def launcher_gained(argv):
     return 0 if max(written, default=0) >= math.floor(began) else 1
 
 
+def launcher_tell(argv):
+    """Call run.notify, because the launch stops. argv: [the sentence that says why]."""
+    notify_end(Path(os.environ["OMNIMORPH_RUN"]), {"decision": "stop", "sentence": argv[0]})
+
+
 def stale_after_s(cfg):
     """Seconds after which an untouched lock may be taken: longer than every deadline of its holder."""
     return 3 * max(cfg["run.deadline_first_s"], cfg["run.deadline_floor_s"], cfg["run.pause_crash_s"], 60.0)
@@ -355,7 +362,7 @@ def free_port():
 def main(argv):
     try:
         commands = {"begin": launcher_begin, "end": launcher_end, "gained": launcher_gained,
-                    "port": lambda _: print(free_port()),
+                    "port": lambda _: print(free_port()), "tell": launcher_tell,
                     "unlock": lambda _: unlock(Path(os.environ["OMNIMORPH_RUN"]), os.environ["OMNIMORPH_TOKEN"])}
         if not argv or argv[0] not in commands:
             known = ", ".join(commands)

@@ -3,8 +3,8 @@
     python3 -ESm Supervisor.launcher COMMAND [options of the site] -- [the user's words]
 
 `nodes` chooses the nodes, `preflight` checks them, `begin` opens a round, `round` runs its ranks, `end` judges it,
-`again` checks the nodes after a death that one of them may have caused, `clean` and `requeue` end a launch. The shell
-keeps their results as exported variables: a command prints lines of NAME=value, which the shell exports and never runs.
+`again` checks the nodes after a death that one of them may have caused, `clean`, `tell` and `requeue` end a launch. The
+shell keeps their results as exported variables: a command prints lines of NAME=value, which it exports and never runs.
 All but `round` print nothing else on standard output. The standard library of Python 3.6 is enough.
 """
 import json
@@ -88,7 +88,7 @@ def nodes(words):
                     % (ranks, scheduler.number(), job_nodes))
     if ranks and not (ranks.isdecimal() and ranks[0] != "0"):
         raise Leave(43, "error: RANKS=%s: give the number of processes on this host, at least 1" % ranks)
-    host = socket.gethostname()
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # as the preflight's tasks call it
     answer(NODES=host, HOSTS=host, NODE_COUNT=1, MASTER_ADDR=os.environ.get("FIXED_ADDRESS") or "127.0.0.1")
 
 
@@ -148,9 +148,9 @@ def preflight(words):
             answer(EXCLUDED=" ".join(excluded() + sum(more, [])))
             answer(**scheduler.choose_nodes(patience(), excluded()))
             continue
-        # 43: in a run that has trained before, this may pass too. 76: the file system hangs for a moment.
-        if code == 43 and (os.environ["ROUND"] == "0" or time.monotonic() >= ends):
-            raise Leave(43, "stopped: the preflight failed, see the table above")
+        # 2: its command line. 43: in a run that has trained before, this may pass too. 76: the file system hangs.
+        if code != 76 and (code in (2, 43) and os.environ["ROUND"] == "0" or time.monotonic() >= ends):
+            raise Leave(43, "stopped: the preflight failed, see above")
         if time.monotonic() >= ends:
             repeat = []
         say("the preflight failed: once more in 20 s, for up to %d s in all" % patience())
@@ -208,7 +208,8 @@ def begin(words):
         if code == 0:
             break
         if ASKED:
-            raise Leave(42, " before round %s; the same command continues the run" % number)
+            again = os.environ.get("AGAIN", "the same command")
+            raise Leave(42, " before round %s; %s continues the run" % (number, again))
         if code == 43 or code == 2 and number == "0":
             raise Leave(43, "stopped before round %s: see the error above" % number)
         if time.monotonic() >= ends:
@@ -223,7 +224,7 @@ def begin(words):
 
 def run_round(words):
     """Run the ranks of a round, within `timeout`. Returns: the exit code of the round."""
-    words = training_words(words) + ["--max-seconds-before-restart", os.environ["LEAVE_AFTER"]]
+    words = ["--max-seconds-before-restart", os.environ["LEAVE_AFTER"]] + training_words(words)  # the user's last
     return run_step(words) if on_slurm() else run_ranks(words)
 
 
@@ -366,6 +367,11 @@ def back_into_the_queue(words):
     return 0 if scheduler.requeue(gained) else 43
 
 
+def tell(words):
+    """Call the user's command (run.notify), because the launch stops for a reason that no round has. words: it."""
+    return ask(attempts("tell", *words), 90)[0]
+
+
 def dry_run(words):
     """Build everything, as rank 0, print sizes and costs."""
     os.environ.update(of_rank(0))
@@ -374,7 +380,7 @@ def dry_run(words):
 
 
 COMMANDS = {"nodes": nodes, "ranks": ranks, "preflight": preflight, "begin": begin, "round": run_round, "end": end,
-            "again": again, "clean": clean, "requeue": back_into_the_queue, "dry-run": dry_run,
+            "again": again, "clean": clean, "requeue": back_into_the_queue, "dry-run": dry_run, "tell": tell,
             "seconds": lambda words: print(scheduler.seconds_to_leave())}
 
 

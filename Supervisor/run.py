@@ -31,6 +31,7 @@ def open_run(ranks, cfg, fresh):
         return open_launched_run(ranks, cfg)
     launch.rendezvous(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
     launch.require_one_config(ranks, cfg)
+    fresh = fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"  # torchrun's later starts go on
     if ranks.rank == 0:
         run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh, cfg)
         ranks.token = lock_patiently(run, cfg)

@@ -94,7 +94,7 @@ def choose_nodes(patience, excluded):
         nap(10)
         tries += 1
     if ASKED:
-        raise Leave(42, "; the same command continues the run")
+        raise Leave(42, "; %s continues the run" % os.environ.get("AGAIN", "the same command"))
     for node in lost:
         state = (ask(["sinfo", "-h", "-n", node, "-o", "%T"], 20)[1].split() or [""])[0]
         say("left out, since no task can be started there: %s (%s)" % (node, state))
@@ -138,6 +138,7 @@ def job(name):
 
 def seconds_left():
     """Seconds to the job's time limit; None if unknown."""
+    os.environ["SLURM_TIME_FORMAT"] = "standard"  # the user may have another
     try:
         return int(time.mktime(time.strptime(job("EndTime"), "%Y-%m-%dT%H:%M:%S")) - time.time())
     except (ValueError, OverflowError):

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from Report.page import text_table
 from Runtime.device import describe, pick_device, prepare_device, synchronize
-from Runtime.errors import DONE, STOP, InputError, is_out_of_memory
+from Runtime.errors import DONE, STOP, InputError, is_out_of_memory, parse_options
 from Runtime.memory import WINDOW, find_leak, measure, trim
 
 GIB = 2 ** 30
@@ -28,7 +28,7 @@ def parse_arguments(description, argv=None):
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose name has one of these words")
     parser.add_argument("--plant", type=float, default=0, metavar="MIB",
                         help="keep so many MiB more with every iteration, to see that a leak is found")
-    args = parser.parse_args(argv)
+    args = parse_options(parser, argv)
     if args.iterations < WINDOW:
         parser.error(f"--iterations {args.iterations}: a straight line wants at least {WINDOW}.")
     if not 0 < args.scale <= 1:

@@ -197,6 +197,8 @@ def environment(monkeypatch):
     ({}, (0, 0, 1)), ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, (3, 1, 4)),
     ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 0, 2)),
     ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, (0, 0, 1)),  # the batch script itself
+    ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "4294967290"},
+     (0, 0, 1)),  # the shell of salloc
     ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}, (5, 1, 8)),
     ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "SLURM_NTASKS": "8", "SLURM_PROCID": "5",
       "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}, (1, 1, 2))])

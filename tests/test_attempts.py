@@ -405,6 +405,15 @@ def test_a_requeued_job_finds_its_own_folder_although_a_newer_one_is_there(tmp_p
     assert (found["OMNIMORPH_ATTEMPT"], found["OMNIMORPH_ROUND"]) == ("1", "1")
 
 
+def test_a_copy_of_a_run_is_not_the_run_of_a_requeued_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = tmp_path / "Models/demo_om_net-2"
+    begin(run, "loop", 1)
+    assert attempts.run_of_job(config(tmp_path)) == run
+    run.rename(f"{run}_backup")
+    assert attempts.run_of_job(config(tmp_path)) is None
+
+
 def test_a_full_disk_under_the_launcher_is_waited_for_and_then_one_sentence(tmp_path, monkeypatch, capsys):
     full = [True] * 9  # for so many lines to come
 

@@ -1,5 +1,6 @@
 """Results under the names of BIDS derivatives (finding E6), as the commands write them."""
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -64,6 +65,33 @@ def test_names_that_are_no_bids_or_meet_are_refused_before_the_work(study, capsy
     (study / "pairs.csv").write_text(f"name,fixed,moving\na,F.nii.gz,{moving}\nb,F.nii.gz,{moving}\n")
     assert OM_register.main(["--pairs", str(study / "pairs.csv"), "--also", "bids", "--out", str(study / "out")]) == 43
     assert "a and b would both be sub-02_space-F_T1w.nii.gz" in capsys.readouterr().err
+
+
+def test_files_of_an_earlier_run_that_this_one_lacks_are_removed(study):
+    words = ["--fixed", str(study / "F.nii.gz"), "--moving", str(study / "study/sub-02/anat/sub-02_T1w.nii.gz"),
+             "--affine", "none", "--refine", "1", "--no-picture", "--device", "cpu", "--out", str(study / "out")]
+    assert OM_register.main([*words, "--inverse", "--also", "bids", "h5"]) == 0
+    before = files(study / "out/bids")
+    assert OM_register.main([*words, "--also", "bids"]) == 0
+    gone = [f"sub-02/anat/sub-02_{end}" for end in (
+        "from-F_to-T1w_mode-image_xfm.h5", "from-F_to-T1w_mode-image_xfm.json", "from-F_to-T1w_mode-image_xfm.nii.gz",
+        "from-T1w_to-F_mode-image_xfm.h5")]
+    assert set(gone) < set(before) and files(study / "out/bids") == sorted(set(before) - set(gone))
+
+
+def test_two_scans_that_share_a_segmentation_are_refused_before_the_work(study, capsys):
+    scans = [study / f"study/sub-02/anat/sub-02_{suffix}.nii.gz" for suffix in ("T1w", "T2w")]
+    shutil.copy(*scans)
+    assert OM_register.main(["--fixed", str(study / "F.nii.gz"), "--moving", *map(str, scans), "--also", "bids",
+                             "--out", str(study / "out")]) == 43 and not (study / "out").exists()
+    assert "sub-02_T2w_to_F would both be sub-02_space-F_dseg.nii.gz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["segment --atlases {0}/study --images {0}/F.nii.gz",
+                                   "template --images {0}/study {0}/F.nii.gz"])
+def test_studies_refuse_names_that_are_no_bids_before_the_work(study, words, capsys):
+    assert OM_study.main([*words.format(study).split(), "--bids", "--out", str(study / "out")]) == 43
+    assert "F.nii.gz: it has no BIDS name" in capsys.readouterr().err and not (study / "out").exists()
 
 
 def test_entities_of_a_derivative_are_not_those_of_its_results():

@@ -312,6 +312,9 @@ def test_a_network_draws_copies_of_all_channels(data, trained, tmp_path, capsys)
     assert OM_augment.main(command) == 0
     names = sorted(path.name for path in (tmp_path / "copies/channelsTr").iterdir())
     assert len(names) == 2 and all(name.endswith("_0001.nii.gz") for name in names)
+    assert listed(tmp_path / "copies") == [
+        (name, f"{name}.nii.gz", [f"{name}_0001.nii.gz"], f"{name}.nii.gz")
+        for name in ("subject_0006_draw00", "subject_0007_draw00")]
     (first, second), _ = pair_of(data)
     model = load_model(trained / "Models/demo_om_net")
     (image, affine), (channel, _) = read_volume(first), read_volume(second)

@@ -24,18 +24,22 @@ from tests.tiny import ROOT
 
 CONFIG = {"model.name": "om_net", "model.channels": [8, 16], "lr": 1e-5}
 SAVE_ONCE = """
-import resource, sys
+import os, resource, sys
 from tests.test_checkpoint import checkpoint, flip, name, Path, small_state
 state = small_state(20, 300_000)
-def flip_one_bit_before_the_first_read(event, arguments):
-    if event == "open" and ".pth.tmp-" in str(arguments[0]) and arguments[1] == "r" and not flipped:
-        flipped.append(True)
-        flip(Path(arguments[0]), state["model"]["w"])
-flipped = []
+def damage_before_the_first_read(event, arguments):
+    if event == "open" and ".pth.tmp-" in str(arguments[0]) and arguments[1] == "r" and not damaged:
+        damaged.append(True)
+        path = Path(arguments[0])
+        if sys.argv[3] == "lost half":
+            os.truncate(path, path.stat().st_size // 2)
+        else:
+            flip(path, state["model"]["w"])
+damaged = []
 if sys.argv[3] == "full disk":
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
 else:
-    sys.addaudithook(flip_one_bit_before_the_first_read)
+    sys.addaudithook(damage_before_the_first_read)
 try:
     if sys.argv[4] == "save":
         checkpoint.save(sys.argv[1], name(int(sys.argv[2])), state)
@@ -312,7 +316,8 @@ def test_lost_manifest_is_rebuilt_from_the_files_that_load(run, content):
 
 @pytest.mark.parametrize("epoch, how", [(1, "save"), (2, "save"), (2, "save_in_background")])
 @pytest.mark.parametrize("fault, expected", [
-    ("full disk", "File too large; .* GiB free"), ("bad disk", r"state\.model\.w reads back differently")])
+    ("full disk", "File too large; .* GiB free"), ("bad disk", r"state\.model\.w reads back differently"),
+    ("lost half", r"could not be written \(reads back damaged: cannot be read: RuntimeError: .*; .* GiB free\)")])
 def test_failed_write_leaves_the_previous_checkpoint(run, epoch, how, fault, expected):
     save_epochs(run, 1)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}

@@ -83,17 +83,19 @@ def test_kernels_are_kept_where_nobody_else_can_put_his_own(site):
 
 
 def test_options_of_the_site_reach_the_scripts_too(tmp_path):
-    """A stand-in for Python writes down its words; the leak test is the one script that trains without the launcher."""
+    """A stand-in for Python writes down its words; the leak test is the one script that trains without the launcher.
+    As it makes no run, there is none to report, whatever an earlier test has left."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/bash\necho \"$@\" >> {tmp_path}/words\n[[ $1 == -c ]] && echo 1\nexit 0\n")
     python.chmod(0o755)
     environment = launcher_environment(1, CLUSTER="lumi", PYTHON=str(python), STRATB=str(tmp_path / "out"))
     (tmp_path / "out/Models/run").mkdir(parents=True)
-    launching.run(["bash", str(ROOT / "Scripts/bash_train_stratB.sh"), "--set", "run.deadline_first_s=9"],
-                  env=environment, timeout=60)
+    done = launching.run(["bash", str(ROOT / "Scripts/bash_train_stratB.sh"), "--set", "run.deadline_first_s=9"],
+                         env=environment, timeout=60)
     training = next(line for line in (tmp_path / "words").read_text().splitlines() if "OM_train_3modes.py" in line)
     site, own = training.index("run.deadline_first_s=2700"), training.index("run.deadline_first_s=9")
     assert site < own, "what the user says comes later and counts"
+    assert done.returncode == 43 and "steps of rank 0" not in done.stdout
 
 
 @pytest.mark.parametrize("site", ["gilbreth", "torch-hpc"])

@@ -182,6 +182,15 @@ def test_bad_values_are_one_sentence(override, words):
     assert all(word in message for word in words) and "\n" not in message, message
 
 
+@pytest.mark.parametrize("side", [4, 12, 16, 40])
+def test_the_grids_that_the_refusal_of_others_suggests_are_accepted(side):
+    words = ["registration.scales=1", f"data.img_size={side}"]
+    with pytest.raises(InputError, match="diffusion.grids ends with 64") as error:
+        load_config(OM, words)
+    grids = re.search(r"for example (\[.*\])", str(error.value))[1]
+    assert load_config(OM, [*words, f"diffusion.grids={grids}"])["diffusion.grids"][-1] <= side
+
+
 def test_a_field_at_half_resolution_needs_a_third_level():
     with pytest.raises(InputError, match="model.channels needs at least 3 levels with model.field_stride 2"):
         load_config(OM, ["model.channels=[16, 32]", "model.field_stride=2"])

@@ -220,6 +220,15 @@ def test_a_bad_volume_is_found_before_training_and_named(tmp_path, damage, words
         read_datasets(config(tmp_path))
 
 
+def test_held_out_volumes_that_cannot_be_paired_are_named_as_such(data, tmp_path):
+    rows = [f"{data}/data/imagesTr/subject_000{number}.nii.gz,{'aabbccde'[number]}" for number in range(8)]
+    (tmp_path / "list.csv").write_text("\n".join(["image,subject", *rows]))
+    cfg = config(data__root=tmp_path / "list.csv", data__pair_subjects="same")
+    with pytest.raises(InputError, match="the 2 held-out volumes: data.pair_subjects=same: no pair .*val_fraction=0"):
+        read_datasets(cfg, headers_only=True)
+    assert len(read_datasets({**cfg, "data.val_ids": ""}, headers_only=True)[0]) == 6
+
+
 @pytest.mark.parametrize("size", [(18, 22), (12, 16, 20)])
 def test_slices_are_whole_planes_and_any_number_of_them(size):
     target = torch.rand(200, 1, *size) + 0.5

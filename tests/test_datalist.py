@@ -556,6 +556,19 @@ def test_a_bids_root_from_datalad_has_each_image_once(tmp_path):
         read_datalist(tmp_path)
 
 
+def test_linked_folders_are_found_and_a_circle_of_links_ends(tmp_path):
+    make(tmp_path, "data/sub-01/sub-01_T1w.nii.gz elsewhere/sub-02_T1w.nii.gz")
+    (tmp_path / "data/sub-02").symlink_to("../elsewhere")
+    (tmp_path / "data/sub-01/all").symlink_to("..")
+    assert told(read_datalist(tmp_path / "data"), "id") == [("sub-01_T1w",), ("sub-02_T1w",)]
+
+
+def test_subjects_whose_names_are_not_utf8_have_numbers_and_are_held_out(tmp_path):
+    make(tmp_path, " ".join(os.fsdecode(b"J\xf6rg_%d.nii" % number) for number in range(12)))
+    train, val = split_volumes("x", list_volumes(tmp_path), keys())
+    assert len({subject_key(item["subject"]) for item in train + val}) == 12 and len(val) >= 2
+
+
 def test_a_pattern_chooses_the_images(tmp_path):
     for name in ("sub-01_T1w", "sub-01_T2w", "sub-01_dseg", "sub-02_T1w"):
         write(tmp_path / name[:6] / f"{name}.nii.gz")

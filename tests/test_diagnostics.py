@@ -80,7 +80,7 @@ def test_the_fix_is_verified_by_both_operations():
     both = run("bash", ROOT / "Scripts/bash_verify_fix.sh", *SMALL, "--plant", "3")
     assert both.returncode == 1 and "both leak here" in both.stdout.splitlines()[-1]
     for case in ("ConvTranspose3d 256->3", "UpsampleConv 256->3"):
-        assert re.search(rf"^{case}.* linear", both.stderr, re.M), both.stderr
+        assert re.search(rf"^{case}.* linear", both.stdout, re.M), both.stdout
 
 
 @pytest.mark.parametrize("transposed, upsampling, code, said", [
@@ -95,6 +95,30 @@ def test_what_the_fix_is_worth_follows_from_both_exit_codes(tmp_path, transposed
     python.chmod(0o755)
     done = run("bash", ROOT / "Scripts/bash_verify_fix.sh", *SMALL, PYTHON=str(python))
     assert done.returncode == code and said in (done.stderr if code == 43 else done.stdout.splitlines()[-1])
+
+
+def test_a_log_on_the_disk_has_what_was_said_of_both_operations(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/usr/bin/env bash\necho "$*"\necho "what grows with every iteration: nothing"\n')
+    python.chmod(0o755)
+    run("bash", "-c", f"bash {ROOT}/Scripts/bash_verify_fix.sh > {tmp_path}/log 2>&1", PYTHON=str(python))
+    text = (tmp_path / "log").read_text()
+    assert all(word in text for word in ("--only ConvTranspose3d", "--only UpsampleConv", "neither leaks here")), text
+
+
+@pytest.mark.parametrize("said, code, expected", [
+    ("what grows with every iteration: it", 1, 1), ("what grows with every iteration: nothing", 0, 0),
+    ("error: unrecognized arguments: --wrong", 1, 43)])
+def test_the_leak_script_tells_a_leak_from_what_it_cannot_run(tmp_path, said, code, expected):
+    """torch's launcher says 1 for whatever code a rank has."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/usr/bin/env bash\necho "{said}"\nexit {code}\n')
+    python.chmod(0o755)
+    done = run("bash", ROOT / "Scripts/bash_diagnose_leak.sh", PYTHON=str(python), RANKS="2")
+    assert done.returncode == expected and said in done.stdout
+    with pytest.raises(SystemExit) as refused:
+        leaks.parse_arguments("", ["--wrong"])
+    assert refused.value.code == 43
 
 
 def test_without_a_verdict_there_is_none(tmp_path):

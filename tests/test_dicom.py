@@ -1,5 +1,6 @@
 """DICOM series in (finding E6): pydicom, which the program does not use, writes them."""
 import json
+import os
 
 import numpy as np
 import pydicom
@@ -7,11 +8,14 @@ import pytest
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, EnhancedCTImageStorage, ExplicitVRLittleEndian, generate_uid
 
+import OM_augment
 import OM_register
-from Dataloader.datalist import list_volumes
+from Dataloader.datalist import list_volumes, read_datalist
+from Dataloader.formats import digest, size_and_time
 from Dataloader.nifti import read_header, read_volume
 from Dataloader.synthetic import make_subject
 from Runtime.errors import InputError
+from tests.test_om_augment import WORDS
 
 SERIES = "1.2.826.0.1.3680043.8.498.1"
 ROW, COLUMN = np.array([0.96, 0.28, 0.0]), np.array([-0.28, 0.96, 0.0])  # LPS: of the columns' index, of the rows'
@@ -109,6 +113,23 @@ def test_folders_of_a_study_are_its_volumes(tmp_path, volume):
         ("ses-1", tmp_path / "sub-02/ses-1"), ("sub-01", tmp_path / "sub-01")]
 
 
+def test_a_list_may_name_folders_of_slices(tmp_path, volume):
+    folder = write_series(tmp_path / "scans/one", volume)
+    (tmp_path / "list.csv").write_text("image,subject\nscans/one/,anna\n")
+    [item] = read_datalist(tmp_path / "list.csv")
+    assert (item["id"], item["image"], item["subject"]) == ("one", folder, "anna")
+
+
+def test_another_slice_makes_another_volume(tmp_path, volume):
+    folder = write_series(tmp_path / "scan", volume)
+    for path in folder.iterdir():
+        os.utime(path, (1e9, 1e9))
+    before = size_and_time(folder), digest(folder)
+    assert before == (size_and_time(folder), digest(folder))
+    write_slice(folder / "IM007", volume[:, :, 1].T + 2, 1)
+    assert size_and_time(folder) != before[0] and digest(folder) != before[1]
+
+
 def test_what_is_no_whole_volume_is_one_sentence(tmp_path, volume):
     folder = write_series(tmp_path / "gap", volume)
     (folder / "IM009").unlink()
@@ -146,3 +167,20 @@ def test_a_series_is_registered(tmp_path, capsys):
     warped, affine = read_volume(tmp_path / "out/warped.nii.gz")
     assert warped.shape == (14, 16, 18)
     np.testing.assert_allclose(affine, read_header(tmp_path / "F")[1], atol=1e-4)
+
+
+def test_copies_of_series_are_made_and_made_anew_after_a_change(tmp_path):
+    for number, name in enumerate(("A", "B")):
+        image = make_subject(number, (14, 16, 18))["image"]
+        write_series(tmp_path / "data" / name, 2 * np.round(400 * image).astype(np.int16))
+    words = [*WORDS, "--draws", "1", "--out"]
+    every, copies = ["--data", str(tmp_path / "data"), *words, str(tmp_path / "all")], tmp_path / "all/imagesTr"
+    assert OM_augment.main(every) == 0
+    before = {path.name: path.stat().st_mtime_ns for path in copies.iterdir()}
+    assert set(before) == {"A_draw00.nii.gz", "B_draw00.nii.gz"}
+    assert OM_augment.main(["--image", f"{tmp_path}/data/A/", *words, str(tmp_path / "one")]) == 0
+    [copy] = (tmp_path / "one/imagesTr").iterdir()
+    assert copy.name == "A_draw00.nii.gz" and copy.read_bytes() == (copies / copy.name).read_bytes()
+    write_slice(tmp_path / "data/A/IM000", np.full((16, 14), 6, np.int16), 0)
+    assert OM_augment.main(every) == 0
+    assert [name for name in before if (copies / name).stat().st_mtime_ns != before[name]] == [copy.name]

@@ -134,16 +134,19 @@ def test_a_label_that_is_nowhere_in_the_moving_image(pair, capsys):
     assert "of the labels of the fixed volume the registered one lacks 5." in capsys.readouterr().err
 
 
-def test_slices(tmp_path):
+def test_slices(tmp_path, capsys):
     affine = make_affine(spacing=(0.8, 1.1, 1))
     write_volume(tmp_path / "fixed.nii.gz", boxes()[:, :, 12], affine)
     write_volume(tmp_path / "moving.nii.gz", boxes(2)[:, :, 12], affine)
     field = np.zeros((2, *SHAPE[:2]), np.float32)
     field[0] = 2
     write_field(tmp_path / "field.nii.gz", field, affine)
-    assert run(tmp_path, "--fixed-label", tmp_path / "fixed.nii.gz", "--moving-label", tmp_path / "moving.nii.gz",
-               "--field", tmp_path / "field.nii.gz", "--dims", 2) == 0
+    words = ("--fixed-label", tmp_path / "fixed.nii.gz", "--moving-label", tmp_path / "moving.nii.gz", "--field",
+             tmp_path / "field.nii.gz")
+    assert run(tmp_path, *words, "--dims", 2) == 0
     assert scores(tmp_path)[0]["dice"] == 1
+    assert run(tmp_path, *words) == 43
+    assert "field.nii.gz: the field has a single plane; for 2D volumes add --dims 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, message", [
@@ -175,6 +178,8 @@ def test_what_does_not_fit_is_one_sentence(pair, monkeypatch, capsys, words, mes
 @pytest.mark.parametrize("text, message", [
     ("{", "not valid JSON"), ("[]", "no list of pairs"), ('{"pairs": 3}', "no list of pairs"),
     ('[{"fixed": "a.nii"}]', "pair 1 has the unknown key fixed"),
+    ('{"pairs": [{"name": "a"}], "settings": {"program": "template"}}',
+     "results of template, not of OM_register.py; list the files"),
     ('[{"fixed_label": ["a.nii", "b.nii"]}]', "pair 1: fixed_label is ['a.nii', 'b.nii'], not a path")])
 def test_bad_lists_are_one_sentence(tmp_path, capsys, text, message):
     (tmp_path / "pairs.json").write_text(text)

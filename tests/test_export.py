@@ -89,6 +89,7 @@ def test_the_file_says_what_it_is(tmp_path):
         found = file.metadata()
     assert json.loads(found["config"])["model.name"] == "om_net"
     assert str(tmp_path) not in found["config"], "folders of this machine are given away with it"
+    assert not {"data.pair_list", "data.stage"} & set(json.loads(found["config"]))
     assert found["license"] in page.read_text() and found["license"] and "license: unknown\n" in page.read_text()
     assert found["format"] == "pt" and found["commit"] == "0123abcd with local changes"
     assert found["weights_sha256"] == checkpoint.weights_sha256(weights)
@@ -124,6 +125,14 @@ def test_the_card_names_the_modes_of_the_training_alone(tmp_path):
     assert named() == ["Diffusion:", "Contrastive:", "Registration:"]
     assert named(loss__dist=0, loss__ang=0, loss__regul=0, loss__contrastive=0) == ["Registration:"]
     assert list(OM_export.SENTENCES) == list(OM_export.MODES)
+
+
+def test_the_card_describes_only_what_the_network_has():
+    rows = {name: OM_export.architecture(build_network(cfg), cfg) for name in ("om_net", "recresacnet")
+            for cfg in [config(model__name=name, model__field_stride=2)]}
+    for part, there in (("Channels of the levels", True), ("Attention at the bottom", True), ("at 1/2 of", True),
+                        ("at 1/1 of", False)):
+        assert (part in rows["om_net"], part in rows["recresacnet"]) == (there, not there), part
 
 
 def test_a_checkpoint_outside_its_run_has_a_card_without_figures(tmp_path):

@@ -118,3 +118,11 @@ def test_a_file_system_that_does_not_answer_is_no_missing_file(tmp_path, monkeyp
     monkeypatch.setattr(os, "stat", stale)
     with pytest.raises(OSError, match="Stale"):
         is_there(tmp_path)
+
+
+def test_a_system_that_lacks_some_errors_has_the_others():
+    """macOS has no EREMOTEIO, Windows no EHOSTDOWN either."""
+    program = ("import errno; del errno.EREMOTEIO, errno.EHOSTDOWN; from Runtime.files import PASSING\n"
+               "print(errno.EIO in PASSING)")
+    done = launching.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

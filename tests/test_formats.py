@@ -1,5 +1,6 @@
 """NRRD, MetaImage and MGZ: there and back, and voxel by voxel where SimpleITK and FreeSurfer's header put them."""
 import json
+import os
 import sys
 
 import nibabel
@@ -99,6 +100,20 @@ def test_detached_files_are_read(tmp_path):
         assert np.array_equal(back, numbers()) and np.allclose(affine, OBLIQUE, atol=1e-5)
 
 
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("suffix", [".nhdr", ".mhd"])
+def test_other_voxels_beside_a_header_are_noticed(tmp_path, suffix, compressed):
+    header = tmp_path / f"v{suffix}"
+    sitk.WriteImage(formats.itk_image(sitk, numbers(), OBLIQUE), str(header), compressed)
+    [voxels] = set(tmp_path.iterdir()) - {header}
+    for path in (header, voxels):
+        os.utime(path, (1e9, 1e9))
+    before = formats.size_and_time(header), formats.digest(header)
+    voxels.write_bytes(voxels.read_bytes()[::-1])
+    after = formats.size_and_time(header), formats.digest(header)
+    assert after[0][0] == before[0][0] and after[0] != before[0] and after[1] != before[1]
+
+
 @pytest.mark.parametrize("suffix", OTHERS)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.float32, np.float64, bool])
 def test_number_types(tmp_path, suffix, dtype):
@@ -173,6 +188,13 @@ def test_a_folder_of_other_volumes_is_a_data_set(tmp_path):
     write_volume(tmp_path / "imagesTr/own.nii.gz", numbers(), np.eye(4))
     write_volume(tmp_path / "labelsTr/own.nii.gz", numbers(), np.eye(4))
     assert [item["id"] for item in read_datalist(tmp_path)] == ["own"]
+
+
+def test_nifti_segmentations_do_not_hide_images_of_another_format(tmp_path):
+    for name in ("v_0.nrrd", "v_0_seg.nii.gz", "v_1.nrrd"):
+        write_volume(tmp_path / name, numbers(), np.eye(4))
+    assert [(item["id"], item["label"] and item["label"].name) for item in read_datalist(tmp_path)] == [
+        ("v_0", "v_0_seg.nii.gz"), ("v_1", None)]
 
 
 def test_volumes_of_all_formats_are_prepared_alike(tmp_path):

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+import OM_study
 import OM_train_3modes as om
+from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion import device_ops
 from Diffusion.fields import integrate_velocity, warp
@@ -28,6 +30,15 @@ def test_a_pair_is_registered_as_well_as_on_the_cpu():
     assert np.array_equal(there.field, again.field)
     assert np.linalg.norm(here.field - there.field, axis=0).mean() < 0.3  # voxels
     assert there.similarity == pytest.approx(here.similarity, abs=0.01)
+
+
+def test_a_study_works_on_the_device_that_auto_finds(tmp_path):
+    image = make_subject(0, (20, 22, 18))["image"]
+    write_volume(tmp_path / "bold.nii.gz", np.stack([image, np.roll(image, 1, 0)], -1), np.eye(4))
+    torch.accelerator.reset_peak_memory_stats()
+    assert OM_study.main(["motion", "--series", str(tmp_path / "bold.nii.gz"), "--deform", "--out",
+                          str(tmp_path / "out")]) == 0  # --device auto
+    assert torch.accelerator.max_memory_allocated() > 0
 
 
 def test_fields_and_losses_agree_with_the_cpu():

@@ -13,6 +13,7 @@ from Dataloader.nifti import read_numbers, write_field, write_volume
 from Dataloader.synthetic import make_subject
 from Diffusion.fields import jacobian_determinant
 from Inference.labels import apply_field
+from Study.common import volumes_of
 from Study.jacobian import LOCAL, WHOLE, percent
 
 SIZE, AFFINE = (22, 24, 20), np.diag([1.5, 1.5, 1.5, 1.0])
@@ -114,6 +115,25 @@ def test_two_scans_give_the_same_change_in_both_orders(tmp_path, orders):
     middle = tuple(slice(n // 2 - 3, n // 2 + 3) for n in SIZE)
     exact = -percent(np.log(jacobian_determinant(torch.from_numpy(field)[None])[0].numpy()[middle]))
     assert percent(maps["two"][middle]) == pytest.approx(exact, rel=0.35) and exact < -8
+
+
+def test_scans_may_be_in_a_list_and_keep_its_order(tmp_path):
+    image, rng = make_subject(0, (12, 13, 11))["image"], np.random.default_rng(0)
+    for name in ("early", "a_late"):
+        write_volume(tmp_path / f"{name}.nii.gz", image + rng.normal(0, 0.02, image.shape).astype(np.float32), AFFINE)
+    (tmp_path / "scans.csv").write_text("image\nearly.nii.gz\na_late.nii.gz\n")
+    assert run("--scans", tmp_path / "scans.csv", "--device", "cpu", "--out", tmp_path / "out") == 0
+    assert [row["name"] for row in json.loads((tmp_path / "out/results.json").read_text())["pairs"]] == ["a_late"]
+
+
+def test_segmentations_among_the_files_of_a_command_line_are_no_scans(tmp_path):
+    """A shell's * names them too; they are the labels of their images."""
+    names = [tmp_path / f"{name}.nii.gz" for name in ("b", "b_seg", "a", "a_dseg", "c")]
+    for path in names:
+        path.touch()
+    found = volumes_of(names)
+    assert [item["id"] for item in found] == ["b", "a", "c"]
+    assert [item["label"] for item in found] == [names[1], names[3], None]
 
 
 def test_the_benchmark_makes_the_change_that_it_says():

@@ -122,6 +122,15 @@ def test_between_two_grids_the_field_and_both_affines_are_followed():
     assert nearest.any() and dice(nearest, apply_label(label, affine, field, fixed_affine), [2])[0] > 0.9
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.float64])
+def test_the_nearest_label_keeps_a_number_that_float32_does_not_have(dtype):
+    label = np.choose(two_structures() % 4, (-312782547, 614454277, 312782546)).astype(dtype)
+    field = np.zeros((3, *label.shape), np.float32)
+    field[0] = 3
+    found = apply_label(label, np.eye(4), field, np.eye(4), "nearest")
+    assert found.dtype == dtype and np.array_equal(found[:-3], label[3:]) and not found[-3:].any()
+
+
 def test_deformed_labels_continue_beyond_the_border():
     label = two_structures()[5:20]
     field = np.zeros((3, *label.shape), np.float32)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from OM_train_3modes import parse_arguments
 from Supervisor.attempts import history, read_lines
 from tests import launching
 from tests.faults.common import until
@@ -101,6 +102,7 @@ def test_a_signal_before_a_rank_listens_ends_the_round_without_a_death(tmp_path)
         until((tmp_path / "there").exists, 60)
         process.terminate()
         assert process.wait(20) == 42
+    assert "left by TERM; the same command continues the run" in (tmp_path / "log.txt").read_text()
     assert [line["cause"] for line in history(run_of(tmp_path)) if line["event"] == "end"] == ["planned restart"]
 
 
@@ -177,12 +179,14 @@ def test_a_terminal_that_is_closed_makes_it_save_and_leave(tmp_path):
     # The shell of a rank cannot trap what was ignored when it began, so Python listens in its place.
     listens = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(42)); signal.pause()"
     last_words = HERE + """speak '"event": "leave", "reason": "asked by a signal"'; speak '"event": "end"'; """
-    with launched(tmp_path, rank=f"{last_words}exec {sys.executable} -c '{listens}'", ranks=2) as process:
+    rank = f"{last_words}exec {sys.executable} -c '{listens}'"
+    with launched(tmp_path, rank=rank, ranks=2, more=["--fresh"]) as process:
         until(lambda: spoken(tmp_path, 0, 0) and spoken(tmp_path, 0, 1), 60)
         process.send_signal(signal.SIGHUP)
         assert process.wait(30) == 42
     assert ended(tmp_path) == ["restart"] and not (run_of(tmp_path) / "lock.json").exists()
-    assert "left by HUP" in (tmp_path / "log.txt").read_text()
+    text = (tmp_path / "log.txt").read_text()
+    assert "left by HUP; the same command without --fresh continues the run" in text, "else it would begin another"
 
 
 def test_ranks_do_not_outlive_the_shell_of_their_round(tmp_path):
@@ -261,6 +265,27 @@ def test_a_dry_run_is_passed_on(tmp_path):
     assert not run_of(tmp_path).exists()
 
 
+def test_the_users_own_time_until_a_restart_counts_more_than_the_launchers(tmp_path):
+    rank = 'printf "%s\\n" "$@" > "$FOLDER/told"; ' + DONE
+    with launched(tmp_path, rank=rank, more=["--max-seconds-before-restart", "7"]) as process:
+        assert process.wait(60) == 0
+    script, *words = (tmp_path / "told").read_text().splitlines()
+    assert script == "OM_train_3modes.py" and words.count("--max-seconds-before-restart") == 2
+    assert parse_arguments(words).max_seconds_before_restart == 7
+
+
+@pytest.mark.parametrize("more, call, said", [
+    (["--set", "run.max_rounds=1"], "", "stopped after 1 rounds (run.max_rounds)"),
+    ([], '[[ $3 == begin && -e $FOLDER/round ]] && exit 43', "stopped before round 1: see the error above")])
+def test_the_users_command_is_called_where_a_launch_stops_between_two_rounds(tmp_path, more, call, said):
+    kept = run_of(tmp_path) / "launches/0000/config.yaml"  # as the training keeps it
+    kept.parent.mkdir(parents=True)
+    kept.write_text(f"run:\n  notify: echo $OMNIMORPH_SUBJECT, $OMNIMORPH_MESSAGE >> {tmp_path}/told\n")
+    with launched(tmp_path, rank=f"touch $FOLDER/round; {HERE}leave", more=more, call=call) as process:
+        assert process.wait(60) == 43
+    assert (tmp_path / "told").read_text() == f"stop, {said}\n" and ended(tmp_path) == ["restart"]
+
+
 @pytest.mark.parametrize("ranks", ["0", "two", *(pytest.param(text, marks=pytest.mark.slow) for text in ("2.5", "-1"))])
 def test_a_wrong_number_of_ranks_is_one_sentence(tmp_path, ranks):
     with launched(tmp_path, ranks=ranks) as process:
@@ -295,6 +320,14 @@ def test_the_preflight_waits_for_what_may_pass(tmp_path):
         assert process.wait(120) == 0
     assert (tmp_path / "looks").read_text() == "4\n"
     assert "once more in 20 s, for up to 600 s in all" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("words", [["--set", "run.epochs=1"], ["--config", "Config/config_demo.yaml", "--set"]])
+def test_a_command_line_that_the_preflight_cannot_read_is_not_tried_again(words):
+    """One without --config, and one without a value."""
+    done = launching.run(["bash", LAUNCHER, "--preflight", *words], cwd=ROOT, timeout=60, env=launcher_environment(1))
+    assert done.returncode == 43 and "stopped: the preflight failed, see above" in done.stdout
+    assert "once more" not in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("name", ["launcher", "processes", "scheduler", "task"])

@@ -1,13 +1,16 @@
 """Lists of pairs as people have them: one volume and a folder, tables, workers, and lists that grow."""
 import contextlib
 import json
+import os
 import shutil
 import subprocess
+import sys
 
 import nibabel
 import numpy as np
 import pytest
 
+import OM_evaluate
 import OM_register
 import omnimorph
 from Dataloader.nifti import write_volume
@@ -18,6 +21,7 @@ from Inference.pair_lists import pairs_onto, read_pairs_to_register
 from Inference.results import read_results
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError
+from tests import warm
 
 FAST = ["--affine", "none", "--refine", "1", "--set", "refine.levels=1", "--no-picture", "--device", "cpu"]
 
@@ -216,3 +220,74 @@ def test_a_result_saves_what_the_command_writes(data, tmp_path):
     assert row["fixed"] == str(tmp_path / "arrays/fixed.nii.gz") and row["name"] == "moving to fixed"
     with pytest.raises(InputError, match="the folder cannot be created"):
         found.save(paths[0])
+
+
+def test_labels_of_another_size_and_landmarks_are_registered_drawn_and_scored(data, tmp_path):
+    """Also labels with numbers that float32 does not have."""
+    words, unit = ["--resample-labels", "--labels", "nearest", "--out", tmp_path / "out"], 100_000_007
+    for number, side in enumerate(("fixed", "moving")):
+        label = np.asarray(nibabel.load(data / f"sub-0{number}_dseg.nii.gz").dataobj)[::2, ::2, ::2]
+        write_volume(tmp_path / f"{side}.nii.gz", unit * label.astype(np.int32), np.diag([2.0, 2, 2, 1]))
+        (tmp_path / f"{side}.csv").write_text(f"{5 + number},6,5\n4,{7 - number},5\n")
+        words += [f"--{side}", data / f"sub-0{number}_T1w.nii.gz", f"--{side}-label", tmp_path / f"{side}.nii.gz",
+                  "--points" if side == "fixed" else "--moving-points", tmp_path / f"{side}.csv"]
+    assert OM_register.main([str(word) for word in (*words, *FAST) if word != "--no-picture"]) == 0
+    assert {"picture.png", "report.html"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    row, = results(tmp_path / "out")["pairs"]
+    assert OM_evaluate.main(["--pairs", str(tmp_path / "out/results.json"), "--labels", "nearest", "--out",
+                             str(tmp_path / "scores")]) == 0
+    score, = json.loads((tmp_path / "scores/scores.json").read_text())["pairs"]
+    for key in ("dice_before", "tre_before_mm", "tre_mm"):
+        assert score[key] == pytest.approx(row[key], rel=1e-3), key
+    assert score["dice"] == pytest.approx(row["dice"], abs=0.05), "resampled once instead of twice"
+    carried = np.unique(nibabel.load(tmp_path / "out/warped_label.nii.gz").dataobj)
+    assert len(carried) > 2 and not (carried % unit).any() and set(score["labels"]) == set(row["labels"])
+
+
+def test_learn2reg_fields_of_parts_are_joined(data, tmp_path, capsys):
+    out, cases = tmp_path / "out", [tmp_path / f"case_000{number}.nii.gz" for number in range(3)]
+    for number, case in enumerate(cases):
+        shutil.copy(data / f"sub-0{number}_T1w.nii.gz", case)
+    words = ("--fixed", cases[0], "--moving", *cases[1:], "--learn2reg", "--out", out)
+    for part in ("1/2", "2/2"):
+        assert call(*words, "--part", part) == 0
+    written = {path.name: path.stat().st_mtime_ns for path in out.glob("disp_*")}
+    assert set(written) == {"disp_0000_0001.nii.gz", "disp_0000_0002.nii.gz"}
+    for _ in range(2):  # from the parts, then from the whole list
+        capsys.readouterr()
+        assert call(*words) == 0 and "keeping 2 of 2 pairs" in capsys.readouterr().err
+        assert {path.name: path.stat().st_mtime_ns for path in out.glob("disp_*")} == written
+        assert set(written) <= {name for row in results(out)["pairs"] for name in row["files"]}
+
+
+def test_a_folder_whose_list_is_no_object_is_one_sentence(data):
+    (data / "dataset.json").write_text('[{"image": "sub-00_T1w.nii.gz"}]')
+    with pytest.raises(InputError, match="data: a folder does not define pairs; add --fixed F"):
+        read_pairs_to_register(data)
+
+
+def test_files_with_brackets_in_their_names_are_registered(data, tmp_path):
+    moving = [data / f"scan[{number}].nii.gz" for number in (1, 2)]
+    for number, path in enumerate(moving, 1):
+        shutil.move(data / f"sub-0{number}_T1w.nii.gz", path)
+    assert call("--fixed", data / "sub-00_T1w.nii.gz", "--moving", *moving, "--out", tmp_path / "out") == 0
+    assert [row["moving"] for row in results(tmp_path / "out")["pairs"]] == [str(path) for path in moving]
+
+
+def registered_and_scored(words):
+    """Both programs on a terminal that takes nothing but UTF-8."""
+    sys.stdout.reconfigure(encoding="utf-8", errors="strict")
+    return OM_register.main(words) or OM_evaluate.main(["--pairs", f"{words[-1]}/results.json", "--out",
+                                                        f"{words[-1]}/scores"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux stores such names")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_name_that_is_not_utf8_is_like_any_other(data, tmp_path, count):
+    moving = [os.fsdecode(os.fsencode(data) + b"/caf\xe9.nii.gz"), data / "sub-02_T1w.nii.gz"][:count]
+    shutil.copy(data / "sub-01_T1w.nii.gz", moving[0])
+    words = ["--fixed", data / "sub-00_T1w.nii.gz", "--moving", *moving, *FAST, "--out", tmp_path / "out"]
+    found = warm.program(registered_and_scored, [str(word) for word in words if word != "--no-picture"], tmp_path)
+    assert found.returncode == 0 and "Traceback" not in found.stderr, found.stderr
+    assert r"caf\udce9" in found.stdout and len(list((tmp_path / "out").rglob("picture.png"))) == count
+    assert "caf?" in (tmp_path / "out/report.html").read_text()

@@ -17,6 +17,7 @@ import SimpleITK as sitk
 import torch
 
 import OM_augment
+import OM_register
 from Dataloader.datalist import read_datalist
 from Dataloader.nifti import read_field, read_label, read_volume, write_volume
 from Dataloader.prepare import on_grid
@@ -282,16 +283,21 @@ def test_masks_move_along(data):
         assert item["mask"].read_bytes() == item["label"].read_bytes()
 
 
-def test_a_bad_volume_among_others_is_named_and_the_others_are_done(data, capsys):
+@pytest.mark.parametrize("damage, reason", [
+    ("hole", "1 of .* NaN"), ("plane", r"shape \(1, 28, 33\) is one plane along axis 0"),
+    ("torn", "not a readable NIfTI")])
+def test_a_bad_volume_among_others_is_named_and_the_others_are_done(data, capsys, damage, reason):
     write_subject(data / "data", 3)
     path = data / "data/imagesTr/s_001.nii.gz"
     array, affine = read_volume(path)
     array[3, 4, 5] = np.nan
-    write_volume(path, array, affine)
+    write_volume(path, array[12:13] if damage == "plane" else array, affine)
+    if damage == "torn":
+        path.write_bytes(b"no volume")
     assert run("--data", data / "data", *WORDS, "--out", data / "out", "--draws", 2) == 43
     printed = capsys.readouterr()
     errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "s_001.nii.gz: 1 of" in errors[0] and "NaN" in errors[0]
+    assert len(errors) == 1 and re.search(f"s_001.nii.gz: {reason}", errors[0]), errors
     result = json.loads(printed.out.strip().splitlines()[-1])
     assert (result["draws"], result["subjects"], result["refused"]) == (4, 2, 1)
     assert {item["subject"] for item in read_datalist(data / "out")} == {"s_002", "s_003"}
@@ -348,6 +354,35 @@ def test_a_second_run_goes_on(data, capsys):
     assert "has draws with seed 0, not 5" in capsys.readouterr().err
     assert run("--data", data / "data", *WORDS, "--out", data / "data") == 43
     assert "contains other files" in capsys.readouterr().err
+
+
+def test_another_image_into_the_same_folder_is_refused_and_nothing_is_lost(data, capsys):
+    words = [*WORDS, "--draws", 1, "--out", data / "out"]
+    assert run("--image", data / "data/imagesTr/s_001.nii.gz", *words) == 0
+    before = contents(data / "out")
+    assert run("--image", data / "data/imagesTr/s_002.nii.gz", *words) == 43
+    assert "has draws of s_001, which its list would lose; give all volumes at once" in capsys.readouterr().err
+    assert contents(data / "out") == before
+
+
+def test_results_inside_a_flat_data_folder_are_no_scans(data, capsys):
+    flat = data / "data/imagesTr"
+    words = ["--data", flat, *WORDS, "--draws", 1, "--out", flat / "copies"]
+    assert run(*words) == 0
+    pair = ["--fixed", flat / "s_001.nii.gz", "--moving", flat / "s_002.nii.gz", "--model", "none", "--affine", "none",
+            "--refine", 1, "--device", "cpu", "--no-picture", "--out", flat / "registered"]
+    assert OM_register.main([str(word) for word in pair]) == 0
+    assert run(*words) == 0 and last_line(capsys)["draws"] == 2
+    assert [item["id"] for item in read_datalist(flat)] == ["s_001", "s_002"]
+
+
+def test_nnunet_has_no_negative_labels(data, capsys):
+    path = data / "data/labelsTr/s_001.nii.gz"
+    label, affine = read_label(path)
+    write_volume(path, np.where(label == 1, -1, label), affine)
+    assert run("--image", data / "data/imagesTr/s_001.nii.gz", "--label", path, *WORDS, "--draws", 1, "--nnunet",
+               "Dataset501_Brains", "--out", data / "out") == 43
+    assert "there is a label -1, but nnU-Net's labels begin at 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow

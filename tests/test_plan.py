@@ -8,7 +8,7 @@ import OM_study
 from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject, write_dataset
 from Runtime.config import load_config
-from Study.plan import grid
+from Study.plan import OPENED, grid
 
 
 def run(*words):
@@ -40,6 +40,24 @@ def test_a_config_that_the_training_takes(tmp_path, capsys):
     assert found["memory_gib"] > 0 and found["hours"] > 0 and "omnimorph register" in printed.out
     page = (tmp_path / "plan/plan.html").read_text()
     assert "by a trial convolution" in page and "flat" in page
+
+
+def test_a_pattern_may_name_the_volumes(tmp_path, capsys):
+    for number in range(4):
+        write_volume(tmp_path / f"data/s_{number}.nii.gz", make_subject(number, (16, 16), dims=2)["image"],
+                     np.eye(4))
+    assert run("--data", tmp_path / "data/s_?.nii.gz", "--out", tmp_path / "plan") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["volumes"] == 4
+    assert load_config(tmp_path / "plan/config.yaml")["data.root"] == str(tmp_path / "data/s_?.nii.gz")
+
+
+def test_label_maps_alone_are_refused_in_one_sentence(tmp_path, capsys):
+    """More of them than are opened: headers do not show what they are."""
+    for number in range(OPENED + 1):
+        write_volume(tmp_path / f"data/s_{number}.nii.gz", make_subject(number, (12, 13, 11))["label"], np.eye(4))
+    assert run("--data", tmp_path / "data", "--out", tmp_path / "plan") == 43
+    line, = capsys.readouterr().err.splitlines()
+    assert "none of the volumes that were opened can be used" in line and "looks like a segmentation" in line
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path, capsys):

@@ -432,6 +432,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "Models").write_text("a file")
     found = preflight.answer(checks.check_folder, context(tmp_path))
     assert not found["ok"] and found["said"].startswith("NotADirectoryError") and f"{tmp_path}/Models" in found["said"]
+    assert not found["passing"], "it is no use to check once more"
 
 
 def test_an_address_nobody_answers_at(tmp_path):

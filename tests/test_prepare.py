@@ -226,6 +226,13 @@ def test_an_empty_mask_or_foreground_is_the_whole_volume(tmp_path):
         assert np.array_equal(found["image"], whole["image"])
 
 
+def test_a_soft_mask_counts_wherever_it_is_above_zero(tmp_path):
+    image = np.random.default_rng(0).random((16, 18, 20)).astype(np.float32)
+    mask = np.maximum(image - 0.4, 0)
+    arrays, _ = part(tmp_path, [save(tmp_path, image, np.eye(4), mask=mask)], keys((16, 18, 20), window=[0, 1]))
+    assert arrays["masks"].dtype == np.uint8 and np.array_equal(arrays["masks"][0], mask > 0)
+
+
 def test_a_label_may_differ_by_rounding_of_its_affine_and_no_more(tmp_path):
     image = np.random.default_rng(0).random((20, 22, 24)).astype(np.float32)
     item = save(tmp_path, image, OBLIQUE, label=(image > 0.5).astype(np.uint8))

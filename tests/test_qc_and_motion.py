@@ -1,6 +1,7 @@
 """All results on one page, and a series whose motion is known."""
 import json
 
+import nibabel
 import numpy as np
 import pytest
 from scipy import ndimage
@@ -8,6 +9,7 @@ from scipy import ndimage
 import OM_study
 from Dataloader.nifti import open_nifti, write_volume
 from Dataloader.synthetic import make_subject
+from Study import motion
 from Study.motion import displacement, parameters_of
 from Study.qc import outlier_of
 from tests.test_jacobian import table, texture
@@ -64,6 +66,32 @@ def test_the_page_of_two_hundred_subjects(tmp_path, capsys):
     assert "keeping 200 of 200 subjects from an earlier run" in capsys.readouterr().err
 
 
+def test_verdicts_and_outliers_are_those_of_all_results_of_now(tmp_path, capsys):
+    """Where pictures are kept, numbers are not: the last of three is one of ten, and no longer unlike the others."""
+    write_results(tmp_path, 3, (10, 11, 9))
+    assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0
+    write_results(tmp_path, 10, (10, 11, 9))
+    assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "qc") == 0
+    assert "keeping 3 of 10 subjects" in capsys.readouterr().err
+    assert run("qc", "--results", tmp_path / "reg", "--out", tmp_path / "fresh") == 0
+    assert (tmp_path / "qc/qc.tsv").read_text() == (tmp_path / "fresh/qc.tsv").read_text()
+    first, *rest = table(tmp_path / "qc/qc.tsv")
+    assert (first["name"], first["verdict"], first["outlier"]) == ("s_009", "doubtful", "similarity")
+    assert {row["verdict"] for row in rest} == {"ok"} and not any(row["outlier"] for row in rest)
+
+
+@pytest.mark.parametrize("words", [
+    "qc --results {0}/reg", "jacobian --results {0}/reg", "motion --series {0}/bold.nii.gz",
+    "template --images {0}/fixed.nii.gz {0}/reg/all/warped.nii.gz", "segment --atlases {0} --images {0}/fixed.nii.gz"])
+def test_the_results_of_another_program_are_not_overwritten(tmp_path, words, capsys):
+    write_results(tmp_path, 2)
+    write_volume(tmp_path / "bold.nii.gz", np.random.default_rng(0).random((5, 5, 5, 2), np.float32), AFFINE)
+    before = (tmp_path / "reg/results.json").read_bytes()
+    assert run(*words.format(tmp_path).split(), "--out", tmp_path / "reg") == 43
+    assert "it has results of another program, which would be lost" in capsys.readouterr().err
+    assert (tmp_path / "reg/results.json").read_bytes() == before and not (tmp_path / "reg/lock.json").exists()
+
+
 def test_no_results_are_refused(tmp_path, capsys):
     assert run("qc", "--results", tmp_path, "--out", tmp_path / "qc") == 43
     assert "no results.json with results" in capsys.readouterr().err
@@ -117,3 +145,32 @@ def test_a_known_motion_is_found_and_undone(tmp_path, capsys):
     write_volume(tmp_path / "flat.nii.gz", image, AFFINE)
     assert run("motion", "--series", tmp_path / "flat.nii.gz", "--out", tmp_path / "out") == 43
     assert "is not a series of volumes" in capsys.readouterr().err
+
+
+def test_a_block_that_fails_leaves_a_gap_and_the_unit_of_time_stays(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(motion, "BLOCK", 1)
+    frames, header = np.stack([make_subject(0, (12, 13, 11))["image"]] * 5, -1), nibabel.Nifti1Header()
+    frames[..., 2] = 0
+    header.set_data_shape(frames.shape)
+    header.set_zooms([2, 2, 2, 1500])
+    header.set_xyzt_units("mm", "msec")
+    write_volume(tmp_path / "bold.nii.gz", frames, AFFINE, header)
+    assert run("motion", "--series", tmp_path / "bold.nii.gz", "--reference", "0", "--device", "cpu", "--out",
+               tmp_path / "out") == 0
+    assert "bold.nii.gz, frame 2: every voxel is 0" in capsys.readouterr().err
+    rows = table(tmp_path / "out/motion.tsv")
+    assert [row["frame"] for row in rows] == ["0", "1", "3", "4"]
+    assert [row["framewise_displacement"] == "n/a" for row in rows] == [True, False, True, False]
+    found = open_nifti(tmp_path / "out/aligned.nii.gz").header
+    assert found.get_xyzt_units() == ("mm", "msec") and found.get_zooms()[3] == 1500
+
+
+@pytest.mark.parametrize("name, said", [("bold.nii.gz", "truncated or corrupt"),
+                                        ("bold.mha", "a series has to be one NIfTI file")])
+def test_a_series_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, name, said, capsys):
+    write_volume(tmp_path / "whole.nii.gz", np.random.default_rng(0).random((9, 9, 9, 8), np.float32), AFFINE)
+    content = (tmp_path / "whole.nii.gz").read_bytes()
+    (tmp_path / name).write_bytes(content[:len(content) // 3])
+    assert run("motion", "--series", tmp_path / name, "--device", "cpu", "--out", tmp_path / "out") == 43
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path / name}") and said in line

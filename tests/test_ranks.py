@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import OM_train_3modes as om
 from Runtime import checkpoint, launch
+from Runtime.files import read_lines
 from Runtime.launch import Ranks
 from Supervisor import attempts
 from Supervisor.attempts import free_port
@@ -68,6 +69,16 @@ def test_two_ranks_train_as_one_that_accumulates(alone, together):
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     assert len(log_lines(together, "step")) == 3 and not log_lines(together, "step", rank=1), "rank 0 logs the steps"
     assert len(log_lines(together, "end", rank=1)) == 1 and decisions(together) == ["done"]
+
+
+def test_ranks_have_entered_equally_many_phases_at_the_end(data, tmp_path):
+    """Verdicts compare these numbers, and some work is for rank 0 alone: pictures, a profile."""
+    words = options(data, tmp_path, "--profile", "0:1", run__picture_every=1)
+    warm.train(2, tmp_path / "log", words)
+    run = tmp_path / "Models/demo_om_net"
+    assert list((run / "pictures").iterdir()) and list((run / "profile").iterdir())
+    first, second = (read_lines(run / f"rank{rank}.jsonl")[-1] for rank in range(2))
+    assert first["phase"] == second["phase"] == "exit" and first["number"] == second["number"]
 
 
 @pytest.mark.slow

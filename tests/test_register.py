@@ -405,7 +405,7 @@ def test_without_a_model_by_refinement(place):
     assert row["similarity"] > row["similarity_before"] and row["seconds_of"]["refine"] > 0
 
 
-def test_slices(tmp_path):
+def test_slices(tmp_path, capsys):
     for seed, name in enumerate(("f", "m")):
         subject = make_subject(seed, (40, 36), dims=2)
         write_volume(tmp_path / f"{name}.nii.gz", subject["image"], make_affine(signs=(-1, 1, 1)))
@@ -421,6 +421,8 @@ def test_slices(tmp_path):
     assert nibabel.load(tmp_path / "out/warped.nii.gz").shape == (40, 36, 1)
     seconds = json.loads((tmp_path / "out/results.json").read_text())["pairs"][0]["seconds_of"]
     assert seconds["network"] == 0 < seconds["affine"], "the network that comes along is not for slices"
+    refused(capsys, "field.nii.gz: the field has a single plane; for 2D volumes add --dims 2", "--apply",
+            tmp_path / "out/field.nii.gz", "--moving", tmp_path / "m.nii.gz", "--out", tmp_path / "moved")
 
 
 def test_volumes_apart_are_said_on_the_terminal_and_on_the_page(place, tmp_path, capsys):
@@ -509,6 +511,30 @@ def test_bad_fields_to_apply(place, pair, tmp_path, capsys):
             "--moving", image(place, "a_0001"), "--out", tmp_path / "out")
     refused(capsys, "--apply needs something to move", *field)
     refused(capsys, "leave out --pairs, --model", *field, "--moving", image(place, "a_0001"), "--refine", 3)
+
+
+def test_two_files_that_would_get_one_name_are_refused_and_replace_nothing(place, pair, tmp_path, capsys):
+    several = [tmp_path / folder / "T1.nii.gz" for folder in ("a", "b")]
+    for path in several:
+        path.parent.mkdir()
+        shutil.copy(image(place, "b_0002"), path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/warped_T1.nii.gz").write_bytes(b"of an earlier run")
+    refused(capsys, "warped_T1.nii.gz: two of the files would get this name", "--apply", place / "pair/field.nii.gz",
+            "--moving", *several, "--out", tmp_path / "out")
+    assert (tmp_path / "out/warped_T1.nii.gz").read_bytes() == b"of an earlier run"
+
+
+def test_what_ends_a_registration_after_it_is_told_before(place, tmp_path, capsys, monkeypatch):
+    """A missing package, and unequal numbers of landmarks: here the moving volume has not been read yet."""
+    words = ["--fixed", image(place, "a_0001"), "--moving", broken(place, tmp_path, "truncated"), "--device", "cpu",
+             "--out", tmp_path / "out"]
+    (tmp_path / "one.csv").write_text("1,2,3\n")
+    refused(capsys, "points.csv has 2 landmarks and .*one.csv has 1", *words, "--points", place / "points.csv",
+            "--moving-points", tmp_path / "one.csv")
+    monkeypatch.setitem(sys.modules, "SimpleITK", None)
+    for word in ("h5", "nrrd", "mha"):
+        refused(capsys, f"[.]{word} files need SimpleITK: pip install", *words, "--also", "mat", word)
 
 
 @pytest.mark.parametrize("more, words", [

@@ -363,6 +363,17 @@ def test_slices():
     assert 0 < found.inverse_error_mm < 0.1
 
 
+def test_slices_of_a_coronal_plane_and_of_two_planes():
+    image = make_subject(0, (40, 44), dims=2)["image"]
+    fixed, moving = ((image, make_affine((0, 2, 1), degrees=(0, turn, 0))) for turn in (0, 60))
+    found = register(fixed, moving, affine="rigid", inverse=True)
+    assert found.turn_degrees == pytest.approx(60, abs=1) and found.similarity > 0.9
+    assert found.scale_least == pytest.approx(1) and found.scale_most == pytest.approx(1)
+    assert found.inverse_error_mm < 0.01
+    with pytest.raises(InputError, match="fixed and moving lie in different planes by their headers"):
+        register(fixed, (image, make_affine()))
+
+
 class Folded(torch.nn.Module):
     """A network whose answer folds: it has no inverse."""
 

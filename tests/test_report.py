@@ -211,6 +211,13 @@ def test_follow_keeps_page_and_terminal_up_to_date_until_the_end(tmp_path):
     assert 'http-equiv="refresh"' not in (run / "report.html").read_text()
 
 
+def test_the_page_of_a_silent_run_refreshes_too(tmp_path):
+    """The same command may continue it."""
+    run = made_up_run(tmp_path / "run", 5, ended=False)
+    assert report.report(report.parse_arguments([str(run), "--follow"])) == "silent"
+    assert 'http-equiv="refresh"' in (run / "report.html").read_text()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Large runs
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from Runtime import run_lock
+from Inference.results import do_all
 from Runtime.config import save_config
 from Runtime.errors import InputError
 from Runtime.files import is_passing, patiently
@@ -102,6 +104,23 @@ def test_a_killed_holder_that_nobody_has_waited_for_is_dead(tmp_path, start):
     lock(tmp_path, 60)
 
 
+def test_without_proc_too_a_dead_process_of_this_host_loses_the_folder_at_once(tmp_path, start, monkeypatch):
+    """As on macOS: no more is known of a process than its number and its host."""
+    identity, unknown = run_lock._identity, {"machine": "", "boot": "", "namespace": "", "began": None}
+    monkeypatch.setattr(run_lock, "_identity", lambda pid: identity(pid) | unknown)
+    holder = start()
+    before = lock(tmp_path, 1000, pid=holder.pid)
+    with pytest.raises(InputError, match=f"process {holder.pid} on"):
+        lock(tmp_path, 1000)
+    holder.kill()
+    holder.wait(10)
+    rewrite(tmp_path, host="elsewhere")
+    with pytest.raises(InputError, match="on elsewhere"):
+        lock(tmp_path, 1000)
+    rewrite(tmp_path, host=socket.gethostname())
+    assert lock(tmp_path, 1000) != before
+
+
 @pytest.mark.parametrize("file_system", ["local", "no locks"])
 def test_of_six_starts_at_the_same_moment_one_gets_the_folder(tmp_path, start, file_system):
     lock(tmp_path, 60)
@@ -141,6 +160,17 @@ def test_a_holder_that_touches_the_lock_lives_as_long_as_it_has_promised(tmp_pat
     touch(tmp_path)
     with pytest.raises(InputError, match="elsewhere"):
         lock(tmp_path, 1)  # the holder's own promise counts, not that of who asks
+
+
+def test_work_in_a_folder_below_touches_the_lock(tmp_path):
+    """The rounds of a template have folders of their own, and take longer than a lock lasts untouched."""
+    where = tmp_path / "rounds/round_1"
+    where.mkdir(parents=True)
+    lock(tmp_path, 60)
+    age(tmp_path, 1000)
+    row = {"name": "a", "folder": str(where), "labels": {}, "source": {}, "files": {}}
+    assert do_all(where, [({"name": "a"}, where)], lambda *_: row, {}) == ([row], [])
+    assert time.time() - (tmp_path / "lock.json").stat().st_mtime < 60
 
 
 def test_another_machine_of_the_same_name_keeps_its_lock(tmp_path):

@@ -89,6 +89,15 @@ def test_inverse_errors_are_those_of_the_two_fields_composed():
     assert inverse_scores(field, affine, inverse, moving_affine)["inverse_error_mm"] is None, "nothing meets"
 
 
+def test_inverse_errors_of_slices_are_in_millimetres_in_any_plane():
+    """In a coronal plane, where the second axis is the third of the world: a quarter of 2 mm is missing."""
+    affine = make_affine((0, 2, 1), spacing=(1, 2, 1))
+    field, inverse = np.zeros((2, 2, 20, 22), np.float32)
+    field[1], inverse[1] = 1, -0.75
+    for error in inverse_scores(field, affine, inverse, affine).values():
+        assert error == pytest.approx(0.5)
+
+
 def test_an_affine_part_in_numbers():
     matrix = np.eye(4)
     matrix[:3, :3] = rotation((0, 0, 40)) @ np.diag([2.0, 0.5, 1.0])
@@ -100,6 +109,10 @@ def test_an_affine_part_in_numbers():
     sheared[0, 1] = np.tan(np.deg2rad(30))
     assert affine_scores(sheared, 3)["shear_degrees"] == pytest.approx(30)
     assert affine_scores(matrix, 2)["turn_degrees"] == pytest.approx(40)
+    matrix[:3, :3] = rotation((0, 60, 0))
+    scores = affine_scores(matrix, 2, make_affine((0, 2, 1), spacing=(0.8, 1.2, 3)))  # of a coronal slice
+    assert scores["turn_degrees"] == pytest.approx(60)
+    assert scores["scale_least"] == pytest.approx(1) and scores["scale_most"] == pytest.approx(1)
 
 
 def test_label_maps_are_told_from_images_of_few_grey_levels():

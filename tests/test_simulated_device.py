@@ -5,11 +5,15 @@ In processes of their own: once torch knows the device, run.device auto would ta
 import collections
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch.utils import backend_registration
 
+import OM_study
 import OM_train_3modes as om
+from Dataloader.nifti import write_volume
+from Dataloader.synthetic import make_subject
 from Diffusion.cost import mode_costs, step_memory
 from Runtime import checkpoint
 from tests import warm
@@ -120,6 +124,22 @@ def count_memory():
 def test_memory_is_counted_as_long_as_something_holds_it(tmp_path):
     done = warm.program(count_memory, None, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def study_and_report(words):
+    with SimulatedDevice():
+        code = OM_study.main(words)
+        print(torch.get_device_module("simulated").max_memory_allocated())
+    return code
+
+
+def test_a_study_works_on_the_device_that_auto_finds(tmp_path):
+    image = make_subject(0, (12, 13, 11))["image"]
+    write_volume(tmp_path / "bold.nii.gz", np.stack([image, np.roll(image, 1, 0)], -1), np.diag([2.0, 2.0, 2.0, 1.0]))
+    words = ["motion", "--series", str(tmp_path / "bold.nii.gz"), "--reference", "0", "--out", str(tmp_path / "out")]
+    done = warm.program(study_and_report, words, tmp_path)  # --device auto
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) > 0, "bytes on the device"
 
 
 def copy_to_a_checkpoint(folder):

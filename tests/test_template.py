@@ -1,5 +1,6 @@
 """The template of a group: logarithms, the middle of known deformations, and the command on files, resumed."""
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -132,3 +133,59 @@ def test_what_makes_no_group_is_refused(place, capsys):
     words = ["template", "--images", str(place / "group/imagesTr/s_0.nii.gz"), "--out", str(place / "one")]
     assert OM_study.main(words) == 43 and "a template needs 2 subjects" in capsys.readouterr().err
     assert run(place, "--rounds", "0", out="none") == 43 and "--rounds 0: it must be 1" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is made again
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two small subjects, of which the second has a label map that cannot be read, and one without an image."""
+    folder = tmp_path_factory.mktemp("small")
+    for seed in range(2):
+        subject = make_subject(seed, (12, 13, 11))
+        write_volume(folder / f"group/s_{seed}.nii.gz", subject["image"], AFFINE)
+        write_volume(folder / f"group/s_{seed}_dseg.nii.gz", subject["label"].astype(np.uint8), AFFINE)
+    shutil.copy(folder / "group/s_0.nii.gz", folder / "start.nii.gz")
+    for name in ("s_1_dseg", "s_2"):
+        (folder / f"group/{name}.nii.gz").write_bytes(b"not a volume")
+    return folder
+
+
+def make(folder):
+    """Run the command. Returns: its exit code."""
+    return OM_study.main(["template", "--images", str(folder / "group"), "--start", str(folder / "start.nii.gz"),
+                          "--rounds", "1", "--device", "cpu", "--out", str(folder / "out")])
+
+
+def test_a_template_that_is_broken_off_at_its_end_repeats_no_round(small, capsys):
+    (small / "out/template.html").mkdir(parents=True)  # in the way of the page, which comes after the rounds
+    assert make(small) == 43 and "template.html" in capsys.readouterr().err
+    (small / "out/template.html").rmdir()
+    assert make(small) == 0 and capsys.readouterr().err.count("keeping 2 of") == 2  # of each round
+    assert not list((small / "out").glob("round_*/*/*.npy"))
+    one, two = json.loads((small / "out/results.json").read_text())["pairs"]
+    assert not one["warnings"] and one["dice"] == 1 and "dice" not in two
+    assert "s_1_dseg.nii.gz: not a readable NIfTI file" in two["warnings"][0]
+
+
+def test_what_a_template_depends_on_makes_it_again(small, capsys):
+    out, versions = small / "out", []
+
+    def made():
+        assert make(small) == 0
+        versions.append((out / "template.nii.gz").read_bytes())
+        return "keeping the finished template" not in capsys.readouterr().out
+
+    made()
+    assert not made() and versions[1] == versions[0]
+    (out / "template.nii.gz").write_bytes(b"damaged")
+    assert made() and versions[2] == versions[0] and (out / "template_label.nii.gz").exists()
+    shutil.copy(small / "start.nii.gz", small / "group/s_2.nii.gz")  # the subject that was left out is repaired
+    assert made() and len(json.loads((out / "results.json").read_text())["pairs"]) == 3
+    for path in small.glob("group/*_dseg.nii.gz"):
+        path.unlink()
+    assert made() and not (out / "template_label.nii.gz").exists() and not made()
+    shutil.copy(small / "group/s_1.nii.gz", small / "start.nii.gz")
+    assert made() and versions[-1] != versions[-2]

@@ -22,6 +22,7 @@ from Inference.load_model import load_model
 from Inference.registration import register
 from Runtime import checkpoint
 from Runtime.device import precision
+from Runtime.provenance import git
 from Supervisor import attempts
 from tests import launching
 from tests.tiny import (
@@ -156,6 +157,15 @@ def test_a_run_goes_on_in_the_precision_in_which_it_began_and_keeps_each_launch(
     assert launch["step"] == 1 and launch["seed"] == 0 and launch["packages"]["torch"] == version("torch")
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+def test_changes_of_the_code_that_are_not_utf8_are_kept_too(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    for words in (["init", "-q"], ["add", "notes.txt"]):
+        launching.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "notes.txt").write_bytes(b"voil\xe0\n")
+    assert "+voil\ufffd\n" in git("-C", str(tmp_path), "diff")
+
+
 def counts(adams):
     """{mode: the counts of steps of its parameters}. adams: "optimizer" of a checkpoint, by mode."""
     return {mode: {int(entry["step"]) for entry in adam["state"].values()} for mode, adam in adams.items()}
@@ -185,6 +195,25 @@ def test_finished_run_says_so_and_trains_no_further(data, tmp_path, finished, wh
     assert train(data, tmp_path, **CARRIED) == 0
     assert f"weights {final_sha256(whole)}" in capfd.readouterr().out
     assert len(log_lines(tmp_path, "step")) == STEPS
+
+
+@pytest.mark.parametrize("outputs", ["> /dev/full 2>&1", ">&- 2> /dev/full"], ids=["full disk", "no output"])
+def test_output_that_nobody_takes_ends_no_training(data, tmp_path, whole, outputs):
+    """A process of its own: Python writes what is left of both outputs as it ends."""
+    words = [sys.executable, ROOT / "OM_train_3modes.py", *options(data, tmp_path, **QUICK, **CARRIED)]
+    done = launching.run(["bash", "-c", f'exec "$@" {outputs}', "bash", *words])
+    assert done.returncode == 0 and final_sha256(tmp_path) == final_sha256(whole)
+
+
+def test_a_queue_of_another_length_starts_empty(data, tmp_path, capfd):
+    assert train(data, tmp_path, "--max-steps-before-restart", "2") == 42
+    assert newest_state(tmp_path)["queue"]["next"] == 4
+    assert train(data, tmp_path, "--max-steps-before-restart", "1", contrastive__queue=12) == 42
+    said = capfd.readouterr().out
+    assert "changed since the checkpoint: contrastive.queue: 8 -> 12" in said
+    assert "the queue of mode 2 starts empty, because it has another length" in said
+    queue = newest_state(tmp_path)["queue"]
+    assert queue["next"] == 2 and (queue["subjects"] >= 0).tolist() == [True] * 2 + [False] * 10
 
 
 def test_closed_gate_leaves_mode_3_out_of_the_averages(data, tmp_path, capfd):
@@ -410,6 +439,28 @@ def test_fresh_starts_in_a_new_folder_and_init_from_takes_the_weights_alone(data
     assert state["step"] == 1 and state["queue"]["next"] == 2
     original = checkpoint.load(source)["model"]
     assert all(torch.allclose(state["model"][name], tensor, atol=1e-9) for name, tensor in original.items())
+
+
+def test_the_first_command_of_a_run_continues_it_also_with_init_from(data, tmp_path, whole, monkeypatch, capfd):
+    def command(source):
+        words = options(data, tmp_path, "--init-from", source, "--max-steps-before-restart", "1", **QUICK)
+        monkeypatch.setattr(sys, "argv", ["OM_train_3modes.py", *map(str, words)])
+        return om.main()
+
+    source = whole / "Models/demo_om_net/000002_demo_om_net.pth"
+    assert [command(source), command(source)] == [42, 42]
+    assert [line["step"] for line in log_lines(tmp_path, "step")] == [0, 1]
+    assert command(tmp_path / "other.pth") == 43
+    assert "has checkpoints already; leave --init-from out to continue that run" in capfd.readouterr().err
+
+
+def test_torchrun_starts_a_fresh_run_once_and_then_continues_it(data, tmp_path, finished, monkeypatch):
+    """It restarts ranks with the words of the first time."""
+    for restarts in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        assert train(data, tmp_path, "--fresh", "--max-steps-before-restart", "1") == 42
+    assert sorted(os.listdir(tmp_path / "Models")) == ["demo_om_net", "demo_om_net-2"]
+    assert checkpoint.newest(tmp_path / "Models/demo_om_net-2") == "tmp/000000_step0002_demo_om_net.pth"
 
 
 def test_checkpoints_of_another_network_or_config_are_refused(data, tmp_path, finished, capfd):

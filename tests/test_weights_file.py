@@ -1,4 +1,5 @@
 """Our reader of .safetensors files beside the package that writes them, and one sentence for what is no such file."""
+import errno
 import json
 
 import pytest
@@ -95,3 +96,9 @@ def test_every_truncation_is_refused(tmp_path):
         read_weights(tmp_path / "none.safetensors")
     found, _ = read_weights(write(path, GOOD, bytes(12)))
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"a": (2,), "b": (1,)}
+
+
+def test_a_disk_that_does_not_answer_is_no_damaged_file():
+    with pytest.raises(OSError) as error:
+        read_weights("/proc/self/mem")  # there, and an input/output error whoever reads it
+    assert error.value.errno == errno.EIO

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from Runtime.config import load_config  # noqa: E402
 from Runtime.errors import STOP, InputError, first_line  # noqa: E402
+from Runtime.files import is_passing  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
 LEAST = 0.05  # fraction of PREFLIGHT_SECONDS that a check gets even after a late start
@@ -147,7 +148,8 @@ def work(function, context, pipe):
     except (RuntimeError, ValueError, OSError) as error:
         kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
         result = {"ok": False, "said": kind + first_line(error)[:300],
-                  "do": "see this error; --debug says more" if kind else "", "passing": isinstance(error, OSError)}
+                  "do": "see this error; --debug says more" if kind else "",
+                  "passing": is_passing(error) or isinstance(error, OSError) and error.errno is None}
     pipe.send(result)
 
 
