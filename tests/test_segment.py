@@ -194,7 +194,7 @@ def test_broken_atlases_and_labels_on_another_grid_are_named_and_another_version
     (tmp_path / "atlases/broken.nii.gz").write_bytes(b"not a volume")
     words = ["segment", "--atlases", str(tmp_path / "atlases"), "--images", str(tmp_path / "new"), "--most", "1",
              "--affine", "rigid", "--device", "cpu", "--out", str(tmp_path / "out")]
-    for number in range(2):
+    for _ in range(2):
         assert OM_study.main(words) == 0
         printed = capsys.readouterr().err
         assert "s_3_dseg.nii.gz: the label map" in printed and "resample it to its image" in printed
