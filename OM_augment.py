@@ -34,6 +34,8 @@ from Dataloader.nifti import (
     ends_in,
     one_plane,
     read_header,
+    read_label,
+    read_numbers,
     read_raw_header,
     read_volume,
     require_image,
@@ -281,8 +283,12 @@ def read_item(item, dims, labels):
     files = [("image", item["image"], image, affine, "bilinear")]
     files += [(f"channel{number}", path, *read_volume(path, dims), "bilinear")
               for number, path in enumerate(item.get("channels", []), 1)]
-    return files + [(kind, item[kind], *read_beside(item, kind, image.shape, affine), labels)
-                    for kind in ("label", "mask") if item[kind]]
+    for kind, read in (("label", read_label), ("mask", read_numbers)):
+        if item[kind]:
+            array, own_affine = read_beside(item, kind, image.shape, affine, read)
+            soft = kind == "mask" and (array != np.rint(array)).any()
+            files.append((kind, item[kind], array, own_affine, "bilinear" if soft else labels))
+    return files
 
 
 def try_draws(item, draws):

@@ -307,6 +307,8 @@ def run(folder, cfg, args):
 
 def main(argv=None):
     args = parse_arguments(argv)
+    if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks must not end the program
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         cfg = load_config(args.config, args.overrides)
         if not cfg["data.cache"]:

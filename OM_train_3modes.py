@@ -161,7 +161,7 @@ def pair_batches(run, pairs):
 
 def set_up(cfg, args, ranks, folder):
     """Read the data, join the ranks, build the network, and continue or start. Returns: Run."""
-    launched, device = time.time(), pick_device(cfg["run.device"], ranks.local_rank)
+    launched, device = time.monotonic(), pick_device(cfg["run.device"], ranks.local_rank)
     prepare_device(device, cfg["run.threads"])
     # Gradients of a softmax are full of subnormal numbers, with which Intel's CPUs compute a hundred times more slowly.
     torch.set_flush_denormal(True)
@@ -418,7 +418,7 @@ def train(cfg, args, ranks, folder):
             run.model = None
             launch.refresh(ranks, run.device, cfg)
             run.model = optim.wrap(run.net, ranks, run.device, run.gradients, cfg)
-        began, first_step = time.time(), progress.step_in_epoch
+        began, first_step = time.monotonic(), progress.step_in_epoch
         steps = first_step + steps_left(cfg, len(run.dataset), run.listed, split, progress.samples, progress.pairs)
         bar, below = progress_bars(cfg, progress, steps, is_main)
         watchdog.new_step(progress.step, "epoch")
@@ -436,10 +436,10 @@ def train(cfg, args, ranks, folder):
 
                 # Requests of this rank: to leave after this step, for the strongest reason, and to save.
                 reasons = {"steps": 0 < args.max_steps_before_restart <= steps_here,
-                           "time": 0 < args.max_seconds_before_restart < time.time() - run.launched,
+                           "time": 0 < args.max_seconds_before_restart < time.monotonic() - run.launched,
                            "signal": watchdog.stop_requested(), "memory": memory.watch(run.watch, progress.step)}
                 wish = next((reason for reason in reversed(agree.REASONS) if reasons.get(reason)), None)
-                due = is_main and 0 < 60 * cfg["run.checkpoint_minutes"] < time.time() - run.saved
+                due = is_main and 0 < 60 * cfg["run.checkpoint_minutes"] < time.monotonic() - run.saved
 
                 line, agreed = train_step(run, volumes, pairs, leave=wish, save=due)
                 advance(progress, split)
@@ -447,7 +447,7 @@ def train(cfg, args, ranks, folder):
                 line.update(lr=lr, samples=split.samples)
                 if is_main:
                     watchdog.event("step", **line, spent=spent)
-                    show_progress(bar, below, progress, cfg, steps, first_step, split.samples, time.time() - began)
+                    show_progress(bar, below, progress, cfg, steps, first_step, split.samples, time.monotonic() - began)
                 keep_pace(pace, line, spent, run.watch, run.curves)
                 if line["nonfinite"]:
                     training_state.refuse_nonfinite(run)
@@ -456,7 +456,7 @@ def train(cfg, args, ranks, folder):
                 if leave or agreed.save or (every and step % every == 0 and step < steps):
                     name = checkpoint.step_name(progress.epoch, step, cfg["data.name"], cfg["model.name"])
                     training_state.save(run, name)
-                    run.saved = time.time()
+                    run.saved = time.monotonic()
                 if leave:
                     break
                 watchdog.new_step(progress.step)
@@ -479,7 +479,7 @@ def train(cfg, args, ranks, folder):
             entry = {**averages(sums), "steps": sums.steps, "open_share": sums.open / max(sums.steps, 1),
                      "nonfinite": sums.nonfinite, **scores}
             watchdog.event("epoch", **{**entry, "epoch": epoch, "step": progress.step})
-            show_epoch(run.curves, entry, progress, cfg, time.time() - began)
+            show_epoch(run.curves, entry, progress, cfg, time.monotonic() - began)
             writer.flush(run.curves)
 
         begin_epoch(progress, epoch + 1, run.terms)

@@ -50,7 +50,8 @@ def parts_of(path):
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file())
     if path.suffix.lower() in (".mhd", ".nhdr"):
-        return sorted(file for file in path.parent.iterdir() if file.stem == path.stem and file.is_file())
+        stems = path.stem, f"{path.stem}.raw"  # ITK compresses the voxels of v.nhdr into v.raw.gz
+        return sorted(file for file in path.parent.iterdir() if file.stem in stems and file.is_file())
     return [path]
 
 

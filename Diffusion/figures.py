@@ -109,6 +109,7 @@ def contact_sheet(volumes):
             _show(ax, plane, "gray", 0, high)
         for ax, outline in zip(row, [] if label is None else middle_slices(label)):
             _outline(ax, outline, FIXED_LINE, 0.6)
+        title = title.encode(errors="backslashreplace").decode()  # matplotlib draws no name that is not UTF-8
         row[0].set_title(textwrap.shorten(title, 30), fontsize=7, loc="left", parse_math=False)
     return figure
 

@@ -55,7 +55,7 @@ class Run:
     gradients: GradientSums
     watch: dict                  # from memory.new_watch
     graphs: dict | None          # from graphs.new_graphs
-    launched: float              # time.time() when this launch began
+    launched: float              # time.monotonic() when this launch began
     # Set once the weights are restored; a checkpoint holds the first two as well.
     optimizers: dict = field(default_factory=dict)  # {name: Adam}, see optim.moments
     ema: dict | None = None      # averaged weights
@@ -64,7 +64,7 @@ class Run:
     saving: concurrent.futures.Future | None = None  # the checkpoint write in progress
     failed_saves: int = 0        # in a row
     write_s: float = 0.0         # duration of the last write
-    saved: float = 0.0           # time.time() of the last checkpoint within an epoch
+    saved: float = 0.0           # time.monotonic() of the last checkpoint within an epoch
 
 
 def save(run, relative, metrics=None, best=None):
@@ -82,10 +82,10 @@ def save(run, relative, metrics=None, best=None):
     if ranks.rank == 0:
         content = {"format": 1, "model": weights, "optimizer": adam, "queue": run.queue, "config": cfg,
                    "data": run.data, **({"ema": {**weights, **ema}} if ema else {}), **to_saved(run.progress)}
-        began = time.time()
+        began = time.monotonic()
 
         def note_time(done):
-            run.write_s = time.time() - began
+            run.write_s = time.monotonic() - began
 
         run.saving = checkpoint.save_in_background(
             run.folder, relative, content, metrics, best, (cfg["run.keep_last"], cfg["run.keep_every"], 2))

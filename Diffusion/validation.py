@@ -15,7 +15,8 @@ from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Runtime import agree, launch, watchdog
 from Runtime.device import autocast, send
 
-# Settings of val_imgsim, whatever mode 3 maximises, so that trainings with different settings can be compared.
+# Settings of val_imgsim, whatever window, scales and sign mode 3 uses, so that trainings with one
+# registration.similarity can be compared.
 VAL_IMGSIM = {"registration.window": 9, "registration.scales": 3, "registration.squared": True}
 
 

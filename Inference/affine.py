@@ -38,6 +38,7 @@ STAGES["mapped"] = STAGES["mind"] = [(1, "mutual", 4, 20), (2, "mutual", 2, 20),
 TURNS = {"local": 500, "mutual": 100}  # rotations tried in 3D; neighbours are about 20 and 35 degrees apart
 TURNS_2D = 24
 SIFTED = 400  # maps that the correlation of all voxels passes on to the local correlation
+MOST_AT_ONCE = 2 ** 22  # voxels sampled at once while maps are tried
 TRIED = {"local": 12, "mutual": 6}  # maps optimised at the coarsest level
 STEPS, STEP = 25, 0.03  # of Adam at the coarsest level
 HOPEFUL = 0.8  # a map with less than this fraction of the best map's similarity is dropped
@@ -450,7 +451,8 @@ def _first(maps, kept, level, similarity):
     Returns: (K, N, N + 1), at most TRIED of them.
     """
     def scores_of(some, measure):
-        return torch.cat([_alike(part, level, measure) for part in some.split(100)])
+        at_once = max(1, min(100, MOST_AT_ONCE // level["fixed"].numel()))
+        return torch.cat([_alike(part, level, measure) for part in some.split(at_once)])
 
     if similarity == "local":
         best = scores_of(maps[kept:], "global").topk(min(SIFTED, len(maps) - kept)).indices

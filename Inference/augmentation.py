@@ -12,7 +12,7 @@ from Dataloader.grids import foreground_box, grid_transform, rescale, to_canonic
 from Dataloader.prepare import intensity_limits
 from Diffusion.diffuser import DeformDDPM, make_condition
 from Diffusion.fields import jacobian_determinant, then_affine, warp
-from Inference.labels import label_at
+from Inference.labels import EXACT, label_at
 from Inference.load_model import default_config
 from Inference.registration import total_field
 from Runtime.errors import InputError
@@ -95,14 +95,17 @@ def draw_field(image, affine, cfg, rng_key, start=None, net=None, condition=None
 def deform(array, field, mode="bilinear"):
     """The array warped by a field: out(x) = array(x + field(x)), with the border value beyond the border.
 
-    array: (*spatial); values up to 2^24 are exact. field: (N, *spatial) in voxels. mode: "bilinear" for images (linear
-    along each axis); for labels "smooth" (see `label_at`) or "nearest". Returns: the same shape and dtype, whole
-    numbers rounded.
+    array: (*spatial); of images, values up to 2^24 are exact. field: (N, *spatial) in voxels. mode: "bilinear" for
+    images (linear along each axis); for labels "smooth" (see `label_at`) or "nearest". Returns: the same shape and
+    dtype, whole numbers rounded.
     """
     array = np.asarray(array)
     if mode == "smooth":
         last = np.reshape(array.shape, (-1, *[1] * array.ndim)) - 1
         return label_at(array, np.clip(np.indices(array.shape, np.float32) + field, 0, last))
+    if mode == "nearest" and array.size and np.abs(array).max() > EXACT:
+        values, index = np.unique(array, return_inverse=True)
+        return values[deform(index.reshape(array.shape), field, mode)]
     image = torch.from_numpy(np.ascontiguousarray(array, np.float32))[None, None]
     warped = warp(image, torch.from_numpy(field)[None], mode=mode, padding="border")[0, 0].numpy()
     if array.dtype.kind in "bui":
@@ -268,7 +271,7 @@ def place(image, affine, cfg, mask=None, channels=()):
 def focus(images, affine, cfg, mask=None):
     """The box of the mask or the foreground on which the grid is centred; None without data.crop_above.
 
-    images: the channels of the canonical volume.
+    images: the channels of the volume.
     """
     if not cfg["data.crop_above"]:
         return None

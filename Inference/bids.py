@@ -70,6 +70,11 @@ def require_own_names(rows):
             taken[name] = row["name"]
 
 
+def sidecar_of(target):
+    """The .json beside a result, which a .nii.gz and a .h5 of one name share."""
+    return target.with_name(f"{target.name.split('.')[0]}.json")
+
+
 def write_bids(out):
     """Copy the results of a folder to bids/, each with a sidecar that names its sources. Returns: Path of bids/."""
     out = Path(out)
@@ -79,16 +84,17 @@ def write_bids(out):
              "GeneratedBy": [{"Name": "OmniMorph", "Version": __version__}]}
     (out / "bids").mkdir(exist_ok=True)
     write_file(out / "bids/dataset_description.json", json.dumps(about, indent=1) + "\n")
-    written = {below for row in rows for name, below in targets(row).items() if (out / row["folder"] / name).is_file()}
-    for row in rows:
-        sources = [row["image"]] if "image" in row else [row["moving"], row["fixed"]]
-        sidecar = {"Sources": sources, **({"SpatialReference": row["fixed"]} if "fixed" in row else {})}
-        for name, below in targets(row).items():
-            path, target = out / row["folder"] / name, out / "bids" / below
-            if path.is_file():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                write_file(target, path.read_bytes())
-                write_file(target.with_name(f"{target.name.split('.')[0]}.json"), json.dumps(sidecar, indent=1) + "\n")
-            elif below not in written:
-                target.unlink(missing_ok=True)  # of an earlier registration with other options
+    files = [(row, out / row["folder"] / name, out / "bids" / below)
+             for row in rows for name, below in targets(row).items()]
+    for _, path, target in files:  # of a run with other options; all first, as rows may share a name
+        if not path.is_file():
+            target.unlink(missing_ok=True)
+            sidecar_of(target).unlink(missing_ok=True)
+    for row, path, target in files:
+        if path.is_file():
+            sources = [row["image"]] if "image" in row else [row["moving"], row["fixed"]]
+            sidecar = {"Sources": sources, **({"SpatialReference": row["fixed"]} if "fixed" in row else {})}
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_file(target, path.read_bytes())
+            write_file(sidecar_of(target), json.dumps(sidecar, indent=1) + "\n")
     return out / "bids"

@@ -93,7 +93,7 @@ class RandDeformationd(Base):
         image, *channels = plain(data[key])
         rng_key = (self.number, 0, 0)
         device = next(self.net.parameters()).device if self.net is not None else "cpu"
-        start = draw_start(self.start, rng_key, cfg)
+        start = draw_start(self.start, (*rng_key[:2], self.number % 32), cfg)  # 48+2 rises from copy to copy
         return draw_field(image, affine_of(data, key), cfg, rng_key, start, self.net, None, self.stride, device=device,
                           channels=channels[:cfg["data.channels"] - 1])
 

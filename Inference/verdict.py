@@ -2,7 +2,8 @@
 
 It needs no labels: it checks what the registration did (the affine part, the folding, the inverse) and the outcome (how
 alike the volumes are, how far the bodies overlap). Labels and landmarks count if given. The limits separate good pairs
-from hopeless ones; tests/bench/bench_verdict.py names the subjects that they were chosen on and tests them on others.
+from hopeless ones; tests/bench/bench_verdict.py names the subjects that they were chosen on, tests them on others, and
+says which limits these others have changed.
 """
 import statistics
 

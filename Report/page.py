@@ -56,7 +56,8 @@ def table_html(header, rows, caption="", formats=None, explained=None):
     links = [[None] * len(header), *[[cell[1] if isinstance(cell, tuple) else None for cell in row] for row in rows]]
     for number, (cells, sides) in enumerate(zip(lines, right)):
         tag = "td" if number else "th"
-        cells = [escape(cell) if link is None else f'<a href="{escape(quote(link))}">{escape(cell)}</a>'
+        links[number] = [link and quote(link, errors="surrogateescape") for link in links[number]]  # not all are UTF-8
+        cells = [escape(cell) if link is None else f'<a href="{escape(link)}">{escape(cell)}</a>'
                  for cell, link in zip(cells, links[number])]
         hints = [_hint((explained or {}).get(name)) if number == 0 else "" for name in header]
         cells = [f"<{tag}{' class=num' * side}{hint}>{cell}</{tag}>" for cell, side, hint in zip(cells, sides, hints)]

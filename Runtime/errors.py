@@ -104,12 +104,12 @@ class Unbreakable:
 def unbreakable_output():
     """Around a training: its output, which may go to a full disk, must not end it."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(Unbreakable, streams)
+    sys.stdout, sys.stderr = (stream and Unbreakable(stream) for stream in streams)  # None where it is closed
     try:
         yield
     finally:
         sys.stdout, sys.stderr = streams
-        for stream in streams:
+        for stream in filter(None, streams):
             try:
                 stream.flush()
             except OSError:  # Python would try again when it ends, and exit with 120

@@ -17,6 +17,7 @@ from Runtime.errors import keep_freed_memory
 XPU_SHARE = 0.7
 SHORT = 0.5  # once less than this fraction of the used host memory is free, malloc stops keeping freed memory
 WINDOW = 20  # samples needed to judge
+EARLY = 6  # samples that are enough if memory runs out before there are WINDOW of them and as many more to save in
 # A leak is a straight line through the samples that rises
 LEAST_SLOPE = 2 ** 20  # by at least this many bytes per step,
 LEAST_GROWTH = 12  # over the window by this many standard deviations from the line (a single jump reaches 6),
@@ -89,13 +90,13 @@ def measure(device, limit_bytes=0):
     if device.type != "cpu":
         module = torch.get_device_module(device)
         reserved, allocated = module.memory_reserved(device), module.memory_allocated(device)
+        total = module.get_device_properties(device).total_memory
         try:
             device_free = module.mem_get_info(device)[0]
         except RuntimeError:  # some Intel drivers do not report it
-            device_free = module.get_device_properties(device).total_memory - reserved
-        if device.type == "xpu":  # observed: torch's allocator got at most 44.8 of 64 GiB
-            usable = int(XPU_SHARE * module.get_device_properties(device).total_memory)
-            device_free = min(device_free, usable - reserved)
+            device_free = total - reserved
+        if device.type == "xpu":  # observed: torch's allocator and the driver got at most 44.8 of 64 GiB together
+            device_free -= int((1 - XPU_SHARE) * total)
     return {"host_used": used, "host_free": host_free, "device_free": device_free, "device_reserved": reserved,
             "device_allocated": allocated}
 
@@ -103,14 +104,15 @@ def measure(device, limit_bytes=0):
 def find_leak(samples, steps):
     """The leak that exhausts its memory first, or None.
 
-    samples: dicts of `measure`, oldest first; fewer than WINDOW give None, more find leaks in rarer or noisier blocks.
+    samples: dicts of `measure`, oldest first; fewer than WINDOW give None unless memory runs out first, see EARLY; more
+    find leaks in rarer or noisier blocks.
     steps: their step numbers, rising.
     Returns: {"bytes_per_step", "steps_left" (by the fall of free memory, or by the leak itself if that is faster),
     "sentence", "place" ("host" or "device"), "who"}. who: "graph" (tensors in use), "driver or communication" (the
     rest of the device), "loader or Python objects" (this process and its children) or "host, outside this run" (other
     processes, or pages that forked workers copy; returned only if memory runs out soon).
     """
-    if len(samples) < WINDOW:
+    if len(samples) < EARLY:
         return None
     keys = ("host_used", "host_free", "device_free", "device_reserved", "device_allocated")
     host_used, host_free, device_free, reserved, allocated = (
@@ -123,7 +125,9 @@ def find_leak(samples, steps):
     host = _leak("loader or Python objects", "host", host_used, host_free, steps)
     outside = _leak("host, outside this run", "host", -host_used - host_free, host_free, steps)
     host = host or (outside if runs_out_soon(outside) else None)
-    return min(filter(None, (device, host)), key=lambda leak: leak["steps_left"], default=None)
+    first = min(filter(None, (device, host)), key=lambda leak: leak["steps_left"], default=None)
+    enough = len(samples) >= WINDOW or first and first["steps_left"] < WINDOW + EARLY - len(samples)
+    return first if enough else None
 
 
 def runs_out_soon(leak):

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -44,13 +45,14 @@ def start(run, rank, attempt, cfg, launcher):
     if launcher:  # a new file, so that a process of an earlier attempt that wakes up late writes into the old one
         (run / f"rank{rank}.stack").unlink(missing_ok=True)
         stack = open(run / f"rank{rank}.stack", "w")
-    now = time.time()
+    now = time.monotonic()  # the machine's clock may be set back or forward meanwhile
     # Who this is, and the log: its descriptor, the offset of the breadcrumb, bytes that a full disk has not taken yet.
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     STATE.update(run=run, rank=rank, attempt=attempt, host=host, stack=stack, looked=now)
     STATE.update(pending=b"", beat=lambda: None, **open_log(run, rank))
-    # Where it is: number of phases so far, step, the phase and when it was entered (since: or last repeated).
-    STATE.update(number=0, step=0, name="start", mode="", entered=now, since=now)
+    # Where it is: number of phases so far, step, the phase and when it was entered (since: or last repeated; told: the
+    # same by the machine's clock).
+    STATE.update(number=0, step=0, name="start", mode="", entered=now, since=now, told=time.time())
     # Deadlines, and the durations they are learned from: phases, the last steps, writing a checkpoint.
     STATE.update(floor=cfg["run.deadline_floor_s"], first=cfg["run.deadline_first_s"])
     STATE.update(factor=cfg["run.deadline_factor"], took={}, lately={}, write=None)
@@ -108,7 +110,7 @@ def wait_on():
 
 def _enter(name, mode, repeated):
     """repeated: the phase continues and is not counted again: a rank with more parts is no further than others."""
-    now = time.time()
+    now = time.monotonic()
     last = STATE["name"], STATE["mode"]
     STATE["spent"][STATE["name"]] += now - STATE["since"]
     if last != (name, mode):  # else its duration is not known yet
@@ -116,7 +118,7 @@ def _enter(name, mode, repeated):
         STATE["took"][last] = max(STATE["lately"][last], STATE["took"].get(last, 0))
     if not repeated:
         STATE.update(entered=now, number=STATE["number"] + 1)
-    STATE.update(name=name, mode=mode, since=now)
+    STATE.update(name=name, mode=mode, since=now, told=time.time())
     STATE["deadline"] = deadline(name, mode)
     _write(b"")
     faulthandler.dump_traceback_later(STATE["deadline"], exit=True, file=STATE["stack"])
@@ -211,9 +213,9 @@ def _check_folder():
     A launch that was stopped may wake up after another one has taken over its folder. This then closes the log, since
     further lines would go into the other launch's log, and raises TakenOver.
     """
-    if time.time() - STATE["looked"] < LOOK_S:
+    if time.monotonic() - STATE["looked"] < LOOK_S:
         return
-    STATE["looked"] = time.time()
+    STATE["looked"] = time.monotonic()
     check = touch if STATE["rank"] == 0 else assert_held
     try:
         check(STATE["run"])
@@ -232,7 +234,7 @@ def _write(lines):
     """
     breadcrumb = {"event": "now", "attempt": STATE["attempt"], "rank": STATE["rank"], "step": STATE["step"],
                   "mode": STATE["mode"], "phase": STATE["name"], "number": STATE["number"],
-                  "time": round(STATE["since"], 3), "deadline": round(STATE.get("deadline", 0), 1),
+                  "time": round(STATE["told"], 3), "deadline": round(STATE.get("deadline", 0), 1),
                   "host": STATE["host"][:64]}
     breadcrumb = json.dumps(breadcrumb).encode().ljust(WIDTH - 1) + b"\n"
     lines = STATE["pending"] + lines
@@ -258,7 +260,7 @@ def _log_exception(kind, error, trace):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     frames = [f"{os.path.relpath(frame.filename)}:{frame.lineno} {frame.name}"
               for frame in traceback.extract_tb(trace)]
-    STATE["looked"] = 0.0  # check the folder now: the error may come from another rank that saw the takeover
+    STATE["looked"] = -math.inf  # check the folder now: the error may come from another rank that saw the takeover
     try:
         event("died", error=f"{kind.__name__}: {error}"[:2000], errno=getattr(error, "errno", None),
               phase=STATE["name"], mode=STATE["mode"], stack=frames[-12:])

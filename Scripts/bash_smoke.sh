@@ -2,6 +2,8 @@
 #SBATCH --job-name=omnimorph-smoke
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
+#SBATCH --gres=gpu:2
+#SBATCH --cpus-per-task=12
 #SBATCH --time=01:00:00
 #SBATCH --output=Logs/smoke_%j.out
 #
@@ -20,7 +22,8 @@
 #
 # 03 and 04 need DeepSpeed: pip install -r requirements-smoke.txt
 # Inside an allocation, 04 uses srun on all nodes, one task per device (two per node on CPUs). Outside, it submits
-# itself on two nodes and waits. To run all steps on compute nodes: sbatch Scripts/bash_smoke.sh
+# itself on two nodes with two devices each and waits. To run all steps on compute nodes: sbatch Scripts/bash_smoke.sh
+# (without devices: sbatch --gres=none Scripts/bash_smoke.sh --device cpu)
 #
 # SMOKE_SBATCH="--partition=gpu --gres=gpu:4"   more options for that job; SMOKE_QUEUE_SECONDS (3600): its longest wait
 # SMOKE_LOGS=folder   for logs, and during a step checkpoints of up to 15 GB; all nodes must see it (default Logs/smoke)
@@ -169,11 +172,12 @@ run_srun() {  # 04 on all nodes of this allocation
 }
 
 run_sbatch() {  # 04 as a job of its own; what it says becomes ours
-    local words minutes=$((2 * seconds / 60 + 5)) code
+    local words minutes=$((2 * seconds / 60 + 5)) code needs=(--gres=gpu:2 --cpus-per-task=12)
+    [[ " ${options[*]} " == *" --device cpu "* ]] && needs=()
     words=$(printf '%q ' bash Scripts/bash_smoke.sh --only 04 "${options[@]}")
     # shellcheck disable=SC2086  # several options in one variable
     SMOKE_FOLDER=$folder timeout "${SMOKE_QUEUE_SECONDS:-3600}" sbatch --wait --parsable --job-name=omnimorph-smoke \
-        --nodes=2 --ntasks-per-node=2 --time="$minutes" --output="$folder/04.job.log" ${SMOKE_SBATCH:-} \
+        --nodes=2 --ntasks-per-node=2 --time="$minutes" --output="$folder/04.job.log" "${needs[@]}" ${SMOKE_SBATCH:-} \
         --wrap "$words" > "$folder/04.job" 2> "$folder/04.sbatch.log" &
     local pid=$!
     while kill -0 $pid 2> /dev/null && [[ ! -s $folder/04.job ]]; do sleep 0.1; done

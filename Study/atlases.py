@@ -142,7 +142,9 @@ def rank_all(images, voting, options, settings, out, args):
         ranked = sorted((found[name]["similarity"], identity) for identity, name in names.items() if name in found)
         best = {identity for _, identity in ranked[-args.most:]}
         of_it["atlases"] = [atlas for atlas in of_it["atlases"] if atlas["id"] in best]
-    return {name: row["matrix"] for name, row in found.items()}
+    # A pair that the affine stage found to show two modalities repeats it later, because it decides the measure.
+    return {name: row["matrix"] for name, row in found.items()
+            if args.similarity not in (None, "auto") or row.get("compared_by") == "correlation"}
 
 
 def rank(options, pair, folder, earlier):

@@ -22,6 +22,7 @@ from Diffusion.fields import exponential, jacobian_determinant, then_affine
 from Inference.labels import apply_field, apply_label, without_affine
 from Inference.outputs import scores_of
 from Inference.results import do_all, read_results
+from Inference.verdict import VERDICTS, judge
 from Report.page import cards_html, findings_html, table_html, write_page
 from Runtime.device import pick_device
 from Runtime.errors import InputError
@@ -36,7 +37,7 @@ SHOWN = 0.3  # logarithm that is drawn in full colour
 
 def jacobian(args):
     """`omnimorph jacobian`; returns the exit code."""
-    if bool(args.results) == bool(args.scans) or len(args.scans) == 1:
+    if bool(args.results) == bool(args.scans) or args.scans and len(volumes_of(args.scans)) < 2:
         raise InputError("give either --results, or --scans with two or more scans of one subject.")
     settings = {"program": "jacobian", "smooth_mm": args.smooth, "affine": args.affine, "similarity": args.similarity}
     with locked(args.out, "jacobian") as out:
@@ -137,19 +138,22 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
     """Map the change from the first scan to a later one on the grid in the middle, and return its row."""
     scans = [read_source(str(entry[key]), key) for key in ("first", "scan")]
     files = [entry["first"], entry["scan"]]
-    there, back = (aligned(one, other, affine=kind, refine=False, **options).matrix
-                   for one, other in (files, files[::-1]))
+    ways = [aligned(one, other, affine=kind, refine=False, **options) for one, other in (files, files[::-1])]
+    there, back = (way.matrix for way in ways)
+    # The affine stage decides whether the scans show two modalities; below there is none.
+    measures = [way.compared_by for way in ways if way.compared_by != "correlation"]
+    options = {**options, "similarity": measures[0] if measures else "correlation"}
     whole = 0.5 * (log_matrix(there) - log_matrix(back))  # of the map from the first scan's world to the other's
     half = linalg.expm(0.5 * whole)
     to_scan = np.linalg.inv(half), half  # from the middle to the first scan, and to the other
     size, affine = middle_grid(scans, to_scan)
     seen = [resampled(scan, matrix, size, affine) for scan, matrix in zip(scans, to_scan)]
-    velocities, worst = [], None
+    velocities, founds = [], []
     for image, file, matrix in ((seen[0], files[1], to_scan[1]), (seen[1], files[0], to_scan[0])):
         found = aligned((image, affine), file, affine=False, start=matrix, **options)
         rest = without_affine(found.field, found.matrix, affine)
         velocities.append(logarithm(torch.from_numpy(rest)[None]))
-        worst = found if worst is None or found.similarity < worst.similarity else worst
+        founds.append(found)
     velocity = 0.5 * (velocities[0] - velocities[1])
     ahead, behind = exponential(0.5 * velocity), exponential(-0.5 * velocity)
     local = log_determinant(ahead) - log_determinant(behind)
@@ -162,17 +166,20 @@ def map_change(out, smooth_mm, kind, options, entry, folder, earlier):
         labels = apply_label(label, own, then_affine(behind, in_voxels(to_scan[0], affine))[0].numpy(), affine)
     folder.mkdir(parents=True, exist_ok=True)
     write_volume(folder / MIDDLE, 0.5 * sum(in_unit_range(image) for image in seen), affine)
-    result = {"background": str(folder / MIDDLE), "verdict": worst.verdict, "reason": worst.reason, **scores_of(worst)}
+    worst = max(founds, key=lambda found: (VERDICTS.index(found.verdict), -found.similarity))
+    verdict, reason = max((worst.verdict, worst.reason), judge({**scores_of(worst), "one_sign": ways[0].one_sign}),
+                          key=lambda each: VERDICTS.index(each[0]))
+    result = {"background": str(folder / MIDDLE), **scores_of(worst), "verdict": verdict, "reason": reason}
     return finish(out, folder, entry, result, maps, affine, labels, smooth_mm, [folder / MIDDLE])
 
 
 def middle_grid(scans, to_scan):
-    """Size and affine of an isotropic grid in the middle of two scans, along the axes of the world.
+    """Size and affine of an isotropic grid in the middle of two scans, along the mean of their axes.
 
     It is as wide as the wider scan along each axis, and its voxels are as large as theirs on average.
     """
     dims = scans[0].array.ndim
-    extents, voxels, centres = [], [], []
+    extents, voxels, centres, along = [], [], [], 0
     for scan, matrix in zip(scans, to_scan):
         canonical, turned = to_canonical(scan.array, scan.affine)
         voxel_mm = np.linalg.norm(turned[:3, :dims], axis=0)
@@ -180,11 +187,15 @@ def middle_grid(scans, to_scan):
         voxels.append(np.log(voxel_mm).mean())
         middle = turned @ [*((np.array(canonical.shape) - 1) / 2), *[0] * (3 - dims), 1]
         centres.append((np.linalg.inv(matrix) @ middle)[:3])
+        along = along + (np.linalg.inv(matrix) @ turned)[:3, :dims] / voxel_mm
     spacing_mm = float(np.exp(np.mean(voxels)))
     size = np.ceil(np.max(extents, axis=0) / spacing_mm - 1e-3).astype(int)
-    affine = np.diag([spacing_mm] * 3 + [1.0])
-    affine[:3, 3] = np.mean(centres, axis=0)
-    affine[:dims, 3] -= spacing_mm * (size - 1) / 2
+    if dims == 2:  # a plane may lie anywhere in the world
+        along = np.column_stack([along, np.cross(*along.T)])
+    left, _, right = np.linalg.svd(along)
+    affine = np.eye(4)
+    affine[:3, :3] = spacing_mm * (left @ right)
+    affine[:3, 3] = np.mean(centres, axis=0) - affine[:3, :dims] @ ((size - 1) / 2)
     return tuple(int(n) for n in size), affine
 
 

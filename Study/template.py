@@ -126,7 +126,8 @@ def build(items, options, settings, out, args):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
             raise InputError(f"{args.images[0]}: fewer than {FEWEST} subjects are left ({reasons}).")
         middle = centre(rows, affine, exact=number == args.rounds)
-        starts = {row["name"]: (np.array(row["matrix"]) @ middle["before"], row.get("smoothing")) for row in rows}
+        starts = {row["name"]: (np.array(row["matrix"]) @ middle["before"], row.get("smoothing"),
+                                row.get("compared_by", "correlation")) for row in rows}
         for row in rows:
             path, field = Path(row["folder"]) / FIELD, field_of(row, middle)
             write_file(path, lambda file, field=field: np.save(file, field))
@@ -148,7 +149,7 @@ def middle_subject(items, left_out):
             left_out[item["id"]] = str(error)
             continue
         low, high = intensity_range(image)
-        voxel = abs(np.linalg.det(affine[:image.ndim, :image.ndim]))
+        voxel = np.prod(np.linalg.norm(affine[:3, :image.ndim], axis=0))
         sizes.append((float((image > (low + high) / 2).sum() * voxel), item["id"], item["image"]))
     if not sizes:
         raise InputError(f"{items[0]['image']}: no volume of the group can be read ({left_out[items[0]['id']]}).")
@@ -168,12 +169,15 @@ def field_of_view(volume, spacing_mm):
 def onto_template(out, options, starts, before, pair, folder, earlier):
     """Register one subject to the template; its deformation without the affine part goes to deformation.npy.
 
-    starts: latest map and smoothing, by name. before: affine of the previous template, the grid of pair's "known".
+    starts: latest map, smoothing and measure, by name. before: affine of the previous template, the grid of pair's
+    "known".
     """
     if pair["name"] in starts:
-        start, smoothing = starts[pair["name"]]
+        start, smoothing, measure = starts[pair["name"]]
         options = {**options, "start": start if "known" not in pair else Known(start, np.load(pair["known"]), before,
                                                                                smoothing)}
+        if options["affine"] is False:  # an earlier round's affine stage has decided it
+            options = {**options, "similarity": measure}
     found = common.aligned(pair["fixed"], pair["moving"], **options)
     if "moving" in found.segmentations:
         raise InputError(f"{pair['moving']}: a segmentation; give its image.")

@@ -17,11 +17,16 @@ if TYPE_CHECKING:
     from Inference.augmentation import augment
     from Inference.labels import apply_field, apply_label
     from Inference.load_model import load_model
+    from Inference.monai_transforms import RandDeformationd, Registerd
     from Inference.registration import Result, register
+    from Runtime.config import load_config
 
-HOMES = {"apply_field": "labels", "apply_label": "labels", "augment": "augmentation", "load_model": "load_model",
-         "register": "registration", "Result": "registration"}
-__all__ = ["InputError", "Result", "__version__", "apply_field", "apply_label", "augment", "load_model", "register"]
+HOMES = {"apply_field": "Inference.labels", "apply_label": "Inference.labels", "augment": "Inference.augmentation",
+         "load_config": "Runtime.config", "load_model": "Inference.load_model",
+         "RandDeformationd": "Inference.monai_transforms", "register": "Inference.registration",
+         "Registerd": "Inference.monai_transforms", "Result": "Inference.registration"}
+__all__ = ["InputError", "RandDeformationd", "Registerd", "Result", "__version__", "apply_field", "apply_label",
+           "augment", "load_config", "load_model", "register"]
 
 
 def __getattr__(name):
@@ -29,7 +34,7 @@ def __getattr__(name):
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     house = InputError.__module__.removesuffix("Runtime.errors")  # "omnimorph." if installed
-    return getattr(importlib.import_module(f"{house}Inference.{HOMES[name]}"), name)
+    return getattr(importlib.import_module(house + HOMES[name]), name)
 
 
 def __dir__():

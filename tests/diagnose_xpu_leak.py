@@ -31,8 +31,8 @@ from tests.leaks import chosen, parse_arguments, scaled, start, tell, watch  # n
 PARTS, PASSES = ("network", "DeformDDPM", "DDP", "DDP no_sync"), ("forward", "backward", "optimizer")
 
 
-def configuration(scale):
-    """config_om.yaml with sides and widths scaled; below 1 the attention is small too."""
+def configuration(scale, overrides=()):
+    """config_om.yaml with sides and widths scaled; below 1 the attention is small too. overrides: "key=value"."""
     side = scaled(128, scale, 16, 16)
     grids = [count for count in (8, 16, 32, 64) if count <= side // 2]
     channels = [scaled(count, scale, 8, 8) for count in (16, 32, 64, 128, 256)]
@@ -40,7 +40,7 @@ def configuration(scale):
              "registration.window": 9 if side >= 64 else 5, "registration.scales": 3 if side >= 64 else 1}
     if scale < 1:
         words.update({"model.attention_width": 32, "model.attention_depth": 2, "model.attention_heads": 2})
-    return load_config(ROOT / "Config/config_om.yaml", [f"{key}={value}" for key, value in words.items()])
+    return load_config(ROOT / "Config/config_om.yaml", [*(f"{key}={value}" for key, value in words.items()), *overrides])
 
 
 def make_iteration(part, kind, cfg, device):
@@ -77,7 +77,7 @@ def main(argv=None):
                            "of DeformDDPM, of DDP with and without no_sync.", argv)
     rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
     try:
-        device, cfg = start(args, local_rank), configuration(args.scale)
+        device, cfg = start(args, local_rank), configuration(args.scale, args.overrides)
         names = chosen([f"{part}, {kind}" for part in PARTS for kind in PASSES], args.only)
         if "RANK" in os.environ:
             dist.init_process_group(backend(device))

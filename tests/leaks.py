@@ -28,6 +28,8 @@ def parse_arguments(description, argv=None):
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose name has one of these words")
     parser.add_argument("--plant", type=float, default=0, metavar="MIB",
                         help="keep so many MiB more with every iteration, to see that a leak is found")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override a key of config_om.yaml, such as model.name; may be repeated")
     args = parse_options(parser, argv)
     if args.iterations < WINDOW:
         parser.error(f"--iterations {args.iterations}: a straight line wants at least {WINDOW}.")

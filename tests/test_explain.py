@@ -42,6 +42,9 @@ RECORDED = {
     "Unable to find hostfile, will proceed with training with local resources only.": "harmless",
     "NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct/direct": "NET/Socket",
     "NCCL INFO comm 0x55 rank 0 nranks 2 - Abort COMPLETE": "normal",
+    "NCCL INFO comm 0x55 rank 0 nranks 2 - Init COMPLETE": "one node",
+    "RuntimeError: No backend type associated with device type xpu": "xccl",
+    "SYCL version mismatch": "same release",
 }
 
 

@@ -118,7 +118,7 @@ def test_two_scans_give_the_same_change_in_both_orders(tmp_path, orders):
 
 
 def test_scans_may_be_in_a_list_and_keep_its_order(tmp_path):
-    image, rng = make_subject(0, (12, 13, 11))["image"], np.random.default_rng(0)
+    image, rng = make_subject(0, (16, 17), dims=2)["image"], np.random.default_rng(0)
     for name in ("early", "a_late"):
         write_volume(tmp_path / f"{name}.nii.gz", image + rng.normal(0, 0.02, image.shape).astype(np.float32), AFFINE)
     (tmp_path / "scans.csv").write_text("image\nearly.nii.gz\na_late.nii.gz\n")

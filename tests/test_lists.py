@@ -1,10 +1,8 @@
 """Lists of pairs as people have them: one volume and a folder, tables, workers, and lists that grow."""
 import contextlib
 import json
-import os
 import shutil
 import subprocess
-import sys
 
 import nibabel
 import numpy as np
@@ -21,7 +19,6 @@ from Inference.pair_lists import pairs_onto, read_pairs_to_register
 from Inference.results import read_results
 from Runtime import __version__, run_lock
 from Runtime.errors import InputError
-from tests import warm
 
 FAST = ["--affine", "none", "--refine", "1", "--set", "refine.levels=1", "--no-picture", "--device", "cpu"]
 
@@ -272,22 +269,3 @@ def test_files_with_brackets_in_their_names_are_registered(data, tmp_path):
         shutil.move(data / f"sub-0{number}_T1w.nii.gz", path)
     assert call("--fixed", data / "sub-00_T1w.nii.gz", "--moving", *moving, "--out", tmp_path / "out") == 0
     assert [row["moving"] for row in results(tmp_path / "out")["pairs"]] == [str(path) for path in moving]
-
-
-def registered_and_scored(words):
-    """Both programs on a terminal that takes nothing but UTF-8."""
-    sys.stdout.reconfigure(encoding="utf-8", errors="strict")
-    return OM_register.main(words) or OM_evaluate.main(["--pairs", f"{words[-1]}/results.json", "--out",
-                                                        f"{words[-1]}/scores"])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux stores such names")
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_name_that_is_not_utf8_is_like_any_other(data, tmp_path, count):
-    moving = [os.fsdecode(os.fsencode(data) + b"/caf\xe9.nii.gz"), data / "sub-02_T1w.nii.gz"][:count]
-    shutil.copy(data / "sub-01_T1w.nii.gz", moving[0])
-    words = ["--fixed", data / "sub-00_T1w.nii.gz", "--moving", *moving, *FAST, "--out", tmp_path / "out"]
-    found = warm.program(registered_and_scored, [str(word) for word in words if word != "--no-picture"], tmp_path)
-    assert found.returncode == 0 and "Traceback" not in found.stderr, found.stderr
-    assert r"caf\udce9" in found.stdout and len(list((tmp_path / "out").rglob("picture.png"))) == count
-    assert "caf?" in (tmp_path / "out/report.html").read_text()

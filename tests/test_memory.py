@@ -4,6 +4,7 @@ import platform
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -107,6 +108,31 @@ def test_the_recorded_leaks_are_found(reserved):
         assert leak["bytes_per_step"] == pytest.approx(rate, rel=0.1)
         assert leak["steps_left"] == pytest.approx((60 * GIB - grown[-1]) / rate, rel=0.1)
         assert runs_out_soon(leak) == (grown is fast)
+
+
+def test_a_leak_that_leaves_no_time_for_a_whole_window_is_told_before():
+    few = np.arange(8)
+    leak = find_leak(series(device_free=15 * GIB - 1.4 * GIB * few, count=8), few)
+    assert leak["who"] == "driver or communication" and leak["steps_left"] == 4 and runs_out_soon(leak)
+    warm_up = 8 * GIB * (1 - np.exp(-few / 2))
+    assert find_leak(series(device_free=40 * GIB - warm_up, count=8), few) is None
+    assert find_leak(series(device_free=15 * GIB - 1.4 * GIB * few[:5], count=5), few[:5]) is None
+
+
+@pytest.mark.parametrize("rate", [0.335, 1.15])
+def test_a_leak_of_an_intel_driver_is_told_before_the_usable_share_is_used(monkeypatch, rate):
+    """Measured on Dawn: of 64 GiB, the allocator and the driver together get 44.8."""
+    free = iter(64 * GIB - 22 * GIB - int(rate * step * GIB) for step in range(100))
+    module = types.SimpleNamespace(memory_reserved=lambda device: 22 * GIB, memory_allocated=lambda device: 20 * GIB,
+                                   mem_get_info=lambda device: (next(free), 64 * GIB),
+                                   get_device_properties=lambda device: types.SimpleNamespace(total_memory=64 * GIB))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    samples, leak = [], None
+    while not runs_out_soon(leak):
+        samples.append(measure(torch.device("xpu")))
+        leak = find_leak(samples[-WINDOW:], np.arange(len(samples))[-WINDOW:])
+    assert leak["who"] == "driver or communication" and leak["bytes_per_step"] == pytest.approx(rate * GIB, rel=0.01)
+    assert 22 * GIB + rate * GIB * len(samples) < 44.8 * GIB
 
 
 def test_what_the_allocator_only_keeps_is_no_leak():

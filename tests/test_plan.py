@@ -1,14 +1,16 @@
 """The plan of a training: a config that the training program takes, for the volumes at hand and within memory."""
+import argparse
 import json
 
 import numpy as np
 import pytest
 
 import OM_study
+from Dataloader.datalist import list_volumes
 from Dataloader.nifti import write_volume
 from Dataloader.synthetic import make_subject, write_dataset
 from Runtime.config import load_config
-from Study.plan import OPENED, grid
+from Study.plan import OPENED, grid, write_config
 
 
 def run(*words):
@@ -42,13 +44,13 @@ def test_a_config_that_the_training_takes(tmp_path, capsys):
     assert "by a trial convolution" in page and "flat" in page
 
 
-def test_a_pattern_may_name_the_volumes(tmp_path, capsys):
-    for number in range(4):
-        write_volume(tmp_path / f"data/s_{number}.nii.gz", make_subject(number, (16, 16), dims=2)["image"],
-                     np.eye(4))
-    assert run("--data", tmp_path / "data/s_?.nii.gz", "--out", tmp_path / "plan") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["volumes"] == 4
-    assert load_config(tmp_path / "plan/config.yaml")["data.root"] == str(tmp_path / "data/s_?.nii.gz")
+def test_the_config_for_a_pattern_finds_its_volumes(tmp_path):
+    for number in range(2):
+        write_volume(tmp_path / f"data/s_{number}.nii.gz", make_subject(number, (16, 16), dims=2)["image"], np.eye(4))
+    args = argparse.Namespace(data=str(tmp_path / "data/s_*.nii.gz"), subject_pattern="", purpose="augment")
+    write_config(tmp_path, args, "config_hippocampus.yaml", [16, 16], 1.0)
+    cfg = load_config(tmp_path / "config.yaml")
+    assert [item["id"] for item in list_volumes(cfg["data.root"])] == ["s_0", "s_1"] and cfg["data.name"]
 
 
 def test_label_maps_alone_are_refused_in_one_sentence(tmp_path, capsys):

@@ -72,11 +72,10 @@ def test_two_ranks_train_as_one_that_accumulates(alone, together):
 
 
 def test_ranks_have_entered_equally_many_phases_at_the_end(data, tmp_path):
-    """Verdicts compare these numbers, and some work is for rank 0 alone: pictures, a profile."""
-    words = options(data, tmp_path, "--profile", "0:1", run__picture_every=1)
-    warm.train(2, tmp_path / "log", words)
+    """Verdicts compare these numbers, and pictures are drawn by rank 0 alone."""
+    warm.train(2, tmp_path / "log", options(data, tmp_path, run__picture_every=1))
     run = tmp_path / "Models/demo_om_net"
-    assert list((run / "pictures").iterdir()) and list((run / "profile").iterdir())
+    assert list((run / "pictures").iterdir())
     first, second = (read_lines(run / f"rank{rank}.jsonl")[-1] for rank in range(2))
     assert first["phase"] == second["phase"] == "exit" and first["number"] == second["number"]
 

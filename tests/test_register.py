@@ -226,6 +226,26 @@ def test_a_list_goes_on_after_a_bad_pair(place):
     assert not list((place / "list").rglob(".*.tmp-*")), "no half-written file is left"
 
 
+def on_a_strict_terminal(words):
+    """Registered and scored with an output that takes nothing but UTF-8."""
+    sys.stdout.reconfigure(encoding="utf-8", errors="strict")
+    out = words[-1]
+    return OM_register.main(words) or OM_evaluate.main(["--pairs", f"{out}/results.json", "--out", f"{out}/scores"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux stores such names")
+def test_a_name_that_is_not_utf8_is_like_any_other(place, tmp_path):
+    moving = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.nii.gz")
+    shutil.copy(image(place, "b_0002"), moving)
+    words = ["--fixed", image(place, "a_0001"), "--moving", moving, image(place, "c_0003"), *network(place),
+             "--device", "cpu", "--out", tmp_path / "out"]
+    found = warm.program(on_a_strict_terminal, [str(word) for word in words], tmp_path)
+    assert found.returncode == 0 and "Traceback" not in found.stderr, found.stderr
+    assert found.stdout.count(r"caf\udce9") == 2, "in the table of either program"
+    page = (tmp_path / "out/report.html").read_text()
+    assert '<a href="caf%E9_to_a_0001/pair.html">caf? to a_0001</a>' in page
+
+
 def listed(place, folder, *more):
     """A list of two pairs and more, registered into folder/out: the words of the command."""
     pairs = [("b_0002", "a_0001"), ("c_0003", "a_0001")]

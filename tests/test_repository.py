@@ -102,11 +102,21 @@ def test_every_site_has_a_page_with_its_job_interfaces_storage_and_monitoring():
         assert all(word in text for word in ("--account=", "--partition=", "QOS", "bash_train_multi_nodes.sh"))
 
 
+def header(text):
+    return {line.split("#")[1].split()[1] for line in text.splitlines() if line.startswith("#SBATCH")}
+
+
+@pytest.mark.parametrize("script, asked", [
+    ("bash_train_multi_nodes.sh", "--nodes=8 --gres=gpu:4 --ntasks-per-node=8 --cpus-per-task=12 --time=36:00:00"),
+    ("Scripts/bash_train_stratB.sh", "--nodes=1 --gres=gpu:4 --cpus-per-task=96 --time=02:15:00"),
+    ("Scripts/bash_diagnose_leak.sh", "--nodes=1 --gres=gpu:2 --cpus-per-task=48"),
+    ("Scripts/bash_smoke.sh", "--nodes=2 --ntasks-per-node=2 --gres=gpu:2 --cpus-per-task=12")])
+def test_a_job_asks_for_the_devices_and_cores_of_its_ranks(script, asked):
+    assert set(asked.split()) <= header((ROOT / script).read_text())
+
+
 def test_the_job_of_every_site_survives_its_time_limit():
     """Slurm's signal reaches the job's own shell only; what keeps a job alive is in the launcher's own header."""
-    def header(text):
-        return {line.split("#")[1].split()[1] for line in text.splitlines() if line.startswith("#SBATCH")}
-
     wanted = {line for line in header((ROOT / "bash_train_multi_nodes.sh").read_text())
               if line.startswith(("--signal", "--requeue", "--no-kill", "--open-mode", "--output"))}
     assert len(wanted) == 5

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from Runtime import run_lock
 from Inference.results import do_all
+from Runtime import run_lock
 from Runtime.config import save_config
 from Runtime.errors import InputError
 from Runtime.files import is_passing, patiently

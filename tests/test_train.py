@@ -1,4 +1,5 @@
 """The training script as a user meets it: resume, modes, errors, what it leaves behind."""
+import dataclasses
 import json
 import math
 import os
@@ -285,6 +286,40 @@ def test_a_mode_steps_as_an_adam_that_has_seen_only_its_gradients(data, moments)
     assert footprint(run.net, run.optimizers, run.device)["optimizer_bytes"] == sum(value.nbytes for value in values)
     compared = replicated(run.net, run.optimizers)
     assert len(compared) == len(run.net.state_dict()) + len(values), "ranks agree on the moments of every mode"
+
+
+def test_only_the_gradients_of_modes_2_and_3_are_clipped(data):
+    run = begin(config(data, contrastive__clip_norm=1e-6, registration__clip_norm=1e-6, **QUICK))
+    batches = mode_batches(run)
+    for mode in om.MODES.values():
+        found = om.run_mode(run, mode, batches[mode.name]).norm
+        left = torch.nn.utils.get_total_norm([p.grad for p in run.net.parameters() if p.grad is not None]).item()
+        assert found > 1e-5 and left == pytest.approx(found if mode.name == "diffusion" else 1e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize("agreed, opens", [(-1.0, True), (1.0, False)])
+def test_the_gate_goes_by_what_all_ranks_agree_on(data, monkeypatch, agreed, opens):
+    """Whatever this rank has found by itself: it is the same both times."""
+    run, agree = begin(config(data, registration__gate=0, **QUICK)), om.agree.agree
+
+    def of_all_ranks(ranks, step, branch, *more, **named):
+        found = agree(ranks, step, branch, *more, **named)
+        return dataclasses.replace(found, terms=[agreed] * len(found.terms)) if branch == "diffusion" else found
+    monkeypatch.setattr(om.agree, "agree", of_all_ranks)
+    assert om.train_step(run, *first_batches(run))[0]["open"] == opens
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+def test_the_condition_is_dropped_in_a_share_of_the_volumes(data, share):
+    cfg = config(data, model__condition_dropout=share, **QUICK)
+    keys = [(0, 0, number) for number in range(400)]
+    used = om.deform_batch(torch.rand(len(keys), 1, 8, 8, 8), keys, om.DeformDDPM(cfg), cfg)["use_condition"]
+    assert (~used).float().mean().item() == pytest.approx(share, abs=0.05 * (0 < share < 1))
+
+
+def test_validation_comes_every_so_many_epochs_and_at_the_end(data, tmp_path):
+    assert train(data, tmp_path, run__epochs=3, run__val_every=2, data__repeats=1, **QUICK) == 0
+    assert ["val_ang" in line for line in log_lines(tmp_path, "epoch")] == [False, True, True]
 
 
 def test_a_step_counts_its_modes_and_fills_the_queue_in_order(data):

@@ -130,7 +130,9 @@ def test_without_a_launcher_the_stack_goes_to_standard_error(tmp_path):
 def watch(tmp_path, monkeypatch):
     """Starts a watchdog that ends nothing. Returns the `sleep` by which alone its clock moves."""
     clock = [1000.0]
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(time=lambda: clock[0], monotonic=lambda: clock[0]))
+    # The machine's clock is set back by an hour with each second: no deadline may go by it.
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(time=lambda: 1e9 - 3600 * clock[0],
+                                                          monotonic=lambda: clock[0]))
     monkeypatch.setattr(watchdog, "faulthandler", SimpleNamespace(enable=lambda **_: None,
                                                                   dump_traceback_later=lambda *_, **__: None))
     monkeypatch.setattr(watchdog, "STATE", dict(watchdog.STATE))

@@ -276,6 +276,7 @@ def identity(pairs):
 def ours(pairs, **more):
     """register() as it is, or with more arguments."""
     warm_up = tuple(np.random.default_rng(seed).random((16, 16, 16), np.float32) for seed in (0, 1))
+    more = {"device": "cpu", **more}  # where the others run
     omnimorph.register(*((array, np.eye(4)) for array in warm_up), **more)
     for pair in pairs:
         fixed, moving = read_volume(pair["fixed"]), read_volume(pair["moving"])
@@ -466,6 +467,10 @@ def mean_of(rows, key):
     return average([row.get(key) for row in rows])
 
 
+def median_of(rows, key):
+    return statistics.median([row[key] for row in rows if row.get(key) is not None] or [0.0])
+
+
 def verdicts(name, results):
     """{peer: difference of ours and it}, p corrected within the set."""
     peers = [method for method in PEERS if results.get(method) and results.get("ours")]
@@ -483,7 +488,7 @@ def table(name, results):
     compared, rows = verdicts(name, results), []
     for method, found in results.items():
         entry = compared.get(method, {})
-        rows.append([method, len(found), *(mean_of(found, key) for key in scores),
+        rows.append([method, len(found), *((median_of if "seconds" in key else mean_of)(found, key) for key in scores),
                      *(entry.get(key) for key in ("mean", "low", "high", "p"))])
     formats = [None, None, *(".1f" if "seconds" in key else ".4f" for key in scores), "+.4f", "+.4f", "+.4f", ".2g"]
     return ["method", "pairs", *scores, "ours less it", "low", "high", "p"], rows, formats

@@ -32,6 +32,7 @@ MONAI is in requirements-bench.txt, and batchgenerators for the rows with nnunet
 """
 import argparse
 import functools
+import importlib.util
 import itertools
 import json
 import random
@@ -398,6 +399,9 @@ def publish(found, args, volumes):
 @in_one_sentence
 def main(argv=None):
     args = parse_arguments(argv)
+    needed = ["monai", *["batchgenerators"] * any("nnunet" in method for method in args.methods)]
+    if lacking := next((name for name in needed if importlib.util.find_spec(name) is None), None):
+        raise InputError(f"{lacking} is not installed: pip install {lacking}, or name other --methods.")
     torch.set_num_threads(args.threads)
     model = load_model(args.checkpoint)
     cfg = load_config(CONFIG)

@@ -22,7 +22,6 @@ are written immediately; --resume continues. The last line is one line of JSON.
 import argparse
 import json
 import math
-import os
 import random
 import re
 import statistics
@@ -159,7 +158,7 @@ def ours(pairs, model, affine=False, refine=0, config=None, warm_up=True, **more
         fixed, moving = read_volume(pair["fixed"]), read_volume(pair["moving"])
         started = clocks()
         found = register(fixed, moving, model=model, affine=affine, refine=refine, start=pair["start"], config=config,
-                         **more)
+                         device="cpu", **more)
         seconds = spent(started)
         if number or not warm_up:
             yield found.field, None, seconds
@@ -375,7 +374,7 @@ def parse_arguments(argv=None):
 
 def add_shared(parser, data, name):
     """The options that the others have too. data: the default of --data. name: of the output folder in Logs."""
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every method (all cores)")
+    parser.add_argument("--threads", type=int, default=1, help="of every method (%(default)s)")
     parser.add_argument("--data", type=Path, default=data, metavar="FOLDER", help="the volumes (%(default)s)")
     parser.add_argument("--peers-python", metavar="F", help="interpreter that has requirements-peers.txt")
     parser.add_argument("--resume", action="store_true", help="continue what the output folder holds")

@@ -67,7 +67,7 @@ def ours(subjects, out, python):
     began = time.process_time()
     with contextlib.redirect_stdout(sys.stderr):
         code = OM_study.main(["template", "--images", *(str(subject["image"]) for subject in subjects.values()),
-                              "--out", str(out / "ours"), "--device", "cpu"])
+                              "--out", str(out / "ours"), "--device", "cpu", "--again"])
     if code:
         raise InputError(f"{out / 'ours'}: omnimorph template ended with {code}; see what it said above.")
     seconds = time.process_time() - began

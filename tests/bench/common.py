@@ -1,11 +1,13 @@
 """What the benchmarks share. Importing it puts the repository on the path."""
 import functools
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared/data"
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the programs set it; scipy is imported later
 
 from Runtime.errors import STOP, InputError  # noqa: E402
 

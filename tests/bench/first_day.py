@@ -224,7 +224,9 @@ def tests(args, folder):
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     failed = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]
-    return {"exit_code": ended.returncode, "summary": ended.stdout.strip().splitlines()[-1], "failed": failed}
+    summary = (ended.stdout.strip().splitlines() or [ended.stderr[-300:]])[-1]
+    return {"exit_code": ended.returncode, "summary": summary, "failed": failed,
+            **({"error": summary} if ended.returncode else {})}
 
 
 def losses_and_gradients(cfg, device):
@@ -628,7 +630,7 @@ def kill(args, folder):
         last = [line["terms"] for line in lines if line["event"] == "step"][-1]
         runs[name] = common.final_weights(place), last, len(common.ends(place))
     (first, one, _), (second, other, attempts) = runs.values()
-    return {"weights_equal": first == second, "attempts": attempts,
+    return {"weights_equal": first == second is not None, "attempts": attempts,
             "largest_difference_of_a_term": max(abs(one[name] - other[name]) / max(abs(one[name]), 1e-9)
                                                 for name in one)}
 

@@ -662,6 +662,8 @@ def main(argv=None):
             continue
         rows.append({"fault": title, **row, "production": production(kind)})
         print(f"{title}: {said}", file=sys.stderr, flush=True)
+    if not rows and not left_out:
+        parser.error(f"--only {' '.join(args.only)}: no row has that title, nor such a word in it.")
     failed = [row["fault"] for row in rows
               if not row["named"] or row["equal"] is False or row["detected_s"] > 30 * SLOW]
     failed += [title for title in left_out if title not in NEED_RIGHTS]

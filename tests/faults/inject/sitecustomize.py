@@ -275,7 +275,7 @@ def watch_phases(module):
 
     def phase(name, mode=""):
         if "since" in module.STATE:
-            took = time.time() - module.STATE["since"] - TOOK.pop("slept", 0)
+            took = time.monotonic() - module.STATE["since"] - TOOK.pop("slept", 0)
             TOOK[module.STATE["name"], module.STATE["mode"]] = took
         real(name, mode)
         look(name, mode, module.STATE["step"])
