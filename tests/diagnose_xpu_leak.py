@@ -40,7 +40,8 @@ def configuration(scale, overrides=()):
              "registration.window": 9 if side >= 64 else 5, "registration.scales": 3 if side >= 64 else 1}
     if scale < 1:
         words.update({"model.attention_width": 32, "model.attention_depth": 2, "model.attention_heads": 2})
-    return load_config(ROOT / "Config/config_om.yaml", [*(f"{key}={value}" for key, value in words.items()), *overrides])
+    words = [f"{key}={value}" for key, value in words.items()]
+    return load_config(ROOT / "Config/config_om.yaml", [*words, *overrides])
 
 
 def make_iteration(part, kind, cfg, device):

@@ -294,7 +294,7 @@ def test_only_the_gradients_of_modes_2_and_3_are_clipped(data):
     for mode in om.MODES.values():
         found = om.run_mode(run, mode, batches[mode.name]).norm
         left = torch.nn.utils.get_total_norm([p.grad for p in run.net.parameters() if p.grad is not None]).item()
-        assert found > 1e-5 and left == pytest.approx(found if mode.name == "diffusion" else 1e-6, rel=1e-3)
+        assert found > 1e-5 and left == pytest.approx(found if mode.name == "diffusion" else 1e-6, rel=0.05)
 
 
 @pytest.mark.parametrize("agreed, opens", [(-1.0, True), (1.0, False)])
