@@ -71,7 +71,8 @@ def _note_signal(number, frame):
     if again:
         raise KeyboardInterrupt
     if number == signal.SIGINT:
-        os.write(2, b"\nCtrl-C: saves and leaves after this step; once more ends at once\n")
+        with contextlib.suppress(OSError):  # a full disk or a closed terminal
+            os.write(2, b"\nCtrl-C: saves and leaves after this step; once more ends at once\n")
 
 
 def open_log(run, rank):
