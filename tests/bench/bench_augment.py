@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import ROOT, in_one_sentence
+from common import ROOT, in_one_sentence, our_commit
 from scipy import stats
 from torch import nn
 from tqdm import tqdm
@@ -224,7 +224,7 @@ def pool_of(method, volume, unlabelled, model, args, cfg):
     if method == "none":
         return itself
     drawn = () if method in CARRIED else (args.start, args.stride)
-    settings = json.dumps([args.draws, *drawn, cfg, weights_of(method, args)], sort_keys=True)
+    settings = json.dumps([args.draws, *drawn, cfg, weights_of(method, args), our_commit()], sort_keys=True)
     path = args.out / "copies" / method / f"{volume[0]}.npz"
     found = kept(path, settings, args.resume)
     if found is None:

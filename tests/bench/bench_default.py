@@ -38,13 +38,12 @@ import json
 import random
 import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from common import DATA, ROOT, in_one_sentence
+from common import DATA, ROOT, git, in_one_sentence, our_commit
 from peers import begin, clocks, peer, peers_python, spent, write_json
 from scipy import ndimage
 
@@ -293,15 +292,6 @@ def of_peer(pairs, kind, options, folder, python, threads):
 def settings_of(name):
     """{peer: {name: options}}: the settings for a set."""
     return {"prostate": TWO_MODALITIES, "cardiac": THIN}.get(name, SETTINGS)
-
-
-def our_commit():
-    """The last commit that changed what registers, so that no resumed run mixes two."""
-    return git("log", "-1", "--format=%h", "--", "Config", "Dataloader", "Diffusion", "Inference", "omnimorph")
-
-
-def git(*words):
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def method_of(name, method, setting, args):

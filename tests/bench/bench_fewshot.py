@@ -55,7 +55,7 @@ from bench_augment import (
     orders_of,
     read,
 )
-from common import in_one_sentence
+from common import in_one_sentence, our_commit
 from scipy import ndimage, stats
 from tqdm import tqdm
 
@@ -255,7 +255,7 @@ def pool_of(method, volume, count, labelled, model, args, cfg, others):
     source = COMBINED.get(method, method)
     if source not in COPIES:
         return [standard(*itself)]
-    settings = json.dumps([count, START, cfg, sha256(find_checkpoint(args.checkpoint))], sort_keys=True)
+    settings = json.dumps([count, START, cfg, sha256(find_checkpoint(args.checkpoint)), our_commit()], sort_keys=True)
     path = args.out / "copies" / source / f"{volume[0]}.npz"
     found = kept(path, settings, args.resume)
     if found is None:
@@ -321,7 +321,7 @@ def cell(method, labelled, seed, order, needed, held_out, model, args, cfg, over
     over: run nothing any more; without a file it is None.
     """
     weights = sha256(find_checkpoint(args.checkpoint)) if COMBINED.get(method, method) in COPIES else None
-    settings = [args.steps, args.rate, args.test_ids, WIDTHS, args.counts[labelled], cfg, weights]
+    settings = [args.steps, args.rate, args.test_ids, WIDTHS, args.counts[labelled], cfg, weights, our_commit()]
     settings = json.loads(json.dumps(settings))
     path = args.out / "cells" / f"{method}_{labelled}_{seed}.json"
     if args.resume and path.is_file() and (found := json.loads(path.read_text()))["settings"] == settings:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import DATA, in_one_sentence
+from common import DATA, in_one_sentence, our_commit
 from peers import peers_python
 from scipy import ndimage
 
@@ -67,7 +67,7 @@ def at_2mm(path, order):
 
 def registered(name, atlas, image, out):
     """An atlas on an image: dict of image, warped and, for each kind of labels, its map and the truth. Kept on disk."""
-    path = out / name / f"{atlas.name[:-7]}_to_{image.name[:-7]}.npz"
+    path = out / our_commit() / name / f"{atlas.name[:-7]}_to_{image.name[:-7]}.npz"
     if path.is_file():
         return dict(np.load(path))
     read = at_2mm if name == "brains" else lambda file, order: read_volume(file) if order else read_label(file)

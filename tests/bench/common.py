@@ -1,6 +1,7 @@
 """What the benchmarks share. Importing it puts the repository on the path."""
 import functools
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,15 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the programs set it; scipy is imported later
 
 from Runtime.errors import STOP, InputError  # noqa: E402
+
+
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def our_commit():
+    """The last commit that changed what registers and draws copies, so that no resumed run mixes two."""
+    return git("log", "-1", "--format=%h", "--", "Config", "Dataloader", "Diffusion", "Inference", "omnimorph")
 
 
 def in_one_sentence(main):
