@@ -7,7 +7,7 @@ augmentation use: the averaged ones, if the training kept them. The file also ho
 it, or the folder, as --model; the keys in PLACES, which belong to this machine, are left out. Needs safetensors
 (requirements-export.txt). Exit codes: 0 done, 43 bad input.
 """
-import Runtime  # noqa: F401  first: an outdated Python stops here with one sentence
+import Runtime.unix  # noqa: F401  first: an outdated Python, or Windows, stops here with one sentence
 
 # isort: split
 import argparse

@@ -13,12 +13,13 @@ import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 
 from Dataloader.formats import is_series
 from Dataloader.nifti import NIFTI, SUFFIXES, ends_in, read_header
 from Runtime.errors import InputError
-from Runtime.files import no_name_twice
+from Runtime.files import as_stored, no_name_twice
 
 PAIR_KEYS = ("pairs", "training_paired_images", "registration_val", "registration_test")  # the first one present counts
 SIDE_FOLDERS = {"labelsTr", "labelsTs", "masksTr", "masksTs"}  # these hold no images, in a folder without a list
@@ -82,9 +83,9 @@ def list_volumes(root, pattern="", channels=1, as_listed=False):
             raise InputError(f"{root}: {item['image'].name} has {found} channels, but data.channels is {channels}; set "
                              f'it to {found}, or give each file its own entry with the same "subject".')
     listed = list(items)
-    items.sort(key=lambda item: item["id"])
+    items.sort(key=lambda item: as_stored(item["id"]))
     for before, after in itertools.pairwise(items):
-        if before["id"] == after["id"]:
+        if as_stored(before["id"]) == as_stored(after["id"]):
             raise InputError(f"{root}: two volumes have the id {after['id']} ({before['image']} and {after['image']}); "
                              "rename or remove one, or give each its own id in a .csv list.")
     name_subjects(root, items, pattern)
@@ -142,7 +143,9 @@ def name_subjects(root, items, pattern=""):
             continue
         stem = _stem(item["image"])
         if expression:
-            path = Path(os.path.relpath(item["image"], base)).as_posix()
+            image = Path(item["image"])
+            elsewhere = image.drive != Path(base).drive and image.is_absolute()  # on another disk of Windows
+            path = (image if elsewhere else Path(os.path.relpath(image, base))).as_posix()
             match = expression.search(path)
             if not match or not match[1]:
                 raise InputError(f"data.subject_pattern \"{pattern}\" finds no subject in {path}; correct it, or name "
@@ -638,7 +641,9 @@ def _item(image, label, mask, words=None, modalities=None):
 def _is_file(path, listings):
     """Whether a file exists. Each folder is listed only once: checking file by file is slow on a network disk."""
     names = listings[path.parent]
-    return path.name in names if names else os.path.isfile(path)
+    if names and (path.name in names or sys.platform not in ("darwin", "win32")):
+        return path.name in names
+    return os.path.isfile(path)  # the folder cannot be listed, or the system finds other spellings too
 
 
 class Listings(dict):

@@ -22,6 +22,7 @@ from Dataloader.nifti import read_header
 from Dataloader.prepare import KINDS, on_grid
 from Dataloader.sampler import batches, epoch_order, epoch_pair_count, epoch_pairs, pair_rule, steps_left, with_labelled
 from Runtime import watchdog
+from Runtime.device import UNFIT
 from Runtime.errors import InputError
 from Runtime.launch import Ranks
 
@@ -269,7 +270,8 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
         dataset.loader = make_loader(dataset, [], cfg)
     dataset.loader.batch_sampler[:] = in_order
     # On a CPU the step uses all cores; do not prefetch.
-    on_cpu = cfg["run.device"] == "cpu" or not torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    on_cpu = cfg["run.device"] == "cpu" or accelerator is None or accelerator.type in UNFIT
     per_step = sample_batches + pair_batches
     seed, epoch = cfg["run.seed"], progress.epoch
 

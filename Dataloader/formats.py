@@ -48,7 +48,7 @@ def parts_of(path):
     """The files that hold a volume: itself; the slices in a folder; a .mhd or .nhdr header with its voxels."""
     path = Path(path)
     if path.is_dir():
-        return sorted(file for file in path.iterdir() if file.is_file())
+        return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     if path.suffix.lower() in (".mhd", ".nhdr"):
         stems = path.stem, f"{path.stem}.raw"  # ITK compresses the voxels of v.nhdr into v.raw.gz
         return sorted(file for file in path.parent.iterdir() if file.stem in stems and file.is_file())

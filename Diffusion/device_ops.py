@@ -41,7 +41,7 @@ def working_kernels(device_type):
     Triton is part of torch for CUDA, ROCm and XPU; it needs a C compiler on the machine where it runs.
     """
     try:
-        kernels = importlib.import_module("Diffusion.kernels")
+        kernels = importlib.import_module(f"{__package__}.kernels")
         kernels.try_out(device_type)
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # training goes on, more slowly
         print("kernels: using torch's operations, because the Triton kernels do not work here "

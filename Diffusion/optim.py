@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import math
 import resource
+import sys
 import warnings
 
 import torch
@@ -318,7 +319,8 @@ def footprint(net, optimizers, device):
     moments = [tensor for optimizer in optimizers.values() for entry in own_adam(optimizer).state.values()
                for tensor in entry.values()]
     if device.type == "cpu":
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     else:
         peak = torch.get_device_module(device).max_memory_allocated(device)
     return {"weights_bytes": local_bytes(net.parameters()), "optimizer_bytes": local_bytes(moments), "peak_bytes": peak}

@@ -59,7 +59,8 @@ def claim_folder(out, settings, items):
     path, log = out / "settings.json", out / "draws.jsonl"
     records = read_lines(log)
     if not path.is_file():
-        others = [entry.name for entry in out.iterdir() if entry.name not in ("lock.json", ".lock")]
+        others = [entry.name for entry in out.iterdir() if entry.name not in (
+            "lock.json", ".lock", ".DS_Store", "desktop.ini")]
         if others:
             raise InputError(f"{out} contains other files ({sorted(others)[0]}); name a new folder.")
     elif records:

@@ -133,13 +133,18 @@ def write_report(folder, rows, failed, lead, dims):
         sections += pair_sections(rows[0], folder, read_pair(rows[0], dims))
     else:
         pages = [Path(row["folder"]) / PAIR_PAGE for row in ordered]
-        linked = [[(line[0], os.path.relpath(page, folder)) if page.is_file() else line[0], *line[1:]]
+        linked = [[(line[0], link(page, folder)) if page.is_file() else line[0], *line[1:]]
                   for line, page in zip(lines, pages)]
         note = (f"Worst {order_word} first; a name opens the page of its pair. Before: as the headers place the "
                 "volumes. Seconds without reading files.")
         sections += [("Scores", cards_html(score_cards(columns, len(rows)), EXPLAINED)),
                      ("Pairs", table_html(header, linked, note, formats, EXPLAINED))]
     return write_page(folder / "report.html", title, how, sections, viewer=True)
+
+
+def link(path, folder):
+    """The address of a file for a page in `folder`."""
+    return Path(os.path.relpath(path, folder)).as_posix()
 
 
 def write_pair_page(folder, row, pair):
@@ -156,7 +161,7 @@ def pair_sections(row, folder, pair):
     drawn = Path(row["folder"]) / "picture.png"
     png = drawn.read_bytes() if drawn.is_file() else figure_png(pair_figure(pair))
     written = sorted(path for path in Path(row["folder"]).iterdir() if path.name in WORDS_OF_FILES)
-    files = [[(path.name, os.path.relpath(path, folder)), WORDS_OF_FILES[path.name]] for path in written]
+    files = [[(path.name, link(path, folder)), WORDS_OF_FILES[path.name]] for path in written]
     return [("", viewer_html(**pair)),
             ("Slices", png_html(png, "Middle slices, on the fixed grid; grid and Jacobian without the affine part.",
                                 pair["name"])),

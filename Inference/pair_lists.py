@@ -22,6 +22,7 @@ from Dataloader.datalist import (
 )
 from Dataloader.nifti import SUFFIXES, ends_in
 from Runtime.errors import InputError
+from Runtime.files import as_stored
 
 CHANNELS = {side: tuple(f"{side}_channel_{number}" for number in range(2, MOST_CHANNELS + 1))
             for side in ("fixed", "moving")}
@@ -50,7 +51,7 @@ def read_pairs_to_register(path, key=None):
     _require_entries(path, entries, "fixed and moving", key)
     labels = _training_labels(path.parent, training)
     pairs = [_pair_to_register(path, number, entry, labels) for number, entry in enumerate(entries, 1)]
-    names = [pair["name"] for pair in pairs]
+    names = [as_stored(pair["name"]) for pair in pairs]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated:
         raise InputError(f"{path}: two pairs are called {repeated}; give each its own name.")
@@ -107,12 +108,12 @@ def pairs_onto(fixed, moving, labels=(), fixed_label=None):
     pairs, names = [], set()
     for item in items:
         name = f"{volume_id(item['image'])}_to_{volume_id(fixed)}"
-        if name in names:  # as in sub-01/T1w.nii.gz and sub-02/T1w.nii.gz
+        if as_stored(name) in names:  # as in sub-01/T1w.nii.gz and sub-02/T1w.nii.gz
             name = f"{item['image'].resolve().parent.name}_{name}"
-        if name in names:
+        if as_stored(name) in names:
             raise InputError(f"{item['image']}: it has the same name as another moving volume, {name}; list the "
                              "pairs in a .csv with a column name.")
-        names.add(name)
+        names.add(as_stored(name))
         files = {"fixed": fixed, "moving": item["image"], "fixed_label": fixed_label, "moving_label": item["label"]}
         pairs.append({"name": name, **{key: path for key, path in files.items() if path}})
     return pairs

@@ -41,7 +41,7 @@ DISP = r"disp_\d{4,}_\d{4,}\.nii\.gz"  # beside results.json, for Learn2Reg
 def require_apart(folder, inputs):
     """Raise InputError if a result in `folder` would overwrite an input file. inputs: paths."""
     for path in map(Path, inputs):
-        if path.resolve().parent == folder.resolve() and re.match(RESERVED, path.name):
+        if path.resolve().parent == folder.resolve() and re.match(RESERVED, path.name, re.I):
             raise InputError(f"{path}: a result with the same name would overwrite this input; choose another --out.")
 
 
@@ -54,8 +54,8 @@ def write_results(out, rows, failed, settings, complete):
     stored = [{**row, "folder": os.path.relpath(row["folder"], out)} for row in rows]
     content = {"version": __version__, "complete": complete, "pairs": stored, "failed": failed,
                "mean": means(rows, failed), "settings": settings}
-    write_file(out / "results.csv", scores_csv(rows, [*COLUMNS, "verdict", "reason"]).encode(errors="replace"))
     write_file(out / "results.json", (json.dumps(content, indent=1) + "\n").encode(errors="replace"))
+    write_file(out / "results.csv", scores_csv(rows, [*COLUMNS, "verdict", "reason"]).encode(errors="replace"))
 
 
 def scores_csv(rows, columns):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from Runtime.errors import InputError
+from Runtime.errors import InputError, first_line
 from Runtime.files import write_file
 
 # {key: (type, limits ...)}; keys.yaml explains the notation.
@@ -78,11 +78,11 @@ def read_config(path, above=()):
 def read_yaml(path):
     """The content of a YAML file. Raises InputError if it is missing, unreadable or not valid YAML."""
     try:
-        return yaml.load(Path(path).read_text(), TextLoader)
+        return yaml.load(Path(path).read_bytes(), TextLoader)  # as bytes: the system may have another encoding
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such config file; see Config/ for those of the project.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error}).") from None
+    except (OSError, yaml.reader.ReaderError) as error:
+        raise InputError(f"{path}: cannot be read ({first_line(error)}).") from None
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""

@@ -4,6 +4,7 @@ A file is written beside its final place as `.<name>.tmp-<host>-<pid>`, flushed 
 sees the old content or the new content, never a part.
 """
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
@@ -23,6 +24,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # between two tries of `patiently`
 PASSING = {getattr(errno, name) for name in (
     "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ETIMEDOUT", "EAGAIN", "EINTR", "EBUSY", "ENOLCK", "ENOTCONN", "ESHUTDOWN",
     "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "EREMOTEIO") if hasattr(errno, name)}
+
+
+def as_stored(name):
+    """A name as the file system compares it: without case on macOS and Windows."""
+    return name.casefold() if sys.platform in ("darwin", "win32") else name
 
 
 def require_file(path):
@@ -89,9 +95,9 @@ def partial_path(path):
 
 def replace(partial, path):
     """Rename a file that has been written and flushed; it replaces the file at `path`, if any."""
-    os.replace(partial, path)
     if os.name == "nt":
-        return  # Windows cannot open folders
+        return _replace_on_windows(partial, path)
+    os.replace(partial, path)
     folder = os.open(Path(path).parent, os.O_RDONLY)  # the rename is durable only after the folder is flushed
     try:
         os.fsync(folder)
@@ -100,6 +106,18 @@ def replace(partial, path):
             raise
     finally:
         os.close(folder)
+
+
+def _replace_on_windows(partial, path):
+    """Rename, for up to 10 s: a virus scanner or OneDrive holds new files for a moment. Folders cannot be flushed."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            return os.replace(partial, path)
+        except PermissionError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.1)
 
 
 def remove_leftovers(folder):
@@ -217,6 +235,14 @@ def sha256(path):
 
 def is_alive(pid):
     """Whether a process of this host exists, as far as this user can see."""
+    if os.name == "nt":  # os.kill(pid, 0) is Ctrl-C there
+        kernel, code = ctypes.WinDLL("kernel32", use_last_error=True), ctypes.c_ulong()
+        process = kernel.OpenProcess(0x1000, False, pid)  # PROCESS_QUERY_LIMITED_INFORMATION
+        if not process:
+            return ctypes.get_last_error() == 5  # access denied: of another user
+        kernel.GetExitCodeProcess(process, ctypes.byref(code))
+        kernel.CloseHandle(process)
+        return code.value == 259  # STILL_ACTIVE
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

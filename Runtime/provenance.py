@@ -28,6 +28,8 @@ def settings():
 
 def git(*arguments):
     """Output of a git command in the code's folder; None outside a checkout or if git takes more than 30 s."""
+    if not (Path(__file__).parents[1] / ".git").exists():  # installed, perhaps inside somebody's own checkout
+        return None
     try:
         return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True,
                               errors="replace", check=True, timeout=30).stdout

@@ -231,9 +231,8 @@ def _living_holder(content, run):
             if _is_former_start(content):  # Slurm has told it to end, so it will
                 raise OSError(errno.EBUSY, f"process {holder['pid']} of the former start of this job is still there")
             return holder
-        # Without /proc, as on macOS, the process table tells no more than this.
-        gone = (os.name == "posix" and holder["boot"] == me["boot"] == "" and holder["host"] == me["host"]
-                and not is_alive(holder["pid"]))
+        # Without /proc, as on macOS and Windows, the process table tells no more than this.
+        gone = holder["boot"] == me["boot"] == "" and holder["host"] == me["host"] and not is_alive(holder["pid"])
         if not visible and not rebooted and not gone:
             elsewhere.append(holder)
     if not elsewhere:

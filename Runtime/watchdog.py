@@ -122,7 +122,8 @@ def _enter(name, mode, repeated):
     STATE.update(name=name, mode=mode, since=now, told=time.time())
     STATE["deadline"] = deadline(name, mode)
     _write(b"")
-    faulthandler.dump_traceback_later(STATE["deadline"], exit=True, file=STATE["stack"])
+    if sys.platform != "darwin":  # its timer runs on while the machine sleeps, and there a single rank trains alone
+        faulthandler.dump_traceback_later(STATE["deadline"], exit=True, file=STATE["stack"])
 
 
 def deadline(name, mode=""):

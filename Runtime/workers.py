@@ -9,6 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from Runtime.errors import InputError, keep_freed_memory
 
 POLL_S = 0.3
+MOST_ON_WINDOWS = 61  # processes of a pool
 
 
 def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhile=None):
@@ -20,7 +21,7 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
     times a second while tasks run.
     Raises InputError if a process was killed or ran out of memory, and whatever a task raises.
     """
-    processes = min(workers, len(tasks))
+    processes = min(workers, len(tasks), MOST_ON_WINDOWS if os.name == "nt" else workers)
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (begin, arguments))
     try:
@@ -50,4 +51,4 @@ def _begin(begin, arguments):
 
 def _end_with_parent():
     multiprocessing.parent_process().join()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has the latter, which kills

@@ -1,6 +1,7 @@
 """Shared by all programs on a study: its volumes, its folder of results, its table and the end of a run."""
 import contextlib
 import csv
+import glob
 import io
 import json
 import sys
@@ -22,7 +23,7 @@ from Inference.registration import register
 from Inference.results import file_digests, read_results, source_digests, write_results
 from Runtime import run_lock
 from Runtime.errors import DONE, STOP, InputError
-from Runtime.files import require_file, write_file
+from Runtime.files import as_stored, require_file, write_file
 
 
 def volumes_of(sources, ids="", pattern=""):
@@ -42,12 +43,12 @@ def volumes_of(sources, ids="", pattern=""):
                     "subject": "", "modality": "", "split": ""}
             name_subjects(Path(source).parent, [item], pattern)
             items.append(item)
-        elif ends_in(source, SUFFIXES):
+        elif ends_in(source, SUFFIXES) and not glob.has_magic(str(source)):
             require_file(source)
         else:
             items += list_volumes(source, pattern, as_listed=True)
     items = select(", ".join(map(str, sources)), items, ids)
-    names = [item["id"] for item in items]
+    names = [as_stored(item["id"]) for item in items]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise InputError(f"{twice}: two volumes have this name; give them in a .csv list with a column id.")

@@ -92,7 +92,7 @@ def choose(seen, args, device, out):
         write_config(out, args, base, size, spacing)
         cost = dry_run(out, device)
         need = cost["step_memory_bytes"].get(device.type, cost["step_memory_bytes"]["cpu"])
-        room = ROOM * (cost["free_bytes"] or math.inf)
+        room = ROOM * (cost["free_bytes"] or (total_memory() if device.type == "cpu" else math.inf))
         if need <= room or max(size) <= 2 * multiple:
             break
         spacing *= 1.15
@@ -106,6 +106,14 @@ def choose(seen, args, device, out):
             "memory_gib": round(need / 2 ** 30, 2), "step_seconds": round(step_s, 2),
             "epoch_minutes": round(step_s * cost["steps_per_epoch"] / 60, 2), "epochs": epochs, "steps": steps,
             "hours": round(step_s * steps / 3600, 2)}
+
+
+def total_memory():
+    """Bytes of memory of this machine, for systems that do not tell how much is free; infinite if unknown."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
 
 
 def grid(extent_mm, spacing_mm):
