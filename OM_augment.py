@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from Dataloader.datalist import list_volumes, read_datalist, select, trainable, volume_id
 from Dataloader.nifti import (
+    ROUNDED,
     SUFFIXES,
     ends_in,
     one_plane,
@@ -118,8 +119,8 @@ def parse_arguments(argv=None):
                         "(default: a random number, as in training)")
     parser.add_argument("--stride", type=int, help="times per step of the recovery; 1 is finest and slowest "
                         f"({STRIDE}; copies.recover published takes every time)")
-    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels and masks are warped: smooth "
-                        "(each one slightly smoothed and sampled linearly, the largest wins) or nearest, the label of "
+    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels and masks (but soft ones) are warped: "
+                        "smooth (each one slightly smoothed and sampled linearly, the largest wins) or nearest, the label of "
                         "the nearest voxel (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (%(default)s)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of processes on a CPU, each with "
@@ -242,7 +243,8 @@ def prepare_worker(job):
         cfg = load_config(job["config"], job["overrides"])
     targets, path = [], job["target"]
     if path:
-        targets = ([read_one(path, cfg["model.dims"])] if ends_in(path, SUFFIXES) and not has_magic(path) else
+        targets = ([read_one(path, cfg["model.dims"])] if ends_in(path, SUFFIXES) and (
+            Path(path).is_file() or not has_magic(path)) else
                    read_datalist(path, cfg["model.dims"], channels=cfg["data.channels"]))
     WORKER.update(job=job, net=net, cfg=cfg, device=device, targets=targets)
     placed_target.cache_clear()
@@ -286,8 +288,10 @@ def read_item(item, dims, labels):
     for kind, read in (("label", read_label), ("mask", read_numbers)):
         if item[kind]:
             array, own_affine = read_beside(item, kind, image.shape, affine, read)
-            soft = kind == "mask" and (array != np.rint(array)).any()
-            files.append((kind, item[kind], array, own_affine, "bilinear" if soft else labels))
+            whole = np.rint(array)  # a scale factor in the header may change whole numbers a little
+            soft = kind == "mask" and (np.abs(array - whole) > ROUNDED * np.maximum(1, np.abs(whole))).any()
+            files.append((kind, item[kind], array if soft or kind == "label" else whole, own_affine,
+                          "bilinear" if soft else labels))
     return files
 
 
@@ -403,7 +407,8 @@ def run(args):
     out.mkdir(parents=True, exist_ok=True)
     token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
     try:
-        records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]), items)
+        records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]),
+                               None if args.data and not args.ids else items)
         records, refused = make_all(job, items, draws, args.workers, records)
         items = [item for item in items if item["id"] not in refused]
         if items:

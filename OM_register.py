@@ -44,7 +44,8 @@ def parse_arguments(argv=None):
                         "similarity use only voxels above 0")
     parser.add_argument("--moving-mask", help="the same for the moving volume, on its own grid")
     parser.add_argument("--fixed-channels", nargs="+", default=[], metavar="FILE",
-                        help="further channels of the fixed volume, on its grid, for the refinement")
+                        help="further channels of the fixed volume, on its grid, for the refinement and for a network "
+                        "that was trained with several")
     parser.add_argument("--moving-channels", nargs="+", default=[], metavar="FILE",
                         help="further channels of the moving volume, in the same order; they are warped too")
     parser.add_argument("--points", help="CSV of landmarks of the fixed volume (x,y,z in mm, RAS) to transform into "

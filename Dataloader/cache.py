@@ -100,22 +100,21 @@ def entry(item, root):
 def plan(folder, items, cfg):
     """Divide a cache into parts that exist and parts to make; an interrupted run resumes with the same parts.
 
-    A part is rebuilt if its source files have changed or left the list, or if one was refused; it gets a new number
-    while a finished cache still needs the old part. If the list only changes words of its volumes (subject, modality,
-    split), the part stays and its record is updated.
+    A part is rebuilt if its source files have changed or left the list, or if one that was refused can be used now; it
+    gets a new number while a finished cache still needs the old part. If the list only changes words of its volumes
+    (subject, modality, split), the part stays and its record is updated.
     folder: of the cache. items: from the data list.
     Returns: {number: record} of the parts that stay; {number: items} of those to make.
     """
-    wanted = {item["id"]: entry(item, cfg["data.root"]) for item in items}
+    by_id = {item["id"]: item for item in items}
+    wanted = {name: entry(item, cfg["data.root"]) for name, item in by_id.items()}
     kept, taken = {}, set()
     sizes = file_sizes(folder)
     for path in record_paths(folder):
         number = int(path.stem.split("_")[1])
         record = read_json(path)
         taken.add(number)
-        # A volume that was refused is tried again: what it lacked, such as a package or a disk, may be there by now.
-        usable = (record and not record["refused"] and not other_settings(record["settings"], cfg)
-                  and not wrong_files(sizes, record["files"]))
+        usable = record and not other_settings(record["settings"], cfg) and not wrong_files(sizes, record["files"])
         lines = all_lines(record) if usable else []
         # The list still names all volumes of the part, with the same files, unchanged.
         if lines and all(line["id"] in wanted and all(
@@ -123,7 +122,9 @@ def plan(folder, items, cfg):
                 for line in lines):
             for line in lines:
                 line.update({word: wanted[line["id"]][word] for word in WORDS})
-            kept[number] = record
+            # What a refused volume lacked, such as a package or a disk, may be there by now.
+            if not any(is_usable(by_id[line["id"]], cfg) for line in record["refused"]):
+                kept[number] = record
     if not (Path(folder) / "manifest.json").is_file():
         taken = set(kept)
     prepared = {line["id"] for record in kept.values() for line in all_lines(record)}
@@ -141,6 +142,15 @@ def all_lines(record):
 def record_paths(folder):
     """The volumes_*.json of a folder, in the order of the parts."""
     return sorted(path for path in Path(folder).glob("volumes_*.json") if OURS.fullmatch(path.name))
+
+
+def is_usable(item, cfg):
+    """Whether a volume can be prepared."""
+    try:
+        on_grid(item, cfg)
+    except InputError:
+        return False
+    return True
 
 
 def write_group(folder, number, items, cfg, done=lambda: None):

@@ -547,13 +547,13 @@ def _from_paths(root, paths, channels):
 def _volumes_under(base):
     """Paths of the NIfTI files anywhere in a folder, or, without any, of volumes in other formats.
 
-    A folder of DICOM slices is one volume. Folders of results, see OWN_RESULTS, are skipped. Raises InputError for
-    broken links.
+    A folder of DICOM slices is one volume. Folders of results, see OWN_RESULTS, are skipped. Linked folders come last,
+    so that a folder inside `base` keeps its own name. Raises InputError for broken links.
     """
-    paths, lost, seen = [], [], set()
-    for folder, inner, names in os.walk(base, followlinks=True):
+    paths, lost, seen, tops = [], [], set(), [str(base)]
+    for folder, inner, names in itertools.chain.from_iterable(map(os.walk, tops)):
         real = os.path.realpath(folder)
-        if real in seen:  # links that lead in a circle, or twice to one folder
+        if real in seen or folder in tops[1:] and os.path.basename(real) in SIDE_FOLDERS | NO_DATA:
             inner.clear()
             continue
         seen.add(real)
@@ -565,6 +565,7 @@ def _volumes_under(base):
         if is_series(folder):  # the folder is the volume
             paths.append(Path(folder))
             continue
+        tops += [os.path.join(folder, name) for name in inner if os.path.islink(os.path.join(folder, name))]
         there = Listings()[Path(folder)] or ()
         volumes = [name for name in sorted(names) if ends_in(name, SUFFIXES) and not name.startswith(".")]
         paths += [Path(folder, name) for name in volumes if name in there]

@@ -97,7 +97,7 @@ def align_affine(fixed, fixed_affine, moving, moving_affine, kind="affine", simi
     frames, shapes = (fixed_frame, moving_frame), (fixed_shape, moving_shape)
     header = _in_plane(np.linalg.inv(moving_frame) @ fixed_frame, dims)
     left, _, right = np.linalg.svd(header[:dims, :dims])
-    turn = left @ right  # the turn between the headers; in 2D their planes may differ
+    turn = left @ right  # the turn between the headers; in 2D their planes may differ a little
     # From the fixed to the moving frame: as the headers say, and their orientation with the centres of the fields of
     # view, or of the intensities, matched.
     shifts = header[:dims, dims], moving_middle - turn @ fixed_middle, np.zeros(dims)

@@ -292,7 +292,7 @@ def _net_and_config(model, config, similarity, fixed, moving, device):
                          "the same number of axes.")
     if dims == 2:
         planes = [np.cross(*volume.affine[:3, :2].T) for volume in (fixed, moving)]
-        if abs(planes[0] @ planes[1]) < 0.999 * np.linalg.norm(planes[0]) * np.linalg.norm(planes[1]):
+        if abs(planes[0] @ planes[1]) < 0.9 * np.linalg.norm(planes[0]) * np.linalg.norm(planes[1]):
             raise InputError(f"{fixed.name} and {moving.name} lie in different planes by their headers, but a 2D field "
                              "stays in one plane; give both headers the same directions.")
     if is_path(model):

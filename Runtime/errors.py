@@ -143,8 +143,9 @@ def run_program(run, args):
             return code
         print(f"error: {code}", file=sys.stderr)
     except OSError as error:
-        print(f"error: {error.filename2 or error.filename or args.out}: {error.strerror or error}; results cannot "
-              "be written there.", file=sys.stderr)
+        path = str(error.filename2 or error.filename or args.out)
+        cannot = "results cannot be written there" if path.startswith(str(args.out)) else "it cannot be read or written"
+        print(f"error: {path}: {error.strerror or error}; {cannot}.", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to continue", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -89,7 +89,7 @@ def rendezvous(ranks, seconds, name=""):
     if not address or not port.isdecimal():
         raise InputError(f"MASTER_ADDR is {address or 'not set'} and MASTER_PORT {port or 'not set'}: with "
                          f"{ranks.world_size} ranks both are needed, the host of rank 0 and a free port on it.")
-    until = time.time() + seconds
+    until = time.monotonic() + seconds
     serves = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has its own
     try:
         store = dist.TCPStore(address, int(port), ranks.world_size, serves, wait_for_workers=False,
@@ -112,13 +112,13 @@ def rendezvous(ranks, seconds, name=""):
 
 
 def roll_call(store, ranks, until):
-    """The ranks that rank 0 reports as missing at `until` (time.time); [0] if rank 0 itself is missing.
+    """The ranks that rank 0 reports as missing at `until` (time.monotonic); [0] if rank 0 itself is missing.
 
     Rank 0 serves the store and may leave soon after, so it first waits up to HEAR_S for the others to read the answer.
     """
     first = ranks.rank == 0
     try:
-        store.wait(["missing"], datetime.timedelta(seconds=max(until - time.time(), 0.001) + HEAR_S * (not first)))
+        store.wait(["missing"], datetime.timedelta(seconds=max(until - time.monotonic(), 0.001) + HEAR_S * (not first)))
     except dist.DistStoreError:
         if first:
             absent = [rank for rank in range(ranks.world_size) if not store.check([f"here/{rank}"])]

@@ -30,7 +30,7 @@ def read_weights(path, device="cpu"):
         _require_gapless(entries, len(content) - first)
     except (OSError, ValueError, RecursionError) as error:
         if is_passing(error):  # the file system, not the file
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise InputError(f"{path}: not a readable .safetensors file ({error}); export the model again.") from None
     tensors, raw = {}, torch.frombuffer(content, dtype=torch.uint8)[first:]
     for name, entry in entries.items():

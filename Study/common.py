@@ -47,6 +47,9 @@ def volumes_of(sources, ids="", pattern=""):
             require_file(source)
         else:
             items += list_volumes(source, pattern, as_listed=True)
+    if not items:
+        raise InputError(f"{sources[0]}: the names of all {len(sources)} files mark them as segmentations; give the "
+                         "images.")
     items = select(", ".join(map(str, sources)), items, ids)
     names = [as_stored(item["id"]) for item in items]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -53,7 +53,8 @@ def template(args):
     if args.bids:
         require_own_names([{**entry_of(item), "fixed": TEMPLATE} for item in items])
     settings = {"program": "template", "rounds": args.rounds, "affine": args.affine, "similarity": args.similarity,
-                "spacing_mm": args.spacing, "sharpen": args.sharpen, "start": args.start and digest(args.start)}
+                "spacing_mm": args.spacing, "sharpen": args.sharpen,
+                "start": args.start and (digest(args.start) or args.start)}
     options = {"similarity": args.similarity, "device": pick_device(args.device).type}
     with common.locked(args.out, "template") as out:
         earlier = None if args.again else finished_earlier(items, settings, out)
@@ -372,7 +373,8 @@ def finish(out, rows, starts, image, affine, items, left_out, history):
     failed = [{"name": name, "reason": reason, "source": source_digests(entry_of(items[name]))}
               for name, reason in left_out.items()]
     write_file(out / "convergence.json", json.dumps(history, indent=1) + "\n")
-    shared = [out / TEMPLATE, *sorted(out.glob(f"round_*/{TEMPLATE}")), *[out / LABEL] * bool(maps)]
+    shared = [out / TEMPLATE, *(out / f"round_{entry['round']}" / TEMPLATE for entry in history)]
+    shared += [out / LABEL] * bool(maps)
     done[0]["files"].update(file_digests(shared, out))  # checked with the first subject
     return judge_list(done), failed, history
 

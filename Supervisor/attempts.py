@@ -55,8 +55,13 @@ def begin(run, loop, world_size):
     attempt = begins[-1]["attempt"] + 1 if begins else 0
     append_line(run / "attempts.jsonl", {
         "event": "begin", "attempt": attempt, "loop": loop, "time": time.time(), "ranks": world_size,
-        "host": socket.gethostname(), "job": slurm_job(), "durable": durable_step(run)})
+        "host": socket.gethostname(), "starter": starter(), "job": slurm_job(), "durable": durable_step(run)})
     return attempt
+
+
+def starter():
+    """The process that has started this one: with torchrun it is the same for all of its restarts."""
+    return f"{socket.gethostname()} {os.getppid()}"
 
 
 def end(run, attempt, code, quiet=False, patience_s=0.0):

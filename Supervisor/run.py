@@ -31,8 +31,8 @@ def open_run(ranks, cfg, fresh):
         return open_launched_run(ranks, cfg)
     launch.rendezvous(ranks, cfg["run.join_s"], f"{cfg['run.models']}/{cfg['data.name']}_{cfg['model.name']}")
     launch.require_one_config(ranks, cfg)
-    fresh = fresh and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"  # torchrun's later starts go on
     if ranks.rank == 0:
+        fresh = fresh and not is_restart(cfg)
         run = run_folder(cfg["run.models"], cfg["data.name"], cfg["model.name"], fresh, cfg)
         ranks.token = lock_patiently(run, cfg)
         ranks.step = fix_step(run, cfg, ranks.world_size)
@@ -44,6 +44,14 @@ def open_run(ranks, cfg, fresh):
     watchdog.start(run, ranks.rank, ranks.attempt, cfg, launcher=False)
     launch.show_moves(ranks)
     return run
+
+
+def is_restart(cfg):
+    """Whether torchrun starts these ranks again, and an earlier start has begun a run of this name."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    folders = Path(cfg["run.models"]).glob(f"{cfg['data.name']}_{cfg['model.name']}*")
+    return any(line.get("starter") == attempts.starter() for folder in folders for line in attempts.history(folder))
 
 
 def open_launched_run(ranks, cfg):

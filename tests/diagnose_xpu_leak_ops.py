@@ -121,6 +121,8 @@ def make_iteration(name, scale, device):
 def main(argv=None):
     args = parse_arguments("Which of the operations that a training step is made of leaks memory.", argv)
     try:
+        if args.overrides:
+            raise InputError("--set has no effect on single operations; it is for tests/diagnose_xpu_leak.py.")
         device, results = start(args), {}
         for name in chosen(OPERATIONS, args.only):
             results[name] = watch(name, make_iteration(name, args.scale, device), device, args)

@@ -458,7 +458,8 @@ def mean_of(rows, key):
 
 
 def median_of(rows, key):
-    return statistics.median([row[key] for row in rows if row.get(key) is not None] or [0.0])
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return statistics.median(values) if values else None
 
 
 def verdicts(name, results):
