@@ -119,9 +119,9 @@ def parse_arguments(argv=None):
                         "(default: a random number, as in training)")
     parser.add_argument("--stride", type=int, help="times per step of the recovery; 1 is finest and slowest "
                         f"({STRIDE}; copies.recover published takes every time)")
-    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels and masks (but soft ones) are warped: "
-                        "smooth (each one slightly smoothed and sampled linearly, the largest wins) or nearest, the label of "
-                        "the nearest voxel (%(default)s)")
+    parser.add_argument("--labels", choices=LABELS, default="smooth", help="how labels and masks (but soft "
+                        "ones) are warped: smooth (each one slightly smoothed and sampled linearly, the largest wins) "
+                        "or nearest, the label of the nearest voxel (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (%(default)s)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of processes on a CPU, each with "
                         "one thread (%(default)s)")
