@@ -25,8 +25,8 @@ venv: .venv/.ready   ## the virtual environment .venv with everything pinned
 demo: .venv/.ready   ## train on synthetic volumes, register held-out pairs, write Logs/demo/report.html (minutes)
 	$(PY) Scripts/demo.py
 
-test: .venv/.ready lint   ## the default tests (minutes on 2 cores)
-	$(PY) -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not slurm and not gpu" tests
+test: .venv/.ready lint   ## the default tests (minutes on 2 cores, without a GPU)
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not slurm and not gpu" tests
 
 test-all: test   ## all tests, also slow ones (an hour); those for a GPU skip themselves where there is none
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-smoke.txt 1>&2

@@ -74,7 +74,7 @@ from Inference.outputs import write_moved
 from Inference.registration import register
 from Runtime import run_lock
 from Runtime.config import load_config
-from Runtime.device import pick_device
+from Runtime.device import pick_device, prepare_device
 from Runtime.errors import DONE, STOP, InputError, attempt, parse_options, run_program
 from Runtime.keyed_random import generator
 from Runtime.workers import run_tasks
@@ -234,8 +234,8 @@ def read_one(path, dims):
 
 def prepare_worker(job):
     """Fill WORKER with what every process needs for its draws."""
-    torch.set_num_threads(1)  # the same rounding for any number of workers
     device = pick_device(job["device"])
+    prepare_device(device, 1)  # one thread: the same rounding for any number of workers
     net = None
     if job["model"]:
         net, cfg = load_model(job["model"], device, job["overrides"])

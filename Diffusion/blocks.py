@@ -277,6 +277,8 @@ def recurse(one_pass, image, rec_num, detach):
     """
     field = None
     for index in range(rec_num):
+        if detach and index and index == rec_num - 1:
+            torch.clear_autocast_cache()  # before torch 2.11 weights that were cast without gradient got none later
         with torch.set_grad_enabled(torch.is_grad_enabled() and (index == rec_num - 1 or not detach)):
             if field is None:
                 field = one_pass(image)

@@ -31,6 +31,8 @@ def kernels_for(x):
     """Diffusion/kernels.py where an operation on x can take its kernels, else None."""
     if not (accelerated(x) and SETTINGS["kernels"]) or x.device.type not in ("cuda", "xpu") or x.dtype == torch.float64:
         return None
+    if x.device.index != torch.get_device_module(x.device).current_device():  # the one that Triton launches on
+        return None
     return working_kernels(x.device.type)
 
 

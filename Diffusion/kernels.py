@@ -919,7 +919,8 @@ def warps(x):
 def _copy_channels(x, out, voxels, x_sample, x_voxel, x_channel, out_sample, out_voxel, out_channel,
                    CHANNELS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
     """out = x, both of the same sizes and of any strides."""
-    place, channel, sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PADDED), tl.program_id(1)
+    place, sample = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64), tl.program_id(1)
+    channel = tl.arange(0, PADDED).to(tl.int64)
     known = (place < voxels)[:, None] & (channel < CHANNELS)[None, :]
     x, out = x + sample.to(tl.int64) * x_sample, out + sample.to(tl.int64) * out_sample
     value = tl.load(x + place[:, None] * x_voxel + channel[None, :] * x_channel, mask=known, other=0.0)

@@ -454,7 +454,7 @@ class CorrelationLayer(nn.Module):
             image = self.features(image)                                                    # (B, 64^3, 16)
             condition = self.features(condition)                                            # (B, 64^3, 16)
             kernels = kernels_for(image)
-            if kernels:
+            if kernels and 3 ** len(size) * size.numel() < 2 ** 31:  # it counts in 32 bits
                 return kernels.NeighbourContrast.apply(image, condition, self.sharpness, dtype)     # (B, 27, 64^3)
             condition = F.pad(condition, [0, 0] + [1, 1] * len(size))                       # (B, 66^3, 16)
             cosines = NeighbourProducts.apply(image, condition)                             # (B, 27, 64^3)

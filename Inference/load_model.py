@@ -128,7 +128,7 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
     """A network in evaluation mode with the weights of `path`, and the config it was trained with.
 
     path: checkpoint (.pth), .safetensors file, run folder, hf:OWNER/NAME or "universal", see `find_checkpoint`.
-    device: where the network goes. overrides: list of "key=value" that change the config.
+    device: where the network goes and is used. overrides: list of "key=value" that change the config.
     The averaged weights are used if the training kept them (optim.average). The precision suits this device and may
     differ from training, unless overrides name run.amp.
     Returns: network on `device`, flat config dict. Raises InputError naming the file for one that cannot be used.
@@ -142,6 +142,7 @@ def load_model(path, device="cpu", overrides=()) -> tuple[torch.nn.Module, dict]
     kept = {key: value for key, value in state["config"].items() if key in known and key not in left}
     cfg = check_config({**known, **kept, **overridden(overrides)}, path)
     cfg["run.amp"] = precision(cfg["run.amp"], torch.device(device))
+    torch.backends.cudnn.allow_tf32 = False  # too coarse, as in `prepare_device`
     net = build_network(cfg, device)
     checkpoint.load_weights(net, {"model": state.get("ema") or state["model"]}, path)
     return net.eval(), cfg

@@ -331,7 +331,10 @@ def _savable(state, relative, copy):
     if missing:
         raise ValueError(f"the state to save in {relative} lacks {', '.join(missing)}")
     plain = _plain(state, "state", copy)
-    synchronize(next(iter(state["model"].values())).device)  # so far, copies from it are only queued
+    devices = {value.device for part in ("model", "queue") for value in (state.get(part) or {}).values()
+               if isinstance(value, torch.Tensor)}
+    for device in devices:  # so far, copies from it are only queued
+        synchronize(device)
     bad = [name for name, tensor in plain["model"].items() if not torch.isfinite(tensor).all()]
     if bad:
         raise ValueError(f"the weights to save in {relative} are not finite: {bad[0]}")

@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from Runtime.errors import InputError
+from Runtime.errors import InputError, first_line
 
 # torch.mps lacks float64 and does not report the device's properties or memory.
 UNFIT = ("mps",)
@@ -24,6 +24,9 @@ def pick_device(name, local_rank=0):
     """
     if name in ("auto", "xpu") and not dist.is_backend_available("xccl"):
         load_intel_packages(name == "xpu")
+    if ":" in name:
+        raise InputError(f"run.device: {name} names one device; give its kind alone, and choose the device by "
+                         "CUDA_VISIBLE_DEVICES (ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK).")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name in UNFIT:
         raise InputError(f"run.device: {name} lacks features that this code needs, such as float64; set run.device "
@@ -45,7 +48,22 @@ def pick_device(name, local_rank=0):
         raise InputError(f"{place} would share {accelerator.type}:{shared} with "
                          f"local rank {shared}, since torch sees {count} devices: start {count} ranks on a node "
                          f"(--ntasks-per-node={count}, or RANKS={count}).")
-    return torch.device(accelerator.type, local_rank % count)
+    return checked(torch.device(accelerator.type, local_rank % count), name)
+
+
+def checked(device, name):
+    """The device, or with name "auto" the CPU, after a sentence, if torch has no code for it, as for an old GPU."""
+    try:
+        torch.ones(1, device=device)
+    except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
+        sentence = f"this build of torch has no code for {device} ({first_line(error)})"
+        if name != "auto":
+            raise InputError(f"run.device: {sentence}; install a build that has, or set run.device to cpu.") from error
+        print(f"device: {sentence}; using the CPU", file=sys.stderr)
+        return torch.device("cpu")
+    return device
 
 
 def load_intel_packages(is_asked_for):

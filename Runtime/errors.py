@@ -44,8 +44,9 @@ def is_out_of_memory(error):
     """Whether an exception means exhausted memory: MemoryError of Python and numpy, RuntimeError of torch's devices."""
     if isinstance(error, MemoryError):
         return True
-    phrases = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
+    phrases = ("out of memory", "can't allocate memory", "not enough memory", "out_of_resources",
+               "out_of_device_memory", "status_alloc_failed")
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
 
 
 def first_line(error):

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+for name in list(os.environ):  # a job's or a launcher's own would lead what the tests start astray
+    if name.startswith(("SLURM_", "SBATCH_")) or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR",
+                                                          "MASTER_PORT", "RANKS", "CLUSTER", "PYTHON"):
+        del os.environ[name]
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored by all that the tests start
 if "PYTEST_XDIST_WORKER" in os.environ:  # `make test` has a process for each core; what they start has one thread too
     os.environ["OMP_NUM_THREADS"] = "1"

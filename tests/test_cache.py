@@ -374,11 +374,11 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(made, tmp_p
 
 
 def test_more_than_the_disk_has_is_refused_before_anything_is_made(made, tmp_path, capsys):
-    # 40 volumes of 4096^3 bytes and their labels: 5 TiB.
-    assert shutil.disk_usage(tmp_path).free < 2 * COUNT * 4096 ** 3
-    assert run_here(made, tmp_path / "cache", data__img_size=4096) == STOP
+    side = 65536  # voxels; with the labels 20 PiB
+    assert shutil.disk_usage(tmp_path).free < 2 * COUNT * side ** 3
+    assert run_here(made, tmp_path / "cache", data__img_size=side) == STOP
     said = one_sentence(capsys.readouterr().err)
-    assert f"{COUNT} volumes need about 5120.0 GiB" in said
+    assert f"{COUNT} volumes need about {2 * COUNT * side ** 3 / 2 ** 30:.1f} GiB" in said
     assert not contents(tmp_path / "cache")
 
 

@@ -25,6 +25,7 @@ from Runtime.launch import Ranks
 from Runtime.progress import Progress
 from Supervisor.verdict import ECHOES, name_error
 from tests import launching
+from tests.faults.common import until
 from tests.tiny import ROOT, config, make_data
 
 ORPHANS = """
@@ -115,7 +116,8 @@ def test_a_thread_reads_ahead_what_the_loader_yields():
     loader = make_loader(VolumeDataset([], images, None, None), [[(0, index)] for index in range(5)], config())
     batches_read = read_ahead(loader, 3)
     assert next(batches_read)[0].flatten().tolist() == [0] * 4
-    time.sleep(0.3)
+    until(lambda: len(images.read) == 4, 30)
+    time.sleep(0.1)
     assert images.read == [0, 1, 2, 3], "three more, and no further"
     assert [batch[2].item() for batch in batches_read] == [1, 2, 3, 4]
     loader.batch_sampler[:] = [[(7, 1), (8, 2)]]

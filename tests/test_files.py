@@ -102,7 +102,7 @@ def test_only_faults_that_pass_are_waited_for(capsys):
 
     assert patiently(lambda: fails(errno.ENOSPC, errno.ESTALE), 20, "the disk") == "done"
     assert capsys.readouterr().err == "the disk: it says; tried again for up to 20 s\n"
-    for error, seconds, tries in ((errno.EACCES, 20, 1), (errno.EIO, 0, 1), (errno.EIO, 0.6, 3)):
+    for error, seconds, tries in ((errno.EACCES, 20, 1), (errno.EIO, 0, 1), (errno.EIO, 1.2, 3)):
         said.clear()
         with pytest.raises(OSError, match="it says"):
             patiently(lambda error=error: fails(*[error] * 9), seconds, "the disk")

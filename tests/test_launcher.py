@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -47,7 +48,7 @@ DONE = HERE + """speak '"event": "end"'; exit 0"""
 def launched(folder, rank=STAYS, call="", ranks=1, more=(), cwd=ROOT, script=LAUNCHER, stdout=None, **variables):
     """The launcher at work in `folder` with stand-ins for the ranks. Its output is in log.txt."""
     python = folder / "python"
-    python.write_text(STAND_IN.format(rank=rank, call=call, python=sys.executable))
+    python.write_text(STAND_IN.format(rank=rank, call=call, python=shlex.quote(sys.executable)))
     python.chmod(0o755)
     words = arguments(folder, *more, run__pause_crash_s=0.2, run__pause_planned_s=0.2, run__grace_s=1)
     environment = launcher_environment(ranks, PYTHON=str(python), FOLDER=str(folder), **variables)
@@ -74,12 +75,12 @@ def test_a_signal_between_rounds_is_heard_and_what_may_pass_is_tried_again(tmp_p
     call = """if [[ $3 == begin ]]; then
         count=$(($(cat "$FOLDER/begins" 2> /dev/null) + 1)); echo $count > "$FOLDER/begins"
         ((count > 1)) || { echo "the file system stands still" >&2; exit 1; }
-        ((count < 3)) || exec sleep 20
+        ((count < 3)) || exec sleep 100
     fi"""
     with launched(tmp_path, rank=HERE + "leave", call=call) as process:
         until(lambda: (tmp_path / "begins").exists() and (tmp_path / "begins").read_text() == "3\n", 60)
         process.terminate()
-        assert process.wait(10) == 42
+        assert process.wait(60) == 42
     text = (tmp_path / "log.txt").read_text()
     assert "the file system stands still\n" in text and "round 0 cannot begin yet (code 1): tried again" in text
     assert "left by TERM before round 1" in text and ended(tmp_path) == ["restart"] and not spoken(tmp_path, 1)
@@ -179,7 +180,7 @@ def test_a_terminal_that_is_closed_makes_it_save_and_leave(tmp_path):
     # The shell of a rank cannot trap what was ignored when it began, so Python listens in its place.
     listens = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(42)); signal.pause()"
     last_words = HERE + """speak '"event": "leave", "reason": "asked by a signal"'; speak '"event": "end"'; """
-    rank = f"{last_words}exec {sys.executable} -c '{listens}'"
+    rank = f"{last_words}exec {shlex.quote(sys.executable)} -c '{listens}'"
     with launched(tmp_path, rank=rank, ranks=2, more=["--fresh"]) as process:
         until(lambda: spoken(tmp_path, 0, 0) and spoken(tmp_path, 0, 1), 60)
         process.send_signal(signal.SIGHUP)
@@ -303,9 +304,10 @@ def test_ranks_of_one_host_in_a_job_of_several_are_refused(tmp_path):
 def test_a_shell_that_is_a_task_of_srun_is_refused(tmp_path):
     command = ["bash", LAUNCHER, "--config", "Config/config_demo.yaml"]
     environment = {name: value for name, value in os.environ.items() if name != "RANKS"}
-    done = launching.run(command, cwd=ROOT, env={**environment, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, timeout=60)
-    assert done.returncode == 43 and "a task of srun itself (step 7.0)" in done.stderr
-    assert not (ROOT / "Logs/train_multi_7.out").exists()
+    done = launching.run(command, cwd=ROOT, timeout=60,
+                         env={**environment, "SLURM_JOB_ID": f"task{os.getpid()}", "SLURM_STEP_ID": "0"})
+    assert done.returncode == 43 and f"a task of srun itself (step task{os.getpid()}.0)" in done.stderr
+    assert not (ROOT / f"Logs/train_multi_task{os.getpid()}.out").exists()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from Runtime.launch import Ranks
 from Supervisor import attempts
 from Supervisor.attempts import free_port
 from tests import launching, tiny, warm
-from tests.tiny import ROOT, SHARED, config, final_sha256, launcher_environment, log_lines, newest_state
+from tests.tiny import PICTURED, ROOT, SHARED, config, final_sha256, launcher_environment, log_lines, newest_state
 
 TOLERANCE = 1e-5  # without run.exact_sums; each mode of a step moves a weight by up to 1e-4
 
@@ -52,7 +52,7 @@ def alone(finished_run):
 @pytest.fixture(scope="module")
 def together(finished_run):
     """Two ranks that accumulate two batches each, and have one of pairs."""
-    return finished_run(ranks=2, **SHARED)
+    return finished_run(ranks=2, **PICTURED)
 
 
 def test_two_ranks_train_as_one_that_accumulates(alone, together):
@@ -71,10 +71,9 @@ def test_two_ranks_train_as_one_that_accumulates(alone, together):
     assert len(log_lines(together, "end", rank=1)) == 1 and decisions(together) == ["done"]
 
 
-def test_ranks_have_entered_equally_many_phases_at_the_end(data, tmp_path):
+def test_ranks_have_entered_equally_many_phases_at_the_end(together):
     """Verdicts compare these numbers, and pictures are drawn by rank 0 alone."""
-    warm.train(2, tmp_path / "log", options(data, tmp_path, run__picture_every=1))
-    run = tmp_path / "Models/demo_om_net"
+    run = together / "Models/demo_om_net"
     assert list((run / "pictures").iterdir())
     first, second = (read_lines(run / f"rank{rank}.jsonl")[-1] for rank in range(2))
     assert first["phase"] == second["phase"] == "exit" and first["number"] == second["number"]

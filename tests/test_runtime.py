@@ -3,6 +3,7 @@ import ast
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def test_make_names_an_old_python(tmp_path):
     for name in ("Makefile", "requirements.txt", "requirements-test.txt"):
         shutil.copy(ROOT / name, tmp_path)
     old = tmp_path / "python3.9"
-    old.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit 9\nexec {sys.executable} -c '
+    old.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit 9\nexec {shlex.quote(sys.executable)} -c '
                    '"import sys; sys.version_info = (3, 9, 2); exec(sys.argv[1])" "$2"\n')
     old.chmod(0o755)
     ended = subprocess.run(["make", "-s", "venv", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True,

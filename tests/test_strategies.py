@@ -20,6 +20,7 @@ from Supervisor import attempts
 from tests import launching, warm
 from tests.tiny import (
     FAST_BF16,
+    PICTURED,
     QUICK,
     ROOT,
     SHARED,
@@ -53,7 +54,7 @@ def strategy(request):
 @pytest.fixture(scope="module")
 def plain(finished_run):
     """Folder of a training on two ranks with ddp."""
-    return finished_run(ranks=2, **SHARED)
+    return finished_run(ranks=2, **PICTURED)
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from Runtime.errors import InputError
 from Runtime.workers import run_tasks
 from tests import launching
-from tests.tiny import ROOT
 
+ROOT = Path(__file__).resolve().parent.parent  # not from tests/tiny.py: each worker would import torch
 STATE = {}
 
 

@@ -43,6 +43,7 @@ SHARED = {**QUICK, "model__rec_num": 2, "data__batchsize": 1, "data__global_batc
           "run__pause_crash_s": 0, "optim__average": 0.9, "optim__moments": "per_mode", "loss__dice": 0.01,
           "data__label_ids": "1-2,4", "loss__segment": 0.1, "model__structures": 6, "model__descents": 2,
           "model__fine_descents": 1}
+PICTURED = {**SHARED, "run__picture_every": 1}  # of two ranks with ddp, one training for several files
 MASKED = (1, 4, 6)  # volumes that `add_masks` gives a mask
 FAST_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

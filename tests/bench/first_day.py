@@ -368,8 +368,9 @@ def ranges(net):
             with torch.profiler.record_function(RANGE + name):
                 return plain(*given, **more)
         return within
-    for place, name in ((type(net), "align"), (om, "recovery_terms"), (om, "regularity"), (om, "image_similarity"),
-                        (om, "warp"), (om, "deform_batch"), (om, "clip_gradient"), (om, "update_ema")):
+    for place, name in ((type(net), "align"), (om.losses, "recovery_terms"), (om.losses, "regularity"),
+                        (om.losses, "image_similarity"), (om, "warp"), (om, "deform_batch"), (om, "get_total_norm"),
+                        (om.optim, "update_ema")):
         undo.append(functools.partial(setattr, place, name, getattr(place, name)))
         setattr(place, name, as_range(name, getattr(place, name)))
     try:
@@ -585,7 +586,7 @@ def ddp(args, folder):
     torch.distributed.init_process_group(om.launch.backend(device), store=store, rank=0, world_size=1)
     found = {"backend": torch.distributed.get_backend()}
     for name, exact in (("without", None), ("float64 sums", True), ("float32 sums", False)):
-        cfg = configuration(args, folder, run__exact_sums=bool(exact))
+        cfg = configuration(args, folder, run__graphs="off", run__exact_sums=bool(exact))  # a graph calls no DDP
         state, batches = new_state(cfg, device)
         if exact is not None:
             state.model = om.optim.wrap(state.net, om.launch.Ranks(world_size=2), device, state.gradients, cfg)
