@@ -3,6 +3,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 # On a machine without an accelerator: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
+# Its interpreter tests the kernels on a CPU. torch for XPU and ROCm brings a Triton of its own, under the same name.
+TRITON := $(if $(findstring xpu,$(TORCH_INDEX))$(findstring rocm,$(TORCH_INDEX)),,'triton==3.7.1; platform_system == "Linux" and platform_machine == "x86_64"')
 # Processes of `make test`, each with one thread: files of tests that run beside each other. One more than two cores, as
 # tests also wait.
 TEST_PROCESSES ?= 3
@@ -19,7 +21,7 @@ venv: .venv/.ready   ## the virtual environment .venv with everything pinned
 .venv/.ready: requirements.txt requirements-test.txt
 	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed, and $(PYTHON) is %d.%d: name another one, such as make PYTHON=python3.11." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv 1>&2
-	$(PY) -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements-test.txt 1>&2
+	$(PY) -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements-test.txt $(TRITON) 1>&2
 	touch $@
 
 demo: .venv/.ready   ## train on synthetic volumes, register held-out pairs, write Logs/demo/report.html (minutes)

@@ -381,7 +381,7 @@ def make_all(job, items, draws, workers, records):
     if min(workers, len(tasks)) <= 1 or WORKER["device"].type != "cpu":
         results = ((task, try_draws(*task)) for task in tasks)
     else:
-        results = run_tasks(try_draws, tasks, workers, job["out"], prepare_worker, (job,))
+        results = run_tasks(try_draws, tasks, workers, job["out"], prepare_worker, (job,), lambda: run_lock.touch(out))
     bar = tqdm(total=total, initial=total - left, desc="augmenting", unit="draw")
     with bar, open(out / "draws.jsonl", "a", encoding="utf-8") as file:
         for (item, numbers), made in results:
@@ -405,7 +405,7 @@ def run(args):
     items = read_items(args, cfg)
     draws = copies_of_each(args, items)
     out.mkdir(parents=True, exist_ok=True)
-    token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
+    token = run_lock.lock_results(out)
     try:
         records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]),
                                None if args.data and not args.ids else items)

@@ -294,7 +294,7 @@ def run(folder, cfg, args):
     if args.export:
         return export(folder, cfg, *args.export)
     folder.mkdir(parents=True, exist_ok=True)
-    token = run_lock.lock(folder, run_lock.STALE_S, instead="name another data.cache")
+    token = run_lock.lock_results(folder, "name another data.cache")
     try:
         with contextlib.ExitStack() as stack:
             if (args.fresh or args.repair) and not stack.enter_context(cache.without_readers(folder)):

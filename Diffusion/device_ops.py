@@ -45,7 +45,8 @@ def working_kernels(device_type):
     try:
         kernels = importlib.import_module(f"{__package__}.kernels")
         kernels.try_out(device_type)
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # training goes on, more slowly
+    # Training goes on, more slowly.
+    except (ImportError, AttributeError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         print("kernels: using torch's operations, because the Triton kernels do not work here "
               f"({type(error).__name__}: {first_line(error)[:200]})", file=sys.stderr)
         return None

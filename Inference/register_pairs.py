@@ -156,16 +156,20 @@ def register_all(args):
         args.home = home = out / PARTS / f"{number}_of_{count}"
         pairs = pairs[number - 1::count]
     make_folder(home)
-    tokens = {}
+    tokens, beside = {}, []
+    if args.part:  # what the whole list or another division has done is kept, but neither may be at work
+        beside = [each for each in (out, *parts_of(out)) if each != home]
+        for each in (each for each in beside if each.name.rpartition("_of_")[2] != str(count)):
+            run_lock.require_free(each)
     try:
         for each in (home, *parts_of(home)):
-            tokens[each] = run_lock.lock(each, run_lock.STALE_S, instead="name another --out")
+            tokens[each] = run_lock.lock_results(each)
         (home / "report.html").unlink(missing_ok=True)
         print(f"device: {describe(args.device)}\nmemory: {memory_of(pairs, args)}", file=sys.stderr)
         tasks = [(pair, out / pair["name"] if is_list(args) else out) for pair in pairs]
         WORKER.update(args=args, model=model, cfg=cfg)
         rows, failed = do_all(home, tasks, register_pair, settings, args.workers, again=args.again,
-                              resumes=is_list(args), begin=begin_worker, arguments=(args,))
+                              resumes=is_list(args), begin=begin_worker, arguments=(args,), beside=beside)
         rows = judge_list(rows)
         if rows:
             page = write_report(home, rows, failed, how_registered(args), cfg["model.dims"])
@@ -269,7 +273,7 @@ def apply_saved(args):
                          "an --out of its own.")
     describe_field(args.apply, field, affine, [entry[1:4] for entry in moved])
     make_folder(out)
-    token = run_lock.lock(out, run_lock.STALE_S, instead="name another --out")
+    token = run_lock.lock_results(out)
     try:
         for target in [target for target, *_ in moved] + [out / "points.csv"] * bool(args.points):
             target.unlink(missing_ok=True)  # a kill must not leave a new image beside an old label

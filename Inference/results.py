@@ -150,21 +150,22 @@ def damage(files, out):
 
 
 def do_all(out, tasks, function, settings, workers=1, doing="registering", unit="pair", again=False, resumes=True,
-           begin=None, arguments=()):
+           begin=None, arguments=(), beside=()):
     """Do every entry of a list that no earlier run has done, and write results.json after each.
 
     out: Path of the results; the caller holds its lock. tasks: list of (entry, folder): a dict with "name" and the
     paths of the input files, and the Path for its results. function(entry, folder, earlier row or None) returns the
     row, a dict with its "source" and "files". settings: plain JSON on which the rows depend.
     doing, unit: words of the bar. again: repeat everything. resumes: False for a single entry, which is always done and
-    has no bar. begin(*arguments): called once in each process of several `workers`.
+    has no bar. begin(*arguments): called once in each process of several `workers`. beside: further folders of results
+    whose entries count as done.
     Returns: rows, and failed entries as dicts of name and reason, in the order of the list.
     """
     remove_leftovers(out)  # of a run that was killed
     earlier = read_results(out)
     entries, kept = [entry for entry, _ in tasks], {}
     if resumes and not again:
-        for home in parts_of(out):
+        for home in (*parts_of(out), *beside):
             kept.update({name: moved_to(out, home, row)
                          for name, row in kept_rows(read_results(home), settings, entries, home).items()})
         kept.update(kept_rows(earlier, settings, entries, out))

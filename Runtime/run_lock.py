@@ -20,7 +20,7 @@ from pathlib import Path
 
 from Runtime.config import PATHS, load_config
 from Runtime.errors import InputError
-from Runtime.files import is_alive, read_lines, write_file
+from Runtime.files import is_alive, patiently, read_lines, write_file
 
 try:
     import fcntl
@@ -123,6 +123,19 @@ def _describe(content, holder):
 def hold(run, token):
     """Remember that this process works in a folder under a lock: its own, its launcher's or rank 0's."""
     HELD[_key(run)] = token
+
+
+def lock_results(folder, instead="name another --out"):
+    """`lock` for the results of a program; asks again for two minutes while Slurm does not say who lives."""
+    return patiently(lambda: lock(folder, STALE_S, instead=instead), 120, folder)
+
+
+def require_free(folder, instead="name another --out"):
+    """Raise InputError as `lock` does if a living process holds a folder, without taking it."""
+    content = _read(folder / "lock.json")
+    holder = content and _living_holder(content, folder)
+    if holder:
+        raise InputError(f"{folder} is in use by {_describe(content, holder)}: let it finish or stop it, or {instead}.")
 
 
 def assert_held(run):

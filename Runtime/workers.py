@@ -23,7 +23,7 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
     """
     processes = min(workers, len(tasks), MOST_ON_WINDOWS if os.name == "nt" else workers)
     context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (begin, arguments))
+    pool, waiting = concurrent.futures.ProcessPoolExecutor(processes, context, _begin, (begin, arguments)), {}
     try:
         waiting = {pool.submit(function, *task): task for task in tasks}
         while waiting:
@@ -34,9 +34,12 @@ def run_tasks(function, tasks, workers, what, begin=None, arguments=(), meanwhil
                 yield waiting.pop(future), future.result()
     except (BrokenProcessPool, MemoryError):
         raise InputError(f"{what}: a worker process was killed, most likely because memory ran out; run the same "
-                         f"command again with fewer --workers than {workers}, and it "
+                         f"command again with fewer --workers than {processes}, and it "
                          "continues where it stopped.") from None
     finally:
+        # After Ctrl-C or an error the tasks that have begun end at once: their results would be lost.
+        for process in list((pool._processes or {}).values()) if waiting else ():
+            process.kill()
         pool.shutdown(wait=True, cancel_futures=True)
 
 

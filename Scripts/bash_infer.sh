@@ -51,7 +51,8 @@ shift
 has() { [[ " ${*:2} " == *" $1 "* || " ${*:2}" == *" $1="* ]]; }  # option, words: given, in either form
 
 if [[ -n ${SLURM_JOB_GPUS:-} || ${SLURM_GPUS_ON_NODE:-0} != 0 ]]; then
-    if [[ $task == prepare || $task == evaluate || "$task $* " =~ ^augment.*" --model"[\ =]"none " ]]; then
+    if [[ $task == prepare || $task == evaluate ]] \
+        || { [[ "$task $* " =~ ^augment.*" --model"[\ =]"none " ]] && ! has --register "$@"; }; then
         echo "$task has no use for the device that this job holds: submit it with --gres=none" >&2
     elif [[ $task == augment ]] && ! has --device "$@"; then
         set -- "$@" --device auto
@@ -59,7 +60,8 @@ if [[ -n ${SLURM_JOB_GPUS:-} || ${SLURM_GPUS_ON_NODE:-0} != 0 ]]; then
 fi
 
 if [[ $task == register && -n ${SLURM_ARRAY_TASK_ID:-} ]] && ! has --part "$@"; then
-    [[ ${SLURM_ARRAY_TASK_MIN:-} == 1 ]] || stop "the jobs of an array are numbered from 1: submit it with --array=1-N."
+    [[ ${SLURM_ARRAY_TASK_MIN:-} == 1 && ${SLURM_ARRAY_TASK_COUNT:-} == "${SLURM_ARRAY_TASK_MAX:-}" ]] \
+        || stop "the jobs of an array are numbered from 1 without gaps: submit it with --array=1-N, or give --part K/N."
     set -- "$@" --part "$SLURM_ARRAY_TASK_ID/${SLURM_ARRAY_TASK_MAX:-}"
 fi
 

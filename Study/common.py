@@ -83,7 +83,7 @@ def locked(path, program):
     """
     path = Path(path)
     make_folder(path)
-    token = run_lock.lock(path, run_lock.STALE_S, instead="name another --out")
+    token = run_lock.lock_results(path)
     try:
         earlier = read_results(path)
         if earlier["pairs"] and (earlier["settings"] or {}).get("program") != program:

@@ -56,7 +56,8 @@ def test_paths_are_those_of_where_the_command_was_typed(tmp_path):
 def test_the_jobs_of_an_array_register_their_parts(tmp_path):
     python = python_that(tmp_path / "python", 'echo "$@"')
     words = ["register", "--pairs", "pairs.csv", "--out", "out"]
-    numbers = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "20"}
+    numbers = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "20",
+               "SLURM_ARRAY_TASK_COUNT": "20"}
     assert call(*words, PYTHON=python, **numbers).stdout.strip().endswith("--out out --part 3/20")
     assert call(*words, "--part", "1/2", PYTHON=python, **numbers).stdout.strip().endswith("--part 1/2")
     done = call(*words, PYTHON=python, **{**numbers, "SLURM_ARRAY_TASK_MIN": "0"})

@@ -8,6 +8,6 @@ own_folder() {
         echo "$1"
         return
     fi
-    echo "$1 belongs to somebody else: a new folder beside it is used" >&2
-    mktemp -d "$1.XXXXXXXX"
+    [[ -e $1 || -L $1 ]] && echo "$1 belongs to somebody else: a new folder beside it is used" >&2
+    mktemp -d "$1.XXXXXXXX" || echo "no folder can be made in ${1%/*}: is it full?" >&2
 }
