@@ -269,6 +269,10 @@ class UpsampleConv(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# Before torch 2.11 autocast kept what was cast without gradient, so these weights got none in a later pass either.
+OLD_CASTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
+
+
 def recurse(one_pass, image, rec_num, detach):
     """Run a network `rec_num` times and compose the fields: recursive cascades (Zhao et al., ICCV 2019).
 
@@ -277,8 +281,8 @@ def recurse(one_pass, image, rec_num, detach):
     """
     field = None
     for index in range(rec_num):
-        if detach and index and index == rec_num - 1:
-            torch.clear_autocast_cache()  # before torch 2.11 weights that were cast without gradient got none later
+        if OLD_CASTS and detach and index and index == rec_num - 1:
+            torch.clear_autocast_cache()
         with torch.set_grad_enabled(torch.is_grad_enabled() and (index == rec_num - 1 or not detach)):
             if field is None:
                 field = one_pass(image)
