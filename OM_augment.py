@@ -408,7 +408,7 @@ def run(args):
     token = run_lock.lock_results(out)
     try:
         records = claim_folder(out, draw_settings(job, cfg, WORKER["targets"]),
-                               None if args.data and not args.ids else items)
+                               items, bool(args.data) and not args.ids)
         records, refused = make_all(job, items, draws, args.workers, records)
         items = [item for item in items if item["id"] not in refused]
         if items:

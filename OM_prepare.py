@@ -239,7 +239,7 @@ def prepare(folder, cfg, args):
     if args.repair:
         removed = cache.forget_damaged(folder, lambda: run_lock.touch(folder))
         print(f"{folder}: rebuilding {removed} parts that are damaged or lack a volume")
-    kept, groups = cache.plan(folder, items, cfg)
+    kept, groups = cache.plan(folder, items, cfg, lambda: run_lock.touch(folder))
     before = len(items) - sum(map(len, groups.values()))
     if before:
         print(f"{folder}: {before} of {len(items)} volumes are there already")

@@ -97,13 +97,13 @@ def entry(item, root):
     return {"id": item["id"], **paths, **{word: item[word] for word in WORDS}, "source": source}
 
 
-def plan(folder, items, cfg):
+def plan(folder, items, cfg, alive=lambda: None):
     """Divide a cache into parts that exist and parts to make; an interrupted run resumes with the same parts.
 
     A part is rebuilt if its source files have changed or left the list, or if one that was refused can be used now; it
     gets a new number while a finished cache still needs the old part. If the list only changes words of its volumes
     (subject, modality, split), the part stays and its record is updated.
-    folder: of the cache. items: from the data list.
+    folder: of the cache. items: from the data list. alive: called before each refused volume is tried again.
     Returns: {number: record} of the parts that stay; {number: items} of those to make.
     """
     by_id = {item["id"]: item for item in items}
@@ -123,7 +123,7 @@ def plan(folder, items, cfg):
             for line in lines:
                 line.update({word: wanted[line["id"]][word] for word in WORDS})
             # What a refused volume lacked, such as a package or a disk, may be there by now.
-            if not any(is_usable(by_id[line["id"]], cfg) for line in record["refused"]):
+            if not any(is_usable(by_id[line["id"]], cfg, alive) for line in record["refused"]):
                 kept[number] = record
     if not (Path(folder) / "manifest.json").is_file():
         taken = set(kept)
@@ -144,11 +144,12 @@ def record_paths(folder):
     return sorted(path for path in Path(folder).glob("volumes_*.json") if OURS.fullmatch(path.name))
 
 
-def is_usable(item, cfg):
-    """Whether a volume can be prepared."""
+def is_usable(item, cfg, alive):
+    """Whether a volume can be prepared. alive: called first."""
+    alive()
     try:
         on_grid(item, cfg)
-    except InputError:
+    except (InputError, MemoryError):
         return False
     return True
 

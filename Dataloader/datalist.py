@@ -553,7 +553,9 @@ def _volumes_under(base):
     paths, lost, seen, tops = [], [], set(), [str(base)]
     for folder, inner, names in itertools.chain.from_iterable(map(os.walk, tops)):
         real = os.path.realpath(folder)
-        if real in seen or folder in tops[1:] and os.path.basename(real) in SIDE_FOLDERS | NO_DATA:
+        name, is_link = os.path.basename(real), folder in tops[1:]
+        within = real.startswith(os.path.realpath(base) + os.sep)
+        if real in seen or is_link and (name in SIDE_FOLDERS or within and name in NO_DATA):
             inner.clear()
             continue
         seen.add(real)

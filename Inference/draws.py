@@ -49,11 +49,11 @@ def draw_settings(job, cfg, targets):
     return json.loads(json.dumps(settings))
 
 
-def claim_folder(out, settings, items):
+def claim_folder(out, settings, items, whole=False):
     """Use an empty folder, or continue in one whose draws were made with the same settings.
 
-    out: Path of a folder that this process has locked. settings: from `draw_settings`. items: the volumes to deform;
-    None for a whole list, which may have lost some.
+    out: Path of a folder that this process has locked. settings: from `draw_settings`. items: the volumes to deform.
+    whole: they are a whole list, which may have lost some volumes.
     Returns: the records of the draws already there, {name: record}.
     Raises InputError if the folder holds other things, or draws of other volumes or made with other settings.
     """
@@ -73,8 +73,9 @@ def claim_folder(out, settings, items):
             if earlier.get(key) != settings[key]:
                 raise InputError(f"{out} has draws with {key} {earlier.get(key)}, not {settings[key]}; name a new "
                                  "folder.")
-        others = sorted({record["id"] for record in records} - {item["id"] for item in items or ()})
-        if others and items is not None:
+        ids, known = {item["id"] for item in items}, {record["id"] for record in records}
+        others = sorted(known - ids)
+        if others and not (whole and known & ids):
             raise InputError(f"{out} has draws of {', '.join(others[:3])}, which its list would lose; give all volumes "
                              "at once by --data, or name a new folder.")
     write_file(path, (json.dumps(settings, indent=1) + "\n").encode())

@@ -159,7 +159,7 @@ def register_all(args):
     tokens, beside = {}, []
     if args.part:  # what the whole list or another division has done is kept, but neither may be at work
         beside = [each for each in (out, *parts_of(out)) if each != home]
-        for each in (each for each in beside if each.name.rpartition("_of_")[2] != str(count)):
+        for each in (each for each in beside if each == out or each.name.rpartition("_of_")[2] != str(count)):
             run_lock.require_free(each)
     try:
         for each in (home, *parts_of(home)):

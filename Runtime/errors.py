@@ -145,7 +145,9 @@ def run_program(run, args):
         print(f"error: {code}", file=sys.stderr)
     except OSError as error:
         path = str(error.filename2 or error.filename or args.out)
-        cannot = "results cannot be written there" if path.startswith(str(args.out)) else "it cannot be read or written"
+        out, where = os.path.abspath(str(args.out)), os.path.abspath(path)
+        own = f"{where}{os.sep}".startswith(f"{out}{os.sep}") or f".{os.path.basename(out)}.tmp-" in where
+        cannot = "results cannot be written there" if own else "it cannot be read or written"
         print(f"error: {path}: {error.strerror or error}; {cannot}.", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to continue", file=sys.stderr)

@@ -127,13 +127,20 @@ def hold(run, token):
 
 def lock_results(folder, instead="name another --out"):
     """`lock` for the results of a program; asks again for two minutes while Slurm does not say who lives."""
-    return patiently(lambda: lock(folder, STALE_S, instead=instead), 120, folder)
+    def take():
+        try:
+            return lock(folder, STALE_S, instead=instead)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise InputError(f"{folder}: {error.strerror}; make room, or {instead}.") from error
+            raise
+    return patiently(take, 120, folder)
 
 
 def require_free(folder, instead="name another --out"):
     """Raise InputError as `lock` does if a living process holds a folder, without taking it."""
     content = _read(folder / "lock.json")
-    holder = content and _living_holder(content, folder)
+    holder = content and patiently(lambda: _living_holder(content, folder), 120, folder)
     if holder:
         raise InputError(f"{folder} is in use by {_describe(content, holder)}: let it finish or stop it, or {instead}.")
 

@@ -60,8 +60,9 @@ def begin(run, loop, world_size):
 
 
 def starter():
-    """The process that has started this one: with torchrun it is the same for all of its restarts."""
-    return f"{socket.gethostname()} {os.getppid()}"
+    """What has started this process: torchrun's id of its job, else a process. All of its restarts have the same."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return f"{socket.gethostname()} {os.getppid()}" if job == "none" else job
 
 
 def end(run, attempt, code, quiet=False, patience_s=0.0):

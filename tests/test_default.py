@@ -128,4 +128,4 @@ def test_what_needs_no_torch_is_told_at_once(words, code, said):
     done = subprocess.run([sys.executable, "-X", "importtime", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and said in done.stdout + done.stderr and "Traceback" not in done.stderr
     imported = set(re.findall(r"^import time: .*\| +(\w+)$", done.stderr, re.M))
-    assert "argparse" in imported and not imported & {"torch", "scipy", "matplotlib"}
+    assert "Runtime" in imported and not imported & {"torch", "scipy", "matplotlib"}

@@ -104,6 +104,17 @@ def test_intel_gpus_take_xccl_before_ccl(monkeypatch):
     assert backend(XPU) == "ccl"
 
 
+def test_a_gpu_that_torch_has_no_code_for_is_left_to_the_cpu(monkeypatch, capsys):
+    def refuse(*given, **more):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
+    monkeypatch.setattr(torch, "ones", refuse)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert pick_device("auto") == torch.device("cpu") and "no code for cuda:0" in capsys.readouterr().err
+    with pytest.raises(InputError, match="no code for cuda:0 .*; install a build"):
+        pick_device("cuda")
+
+
 def test_ranks_of_a_node_with_several_devices_have_one_each(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
