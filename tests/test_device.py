@@ -116,6 +116,7 @@ def test_a_gpu_that_torch_has_no_code_for_is_left_to_the_cpu(monkeypatch, capsys
 
 
 def test_ranks_of_a_node_with_several_devices_have_one_each(monkeypatch):
+    monkeypatch.setattr("Runtime.device.checked", lambda device, name: device)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert [pick_device("auto", rank).index for rank in range(4)] == [0, 1, 2, 3]

@@ -104,7 +104,8 @@ def check_device(context, at):
         return passed("cpu, as run.device says", devices=0)
     at("counting devices")
     with contextlib.suppress(InputError):
-        pick_device(name, context["local_rank"])  # older Intel packages register their devices here; a missing device is reported below
+        # Older Intel packages register their devices here; a missing device is reported below.
+        pick_device(name, context["local_rank"])
     count, built = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
     given = next((f"{key}={variables[key]}" for key in GIVEN if variables.get(key, "0") not in ("", "0")), "")
     in_slurm = "SLURM_JOB_ID" in variables
