@@ -550,12 +550,12 @@ def _volumes_under(base):
     A folder of DICOM slices is one volume. Folders of results, see OWN_RESULTS, are skipped. Linked folders come last,
     so that a folder inside `base` keeps its own name. Raises InputError for broken links.
     """
-    paths, lost, seen, tops = [], [], set(), [str(base)]
+    paths, lost, seen, tops, root = [], [], set(), [str(base)], os.path.realpath(base) + os.sep
     for folder, inner, names in itertools.chain.from_iterable(map(os.walk, tops)):
         real = os.path.realpath(folder)
-        name, is_link = os.path.basename(real), folder in tops[1:]
-        within = real.startswith(os.path.realpath(base) + os.sep)
-        if real in seen or is_link and (name in SIDE_FOLDERS or within and name in NO_DATA):
+        # A link's own name hides that of the folder; links to BIDS folders of elsewhere are wanted.
+        hidden = SIDE_FOLDERS | NO_DATA if real.startswith(root) else SIDE_FOLDERS
+        if real in seen or folder in tops[1:] and os.path.basename(real) in hidden:
             inner.clear()
             continue
         seen.add(real)
