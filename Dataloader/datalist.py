@@ -40,16 +40,15 @@ SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "
 FEW_SUBJECTS = 10  # with fewer, none is held out unless data.val_fraction amounts to one of them
 
 
-def read_datalist(root, dims=3, ids="", pattern="", held_out=False, channels=1):
-    """List the volumes of a data set.
+def read_datalist(root, dims=3, ids="", channels=1):
+    """List the volumes of a data set, without those that the list keeps for validation or test.
 
     root: a folder, list or pattern, see docs/data.md. In a folder, labelsTr must hold the label of every image, and
     masksTr the mask of at least one; an image without a mask is used whole. In a list only the image is required;
     unknown keys and columns are ignored, and an empty cell counts as absent.
-    dims: 2 or 3, checked on the first volume. ids: as in `select`. pattern: as in `name_subjects`. held_out: include
-    volumes that the list keeps for validation or test. channels: number of images per volume. If there are several,
-    X_0000, X_0001 and so on are the channels of volume X, as in nnU-Net data sets, unless the list groups them. One
-    file may also hold all channels (`read_channels`).
+    dims: 2 or 3, checked on the first volume. ids: as in `select`. channels: number of images per volume. If there are
+    several, X_0000, X_0001 and so on are the channels of volume X, as in nnU-Net data sets, unless the list groups
+    them. One file may also hold all channels (`read_channels`).
 
     Returns: list of dict(id=str, image=Path, label=Path or None, mask=Path or None, subject=str, modality=str,
     split="", "train", "val" or "test"), sorted by id, plus channels=list of Path if further channels are files.
@@ -57,8 +56,7 @@ def read_datalist(root, dims=3, ids="", pattern="", held_out=False, channels=1):
     from "modality" in the JSON file, if that has several; otherwise it is "".
     Raises InputError for a missing or malformed list, missing files, duplicate ids and an empty selection.
     """
-    items = list_volumes(root, pattern, channels)
-    chosen = select(root, items if held_out else trainable(root, items), ids)
+    chosen = select(root, trainable(root, list_volumes(root, channels=channels)), ids)
     read_header(chosen[0]["image"], dims, channels)
     return chosen
 
@@ -66,7 +64,7 @@ def read_datalist(root, dims=3, ids="", pattern="", held_out=False, channels=1):
 def list_volumes(root, pattern="", channels=1, as_listed=False):
     """All volumes of a data set, as `read_datalist` describes them, without opening any of them.
 
-    as_listed: in the order of the list, not by id.
+    pattern: as in `name_subjects`. channels: as there. as_listed: in the order of the list, not by id.
     """
     root = Path(root)
     if not root.exists() and not glob.has_magic(str(root)):

@@ -390,16 +390,16 @@ def test_a_bids_name_tells_the_subject_and_its_number(tmp_path):
 
 def test_a_pattern_finds_the_subject_in_the_path_below_the_data_folder(tmp_path):
     make(tmp_path / "data", "anna/a_1.nii.gz anna/a_2.nii.gz bert/b_1.nii.gz")
-    assert told(read_datalist(tmp_path / "data", pattern="^([^/]+)/"), "id", "subject") == [
+    assert told(list_volumes(tmp_path / "data", pattern="^([^/]+)/"), "id", "subject") == [
         ("a_1", "anna"), ("a_2", "anna"), ("b_1", "bert")]
     (tmp_path / "data/list.csv").write_text("image,subject\nanna/a_1.nii.gz,\nanna/a_2.nii.gz,\nbert/b_1.nii.gz,otto\n")
-    found = read_datalist(tmp_path / "data/list.csv", pattern=r"([a-z])_\d")
+    found = list_volumes(tmp_path / "data/list.csv", pattern=r"([a-z])_\d")
     assert told(found, "subject") == [("a",), ("a",), ("otto",)], "the list's own word comes first"
     for pattern, reason in (("(", "not a regular expression"), ("[a-z]+", "has 0 groups; put one pair"),
                             ("(a)(_)", "has 2 groups"), ("^(a.*)/", "finds no subject in bert/b_1.nii.gz; correct it"),
                             ("^(x?)", "finds no subject in anna/a_1.nii.gz")):
         with refused(f"data.subject_pattern \"{re.escape(pattern)}\".*{reason}"):
-            read_datalist(tmp_path / "data", pattern=pattern)
+            list_volumes(tmp_path / "data", pattern=pattern)
 
 
 def keys(**changes):
@@ -420,7 +420,7 @@ def test_a_split_column_says_who_is_held_out(tmp_path):
     with refused("ids \"1\" select no volume of the 1 volumes"):
         split_volumes("x", items, keys(val_ids="1"))
     assert told(read_datalist(tmp_path / "list.csv"), "id") == [("X_0001_0001",), ("a_1",)], "to train on"
-    assert len(read_datalist(tmp_path / "list.csv", held_out=True)) == 4
+    assert len(list_volumes(tmp_path / "list.csv")) == 4
     with refused("x: the list keeps all 2 volumes for validation or test; mark some as train"):
         split_volumes("x", items[2:], keys(train_ids="1"))
 
