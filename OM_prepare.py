@@ -68,10 +68,6 @@ def keep_counter(counter):
     WORKER["counter"] = counter
 
 
-def make_group(folder, number, items, cfg):
-    return cache.write_group(folder, number, items, cfg, count_one)
-
-
 def count_one():
     with WORKER["counter"].get_lock():
         WORKER["counter"].value += 1
@@ -84,15 +80,15 @@ def make_groups(folder, groups, cfg, workers, before):
     Returns: {number: record}. Raises InputError if a worker was killed.
     """
     counter = multiprocessing.get_context("spawn").Value("q", 0)
-    tasks = [(folder, number, items, cfg) for number, items in groups.items()]
+    tasks = [(folder, number, items, cfg, count_one) for number, items in groups.items()]
     left = sum(map(len, groups.values()))
     with tqdm(total=before + left, initial=before, desc=f"preparing {folder}", unit="vol") as bar:
         def meanwhile():
             bar.update(before + counter.value - bar.n)
             run_lock.touch(folder)
 
-        results = run_tasks(make_group, tasks, workers, folder, keep_counter, (counter,), meanwhile)
-        return {number: record for (_, number, _, _), record in results}
+        results = run_tasks(cache.write_group, tasks, workers, folder, keep_counter, (counter,), meanwhile)
+        return {number: record for (_, number, *_), record in results}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,23 +211,18 @@ def check(folder, cfg):
     return STOP if wrong else DONE
 
 
-def require_same_settings(folder, cfg):
-    """Raise InputError for a cache that was made, or begun, with other settings; it stays unchanged."""
-    for path in (folder / "manifest.json", folder / "plan.json", *cache.record_paths(folder)):
-        content = cache.read_json(path)
-        if content:
-            cache.check_settings(folder, content["settings"], cfg)
-            return
-
-
 def prepare(folder, cfg, args):
     """Prepare what is missing and report it. With --fresh or --repair no training may be reading the cache.
 
     Returns the exit code.
     """
     started = time.time()
-    if not args.fresh:
-        require_same_settings(folder, cfg)
+    if not args.fresh:  # a cache that was made, or begun, with other settings stays unchanged
+        for path in (folder / "manifest.json", folder / "plan.json", *cache.record_paths(folder)):
+            content = cache.read_json(path)
+            if content:
+                cache.check_settings(folder, content["settings"], cfg)
+                break
     items = list_volumes(cfg["data.root"], cfg["data.subject_pattern"], cfg["data.channels"])
     if args.fresh:
         for name in cache.own_files(folder):

@@ -46,14 +46,19 @@ def label_map(seed, number, size):
 
     seed, number: ints. size: (D, H, W) or (H, W), of at least LEAST_SIDE voxels each.
     Returns: int16 (*size), 0 to MOST_LABELS; 0 is the space around a body, if there is any. Not every label occurs.
+    Raises ValueError if an axis is shorter.
     """
-    size = _shape(size)
+    size = tuple(int(n) for n in size)
+    if len(size) not in (2, 3) or min(size) < LEAST_SIDE:
+        raise ValueError(f"size {size}: an anatomy has 2 or 3 axes of at least {LEAST_SIDE} voxels")
     rng = _rng(seed, "anatomy", number)
     count = rng.integers(REGIONS[0], REGIONS[1] + 1)
     highest, label = np.full(size, -np.inf), np.zeros(size, np.int16)
     for region in range(1, count + 1):
         noise = smooth_noise(rng, size, rng.integers(CELLS[0], CELLS[1] + 1))
-        noise = ndimage.map_coordinates(noise, _warped_points(rng, size), order=1, mode="nearest")
+        cells = rng.integers(WARP_CELLS[0], WARP_CELLS[1] + 1)
+        points = [place + WARP * n * smooth_noise(rng, size, cells) for place, n in zip(np.indices(size), size)]
+        noise = ndimage.map_coordinates(noise, np.stack(points), order=1, mode="nearest")
         label[noise > highest] = region
         highest = np.maximum(noise, highest)
     place_norm = np.stack(np.meshgrid(*[(np.arange(n) + 0.5) * 2 / n - 1 for n in size], indexing="ij"))
@@ -176,20 +181,6 @@ def smooth_noise(rng, size, cells):
     return values / max(np.sqrt(np.mean(values ** 2)), 1e-12)
 
 
-def _warped_points(rng, size):
-    """The position of every voxel after a smooth random displacement: (N, *size)."""
-    cells = rng.integers(WARP_CELLS[0], WARP_CELLS[1] + 1)
-    return np.stack([place + WARP * n * smooth_noise(rng, size, cells) for place, n in zip(np.indices(size), size)])
-
-
 def _rng(seed, purpose, *counters):
     """A numpy generator for one purpose, seeded by the hash of its arguments (Runtime/keyed_random.py)."""
     return np.random.default_rng(int.from_bytes(hashed(seed, f"anatomies: {purpose}", *counters), "little"))
-
-
-def _shape(size):
-    """A tuple of ints. Raises ValueError if an axis is shorter than LEAST_SIDE."""
-    size = tuple(int(n) for n in size)
-    if len(size) not in (2, 3) or min(size) < LEAST_SIDE:
-        raise ValueError(f"size {size}: an anatomy has 2 or 3 axes of at least {LEAST_SIDE} voxels")
-    return size

@@ -63,13 +63,6 @@ def other_settings(made_with, cfg):
         and os.path.abspath(value) == os.path.abspath(made_with[key]))}
 
 
-def group_size(cfg):
-    """Number of volumes in a part."""
-    voxels = cfg["data.channels"] * math.prod(cfg["data.img_size"])
-    volume_bytes = voxels * np.dtype(cfg["data.dtype"]).itemsize
-    return max(min(MOST_VOLUMES, MOST_BYTES // volume_bytes), 1)
-
-
 def encode(image, dtype):
     """Intensities 0 .. 1 as the cache stores them: dtype "uint8" as 0 .. 255, "float16" or "float32" as they are."""
     return np.rint(image * 255).astype(np.uint8) if dtype == "uint8" else image.astype(dtype)
@@ -130,7 +123,8 @@ def plan(folder, items, cfg, alive=lambda: None):
     prepared = {line["id"] for record in kept.values() for line in all_lines(record)}
     left = [item for item in items if item["id"] not in prepared]
     free_numbers = (number for number in itertools.count() if number not in taken)
-    size = group_size(cfg)
+    volume_bytes = cfg["data.channels"] * math.prod(cfg["data.img_size"]) * np.dtype(cfg["data.dtype"]).itemsize
+    size = max(min(MOST_VOLUMES, MOST_BYTES // volume_bytes), 1)
     return kept, {next(free_numbers): left[first:first + size] for first in range(0, len(left), size)}
 
 
@@ -173,29 +167,19 @@ def write_group(folder, number, items, cfg, done=lambda: None):
         except InputError as error:
             refused.append({**line, "reason": str(error)})
         done()
-    files = write_arrays(folder, number, arrays, cfg)
-    record = {"settings": settings(cfg), "volumes": volumes, "refused": refused, "files": files}
-    write_json(folder, f"volumes_{number:05d}.json", record)
-    return record
-
-
-def write_arrays(folder, number, arrays, cfg):
-    """Write the arrays of a part, each kind as one file. Returns: {name: [bytes, SHA-256]}.
-
-    arrays: {kind: one array for each volume}; None for a label or mask that a volume lacks, stored as zeros.
-    """
-    files = {}
+    files, empty = {}, np.zeros(cfg["data.img_size"], np.int16)  # for a label or mask that a volume lacks
     for kind in KINDS:
         if all(array is None for array in arrays[kind]):
             continue
-        empty = np.zeros(cfg["data.img_size"], np.int16)
         stack = np.stack([empty if array is None else array for array in arrays[kind]])
         if kind != "image" and stack.min() >= 0 and stack.max() <= 255:
             stack = stack.astype(np.uint8)
         name, buffer = f"{kind}s_{number:05d}.npy", io.BytesIO()
         np.save(buffer, stack)
         files[name] = write_bytes(folder, name, buffer.getbuffer())
-    return files
+    record = {"settings": settings(cfg), "volumes": volumes, "refused": refused, "files": files}
+    write_json(folder, f"volumes_{number:05d}.json", record)
+    return record
 
 
 def as_bytes(content):
@@ -206,8 +190,8 @@ def as_bytes(content):
 
 
 def write_json(folder, name, content):
-    """Write a record, plan or manifest. Returns: [bytes, SHA-256]."""
-    return write_bytes(folder, name, as_bytes(content))
+    """Write a record, plan or manifest."""
+    write_bytes(folder, name, as_bytes(content))
 
 
 def write_bytes(folder, name, data):
@@ -358,24 +342,18 @@ class Rows:
         self.kind = kind
         self.groups = np.asarray(groups, np.int32)
         self.rows = np.asarray(rows, np.int32)
-        self.open = map_once if keep else map_part
-
-    def __len__(self):
-        return len(self.rows)
+        self.keep = keep
 
     def __getitem__(self, index):
-        return self.open(self.folder / f"{self.kind}s_{self.groups[index]:05d}.npy")[self.rows[index]]
-
-
-def map_part(path):
-    """The array of a part, mapped read-only."""
-    return np.load(path, mmap_mode="r")
+        path = self.folder / f"{self.kind}s_{self.groups[index]:05d}.npy"
+        part = map_once(path) if self.keep else np.load(path, mmap_mode="r")
+        return part[self.rows[index]]
 
 
 @functools.lru_cache(OPEN_FILES)
 def map_once(path):
-    """`map_part`, but the OPEN_FILES most recently used files stay open."""
-    return map_part(path)
+    """The array of a part, mapped read-only; the OPEN_FILES most recently used files stay open."""
+    return np.load(path, mmap_mode="r")
 
 
 def open_cache(folder, cfg, ranks=None):
@@ -411,23 +389,18 @@ def open_cache(folder, cfg, ranks=None):
                              "volume again for that.")
         if staged:
             folder, lock = stage(folder, manifest, cfg["data.stage"], show), None
-        else:
-            if ranks and cfg["data.verify"]:
-                require_undamaged(folder, manifest, ranks, show)
+        elif ranks and cfg["data.verify"]:
+            own = dict(sorted(manifest["files"].items())[ranks.rank::ranks.world_size])
+            wrong = damaged(folder, own, f"comparing {folder} with its checksums", show=show)
+            if wrong:
+                raise InputError(f"data.cache {folder} is damaged: {some(wrong)} differ from what was prepared; run "
+                                 "OM_prepare.py with this config and --repair.")
+        if not staged:
             stack.pop_all()  # the caller closes the lock
     volumes = [dict(zip(LINE, line)) for line in manifest["volumes"]]
     return {"folder": Path(folder), "groups": [line.pop("group") for line in volumes],
             "rows": [line.pop("row") for line in volumes], "items": volumes, "refused": manifest["refused"],
             "staged": staged, "hold": lock}
-
-
-def require_undamaged(folder, manifest, ranks, show):
-    """Compare this rank's part of the files with their checksums. Raises InputError naming those that are damaged."""
-    own = dict(sorted(manifest["files"].items())[ranks.rank::ranks.world_size])
-    wrong = damaged(folder, own, f"comparing {folder} with its checksums", show=show)
-    if wrong:
-        raise InputError(f"data.cache {folder} is damaged: {some(wrong)} differ from what was prepared; run "
-                         "OM_prepare.py with this config and --repair.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -80,14 +80,13 @@ def list_volumes(root, pattern="", channels=1, as_listed=False):
         if found > 1 and found != channels:  # one file may hold all channels
             raise InputError(f"{root}: {item['image'].name} has {found} channels, but data.channels is {channels}; set "
                              f'it to {found}, or give each file its own entry with the same "subject".')
-    listed = list(items)
-    items.sort(key=lambda item: as_stored(item["id"]))
-    for before, after in itertools.pairwise(items):
+    by_id = sorted(items, key=lambda item: as_stored(item["id"]))
+    for before, after in itertools.pairwise(by_id):
         if as_stored(before["id"]) == as_stored(after["id"]):
             raise InputError(f"{root}: two volumes have the id {after['id']} ({before['image']} and {after['image']}); "
                              "rename or remove one, or give each its own id in a .csv list.")
-    name_subjects(root, items, pattern)
-    return listed if as_listed else items
+    name_subjects(root, by_id, pattern)
+    return items if as_listed else by_id
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,7 +134,14 @@ def name_subjects(root, items, pattern=""):
     """
     base = root if root.is_dir() else _above_pattern(root)
     channels = [CHANNEL.search(_stem(item["image"])) for item in items]
-    expression = _compiled(pattern) if pattern else None
+    try:
+        expression = re.compile(pattern) if pattern else None
+    except re.error as error:
+        raise InputError(f"data.subject_pattern \"{pattern}\": not a regular expression ({error}); correct "
+                         "it.") from error
+    if expression and expression.groups != 1:
+        raise InputError(f"data.subject_pattern \"{pattern}\" has {expression.groups} groups; put one pair of "
+                         "parentheses around the subject, such as \"^([^/]+)/\" for its folder.")
     for item, channel in zip(items, channels):
         if item["subject"]:
             continue
@@ -158,18 +164,6 @@ def bids_subject(name):
     """sub-XX from a BIDS name; "" from any other name."""
     match = BIDS.match(name)
     return match[0] if match else ""
-
-
-def _compiled(pattern):
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise InputError(f"data.subject_pattern \"{pattern}\": not a regular expression ({error}); correct "
-                         "it.") from error
-    if expression.groups != 1:
-        raise InputError(f"data.subject_pattern \"{pattern}\" has {expression.groups} groups; put one pair of "
-                         "parentheses around the subject, such as \"^([^/]+)/\" for its folder.")
-    return expression
 
 
 def subject_key(subject):
@@ -235,8 +229,7 @@ def held_out_subjects(items, fraction):
 
 def _place(subject):
     """Where a subject lies in 0 .. 1."""
-    digest = hashlib.sha256(f"held out\0{subject}".encode(errors="surrogateescape")).digest()
-    return int.from_bytes(digest[:6], "big") / 2 ** 48
+    return subject_key(f"held out\0{subject}") / 2 ** 48
 
 
 def select(source, items, ids):

@@ -258,12 +258,21 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
     For volumes, x is the result of `draw` or None; for pairs, the maps that `make_loader` yields. In a batch of
     pairs, moving and fixed alternate.
     """
-    volumes, pairs = epoch_lists(cfg, dataset, listed, progress, split, ranks)
-    steps = steps_left(cfg, len(dataset), listed, split, progress.samples, progress.pairs)
+    seed, epoch = cfg["run.seed"], progress.epoch
+    rank, world_size = ranks.rank, ranks.world_size
+    order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
+    volumes = batches(order, split.samples, split.sample_batch, progress.samples, rank, world_size)
+    count = epoch_pair_count(cfg, len(dataset), listed, split)
+    drawn_pairs = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
+    if dataset.labelled:
+        drawn_pairs = with_labelled(drawn_pairs, cfg, epoch, **dataset.labelled)
+    pairs = []
+    for batch in batches(drawn_pairs, split.pairs, split.pair_batch, progress.pairs, rank, world_size):
+        pairs.append([(2 * position + side, pair[side], "pair") for position, pair in batch for side in (0, 1)])
     sample_batches, pair_batches = split.sample_batches, split.pair_batches
     # One list, in the order of the steps, so that one set of workers reads both.
     in_order = []
-    for step in range(steps):
+    for step in range(steps_left(cfg, len(dataset), listed, split, progress.samples, progress.pairs)):
         in_order += volumes[step * sample_batches:(step + 1) * sample_batches]
         in_order += pairs[step * pair_batches:(step + 1) * pair_batches]
     if dataset.loader is None:
@@ -273,7 +282,6 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     on_cpu = cfg["run.device"] == "cpu" or accelerator is None or accelerator.type in UNFIT
     per_step = sample_batches + pair_batches
-    seed, epoch = cfg["run.seed"], progress.epoch
 
     def prepare(number, batch):
         images, positions, indices, maps = batch
@@ -284,22 +292,6 @@ def epoch_batches(cfg, dataset, listed, progress, split, ranks, draw=None):
 
     loaded = read_ahead(dataset.loader, 0 if on_cpu else cfg["data.prefetch_factor"] * per_step, prepare)
     return ((step[:sample_batches], step[sample_batches:]) for step in zip(*[loaded] * per_step))
-
-
-def epoch_lists(cfg, dataset, listed, progress, split, ranks):
-    """What one rank reads in the rest of an epoch: batches of volumes and of pairs, lists of addresses for Batches."""
-    seed, epoch = cfg["run.seed"], progress.epoch
-    rank, world_size = ranks.rank, ranks.world_size
-    order = epoch_order(seed, epoch, len(dataset), cfg["data.repeats"])
-    volumes = batches(order, split.samples, split.sample_batch, progress.samples, rank, world_size)
-    count = epoch_pair_count(cfg, len(dataset), listed, split)
-    drawn = epoch_pairs(seed, epoch, len(dataset), count, listed, dataset.rule)
-    if dataset.labelled:
-        drawn = with_labelled(drawn, cfg, epoch, **dataset.labelled)
-    pairs = []
-    for batch in batches(drawn, split.pairs, split.pair_batch, progress.pairs, rank, world_size):
-        pairs.append([(2 * position + side, pair[side], "pair") for position, pair in batch for side in (0, 1)])
-    return volumes, pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 Arrays and affines are those of Dataloader/nifti.py: axes i, j, k of the file, voxel to world in millimetres, RAS.
 """
+import itertools
 import math
 
 import numpy as np
@@ -61,10 +62,7 @@ def of_slab(matrix, slab):
 
 def thinning(shape):
     """The smallest step at which every step-th voxel along each axis gives a grid of at most MOST_VOXELS."""
-    step = 1
-    while math.prod(-(-n // step) for n in shape) > MOST_VOXELS:
-        step += 1
-    return step
+    return next(step for step in itertools.count(1) if math.prod(-(-n // step) for n in shape) <= MOST_VOXELS)
 
 
 def same_grid(shape, affine, other_shape, other_affine):

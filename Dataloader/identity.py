@@ -95,7 +95,12 @@ def compare_data(before, now, path):
         raise InputError(f"{path} was trained on {some(moved)}, which would now be held out for validation: set the "
                          "data.* keys or the list back (data.val_fraction=0 if none was held out), or start a new run "
                          "with --fresh.")
-    return order(old) != order(new), differences(old, new, same)
+    both = old.keys() & new.keys()
+    now_trained = {one for one in both if old[one]["split"] == "val" and new[one]["split"] == "train"}
+    changes = {"added": new.keys() - old.keys(), "gone": old.keys() - new.keys(), "of other content": both - set(same),
+               "trained on instead of held out": now_trained}
+    said = [f"volumes {what}: {len(names)} ({some(sorted(names))})" for what, names in changes.items() if names]
+    return order(old) != order(new), said
 
 
 def by_id(described):
@@ -106,12 +111,3 @@ def by_id(described):
 def order(volumes):
     """The ids of the training volumes, sorted: besides the seed, the order of an epoch depends on these alone."""
     return sorted(identity for identity, row in volumes.items() if row["split"] == "train")
-
-
-def differences(old, new, same):
-    """Sentences about volumes that were added, are gone, have other content, or are now trained on."""
-    both = old.keys() & new.keys()
-    now_trained = {one for one in both if old[one]["split"] == "val" and new[one]["split"] == "train"}
-    changes = {"added": new.keys() - old.keys(), "gone": old.keys() - new.keys(), "of other content": both - set(same),
-               "trained on instead of held out": now_trained}
-    return [f"volumes {what}: {len(names)} ({some(sorted(names))})" for what, names in changes.items() if names]

@@ -31,7 +31,7 @@ FREESURFER = (".mgz", ".mgh")
 SUFFIXES = (*NIFTI, *FREESURFER, *formats.READ)  # of all files that can hold volumes
 WRITTEN = (*NIFTI, *FREESURFER, *formats.WRITTEN)
 READ_ERRORS = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError,
-               nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError, gzip.BadGzipFile,
+               nibabel.wrapstruct.WrapStructError, OSError, EOFError, zlib.error, ValueError,
                TypeError,  # nibabel raises it for a .mgh file that is shorter than its header
                OverflowError)  # and this one if the voxels begin at infinity
 MM_OF_UNIT = {1: 1000.0, 3: 0.001}  # NIfTI's codes for metre and micrometre; ITK treats all others as millimetres
@@ -289,21 +289,17 @@ def placement_doubts(path, dims=3):
     if not (has_sform or has_qform):
         return [f"{path}: its header gives no position (sform and qform code are 0). OmniMorph places its centre at "
                 "0, ITK its first voxel; set a position, for example with fslorient or nibabel."]
-    shape = np.maximum(np.array(header.get_data_shape()[:3]), 1)
-    corners = np.array(list(np.ndindex(*[2] * len(shape)))) * (shape - 1)
-    corners = np.pad(corners, ((0, 0), (0, 3 - len(shape))))
-    least = np.linalg.norm(sform[:3, :dims], axis=0).min()
-
-    def apart(other):
-        return mm_of_unit(header) * np.linalg.norm(corners @ (sform - other)[:3, :3].T + (sform - other)[:3, 3],
-                                                   axis=1).max()
-
     if has_sform and not is_rigid_and_scaled(sform[:3, :3]):
         return [f"{path}: the axes of its sform are not at right angles (it is sheared), which a qform cannot "
                 "express; output files have only the sform."]
-    if has_sform and has_qform and apart(qform) > PLACED_APART * mm_of_unit(header) * least:
-        return [f"{path}: its sform and qform differ by up to {apart(qform):.1f} mm. OmniMorph uses the sform, ITK "
-                "mostly the qform; make them equal, or set the code of the wrong one to 0."]
+    if has_sform and has_qform:
+        shape = np.maximum(np.array(header.get_data_shape()[:3]), 1)
+        corners = np.array(list(np.ndindex(*[2] * len(shape)))) * (shape - 1)
+        corners = np.pad(corners, ((0, 0), (0, 3 - len(shape))))
+        apart = np.linalg.norm(corners @ (sform - qform)[:3, :3].T + (sform - qform)[:3, 3], axis=1).max()
+        if apart > PLACED_APART * np.linalg.norm(sform[:3, :dims], axis=0).min():
+            return [f"{path}: its sform and qform differ by up to {mm_of_unit(header) * apart:.1f} mm. OmniMorph uses "
+                    "the sform, ITK mostly the qform; make them equal, or set the code of the wrong one to 0."]
     return []
 
 
@@ -311,12 +307,6 @@ def is_rigid_and_scaled(matrix):
     """Whether the axes of an affine are at right angles to each other, within a thousandth. matrix: (3, 3)."""
     axes = matrix / np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
     return bool(abs(axes.T @ axes - np.diag(np.diag(axes.T @ axes))).max() < 1e-3)
-
-
-def require_volume_name(path):
-    """Raises InputError unless volumes can be written with the suffix of this path; to be called before long work."""
-    if not ends_in(path, WRITTEN):
-        raise InputError(f"{path}: a volume file ends in {', '.join(WRITTEN)}; rename the output.")
 
 
 def write_volume(path, array, affine, header=None):
@@ -331,7 +321,8 @@ def write_volume(path, array, affine, header=None):
     Raises InputError for another suffix.
     """
     path = Path(path)
-    require_volume_name(path)
+    if not ends_in(path, WRITTEN):
+        raise InputError(f"{path}: a volume file ends in {', '.join(WRITTEN)}; rename the output.")
     array = np.asarray(array)
     array = array[..., None] if array.ndim == 2 else array
     array = array.astype({"bool": np.uint8, "float16": np.float32}.get(array.dtype.name, array.dtype), copy=False)

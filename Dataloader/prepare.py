@@ -64,16 +64,12 @@ def read_image(item, dims, count):
     item: from `read_datalist`, with the files of further channels, or with one file that holds all of them.
     Raises InputError as `read_channels` does, for a segmentation, and for a channel on another grid than the first.
     """
-    if not item.get("channels"):
-        arrays, affine = read_channels(item["image"], dims, count)
-        require_image(item["image"], arrays[0])
-        return arrays, affine
-    array, affine = read_volume(item["image"], dims)
-    require_image(item["image"], array)
-    arrays = [array]
-    for path in item["channels"]:
+    further = item.get("channels", [])
+    arrays, affine = read_channels(item["image"], dims, 1 if further else count)
+    require_image(item["image"], arrays[0])
+    for path in further:
         channel, own_affine = read_volume(path, dims)
-        require_same_grid(f"{path}: the channel", channel.shape, own_affine, item["image"], array.shape, affine,
+        require_same_grid(f"{path}: the channel", channel.shape, own_affine, item["image"], arrays[0].shape, affine,
                           "resample it")
         arrays.append(channel)
     return arrays, affine
@@ -107,7 +103,7 @@ def to_original(array, record, order=1, intensities=False, channel=0):
     Returns: array of the file's shape. Outside the grid it is 0, or, with intensities, what 0 stands for.
     """
     array = from_grid(array, record["grid_affine"], record["shape"], record["affine"], order)
-    low, high = (np.ravel(record[name])[channel if np.ndim(record[name]) else 0] for name in ("low", "high"))
+    low, high = (np.ravel(record[name])[channel] for name in ("low", "high"))
     return array * np.float32(high - low) + np.float32(low) if intensities else array
 
 

@@ -53,7 +53,13 @@ def epoch_pairs(seed, epoch, volumes, count, listed=None, rule=None):
     if listed:
         return [listed[i] for i in torch.randperm(len(listed), generator=draws).tolist()]
     if rule:
-        return _ruled_pairs(volumes, count, rule, draws)
+        # Partners are looked up volume by volume: a table would be too large.
+        partners = _partners(rule)
+        with_partner = np.flatnonzero(partners)
+        moving = with_partner[torch.randint(len(with_partner), (count,), generator=draws).numpy()]
+        rank = (torch.rand(count, dtype=torch.float64, generator=draws).numpy() * partners[moving]).astype(int)
+        fixed = [_permitted(volumes, rule, one)[place].item() for one, place in zip(moving, rank)]
+        return list(zip(moving.tolist(), fixed))
     moving = torch.randint(volumes, (count,), generator=draws)
     step = torch.randint(1, max(volumes, 2), (count,), generator=draws)
     return list(zip(moving.tolist(), ((moving + step) % volumes).tolist()))
@@ -93,21 +99,11 @@ def _partners(rule):
 def _permitted(volumes, rule, moving):
     """Indices of the permitted partners of one volume, rising."""
     permitted = np.ones(volumes, bool)
-    for name, word in (("subject", rule["subjects"]), ("modality", rule["modalities"])) if rule else ():
+    for name, word in (("subject", rule["subjects"]), ("modality", rule["modalities"])):
         if word != "any":
             permitted &= (rule[name] == rule[name][moving]) == (word == "same")
     permitted[moving] = False
     return np.flatnonzero(permitted)
-
-
-def _ruled_pairs(volumes, count, rule, draws):
-    """`count` random pairs under a rule. Partners are looked up volume by volume: a table would be too large."""
-    partners = _partners(rule)
-    with_partner = np.flatnonzero(partners)
-    moving = with_partner[torch.randint(len(with_partner), (count,), generator=draws).numpy()]
-    rank = (torch.rand(count, dtype=torch.float64, generator=draws).numpy() * partners[moving]).astype(int)
-    fixed = [_permitted(volumes, rule, one)[place].item() for one, place in zip(moving, rank)]
-    return list(zip(moving.tolist(), fixed))
 
 
 def epoch_pair_count(cfg, volumes, listed, split):

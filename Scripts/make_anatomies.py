@@ -62,14 +62,6 @@ def check_arguments(args, dims):
     return args.size * dims if len(args.size) == 1 else args.size
 
 
-def view_field(size, seed, number, view, cfg):
-    """The field of mode 1 that deforms a view, at a random time: (N, *size) displacement in voxels."""
-    key = (seed, number, view)
-    ddpm = DeformDDPM(cfg)
-    time = 1 + int(uniform([key], "time of a view").item() * (cfg["diffusion.timesteps"] - 1))
-    return ddpm.draw_image_field(size, [time], [key], torch.device("cpu"))[0].numpy()
-
-
 def names(number, views):
     """The file names of the views of an anatomy."""
     return [f"anatomy_{number:05d}_v{view}.nii.gz" for view in range(views)]
@@ -83,7 +75,10 @@ def write_anatomy(folder, number, views, size, seed, cfg):
         if (folder / "imagesTr" / name).exists():
             continue
         label = label_map(seed, number, size) if label is None else label
-        made = make_view(label, view_field(size, seed, number, view, cfg), seed, number, view)
+        key = (seed, number, view)
+        time = 1 + int(uniform([key], "time of a view").item() * (cfg["diffusion.timesteps"] - 1))
+        field = DeformDDPM(cfg).draw_image_field(size, [time], [key], torch.device("cpu"))[0].numpy()
+        made = make_view(label, field, seed, number, view)
         write_volume(folder / "labelsTr" / name, made["label"], made["affine"])
         write_volume(folder / "imagesTr" / name, made["image"], made["affine"])
 
@@ -99,23 +94,17 @@ def content_of(args, dims):
             "numTest": 0, "test": [], "training": rows}
 
 
-def claim(folder, settings):
-    """Record the settings that a folder is made with. Raises InputError if it was made with others."""
-    path, text = folder / MADE, json.dumps(settings, indent=1) + "\n"
-    if path.exists() and path.read_text() != text:
-        raise InputError(f"{folder}: these anatomies were made with other settings ({path}); repeat these, or choose "
-                         "another --out.")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(path, text)
-
-
 def write_anatomies(args):
     """Write everything that is missing, then the list. Returns the exit code."""
     cfg = load_config(args.config, args.overrides)
     size = check_arguments(args, cfg["model.dims"])
     drawn_by = {key: value for key, value in cfg.items() if key.startswith("diffusion.")}
     # Not their number: more can be made later, and the first ones stay.
-    claim(args.out, {"seed": args.seed, "size": size, **drawn_by})
+    path, settings = args.out / MADE, json.dumps({"seed": args.seed, "size": size, **drawn_by}, indent=1) + "\n"
+    if path.exists() and path.read_text() != settings:
+        raise InputError(f"{args.out}: these anatomies were made with other settings ({path}); repeat these, or choose "
+                         "another --out.")
+    write_file(path, settings)
     tasks = [(args.out, number, args.views, size, args.seed, cfg) for number in range(args.count)
              if not all((args.out / "imagesTr" / name).exists() for name in names(number, args.views))]
     with tqdm(total=args.count, initial=args.count - len(tasks), desc=f"writing {args.out}", unit="anatomy") as bar:

@@ -920,8 +920,8 @@ def run_one(number, seed, kinds, originals, parent, keep):
             "sentence": sentence, "seconds": round(spent, 2)}
 
 
-def forked(function, *args):
-    """Call a function in a child and wait for it; in this process torch must not have computed. Raises RuntimeError."""
+def fork(function, *args):
+    """The process of a child that calls a function; in this process torch must not have computed."""
     pid = os.fork()
     if not pid:
         code = 1
@@ -932,8 +932,7 @@ def forked(function, *args):
             traceback.print_exc()
         finally:
             os._exit(code)
-    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-        raise RuntimeError(f"{function.__name__} failed")
+    return pid
 
 
 def note_weights(originals):
@@ -964,31 +963,26 @@ def fuzz(count, seed, kinds=tuple(KINDS), workers=1, only=(), keep=None, tell=No
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
         try:
-            forked(make_originals, originals)
-            forked(note_weights, originals)
+            for make in (make_originals, note_weights):
+                if os.waitstatus_to_exitcode(os.waitpid(fork(make, originals), 0)[1]):
+                    raise RuntimeError(f"{make.__name__} failed")
         finally:
             for stream, saved in zip((1, 2), out):
                 os.dup2(saved, stream)
                 os.close(saved)
     numbers = list(only or range(count))
     children, rows = [], []
+
+    def work(own, reading, writing):
+        os.close(reading)
+        with open(writing, "w", buffering=1) as pipe:
+            for number in own:
+                print(json.dumps(run_one(number, seed, kinds, originals, parent, keep)), file=pipe)
+
     for worker in range(workers):
         reading, writing = os.pipe()
-        pid = os.fork()
-        if not pid:
-            os.close(reading)
-            code = 1
-            try:
-                with open(writing, "w", buffering=1) as pipe:
-                    for number in numbers[worker::workers]:
-                        print(json.dumps(run_one(number, seed, kinds, originals, parent, keep)), file=pipe)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
+        children.append((fork(work, numbers[worker::workers], reading, writing), reading))
         os.close(writing)
-        children.append((pid, reading))
 
     def collect(reading):
         with open(reading) as pipe:

@@ -23,21 +23,34 @@ STEP = np.array([0.0, 0.3, 2.5])  # a tilted gantry: not along the normal
 ORIGIN, SPACING = np.array([-40.0, 25.0, 7.0]), (1.5, 0.8)  # of rows, of columns, mm
 
 
-def write_slice(path, plane, number, series=SERIES):
-    """One slice, (rows, columns) of int16, stored as (value + 100) / 2."""
+def image_of(kind, series=SERIES):
+    """An image of a kind of storage, without what lies where, and without voxels."""
     item = Dataset()
     item.file_meta = FileMetaDataset()
-    item.file_meta.TransferSyntaxUID, item.file_meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
-    item.SOPClassUID, item.SOPInstanceUID, item.Modality = CTImageStorage, generate_uid(), "CT"
+    item.file_meta.TransferSyntaxUID, item.file_meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, kind
+    item.SOPClassUID, item.SOPInstanceUID, item.Modality = kind, generate_uid(), "CT"
     item.file_meta.MediaStorageSOPInstanceUID = item.SOPInstanceUID
-    item.StudyInstanceUID, item.SeriesInstanceUID, item.InstanceNumber = SERIES + ".9", series, number + 1
-    item.PatientName, item.PatientID, item.FrameOfReferenceUID = "A^B", "1", SERIES + ".8"
+    item.StudyInstanceUID, item.SeriesInstanceUID, item.FrameOfReferenceUID = SERIES + ".9", series, SERIES + ".8"
+    item.SamplesPerPixel, item.PhotometricInterpretation = 1, "MONOCHROME2"
+    item.BitsAllocated, item.BitsStored, item.HighBit, item.PixelRepresentation = 16, 16, 15, 1
+    return item
+
+
+def affine_of(step):
+    """Voxel to world, RAS, of slices that lie a step apart."""
+    lps = np.eye(4)
+    lps[:3] = np.stack([ROW * SPACING[1], COLUMN * SPACING[0], step, ORIGIN], axis=1)
+    return np.diag([-1, -1, 1, 1]) @ lps
+
+
+def write_slice(path, plane, number, series=SERIES):
+    """One slice, (rows, columns) of int16, stored as (value + 100) / 2."""
+    item = image_of(CTImageStorage, series)
+    item.InstanceNumber, item.PatientName, item.PatientID = number + 1, "A^B", "1"
     item.Rows, item.Columns = plane.shape[-2:]
     item.PixelSpacing, item.SliceThickness = list(SPACING), 2.5
     item.ImageOrientationPatient = [*ROW, *COLUMN]
     item.ImagePositionPatient = [round(float(value), 4) for value in ORIGIN + number * STEP]
-    item.SamplesPerPixel, item.PhotometricInterpretation = 1, "MONOCHROME2"
-    item.BitsAllocated, item.BitsStored, item.HighBit, item.PixelRepresentation = 16, 16, 15, 1
     item.RescaleSlope, item.RescaleIntercept = 2, -100
     item.PixelData = ((plane + 100) // 2).astype("<i2").tobytes()
     pydicom.dcmwrite(path, item, enforce_file_format=True)
@@ -59,24 +72,14 @@ def volume():
 def test_a_folder_of_slices(tmp_path, volume):
     array, affine = read_volume(write_series(tmp_path / "sub-01", volume))
     np.testing.assert_array_equal(array, volume)
-    lps = np.eye(4)
-    lps[:3] = np.stack([ROW * SPACING[1], COLUMN * SPACING[0], STEP, ORIGIN], axis=1)
-    np.testing.assert_allclose(affine, np.diag([-1, -1, 1, 1]) @ lps, atol=1e-3)
+    np.testing.assert_allclose(affine, affine_of(STEP), atol=1e-3)
     assert read_header(tmp_path / "sub-01")[0] == volume.shape
 
 
 @pytest.mark.parametrize("step", [np.cross(ROW, COLUMN) * 2.5, np.cross(ROW, COLUMN) * -2.5], ids=["up", "down"])
 def test_a_file_of_several_frames(tmp_path, volume, step):
-    item = Dataset()
-    item.file_meta = FileMetaDataset()
-    item.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    item.file_meta.MediaStorageSOPClassUID = EnhancedCTImageStorage
-    item.SOPClassUID, item.SOPInstanceUID, item.Modality = EnhancedCTImageStorage, generate_uid(), "CT"
-    item.file_meta.MediaStorageSOPInstanceUID = item.SOPInstanceUID
-    item.StudyInstanceUID, item.SeriesInstanceUID, item.FrameOfReferenceUID = SERIES + ".9", SERIES, SERIES + ".8"
+    item = image_of(EnhancedCTImageStorage)
     item.Columns, item.Rows, item.NumberOfFrames = volume.shape
-    item.SamplesPerPixel, item.PhotometricInterpretation = 1, "MONOCHROME2"
-    item.BitsAllocated, item.BitsStored, item.HighBit, item.PixelRepresentation = 16, 16, 15, 1
 
     def group(**sequences):
         found = Dataset()
@@ -97,12 +100,9 @@ def test_a_file_of_several_frames(tmp_path, volume, step):
     item.PixelData = ((volume.transpose(2, 1, 0) + 100) // 2).astype("<i2").tobytes()
     pydicom.dcmwrite(tmp_path / "scan.dcm", item, enforce_file_format=True)
     array, affine = read_volume(tmp_path / "scan.dcm")
-    lps = np.eye(4)
-    lps[:3] = np.stack([ROW * SPACING[1], COLUMN * SPACING[0], step, ORIGIN], axis=1)
-    here, there = np.array([[1, 2, 3, 1]]).T, np.linalg.inv(np.diag([-1, -1, 1, 1]) @ lps)
-    i, j, k = np.rint(there @ affine @ here)[:3, 0].astype(int)
+    i, j, k = np.rint(np.linalg.inv(affine_of(step)) @ affine @ [1, 2, 3, 1])[:3].astype(int)
     assert array.shape == volume.shape and array[1, 2, 3] == volume[i, j, k]
-    np.testing.assert_allclose(affine, np.diag([-1, -1, 1, 1]) @ lps, atol=1e-3)
+    np.testing.assert_allclose(affine, affine_of(step), atol=1e-3)
 
 
 def test_folders_of_a_study_are_its_volumes(tmp_path, volume):

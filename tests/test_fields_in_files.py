@@ -34,6 +34,15 @@ def smooth(shape, affine):
     return sum(np.exp(-((where - place.reshape(3, 1, 1, 1)) ** 2).sum(0) / (2 * 5.0 ** 2)) for place in places)
 
 
+def by_itk(folder, moving, fixed):
+    """A moving file as SimpleITK shows it by the field.nii.gz beside it, on the grid of a fixed file."""
+    vectors = sitk.ReadImage(str(folder / "field.nii.gz"), sitk.sitkVectorFloat64)
+    assert vectors.GetDimension() == 3 and vectors.GetNumberOfComponentsPerPixel() == 3
+    images = [sitk.ReadImage(str(folder / name)) for name in (moving, fixed)]
+    shown = sitk.Resample(*images, sitk.DisplacementFieldTransform(vectors), sitk.sitkLinear, 0.0)
+    return sitk.GetArrayFromImage(shown).T
+
+
 @pytest.mark.parametrize("fixed, moving", [(0, 0), (0, 1), (1, 2), (2, 3), (3, 1)])
 def test_simpleitk_warps_by_our_file_as_we_do(tmp_path, fixed, moving):
     (shape, affine), (other_shape, other) = FIXED[fixed], FIXED[moving]
@@ -44,13 +53,7 @@ def test_simpleitk_warps_by_our_file_as_we_do(tmp_path, fixed, moving):
     write_volume(tmp_path / "moving.nii.gz", image, other)
     write_volume(tmp_path / "fixed.nii.gz", np.zeros(shape, np.float32), affine)
     write_field(tmp_path / "field.nii.gz", field, affine)
-
-    reference = sitk.ReadImage(str(tmp_path / "fixed.nii.gz"))
-    vectors = sitk.ReadImage(str(tmp_path / "field.nii.gz"), sitk.sitkVectorFloat64)
-    assert vectors.GetDimension() == 3 and vectors.GetNumberOfComponentsPerPixel() == 3
-    transform = sitk.DisplacementFieldTransform(vectors)
-    theirs = sitk.Resample(sitk.ReadImage(str(tmp_path / "moving.nii.gz")), reference, transform, sitk.sitkLinear, 0.0)
-    theirs = sitk.GetArrayFromImage(theirs).T
+    theirs = by_itk(tmp_path, "moving.nii.gz", "fixed.nii.gz")
 
     change = (np.linalg.inv(other) @ affine)[:3]
     moved = then_affine(torch.from_numpy(field)[None], change)
@@ -169,18 +172,6 @@ def test_what_is_no_field_is_refused(tmp_path, array, words):
         read_field(tmp_path / "field.nii.gz")
 
 
-def test_a_damaged_field_is_refused(tmp_path):
-    write_field(tmp_path / "good.nii.gz", random_field(0, (16, 16, 16), 0.06), np.eye(4))
-    data, path = (tmp_path / "good.nii.gz").read_bytes(), tmp_path / "field.nii.gz"
-    flipped = [bytearray(data), bytearray(data)]
-    flipped[0][len(data) // 3] ^= 0xFF  # within the stream, which zlib finds
-    flipped[1][-6] ^= 0x01  # in the checksum at the end
-    for content in (data[:len(data) // 2], data[:-3], *flipped):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match="field.nii.gz: (truncated or corrupt|not a readable NIfTI)"):
-            read_field(path)
-
-
 def test_a_field_is_checked_as_a_volume_is(tmp_path):
     image = nibabel.Nifti1Image(np.ones((5, 6, 7, 3), np.float32), None)
     image.header.set_sform(np.diag([1.0, 1, 0, 1]), 1)
@@ -208,10 +199,7 @@ def test_itk_moves_an_image_of_other_units_by_our_field(tmp_path, unit, mm):
     assert np.abs(found - field).max() < 1e-4
     np.testing.assert_allclose(its_affine, affine, rtol=1e-5)
 
-    moving = sitk.ReadImage(str(tmp_path / "image.nii.gz"))
-    vectors = sitk.ReadImage(str(tmp_path / "field.nii.gz"), sitk.sitkVectorFloat64)
-    theirs = sitk.Resample(moving, moving, sitk.DisplacementFieldTransform(vectors), sitk.sitkLinear, 0.0)
-    theirs = sitk.GetArrayFromImage(theirs).T
+    theirs = by_itk(tmp_path, "image.nii.gz", "image.nii.gz")
     ours = warp(torch.from_numpy(image)[None, None], torch.from_numpy(field)[None])[0, 0].numpy()
     inside = warp(torch.ones(1, 1, *shape), torch.from_numpy(field)[None])[0, 0].numpy() > 0.999
     assert inside.mean() > 0.1 and np.abs(ours - theirs)[inside].max() < 1e-3 * image.max()

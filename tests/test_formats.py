@@ -64,10 +64,9 @@ def test_itk_and_we_agree_about_every_voxel(tmp_path, suffix, grid):
     for index in ((0, 0, 0), (6, 0, 0), (0, 8, 0), (3, 2, 10)):
         assert place_of(tmp_path / f"ours{suffix}", index) == pytest.approx((affine @ [*index, 1])[:3], abs=1e-4)
         assert sitk.ReadImage(str(tmp_path / f"ours{suffix}"))[index] == array[index]
-    for name in ("ours", "theirs"):
-        back, own = read_volume(tmp_path / f"{name}{suffix}")
-        np.testing.assert_array_equal(back, array)
-        np.testing.assert_allclose(own, affine, atol=1e-5)
+    back, own = read_volume(tmp_path / f"theirs{suffix}")
+    np.testing.assert_array_equal(back, array)
+    np.testing.assert_allclose(own, affine, atol=1e-5)
 
 
 @pytest.mark.parametrize("suffix", [".mgz", ".mgh"])
@@ -161,15 +160,6 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, monkeypatch):
     for call in (read_volume, read_header, lambda path: write_volume(path, numbers(), np.eye(4))):
         with refused("four.nrrd", "pip install SimpleITK"):
             call(tmp_path / "four.nrrd")
-
-
-def test_a_damaged_mgz_is_found_by_its_checksum(tmp_path):
-    write_volume(tmp_path / "v.mgz", numbers(), np.eye(4))
-    content = bytearray((tmp_path / "v.mgz").read_bytes())
-    content[-6] ^= 255
-    (tmp_path / "v.mgz").write_bytes(bytes(content))
-    with refused("v.mgz", "truncated or corrupt"):
-        read_volume(tmp_path / "v.mgz")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

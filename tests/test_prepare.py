@@ -105,19 +105,15 @@ def test_a_volume_comes_back_to_its_own_grid_within_the_error_of_two_interpolati
 
 
 @pytest.mark.parametrize("shape, affine, size, spacing_mm", COPIES)
-@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
-def test_a_crop_or_padding_comes_back_exactly(tmp_path, shape, affine, size, spacing_mm, dtype):
+def test_a_crop_or_padding_comes_back_exactly(tmp_path, shape, affine, size, spacing_mm):
     rng = np.random.default_rng(0)
     image, label = rng.uniform(LOW, HIGH, shape).astype(np.float32), rng.integers(-3, 300, shape).astype(np.int16)
     found, record = prepared(save(tmp_path, image, affine, label=label), keys(size, spacing_mm))
-    stored = cache.encode(found["image"], dtype)
-    assert stored.dtype == dtype
-    back = to_original(cache.decode(stored), record, intensities=True)
+    back = to_original(found["image"], record, intensities=True)
     # Which voxels of the file the grid has: what comes back of a grid full of ones.
     there = to_original(np.ones(size, np.int16), record, order=0) == 1
     assert there.sum() > 0.2 * image.size
-    half_step = {"uint8": 0.5 / 255, "float16": 2.0 ** -12, "float32": 2.0 ** -24}[dtype]
-    assert np.abs(back - image)[there].max() <= (HIGH - LOW) * (half_step + 2.0 ** -22)
+    assert np.abs(back - image)[there].max() <= (HIGH - LOW) * (2.0 ** -24 + 2.0 ** -22)
     assert np.abs(back[~there] - LOW).max(initial=0) <= (HIGH - LOW) * 2.0 ** -22
     labels = to_original(found["label"], record, order=0)
     assert np.array_equal(labels, np.where(there, label, 0))
@@ -236,16 +232,14 @@ def test_a_soft_mask_counts_wherever_it_is_above_zero(tmp_path):
 def test_a_label_may_differ_by_rounding_of_its_affine_and_no_more(tmp_path):
     image = np.random.default_rng(0).random((20, 22, 24)).astype(np.float32)
     item = save(tmp_path, image, OBLIQUE, label=(image > 0.5).astype(np.uint8))
-    near, far, turned = OBLIQUE.copy(), OBLIQUE.copy(), OBLIQUE.copy()
+    near, far = OBLIQUE.copy(), OBLIQUE.copy()
     near[:3, 3] += 0.05
     far[:3, 3] += 0.3
-    turned[:3, :3] *= 1.01
     write_volume(item["label"], (image > 0.5).astype(np.uint8), near)
     assert on_grid(item, keys((16, 16, 16), 1.2))["label"].any()
-    for affine in (far, turned):
-        write_volume(item["label"], (image > 0.5).astype(np.uint8), affine)
-        with pytest.raises(InputError, match="label.nii.gz: the label of .*image.nii.gz is on another grid"):
-            on_grid(item, keys((16, 16, 16), 1.2))
+    write_volume(item["label"], (image > 0.5).astype(np.uint8), far)
+    with pytest.raises(InputError, match="label.nii.gz: the label of .*image.nii.gz is on another grid"):
+        on_grid(item, keys((16, 16, 16), 1.2))
     write_volume(item["label"], (image > 0.5)[:-1].astype(np.uint8), OBLIQUE)
     with pytest.raises(InputError, match=r"another grid .*\(19, 22, 24\) and \(20, 22, 24\)"):
         on_grid(item, keys((16, 16, 16), 1.2))

@@ -1,5 +1,4 @@
 """Structures that the network segments by itself: its layers, their loss, refinement by them, and trainings."""
-import json
 import math
 
 import numpy as np
@@ -331,15 +330,11 @@ def test_another_number_of_labels_is_one_sentence(data, tmp_path, capfd):
             "6): set it to that number, or name those that count by registration.labels.") in capfd.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_cost_of_a_step_is_counted_before_the_data_are_there(capfd):
-    thousands = {}
-    for structures in (0, 2):
-        words = [f"model.structures={structures}", f"loss.segment={0.06 * structures}", "data.root=/nowhere"]
-        assert om.main(["--config", str(ROOT / "Config/config_hippocampus_labels.yaml"), "--dry-run",
-                        *[word for item in words for word in ("--set", item)]]) == 0
-        thousands[structures] = json.loads(capfd.readouterr().out.splitlines()[-1])["parameters"] // 1000
-    assert thousands == {0: 1783, 2: 2982}
+@pytest.mark.parametrize("structures, thousands", [(0, 1783), (2, 2982)])
+def test_structures_have_weights_of_their_own(structures, thousands):
+    net = build_network(load_config(ROOT / "Config/config_hippocampus_labels.yaml", [
+        f"model.structures={structures}", f"loss.segment={0.06 * structures}"]))
+    assert sum(parameter.numel() for parameter in net.parameters()) // 1000 == thousands
 
 
 def test_best_field_works_with_the_config_of_the_hippocampus():
