@@ -246,9 +246,10 @@ def step_registration(net, batch, cfg):
         shares = losses.structure_shares(logits.detach()).chunk(2)             # (B, K, *spatial) each
     else:
         field = predict.align(net, seen["moving"], seen["fixed"], cfg)         # (B, N, *spatial)
-    warped, inside = warp(moving, field), None                                 # (B, C, *spatial)
     if cfg["registration.masks"]:
         warped, inside = losses.warp_inside(moving, field, **batch["mask"])    # (B, C, *spatial), (B, 1, *spatial)
+    else:
+        warped, inside = warp(moving, field), None                             # (B, C, *spatial)
     imgsim = -losses.image_similarity(warped, fixed, cfg, inside)
     imgmse = losses.mean_square(warped - fixed, inside)
     smoothness = losses.regularity(field, cfg["loss.waiver"], cfg["loss.folding"])

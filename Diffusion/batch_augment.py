@@ -36,7 +36,7 @@ def random_affine(rng_keys, dims, size, cfg):
         turn[:, j, i] = sin
         linear = turn @ linear
     flipped = (numbers[:, 9] + 1) / 2 < cfg["augment.flip"]
-    linear[:, :, 0] = torch.where(flipped[:, None], -linear[:, :, 0], linear[:, :, 0])
+    linear[flipped, :, 0] *= -1
     return torch.cat([linear, shift[:, :, None]], dim=2)
 
 
@@ -163,12 +163,9 @@ def remap_intensities(images, rng_keys, cfg):
     A fraction augment.remap of the volumes is mapped, each channel by its own `_random_function`. Bright may become
     dark, and different intensities may become equal.
     images: (B, C, *spatial) float32; not changed. rng_keys: B tuples (seed, epoch, sample).
-    Returns: (B, C, *spatial), mapped volumes in 0 .. 1; `images` itself if augment.remap is 0.
+    Returns: (B, C, *spatial), mapped volumes in 0 .. 1.
     """
-    if not cfg["augment.remap"]:
-        return images
-    channels = images.shape[1]
-    numbers = uniform(rng_keys, "remap", channels, REMAP_PIECES + 2)                                   # (B, C, P + 2)
+    numbers = uniform(rng_keys, "remap", images.shape[1], REMAP_PIECES + 2)                            # (B, C, P + 2)
     tables = torch.stack([_random_function(row) for row in numbers.flatten(0, 1)])                     # (B C, bins)
     mapped = table_lookup(images.flatten(0, 1), send(tables, images.device)).view(images.shape)
     chosen = send(uniform(rng_keys, "remap share") < cfg["augment.remap"], images.device)

@@ -19,7 +19,6 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # Convolution and normalisation
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 def dtype_on_cpu(x):
     """The dtype in which a layer computes x: that of autocast where it is on. None on other devices than CPUs."""
     if x.device.type != "cpu" or not HAS_ONEDNN:
@@ -139,7 +138,6 @@ def start_at_zero(layer):
 # Time
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 def sinusoids(positions, width, longest):
     """Sinusoidal embedding (Vaswani et al., NeurIPS 2017): [sin(w_k p), cos(w_k p)] with w_k = longest^(-k / (K - 1)).
 
@@ -192,7 +190,6 @@ class FieldScale(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # Blocks
 # ---------------------------------------------------------------------------------------------------------------------
-
 
 class ConvBlock(nn.Module):
     """Convolution, group norm, scale and shift by time, activation.
@@ -267,7 +264,6 @@ class UpsampleConv(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # Around a network
 # ---------------------------------------------------------------------------------------------------------------------
-
 
 # Before torch 2.11 autocast kept what was cast without gradient, so these weights got none in a later pass either.
 OLD_CASTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)

@@ -57,7 +57,6 @@ def working_kernels(device_type):
 # Constants and small systems, without waiting for the device
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 @functools.lru_cache(maxsize=512)
 def _computed_once(function, *arguments):
     return function(*arguments)
@@ -116,7 +115,6 @@ class SolvePositive(torch.autograd.Function):
 # Weights in bfloat16, of a module that several passes share
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 class InPasses(torch.autograd.Function):
     """Weights as autocast casts them, for each of some passes: all in one operation. So are the sums over the passes of
     their gradients, and the cast back.
@@ -168,7 +166,6 @@ def weights_in_passes(module, count):
 # Products over channels, and along an axis
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 def in_float32(layer, x):
     """layer(x), by an accelerator in float32 whatever autocast says: a cast of so little takes as long as the rest."""
     if not accelerated(x):
@@ -207,7 +204,6 @@ def product_along(x, matrix, axis):
 # Linear interpolation
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 def interpolation_matrix(old, new, align_corners, dtype, device):
     """(new, old) matrix M such that M x is x, of `old` values, interpolated linearly at `new` places.
 
@@ -231,27 +227,21 @@ def interpolate_by_products(x, size, align_corners):
     x: (B, C, *spatial), of either memory format, which the result has too. size: N voxels.
     """
     b, c = x.shape[:2]
-    channels_last, kernels = x.movedim(1, -1).is_contiguous(), kernels_for(x)
+    channels_last, kernels = c > 1 and x.movedim(1, -1).is_contiguous(), kernels_for(x)
     if kernels and kernels.interpolates(x, size):
         if channels_last:
             return kernels.Interpolate.apply(x.movedim(1, -1), 1, tuple(size), align_corners).movedim(-1, 1)
         return kernels.Interpolate.apply(x.contiguous(), 2, tuple(size), align_corners)
-    x = x.movedim(1, -1) if channels_last else x.flatten(0, 1).unsqueeze(-1)    # (B, *spatial, C) or (B C, *spatial, 1)
+    x = x.movedim(1, -1) if channels_last else x.flatten(0, 1)                  # (B, *spatial, C) or (B C, *spatial)
     for axis, new in enumerate(size, 1):
         matrix = constant(interpolation_matrix, x.shape[axis], new, align_corners, x.dtype, device=x.device)
-        after = x.shape[axis + 1:]
-        if after.numel() == 1:
-            product = x.reshape(-1, x.shape[axis]) @ matrix.T                   # (all before, new)
-        else:
-            product = matrix @ x.reshape(-1, x.shape[axis], after.numel())      # (all before, new, all behind)
-        x = product.view(*x.shape[:axis], new, *after)
+        x = product_along(x, matrix, axis)
     return x.movedim(-1, 1) if channels_last else x.view(b, c, *size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Group norm, modulation and activation
 # ---------------------------------------------------------------------------------------------------------------------
-
 
 class NormModulateActivate(torch.autograd.Function):
     """y = LeakyReLU((1 + scale) x GroupNorm(x) + shift): two passes over x, in its own precision.

@@ -7,9 +7,8 @@ differences.
 import math
 
 import torch
-import torch.nn.functional as F
 
-from Diffusion.fields import LINEAR, compose, integrate_velocity, resize_field, warp
+from Diffusion.fields import compose, integrate_velocity, interpolate, resize_field, warp
 from Runtime.device import autocast, send
 from Runtime.keyed_random import generator, normal, uniform
 
@@ -38,7 +37,7 @@ def draw_velocity(rng_keys, purpose, dims, grids, v_scale):
     velocity = 0.0
     for grid in grids:
         noise = normal(rng_keys, f"{purpose} {grid}", dims, *[grid] * dims) * (finest / grid)
-        velocity = velocity + F.interpolate(noise, size=[finest] * dims, mode=LINEAR[dims], align_corners=True)
+        velocity = velocity + interpolate(noise, [finest] * dims, align_corners=True)
     return velocity * (v_scale * (finest // 2 - 1))
 
 
@@ -105,6 +104,10 @@ class DeformDDPM:
         velocity, extra = (send(part, device) for part in drawn)
         return velocity, compose(velocity, self.noise_ratio * extra)
 
+    def on_image(self, velocity, counts, size):
+        """The displacement after `counts` compositions of a velocity, where it lies on the image: (B, N, *size)."""
+        return resize_field(integrate_velocity(velocity, counts, middle(self.grids[-1], self.dims)), size)
+
     @torch.no_grad()
     def draw_fields(self, size, times, rng_keys, device, drawn=None):
         """Random fields at given times: the ones that deform the images, and the ones that the network learns to undo.
@@ -117,10 +120,8 @@ class DeformDDPM:
         Returns: image field and target field, (B, N, *size) displacement in voxels each.
         """
         velocity, noisy = self.velocities(drawn or self.draw(rng_keys), device)
-        on_image = middle(self.grids[-1], self.dims)
-        target = integrate_velocity(velocity, [label_count(t) for t in times], on_image)
-        image = integrate_velocity(noisy, [image_count(t) for t in times], on_image)
-        return resize_field(image, size), resize_field(target, size)
+        target = self.on_image(velocity, [label_count(t) for t in times], size)
+        return self.on_image(noisy, [image_count(t) for t in times], size), target
 
     @torch.no_grad()
     def diffuse(self, x0, times, rng_keys, drawn=None):
@@ -137,8 +138,7 @@ class DeformDDPM:
     def draw_image_field(self, size, times, rng_keys, device):
         """The image field of `draw_fields`, bit for bit, without the target, which only training needs."""
         _, noisy = self.velocities(self.draw(rng_keys), device)
-        image = integrate_velocity(noisy, [image_count(t) for t in times], middle(self.grids[-1], self.dims))
-        return resize_field(image, size)
+        return self.on_image(noisy, [image_count(t) for t in times], size)
 
     @torch.no_grad()
     def recover(self, net, x0, start, rng_keys, cfg, condition=None, stride=1):

@@ -21,11 +21,10 @@ LINEAR = {2: "bilinear", 3: "trilinear"}  # F.interpolate's names of linear inte
 
 def side_lengths(size, device=None):
     """Image sides in voxels, (1, N, 1, ..., 1) float32: a field divided by them is in fractions of the image side."""
-    return constant(_side_lengths, *map(float, size), device=device)
+    return constant(_side_lengths, tuple(map(float, size)), device=device)
 
 
-def _side_lengths(*sides_and_device):
-    *sides, device = sides_and_device
+def _side_lengths(sides, device):
     return send(torch.tensor(sides, dtype=torch.float32), device).view(1, -1, *[1] * len(sides))
 
 
@@ -260,9 +259,8 @@ def determinant(vectors):
     return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
 
 
-def _centred(*size_and_device):
+def _centred(size, device):
     """Distance of the voxels of each axis from its centre."""
-    *size, device = size_and_device
     return [torch.arange(n, dtype=torch.float32, device=device) - (n - 1) / 2 for n in size]
 
 
@@ -273,7 +271,7 @@ def affine_field(matrix, size):
     Returns: (B, N, *size) displacement in voxels.
     """
     dims = len(size)
-    axes = constant(_centred, *map(int, size), device=matrix.device)
+    axes = constant(_centred, tuple(map(int, size)), device=matrix.device)
     change = matrix[:, :, :dims].float() - torch.eye(dims, device=matrix.device)
     if accelerated(matrix):
         # Axis by axis: the gradient of one product over all voxels would be a sum on a few processors (17 ms at 128^3).

@@ -34,7 +34,6 @@ def _jit(function):
 # Group norm, modulation and activation: the two passes of each direction
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 @triton.jit
 def _block(sample, first, voxels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """Places in memory, and which of them exist, of ROWS voxels with all their channels."""
@@ -235,7 +234,6 @@ class NormModulateActivate(torch.autograd.Function):
 # Layer norm of a sum
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 @triton.jit
 def _standardised(value, known, eps, WIDTH: tl.constexpr):
     """A row with mean 0 and variance 1, and what it was multiplied by."""
@@ -320,7 +318,6 @@ class NormedSum(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------------------------
 # Neighbours
 # ---------------------------------------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _neighbour(number, sign, place, voxels, depth, height, width, REACH: tl.constexpr):
@@ -434,7 +431,6 @@ def _constants(f):
 # Unit vectors of projected features
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 @triton.jit
 def _rows(x, place, inside, first, CHANNELS: tl.constexpr, SOME: tl.constexpr):
     """SOME channels from the first on of the voxels at these places, (places, SOME) float32."""
@@ -529,7 +525,6 @@ class UnitFeatures(torch.autograd.Function):
 # Linear interpolation along one axis
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 @triton.jit
 def _place_of(fine, scale, offset, last):
     """Where a point of the grid that is interpolated at lies on the grid of the values."""
@@ -613,7 +608,6 @@ def places(old, new, align_corners):
 # ---------------------------------------------------------------------------------------------------------------------
 # Convolutions from or to a few channels
 # ---------------------------------------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _spaced(place, channel, of_sample, of_voxel, of_channel, depth, height, width):
@@ -798,7 +792,6 @@ def _weight_gradient(x, dense, kernel, sign):
 # Warped features
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 @triton.jit
 def _sampled_at(field, place, voxels, inside, axis, index, length):
     """Along one axis: the voxel below the sampled point, the way on to the next, and 1 where the point is inside."""
@@ -914,7 +907,6 @@ def warps(x):
 # Features side by side
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 @_jit
 def _copy_channels(x, out, voxels, x_sample, x_voxel, x_channel, out_sample, out_voxel, out_channel,
                    CHANNELS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
@@ -976,7 +968,6 @@ class SideBySide(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------------------------
 # A trial
 # ---------------------------------------------------------------------------------------------------------------------
-
 
 def try_out(device_type):
     """Compile each kernel, run it once in both directions, and compare it with the plain way.

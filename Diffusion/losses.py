@@ -15,6 +15,7 @@ from Diffusion.fields import jacobian_determinant, masked, side_lengths, warp
 # A displacement counts as zero where its squared length, as a fraction of the image side, is below this: 0.04 voxels at
 # a side of 128.
 NEGLIGIBLE = 1e-7
+FLAT = 1e-5  # a variance that counts as zero, of intensities of order one
 FEW_SHIFTS = 5  # voxels: the largest window that a CPU sums by shifted copies; beyond it matrix products are as fast
 
 
@@ -39,9 +40,7 @@ def recovery_terms(pred_field, target_field):
     # F.cosine_similarity over the channels of a volume are five times slower.
     lengths = r.square().sum(1).clamp(min=NEGLIGIBLE) * squared.clamp(min=NEGLIGIBLE)
     cosine = (r * target).sum(1) * lengths.rsqrt()
-    counted = (squared > NEGLIGIBLE).float()
-    ang = (cosine * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1.0)
-    return dist, ang
+    return dist, counted_means(cosine, (squared > NEGLIGIBLE).float())
 
 
 def roughness(field, waiver=0.0):
@@ -122,7 +121,7 @@ class _ShiftedMean(torch.autograd.Function):
 
 
 def counted_means(values, counted):
-    """Each sample's mean of values (B, C, *spatial) under `counted`, of the same shape: (B,); 0 if nothing counts."""
+    """Each sample's mean of values (B, ...) under `counted`, of the same shape: (B,); 0 if nothing counts."""
     return (values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1.0)
 
 
@@ -130,15 +129,15 @@ class _LocalCorrelation(torch.autograd.Function):
     """`local_correlation` with its gradient written out: three box means for each image instead of autograd's five."""
 
     @staticmethod
-    def forward(ctx, a, b, window, squared, eps):
+    def forward(ctx, a, b, window, squared):
         mean_a = box_mean(a, window)
         mean_b = box_mean(b, window)
         # Clamped: rounding can make this difference of means slightly negative where an image is flat.
         var_a = box_mean(a * a, window).addcmul_(mean_a, mean_a, value=-1.0).clamp_(min=0.0)
         var_b = box_mean(b * b, window).addcmul_(mean_b, mean_b, value=-1.0).clamp_(min=0.0)
         covariance = box_mean(a * b, window).addcmul_(mean_a, mean_b, value=-1.0)
-        variances = (var_a * var_b).add_(eps ** 2)
-        counted = (var_b > 10 * eps).float()
+        variances = (var_a * var_b).add_(FLAT ** 2)
+        counted = (var_b > 10 * FLAT).float()
         ctx.save_for_backward(a, b, mean_a, mean_b, var_a, var_b, covariance, variances, counted)
         ctx.window, ctx.squared = window, squared
         correlation = covariance.square() / variances if squared else covariance * variances.rsqrt()
@@ -165,34 +164,34 @@ class _LocalCorrelation(torch.autograd.Function):
             by_mean = (by_covariance * other_mean).addcmul_(by_own, mean)
             results.append((spread * other).addcmul_(own, box_mean(by_own, ctx.window, transposed=True))
                            .sub_(box_mean(by_mean, ctx.window, transposed=True)))
-        return (*results, None, None, None)
+        return (*results, None, None)
 
 
-def local_correlation(image, target, window=9, squared=True, eps=1e-5, weight=None):
+def local_correlation(image, target, window=9, squared=True, weight=None):
     """Mean local normalised cross-correlation of two images.
 
     With means <.> over the cube of `window` voxels around each voxel, of those that lie in the image,
       cov = <I T> - <I><T>,  var_I = <I I> - <I>^2,  var_T = <T T> - <T>^2,
-      squared:  mean of cov^2 / (var_I var_T + eps^2), 0 .. 1 (Avants et al., Med Image Anal 2008)
-      else:     mean of cov / sqrt(var_I var_T + eps^2), -1 .. 1 (Cachier et al., CVIU 2003, by Gaussian windows)
-    and 1 is perfect, so the loss is its negative. The mean is over voxels with var_T > 10 eps: a flat target cannot be
+      squared:  mean of cov^2 / (var_I var_T + FLAT^2), 0 .. 1 (Avants et al., Med Image Anal 2008)
+      else:     mean of cov / sqrt(var_I var_T + FLAT^2), -1 .. 1 (Cachier et al., CVIU 2003, by Gaussian windows)
+    and 1 is perfect, so the loss is its negative. The mean is over voxels with var_T > 10 FLAT: a flat target cannot be
     compared, and the size of that part must not matter. The choice of voxels does not depend on the image, which could
     otherwise hide differences. Each sample counts equally.
 
-    image, target: (B, C, *spatial), intensities of order one. window: odd, in voxels. eps: a variance that counts as
-    zero. weight: (B, 1, *spatial), 0 .. 1, how much each voxel counts, in the means of a window and in the mean of all;
-    None for all alike. Returns: a scalar; 0 where nothing counts.
+    image, target: (B, C, *spatial), intensities of order one. window: odd, in voxels. weight: (B, 1, *spatial),
+    0 .. 1, how much each voxel counts, in the means of a window and in the mean of all; None for all alike.
+    Returns: a scalar; 0 where nothing counts.
     """
     with torch.autocast(image.device.type, enabled=False):
         image, target = image.float(), target.float()
         if weight is None:
-            return _LocalCorrelation.apply(image, target, window, squared, eps)
+            return _LocalCorrelation.apply(image, target, window, squared)
         weight = weight.float()
-        correlation, counted = local_correlation_map(image, target, window, squared, weight, eps)
+        correlation, counted = local_correlation_map(image, target, window, squared, weight)
         return counted_means(correlation, weight * counted).mean()
 
 
-def local_correlation_map(image, target, window=9, squared=True, weight=None, eps=1e-5):
+def local_correlation_map(image, target, window=9, squared=True, weight=None):
     """The local correlation in the window around each voxel, and where it is defined: (B, C, *spatial) float32 each.
 
     Arguments as for `local_correlation`. The second is 1 where the target is not flat, else 0.
@@ -204,27 +203,29 @@ def local_correlation_map(image, target, window=9, squared=True, weight=None, ep
     image_variance = weighted_variance(image, image_mean, weight, count, window)
     target_variance = weighted_variance(target, target_mean, weight, count, window)
     covariance = box_mean(weight * image * target, window) / count - image_mean * target_mean
-    variances = image_variance * target_variance + eps ** 2
+    variances = image_variance * target_variance + FLAT ** 2
     correlation = covariance.square() / variances if squared else covariance * variances.rsqrt()
-    return correlation, (target_variance > 10 * eps).float()
+    return correlation, (target_variance > 10 * FLAT).float()
 
 
-def window_statistics(target, window, weight=None, eps=1e-5):
+def window_statistics(target, window, weight=None):
     """The statistics of a fixed target for `correlation_slope`: a tuple of count, mean, variance and `counted`.
 
     target: (B, C, *spatial) float32. weight: (B, 1, *spatial) or None. Returns: count, the mean of the weight in each
     cube, or None; mean and variance of the target there; how much each window counts.
     """
     count = None if weight is None else box_mean(weight, window).clamp(min=1e-4)
-    mean = box_mean(target, window) if weight is None else box_mean(weight * target, window).div_(count)
-    square = target.square() if weight is None else weight * target.square()
-    variance = box_mean(square, window)
-    variance = (variance if weight is None else variance.div_(count)).addcmul_(mean, mean, value=-1.0).clamp_(min=0.0)
-    counted = (variance > 10 * eps).float()  # as in `local_correlation_map`
+
+    def mean_of(values):
+        return box_mean(values, window) if weight is None else box_mean(weight * values, window).div_(count)
+
+    mean = mean_of(target)
+    variance = mean_of(target.square()).addcmul_(mean, mean, value=-1.0).clamp_(min=0.0)
+    counted = (variance > 10 * FLAT).float()  # as in `local_correlation_map`
     return count, mean, variance, counted if weight is None else counted * weight
 
 
-def correlation_slope(image, target, statistics, window=9, squared=True, weight=None, eps=1e-5):
+def correlation_slope(image, target, statistics, window=9, squared=True, weight=None):
     """How `local_correlation` grows with the image's value at each voxel, by the window around that voxel alone.
 
     The derivative of the mean over all windows sums what the voxel does to each window that it lies in. These differ
@@ -241,7 +242,7 @@ def correlation_slope(image, target, statistics, window=9, squared=True, weight=
         mean, variance, covariance = (each.div_(count) for each in (mean, variance, covariance))
     variance.addcmul_(mean, mean, value=-1.0).clamp_(min=0.0)
     covariance.addcmul_(mean, target_mean, value=-1.0)
-    variances = variance.mul_(target_variance).add_(eps ** 2)
+    variances = variance.mul_(target_variance).add_(FLAT ** 2)
     by_covariance = (covariance / variances).mul_(2.0) if squared else variances.rsqrt()
     by_covariance.mul_(counted).div_(counted.sum().clamp(min=1.0))
     by_image = covariance.div_(variances).mul_(target_variance).mul_(mean.neg_().add_(image))
@@ -278,26 +279,15 @@ def mslncc(image, target, window=9, scales=3, squared=True, weight=None):
 
 
 def over_scales(similarity, image, target, scales, weight, **options):
-    """The mean of a similarity at scales 1, 1/2, 1/4, ..., by average pooling. Others: as for `mslncc`."""
-    total = 0.0
+    """The mean of a similarity at scales 1, 1/2, 1/4, ..., by average pooling (`masked`). Others: as for `mslncc`."""
+    total, pool = 0.0, F.avg_pool3d if image.dim() == 5 else F.avg_pool2d
     for level in range(scales):
         if level:
-            image, target, weight = halved(image, target, weight)
+            (image, count), (target, _) = (masked(lambda volume: pool(volume, 2), each, weight)
+                                           for each in (image, target))
+            weight = count
         total = total + similarity(image, target, weight=weight, **options)
     return total / scales
-
-
-def halved(image, target, weight=None):
-    """Two images (B, C, *spatial) and the weight of their voxels, or None, at half the size, by average pooling.
-
-    A voxel of a halved image is the weighted mean, so voxels without weight do not leak into the others.
-    """
-    pool = F.avg_pool3d if image.dim() == 5 else F.avg_pool2d
-    if weight is None:
-        return pool(image, 2), pool(target, 2), None
-    count = pool(weight, 2)
-    image, target = (pool(weight * each, 2) / count.clamp(min=1e-3) for each in (image, target))
-    return image, target, count
 
 
 def self_similarity(image, distance=1, window=3):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from scipy import ndimage
 
-from Diffusion.fields import determinant, identity, jacobian_determinant, warp
+from Diffusion.fields import determinant, identity, jacobian_determinant
 
 
 def dice(first, second, labels):
@@ -25,19 +25,6 @@ def dice(first, second, labels):
         size = int(a.sum()) + int(b.sum())
         scores.append(2.0 * int((a & b).sum()) / size if size else float("nan"))
     return scores
-
-
-def dice_before_after(moving_label, fixed_label, field):
-    """Mean Dice over the fixed image's labels, without and with a field.
-
-    moving_label, fixed_label: (1, 1, *spatial). field: (1, N, *spatial) in voxels; labels warped by nearest neighbour.
-    Returns: Dice before and after, None if the fixed image has no label; the warped label (1, 1, *spatial).
-    """
-    warped_label = warp(moving_label, field, mode="nearest")
-    labels = sorted(set(fixed_label.unique().tolist()) - {0})
-    before = average(dice(moving_label, fixed_label, labels))
-    after = average(dice(warped_label, fixed_label, labels))
-    return before, after, warped_label
 
 
 def average(values):

@@ -57,23 +57,18 @@ def network_arguments(cfg):
     }
 
 
-def network_class(name):
-    """The class that model.name names. Raises InputError, listing the known names, for an unknown one."""
-    if name not in NETWORKS:
-        raise InputError(f"model.name: there is no network '{name}'; known are {', '.join(NETWORKS)}.")
-    return NETWORKS[name]
-
-
 def new_network(cfg):
     """The network of a config, with weights from torch's random numbers. Raises InputError for an unknown name."""
-    network, arguments = network_class(cfg["model.name"]), network_arguments(cfg)
+    if cfg["model.name"] not in NETWORKS:
+        raise InputError(f"model.name: there is no network '{cfg['model.name']}'; known are {', '.join(NETWORKS)}.")
+    network = NETWORKS[cfg["model.name"]]
     named = inspect.signature(network).parameters
     for key, lack in (("structures", "segments nothing"), ("descents", "makes no learned steps"),
                       ("fine_descents", "makes no learned steps")):
         if cfg[f"model.{key}"] and key not in named:
             raise InputError(f"model.{key}: the network '{cfg['model.name']}' {lack}; set it to 0, or model.name to "
                              "om_net.")
-    return network(**{name: value for name, value in arguments.items() if name in named})
+    return network(**{name: value for name, value in network_arguments(cfg).items() if name in named})
 
 
 def build_network(cfg, device="cpu"):

@@ -40,13 +40,9 @@ from Diffusion.device_ops import (
     product_over_channels,
     weights_in_passes,
 )
-from Diffusion.diffuser import image_count, label_count
+from Diffusion.diffuser import image_count, label_count, make_condition
 from Diffusion.fields import affine_field, identity, resize_field, side_lengths, warp
 from Diffusion.losses import structure_shares
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Encoder and decoder
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def checkpointed(use_checkpoint, function, *inputs):
@@ -138,11 +134,6 @@ class Segmenter(nn.Module):
         return crop(self.head(x), image.shape[2:]).float()                                  # (B, K + 1, 128^3)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class AttentionBlock(nn.Module):
     """Transformer block (Vaswani et al., NeurIPS 2017) with the norm before each branch (Xiong et al., ICML 2020).
 
@@ -184,12 +175,10 @@ def normed_sum(norm, x, branch):
     return x, norm(x)
 
 
-def embedded_places(width, *grid_and_device):
+def embedded_places(width, grid, device):
     """Sinusoids of the coordinates of each token of a grid: (tokens, width)."""
-    *grid, device = grid_and_device
-    axes = [torch.arange(n, device=device) for n in grid]
-    places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)       # (512, 3)
-    embedded = sinusoids(places, 2 * (width // (2 * len(axes))), 100.0).flatten(1)          # (512, 1020)
+    places = identity(grid, device)[0].flatten(1).T.contiguous()                            # (512, 3)
+    embedded = sinusoids(places, 2 * (width // (2 * len(grid))), 100.0).flatten(1)          # (512, 1020)
     return F.pad(embedded, (0, width - embedded.shape[1]))                                  # (512, 1024)
 
 
@@ -227,7 +216,7 @@ class MutualAttention(nn.Module):
 
     def tokens(self, features, kind):
         """Tokens of features (B, C, *grid). kind: 0 for the image, 1 for the condition."""
-        places = constant(embedded_places, self.width, *features.shape[2:], device=features.device)     # (512, 1024)
+        places = constant(embedded_places, self.width, tuple(features.shape[2:]), device=features.device)  # (512, 1024)
         tokens = self.enter(features.flatten(2).transpose(1, 2))                            # (B, 512, 1024)
         return tokens + self.kind[kind] + places                                            # (B, 512, 1024)
 
@@ -262,11 +251,6 @@ class MutualAttention(nn.Module):
         tokens = [self.through_blocks(each) for each in tokens]                             # (B, 512, 1024) each
         means = torch.cat([self.norm(each).mean(1) for each in tokens])                     # (2B, 1024)
         return means.chunk(len(features))                                                   # (B, 1024) each
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Affine match
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def places_of_tokens(grid, size, device):
@@ -383,11 +367,6 @@ class AffineMatch(nn.Module):
             return self.limited(field, shown_fraction, t)                                   # (B, 3, 128^3)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Correlation
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def shifted_views(padded, size):
     """Views (B, *size, C) of `padded`, (B, *(size + 2), C): one for each of the 3^N neighbours of a voxel."""
     for offset in itertools.product(range(3), repeat=len(size)):
@@ -460,11 +439,6 @@ class CorrelationLayer(nn.Module):
             cosines = NeighbourProducts.apply(image, condition)                             # (B, 27, 64^3)
             cosines = cosines - cosines.mean(1, keepdim=True)                               # (B, 27, 64^3)
             return (self.sharpness * cosines).to(dtype)                                     # (B, 27, 64^3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The network
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class OM_net(nn.Module):
@@ -554,8 +528,7 @@ class OM_net(nn.Module):
 
     def fully_shown(self, image):
         """An image as a condition that shows all of it: values and a mask of ones."""
-        image = pad_to_multiple(image, self.multiple)                                       # (B, 1, 128^3)
-        return torch.cat([image, torch.ones_like(image[:, :1])], dim=1)                     # (B, 2, 128^3)
+        return make_condition(pad_to_multiple(image, self.multiple), "volume")              # (B, 2, 128^3)
 
     def shown_fraction(self, image, condition, use_condition):
         """How much of the volume each sample's condition shows: (B,), 0 where there is none or it is dropped."""

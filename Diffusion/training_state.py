@@ -17,7 +17,6 @@ from Dataloader.identity import as_csv, compare_data
 from Diffusion.diffuser import DeformDDPM
 from Diffusion.optim import GradientSums, compare_moments, gather, gather_state, replicated, whole
 from Runtime import agree, checkpoint, launch, watchdog, writer
-from Runtime.config import MODEL_KEYS
 from Runtime.device import describe, precision
 from Runtime.errors import InputError
 from Runtime.files import remove_leftovers, write_file
@@ -145,7 +144,7 @@ def restore(run, content, path, continues):
     content: of the checkpoint at `path`. continues: True for the run's own checkpoint, False for --init-from. Adam's
     moments and the average are loaded later, once they exist.
     """
-    changes = checkpoint.check_compatible(content, run.cfg, path, MODEL_KEYS)
+    changes = checkpoint.check_compatible(content, run.cfg, path)
     checkpoint.load_weights(run.net, content, path)
     if continues:
         changes += compare_moments(content["optimizer"], [mode.name for mode in run.modes], run.cfg, path)

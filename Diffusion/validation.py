@@ -10,7 +10,7 @@ from Dataloader.sampler import epoch_pairs
 from Diffusion.diffuser import make_condition
 from Diffusion.fields import warp
 from Diffusion.losses import image_similarity, recovery_terms
-from Diffusion.metrics import average, dice, dice_before_after, folding_percent
+from Diffusion.metrics import average, dice, folding_percent
 from Diffusion.predict import best_field, label_map, segmented, segmented_labels
 from Runtime import agree, launch, watchdog
 from Runtime.device import autocast, send
@@ -141,8 +141,10 @@ def validate_registration(run, dataset):
                  "val_folding": folding_percent(field)}
         labels = [dataset.label(index) for index in pair]
         if all(label is not None for label in labels):
-            before_after = dice_before_after(*[label[None] for label in labels], field.cpu())
-            score["val_dice_before"], score["val_dice"], _ = before_after
+            moving_label, fixed_label = (label[None] for label in labels)                   # (1, 1, *spatial) each
+            known = sorted(set(fixed_label.unique().tolist()) - {0})
+            score["val_dice_before"] = average(dice(moving_label, fixed_label, known))
+            score["val_dice"] = average(dice(warp(moving_label, field.cpu(), mode="nearest"), fixed_label, known))
         if cfg["model.structures"]:
             score["val_segment"] = segmentation_dice(seen, labels, cfg)
         scores.append((number, score))

@@ -181,15 +181,6 @@ def test_noise_and_augmentation_are_the_same_with_one_and_two_threads():
     assert all(torch.equal(one, two) for one, two in zip(*found))
 
 
-@pytest.mark.parametrize("size", [(1,), (7,), (5, 3), (3, 5, 7)])
-def test_noise_has_any_size_and_is_centred_on_it(size):
-    values = torch.stack([noise((0, 0, sample), "test", size) for sample in range(2000)])
-    assert values.shape == (2000, *size) and values.dtype == torch.float32
-    n = values.numel()
-    assert abs(values.mean()) < 5 / n ** 0.5 and abs(values.std() - 1) < 5 / (2 * n) ** 0.5
-    assert values.mean(0).abs().max() < 5 / 2000 ** 0.5, "each voxel by itself is centred over the samples"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(ACCELERATOR is None, reason="this machine has no accelerator")
 @pytest.mark.parametrize("size", [(61, 37), (64, 48, 45)])
@@ -252,7 +243,6 @@ def test_remapped_intensities_are_a_function_of_the_intensity_alone():
 def test_a_share_of_the_volumes_is_remapped_and_channels_by_functions_of_their_own():
     images = torch.rand(200, 2, 4, 5, 6)
     rng_keys = [(0, 0, position) for position in range(200)]
-    assert remap_intensities(images, rng_keys, only(remap=0.0)) is images
     mapped = remap_intensities(images, rng_keys, only(remap=0.3))
     changed = (mapped != images).flatten(1).any(1)
     assert 35 < changed.sum() < 85

@@ -73,7 +73,7 @@ def test_slowly_varying_gain_and_offset_do_not_matter():
     assert float(local_correlation(a, changed, window=3)) == pytest.approx(value, abs=0.002)
 
 
-def test_empty_images_give_zero_and_flat_ones_a_finite_gradient(size):
+def test_flat_images_are_not_alike_and_have_a_finite_gradient(size):
     big = [4 * n for n in size] if len(size) == 2 else [2 * n for n in size]
     textured, _ = pair(big, 1)
     for first, second in [(0.0, 0.0), (0.0, None), (0.7, 0.3), (1.0, None)]:
@@ -83,6 +83,7 @@ def test_empty_images_give_zero_and_flat_ones_a_finite_gradient(size):
             value = mslncc(a, b, squared=squared)
             gradient, = torch.autograd.grad(value, a)
             assert torch.isfinite(value) and torch.isfinite(gradient).all()
+            assert not squared or value.abs() < 0.01
             if first == 0.0:
                 assert float(value.detach()) == 0.0
 
@@ -92,14 +93,11 @@ def with_frame(image, width, value=0.0):
 
 
 @pytest.mark.parametrize("squared", [True, False])
-def test_unrelated_noise_is_not_alike_with_or_without_a_mask(squared):
+def test_unrelated_noise_is_not_alike(squared):
     numbers = torch.Generator().manual_seed(3)
     a, b = torch.rand(2, 1, 1, 40, 36, 32, generator=numbers)
-    ones = torch.ones_like(a)
     for window in (5, 9):
-        value = float(local_correlation(a, b, window, squared))
-        assert abs(value) < 1.5 / window ** 3 + 0.01
-        assert float(local_correlation(a, b, window, squared, weight=ones)) == pytest.approx(value, abs=1e-6)
+        assert abs(float(local_correlation(a, b, window, squared))) < 1.5 / window ** 3 + 0.01
 
 
 @pytest.mark.parametrize("squared", [True, False])
@@ -112,28 +110,20 @@ def test_a_mask_of_ones_is_no_mask(size, squared):
         assert float((one - other).norm() / one.norm()) < 1e-4
 
 
-@pytest.mark.parametrize("squared, masks", [(True, False), (False, True), *(
-    pytest.param(*both, marks=pytest.mark.slow) for both in ((True, True), (False, False)))])
+@pytest.mark.parametrize("squared, masks", [(True, False), (False, True)])
 def test_windows_in_which_the_target_is_flat_do_not_count(size, squared, masks):
-    narrow, wide = ([with_frame(x, width) for x in pair(size)] for width in (8, 12))
-    values = [float(local_correlation(*x, squared=squared, weight=torch.ones_like(x[0]) if masks else None))
+    narrow, wide = ([with_frame(x, width) for x in pair(size)] for width in (4, 6))
+    values = [float(local_correlation(*x, 5, squared, weight=torch.ones_like(x[0]) if masks else None))
               for x in (narrow, wide)]
     assert values[0] > 0.1
     assert values[1] == pytest.approx(values[0], abs=1e-6)
-    assert values[1] == pytest.approx(float(dense_correlation(*wide, squared=squared)), abs=5e-6)
+    assert values[1] == pytest.approx(float(dense_correlation(*wide, 5, squared)), abs=5e-6)
     # What the image shows where no window sees the target neither helps nor hurts.
-    far = with_frame(torch.zeros_like(narrow[0]), 4, value=1.0)
+    far = with_frame(torch.zeros_like(narrow[0]), 2, value=1.0)
     busy = torch.where(far > 0, torch.rand(far.shape), wide[0])
     assert float((busy - wide[0]).abs().max()) > 0.5
-    again = local_correlation(busy, wide[1], squared=squared, weight=torch.ones_like(busy) if masks else None)
+    again = local_correlation(busy, wide[1], 5, squared, weight=torch.ones_like(busy) if masks else None)
     assert float(again) == pytest.approx(values[1], abs=1e-6)
-
-
-def test_flat_images_are_not_alike():
-    textured, _ = pair((60, 50), 1)
-    for a, b in [(0.7, 0.3), (1.0, 1.0), (textured, 0.3), (0.7, textured)]:
-        a, b = (torch.full_like(textured, x) if isinstance(x, float) else x for x in (a, b))
-        assert float(local_correlation(a, b)) == pytest.approx(0.0, abs=1e-4)
 
 
 def test_each_sample_counts_alike():
@@ -143,24 +133,6 @@ def test_each_sample_counts_alike():
     together = float(local_correlation(torch.cat([a, half[0]]), torch.cat([b, half[1]])))
     assert together == pytest.approx(sum(apart) / 2, abs=1e-6)
     assert abs(apart[0] - apart[1]) > 0.1
-
-
-@pytest.mark.parametrize("squared", [True, False])
-def test_gradient_by_differences(squared):
-    a, b = (x.double() for x in pair((7, 8, 6), 2))
-    b[:, :, :, :5] = 0.4  # some windows do not count
-    a.requires_grad_()
-    value = dense_correlation(a, b, 3, squared)
-    exact, = torch.autograd.grad(value, a)
-    first, second = (x.detach().float().requires_grad_() for x in (a, b))
-    ours, of_target = torch.autograd.grad(local_correlation(first, second, 3, squared), (first, second))
-    assert float((ours - exact).norm() / exact.norm()) < 1e-4
-    place = (0, 0, 3, 6, 3)
-    moved = [b.detach().clone() for _ in range(2)]
-    for x, step in zip(moved, (1e-4, -1e-4)):
-        x[place] += step
-    slope = sum(sign * float(dense_correlation(a.detach(), x, 3, squared)) for sign, x in zip((1, -1), moved)) / 2e-4
-    assert float(of_target[place]) == pytest.approx(slope, rel=1e-2, abs=1e-6)
 
 
 def test_float32_under_autocast(size):
@@ -176,8 +148,10 @@ def test_float32_under_autocast(size):
 @pytest.mark.parametrize("squared", [True, False])
 def test_gradient_equals_that_of_the_dense_convolution(size, squared):
     ours, dense = pair(size), pair(size)
-    for x in (*ours, *dense):
-        x.requires_grad_()
+    for pairs in (ours, dense):
+        pairs[1][..., :5] = 0.4  # some windows of the target do not count
+        for x in pairs:
+            x.requires_grad_()
     of_ours = torch.autograd.grad(local_correlation(*ours, squared=squared), ours)
     of_dense = torch.autograd.grad(dense_correlation(*dense, squared=squared), dense)
     for gradient, exact in zip(of_ours, of_dense):

@@ -51,7 +51,7 @@ def inside(volume):
     return volume[(..., *[slice(6, -6)] * (volume.dim() - 2))]
 
 
-@pytest.mark.parametrize("start, stride", [(79, 1), (79, 4), (40, 3), (2, 1), (1, 1)])
+@pytest.mark.parametrize("start, stride", [(79, 4), (40, 3), (2, 1)])
 def test_a_network_that_knows_the_velocity_brings_the_image_back(size, start, stride):
     cfg, x0 = config(size), smooth(size)
     ddpm = DeformDDPM(cfg)
@@ -69,11 +69,6 @@ def test_with_the_second_draw_only_that_one_stays(size):
     field = DeformDDPM(cfg).recover(inverse_of_label(size, cfg), smooth(size), 79, KEYS, cfg)
     before = DeformDDPM(cfg).draw_image_field(size, [79] * 2, KEYS, "cpu")
     assert 0.05 < inside(field).norm() / inside(before).norm() < 0.25
-
-
-def test_taking_all_of_each_prediction_would_overshoot():
-    # Why predictions are scaled to their share of a step: all of them undo several times what was done.
-    assert sum(map(label_count, range(1, 80))) > 3 * image_count(79)
 
 
 @pytest.mark.parametrize("kind", ["scaled", "published"])

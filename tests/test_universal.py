@@ -161,14 +161,6 @@ def test_a_folder_of_that_name_is_named_by_its_path(shipped, tmp_path, monkeypat
         find_checkpoint("./universal")
 
 
-def test_a_damaged_file_is_refused(shipped):
-    content = bytearray(shipped.read_bytes())
-    content[-100] ^= 1
-    shipped.write_bytes(content)
-    with pytest.raises(InputError, match="its weights differ from those that were exported"):
-        load_model("universal")
-
-
 def test_no_package_is_needed_to_read_it(shipped, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)  # an import of it fails
     assert load_model("universal")[1]["data.name"] == "universal"
