@@ -1,9 +1,11 @@
 """The published method's claim in its own setting: a plain U-Net from a few labelled volumes, by their augmentation.
 
-    python tests/bench/bench_fewshot.py --json [--checkpoint universal] [--minutes 70] [--resume]
+    python tests/bench/bench_fewshot.py --json [--data brains] [--checkpoint universal] [--minutes 70] [--resume]
 
-Hippocampus (MR crops, 1 mm, two labels). MONAI's U-Net (WIDTHS) learns from 1, 2, 5 or 10 labelled volumes of ids 1-60,
-and is scored on all volumes of ids 231-280; all choices (rate, steps, widths) were made on ids 201-230. The rows:
+hippocampus (MR crops, 1 mm, two labels): MONAI's U-Net (WIDTHS) learns from 1, 2, 5 or 10 labelled volumes of ids 1-60,
+and is scored on all volumes of ids 231-280; all choices (rate, steps, widths) were made on ids 201-230.
+brains (whole brains at 3 mm, three tissues): with these choices, it learns from 1, 2 or 5 of the first seven brains and
+is scored on the last eight. The rows:
   none              the labelled volumes as they are
   flips_affine      mirrored left to right, rotated by up to 15 degrees, scaled by up to 15 %, shifted by up to 5 %
   elastic           random elastic deformations as in MONAI's tutorials: sigma 5-7 voxels, magnitude 50-150
@@ -13,15 +15,16 @@ and is scored on all volumes of ids 231-280; all choices (rate, steps, widths) w
                     sharpening, blur, noise, brightness, gamma, perturbation, rotation, scaling, deformation
   random            copies before recovery: random deformations of the diffusion model, times 48, 50, 50, 52, ...
   wide              the same with diffusion.v_scale 1e-4, not 4e-5: as large as between real subjects (bench_spread.py)
-  moved             copies registered to unlabelled volumes of ids 1-60 (OM_augment.py --register)
+  moved             copies registered to unlabelled volumes of the same ids (OM_augment.py --register), of a brain
+                    at most six
   recovered         the draws of `random` after recovery by the network of --checkpoint, as in the paper
-  towards           the same draws recovered towards unlabelled volumes of ids 1-60, which the network sees
+  towards           the same draws recovered towards these unlabelled volumes, which the network sees
   moved_affine, wide_affine, recovered_affine   those copies, with flips_affine on top
   moved_nnunet, recovered_nnunet                those copies, with nnunet on top
 The simple rows draw anew in every step. Copies are drawn once: 16 of a single volume, 8 of each of two, 4 of each of
-five or ten; a sample is a copy with probability SHARE, else the volume itself. Volumes lie on one grid of 40 x 56 x 40
-voxels, mean 0, variance 1. All rows share the network, steps, initial weights and order of the volumes, and add only
-their own augmentation. --copies N makes N copies of each volume in all rows.
+five or ten; a sample is a copy with probability SHARE, else the volume itself. Volumes lie on one grid, mean 0,
+variance 1. All rows share the network, steps, initial weights and order of the volumes, and add only their own
+augmentation. --copies N makes N copies of each volume in all rows.
 
 Each seed takes other labelled volumes (those of 1 are among those of 2, 5 and 10) and other initial weights. Dice is
 the mean over both labels, then over the seeds. Its 95 % interval, and that of the difference from the best simple row
@@ -45,7 +48,6 @@ import torch
 from bench_augment import (
     CONFIG,
     DATA,
-    LABELS,
     ROOT,
     brought_copies,
     keep,
@@ -55,12 +57,12 @@ from bench_augment import (
     orders_of,
     read,
 )
-from common import in_one_sentence, our_commit
+from common import in_one_sentence, kept_json, our_commit
 from scipy import ndimage, stats
 from tqdm import tqdm
 
 from Dataloader.datalist import read_datalist
-from Dataloader.grids import intensity_range
+from Dataloader.grids import intensity_range, to_grid
 from Diffusion.batch_augment import random_affine
 from Diffusion.fields import affine_field, warp
 from Diffusion.metrics import average, dice
@@ -81,7 +83,10 @@ METHODS = (*SIMPLE, *COPIES, *COMBINED)
 COUNTS = {1: 16, 2: 8}  # copies of each volume, by how many have labels; LEAST of more
 WIDE = 1e-4
 LEAST, SHARE, START = 4, 0.8, "48+2"
-TRAIN_IDS, TEST_IDS = "1-60", "231-280"
+TRAIN_IDS = "1-60"
+SETS = {"hippocampus": {"train": TRAIN_IDS, "test": "231-280", "shots": [1, 2, 5, 10], "labels": (1, 2), "grid": {}},
+        "brains": {"train": "1000-1009", "test": "1010-1036", "shots": [1, 2, 5], "labels": (1, 2, 3),
+                   "grid": {"data.img_size": [56, 72, 64], "data.spacing_mm": 3.0}}}
 SIGMA, MAGNITUDE = (5, 7), (50, 150)  # of `elastic`, in voxels
 WIDTHS, BATCH, STEPS, LR = (16, 32, 64, 64), 2, 250, 3e-3
 TURN = {"augment.rotation": 15.0, "augment.scaling": 0.15, "augment.shift": 0.05, "augment.flip": 0.5}
@@ -90,23 +95,25 @@ TURN = {"augment.rotation": 15.0, "augment.scaling": 0.15, "augment.shift": 0.05
 def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(description="Few-shot segmentation by how the labelled volumes are augmented.")
     parser.add_argument("--json", action="store_true", help="print the table as one line of JSON (always done)")
-    parser.add_argument("--data", default=str(DATA), help="volumes with labels 1 and 2 (%(default)s)")
+    parser.add_argument("--data", choices=SETS, default="hippocampus", help="(%(default)s)")
     parser.add_argument("--checkpoint", default="universal", help="network of the rows with recovery (%(default)s)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="ROW",
                         help=f"some of {', '.join(METHODS)}")
-    parser.add_argument("--shots", nargs="+", type=int, default=[1, 2, 5, 10], metavar="K", help="labelled volumes")
+    parser.add_argument("--shots", nargs="+", type=int, metavar="K", help="labelled volumes (1 2 5, and 10 crops)")
     parser.add_argument("--copies", type=int, metavar="N", help="of each labelled volume (16 of one, 8 of each of two, "
                         "4 of each of more)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="choices of volumes (%(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training (%(default)s)")
     parser.add_argument("--rate", type=float, default=LR, help="learning rate of Adam (%(default)s)")
-    parser.add_argument("--test-ids", default=TEST_IDS, help="(%(default)s)")
+    parser.add_argument("--test-ids", help="volumes to score (those above)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further cell after so many "
                         "processor minutes of this run")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="(%(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue with what is in the folder of --out")
     parser.add_argument("--out", type=Path, default=ROOT / "Logs/bench_fewshot", metavar="FOLDER")
     args = parser.parse_args(argv)
+    args.shots, args.test_ids = args.shots or SETS[args.data]["shots"], args.test_ids or SETS[args.data]["test"]
+    args.labels, args.out = SETS[args.data]["labels"], args.out / args.data
     args.counts = {labelled: args.copies or COUNTS.get(labelled, LEAST) for labelled in args.shots}
     return args
 
@@ -215,6 +222,17 @@ def number_of(key, purpose):
 # Volumes and their copies
 # ---------------------------------------------------------------------------------------------------------------------
 
+def read_set(name, ids, cfg):
+    """Volumes of a set as `read` returns them: crops on their own grids, brains with their tissues on that of cfg."""
+    items = read_datalist(DATA.parent / name, 3, ids)
+    if name == "hippocampus":
+        return read(items)
+    grid = cfg["data.img_size"], cfg["data.spacing_mm"]
+    volumes = read([{**item, "label": item["image"].parents[1] / "tissuesTr" / item["image"].name} for item in items])
+    return [(identity, to_grid(image, affine, *grid)[0], *to_grid(label, affine, *grid, order=0))
+            for identity, image, label, affine in volumes]
+
+
 def standard(image, label):
     """Arrays of a volume as the U-Net takes them: image of mean 0 and variance 1, label, both (*size) float32."""
     image, label = image[0].numpy(), label[0].numpy()
@@ -230,13 +248,14 @@ def counts_of(orders, counts):
     return needed
 
 
-def drawn_copies(method, volume, count, model, cfg, others):
-    """Copies of one volume on the grid: list of (image, label). others: the unlabelled volumes, in some order."""
+def drawn_copies(method, volume, count, model, cfg, others, grid):
+    """Copies of one volume on the grid: list of (image, label). others: the unlabelled volumes, in some order. grid:
+    keys of the set."""
     identity, image, label, affine = volume
     others = [other for other in others if other[0] != identity]
     if method == "moved":
         return brought_copies(volume, others, argparse.Namespace(draws=count), cfg)["moved"]
-    drawing = model[1] | ({"diffusion.v_scale": WIDE} if method == "wide" else {})
+    drawing = model[1] | grid | ({"diffusion.v_scale": WIDE} if method == "wide" else {})
     limits, made = intensity_range(image, *cfg["data.percentiles"]), []
     for number in tqdm(range(count), f"{method} copies of {identity}", unit="copy", leave=False):
         shown = pick_target(others, (0, subject_number(identity), number)) if method == "towards" else [None] * 4
@@ -260,7 +279,8 @@ def pool_of(method, volume, count, labelled, model, args, cfg, others):
     found = kept(path, settings, args.resume)
     if found is None:
         images, labels = (torch.stack(parts).numpy()
-                          for parts in zip(*drawn_copies(source, volume, count, model, cfg, others)))
+                          for parts in zip(*drawn_copies(source, volume, count, model, cfg, others,
+                                                         SETS[args.data]["grid"])))
         keep(path, settings, images=images.astype(np.float16), labels=labels.astype(np.uint8))
         found = kept(path, settings, True)
     copies = [(torch.from_numpy(image).float(), torch.from_numpy(label).float())
@@ -272,12 +292,12 @@ def pool_of(method, volume, count, labelled, model, args, cfg, others):
 # One cell: a training and its scores
 # ---------------------------------------------------------------------------------------------------------------------
 
-def new_net(seed):
-    """MONAI's U-Net; its first weights are a function of the seed."""
+def new_net(seed, labels):
+    """MONAI's U-Net for these labels; its first weights are a function of the seed."""
     from monai.networks.nets import UNet
     with torch.random.fork_rng():
         torch.manual_seed(number_of((seed,), "few-shot weights"))
-        return UNet(3, 1, len(LABELS) + 1, WIDTHS, (2,) * (len(WIDTHS) - 1))
+        return UNet(3, 1, len(labels) + 1, WIDTHS, (2,) * (len(WIDTHS) - 1))
 
 
 def sample(pool, method, key):
@@ -293,7 +313,7 @@ def sample(pool, method, key):
 
 def train(pool, method, seed, args, cfg):
     """The U-Net after --steps steps. pool: for each labelled volume its samples."""
-    net = new_net(seed)
+    net = new_net(seed, args.labels)
     optimizer = torch.optim.Adam(net.parameters(), lr=args.rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     for step in tqdm(range(args.steps), f"{method}, {len(pool)} volumes, seed {seed}", unit="step", leave=False):
@@ -309,9 +329,9 @@ def train(pool, method, seed, args, cfg):
 
 
 @torch.no_grad()
-def scores_of(net, held_out):
+def scores_of(net, held_out, labels):
     """Dice of each test volume, the mean over its labels."""
-    return [average(dice(net(torch.from_numpy(image)[None, None]).argmax(1)[0], torch.from_numpy(label), LABELS))
+    return [average(dice(net(torch.from_numpy(image)[None, None]).argmax(1)[0], torch.from_numpy(label), labels))
             for image, label in held_out]
 
 
@@ -322,12 +342,9 @@ def cell(method, labelled, seed, order, needed, held_out, model, args, cfg, over
     """
     weights = sha256(find_checkpoint(args.checkpoint)) if COMBINED.get(method, method) in COPIES else None
     settings = [args.steps, args.rate, args.test_ids, WIDTHS, args.counts[labelled], cfg, weights, our_commit()]
-    settings = json.loads(json.dumps(settings))
     path = args.out / "cells" / f"{method}_{labelled}_{seed}.json"
-    if args.resume and path.is_file() and (found := json.loads(path.read_text()))["settings"] == settings:
-        return found
-    if over:
-        return None
+    if (found := kept_json(path, settings, args.resume)) or over:
+        return found or None
     began = time.process_time()
     pool = [pool_of(method, volume, needed[volume[0]], labelled, model, args, cfg, order)
             for volume in order[:labelled]]
@@ -335,7 +352,7 @@ def cell(method, labelled, seed, order, needed, held_out, model, args, cfg, over
     net = train(pool, method, seed, args, cfg)
     trained = time.process_time()
     found = {"settings": settings, "labelled": [volume[0] for volume in order[:labelled]],
-             "dice": scores_of(net, held_out), "copies_s": drawn - began, "train_s": trained - drawn}
+             "dice": scores_of(net, held_out, args.labels), "copies_s": drawn - began, "train_s": trained - drawn}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(found) + "\n")
     print(f"{method}, {labelled} volumes, seed {seed}: Dice {np.mean(found['dice']):.4f}, copies "
@@ -404,12 +421,12 @@ def main(argv=None):
         raise InputError(f"{lacking} is not installed: pip install {lacking}, or name other --methods.")
     torch.set_num_threads(args.threads)
     model = load_model(args.checkpoint)
-    cfg = load_config(CONFIG)
-    volumes = read(read_datalist(args.data, 3, TRAIN_IDS))
+    cfg = load_config(CONFIG) | SETS[args.data]["grid"]
+    volumes = read_set(args.data, SETS[args.data]["train"], cfg)
     if max(args.shots) > len(volumes):
-        raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes of ids {TRAIN_IDS}.")
+        raise InputError(f"--shots {max(args.shots)}: there are only {len(volumes)} volumes to learn from.")
     held_out = [standard(*on_grid(image, label, affine, intensity_range(image, *cfg["data.percentiles"]), cfg))
-                for _, image, label, affine in read(read_datalist(args.data, 3, args.test_ids))]
+                for _, image, label, affine in read_set(args.data, args.test_ids, cfg)]
     orders = orders_of(volumes, args.seeds)
     needed = counts_of(orders, args.counts)
     found, began = {}, time.process_time()
